@@ -1,0 +1,32 @@
+"""Fused BN-ReLU-Conv for pre-activation residual networks, equal to plain PyTorch."""
+
+from preact_kernels.memory import saved_bytes
+from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet
+from preact_kernels.modules.bn_relu import BNReLU2d
+from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
+from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBottleneck
+from preact_kernels.modules.preact_stage import PreActStage
+from preact_kernels.ops.backend import BackendError, available_backends, set_backend, use_backend
+from preact_kernels.ops.bn_relu import bn_relu
+from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d
+from preact_kernels.ops.residual_add import residual_add
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BNReLU2d",
+    "BNReLUConv2d",
+    "BackendError",
+    "PreActBasicBlock",
+    "PreActBottleneck",
+    "PreActResNet",
+    "PreActStage",
+    "available_backends",
+    "bn_relu",
+    "bn_relu_conv2d",
+    "preact_resnet",
+    "residual_add",
+    "saved_bytes",
+    "set_backend",
+    "use_backend",
+]

@@ -1,0 +1,1 @@
+"""The backends. Each offers the functions that `reference` lists, under the same names."""

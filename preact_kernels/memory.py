@@ -1,0 +1,52 @@
+"""What a forward keeps for the backward."""
+
+import torch
+from torch import Tensor, nn
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes that one forward of `model` keeps for the backward.
+
+    Counted from the tensors that autograd really saves, each storage once; parameters and
+    buffers of the model are left out. Runs one forward in the model's present mode; buffers
+    (running statistics) and random state are put back afterwards.
+
+    Args:
+        model: any module.
+        x: its input.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        TypeError: `model` is no module or `x` no tensor.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    state = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage._cdata not in state:
+            storages[storage._cdata] = storage  # held, so that its address is not used again
+        return t
+
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    devices = [x.device] if x.is_cuda else []
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        ):
+            y = model(x)
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    total = sum(storage.nbytes() for storage in storages.values())
+    del y
+    return total

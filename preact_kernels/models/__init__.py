@@ -1,0 +1,1 @@
+"""The networks of "Identity Mappings in Deep Residual Networks"."""

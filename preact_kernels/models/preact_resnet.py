@@ -1,0 +1,224 @@
+"""Pre-activation ResNets: "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from preact_kernels.modules.bn_relu import BNReLU2d
+from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBlock, PreActBottleneck
+from preact_kernels.modules.preact_stage import PreActStage, check_memory
+
+_BLOCKS = {"basic": PreActBasicBlock, "bottleneck": PreActBottleneck}
+
+
+class _Variant(NamedTuple):
+    """Stem and stage widths of one family."""
+
+    stem_channels: int
+    channels: tuple[int, ...]  # inner channels of each stage
+    has_large_stem: bool  # 7x7 of stride 2 and a max pool, not a 3x3
+
+
+_VARIANTS = {
+    "cifar": _Variant(16, (16, 32, 64), False),
+    "cifar-wide-stem": _Variant(64, (64, 128, 256, 512), False),
+    "imagenet": _Variant(64, (64, 128, 256, 512), True),
+}
+
+_FOUR_STAGES = {
+    18: ("basic", (2, 2, 2, 2)),
+    34: ("basic", (3, 4, 6, 3)),
+    50: ("bottleneck", (3, 4, 6, 3)),
+    101: ("bottleneck", (3, 4, 23, 3)),
+    152: ("bottleneck", (3, 8, 36, 3)),
+    200: ("bottleneck", (3, 24, 36, 3)),
+}
+_DEPTHS = {
+    "cifar-wide-stem": (18, 34, 50, 101, 152),
+    "imagenet": tuple(_FOUR_STAGES),
+}
+_DEEPEST_BASIC = 110  # where a depth fits both forms, the paper's choice of block
+
+
+class PreActResNet(nn.Module):
+    """A stem, stages of pre-activation blocks, and BN-ReLU, mean pool and linear at the end.
+
+    Args:
+        block: `PreActBasicBlock` or `PreActBottleneck`.
+        counts: blocks of each stage.
+        channels: inner channels of each stage.
+        stem_channels: channels behind the first convolution.
+        has_large_stem: a 7x7 convolution of stride 2 and a 3x3 max pool of stride 2, not a 3x3.
+        num_classes: outputs.
+        stride_on: which convolution of a bottleneck carries the stride.
+        memory: see `PreActStage`.
+        segments: see `PreActStage`.
+        fused: False runs plain `torch.nn` modules with the same keys.
+    """
+
+    def __init__(
+        self,
+        block: type[PreActBlock],
+        counts: tuple[int, ...],
+        channels: tuple[int, ...],
+        stem_channels: int,
+        has_large_stem: bool,
+        num_classes: int,
+        stride_on: str,
+        memory: str,
+        segments: int | None,
+        fused: bool,
+    ) -> None:
+        super().__init__()
+        if has_large_stem:
+            self.stem = nn.Conv2d(3, stem_channels, 7, 2, 3, bias=False)
+            self.pool = nn.MaxPool2d(3, 2, 1)
+        else:
+            self.stem = nn.Conv2d(3, stem_channels, 3, 1, 1, bias=False)
+            self.pool = nn.Identity()
+        options = {"stride_on": stride_on} if block is PreActBottleneck else {}
+        stages, in_channels = [], stem_channels
+        for index, (count, width) in enumerate(zip(counts, channels, strict=True)):
+            blocks = []
+            for i in range(count):
+                stride = 2 if index > 0 and i == 0 else 1
+                blocks.append(block(in_channels, width, stride, **options))
+                in_channels = width * block.expansion
+            stages.append(
+                PreActStage(blocks, memory, segments) if fused else nn.Sequential(*blocks)
+            )
+        self.stages = nn.Sequential(*stages)
+        self.norm = BNReLU2d(in_channels)
+        self.fc = nn.Linear(in_channels, num_classes)
+        self.fused = fused
+        for module in self.modules():
+            if isinstance(module, PreActBlock | BNReLU2d):
+                module.fused = fused
+            elif isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[N, 3, H, W]` to logits `[N, num_classes]`."""
+        if self.fused:
+            x = x.contiguous(memory_format=torch.channels_last)
+        x = self.pool(self.stem(x))
+        x = self.norm(self.stages(x))
+        return self.fc(x.mean((2, 3)))
+
+
+def preact_resnet(
+    depth: int,
+    num_classes: int = 10,
+    *,
+    variant: str = "cifar",
+    block: str | None = None,
+    width: int = 1,
+    stride_on: str = "conv2",
+    memory: str = "store",
+    segments: int | None = None,
+    fused: bool = True,
+) -> PreActResNet:
+    """A pre-activation ResNet of the paper (arXiv 1603.05027) and of its popular relatives.
+
+    Args:
+        depth: convolutions on the longest path, and the linear layer. `"cifar"`: `6n+2` (basic)
+            or `9n+2` (bottleneck), and `6n+4` for wide basic networks as their authors count.
+            `"imagenet"`: 18, 34, 50, 101, 152 or 200. `"cifar-wide-stem"`: 18, 34, 50, 101, 152.
+        num_classes: outputs.
+        variant: `"cifar"` (three stages of 16, 32 and 64 channels at 32, 16 and 8 pixels),
+            `"imagenet"` (7x7 stem and pool, four stages from 64 channels) or
+            `"cifar-wide-stem"` (3x3 stem to 64, four stages).
+        block: `"basic"` or `"bottleneck"`; None takes what fits, and where both do, basic up to
+            110 layers and bottleneck above.
+        width: multiplies the channels of every stage (WideResNet).
+        stride_on: `"conv2"`, or `"conv1"` as in the authors' released network.
+        memory: see `PreActStage`.
+        segments: see `PreActStage`; a stage of fewer blocks takes as many as it has.
+        fused: False builds the same network out of plain `torch.nn` calls: same keys, same
+            initial values for a seed, same results.
+
+    Returns:
+        The network, He-initialised by fan-out.
+
+    Raises:
+        TypeError: a number is no int.
+        ValueError: an argument is unknown or out of range, or no network has that depth.
+    """
+    for name, value in (("depth", depth), ("num_classes", num_classes), ("width", width)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    _check_choice("variant", variant, tuple(_VARIANTS))
+    _check_choice("stride_on", stride_on, ("conv1", "conv2"))
+    if block is not None:
+        _check_choice("block", block, tuple(_BLOCKS))
+    block, counts = _layout(depth, variant, block, width)
+    check_memory(memory, segments, min(counts))
+    if not fused and memory != "store":
+        raise ValueError(f"memory: expected 'store' beside fused=False, got {memory!r}")
+    family = _VARIANTS[variant]
+    return PreActResNet(
+        _BLOCKS[block],
+        counts,
+        tuple(c * width for c in family.channels),
+        family.stem_channels,
+        family.has_large_stem,
+        num_classes,
+        stride_on,
+        memory,
+        segments,
+        fused,
+    )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _layout(depth: int, variant: str, block: str | None, width: int) -> tuple[str, tuple[int, ...]]:
+    """The kind of block, and the number of blocks in each stage."""
+    if variant == "cifar":
+        return _three_stage_layout(depth, block, width)
+    if depth not in _DEPTHS[variant]:
+        expected = ", ".join(map(str, _DEPTHS[variant]))
+        raise ValueError(f"depth: expected one of {expected} for {variant!r}, got {depth}")
+    usual, counts = _FOUR_STAGES[depth]
+    if block not in (None, usual):
+        raise ValueError(f"block: expected {usual!r} for depth {depth}, got {block!r}")
+    return usual, counts
+
+
+def _three_stage_layout(
+    depth: int, block: str | None, width: int
+) -> tuple[str, tuple[int, int, int]]:
+    found = {}
+    if depth > 2 and (depth - 2) % 6 == 0:
+        found["basic"] = (depth - 2) // 6
+    elif width > 1 and depth > 4 and (depth - 4) % 6 == 0:
+        found["basic"] = (depth - 4) // 6
+    if depth > 2 and (depth - 2) % 9 == 0:
+        found["bottleneck"] = (depth - 2) // 9
+    if block is None:
+        block = "basic" if depth <= _DEEPEST_BASIC else "bottleneck"
+        if block not in found and len(found) == 1:
+            (block,) = found
+    if block not in found:
+        forms = {"basic": 6, "bottleneck": 9}
+        nearest = sorted(
+            {
+                max(1, (depth - 2) // step + offset) * step + 2
+                for step in forms.values()
+                for offset in (0, 1)
+            },
+            key=lambda d: (abs(d - depth), d),
+        )[:2]
+        raise ValueError(
+            "depth: expected 6n+2 (basic) or 9n+2 (bottleneck) for 'cifar', "
+            f"the nearest are {' and '.join(map(str, sorted(nearest)))}, got {depth}"
+        )
+    n = found[block]
+    return block, (n, n, n)

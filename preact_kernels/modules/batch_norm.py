@@ -1,0 +1,103 @@
+"""How the fused modules read an `nn.BatchNorm2d` child, and count its batches.
+
+A child is read, never called, so a fused module stands aside (`is_bare`) for a child whose
+call does more than its type says: hooks, another type, a bias where none is served.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from preact_kernels.ops.bn_stats import update_running_statistics
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` runs more than its `forward`."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
+    )
+
+
+def is_bare(bn: nn.Module, conv: nn.Module | None = None) -> bool:
+    """Whether reading the parameters of these children is the same as calling them."""
+    if type(bn) not in (nn.BatchNorm2d, nn.SyncBatchNorm) or has_hooks(bn):
+        return False
+    if conv is None:
+        return True
+    return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and not has_hooks(conv)
+
+
+def uses_batch(bn: nn.Module) -> bool:
+    """Whether a call of `bn` normalises with the statistics of its batch."""
+    return bn.training or bn.running_mean is None
+
+
+def process_group(bn: nn.Module):
+    """The group over which a SyncBatchNorm child shares its statistics, or None."""
+    if not (isinstance(bn, nn.SyncBatchNorm) and uses_batch(bn) and bn.training):
+        return None
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    group = bn.process_group or torch.distributed.group.WORLD
+    return group if torch.distributed.get_world_size(group) > 1 else None
+
+
+def _momentum(bn: nn.Module) -> float:
+    """Weight of the coming batch; the cumulative average where momentum is None."""
+    if bn.momentum is not None:
+        return bn.momentum
+    return 1.0 / (float(bn.num_batches_tracked) + 1.0)
+
+
+def bn_arguments(bn: nn.Module) -> dict:
+    """The batch-norm arguments of `pk.bn_relu` and `pk.bn_relu_conv2d` for a child."""
+    training = uses_batch(bn)
+    tracks = not training or (bn.training and bn.track_running_stats)
+    return {
+        "bn_weight": bn.weight,
+        "bn_bias": bn.bias,
+        "running_mean": bn.running_mean if tracks else None,
+        "running_var": bn.running_var if tracks else None,
+        "training": training,
+        "momentum": _momentum(bn) if training and tracks and bn.running_mean is not None else 0.0,
+        "eps": bn.eps,
+        "process_group": process_group(bn),
+    }
+
+
+def tracks_batches(bn: nn.Module) -> bool:
+    """Whether a call of `bn` updates its running statistics."""
+    return bn.training and bn.track_running_stats and bn.running_mean is not None
+
+
+def count_batches(norms: Iterable[nn.Module]) -> None:
+    """One more batch for every child that tracks its statistics."""
+    counters = [
+        bn.num_batches_tracked
+        for bn in norms
+        if tracks_batches(bn) and bn.num_batches_tracked is not None
+    ]
+    if counters:
+        torch._foreach_add_(counters, 1)
+
+
+def track(norms: Sequence[nn.Module], batch: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Updates running statistics and counters of the children that track, once.
+
+    Args:
+        norms: the children that normalised with their batch.
+        batch: mean and unbiased variance of each of these batches.
+    """
+    tracked = [(bn, stats) for bn, stats in zip(norms, batch, strict=True) if tracks_batches(bn)]
+    update_running_statistics(
+        [(bn.running_mean, bn.running_var) for bn, _ in tracked],
+        [stats for _, stats in tracked],
+        [_momentum(bn) for bn, _ in tracked],
+    )
+    count_batches(bn for bn, _ in tracked)

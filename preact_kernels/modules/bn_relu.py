@@ -1,0 +1,43 @@
+"""`BNReLU2d`: batch norm and ReLU."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from preact_kernels.modules.batch_norm import bn_arguments, count_batches, is_bare
+from preact_kernels.ops.bn_relu import bn_relu
+
+
+class BNReLU2d(nn.Module):
+    """Batch norm and ReLU that keep neither result for the backward.
+
+    Equals `F.relu(bn(x))` for its child `bn`, an `nn.BatchNorm2d` (or the `nn.SyncBatchNorm`
+    that `convert_sync_batchnorm` puts there).
+
+    Args:
+        num_features: channels of the input.
+        eps: added to the variance.
+        momentum: weight of a batch in the running statistics; None for their cumulative average.
+        affine: whether `bn` has a weight and a bias.
+        track_running_stats: whether `bn` has running statistics.
+    """
+
+    fused = True
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(num_features, eps, momentum, affine, track_running_stats)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[N, C, H, W]` to the same shape, dtype and memory format."""
+        if not (self.fused and is_bare(self.bn)):
+            return F.relu(self.bn(x), inplace=True)
+        y = bn_relu(x, **bn_arguments(self.bn))
+        count_batches([self.bn])
+        return y

@@ -1,0 +1,91 @@
+"""`BNReLUConv2d`: batch norm, ReLU and convolution."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from preact_kernels.modules.batch_norm import bn_arguments, count_batches, is_bare
+from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d
+
+
+class BNReLUConv2d(nn.Module):
+    """Batch norm, ReLU and convolution (and a residual add) that keep the input alone.
+
+    Equals `conv(F.relu(bn(x)))`, `+ residual` where given, for its children `bn`, an
+    `nn.BatchNorm2d` (or `nn.SyncBatchNorm`), and `conv`, an `nn.Conv2d`.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: of the convolution.
+        stride: of the convolution.
+        padding: of the convolution: an int, a pair, `"same"` or `"valid"`.
+        dilation: of the convolution.
+        groups: of the convolution.
+        bias: whether the convolution has a bias.
+        eps: of the batch norm.
+        momentum: of the batch norm.
+    """
+
+    fused = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = False,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+    ) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(in_channels, eps, momentum)
+        self.conv = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias
+        )
+
+    @classmethod
+    def from_modules(cls, bn: nn.BatchNorm2d, conv: nn.Conv2d) -> "BNReLUConv2d":
+        """A fused module around two modules that exist: shared, not copied.
+
+        Raises:
+            TypeError: `bn` is no `nn.BatchNorm2d` or `nn.SyncBatchNorm`, or `conv` no `nn.Conv2d`.
+            ValueError: their channel counts differ.
+        """
+        if not isinstance(bn, nn.BatchNorm2d | nn.SyncBatchNorm):
+            raise TypeError(f"bn: expected an nn.BatchNorm2d, got {type(bn).__name__}")
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(f"conv: expected an nn.Conv2d, got {type(conv).__name__}")
+        if bn.num_features != conv.in_channels:
+            raise ValueError(
+                f"conv: expected in_channels {bn.num_features} to match bn, got {conv.in_channels}"
+            )
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.bn, module.conv = bn, conv
+        module.training = bn.training
+        return module
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`[N, C, H, W]` to `[N, K, H', W']`; `residual` has the shape of the output."""
+        bn, conv = self.bn, self.conv
+        if not (self.fused and is_bare(bn, conv)):
+            y = conv(F.relu(bn(x), inplace=True))
+            return y if residual is None else y + residual
+        y = bn_relu_conv2d(
+            x,
+            conv.weight,
+            conv_bias=conv.bias,
+            stride=conv.stride,
+            padding=conv.padding,
+            dilation=conv.dilation,
+            groups=conv.groups,
+            residual=residual,
+            **bn_arguments(bn),
+        )
+        count_batches([bn])
+        return y

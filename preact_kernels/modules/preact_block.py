@@ -1,0 +1,146 @@
+"""The residual blocks of "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027)."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from preact_kernels.modules.batch_norm import has_hooks, is_bare
+from preact_kernels.modules.preact_stage import run_blocks
+
+
+class PreActBlock(nn.Module):
+    """`y = shortcut(x) + F(x)` with F a chain of BN-ReLU-Conv units.
+
+    The children are `bn1`, `conv1`, `bn2`, ... and, where the shape changes, `shortcut`: a
+    bias-free 1x1 convolution of the first unit's activation. Elsewhere the shortcut is x itself.
+    """
+
+    fused = True
+    expansion: int
+    unit_count: int
+
+    def units(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """The pairs of batch norm and convolution, in order."""
+        children = self._modules
+        for i in range(1, self.unit_count + 1):
+            yield children[f"bn{i}"], children[f"conv{i}"]
+
+    def is_fusable(self) -> bool:
+        """Whether reading the children's parameters is the same as calling the children."""
+        shortcut = self._modules.get("shortcut")
+        return (
+            self.fused
+            and all(is_bare(bn, conv) and _is_served(conv) for bn, conv in self.units())
+            and (
+                shortcut is None
+                or (type(shortcut) is nn.Conv2d and _is_served(shortcut) and not has_hooks(shortcut))
+            )
+        )
+
+    def plain_forward(self, x: Tensor) -> Tensor:
+        """The block by calls of its children: what the fused one equals."""
+        h, shortcut = x, x
+        for index, (bn, conv) in enumerate(self.units()):
+            a = F.relu(bn(h), inplace=True)
+            if index == 0 and "shortcut" in self._modules:
+                shortcut = self.shortcut(a)
+            h = conv(a)
+        return shortcut + h
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""
+        if not self.is_fusable():
+            return self.plain_forward(x)
+        return run_blocks([self], x)
+
+
+def _is_served(conv: nn.Conv2d) -> bool:
+    return conv.bias is None and not isinstance(conv.padding, str)
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+
+
+def _check_channels(**channels: int) -> None:
+    for name, value in channels.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+class PreActBasicBlock(PreActBlock):
+    """Two 3x3 convolutions: `y = shortcut + conv2(relu(bn2(conv1(relu(bn1(x))))))`.
+
+    Args:
+        in_channels: channels of the input.
+        channels: channels of the output (expansion 1).
+        stride: of `conv1` and `shortcut`.
+    """
+
+    expansion = 1
+    unit_count = 2
+
+    def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        _check_channels(in_channels=in_channels, channels=channels, stride=stride)
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        if shortcut := _shortcut(in_channels, channels, stride):
+            self.shortcut = shortcut
+
+
+class PreActBottleneck(PreActBlock):
+    """1x1, 3x3 and 1x1 convolutions, the outer ones four times as wide.
+
+    `y = shortcut + conv3(relu(bn3(conv2(relu(bn2(conv1(relu(bn1(x)))))))))`
+
+    Args:
+        in_channels: channels of the input.
+        channels: a quarter of the channels of the output (expansion 4).
+        stride: of `conv2` (or `conv1`) and `shortcut`.
+        groups: of `conv2` (ResNeXt).
+        base_width: inner channels a group when `channels` is 64 (ResNeXt).
+        stride_on: `"conv2"`, or `"conv1"` as in the authors' released network.
+    """
+
+    expansion = 4
+    unit_count = 3
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        stride: int = 1,
+        groups: int = 1,
+        base_width: int = 64,
+        *,
+        stride_on: str = "conv2",
+    ) -> None:
+        super().__init__()
+        _check_channels(
+            in_channels=in_channels,
+            channels=channels,
+            stride=stride,
+            groups=groups,
+            base_width=base_width,
+        )
+        if stride_on not in ("conv1", "conv2"):
+            raise ValueError(f"stride_on: expected 'conv1' or 'conv2', got {stride_on!r}")
+        width = int(channels * base_width / 64) * groups
+        out_channels = channels * self.expansion
+        stride1, stride2 = (stride, 1) if stride_on == "conv1" else (1, stride)
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, width, 1, stride1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride2, 1, groups=groups, bias=False)
+        self.bn3 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, out_channels, 1, bias=False)
+        if shortcut := _shortcut(in_channels, out_channels, stride):
+            self.shortcut = shortcut

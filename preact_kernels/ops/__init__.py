@@ -1,0 +1,1 @@
+"""The mathematics: schemas, argument checks, backend choice and autograd of every op."""

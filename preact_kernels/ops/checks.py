@@ -1,0 +1,229 @@
+"""Argument checks: each names the argument, what was expected and what was given."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(name: str, value: object) -> None:
+    """A floating point tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in FLOATS:
+        raise TypeError(
+            f"{name}: expected dtype float32, float64, bfloat16 or float16, "
+            f"got {dtype_name(value.dtype)}"
+        )
+
+
+def check_activation(name: str, x: object) -> None:
+    """A floating point tensor `[N, C, H, W]`."""
+    check_tensor(name, x)
+    if x.dim() != 4:
+        raise ValueError(f"{name}: expected 4 dimensions [N, C, H, W], got shape {list(x.shape)}")
+
+
+def check_like(name: str, value: object, like_name: str, like: Tensor) -> None:
+    """The device of another tensor."""
+    check_tensor(name, value)
+    if value.device != like.device:
+        raise ValueError(
+            f"{name}: expected device {like.device} to match {like_name}, got {value.device}"
+        )
+
+
+def check_parameter_dtype(name: str, value: Tensor, x: Tensor) -> None:
+    """The dtype of `x`, or float32 beside half-precision activations."""
+    allowed = [x.dtype]
+    if x.dtype in (torch.bfloat16, torch.float16):
+        allowed.append(torch.float32)
+    if value.dtype not in allowed:
+        expected = " or ".join(dtype_name(d) for d in allowed)
+        raise TypeError(f"{name}: expected dtype {expected} to match x, got {dtype_name(value.dtype)}")
+
+
+def check_per_channel(name: str, value: object, x: Tensor) -> None:
+    """A vector with one value for each channel of `x`."""
+    check_like(name, value, "x", x)
+    if value.shape != (x.shape[1],):
+        raise ValueError(
+            f"{name}: expected shape [{x.shape[1]}] to match the channels of x, "
+            f"got {list(value.shape)}"
+        )
+    check_parameter_dtype(name, value, x)
+
+
+def check_number(name: str, value: object, *, minimum: float | None = None) -> None:
+    """A real number, at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if minimum is not None and not value >= minimum:
+        raise ValueError(f"{name}: expected at least {minimum}, got {value}")
+
+
+def check_batch_norm(
+    x: object,
+    bn_weight: object,
+    bn_bias: object,
+    running_mean: object,
+    running_var: object,
+    training: object,
+    momentum: object,
+    eps: object,
+) -> None:
+    """The arguments of a batch norm, as `torch.nn.functional.batch_norm` takes them."""
+    check_activation("x", x)
+    if not isinstance(training, bool):
+        raise TypeError(f"training: expected a bool, got {type(training).__name__}")
+    check_number("momentum", momentum)
+    check_number("eps", eps, minimum=0)
+    for name, value in (
+        ("bn_weight", bn_weight),
+        ("bn_bias", bn_bias),
+        ("running_mean", running_mean),
+        ("running_var", running_var),
+    ):
+        if value is not None:
+            check_per_channel(name, value, x)
+    if (running_mean is None) != (running_var is None):
+        missing = "running_mean" if running_mean is None else "running_var"
+        raise ValueError(f"{missing}: expected a tensor beside the other running statistic, got None")
+    if not training and running_mean is None:
+        raise ValueError("running_mean: expected a tensor in evaluation mode, got None")
+    if training:
+        check_samples(x.shape)
+
+
+def check_samples(shape: Sequence[int]) -> None:
+    """More than one value a channel: what eager asks of a batch norm in training mode."""
+    if shape[0] * shape[2] * shape[3] == 1:
+        raise ValueError(
+            f"x: expected more than 1 value per channel when training, got input size {shape}"
+        )
+
+
+def pair(name: str, value: object, *, minimum: int) -> list[int]:
+    """An int, or a sequence of two, as two ints of at least `minimum`."""
+    values = [value, value] if isinstance(value, int) else value
+    if (
+        not isinstance(values, list | tuple)
+        or len(values) != 2
+        or not all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+    ):
+        raise TypeError(f"{name}: expected an int or a pair of ints, got {value!r}")
+    if min(values) < minimum:
+        raise ValueError(f"{name}: expected at least {minimum}, got {value!r}")
+    return list(values)
+
+
+def check_conv(
+    x: Tensor,
+    conv_weight: object,
+    conv_bias: object,
+    stride: object,
+    padding: object,
+    dilation: object,
+    groups: object,
+) -> tuple[list[int], list[int] | None, list[int]]:
+    """The arguments of a convolution.
+
+    Returns:
+        stride, padding and dilation as pairs. The padding of `"same"` is None where it differs
+        between the two sides of an axis.
+    """
+    check_like("conv_weight", conv_weight, "x", x)
+    if conv_weight.dim() != 4:
+        raise ValueError(
+            "conv_weight: expected 4 dimensions [out_channels, in_channels / groups, R, S], "
+            f"got shape {list(conv_weight.shape)}"
+        )
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"groups: expected an int, got {type(groups).__name__}")
+    if groups < 1:
+        raise ValueError(f"groups: expected at least 1, got {groups}")
+    out_channels, in_channels_a_group, *kernel_size = conv_weight.shape
+    if in_channels_a_group * groups != x.shape[1]:
+        expected = f"{x.shape[1]}" if groups == 1 else f"{x.shape[1]} / {groups} groups"
+        raise ValueError(
+            f"conv_weight: expected in_channels {expected} to match x, got {in_channels_a_group}"
+        )
+    if out_channels % groups or out_channels == 0:
+        raise ValueError(
+            f"conv_weight: expected out_channels to be a positive multiple of groups {groups}, "
+            f"got {out_channels}"
+        )
+    if min(kernel_size) < 1:
+        raise ValueError(f"conv_weight: expected a kernel of at least 1x1, got {kernel_size}")
+    check_parameter_dtype("conv_weight", conv_weight, x)
+    if conv_bias is not None:
+        check_like("conv_bias", conv_bias, "x", x)
+        if conv_bias.shape != (out_channels,):
+            raise ValueError(
+                f"conv_bias: expected shape [{out_channels}] to match conv_weight, "
+                f"got {list(conv_bias.shape)}"
+            )
+        if conv_bias.dtype != conv_weight.dtype:
+            raise TypeError(
+                f"conv_bias: expected dtype {dtype_name(conv_weight.dtype)} to match "
+                f"conv_weight, got {dtype_name(conv_bias.dtype)}"
+            )
+    stride = pair("stride", stride, minimum=1)
+    dilation = pair("dilation", dilation, minimum=1)
+    extents = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
+    if isinstance(padding, str):
+        padding = _named_padding(padding, stride, extents)
+    else:
+        padding = pair("padding", padding, minimum=0)
+    if padding is not None:
+        for axis, name in ((0, "height"), (1, "width")):
+            padded = x.shape[2 + axis] + 2 * padding[axis]
+            if padded <= extents[axis]:
+                raise ValueError(
+                    f"x: expected a padded {name} of at least {extents[axis] + 1} for the "
+                    f"kernel, got {padded}"
+                )
+    return stride, padding, dilation
+
+
+def _named_padding(padding: str, stride: list[int], extents: list[int]) -> list[int] | None:
+    if padding == "valid":
+        return [0, 0]
+    if padding != "same":
+        raise ValueError(f"padding: expected 'valid', 'same', an int or a pair, got {padding!r}")
+    if stride != [1, 1]:
+        raise ValueError(f"padding: expected stride 1 beside 'same', got stride {stride}")
+    return [e // 2 for e in extents] if all(e % 2 == 0 for e in extents) else None
+
+
+def output_shape(
+    shape: Sequence[int],
+    conv_weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> list[int]:
+    """`[N, K, H', W']` of a convolution of an input of `shape`."""
+    size = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(
+            shape[2:], conv_weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    return [shape[0], conv_weight.shape[0], *size]
+
+
+def check_residual(residual: object, name: str, shape: Sequence[int], like: Tensor) -> None:
+    """A floating point tensor of the output's shape on the device of `like`."""
+    check_like(name, residual, "x", like)
+    if list(residual.shape) != list(shape):
+        raise ValueError(
+            f"{name}: expected shape {list(shape)} to match the output, got {list(residual.shape)}"
+        )

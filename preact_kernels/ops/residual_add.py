@@ -1,0 +1,45 @@
+"""`residual_add`: the addition at the end of a residual block."""
+
+import torch
+from torch import Tensor
+
+from preact_kernels.ops import checks, layout, schema
+
+
+class ResidualAddFunction(torch.autograd.Function):
+    """y = x + branch; nothing is kept."""
+
+    @staticmethod
+    def forward(ctx, x, branch):
+        y, _, _ = schema.kernels_for(x).residual_add_forward(x, branch, False)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, dy
+
+
+def residual_add(x: Tensor, branch: Tensor) -> Tensor:
+    """Adds a residual branch to its shortcut.
+
+    Equals `x + branch`.
+
+    Args:
+        x: `[N, C, H, W]`, float32, float64, bfloat16 or float16; any strides.
+        branch: `[N, C, H, W]`.
+
+    Returns:
+        `[N, C, H, W]` in the memory format of `x`, in the dtype that `x + branch` has.
+
+    Raises:
+        TypeError: an argument is not a tensor, or has a dtype that is not served.
+        ValueError: shapes or devices differ.
+        BackendError: the backend that was named cannot serve `x`.
+    """
+    checks.check_activation("x", x)
+    checks.check_residual(branch, "branch", x.shape, x)
+    if x.dtype != branch.dtype or x.numel() == 0:
+        return x + branch
+    channels_last = layout.is_channels_last(x)
+    y = ResidualAddFunction.apply(layout.nhwc(x), layout.nhwc(branch))
+    return layout.restored(y, channels_last)
