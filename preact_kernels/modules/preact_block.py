@@ -34,7 +34,9 @@ class PreActBlock(nn.Module):
             and all(is_bare(bn, conv) and _is_served(conv) for bn, conv in self.units())
             and (
                 shortcut is None
-                or (type(shortcut) is nn.Conv2d and _is_served(shortcut) and not has_hooks(shortcut))
+                or (
+                    type(shortcut) is nn.Conv2d and _is_served(shortcut) and not has_hooks(shortcut)
+                )
             )
         )
 

@@ -42,9 +42,14 @@ class BNReLUConvFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, bn_weight, bn_bias, conv_weight, conv_bias, mean, var = ctx.saved_tensors
-        needs_x, needs_bn_weight, needs_bn_bias, needs_conv_weight, needs_conv_bias, needs_residual = (
-            ctx.needs_input_grad[:6]
-        )
+        (
+            needs_x,
+            needs_bn_weight,
+            needs_bn_bias,
+            needs_conv_weight,
+            needs_conv_bias,
+            needs_residual,
+        ) = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():
             a = differentiable_bn_relu(
                 x, bn_weight, bn_bias, mean, var, ctx.inv_count != 0, ctx.eps, ctx.process_group

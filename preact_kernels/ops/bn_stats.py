@@ -50,7 +50,9 @@ def statistics_of(
 def _over_group(mean: Tensor, var: Tensor, count: int, process_group) -> Statistics:
     """Merges the statistics of all ranks, weighted by their counts (Chan et al., 1979)."""
     local = torch.cat([mean.double(), var.double(), mean.new_tensor([count], dtype=torch.double)])
-    ranks = [torch.empty_like(local) for _ in range(torch.distributed.get_world_size(process_group))]
+    ranks = [
+        torch.empty_like(local) for _ in range(torch.distributed.get_world_size(process_group))
+    ]
     torch.distributed.all_gather(ranks, local, group=process_group)
     table = torch.stack([r for r in ranks if r[-1] > 0])
     channels = mean.numel()

@@ -47,7 +47,9 @@ def check_parameter_dtype(name: str, value: Tensor, x: Tensor) -> None:
         allowed.append(torch.float32)
     if value.dtype not in allowed:
         expected = " or ".join(dtype_name(d) for d in allowed)
-        raise TypeError(f"{name}: expected dtype {expected} to match x, got {dtype_name(value.dtype)}")
+        raise TypeError(
+            f"{name}: expected dtype {expected} to match x, got {dtype_name(value.dtype)}"
+        )
 
 
 def check_per_channel(name: str, value: object, x: Tensor) -> None:
@@ -95,7 +97,9 @@ def check_batch_norm(
             check_per_channel(name, value, x)
     if (running_mean is None) != (running_var is None):
         missing = "running_mean" if running_mean is None else "running_var"
-        raise ValueError(f"{missing}: expected a tensor beside the other running statistic, got None")
+        raise ValueError(
+            f"{missing}: expected a tensor beside the other running statistic, got None"
+        )
     if not training and running_mean is None:
         raise ValueError("running_mean: expected a tensor in evaluation mode, got None")
     if training:

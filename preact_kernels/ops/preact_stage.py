@@ -128,7 +128,13 @@ def _block_forward(
             stats = known[index]
         else:
             stats = statistics_of(
-                kernels, h, t.running_mean, t.running_var, unit.training, unit.process_group, carried
+                kernels,
+                h,
+                t.running_mean,
+                t.running_var,
+                unit.training,
+                unit.process_group,
+                carried,
             )
         norm = (stats.mean, stats.var, t.bn_weight, t.bn_bias, unit.eps)
         inputs.append(h)
@@ -166,7 +172,12 @@ def _block_backward(
     g, folded, unit_grads = dy, WHOLE_GRADIENT, []
     dshortcut = None
     for index in reversed(range(len(block.units))):
-        unit, t, h, stats = block.units[index], tensors.units[index], inputs[index], statistics[index]
+        unit, t, h, stats = (
+            block.units[index],
+            tensors.units[index],
+            inputs[index],
+            statistics[index],
+        )
         norm = (stats.mean, stats.var, t.bn_weight, t.bn_bias, unit.eps)
         wants = needed.units[index]
         needs_g = index > 0 or needs_input or wants.bn_weight or wants.bn_bias
@@ -277,7 +288,9 @@ class PreActStageFunction(torch.autograd.Function):
             end = start
             if end <= first:
                 break
-        empty = [BlockTensors(tuple(UnitTensors(*(None,) * 5) for _ in b.units), None) for b in blocks]
+        empty = [
+            BlockTensors(tuple(UnitTensors(*(None,) * 5) for _ in b.units), None) for b in blocks
+        ]
         flat_grads = flatten([g or e for g, e in zip(grads, empty, strict=True)])
         return (
             dy if needs_x else None,

@@ -74,9 +74,7 @@ def _bn_relu_conv_forward(
     stride, padding, dilation, groups, with_stats,
 ):  # fmt: skip
     shape = checks.output_shape(x.shape, conv_weight, stride, padding, dilation)
-    y = torch.empty(
-        shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last
-    )
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     channels = shape[1] if with_stats else 0
     return y, _stats_like(y, channels), _stats_like(y, channels)
 

@@ -95,7 +95,9 @@ def bn_input_gradient(
     wide = statistics_dtype(x.dtype)
     a = bn_weight * torch.rsqrt(var + eps)
     xhat = _normalised(x, mean, var, eps)
-    centred = g.to(wide) - _per_channel(sums[0] * inv_count) - xhat * _per_channel(sums[1] * inv_count)
+    centred = (
+        g.to(wide) - _per_channel(sums[0] * inv_count) - xhat * _per_channel(sums[1] * inv_count)
+    )
     dx = centred * _per_channel(a)
     if dy is not None:
         dx = dx + dy.to(wide)

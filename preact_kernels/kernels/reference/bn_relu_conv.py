@@ -72,9 +72,7 @@ def bn_relu_conv_backward(
     Without `needs_g` (`needs_conv_weight`) g and sums (dconv_weight) are empty tensors.
     """
     if z is not None:
-        dy = bn_input_gradient(
-            None, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count
-        )
+        dy = bn_input_gradient(None, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count)
     a = bn_relu_forward(x, mean, var, bn_weight, bn_bias, eps)
     da, dconv_weight, _ = torch.ops.aten.convolution_backward(
         dy,

@@ -1,0 +1,101 @@
+# make test        lint, then the quick tests
+# make test-full   lint, then every test
+# make bench       the benchmarks
+# make report      the README's tables and plots out of bench/results/
+# make lint        ruff and clang-format, changing nothing
+# make format      the same, changing files
+# make gpu-report OUT=folder
+#                  build, quick tests and benchmarks, saved in a folder; uses $(PYTHON) as it is, with
+#                  torch already installed, and no network
+# make clean       removes what was built, keeps the virtual environment
+#
+# ARGS="..." goes to pytest, to the benchmarks or to the report.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+OUT ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
+# Folders are listed too: their times change when a file goes.
+CSRC := $(shell find csrc 2>/dev/null)
+CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC))
+
+# Stamps, each made again when what it depends on changes.
+REQUIREMENTS := $(VENV)/.requirements
+EDITABLE := $(VENV)/.editable
+BUILD := $(VENV)/.build
+
+# Seconds for all of gpu-report, and the most that its first two parts may take.
+REPORT_SECONDS ?= 530
+REPORT_BUILD_SECONDS ?= 150
+REPORT_TEST_SECONDS ?= 180
+
+.PHONY: test test-full bench report lint format gpu-report clean
+
+test: lint $(BUILD)
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-full: lint $(BUILD)
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(BUILD)
+	@$(BIN)/python -m bench $(ARGS)
+
+report: $(BUILD)
+	@$(BIN)/python -m bench.report $(ARGS)
+
+lint: $(REQUIREMENTS)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
+
+format: $(REQUIREMENTS)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+$(REQUIREMENTS): requirements-dev.txt
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make a virtual environment: it is missing, or lacks venv or ensurepip" \
+	    "(python3-venv on Debian and Ubuntu)" >&2; exit 1; }
+	@echo "Installing requirements-dev.txt in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) -r requirements-dev.txt
+	@touch $@
+
+# Editable and uncompiled: the next rule compiles in place, and only what changed.
+$(EDITABLE): $(REQUIREMENTS) setup.py pyproject.toml
+	@echo "Installing preact_kernels in $(VENV)"
+	@PREACT_KERNELS_NATIVE=0 $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# PATH is for ninja, which compiles in parallel. Where nothing could be compiled, setup.py says why
+# and there is no stamp, so that the next run tries again.
+$(BUILD): $(EDITABLE) $(CSRC)
+	@echo "Compiling csrc"
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py -q build_ext --inplace \
+	  >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
+	@grep '^preact_kernels: ' $(VENV)/build.log || touch $@
+
+# Each part writes its own file as it goes, and a part that fails stops no other.
+gpu-report: export PYTHONUNBUFFERED = 1
+gpu-report:
+	@test -n "$(OUT)" || { echo "usage: make gpu-report OUT=folder" >&2; exit 2; }
+	@mkdir -p "$(OUT)" && rm -f "$(OUT)/summary.txt"
+	@end=$$(($$(date +%s) + $(REPORT_SECONDS))); \
+	part() { \
+	  name=$$1 seconds=$$2; shift 2; \
+	  { timeout -s INT -k 10 "$$seconds" "$$@"; \
+	    echo "$$name: exit status $$?" >>"$(OUT)/summary.txt"; } 2>&1 | tee "$(OUT)/$$name.txt"; \
+	}; \
+	part build $(REPORT_BUILD_SECONDS) $(PYTHON) setup.py -q build_ext --inplace; \
+	part tests $(REPORT_TEST_SECONDS) $(PYTHON) -m pytest -m "not slow"; \
+	part bench $$((end - $$(date +%s))) $(PYTHON) -m bench --out "$(OUT)" $(ARGS); \
+	cat "$(OUT)/summary.txt"; ! grep -qv 'exit status 0$$' "$(OUT)/summary.txt"
+
+clean:
+	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD)
+	@rm -rf .benchmarks .hypothesis .pytest_cache .ruff_cache
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

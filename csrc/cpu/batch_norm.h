@@ -1,0 +1,131 @@
+// Per-channel numbers of a batch norm, and statistics from tile partials.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "types.h"
+
+namespace preact_kernels {
+
+// The tensors of one batch norm, as the ops take them: all [C] in the statistics dtype.
+template <class A>
+struct BatchNorm {
+  const A* mean;
+  const A* var;
+  const A* weight;
+  const A* bias;
+  double eps;
+};
+
+// The batch norm in front of `x`, once its tensors are seen to fit.
+template <class T>
+BatchNorm<Accumulate<T>> batch_norm(const Tensor& x, const Tensor& mean, const Tensor& var,
+                                    const Tensor& weight, const Tensor& bias, double eps,
+                                    int64_t channels) {
+  using A = Accumulate<T>;
+  check_statistics("mean", mean, channels, x);
+  check_statistics("var", var, channels, x);
+  check_statistics("bn_weight", weight, channels, x);
+  check_statistics("bn_bias", bias, channels, x);
+  return {data<A>(mean), data<A>(var), data<A>(weight), data<A>(bias), eps};
+}
+
+// p = x * scale + shift.
+template <class A>
+struct Affine {
+  std::vector<A> scale, shift, rstd;
+
+  Affine(const BatchNorm<A>& bn, int64_t channels)
+      : scale(channels), shift(channels), rstd(channels) {
+    for (int64_t c = 0; c < channels; ++c) {
+      rstd[c] = A(1) / std::sqrt(bn.var[c] + A(bn.eps));
+      scale[c] = bn.weight[c] * rstd[c];
+      shift[c] = bn.bias[c] - bn.mean[c] * scale[c];
+    }
+  }
+};
+
+// dx = a*g + b*(x - mean) + c: the gradient of a batch norm's input. The mean is subtracted first,
+// so that nothing cancels where it is large beside the deviation.
+template <class A>
+struct InputGradient {
+  std::vector<A> a, b, c;
+  const A* mean;
+
+  // sums: [2, channels], sum(g) and sum(g * xhat).
+  InputGradient(const BatchNorm<A>& bn, const A* sums, double inv_count, int64_t channels)
+      : a(channels), b(channels), c(channels), mean(bn.mean) {
+    for (int64_t i = 0; i < channels; ++i) {
+      const A rstd = A(1) / std::sqrt(bn.var[i] + A(bn.eps));
+      a[i] = bn.weight[i] * rstd;
+      b[i] = -a[i] * rstd * sums[channels + i] * A(inv_count);
+      c[i] = -a[i] * sums[i] * A(inv_count);
+    }
+  }
+};
+
+// Mean and sum of squared deviations of each channel over one tile of pixels.
+template <class A>
+struct TileStatistics {
+  int64_t channels;
+  std::vector<int64_t> pixels;  // of each tile
+  std::vector<A> partials;      // [tiles, 2, channels]
+
+  TileStatistics(int64_t tiles, int64_t channels)
+      : channels(channels), pixels(tiles), partials(tiles * 2 * channels) {}
+
+  A* mean(int64_t tile) { return partials.data() + tile * 2 * channels; }
+  A* squares(int64_t tile) { return mean(tile) + channels; }
+
+  // Merges the tiles in order, in float64: mean = sum(n_i mean_i) / n and
+  // var = (sum(M2_i) + sum(n_i (mean_i - mean)^2)) / n, biased.
+  void merge(A* mean_out, A* var_out) {
+    std::vector<double> mean_sum(channels), square_sum(channels);
+    double count = 0;
+    for (size_t tile = 0; tile < pixels.size(); ++tile) {
+      const A* m = mean(tile);
+      const double n = static_cast<double>(pixels[tile]);
+      for (int64_t c = 0; c < channels; ++c) mean_sum[c] += n * m[c];
+      count += n;
+    }
+    for (int64_t c = 0; c < channels; ++c) mean_sum[c] /= count;
+    for (size_t tile = 0; tile < pixels.size(); ++tile) {
+      const A* m = mean(tile);
+      const A* s = squares(tile);
+      const double n = static_cast<double>(pixels[tile]);
+      for (int64_t c = 0; c < channels; ++c) {
+        const double d = m[c] - mean_sum[c];
+        square_sum[c] += s[c] + n * d * d;
+      }
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+      mean_out[c] = static_cast<A>(mean_sum[c]);
+      var_out[c] = static_cast<A>(square_sum[c] / count);
+    }
+  }
+};
+
+// Partial sums [tiles, width], added up in order in float64.
+template <class A>
+struct TileSums {
+  int64_t width;
+  int64_t tiles;
+  std::vector<A> partials;
+
+  TileSums(int64_t tiles, int64_t width) : width(width), tiles(tiles), partials(tiles * width) {}
+
+  A* tile(int64_t index) { return partials.data() + index * width; }
+
+  void merge(A* out) {
+    std::vector<double> total(width);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const A* p = tile(t);
+      for (int64_t i = 0; i < width; ++i) total[i] += p[i];
+    }
+    for (int64_t i = 0; i < width; ++i) out[i] = static_cast<A>(total[i]);
+  }
+};
+
+}  // namespace preact_kernels

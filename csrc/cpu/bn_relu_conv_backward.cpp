@@ -1,0 +1,96 @@
+#include <cstring>
+#include <memory>
+
+#include "batch_norm.h"
+#include "conv_strips.h"
+#include "isa.h"
+#include "ops.h"
+#include "tiles.h"
+
+#define PK_KERNELS "bn_relu_conv_backward_kernels.h"
+#include "for_each_isa.h"
+
+namespace preact_kernels {
+
+std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_backward(
+    const Tensor& dy, const std::optional<Tensor>& z, const std::optional<Tensor>& z_mean,
+    const std::optional<Tensor>& z_var, const std::optional<Tensor>& z_weight, double z_eps,
+    const std::optional<Tensor>& z_sums, double z_inv_count, const Tensor& x, const Tensor& mean,
+    const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias, double eps,
+    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight) {
+  const ConvSize conv = check_conv(x, conv_weight);
+  const Activation out_size = check_activation("dy", dy);
+  STD_TORCH_CHECK(out_size.images == conv.images && out_size.channels == conv.out_channels &&
+                      out_size.height == conv.height && out_size.width == conv.width &&
+                      dy.scalar_type() == x.scalar_type(),
+                  "dy: expected the shape of the convolution's output and the dtype of x");
+  if (z.has_value()) check_like("z", *z, "dy", dy);
+  const int64_t none = 0;
+  const Tensor g = needs_g ? empty_nhwc(x, {conv.images, conv.in_channels, conv.height, conv.width})
+                           : empty_statistics(x, none);
+  const Tensor sums = needs_g ? empty_sums(x, conv.in_channels) : empty_statistics(x, none);
+  const Tensor dconv_weight =
+      needs_conv_weight ? torch::stable::empty_like(conv_weight) : empty_statistics(x, none);
+  for_single_dtype(x.scalar_type(), [&](auto value) {
+    using T = decltype(value);
+    using A = Accumulate<T>;
+    const auto bn = batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, conv.in_channels);
+    const Affine<A> affine(bn, conv.in_channels);
+    std::unique_ptr<InputGradient<A>> fold;
+    if (z.has_value()) {
+      check_statistics("z_sums", *z_sums, 2 * conv.out_channels, x);
+      fold = std::make_unique<InputGradient<A>>(
+          batch_norm<T>(x, *z_mean, *z_var, *z_weight, *z_weight, z_eps, conv.out_channels),
+          data<A>(*z_sums), z_inv_count, conv.out_channels);
+    }
+    const int64_t weights = conv_weight.numel();
+    A* packed = needs_g ? thread_buffer<A, Use::kWeights>(weights) : nullptr;
+    if (needs_g) {
+      const ConvWeight<T> weight(conv_weight, true);
+      PK_CALL(pack, packed, conv, conv.out_channels, conv.in_channels, weight.values,
+              weight.stride_k, weight.stride_c, weight.taps);
+    }
+    const T* gradient = data<T>(dy);
+    const T* folded = z.has_value() ? data<T>(*z) : nullptr;
+    const T* from = data<T>(x);
+    T* to = needs_g ? mutable_data<T>(g) : nullptr;
+    const Strips strips(conv, kStripValues);
+    TileSums<A> partial_sums(needs_g ? strips.count : 0, 2 * conv.in_channels);
+    const int64_t scratch =
+        strips.scratch_values(conv.in_channels) + strips.scratch_values(conv.out_channels);
+    // Every thread adds up the weight's gradient over its own run of strips.
+    const int64_t runs = std::min<int64_t>(torch::stable::get_num_threads(), strips.count);
+    A* dweights = needs_conv_weight ? thread_buffer<A, Use::kGradients>(runs * weights) : nullptr;
+    for_tiles(runs, [&](int64_t run) {
+      A* dweight = needs_conv_weight ? dweights + run * weights : nullptr;
+      if (needs_conv_weight) std::memset(dweight, 0, weights * sizeof(A));
+      for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
+        PK_CALL(strip_backward, strips[i], conv, gradient, folded, fold.get(), from,
+                affine.scale.data(), affine.shift.data(), bn.mean, affine.rstd.data(), packed, to,
+                needs_g ? partial_sums.tile(i) : nullptr, dweight,
+                thread_buffer<A, Use::kScratch>(scratch));
+      }
+    });
+    if (needs_g) partial_sums.merge(mutable_data<A>(sums));
+    if (!needs_conv_weight) return;
+    for (int64_t run = 1; run < runs; ++run) {
+      for (int64_t i = 0; i < weights; ++i) dweights[i] += dweights[run * weights + i];
+    }
+    const bool output_last = conv.out_channels >= conv.in_channels;
+    const ConvWeight<T> layout(dconv_weight, !output_last);
+    T* out = mutable_data<T>(dconv_weight);
+    const int64_t rows = std::min(conv.in_channels, conv.out_channels);
+    const int64_t columns = std::max(conv.in_channels, conv.out_channels);
+    for (int64_t tap = 0; tap < conv.taps(); ++tap) {
+      T* to = out + layout.taps[output_last ? tap : conv.taps() - 1 - tap];
+      for (int64_t r = 0; r < rows; ++r, dweights += columns) {
+        for (int64_t c = 0; c < columns; ++c) {
+          to[r * layout.stride_c + c * layout.stride_k] = narrowed<T>(dweights[c]);
+        }
+      }
+    }
+  });
+  return {g, dconv_weight, sums};
+}
+
+}  // namespace preact_kernels

@@ -1,0 +1,121 @@
+// BN-ReLU-Conv over a strip of pixels, backward. Included once for each instruction set.
+
+#include "conv_product.h"
+
+// partial[tap][s][v] += sum over the strip of narrow[p + narrow tap][s] * wide[p + wide tap][v].
+template <class A>
+PK_INLINE void strip_weight_gradient(const A* narrow, int64_t narrow_pitch, int64_t narrow_channels,
+                                     const A* wide, int64_t wide_pitch, int64_t wide_channels,
+                                     const Strip& strip, A* partial) {
+  for_vector_blocks<A>(wide_channels, kMaxVectors, [&](auto vectors, int64_t first) PK_LAMBDA {
+    constexpr int kVectors = decltype(vectors)::value;
+    int64_t s = 0;
+    while (s < narrow_channels) {
+      const int64_t rows = next_rows<max_tile_rows(kVectors)>(narrow_channels - s);
+      with_rows<max_tile_rows(kVectors)>(rows, [&](auto count) PK_LAMBDA {
+        constexpr int kRows = decltype(count)::value;
+        Vector<A> acc[kRows][kVectors] = {};
+        for (int64_t r = 0; r < strip.rows; ++r) {
+          const A* a = narrow + r * narrow_pitch + s;
+          const A* b = wide + r * wide_pitch + first;
+          for (int64_t p = 0; p < strip.width; ++p) {
+            Vector<A> w[kVectors];
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) w[v] = load(b + v * kLanes<A>);
+#pragma GCC unroll 32
+            for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+              for (int v = 0; v < kVectors; ++v) acc[i][v] += a[i] * w[v];
+            }
+            a += narrow_channels;
+            b += wide_channels;
+          }
+        }
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            A* to = partial + (s + i) * wide_channels + first + v * kLanes<A>;
+            store(to, load(to) + acc[i][v]);
+          }
+        }
+      });
+      s += rows;
+    }
+  });
+}
+
+// One strip of the backward: g = dgrad(dy) * [p > 0] with its sums, where `g` is given, and the
+// strip's share of the weight's gradient, where `dweight` is given:
+// [tap][min(C, K)][max(C, K)], the wider side last.
+template <class T, class A>
+void strip_backward(const Strip& strip, const ConvSize& conv, const T* dy, const T* z,
+                    const InputGradient<A>* fold, const T* x, const A* scale, const A* shift,
+                    const A* bn_mean, const A* rstd, const A* packed, T* g, A* sums, A* dweight,
+                    A* scratch) {
+  const int64_t channels = conv.in_channels, outputs = conv.out_channels;
+  const int64_t dy_pitch = (strip.width + 2 * conv.halo_w()) * outputs;
+  const int64_t a_pitch = (strip.width + 2 * conv.halo_w()) * channels;
+  const A* gradient = scratch;
+  bool in_place = false;
+  if constexpr (std::is_same_v<T, A>) in_place = fold == nullptr && conv.taps() == 1;
+  if (in_place) {
+    if constexpr (std::is_same_v<T, A>) gradient = dy + strip.first_pixel * outputs;
+  } else {
+    fill_bordered(scratch, strip, conv, outputs, [&](A* row, int64_t pixel) PK_LAMBDA {
+      unfold(dy + pixel * outputs, fold == nullptr ? nullptr : z + pixel * outputs, row,
+             strip.width, outputs, fold);
+    });
+    scratch += dy_pitch * (strip.rows + 2 * conv.halo_h());
+  }
+  // A 1x1 kernel meets every p once more in the product's epilogue, which leaves relu(p) there.
+  A* activation = scratch;
+  const bool normalised = g != nullptr && conv.taps() == 1 && dweight != nullptr;
+  if (g != nullptr) {
+    const TapOffsets taps(conv, dy_pitch, outputs);
+    const T* from = x + strip.first_pixel * channels;
+    T* to = g + strip.first_pixel * channels;
+    std::fill(sums, sums + 2 * channels, A(0));
+    strip_product(gradient, dy_pitch, strip, conv, taps.data(), outputs, channels, packed,
+                  [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t c) PK_LAMBDA {
+#pragma GCC unroll 4
+                    for (int v = 0; v < decltype(vectors)::value; ++v) {
+                      const int64_t at = c + v * kLanes<A>;
+                      const Vector<A> s = load(scale + at), b = load(shift + at),
+                                      m = load(bn_mean + at);
+                      Vector<A> sum = load(sums + at), product = load(sums + channels + at);
+#pragma GCC unroll 32
+                      for (int i = 0; i < decltype(count)::value; ++i) {
+                        const Vector<A> value = load(from + (pixel + i) * channels + at);
+                        const Vector<A> p = value * s + b;
+                        if (normalised) store(activation + (pixel + i) * channels + at, relu(p));
+                        const Vector<A> masked = as_stored(to, where_active(p, acc[i][v]));
+                        store(to + (pixel + i) * channels + at, masked);
+                        sum += masked;
+                        product += masked * (value - m);
+                      }
+                      store(sums + at, sum);
+                      store(sums + channels + at, product);
+                    }
+                  });
+    for (int64_t c = 0; c < channels; ++c) sums[channels + c] *= rstd[c];
+  }
+  if (dweight == nullptr) return;
+  if (!normalised) {
+    fill_bordered(activation, strip, conv, channels, [&](A* row, int64_t pixel) PK_LAMBDA {
+      normalise(x + pixel * channels, row, strip.width, channels, scale, shift);
+    });
+  }
+  const TapOffsets taps(conv, a_pitch, channels);
+  const A* centre = gradient + conv.halo_h() * dy_pitch + conv.halo_w() * outputs;
+  for (int64_t t = 0; t < conv.taps(); ++t) {
+    A* partial = dweight + t * channels * outputs;
+    if (outputs >= channels) {
+      strip_weight_gradient(activation + taps[t], a_pitch, channels, centre, dy_pitch, outputs,
+                            strip, partial);
+    } else {
+      strip_weight_gradient(centre, dy_pitch, outputs, activation + taps[t], a_pitch, channels,
+                            strip, partial);
+    }
+  }
+}

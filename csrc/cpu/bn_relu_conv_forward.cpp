@@ -1,0 +1,58 @@
+#include "batch_norm.h"
+#include "conv_strips.h"
+#include "isa.h"
+#include "ops.h"
+#include "tiles.h"
+
+#define PK_KERNELS "bn_relu_conv_forward_kernels.h"
+#include "for_each_isa.h"
+
+namespace preact_kernels {
+
+std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const Tensor& mean,
+                                                        const Tensor& var, const Tensor& bn_weight,
+                                                        const Tensor& bn_bias, double eps,
+                                                        const Tensor& conv_weight,
+                                                        const std::optional<Tensor>& conv_bias,
+                                                        const std::optional<Tensor>& residual,
+                                                        bool with_stats) {
+  const ConvSize conv = check_conv(x, conv_weight);
+  const Tensor y = empty_nhwc(x, {conv.images, conv.out_channels, conv.height, conv.width});
+  if (residual.has_value()) check_like("residual", *residual, "y", y);
+  if (conv_bias.has_value()) {
+    STD_TORCH_CHECK(conv_bias->is_contiguous() && conv_bias->numel() == conv.out_channels &&
+                        conv_bias->scalar_type() == x.scalar_type(),
+                    "conv_bias: expected ", conv.out_channels, " values in the dtype of x");
+  }
+  const Tensor y_mean = empty_statistics(x, with_stats ? conv.out_channels : 0);
+  const Tensor y_var = empty_statistics(x, with_stats ? conv.out_channels : 0);
+  for_single_dtype(x.scalar_type(), [&](auto value) {
+    using T = decltype(value);
+    using A = Accumulate<T>;
+    const Affine<A> affine(batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, conv.in_channels),
+                           conv.in_channels);
+    A* packed = thread_buffer<A, Use::kWeights>(conv_weight.numel());
+    const ConvWeight<T> weight(conv_weight, false);
+    PK_CALL(pack, packed, conv, conv.in_channels, conv.out_channels, weight.values, weight.stride_k,
+            weight.stride_c, weight.taps);
+    const T* from = data<T>(x);
+    const T* bias = conv_bias.has_value() ? data<T>(*conv_bias) : nullptr;
+    const T* added = residual.has_value() ? data<T>(*residual) : nullptr;
+    T* to = mutable_data<T>(y);
+    const Strips strips(conv, kStripValues);
+    TileStatistics<A> statistics(with_stats ? strips.count : 0, conv.out_channels);
+    for_tiles(strips.count, [&](int64_t index) {
+      const Strip strip = strips[index];
+      if (with_stats) statistics.pixels[index] = strip.rows * strip.width;
+      PK_CALL(strip_forward, strip, conv, from, affine.scale.data(), affine.shift.data(), packed,
+              bias, added, to, with_stats ? statistics.mean(index) : nullptr,
+              with_stats ? statistics.squares(index) : nullptr,
+              thread_buffer<A, Use::kScratch>(strips.scratch_values(conv.in_channels) +
+                                              3 * conv.out_channels));
+    });
+    if (with_stats) statistics.merge(mutable_data<A>(y_mean), mutable_data<A>(y_var));
+  });
+  return {y, y_mean, y_var};
+}
+
+}  // namespace preact_kernels

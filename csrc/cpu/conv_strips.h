@@ -1,0 +1,153 @@
+// Shapes of a direct convolution, and how its pixels are cut into strips.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <utility>
+
+#include "isa.h"
+#include "types.h"
+
+namespace preact_kernels {
+
+// A convolution of stride 1, one group, an odd kernel and "same" padding.
+struct ConvSize {
+  int64_t images, height, width, in_channels, out_channels, kernel_h, kernel_w;
+
+  int64_t taps() const { return kernel_h * kernel_w; }
+  int64_t halo_h() const { return kernel_h / 2; }
+  int64_t halo_w() const { return kernel_w / 2; }
+  int64_t pixels() const { return images * height * width; }
+};
+
+// Some rows of one image.
+struct Strip {
+  int64_t first_pixel;  // of the batch
+  int64_t row, rows;    // of the image
+  int64_t image_rows, width;
+};
+
+// All strips of a batch. For a 1x1 kernel the batch is one long row, cut anywhere.
+struct Strips {
+  ConvSize conv;
+  int64_t length;  // rows of a strip, or pixels of one for a 1x1 kernel
+  int64_t per_image, count;
+
+  Strips(const ConvSize& conv, int64_t values) : conv(conv) {
+    const int64_t widest = std::max(conv.in_channels, conv.out_channels);
+    if (conv.taps() == 1) {
+      // A multiple of what any tile takes in one go.
+      length = std::clamp<int64_t>(values / widest / 28 * 28, 28, 8 * 28);
+      per_image = 0;
+      count = (conv.pixels() + length - 1) / length;
+      return;
+    }
+    const int64_t row_values = (conv.width + 2 * conv.halo_w()) * widest;
+    const int64_t most = std::max<int64_t>(1, values / row_values - 2 * conv.halo_h());
+    per_image = (conv.height + most - 1) / most;
+    length = (conv.height + per_image - 1) / per_image;
+    count = conv.images * per_image;
+  }
+
+  Strip operator[](int64_t index) const {
+    if (conv.taps() == 1) {
+      const int64_t first = index * length;
+      return {first, 0, 1, 1, std::min(length, conv.pixels() - first)};
+    }
+    const int64_t image = index / per_image;
+    const int64_t row = index % per_image * length;
+    return {(image * conv.height + row) * conv.width, row, std::min(length, conv.height - row),
+            conv.height, conv.width};
+  }
+
+  // Values of one bordered operand of `channels`.
+  int64_t scratch_values(int64_t channels) const {
+    if (conv.taps() == 1) return length * channels;
+    return (length + 2 * conv.halo_h()) * (conv.width + 2 * conv.halo_w()) * channels;
+  }
+};
+
+// Where each tap lies in a bordered operand, from the first value of the tap at the upper left.
+class TapOffsets {
+ public:
+  TapOffsets(const ConvSize& conv, int64_t pitch, int64_t channels) {
+    for (int64_t r = 0; r < conv.kernel_h; ++r) {
+      for (int64_t s = 0; s < conv.kernel_w; ++s) {
+        offsets_[r * conv.kernel_w + s] = r * pitch + s * channels;
+      }
+    }
+  }
+  static constexpr int64_t kMost = 49;
+  const int64_t* data() const { return offsets_; }
+  int64_t operator[](int64_t tap) const { return offsets_[tap]; }
+
+ private:
+  int64_t offsets_[kMost];
+};
+
+// Memory of a weight [K, C, R, S] of any strides: of a convolution, or (`transposed`) of the
+// convolution that is its transpose, with channels swapped and taps turned round.
+template <class T>
+struct ConvWeight {
+  const T* values;
+  int64_t stride_k, stride_c;
+  int64_t taps[TapOffsets::kMost];
+
+  ConvWeight(const Tensor& t, bool transposed)
+      : values(data<T>(t)), stride_k(t.strides()[0]), stride_c(t.strides()[1]) {
+    if (transposed) std::swap(stride_k, stride_c);
+    const int64_t count = t.sizes()[2] * t.sizes()[3];
+    for (int64_t tap = 0; tap < count; ++tap) {
+      taps[transposed ? count - 1 - tap : tap] =
+          tap / t.sizes()[3] * t.strides()[2] + tap % t.sizes()[3] * t.strides()[3];
+    }
+  }
+};
+
+// Values of one operand of a strip: half of a first-level cache of 32 KiB to 48 KiB and more, the
+// rest of it for the weights and the other operand.
+constexpr int64_t kStripValues = 6 * 1024;
+
+// A buffer of the calling thread that grows and is kept: strips are many and short. One for each
+// use, as two may be needed at a time.
+enum class Use { kScratch, kWeights, kGradients };
+template <class A, Use kUse>
+A* thread_buffer(int64_t values) {
+  struct Buffer {
+    void* memory = nullptr;
+    int64_t bytes = 0;
+    ~Buffer() { std::free(memory); }
+  };
+  thread_local Buffer buffer;
+  const int64_t bytes = (values * static_cast<int64_t>(sizeof(A)) + 127) / 64 * 64;
+  if (bytes > buffer.bytes) {
+    std::free(buffer.memory);
+    buffer.memory = std::aligned_alloc(64, bytes);
+    buffer.bytes = buffer.memory == nullptr ? 0 : bytes;
+    if (buffer.memory == nullptr) throw std::bad_alloc();
+  }
+  return static_cast<A*>(buffer.memory);
+}
+
+// The sizes of the convolution of `x`, once it is seen to be one that these kernels serve.
+inline ConvSize check_conv(const Tensor& x, const Tensor& conv_weight) {
+  const Activation size = check_activation("x", x);
+  STD_TORCH_CHECK(conv_weight.dim() == 4 && conv_weight.is_cpu(),
+                  "conv_weight: expected a CPU tensor of 4 dimensions");
+  STD_TORCH_CHECK(conv_weight.scalar_type() == x.scalar_type(),
+                  "conv_weight: expected the dtype of x");
+  const auto shape = conv_weight.sizes();
+  STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
+                  " to match x, got ", shape[1]);
+  const int64_t lanes = vector_bytes(isa()) / static_cast<int64_t>(sizeof(float));
+  STD_TORCH_CHECK(shape[0] % lanes == 0 && shape[1] % lanes == 0,
+                  "conv_weight: expected channels in multiples of ", lanes, ", got ", shape[0],
+                  " and ", shape[1]);
+  STD_TORCH_CHECK(
+      shape[2] % 2 == 1 && shape[3] % 2 == 1 && shape[2] * shape[3] <= TapOffsets::kMost,
+      "conv_weight: expected an odd kernel of at most ", TapOffsets::kMost, " taps");
+  return {size.images, size.height, size.width, shape[1], shape[0], shape[2], shape[3]};
+}
+
+}  // namespace preact_kernels

@@ -1,0 +1,41 @@
+// Compiles the header PK_KERNELS once for each instruction set, each in a namespace of its own.
+// No include guard: every op's .cpp includes it once, after the standard headers it needs, so that
+// no code of theirs is compiled for an instruction set that the machine may lack.
+
+#if defined(__clang__)
+#define PK_PRAGMA(text) _Pragma(#text)
+#define PK_BEGIN_ISA(isa) \
+  PK_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#define PK_END_ISA PK_PRAGMA(clang attribute pop)
+#else
+#define PK_PRAGMA(text) _Pragma(#text)
+#define PK_BEGIN_ISA(isa) PK_PRAGMA(GCC push_options) PK_PRAGMA(GCC target(isa))
+#define PK_END_ISA PK_PRAGMA(GCC pop_options)
+#endif
+
+#if defined(__x86_64__)
+PK_BEGIN_ISA("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+namespace preact_kernels::avx512 {
+constexpr int kVectorBytes = 64;
+constexpr int kRegisters = 32;
+#include "simd.h"
+#include PK_KERNELS
+}  // namespace preact_kernels::avx512
+PK_END_ISA
+
+PK_BEGIN_ISA("avx2,fma")
+namespace preact_kernels::avx2 {
+constexpr int kVectorBytes = 32;
+constexpr int kRegisters = 16;
+#include "simd.h"
+#include PK_KERNELS
+}  // namespace preact_kernels::avx2
+PK_END_ISA
+#endif
+
+namespace preact_kernels::generic {
+constexpr int kVectorBytes = 16;
+constexpr int kRegisters = 16;
+#include "simd.h"
+#include PK_KERNELS
+}  // namespace preact_kernels::generic

@@ -1,0 +1,54 @@
+// The native ops: what library.cpp registers, and the files of this folder define.
+#pragma once
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "../checks.h"
+
+namespace preact_kernels {
+
+std::tuple<Tensor, Tensor> bn_stats(const Tensor& x);
+
+Tensor bn_relu_forward(const Tensor& x, const Tensor& mean, const Tensor& var,
+                       const Tensor& bn_weight, const Tensor& bn_bias, double eps);
+
+Tensor bn_relu_backward_sums(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                             const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias,
+                             double eps);
+
+// g and its sums, for convolutions that this library leaves to PyTorch.
+std::tuple<Tensor, Tensor> bn_relu_backward_mask(const Tensor& dy, const Tensor& x,
+                                                 const Tensor& mean, const Tensor& var,
+                                                 const Tensor& bn_weight, const Tensor& bn_bias,
+                                                 double eps);
+
+Tensor bn_relu_backward_input(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                              const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias,
+                              double eps, const Tensor& sums, double inv_count);
+
+Tensor bn_input_gradient(const std::optional<Tensor>& dy, const Tensor& g, const Tensor& x,
+                         const Tensor& mean, const Tensor& var, const Tensor& bn_weight, double eps,
+                         const Tensor& sums, double inv_count);
+
+// Stride 1, "same" padding of an odd kernel, one group, channels that fill vectors.
+std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
+    const Tensor& x, const Tensor& mean, const Tensor& var, const Tensor& bn_weight,
+    const Tensor& bn_bias, double eps, const Tensor& conv_weight,
+    const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual, bool with_stats);
+
+std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_backward(
+    const Tensor& dy, const std::optional<Tensor>& z, const std::optional<Tensor>& z_mean,
+    const std::optional<Tensor>& z_var, const std::optional<Tensor>& z_weight, double z_eps,
+    const std::optional<Tensor>& z_sums, double z_inv_count, const Tensor& x, const Tensor& mean,
+    const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias, double eps,
+    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight);
+
+std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x, const Tensor& branch,
+                                                        bool with_stats);
+
+// Bytes of a vector register of the instruction set in force.
+int64_t vector_bytes();
+
+}  // namespace preact_kernels

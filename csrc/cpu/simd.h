@@ -1,0 +1,103 @@
+// Vectors of one instruction set, by the compiler's vector extensions.
+// Included by for_each_isa.h inside that instruction set's namespace: no includes, no guard.
+
+template <class A>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  typedef float type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VectorOf<double> {
+  typedef double type __attribute__((vector_size(kVectorBytes)));
+};
+template <class A>
+using Vector = typename VectorOf<A>::type;
+template <class A>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
+
+typedef uint16_t HalfBits __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint32_t FullBits __attribute__((vector_size(kVectorBytes)));
+
+template <class A>
+PK_INLINE Vector<A> load(const A* from) {
+  Vector<A> v;
+  __builtin_memcpy(&v, from, sizeof v);
+  return v;
+}
+
+PK_INLINE Vector<float> load(const BFloat16* from) {
+  HalfBits half;
+  __builtin_memcpy(&half, from, sizeof half);
+  return reinterpret_cast<Vector<float>>(__builtin_convertvector(half, FullBits) << 16);
+}
+
+template <class A>
+PK_INLINE void store(A* to, Vector<A> v) {
+  __builtin_memcpy(to, &v, sizeof v);
+}
+
+// Rounds to nearest even; a NaN stays one.
+PK_INLINE void store(BFloat16* to, Vector<float> v) {
+  const FullBits bits = reinterpret_cast<FullBits>(v);
+  const FullBits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const FullBits quiet = (bits >> 16) | 0x40;
+  const FullBits is_nan = reinterpret_cast<FullBits>(v != v);
+  const HalfBits half = __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), HalfBits);
+  __builtin_memcpy(to, &half, sizeof half);
+}
+
+// The first `lanes` values, zeros behind them.
+template <class T>
+PK_INLINE Vector<Accumulate<T>> load(const T* from, int lanes) {
+  if (lanes == kLanes<Accumulate<T>>) return load(from);
+  T values[kLanes<Accumulate<T>>] = {};
+  for (int i = 0; i < lanes; ++i) values[i] = from[i];
+  return load(values);
+}
+
+template <class T>
+PK_INLINE void store(T* to, Vector<Accumulate<T>> v, int lanes) {
+  if (lanes == kLanes<Accumulate<T>>) return store(to, v);
+  T values[kLanes<Accumulate<T>>];
+  store(values, v);
+  for (int i = 0; i < lanes; ++i) to[i] = values[i];
+}
+
+// What `store` leaves in memory.
+PK_INLINE Vector<float> as_stored(const float*, Vector<float> v) { return v; }
+PK_INLINE Vector<double> as_stored(const double*, Vector<double> v) { return v; }
+PK_INLINE Vector<float> as_stored(const BFloat16*, Vector<float> v) {
+  BFloat16 values[kLanes<float>];
+  store(values, v);
+  return load(values);
+}
+
+// max(v, 0); a NaN stays one.
+template <class V>
+PK_INLINE V relu(V v) {
+  return 0 > v ? V{} : v;
+}
+
+// value where p > 0 or p is NaN, else 0: the gradient of relu(p) as PyTorch has it.
+template <class V>
+PK_INLINE V where_active(V p, V value) {
+  return p <= 0 ? V{} : value;
+}
+
+// Runs body(vectors, first channel, lanes) over all channels: blocks of 4 full vectors, of one,
+// and at last one that is partly filled. `vectors` and, but for the last, `lanes` are constants.
+template <class A, class Body>
+PK_INLINE void for_channel_blocks(int64_t channels, const Body& body) {
+  constexpr int lanes = kLanes<A>;
+  int64_t c = 0;
+  for (; c + 4 * lanes <= channels; c += 4 * lanes) {
+    body(std::integral_constant<int, 4>{}, c, std::integral_constant<int, lanes>{});
+  }
+  for (; c + lanes <= channels; c += lanes) {
+    body(std::integral_constant<int, 1>{}, c, std::integral_constant<int, lanes>{});
+  }
+  if (c < channels) {
+    body(std::integral_constant<int, 1>{}, c, static_cast<int>(channels - c));
+  }
+}

@@ -1,0 +1,112 @@
+"""Builds the compiled libraries; everything else about the package is in pyproject.toml.
+
+PREACT_KERNELS_NATIVE=0 compiles nothing. PREACT_KERNELS_CUDA=0 leaves the CUDA library out and =1
+insists on it; by default it is built where nvcc is found. Neither needs a GPU or the network.
+"""
+
+import os
+import shlex
+import shutil
+import sys
+from glob import glob
+
+from setuptools import Extension, setup
+
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
+INCLUDE_DIRS = [os.path.abspath("csrc")]
+# The LibTorch stable ABI of 2.11: one build serves every later torch and every Python. No flag
+# names a processor: the sources choose their instruction set when they run.
+FLAGS = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+CUDA_ARCHITECTURES = ["80", "90a", "100"]
+
+
+def find_obstacle():
+    """Return why nothing can be compiled here, or None."""
+    if os.environ.get("PREACT_KERNELS_NATIVE") == "0":
+        return "PREACT_KERNELS_NATIVE=0"
+    compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler: {compiler} not found"
+    try:
+        import torch.utils.cpp_extension  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"no torch to build against: {str(error).splitlines()[0]}"
+    return None
+
+
+def cpu_extension():
+    """Return the CPU library, a shared object that `torch.ops.load_library` loads."""
+    from torch.utils.cpp_extension import CppExtension
+
+    return CppExtension(
+        "preact_kernels._cpu",
+        ["csrc/library.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
+        depends=HEADERS,
+        include_dirs=INCLUDE_DIRS.copy(),
+        extra_compile_args=[*FLAGS, "-fvisibility=hidden"],
+        py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
+    )
+
+
+def cuda_extension():
+    """Return the CUDA library, or None where it has no sources, no nvcc or is not wanted.
+
+    It builds against a CPU-only torch too, so it names neither libtorch_cuda nor libcudart: where
+    it is loaded, libtorch.so brings both.
+    """
+    wanted = os.environ.get("PREACT_KERNELS_CUDA")
+    sources = sorted(glob("csrc/cuda/*.cu"))
+    if not sources or wanted == "0":
+        return None
+    cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or shutil.which(f"{cuda_home}/bin/nvcc")
+    if nvcc is None:
+        if wanted == "1":
+            sys.exit("preact_kernels: PREACT_KERNELS_CUDA=1, but nvcc was not found")
+        return None
+
+    from torch.utils import cpp_extension
+
+    if cpp_extension.CUDA_HOME is None:  # a CPU-only torch does not look for it
+        cpp_extension.CUDA_HOME = os.path.dirname(os.path.dirname(nvcc))
+    newest = CUDA_ARCHITECTURES[-1]
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHITECTURES]
+    targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+    return Extension(
+        "preact_kernels._cuda",
+        sources,
+        depends=HEADERS,
+        include_dirs=INCLUDE_DIRS + cpp_extension.include_paths(),
+        library_dirs=cpp_extension.library_paths(),
+        extra_compile_args={
+            "nvcc": [*FLAGS, "-DUSE_CUDA", "-Xcompiler=-fvisibility=hidden", *targets]
+        },
+        extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
+        language="c++",
+        py_limited_api=True,
+    )
+
+
+def native_settings():
+    """Return the arguments of `setup` that make the compiled libraries, where they can be made."""
+    if {"egg_info", "dist_info"} & set(sys.argv):
+        return {}  # metadata only: spare the import of torch
+    obstacle = find_obstacle()
+    if obstacle:
+        print(f"preact_kernels: will run on the `reference` backend ({obstacle})", file=sys.stderr)
+        return {}
+
+    from torch.utils.cpp_extension import BuildExtension, is_ninja_available
+
+    return {
+        "ext_modules": [ext for ext in (cpu_extension(), cuda_extension()) if ext],
+        "cmdclass": {
+            "build_ext": BuildExtension.with_options(
+                use_ninja=is_ninja_available(), no_python_abi_suffix=True
+            )
+        },
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+setup(**native_settings())
