@@ -26,9 +26,10 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
         ", Tensor conv_weight, Tensor? conv_bias, Tensor? residual, bool with_stats)"
         " -> (Tensor, Tensor, Tensor)");
   m.def(
-      "bn_relu_conv_backward(Tensor dy, Tensor? z, Tensor? z_mean, Tensor? z_var, "
+      "bn_relu_conv_backward(Tensor dy, Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, "
       "Tensor? z_weight, float z_eps, Tensor? z_sums, float z_inv_count, Tensor x, " BN
-      ", Tensor conv_weight, bool needs_g, bool needs_conv_weight) -> (Tensor, Tensor, Tensor)");
+      ", Tensor conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz)"
+      " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "residual_add_forward(Tensor x, Tensor branch, bool with_stats)"
       " -> (Tensor, Tensor, Tensor)");

@@ -12,12 +12,13 @@
 
 namespace preact_kernels {
 
-std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_backward(
-    const Tensor& dy, const std::optional<Tensor>& z, const std::optional<Tensor>& z_mean,
-    const std::optional<Tensor>& z_var, const std::optional<Tensor>& z_weight, double z_eps,
-    const std::optional<Tensor>& z_sums, double z_inv_count, const Tensor& x, const Tensor& mean,
-    const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias, double eps,
-    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
+    const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
+    const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
+    const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
+    double z_inv_count, const Tensor& x, const Tensor& mean, const Tensor& var,
+    const Tensor& bn_weight, const Tensor& bn_bias, double eps, const Tensor& conv_weight,
+    bool needs_g, bool needs_conv_weight, bool needs_dz) {
   const ConvSize conv = check_conv(x, conv_weight);
   const Activation out_size = check_activation("dy", dy);
   STD_TORCH_CHECK(out_size.images == conv.images && out_size.channels == conv.out_channels &&
@@ -25,12 +26,16 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_backward(
                       dy.scalar_type() == x.scalar_type(),
                   "dy: expected the shape of the convolution's output and the dtype of x");
   if (z.has_value()) check_like("z", *z, "dy", dy);
+  if (skip.has_value()) check_like("skip", *skip, "dy", dy);
+  STD_TORCH_CHECK(z.has_value() || !(skip.has_value() || needs_dz),
+                  "z: expected a tensor beside skip or needs_dz");
   const int64_t none = 0;
   const Tensor g = needs_g ? empty_nhwc(x, {conv.images, conv.in_channels, conv.height, conv.width})
                            : empty_statistics(x, none);
   const Tensor sums = needs_g ? empty_sums(x, conv.in_channels) : empty_statistics(x, none);
   const Tensor dconv_weight =
       needs_conv_weight ? torch::stable::empty_like(conv_weight) : empty_statistics(x, none);
+  const Tensor dz = needs_dz ? empty_nhwc(dy, out_size) : empty_statistics(x, none);
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -50,8 +55,9 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_backward(
       PK_CALL(pack, packed, conv, conv.out_channels, conv.in_channels, weight.values,
               weight.stride_k, weight.stride_c, weight.taps);
     }
-    const T* gradient = data<T>(dy);
-    const T* folded = z.has_value() ? data<T>(*z) : nullptr;
+    const Arriving<T, A> arriving{data<T>(dy), skip.has_value() ? data<T>(*skip) : nullptr,
+                                  z.has_value() ? data<T>(*z) : nullptr,
+                                  needs_dz ? mutable_data<T>(dz) : nullptr, fold.get()};
     const T* from = data<T>(x);
     T* to = needs_g ? mutable_data<T>(g) : nullptr;
     const Strips strips(conv, kStripValues);
@@ -65,8 +71,8 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_backward(
       A* dweight = needs_conv_weight ? dweights + run * weights : nullptr;
       if (needs_conv_weight) std::memset(dweight, 0, weights * sizeof(A));
       for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
-        PK_CALL(strip_backward, strips[i], conv, gradient, folded, fold.get(), from,
-                affine.scale.data(), affine.shift.data(), bn.mean, affine.rstd.data(), packed, to,
+        PK_CALL(strip_backward, strips[i], conv, arriving, from, affine.scale.data(),
+                affine.shift.data(), bn.mean, affine.rstd.data(), packed, to,
                 needs_g ? partial_sums.tile(i) : nullptr, dweight,
                 thread_buffer<A, Use::kScratch>(scratch));
       }
@@ -90,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_backward(
       }
     }
   });
-  return {g, dconv_weight, sums};
+  return {g, dconv_weight, sums, dz};
 }
 
 }  // namespace preact_kernels

@@ -49,22 +49,29 @@ PK_INLINE void strip_weight_gradient(const A* narrow, int64_t narrow_pitch, int6
 // strip's share of the weight's gradient, where `dweight` is given:
 // [tap][min(C, K)][max(C, K)], the wider side last.
 template <class T, class A>
-void strip_backward(const Strip& strip, const ConvSize& conv, const T* dy, const T* z,
-                    const InputGradient<A>* fold, const T* x, const A* scale, const A* shift,
-                    const A* bn_mean, const A* rstd, const A* packed, T* g, A* sums, A* dweight,
-                    A* scratch) {
+void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, A>& arriving,
+                    const T* x, const A* scale, const A* shift, const A* bn_mean, const A* rstd,
+                    const A* packed, T* g, A* sums, A* dweight, A* scratch) {
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const int64_t dy_pitch = (strip.width + 2 * conv.halo_w()) * outputs;
   const int64_t a_pitch = (strip.width + 2 * conv.halo_w()) * channels;
   const A* gradient = scratch;
-  bool in_place = false;
-  if constexpr (std::is_same_v<T, A>) in_place = fold == nullptr && conv.taps() == 1;
-  if (in_place) {
-    if constexpr (std::is_same_v<T, A>) gradient = dy + strip.first_pixel * outputs;
-  } else {
+  const bool folded = arriving.coefficients != nullptr;
+  bool in_place = false;  // what arrives lies in memory as the product wants it, or may be put so
+  if constexpr (std::is_same_v<T, A>) {
+    in_place = conv.taps() == 1 && (!folded || arriving.dz != nullptr);
+    if (in_place) {
+      gradient = (folded ? arriving.dz : arriving.dy) + strip.first_pixel * outputs;
+      if (folded) {
+        unfold(arriving, false, arriving.dz + strip.first_pixel * outputs, strip.first_pixel,
+               strip.width, outputs);
+      }
+    }
+  }
+  if (!in_place) {
+    const int64_t end = strip.first_pixel + strip.rows * strip.width;
     fill_bordered(scratch, strip, conv, outputs, [&](A* row, int64_t pixel) PK_LAMBDA {
-      unfold(dy + pixel * outputs, fold == nullptr ? nullptr : z + pixel * outputs, row,
-             strip.width, outputs, fold);
+      unfold(arriving, pixel >= strip.first_pixel && pixel < end, row, pixel, strip.width, outputs);
     });
     scratch += dy_pitch * (strip.rows + 2 * conv.halo_h());
   }

@@ -53,13 +53,16 @@ PK_INLINE void normalise(const T* x, A* out, int64_t pixels, int64_t channels, c
   });
 }
 
-// out = dy, or a*dy + b*(z - mean) + c of a gradient that arrives folded.
+// out = the gradient that arrives at `pixels` pixels from the first on, as stored in type T; also
+// left in `dz` where `keep` says so.
 template <class T, class A>
-PK_INLINE void unfold(const T* dy, const T* z, A* out, int64_t pixels, int64_t channels,
-                      const InputGradient<A>* fold) {
+PK_INLINE void unfold(const Arriving<T, A>& arriving, bool keep, A* out, int64_t first_pixel,
+                      int64_t pixels, int64_t channels) {
+  const int64_t offset = first_pixel * channels;
+  const T* dy = arriving.dy + offset;
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
-    Vector<A> m[kVectors], a[kVectors], b[kVectors], c[kVectors];
+    const InputGradient<A>* fold = arriving.coefficients;
     if (fold == nullptr) {
       for (int64_t p = 0; p < pixels; ++p) {
         for (int v = 0; v < kVectors; ++v) {
@@ -69,6 +72,10 @@ PK_INLINE void unfold(const T* dy, const T* z, A* out, int64_t pixels, int64_t c
       }
       return;
     }
+    const T* z = arriving.z + offset;
+    const T* skip = arriving.skip == nullptr ? nullptr : arriving.skip + offset;
+    T* dz = keep && arriving.dz != nullptr ? arriving.dz + offset : nullptr;
+    Vector<A> m[kVectors], a[kVectors], b[kVectors], c[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = first + v * kLanes<A>;
       m[v] = load(fold->mean + at, lanes);
@@ -80,7 +87,11 @@ PK_INLINE void unfold(const T* dy, const T* z, A* out, int64_t pixels, int64_t c
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = p * channels + first + v * kLanes<A>;
         const Vector<A> centred = load(z + at, lanes) - m[v];
-        store(out + at, a[v] * load(dy + at, lanes) + (b[v] * centred + c[v]), lanes);
+        Vector<A> value = a[v] * load(dy + at, lanes) + (b[v] * centred + c[v]);
+        if (skip != nullptr) value += load(skip + at, lanes);
+        value = as_stored(dy, value);
+        if (dz != nullptr) store(dz + at, value, lanes);
+        store(out + at, value, lanes);
       }
     }
   });

@@ -6,6 +6,7 @@
 #include <new>
 #include <utility>
 
+#include "batch_norm.h"
 #include "isa.h"
 #include "types.h"
 
@@ -103,6 +104,17 @@ struct ConvWeight {
           tap / t.sizes()[3] * t.strides()[2] + tap % t.sizes()[3] * t.strides()[3];
     }
   }
+};
+
+// The gradient that arrives at a convolution's output: `dy`, or where `coefficients` are given
+// [skip +] a*dy + b*(z - mean) + c, still folded; `dz` then keeps it where it is wanted whole.
+template <class T, class A>
+struct Arriving {
+  const T* dy;
+  const T* skip;
+  const T* z;
+  T* dz;
+  const InputGradient<A>* coefficients;
 };
 
 // Values of one operand of a strip: half of a first-level cache of 32 KiB to 48 KiB and more, the

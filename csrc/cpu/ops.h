@@ -38,12 +38,13 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
     const Tensor& bn_bias, double eps, const Tensor& conv_weight,
     const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual, bool with_stats);
 
-std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_backward(
-    const Tensor& dy, const std::optional<Tensor>& z, const std::optional<Tensor>& z_mean,
-    const std::optional<Tensor>& z_var, const std::optional<Tensor>& z_weight, double z_eps,
-    const std::optional<Tensor>& z_sums, double z_inv_count, const Tensor& x, const Tensor& mean,
-    const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias, double eps,
-    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight);
+std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
+    const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
+    const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
+    const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
+    double z_inv_count, const Tensor& x, const Tensor& mean, const Tensor& var,
+    const Tensor& bn_weight, const Tensor& bn_bias, double eps, const Tensor& conv_weight,
+    bool needs_g, bool needs_conv_weight, bool needs_dz);
 
 std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x, const Tensor& branch,
                                                         bool with_stats);

@@ -93,20 +93,21 @@ def bn_relu_conv_forward(
 
 
 def bn_relu_conv_backward(
-    dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
+    dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
     x, mean, var, bn_weight, bn_bias, eps, conv_weight,
-    stride, padding, dilation, groups, needs_g, needs_conv_weight,
+    stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
 ):  # fmt: skip
     """See `reference.bn_relu_conv_backward`."""
     library = torch.ops.preact_kernels_cpu
     if _is_direct(conv_weight, stride, padding, dilation, groups):
         return library.bn_relu_conv_backward.default(
-            dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-            x, mean, var, bn_weight, bn_bias, eps, conv_weight, needs_g, needs_conv_weight,
+            dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
+            x, mean, var, bn_weight, bn_bias, eps, conv_weight,
+            needs_g, needs_conv_weight, needs_dz,
         )  # fmt: skip
     if z is not None:
         dy = library.bn_input_gradient.default(
-            None, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count
+            skip, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count
         )
     a = library.bn_relu_forward.default(x, mean, var, bn_weight, bn_bias, eps)
     da, dconv_weight, _ = torch.ops.aten.convolution_backward(
@@ -118,4 +119,5 @@ def bn_relu_conv_backward(
         g, sums = library.bn_relu_backward_mask.default(
             _nhwc(da), x, mean, var, bn_weight, bn_bias, eps
         )
-    return g, dconv_weight if needs_conv_weight else conv_weight.new_empty(0), sums
+    empty = mean.new_empty(0)
+    return g, dconv_weight if needs_conv_weight else empty, sums, dy if needs_dz else empty

@@ -19,7 +19,7 @@ from preact_kernels.ops.bn_stats import (
 )
 
 # Arguments of `bn_relu_conv_backward` for a gradient that arrives whole, not folded.
-WHOLE_GRADIENT = (None, None, None, None, 0.0, None, 0.0)
+WHOLE_GRADIENT = (None, None, None, None, None, 0.0, None, 0.0)
 
 
 class BNReLUConvFunction(torch.autograd.Function):
@@ -62,9 +62,9 @@ class BNReLUConvFunction(torch.autograd.Function):
         dx = dbn_weight = dbn_bias = dconv_weight = None
         needs_g = needs_x or needs_bn_weight or needs_bn_bias
         if needs_g or needs_conv_weight:
-            g, dconv_weight, sums = ctx.kernels.bn_relu_conv_backward(
+            g, dconv_weight, sums, _ = ctx.kernels.bn_relu_conv_backward(
                 dense_dy, *WHOLE_GRADIENT, x, mean, var, bn_weight, bn_bias, ctx.eps,
-                conv_weight, *ctx.conv, needs_g, needs_conv_weight,
+                conv_weight, *ctx.conv, needs_g, needs_conv_weight, False,
             )  # fmt: skip
         if needs_g:
             dbn_bias, dbn_weight = sums.unbind()

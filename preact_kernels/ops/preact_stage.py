@@ -4,6 +4,7 @@ The only place that knows how statistics pass from the kernel that writes a tens
 that normalises it, how gradients pass folded from unit to unit, and what each memory mode keeps.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -86,6 +87,12 @@ def _unflatten(blocks: Sequence[Block], flat: Sequence[Tensor | None]) -> list[B
     return tensors
 
 
+def _bounds(blocks: Sequence[Block]) -> list[int]:
+    """Where the tensors of each block begin in the flat list, and its end."""
+    sizes = [len(UnitTensors._fields) * len(b.units) + 1 for b in blocks]
+    return [0, *itertools.accumulate(sizes)]
+
+
 def segment_starts(count: int, memory: str, segments: int | None) -> list[int]:
     """Indices of the blocks whose input is kept: all in `store`, one a segment in `checkpoint`.
 
@@ -153,52 +160,68 @@ def _block_forward(
     return h, carried, inputs, statistics
 
 
+class Pending(NamedTuple):
+    """A gradient on its way back: whole, or still folded as a batch norm's input gradient.
+
+    Folded it is `[skip +] A*g + B*x + C` (`kernels.bn_input_gradient`); the kernel that consumes
+    it forms it as it loads.
+    """
+
+    g: Tensor
+    fold: tuple = WHOLE_GRADIENT  # skip, x, mean, var, bn_weight, eps, sums, inv_count
+
+    def whole(self, kernels) -> Tensor:
+        """The gradient itself."""
+        if self.fold is WHOLE_GRADIENT:
+            return self.g
+        skip, *fold = self.fold
+        return kernels.bn_input_gradient(skip, self.g, *fold)
+
+
 def _block_backward(
     kernels,
     block: Block,
     tensors: BlockTensors,
     inputs: Sequence[Tensor],
     statistics: Sequence[Statistics],
-    dy: Tensor,
+    arriving: Pending,
     needed: BlockTensors,
     needs_input: bool,
-    needs_dx: bool,
-) -> tuple[Tensor | None, BlockTensors]:
-    """Gradients of one block: of its input, and of its tensors in the same structure.
+) -> tuple[Pending | None, list[Tensor | None]]:
+    """Gradients of one block: of its input, still folded, and of its tensors as `flatten` has them.
 
-    Between units the gradient stays folded: the kernel of one unit forms `A*g + B*z + C` from
-    the masked gradient, the input and the sums of the next as it loads them.
+    Between units too the gradient stays folded.
     """
-    g, folded, unit_grads = dy, WHOLE_GRADIENT, []
-    dshortcut = None
-    for index in reversed(range(len(block.units))):
+    last = len(block.units) - 1
+    dy, dshortcut, grads = None, None, []
+    for index in range(last, -1, -1):
         unit, t, h, stats = (
-            block.units[index],
-            tensors.units[index],
-            inputs[index],
-            statistics[index],
-        )
+            block.units[index], tensors.units[index], inputs[index], statistics[index],
+        )  # fmt: skip
         norm = (stats.mean, stats.var, t.bn_weight, t.bn_bias, unit.eps)
         wants = needed.units[index]
         needs_g = index > 0 or needs_input or wants.bn_weight or wants.bn_bias
-        g, dconv_weight, sums = kernels.bn_relu_conv_backward(
-            g, *folded, h, *norm, t.conv_weight, *unit.conv, needs_g, wants.conv_weight
-        )
+        needs_dz = index == last and arriving.fold is not WHOLE_GRADIENT
+        g, dconv_weight, sums, dz = kernels.bn_relu_conv_backward(
+            arriving.g, *arriving.fold, h, *norm, t.conv_weight, *unit.conv,
+            needs_g, wants.conv_weight, needs_dz,
+        )  # fmt: skip
+        if index == last:
+            dy = dz if needs_dz else arriving.g
         if index == 0 and block.shortcut is not None:
-            shortcut_g, dshortcut, shortcut_sums = kernels.bn_relu_conv_backward(
+            shortcut_g, dshortcut, shortcut_sums, _ = kernels.bn_relu_conv_backward(
                 dy, *WHOLE_GRADIENT, h, *norm, tensors.shortcut, *block.shortcut,
-                needs_g, needed.shortcut,
+                needs_g, needed.shortcut, False,
             )  # fmt: skip
             g, sums = g.add_(shortcut_g), sums.add_(shortcut_sums)
         dbn_bias, dbn_weight = sums.unbind() if needs_g else (None, None)
-        unit_grads.append(UnitTensors(dbn_weight, dbn_bias, dconv_weight, None, None))
-        if needs_g:
+        grads[:0] = (dbn_weight, dbn_bias, dconv_weight, None, None)
+        if unit.process_group is not None and needs_g:
             sums = sums_over_group(sums, unit.process_group)
-        folded = (h, stats.mean, stats.var, t.bn_weight, unit.eps, sums, stats.inv_count)
-    dx = None
-    if needs_dx:
-        dx = kernels.bn_input_gradient(None if block.shortcut is not None else dy, g, *folded)
-    return dx, BlockTensors(tuple(reversed(unit_grads)), dshortcut)
+        skip = dy if index == 0 and block.shortcut is None else None
+        fold = (skip, h, stats.mean, stats.var, t.bn_weight, unit.eps, sums, stats.inv_count)
+        arriving = Pending(g, fold)
+    return arriving if needs_input else None, [*grads, dshortcut]
 
 
 class PreActStageFunction(torch.autograd.Function):
@@ -263,8 +286,9 @@ class PreActStageFunction(torch.autograd.Function):
         first = 0
         while not needs_x and not any(flatten(needed[first : first + 1])):
             first += 1
-        grads = [None] * len(blocks)
-        dy = layout.nhwc(dy)
+        grads = [None] * len(flat)
+        bounds = _bounds(blocks)
+        arriving = Pending(layout.nhwc(dy))
         end = len(blocks)
         for start in reversed(ctx.starts):
             inputs = []
@@ -280,22 +304,17 @@ class PreActStageFunction(torch.autograd.Function):
                     )
                     inputs.append(block_inputs)
             for i in reversed(range(max(start, first), end)):
-                needs_input = needs_x or i > first
-                dy, grads[i] = _block_backward(
-                    ctx.kernels, blocks[i], tensors[i], inputs.pop(), statistics[i], dy,
-                    needed[i], needs_input, needs_input,
+                arriving, grads[bounds[i] : bounds[i + 1]] = _block_backward(
+                    ctx.kernels, blocks[i], tensors[i], inputs.pop(), statistics[i], arriving,
+                    needed[i], needs_x or i > first,
                 )  # fmt: skip
             end = start
             if end <= first:
                 break
-        empty = [
-            BlockTensors(tuple(UnitTensors(*(None,) * 5) for _ in b.units), None) for b in blocks
-        ]
-        flat_grads = flatten([g or e for g, e in zip(grads, empty, strict=True)])
         return (
-            dy if needs_x else None,
+            arriving.whole(ctx.kernels) if needs_x else None,
             *none[1:],
-            *(g if n else None for g, n in zip(flat_grads, ctx.needs_input_grad[4:], strict=True)),
+            *(g if n else None for g, n in zip(grads, ctx.needs_input_grad[4:], strict=True)),
         )
 
 

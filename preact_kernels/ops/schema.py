@@ -31,9 +31,9 @@ SCHEMAS = {
         "bool with_stats) -> (Tensor, Tensor, Tensor)"
     ),
     "bn_relu_conv_backward": (
-        "(Tensor dy, Tensor? z, Tensor? z_mean, Tensor? z_var, Tensor? z_weight, float z_eps, "
+        "(Tensor dy, Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, Tensor? z_weight, float z_eps, "
         f"Tensor? z_sums, float z_inv_count, Tensor x, {_BN}, Tensor conv_weight, {_CONV}, "
-        "bool needs_g, bool needs_conv_weight) -> (Tensor, Tensor, Tensor)"
+        "bool needs_g, bool needs_conv_weight, bool needs_dz) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "residual_add_forward": (
         "(Tensor x, Tensor branch, bool with_stats) -> (Tensor, Tensor, Tensor)"
@@ -80,14 +80,15 @@ def _bn_relu_conv_forward(
 
 
 def _bn_relu_conv_backward(
-    dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
+    dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
     x, mean, var, bn_weight, bn_bias, eps, conv_weight,
-    stride, padding, dilation, groups, needs_g, needs_conv_weight,
+    stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
 ):  # fmt: skip
     return (
         _nhwc_like(x) if needs_g else x.new_empty(0),
         torch.empty_like(conv_weight) if needs_conv_weight else conv_weight.new_empty(0),
         x.new_empty((2, x.shape[1]) if needs_g else 0, dtype=statistics_dtype(x.dtype)),
+        _nhwc_like(dy) if needs_dz else dy.new_empty(0),
     )
 
 

@@ -43,6 +43,7 @@ def bn_relu_conv_forward(
 
 def bn_relu_conv_backward(
     dy: Tensor,
+    skip: Tensor | None,
     z: Tensor | None,
     z_mean: Tensor | None,
     z_var: Tensor | None,
@@ -63,16 +64,18 @@ def bn_relu_conv_backward(
     groups: int,
     needs_g: bool,
     needs_conv_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    needs_dz: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """g = conv_transpose(dy) * [p > 0], dconv_weight = conv_wgrad(relu(p), dy), sums of g.
 
     With `z`, the gradient that arrives is still folded: `dy` then is the masked gradient of the
     batch norm behind z, the output of this convolution, and what the formulas call dy is
-    `A*dy + B*z + C` with that batch norm's coefficients (`bn_input_gradient`).
-    Without `needs_g` (`needs_conv_weight`) g and sums (dconv_weight) are empty tensors.
+    `dz = [skip +] A*dy + B*z + C` with that batch norm's coefficients (`bn_input_gradient`).
+    Returned are g, dconv_weight, sums and dz. Without `needs_g` (`needs_conv_weight`, `needs_dz`)
+    g and sums (dconv_weight, dz) are empty tensors; `skip` and `needs_dz` come with `z` only.
     """
     if z is not None:
-        dy = bn_input_gradient(None, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count)
+        dy = bn_input_gradient(skip, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count)
     a = bn_relu_forward(x, mean, var, bn_weight, bn_bias, eps)
     da, dconv_weight, _ = torch.ops.aten.convolution_backward(
         dy,
@@ -96,4 +99,4 @@ def bn_relu_conv_backward(
         sums = x.new_empty(0, dtype=statistics_dtype(x.dtype))
     if not needs_conv_weight:
         dconv_weight = conv_weight.new_empty(0)
-    return g, dconv_weight, sums
+    return g, dconv_weight, sums, dy if needs_dz else dy.new_empty(0)
