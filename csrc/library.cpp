@@ -14,6 +14,7 @@ using namespace preact_kernels;
 STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("vector_bytes() -> int");
   m.def("bn_stats(Tensor x) -> (Tensor, Tensor)");
+  m.def("running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()");
   m.def("bn_relu_forward(Tensor x, " BN ") -> Tensor");
   m.def("bn_relu_backward_sums(Tensor dy, Tensor x, " BN ") -> Tensor");
   m.def("bn_relu_backward_mask(Tensor dy, Tensor x, " BN ") -> (Tensor, Tensor)");
@@ -41,6 +42,7 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CPU, m) {
   m.impl("bn_stats", TORCH_BOX(&bn_stats));
+  m.impl("running_stats_update", TORCH_BOX(&running_stats_update));
   m.impl("bn_relu_forward", TORCH_BOX(&bn_relu_forward));
   m.impl("bn_relu_backward_sums", TORCH_BOX(&bn_relu_backward_sums));
   m.impl("bn_relu_backward_mask", TORCH_BOX(&bn_relu_backward_mask));

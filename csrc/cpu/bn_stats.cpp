@@ -28,4 +28,19 @@ std::tuple<Tensor, Tensor> bn_stats(const Tensor& x) {
   return {mean, var};
 }
 
+void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
+                          double momentum) {
+  STD_TORCH_CHECK(running.size() == batch.size(), "batch: expected ", running.size(),
+                  " tensors to match running, got ", batch.size());
+  for (size_t i = 0; i < running.size(); ++i) {
+    STD_TORCH_CHECK(running[i].is_contiguous() && running[i].scalar_type() == ScalarType::Float,
+                    "running: expected contiguous float32 tensors");
+    check_statistics("batch", batch[i], running[i].numel(), running[i]);
+    float* to = mutable_data<float>(running[i]);
+    const float* from = data<float>(batch[i]);
+    const float weight = static_cast<float>(momentum);
+    for (int64_t c = 0; c < running[i].numel(); ++c) to[c] += weight * (from[c] - to[c]);
+  }
+}
+
 }  // namespace preact_kernels

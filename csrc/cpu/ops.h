@@ -11,6 +11,10 @@ namespace preact_kernels {
 
 std::tuple<Tensor, Tensor> bn_stats(const Tensor& x);
 
+// running += momentum * (batch - running), contiguous float32, for many statistics at once.
+void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
+                          double momentum);
+
 Tensor bn_relu_forward(const Tensor& x, const Tensor& mean, const Tensor& var,
                        const Tensor& bn_weight, const Tensor& bn_bias, double eps);
 

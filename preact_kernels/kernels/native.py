@@ -73,6 +73,15 @@ def _nhwc(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last)
 
 
+def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
+    """See `reference.running_stats_update`."""
+    if all(t.dtype == torch.float32 for t in running):
+        torch.ops.preact_kernels_cpu.running_stats_update.default(running, batch, momentum)
+    else:
+        batch = [b.to(r.dtype) for r, b in zip(running, batch, strict=True)]
+        torch._foreach_lerp_(running, batch, momentum)
+
+
 def bn_relu_conv_forward(
     x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual,
     stride, padding, dilation, groups, with_stats,

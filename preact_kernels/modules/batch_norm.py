@@ -1,6 +1,6 @@
 """How the fused modules read an `nn.BatchNorm2d` child, and count its batches.
 
-A child is read, never called, so a fused module stands aside (`is_bare`) for a child whose
+A child is read, never called, so a fused module stands aside (`is_bare_norm`) for a child whose
 call does more than its type says: hooks, another type, a bias where none is served.
 """
 
@@ -24,12 +24,13 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def is_bare(bn: nn.Module, conv: nn.Module | None = None) -> bool:
-    """Whether reading the parameters of these children is the same as calling them."""
-    if type(bn) not in (nn.BatchNorm2d, nn.SyncBatchNorm) or has_hooks(bn):
-        return False
-    if conv is None:
-        return True
+def is_bare_norm(bn: nn.Module) -> bool:
+    """Whether reading the parameters of a batch norm is the same as calling it."""
+    return type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not has_hooks(bn)
+
+
+def is_bare_conv(conv: nn.Module) -> bool:
+    """Whether reading the weights of a convolution is the same as calling it."""
     return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and not has_hooks(conv)
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import bn_arguments, count_batches, is_bare
+from preact_kernels.modules.batch_norm import bn_arguments, count_batches, is_bare_norm
 from preact_kernels.ops.bn_relu import bn_relu
 
 
@@ -36,7 +36,7 @@ class BNReLU2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the same shape, dtype and memory format."""
-        if not (self.fused and is_bare(self.bn)):
+        if not (self.fused and is_bare_norm(self.bn)):
             return F.relu(self.bn(x), inplace=True)
         y = bn_relu(x, **bn_arguments(self.bn))
         count_batches([self.bn])

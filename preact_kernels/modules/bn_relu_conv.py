@@ -3,7 +3,12 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import bn_arguments, count_batches, is_bare
+from preact_kernels.modules.batch_norm import (
+    bn_arguments,
+    count_batches,
+    is_bare_conv,
+    is_bare_norm,
+)
 from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d
 
 
@@ -73,7 +78,7 @@ class BNReLUConv2d(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`[N, C, H, W]` to `[N, K, H', W']`; `residual` has the shape of the output."""
         bn, conv = self.bn, self.conv
-        if not (self.fused and is_bare(bn, conv)):
+        if not (self.fused and is_bare_norm(bn) and is_bare_conv(conv)):
             y = conv(F.relu(bn(x), inplace=True))
             return y if residual is None else y + residual
         y = bn_relu_conv2d(

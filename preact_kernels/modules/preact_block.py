@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import has_hooks, is_bare
+from preact_kernels.modules.batch_norm import is_bare_conv, is_bare_norm
 from preact_kernels.modules.preact_stage import run_blocks
 
 
@@ -28,17 +28,13 @@ class PreActBlock(nn.Module):
 
     def is_fusable(self) -> bool:
         """Whether reading the children's parameters is the same as calling the children."""
+        if not self.fused:
+            return False
+        for bn, conv in self.units():
+            if not (is_bare_norm(bn) and _is_served(conv)):
+                return False
         shortcut = self._modules.get("shortcut")
-        return (
-            self.fused
-            and all(is_bare(bn, conv) and _is_served(conv) for bn, conv in self.units())
-            and (
-                shortcut is None
-                or (
-                    type(shortcut) is nn.Conv2d and _is_served(shortcut) and not has_hooks(shortcut)
-                )
-            )
-        )
+        return shortcut is None or _is_served(shortcut)
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """The block by calls of its children: what the fused one equals."""
@@ -57,8 +53,8 @@ class PreActBlock(nn.Module):
         return run_blocks([self], x)
 
 
-def _is_served(conv: nn.Conv2d) -> bool:
-    return conv.bias is None and not isinstance(conv.padding, str)
+def _is_served(conv: nn.Module) -> bool:
+    return is_bare_conv(conv) and conv.bias is None and type(conv.padding) is tuple
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:

@@ -17,10 +17,8 @@ from preact_kernels.ops.bn_relu import affine_parameters
 from preact_kernels.ops.preact_stage import (
     MEMORY_MODES,
     Block,
-    BlockTensors,
     Conv,
     Unit,
-    UnitTensors,
     preact_stage,
 )
 
@@ -105,46 +103,45 @@ def run_blocks(
             x = block.plain_forward(x)
         return x
 
-    numbers, tensors, batch_norms = [], [], []
-    shape = list(x.shape)
+    numbers, tensors, norms = [], [], []
+    shape = x.shape
     for block in blocks:
-        units, unit_tensors = [], []
-        block_shape = shape
+        units, block_shape = [], shape
         for bn, conv in block.units():
-            config = _conv_numbers(conv)
             training = uses_batch(bn)
             if training:
                 checks.check_samples(shape)
-                batch_norms.append(bn)
-            units.append(Unit(bn.eps, training, config, process_group(bn)))
-            running = (None, None) if training else (bn.running_mean, bn.running_var)
-            affine = affine_parameters(x, bn.num_features, bn.weight, bn.bias)
+                norms.append(bn)
+            unit = Unit(bn.eps, training, _conv_numbers(conv), process_group(bn))
+            units.append(unit)
             weight = _conv_weight(conv, shape, x)
-            unit_tensors.append(UnitTensors(*affine, weight, *running))
-            shape = checks.output_shape(shape, weight, *config[:3])
+            tensors.extend(affine_parameters(x, bn.num_features, bn.weight, bn.bias))
+            tensors.append(weight)
+            tensors.extend((None, None) if training else (bn.running_mean, bn.running_var))
+            shape = checks.output_shape(shape, weight, *unit.conv[:3])
         shortcut = block._modules.get("shortcut")
         numbers.append(Block(tuple(units), None if shortcut is None else _conv_numbers(shortcut)))
-        shortcut_weight = None if shortcut is None else _conv_weight(shortcut, block_shape, x)
-        tensors.append(BlockTensors(tuple(unit_tensors), shortcut_weight))
+        tensors.append(None if shortcut is None else _conv_weight(shortcut, block_shape, x))
     y, statistics = preact_stage(x, tuple(numbers), tensors, memory, segments)
-    track(batch_norms, statistics)
+    track(norms, statistics)
     return y
 
 
 def _conv_numbers(conv: nn.Conv2d) -> Conv:
-    return list(conv.stride), list(conv.padding), list(conv.dilation), conv.groups
+    return conv.stride, conv.padding, conv.dilation, conv.groups
 
 
 def _conv_weight(conv: nn.Conv2d, shape: Sequence[int], x: Tensor) -> Tensor:
     """The weight in the dtype of `x`, once it is known to fit an input of `shape`."""
     weight = conv.weight
-    if weight.shape[1] * conv.groups != shape[1]:
+    if conv.in_channels != shape[1]:
         raise ValueError(
-            f"x: expected {weight.shape[1] * conv.groups} channels to match the block, "
-            f"got {shape[1]}"
+            f"x: expected {conv.in_channels} channels to match the block, got {shape[1]}"
         )
     if weight.device != x.device:
         raise ValueError(f"x: expected device {weight.device} to match the block, got {x.device}")
+    if weight.dtype == x.dtype:
+        return weight
     if not torch.is_autocast_enabled(x.device.type):
         checks.check_parameter_dtype("conv_weight", weight, x)
     return weight.to(x.dtype)

@@ -14,7 +14,7 @@ from preact_kernels.kernels import native
 
 
 class BackendError(RuntimeError):
-    """The backend that was named cannot serve the call; the message says which argument stops it."""
+    """The backend that was named cannot serve the call; the message says which argument it is."""
 
 
 class Backend(NamedTuple):

@@ -82,6 +82,8 @@ def affine_parameters(
         bn_weight = torch.ones(channels, dtype=dtype, device=x.device)
     if bn_bias is None:
         bn_bias = torch.zeros(channels, dtype=dtype, device=x.device)
+    if bn_weight.dtype == bn_bias.dtype == dtype:
+        return bn_weight, bn_bias
     return bn_weight.to(dtype), bn_bias.to(dtype)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.reference.bn_stats import statistics_dtype
+from preact_kernels.ops import schema
 
 
 class Statistics(NamedTuple):
@@ -92,10 +93,13 @@ def update_running_statistics(
     `running = (1 - momentum) * running + momentum * batch` for many batch norms at once, where
     `batch` holds means and unbiased variances.
     """
+    if not running:
+        return
     by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     for targets, values, momentum in zip(running, batch, momenta, strict=True):
         all_targets, all_values = by_momentum.setdefault(momentum, ([], []))
         all_targets.extend(targets)
-        all_values.extend(v.to(t.dtype) for t, v in zip(targets, values, strict=True))
+        all_values.extend(values)
+    kernels = schema.kernels_for(running[0][0])
     for momentum, (targets, values) in by_momentum.items():
-        torch._foreach_lerp_(targets, values, momentum)
+        kernels.running_stats_update(targets, values, momentum)

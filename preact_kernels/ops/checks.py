@@ -215,13 +215,10 @@ def output_shape(
     dilation: list[int],
 ) -> list[int]:
     """`[N, K, H', W']` of a convolution of an input of `shape`."""
-    size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip(
-            shape[2:], conv_weight.shape[2:], stride, padding, dilation, strict=True
-        )
-    ]
-    return [shape[0], conv_weight.shape[0], *size]
+    out_channels, _, kernel_h, kernel_w = conv_weight.shape
+    height = (shape[2] + 2 * padding[0] - dilation[0] * (kernel_h - 1) - 1) // stride[0] + 1
+    width = (shape[3] + 2 * padding[1] - dilation[1] * (kernel_w - 1) - 1) // stride[1] + 1
+    return [shape[0], out_channels, height, width]
 
 
 def check_residual(residual: object, name: str, shape: Sequence[int], like: Tensor) -> None:

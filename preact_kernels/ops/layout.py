@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def is_channels_last(t: Tensor) -> bool:
-    """Whether PyTorch takes the strides of `t` for channels_last (its answer for output formats)."""
+    """Whether PyTorch takes the strides of `t` for channels_last when it picks output formats."""
     if t.dim() != 4:
         return False
     smallest = 0

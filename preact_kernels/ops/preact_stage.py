@@ -4,6 +4,7 @@ The only place that knows how statistics pass from the kernel that writes a tens
 that normalises it, how gradients pass folded from unit to unit, and what each memory mode keeps.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ from preact_kernels.ops.bn_stats import (
 
 MEMORY_MODES = ("store", "checkpoint")
 
-Conv = tuple[list[int], list[int], list[int], int]  # stride, padding, dilation, groups
+Conv = tuple[
+    tuple[int, int], tuple[int, int], tuple[int, int], int
+]  # stride, padding, dilation, groups
 
 
 class Unit(NamedTuple):
@@ -58,20 +61,10 @@ class UnitTensors(NamedTuple):
 
 
 class BlockTensors(NamedTuple):
-    """The tensors of one block, in the order in which `flatten` lays them out."""
+    """The tensors of one block, in the order in which they lie in the flat list."""
 
     units: tuple[UnitTensors, ...]
     shortcut: Tensor | None
-
-
-def flatten(tensors: Sequence[BlockTensors]) -> list[Tensor | None]:
-    """The tensors of all blocks in one list, as autograd takes them."""
-    flat = []
-    for block in tensors:
-        for unit in block.units:
-            flat.extend(unit)
-        flat.append(block.shortcut)
-    return flat
 
 
 def _unflatten(blocks: Sequence[Block], flat: Sequence[Tensor | None]) -> list[BlockTensors]:
@@ -188,7 +181,7 @@ def _block_backward(
     needed: BlockTensors,
     needs_input: bool,
 ) -> tuple[Pending | None, list[Tensor | None]]:
-    """Gradients of one block: of its input, still folded, and of its tensors as `flatten` has them.
+    """Gradients of one block: of its input, still folded, and of its tensors, in their flat order.
 
     Between units too the gradient stays folded.
     """
@@ -275,19 +268,17 @@ class PreActStageFunction(torch.autograd.Function):
         for block in blocks:
             statistics.append(flat_statistics[at : at + len(block.units)])
             at += len(block.units)
-        needs_x, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_x, flat_needed = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():
             x = kept[0]
             y = _differentiable_forward(blocks, tensors, statistics, x)
-            dx, *grads = gradients(y, (x, *flat), (needs_x, *needed), dy)
+            dx, *grads = gradients(y, (x, *flat), (needs_x, *flat_needed), dy)
             return dx, *none[1:], *grads
 
-        needed = _unflatten(blocks, needed)
-        first = 0
-        while not needs_x and not any(flatten(needed[first : first + 1])):
-            first += 1
-        grads = [None] * len(flat)
+        needed = _unflatten(blocks, flat_needed)
         bounds = _bounds(blocks)
+        first = 0 if needs_x else bisect.bisect(bounds, flat_needed.index(True)) - 1
+        grads = [None] * len(flat)
         arriving = Pending(layout.nhwc(dy))
         end = len(blocks)
         for start in reversed(ctx.starts):
@@ -314,7 +305,7 @@ class PreActStageFunction(torch.autograd.Function):
         return (
             arriving.whole(ctx.kernels) if needs_x else None,
             *none[1:],
-            *(g if n else None for g, n in zip(grads, ctx.needs_input_grad[4:], strict=True)),
+            *(g if n else None for g, n in zip(grads, flat_needed, strict=True)),
         )
 
 
@@ -338,7 +329,7 @@ def _differentiable_forward(blocks, tensors, statistics, x: Tensor) -> Tensor:
 def preact_stage(
     x: Tensor,
     blocks: Sequence[Block],
-    tensors: Sequence[BlockTensors],
+    tensors: Sequence[Tensor | None],
     memory: str = "store",
     segments: int | None = None,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -347,8 +338,8 @@ def preact_stage(
     Args:
         x: `[N, C, H, W]`; any strides.
         blocks: numbers of every block.
-        tensors: tensors of every block: batch-norm parameters in the statistics dtype, weights
-            in the dtype of `x`.
+        tensors: the fields of `BlockTensors` of every block in one list: batch-norm parameters
+            in the statistics dtype, weights in the dtype of `x`.
         memory: one of `MEMORY_MODES`.
         segments: number of segments in mode `checkpoint`; None takes about `sqrt(len(blocks))`.
 
@@ -357,9 +348,7 @@ def preact_stage(
         unit that normalised with its batch, in order.
     """
     channels_last = layout.is_channels_last(x)
-    y, *of_batch = PreActStageFunction.apply(
-        layout.nhwc(x), blocks, memory, segments, *flatten(tensors)
-    )
+    y, *of_batch = PreActStageFunction.apply(layout.nhwc(x), blocks, memory, segments, *tensors)
     count = len(of_batch) // 2
     return layout.restored(y, channels_last), list(
         zip(of_batch[:count], of_batch[count:], strict=True)

@@ -17,6 +17,7 @@ _CONV = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
 
 SCHEMAS = {
     "bn_stats": "(Tensor x) -> (Tensor, Tensor)",
+    "running_stats_update": "(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()",
     "bn_relu_forward": f"(Tensor x, {_BN}) -> Tensor",
     "bn_relu_backward_sums": f"(Tensor dy, Tensor x, {_BN}) -> Tensor",
     "bn_relu_backward_input": (
@@ -31,8 +32,9 @@ SCHEMAS = {
         "bool with_stats) -> (Tensor, Tensor, Tensor)"
     ),
     "bn_relu_conv_backward": (
-        "(Tensor dy, Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, Tensor? z_weight, float z_eps, "
-        f"Tensor? z_sums, float z_inv_count, Tensor x, {_BN}, Tensor conv_weight, {_CONV}, "
+        "(Tensor dy, Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, Tensor? z_weight, "
+        "float z_eps, Tensor? z_sums, float z_inv_count, "
+        f"Tensor x, {_BN}, Tensor conv_weight, {_CONV}, "
         "bool needs_g, bool needs_conv_weight, bool needs_dz) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "residual_add_forward": (
@@ -51,6 +53,10 @@ def _stats_like(x: Tensor, channels: int) -> Tensor:
 
 def _bn_stats(x):
     return _stats_like(x, x.shape[1]), _stats_like(x, x.shape[1])
+
+
+def _running_stats_update(running, batch, momentum):
+    return None
 
 
 def _bn_relu_forward(x, mean, var, bn_weight, bn_bias, eps):
@@ -99,7 +105,8 @@ def _residual_add_forward(x, branch, with_stats):
 
 def _register(name: str, schema: str, fake) -> None:
     def on_backend(*args):
-        x = next(a for a in args if isinstance(a, Tensor))
+        x = args[0] if isinstance(args[0], Tensor) else args[1]
+        x = x[0] if isinstance(x, list) else x  # running statistics come in lists
         kernels = backend.select(backend.current(), x.device.type, x.dtype)
         return getattr(kernels, name)(*args)
 

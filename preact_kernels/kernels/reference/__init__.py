@@ -24,7 +24,7 @@ from preact_kernels.kernels.reference.bn_relu_conv import (
     bn_relu_conv_backward,
     bn_relu_conv_forward,
 )
-from preact_kernels.kernels.reference.bn_stats import bn_stats
+from preact_kernels.kernels.reference.bn_stats import bn_stats, running_stats_update
 from preact_kernels.kernels.reference.residual_add import residual_add_forward
 
 __all__ = [
@@ -36,4 +36,5 @@ __all__ = [
     "bn_relu_forward",
     "bn_stats",
     "residual_add_forward",
+    "running_stats_update",
 ]

@@ -15,6 +15,12 @@ def bn_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
+def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
+    """running += momentum * (batch - running), in place, for many statistics at once."""
+    values = [b.to(r.dtype) for r, b in zip(running, batch, strict=True)]
+    torch._foreach_lerp_(running, values, momentum)
+
+
 def optional_stats(y: Tensor, with_stats: bool) -> tuple[Tensor, Tensor]:
     """Statistics of `y` as stored, or two empty tensors."""
     if with_stats:
