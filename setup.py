@@ -43,7 +43,8 @@ def cpu_extension():
         ["csrc/library.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
         depends=HEADERS,
         include_dirs=INCLUDE_DIRS.copy(),
-        extra_compile_args=[*FLAGS, "-fvisibility=hidden"],
+        # The last: GCC 12 warns of its own AVX-512 header.
+        extra_compile_args=[*FLAGS, "-fvisibility=hidden", "-Wno-maybe-uninitialized"],
         py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
     )
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
     """Bytes that one forward of `model` keeps for the backward.
 
-    Counted from the tensors that autograd really saves, each storage once; parameters and
-    buffers of the model are left out. Runs one forward in the model's present mode; buffers
+    Counted from the tensors that autograd really saves, each storage once and of a view no more
+    than the view; parameters and buffers of the model are left out. Runs one forward in the model's present mode; buffers
     (running statistics) and random state are put back afterwards.
 
     Args:
@@ -27,11 +27,15 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     state = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}
+    saved: dict[int, dict[tuple, int]] = {}  # by storage, and by what part of it
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if storage._cdata not in state:
-            storages[storage._cdata] = storage  # held, so that its address is not used again
+        key = storage._cdata
+        if key not in state:
+            storages[key] = storage  # held, so that its address is not used again
+            part = (t.storage_offset(), t.shape, t.stride())
+            saved.setdefault(key, {})[part] = t.numel() * t.element_size()
         return t
 
     buffers = [(b, b.clone()) for b in model.buffers()]
@@ -47,6 +51,5 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-    total = sum(storage.nbytes() for storage in storages.values())
     del y
-    return total
+    return sum(min(storages[key].nbytes(), sum(parts.values())) for key, parts in saved.items())

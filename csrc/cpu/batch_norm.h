@@ -32,77 +32,86 @@ BatchNorm<Accumulate<T>> batch_norm(const Tensor& x, const Tensor& mean, const T
   return {data<A>(mean), data<A>(var), data<A>(weight), data<A>(bias), eps};
 }
 
-// p = x * scale + shift.
+// p = (x - mean) * scale + bias. The mean is subtracted first, here and below, so that nothing
+// cancels where it is large beside the deviation.
 template <class A>
-struct Affine {
-  std::vector<A> scale, shift, rstd;
+struct Normalisation {
+  const A* mean;
+  const A* bias;
+  std::vector<A> scale, rstd;
 
-  Affine(const BatchNorm<A>& bn, int64_t channels)
-      : scale(channels), shift(channels), rstd(channels) {
+  Normalisation(const BatchNorm<A>& bn, int64_t channels)
+      : mean(bn.mean), bias(bn.bias), scale(channels), rstd(channels) {
     for (int64_t c = 0; c < channels; ++c) {
       rstd[c] = A(1) / std::sqrt(bn.var[c] + A(bn.eps));
       scale[c] = bn.weight[c] * rstd[c];
-      shift[c] = bn.bias[c] - bn.mean[c] * scale[c];
     }
   }
 };
 
-// dx = a*g + b*(x - mean) + c: the gradient of a batch norm's input. The mean is subtracted first,
-// so that nothing cancels where it is large beside the deviation.
+// dx = a*g + b*(x - mean) + c: the gradient of a batch norm's input. In evaluation mode it is a*g
+// alone, and x is not read: what is not finite there must not spread.
 template <class A>
 struct InputGradient {
   std::vector<A> a, b, c;
   const A* mean;
+  bool constant;  // mean and variance are
 
   // sums: [2, channels], sum(g) and sum(g * xhat).
   InputGradient(const BatchNorm<A>& bn, const A* sums, double inv_count, int64_t channels)
-      : a(channels), b(channels), c(channels), mean(bn.mean) {
+      : a(channels), b(channels), c(channels), mean(bn.mean), constant(inv_count == 0) {
     for (int64_t i = 0; i < channels; ++i) {
       const A rstd = A(1) / std::sqrt(bn.var[i] + A(bn.eps));
       a[i] = bn.weight[i] * rstd;
+      if (constant) continue;
       b[i] = -a[i] * rstd * sums[channels + i] * A(inv_count);
       c[i] = -a[i] * sums[i] * A(inv_count);
     }
   }
 };
 
-// Mean and sum of squared deviations of each channel over one tile of pixels.
+// Sums of each channel over tiles of pixels, for mean and variance. They are taken around a pivot,
+// the tile's first pixel: as that is one of the tile's n samples, sum(d)^2 / n, which is subtracted
+// at the end, is at most n times what remains, and usually about as much.
 template <class A>
 struct TileStatistics {
   int64_t channels;
   std::vector<int64_t> pixels;  // of each tile
-  std::vector<A> partials;      // [tiles, 2, channels]
+  std::vector<A> partials;      // [tiles, 3, channels]: pivot, sum(d), sum(d^2) for d = x - pivot
 
   TileStatistics(int64_t tiles, int64_t channels)
-      : channels(channels), pixels(tiles), partials(tiles * 2 * channels) {}
+      : channels(channels), pixels(tiles), partials(tiles * 3 * channels) {}
 
-  A* mean(int64_t tile) { return partials.data() + tile * 2 * channels; }
-  A* squares(int64_t tile) { return mean(tile) + channels; }
+  A* tile(int64_t index) { return partials.data() + index * 3 * channels; }
 
   // Merges the tiles in order, in float64: mean = sum(n_i mean_i) / n and
   // var = (sum(M2_i) + sum(n_i (mean_i - mean)^2)) / n, biased.
   void merge(A* mean_out, A* var_out) {
-    std::vector<double> mean_sum(channels), square_sum(channels);
+    std::vector<double> mean(channels), squares(channels);
     double count = 0;
-    for (size_t tile = 0; tile < pixels.size(); ++tile) {
-      const A* m = mean(tile);
-      const double n = static_cast<double>(pixels[tile]);
-      for (int64_t c = 0; c < channels; ++c) mean_sum[c] += n * m[c];
+    for (size_t t = 0; t < pixels.size(); ++t) {
+      const A* pivot = tile(t);
+      const A* sum = pivot + channels;
+      const double n = static_cast<double>(pixels[t]);
+      for (int64_t c = 0; c < channels; ++c) mean[c] += n * pivot[c] + sum[c];
       count += n;
     }
-    for (int64_t c = 0; c < channels; ++c) mean_sum[c] /= count;
-    for (size_t tile = 0; tile < pixels.size(); ++tile) {
-      const A* m = mean(tile);
-      const A* s = squares(tile);
-      const double n = static_cast<double>(pixels[tile]);
+    for (int64_t c = 0; c < channels; ++c) mean[c] /= count;
+    for (size_t t = 0; t < pixels.size(); ++t) {
+      const A* pivot = tile(t);
+      const A* sum = pivot + channels;
+      const A* square = sum + channels;
+      const double n = static_cast<double>(pixels[t]), inv_n = 1 / n;
       for (int64_t c = 0; c < channels; ++c) {
-        const double d = m[c] - mean_sum[c];
-        square_sum[c] += s[c] + n * d * d;
+        const double from_pivot = sum[c] * inv_n;
+        const double d = pivot[c] + from_pivot - mean[c];
+        squares[c] += (square[c] - sum[c] * from_pivot) + n * d * d;
       }
     }
     for (int64_t c = 0; c < channels; ++c) {
-      mean_out[c] = static_cast<A>(mean_sum[c]);
-      var_out[c] = static_cast<A>(square_sum[c] / count);
+      mean_out[c] = static_cast<A>(mean[c]);
+      // Not std::max: a NaN must stay one.
+      var_out[c] = static_cast<A>(squares[c] < 0 ? 0 : squares[c] / count);
     }
   }
 };

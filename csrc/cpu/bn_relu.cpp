@@ -14,15 +14,14 @@ Tensor bn_relu_forward(const Tensor& x, const Tensor& mean, const Tensor& var,
   const Tensor y = empty_nhwc(x, size);
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
-    const auto bn = batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, size.channels);
-    const Affine<Accumulate<T>> affine(bn, size.channels);
+    const Normalisation<Accumulate<T>> norm(
+        batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, size.channels), size.channels);
     const T* from = data<T>(x);
     T* to = mutable_data<T>(y);
     const PixelTiles tiles(size.pixels(), size.channels);
     for_tiles(tiles.count, [&](int64_t tile) {
       const int64_t at = tiles.first(tile) * size.channels;
-      PK_CALL(tile_bn_relu, from + at, to + at, tiles.length(tile), size.channels,
-              affine.scale.data(), affine.shift.data());
+      PK_CALL(tile_bn_relu, from + at, to + at, tiles.length(tile), size.channels, norm);
     });
   });
   return y;
@@ -40,8 +39,8 @@ void masked_sums(const Tensor& dy, const Tensor& x, const Tensor* g, const Tenso
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
-    const auto bn = batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, size.channels);
-    const Affine<A> affine(bn, size.channels);
+    const Normalisation<A> norm(batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, size.channels),
+                                size.channels);
     const T* gradient = data<T>(dy);
     const T* from = data<T>(x);
     T* to = kStore ? mutable_data<T>(*g) : nullptr;
@@ -50,8 +49,7 @@ void masked_sums(const Tensor& dy, const Tensor& x, const Tensor* g, const Tenso
     for_tiles(tiles.count, [&](int64_t tile) {
       const int64_t at = tiles.first(tile) * size.channels;
       PK_CALL(tile_mask, std::bool_constant<kStore>{}, gradient + at, from + at,
-              kStore ? to + at : to, tiles.length(tile), size.channels, affine.scale.data(),
-              affine.shift.data(), bn.mean, affine.rstd.data(), partial.tile(tile));
+              kStore ? to + at : to, tiles.length(tile), size.channels, norm, partial.tile(tile));
     });
     partial.merge(mutable_data<A>(sums));
   });
@@ -94,7 +92,7 @@ Tensor input_gradient(const Tensor* dy, const Tensor& g, const Tensor& x, const 
     // Without a mask the bias is not read; any vector of its size stands in.
     const auto bn =
         batch_norm<T>(x, mean, var, bn_weight, kMask ? *bn_bias : bn_weight, eps, size.channels);
-    const Affine<A> affine(bn, size.channels);
+    const Normalisation<A> norm(bn, size.channels);
     const InputGradient<A> gradient(bn, data<A>(sums), inv_count, size.channels);
     const T* added = kAdd ? data<T>(*dy) : nullptr;
     const T* masked = data<T>(g);
@@ -105,8 +103,7 @@ Tensor input_gradient(const Tensor* dy, const Tensor& g, const Tensor& x, const 
       const int64_t at = tiles.first(tile) * size.channels;
       PK_CALL(tile_input_gradient, std::bool_constant<kMask>{}, std::bool_constant<kAdd>{},
               kAdd ? added + at : added, masked + at, from + at, to + at, tiles.length(tile),
-              size.channels, affine.scale.data(), affine.shift.data(), bn.mean, gradient.a.data(),
-              gradient.b.data(), gradient.c.data());
+              size.channels, norm, gradient);
     });
   });
   return dx;

@@ -39,8 +39,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
-    const auto bn = batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, conv.in_channels);
-    const Affine<A> affine(bn, conv.in_channels);
+    const Normalisation<A> norm(
+        batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, conv.in_channels), conv.in_channels);
     std::unique_ptr<InputGradient<A>> fold;
     if (z.has_value()) {
       check_statistics("z_sums", *z_sums, 2 * conv.out_channels, x);
@@ -71,8 +71,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
       A* dweight = needs_conv_weight ? dweights + run * weights : nullptr;
       if (needs_conv_weight) std::memset(dweight, 0, weights * sizeof(A));
       for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
-        PK_CALL(strip_backward, strips[i], conv, arriving, from, affine.scale.data(),
-                affine.shift.data(), bn.mean, affine.rstd.data(), packed, to,
+        PK_CALL(strip_backward, strips[i], conv, arriving, from, norm, packed, to,
                 needs_g ? partial_sums.tile(i) : nullptr, dweight,
                 thread_buffer<A, Use::kScratch>(scratch));
       }

@@ -50,8 +50,8 @@ PK_INLINE void strip_weight_gradient(const A* narrow, int64_t narrow_pitch, int6
 // [tap][min(C, K)][max(C, K)], the wider side last.
 template <class T, class A>
 void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, A>& arriving,
-                    const T* x, const A* scale, const A* shift, const A* bn_mean, const A* rstd,
-                    const A* packed, T* g, A* sums, A* dweight, A* scratch) {
+                    const T* x, const Normalisation<A>& norm, const A* packed, T* g, A* sums,
+                    A* dweight, A* scratch) {
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const int64_t dy_pitch = (strip.width + 2 * conv.halo_w()) * outputs;
   const int64_t a_pitch = (strip.width + 2 * conv.halo_w()) * channels;
@@ -88,29 +88,30 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
 #pragma GCC unroll 4
                     for (int v = 0; v < decltype(vectors)::value; ++v) {
                       const int64_t at = c + v * kLanes<A>;
-                      const Vector<A> s = load(scale + at), b = load(shift + at),
-                                      m = load(bn_mean + at);
-                      Vector<A> sum = load(sums + at), product = load(sums + channels + at);
+                      const Vector<A> m = load(norm.mean + at), b = load(norm.bias + at),
+                                      s = load(norm.scale.data() + at);
+                      Vector<A> sum = {}, product = {};
 #pragma GCC unroll 32
                       for (int i = 0; i < decltype(count)::value; ++i) {
-                        const Vector<A> value = load(from + (pixel + i) * channels + at);
-                        const Vector<A> p = value * s + b;
+                        const Vector<A> d = load(from + (pixel + i) * channels + at) - m;
+                        const Vector<A> p = d * s + b;
                         if (normalised) store(activation + (pixel + i) * channels + at, relu(p));
                         const Vector<A> masked = as_stored(to, where_active(p, acc[i][v]));
                         store(to + (pixel + i) * channels + at, masked);
                         sum += masked;
-                        product += masked * (value - m);
+                        product += masked * d;
                       }
-                      store(sums + at, sum);
-                      store(sums + channels + at, product);
+                      A* products = sums + channels;
+                      store(sums + at, load(sums + at) + sum);
+                      store(products + at, load(products + at) + product);
                     }
                   });
-    for (int64_t c = 0; c < channels; ++c) sums[channels + c] *= rstd[c];
+    for (int64_t c = 0; c < channels; ++c) sums[channels + c] *= norm.rstd[c];
   }
   if (dweight == nullptr) return;
   if (!normalised) {
     fill_bordered(activation, strip, conv, channels, [&](A* row, int64_t pixel) PK_LAMBDA {
-      normalise(x + pixel * channels, row, strip.width, channels, scale, shift);
+      normalise(x + pixel * channels, row, strip.width, channels, norm);
     });
   }
   const TapOffsets taps(conv, a_pitch, channels);

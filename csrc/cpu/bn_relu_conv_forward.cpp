@@ -29,8 +29,8 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
-    const Affine<A> affine(batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, conv.in_channels),
-                           conv.in_channels);
+    const Normalisation<A> norm(
+        batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, conv.in_channels), conv.in_channels);
     A* packed = thread_buffer<A, Use::kWeights>(conv_weight.numel());
     const ConvWeight<T> weight(conv_weight, false);
     PK_CALL(pack, packed, conv, conv.in_channels, conv.out_channels, weight.values, weight.stride_k,
@@ -44,11 +44,9 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
     for_tiles(strips.count, [&](int64_t index) {
       const Strip strip = strips[index];
       if (with_stats) statistics.pixels[index] = strip.rows * strip.width;
-      PK_CALL(strip_forward, strip, conv, from, affine.scale.data(), affine.shift.data(), packed,
-              bias, added, to, with_stats ? statistics.mean(index) : nullptr,
-              with_stats ? statistics.squares(index) : nullptr,
-              thread_buffer<A, Use::kScratch>(strips.scratch_values(conv.in_channels) +
-                                              3 * conv.out_channels));
+      PK_CALL(strip_forward, strip, conv, from, norm, packed, bias, added, to,
+              with_stats ? statistics.tile(index) : nullptr,
+              thread_buffer<A, Use::kScratch>(strips.scratch_values(conv.in_channels)));
     });
     if (with_stats) statistics.merge(mutable_data<A>(y_mean), mutable_data<A>(y_var));
   });

@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor> bn_stats(const Tensor& x) {
     for_tiles(tiles.count, [&](int64_t tile) {
       statistics.pixels[tile] = tiles.length(tile);
       PK_CALL(tile_statistics, from + tiles.first(tile) * size.channels, tiles.length(tile),
-              size.channels, statistics.mean(tile), statistics.squares(tile));
+              size.channels, statistics.tile(tile));
     });
     statistics.merge(mutable_data<A>(mean), mutable_data<A>(var));
   });

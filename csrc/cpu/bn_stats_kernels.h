@@ -1,34 +1,34 @@
 // Statistics of a tile of pixels. Included once for each instruction set.
 
-// mean = sum(x) / pixels and squares = sum((x - mean)^2) of each channel, two passes over a tile
-// that lies in the cache. The sum is taken of x - pivot, the tile's first pixel, so that large
-// means cost no accuracy.
+// statistics = [pivot, sum(d), sum(d^2)] of each channel, for d = x - pivot (TileStatistics). Sums
+// are taken of runs of pixels first and then of runs: an error grows with the length of a sum.
 template <class T>
-void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* mean,
-                     Accumulate<T>* squares) {
+void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics) {
   using A = Accumulate<T>;
+  constexpr int64_t kRun = 16;
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
-    Vector<A> centre[kVectors], sum[kVectors] = {};
-    for (int v = 0; v < kVectors; ++v) centre[v] = load(x + c + v * kLanes<A>, lanes);
-    for (int64_t p = 0; p < pixels; ++p) {
+    Vector<A> pivot[kVectors], sum[kVectors] = {}, square[kVectors] = {};
+    for (int v = 0; v < kVectors; ++v) pivot[v] = load(x + c + v * kLanes<A>, lanes);
+    for (int64_t first = 0; first < pixels; first += kRun) {
+      Vector<A> s[kVectors] = {}, q[kVectors] = {};
+      for (int64_t p = first; p < std::min(first + kRun, pixels); ++p) {
+        for (int v = 0; v < kVectors; ++v) {
+          const Vector<A> d = load(x + p * channels + c + v * kLanes<A>, lanes) - pivot[v];
+          s[v] += d;
+          q[v] += d * d;
+        }
+      }
       for (int v = 0; v < kVectors; ++v) {
-        sum[v] += load(x + p * channels + c + v * kLanes<A>, lanes) - centre[v];
+        sum[v] += s[v];
+        square[v] += q[v];
       }
     }
     for (int v = 0; v < kVectors; ++v) {
-      centre[v] += sum[v] / A(pixels);
-      sum[v] = Vector<A>{};
-    }
-    for (int64_t p = 0; p < pixels; ++p) {
-      for (int v = 0; v < kVectors; ++v) {
-        const Vector<A> d = load(x + p * channels + c + v * kLanes<A>, lanes) - centre[v];
-        sum[v] += d * d;
-      }
-    }
-    for (int v = 0; v < kVectors; ++v) {
-      store(mean + c + v * kLanes<A>, centre[v], lanes);
-      store(squares + c + v * kLanes<A>, sum[v], lanes);
+      A* to = statistics + c + v * kLanes<A>;
+      store(to, pivot[v], lanes);
+      store(to + channels, sum[v], lanes);
+      store(to + 2 * channels, square[v], lanes);
     }
   });
 }

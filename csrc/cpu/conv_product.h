@@ -33,21 +33,22 @@ PK_INLINE void fill_bordered(A* out, const Strip& strip, const ConvSize& conv, i
   }
 }
 
-// out = relu(x * scale + shift), `pixels` of them.
+// out = relu((x - mean) * scale + bias), `pixels` of them.
 template <class T, class A>
-PK_INLINE void normalise(const T* x, A* out, int64_t pixels, int64_t channels, const A* scale,
-                         const A* shift) {
+PK_INLINE void normalise(const T* x, A* out, int64_t pixels, int64_t channels,
+                         const Normalisation<A>& norm) {
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
-    Vector<A> s[kVectors], b[kVectors];
+    Vector<A> m[kVectors], s[kVectors], b[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      s[v] = load(scale + c + v * kLanes<A>, lanes);
-      b[v] = load(shift + c + v * kLanes<A>, lanes);
+      m[v] = load(norm.mean + c + v * kLanes<A>, lanes);
+      s[v] = load(norm.scale.data() + c + v * kLanes<A>, lanes);
+      b[v] = load(norm.bias + c + v * kLanes<A>, lanes);
     }
     for (int64_t p = 0; p < pixels; ++p) {
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = p * channels + c + v * kLanes<A>;
-        store(out + at, relu(load(x + at, lanes) * s[v] + b[v]), lanes);
+        store(out + at, relu((load(x + at, lanes) - m[v]) * s[v] + b[v]), lanes);
       }
     }
   });
@@ -86,7 +87,7 @@ PK_INLINE void unfold(const Arriving<T, A>& arriving, bool keep, A* out, int64_t
     for (int64_t p = 0; p < pixels; ++p) {
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = p * channels + first + v * kLanes<A>;
-        const Vector<A> centred = load(z + at, lanes) - m[v];
+        const Vector<A> centred = fold->constant ? Vector<A>{} : load(z + at, lanes) - m[v];
         Vector<A> value = a[v] * load(dy + at, lanes) + (b[v] * centred + c[v]);
         if (skip != nullptr) value += load(skip + at, lanes);
         value = as_stored(dy, value);

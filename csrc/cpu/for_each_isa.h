@@ -15,27 +15,39 @@
 
 #if defined(__x86_64__)
 PK_BEGIN_ISA("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#define PK_MAX_PS _mm512_max_ps
+#define PK_MAX_PD _mm512_max_pd
 namespace preact_kernels::avx512 {
 constexpr int kVectorBytes = 64;
 constexpr int kRegisters = 32;
 #include "simd.h"
 #include PK_KERNELS
 }  // namespace preact_kernels::avx512
+#undef PK_MAX_PS
+#undef PK_MAX_PD
 PK_END_ISA
 
 PK_BEGIN_ISA("avx2,fma")
+#define PK_MAX_PS _mm256_max_ps
+#define PK_MAX_PD _mm256_max_pd
 namespace preact_kernels::avx2 {
 constexpr int kVectorBytes = 32;
 constexpr int kRegisters = 16;
 #include "simd.h"
 #include PK_KERNELS
 }  // namespace preact_kernels::avx2
+#undef PK_MAX_PS
+#undef PK_MAX_PD
 PK_END_ISA
 #endif
 
+#define PK_MAX_PS _mm_max_ps
+#define PK_MAX_PD _mm_max_pd
 namespace preact_kernels::generic {
 constexpr int kVectorBytes = 16;
 constexpr int kRegisters = 16;
 #include "simd.h"
 #include PK_KERNELS
 }  // namespace preact_kernels::generic
+#undef PK_MAX_PS
+#undef PK_MAX_PD

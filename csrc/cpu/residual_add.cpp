@@ -29,8 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x, const T
               tiles.length(tile) * size.channels);
       if (with_stats) {
         statistics.pixels[tile] = tiles.length(tile);
-        PK_CALL(tile_statistics, to + at, tiles.length(tile), size.channels, statistics.mean(tile),
-                statistics.squares(tile));
+        PK_CALL(tile_statistics, to + at, tiles.length(tile), size.channels, statistics.tile(tile));
       }
     });
     if (with_stats) statistics.merge(mutable_data<A>(mean), mutable_data<A>(var));

@@ -73,11 +73,16 @@ PK_INLINE Vector<float> as_stored(const BFloat16*, Vector<float> v) {
   return load(values);
 }
 
-// max(v, 0); a NaN stays one.
+// max(v, 0); a NaN stays one, as the instruction returns its second operand then.
+#if defined(__x86_64__)
+PK_INLINE Vector<float> relu(Vector<float> v) { return PK_MAX_PS(Vector<float>{}, v); }
+PK_INLINE Vector<double> relu(Vector<double> v) { return PK_MAX_PD(Vector<double>{}, v); }
+#else
 template <class V>
 PK_INLINE V relu(V v) {
   return 0 > v ? V{} : v;
 }
+#endif
 
 // value where p > 0 or p is NaN, else 0: the gradient of relu(p) as PyTorch has it.
 template <class V>

@@ -1,6 +1,10 @@
 // Storage and accumulation types of the CPU kernels.
 #pragma once
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 #include <type_traits>

@@ -1,7 +1,6 @@
 """`PreActStage`: blocks that run as one autograd node."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +60,19 @@ class PreActStage(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the output of the last block."""
-        for fusable, run in groupby(self, lambda b: b.is_fusable() and not has_hooks(b)):
-            if fusable:
-                x = run_blocks(list(run), x, self.memory, self.segments)
-            else:
-                for block in run:
-                    x = block(x)
-        return x
+        run = []
+        for block in self:
+            if block.is_fusable() and not has_hooks(block):
+                run.append(block)
+                continue
+            x = block(run_blocks(run, x, self.memory, self.segments) if run else x)
+            run = []
+        return run_blocks(run, x, self.memory, self.segments) if run else x
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """A block, or a stage of some of the blocks, shared, in the same memory mode."""
+        blocks = list(self)[index]
+        return PreActStage(blocks, self.memory) if isinstance(index, slice) else blocks
 
     def extra_repr(self) -> str:
         """Memory mode and segments."""

@@ -78,7 +78,7 @@ class BNReLUConvFunction(torch.autograd.Function):
             dbn_weight,
             dbn_bias,
             dconv_weight if needs_conv_weight else None,
-            dy.sum((0, 2, 3)) if needs_conv_bias else None,
+            dense_dy.sum((0, 2, 3)) if needs_conv_bias else None,
             dy if needs_residual else None,
             *(None,) * 6,
         )

@@ -94,10 +94,11 @@ def bn_input_gradient(
     """dx = [dy +] A*g + B*x + C, in the dtype of x."""
     wide = statistics_dtype(x.dtype)
     a = bn_weight * torch.rsqrt(var + eps)
-    xhat = _normalised(x, mean, var, eps)
-    centred = (
-        g.to(wide) - _per_channel(sums[0] * inv_count) - xhat * _per_channel(sums[1] * inv_count)
-    )
+    centred = g.to(wide)
+    if inv_count:  # else mean and variance are constants, and x is not read
+        xhat = _normalised(x, mean, var, eps)
+        mean_g, mean_product = (_per_channel(s * inv_count) for s in sums)
+        centred = centred - mean_g - xhat * mean_product
     dx = centred * _per_channel(a)
     if dy is not None:
         dx = dx + dy.to(wide)

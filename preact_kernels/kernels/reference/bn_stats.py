@@ -11,8 +11,9 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def bn_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """mean = sum(x)/m, var = sum((x - mean)^2)/m over the m = N*H*W samples of a channel."""
-    var, mean = torch.var_mean(x.to(statistics_dtype(x.dtype)), (0, 2, 3), correction=0)
-    return mean, var
+    x = x.to(statistics_dtype(x.dtype))
+    mean = x.mean((0, 2, 3))
+    return mean, (x - mean.view(1, -1, 1, 1)).square().mean((0, 2, 3))
 
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
