@@ -8,8 +8,8 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
     """Bytes that one forward of `model` keeps for the backward.
 
     Counted from the tensors that autograd really saves, each storage once and of a view no more
-    than the view; parameters and buffers of the model are left out. Runs one forward in the model's present mode; buffers
-    (running statistics) and random state are put back afterwards.
+    than the view; parameters and buffers of the model are left out. Runs one forward in the model's
+    present mode; buffers (running statistics) and random state are put back afterwards.
 
     Args:
         model: any module.

@@ -71,8 +71,8 @@ struct InputGradient {
 };
 
 // Sums of each channel over tiles of pixels, for mean and variance. They are taken around a pivot,
-// the tile's first pixel: as that is one of the tile's n samples, sum(d)^2 / n, which is subtracted
-// at the end, is at most n times what remains, and usually about as much.
+// the mean of the tile's first k pixels: it lies so near the mean of all n that sum(d)^2 / n, which
+// is subtracted at the end, is usually 1 / k of what remains, and never more than n / k times that.
 template <class A>
 struct TileStatistics {
   int64_t channels;

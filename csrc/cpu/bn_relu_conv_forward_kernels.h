@@ -49,7 +49,14 @@ void strip_forward(const Strip& strip, const ConvSize& conv, const T* x,
 #pragma GCC unroll 4
                   for (int v = 0; v < decltype(vectors)::value; ++v) {
                     const int64_t at = k + v * kLanes<A>;
-                    if (pixel == 0) store(statistics + at, as_stored(out, acc[0][v]));
+                    if (pixel == 0) {
+                      Vector<A> first = {};
+#pragma GCC unroll 32
+                      for (int i = 0; i < decltype(count)::value; ++i) {
+                        first += as_stored(out, acc[i][v]);
+                      }
+                      store(statistics + at, first * (A(1) / A(decltype(count)::value)));
+                    }
                     const Vector<A> pivot = load(statistics + at);
                     Vector<A> s = {}, q = {};
 #pragma GCC unroll 32

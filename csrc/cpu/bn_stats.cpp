@@ -38,8 +38,10 @@ void running_stats_update(const std::vector<Tensor>& running, const std::vector<
     check_statistics("batch", batch[i], running[i].numel(), running[i]);
     float* to = mutable_data<float>(running[i]);
     const float* from = data<float>(batch[i]);
-    const float weight = static_cast<float>(momentum);
-    for (int64_t c = 0; c < running[i].numel(); ++c) to[c] += weight * (from[c] - to[c]);
+    const int64_t channels = running[i].numel();
+    for (int64_t c = 0; c < channels; ++c) {
+      to[c] = static_cast<float>(momentum * from[c] + (1 - momentum) * to[c]);
+    }
   }
 }
 

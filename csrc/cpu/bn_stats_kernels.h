@@ -2,6 +2,7 @@
 
 // statistics = [pivot, sum(d), sum(d^2)] of each channel, for d = x - pivot (TileStatistics). Sums
 // are taken of runs of pixels first and then of runs: an error grows with the length of a sum.
+// The pivot is the mean of the first run.
 template <class T>
 void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics) {
   using A = Accumulate<T>;
@@ -9,7 +10,14 @@ void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     Vector<A> pivot[kVectors], sum[kVectors] = {}, square[kVectors] = {};
-    for (int v = 0; v < kVectors; ++v) pivot[v] = load(x + c + v * kLanes<A>, lanes);
+    const int64_t leading = std::min(kRun, pixels);
+    for (int v = 0; v < kVectors; ++v) {
+      pivot[v] = Vector<A>{};
+      for (int64_t p = 0; p < leading; ++p) {
+        pivot[v] += load(x + p * channels + c + v * kLanes<A>, lanes);
+      }
+      pivot[v] *= A(1) / A(leading);
+    }
     for (int64_t first = 0; first < pixels; first += kRun) {
       Vector<A> s[kVectors] = {}, q[kVectors] = {};
       for (int64_t p = first; p < std::min(first + kRun, pixels); ++p) {

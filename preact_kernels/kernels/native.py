@@ -129,4 +129,6 @@ def bn_relu_conv_backward(
             _nhwc(da), x, mean, var, bn_weight, bn_bias, eps
         )
     empty = mean.new_empty(0)
+    if needs_conv_weight and dconv_weight.stride() != conv_weight.stride():
+        dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
     return g, dconv_weight if needs_conv_weight else empty, sums, dy if needs_dz else empty

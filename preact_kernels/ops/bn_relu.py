@@ -133,10 +133,8 @@ def bn_relu(
         return F.relu(F.batch_norm(x, running_mean, running_var, weight, bias, training, 0.0, eps))
     channels_last = layout.is_channels_last(x)
     x = layout.nhwc(x)
-    with torch.no_grad():
-        stats = statistics_of(
-            schema.kernels_for(x), x, running_mean, running_var, training, process_group
-        )
+    kernels = schema.kernels_for(x)
+    stats = statistics_of(kernels, x.detach(), running_mean, running_var, training, process_group)
     y = BNReLUFunction.apply(x, weight, bias, *stats, eps, process_group)
     if training and running_mean is not None:
         (unbiased,) = unbiased_variances([stats])

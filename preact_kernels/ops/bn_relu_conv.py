@@ -179,10 +179,8 @@ def bn_relu_conv2d(
     channels_last = layout.is_channels_last(x) or layout.is_channels_last(conv_weight)
     x = layout.nhwc(x)
     weight, bias = affine_parameters(x, x.shape[1], bn_weight, bn_bias)
-    with torch.no_grad():
-        stats = statistics_of(
-            schema.kernels_for(x), x, running_mean, running_var, training, process_group
-        )
+    kernels = schema.kernels_for(x)
+    stats = statistics_of(kernels, x.detach(), running_mean, running_var, training, process_group)
     y = BNReLUConvFunction.apply(
         x,
         weight,

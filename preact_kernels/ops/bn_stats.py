@@ -73,7 +73,6 @@ def sums_over_group(sums: Tensor, process_group) -> Tensor:
     return sums
 
 
-@torch.no_grad()
 def unbiased_variances(statistics: Sequence[Statistics]) -> list[Tensor]:
     """`var * m / (m - 1)`: what running variances follow."""
     if not statistics:
@@ -82,7 +81,6 @@ def unbiased_variances(statistics: Sequence[Statistics]) -> list[Tensor]:
     return list(torch._foreach_mul([s.var for s in statistics], factors))
 
 
-@torch.no_grad()
 def update_running_statistics(
     running: Sequence[tuple[Tensor, Tensor]],
     batch: Sequence[tuple[Tensor, Tensor]],

@@ -8,6 +8,8 @@ def is_channels_last(t: Tensor) -> bool:
     """Whether PyTorch takes the strides of `t` for channels_last when it picks output formats."""
     if t.dim() != 4:
         return False
+    if t.shape[1] == 1 and not t.is_contiguous(memory_format=torch.channels_last):
+        return False  # either reading fits; PyTorch's batch norm takes this one
     smallest = 0
     if t.stride(1) == 0:
         return False

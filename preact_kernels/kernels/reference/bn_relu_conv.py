@@ -97,6 +97,8 @@ def bn_relu_conv_backward(
     else:
         g = x.new_empty(0)
         sums = x.new_empty(0, dtype=statistics_dtype(x.dtype))
-    if not needs_conv_weight:
+    if needs_conv_weight:
+        dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)  # its memory format
+    else:
         dconv_weight = conv_weight.new_empty(0)
     return g, dconv_weight, sums, dy if needs_dz else dy.new_empty(0)
