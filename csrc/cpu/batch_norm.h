@@ -38,13 +38,14 @@ template <class A>
 struct Normalisation {
   const A* mean;
   const A* bias;
-  std::vector<A> scale, rstd;
+  std::vector<A> scale;
+  std::vector<double> rstd;
 
   Normalisation(const BatchNorm<A>& bn, int64_t channels)
       : mean(bn.mean), bias(bn.bias), scale(channels), rstd(channels) {
     for (int64_t c = 0; c < channels; ++c) {
-      rstd[c] = A(1) / std::sqrt(bn.var[c] + A(bn.eps));
-      scale[c] = bn.weight[c] * rstd[c];
+      rstd[c] = 1 / std::sqrt(double(bn.var[c]) + bn.eps);
+      scale[c] = static_cast<A>(bn.weight[c] * rstd[c]);
     }
   }
 };
@@ -61,11 +62,12 @@ struct InputGradient {
   InputGradient(const BatchNorm<A>& bn, const A* sums, double inv_count, int64_t channels)
       : a(channels), b(channels), c(channels), mean(bn.mean), constant(inv_count == 0) {
     for (int64_t i = 0; i < channels; ++i) {
-      const A rstd = A(1) / std::sqrt(bn.var[i] + A(bn.eps));
-      a[i] = bn.weight[i] * rstd;
+      const double rstd = 1 / std::sqrt(double(bn.var[i]) + bn.eps);
+      const double scale = bn.weight[i] * rstd;
+      a[i] = static_cast<A>(scale);
       if (constant) continue;
-      b[i] = -a[i] * rstd * sums[channels + i] * A(inv_count);
-      c[i] = -a[i] * sums[i] * A(inv_count);
+      b[i] = static_cast<A>(-scale * rstd * sums[channels + i] * inv_count);
+      c[i] = static_cast<A>(-scale * sums[i] * inv_count);
     }
   }
 };
@@ -116,24 +118,29 @@ struct TileStatistics {
   }
 };
 
-// Partial sums [tiles, width], added up in order in float64.
+// Sums over tiles of a masked gradient g: sum(g) and sum(g * (x - mean)), [tiles, 2, channels].
+// Kept in float64, as a rounding here would be one of the result.
 template <class A>
 struct TileSums {
-  int64_t width;
-  int64_t tiles;
-  std::vector<A> partials;
+  int64_t tiles, channels;
+  std::vector<double> partials;
 
-  TileSums(int64_t tiles, int64_t width) : width(width), tiles(tiles), partials(tiles * width) {}
+  TileSums(int64_t tiles, int64_t channels)
+      : tiles(tiles), channels(channels), partials(tiles * 2 * channels) {}
 
-  A* tile(int64_t index) { return partials.data() + index * width; }
+  double* tile(int64_t index) { return partials.data() + index * 2 * channels; }
 
-  void merge(A* out) {
-    std::vector<double> total(width);
+  // out = [sum(g), sum(g * xhat)], added up in order in float64.
+  void merge(const Normalisation<A>& norm, A* out) {
+    std::vector<double> total(2 * channels);
     for (int64_t t = 0; t < tiles; ++t) {
-      const A* p = tile(t);
-      for (int64_t i = 0; i < width; ++i) total[i] += p[i];
+      const double* p = tile(t);
+      for (int64_t i = 0; i < 2 * channels; ++i) total[i] += p[i];
     }
-    for (int64_t i = 0; i < width; ++i) out[i] = static_cast<A>(total[i]);
+    for (int64_t c = 0; c < channels; ++c) {
+      out[c] = static_cast<A>(total[c]);
+      out[channels + c] = static_cast<A>(total[channels + c] * norm.rstd[c]);
+    }
   }
 };
 

@@ -45,13 +45,13 @@ void masked_sums(const Tensor& dy, const Tensor& x, const Tensor* g, const Tenso
     const T* from = data<T>(x);
     T* to = kStore ? mutable_data<T>(*g) : nullptr;
     const PixelTiles tiles(size.pixels(), size.channels);
-    TileSums<A> partial(tiles.count, 2 * size.channels);
+    TileSums<A> partial(tiles.count, size.channels);
     for_tiles(tiles.count, [&](int64_t tile) {
       const int64_t at = tiles.first(tile) * size.channels;
       PK_CALL(tile_mask, std::bool_constant<kStore>{}, gradient + at, from + at,
               kStore ? to + at : to, tiles.length(tile), size.channels, norm, partial.tile(tile));
     });
-    partial.merge(mutable_data<A>(sums));
+    partial.merge(norm, mutable_data<A>(sums));
   });
 }
 

@@ -29,13 +29,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
   if (skip.has_value()) check_like("skip", *skip, "dy", dy);
   STD_TORCH_CHECK(z.has_value() || !(skip.has_value() || needs_dz),
                   "z: expected a tensor beside skip or needs_dz");
-  const int64_t none = 0;
-  const Tensor g = needs_g ? empty_nhwc(x, {conv.images, conv.in_channels, conv.height, conv.width})
-                           : empty_statistics(x, none);
-  const Tensor sums = needs_g ? empty_sums(x, conv.in_channels) : empty_statistics(x, none);
+  const Tensor g =
+      needs_g ? empty_nhwc(x, {conv.images, conv.in_channels, conv.height, conv.width}) : absent(x);
+  const Tensor sums = needs_g ? empty_sums(x, conv.in_channels) : empty_statistics(x, 0);
   const Tensor dconv_weight =
-      needs_conv_weight ? torch::stable::empty_like(conv_weight) : empty_statistics(x, none);
-  const Tensor dz = needs_dz ? empty_nhwc(dy, out_size) : empty_statistics(x, none);
+      needs_conv_weight ? torch::stable::empty_like(conv_weight) : absent(x);
+  const Tensor dz = needs_dz ? empty_nhwc(dy, out_size) : absent(x);
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -61,9 +60,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     const T* from = data<T>(x);
     T* to = needs_g ? mutable_data<T>(g) : nullptr;
     const Strips strips(conv, kStripValues);
-    TileSums<A> partial_sums(needs_g ? strips.count : 0, 2 * conv.in_channels);
-    const int64_t scratch =
-        strips.scratch_values(conv.in_channels) + strips.scratch_values(conv.out_channels);
+    TileSums<A> partial_sums(needs_g ? strips.count : 0, conv.in_channels);
+    const int64_t scratch = strips.scratch_values(conv.in_channels) +
+                            strips.scratch_values(conv.out_channels) + 2 * conv.in_channels;
     // Every thread adds up the weight's gradient over its own run of strips.
     const int64_t runs = std::min<int64_t>(torch::stable::get_num_threads(), strips.count);
     A* dweights = needs_conv_weight ? thread_buffer<A, Use::kGradients>(runs * weights) : nullptr;
@@ -76,7 +75,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
                 thread_buffer<A, Use::kScratch>(scratch));
       }
     });
-    if (needs_g) partial_sums.merge(mutable_data<A>(sums));
+    if (needs_g) partial_sums.merge(norm, mutable_data<A>(sums));
     if (!needs_conv_weight) return;
     for (int64_t run = 1; run < runs; ++run) {
       for (int64_t i = 0; i < weights; ++i) dweights[i] += dweights[run * weights + i];

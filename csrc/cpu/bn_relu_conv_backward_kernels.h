@@ -50,8 +50,8 @@ PK_INLINE void strip_weight_gradient(const A* narrow, int64_t narrow_pitch, int6
 // [tap][min(C, K)][max(C, K)], the wider side last.
 template <class T, class A>
 void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, A>& arriving,
-                    const T* x, const Normalisation<A>& norm, const A* packed, T* g, A* sums,
-                    A* dweight, A* scratch) {
+                    const T* x, const Normalisation<A>& norm, const A* packed, T* g,
+                    double* tile_sums, A* dweight, A* scratch) {
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const int64_t dy_pitch = (strip.width + 2 * conv.halo_w()) * outputs;
   const int64_t a_pitch = (strip.width + 2 * conv.halo_w()) * channels;
@@ -82,6 +82,7 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
     const TapOffsets taps(conv, dy_pitch, outputs);
     const T* from = x + strip.first_pixel * channels;
     T* to = g + strip.first_pixel * channels;
+    A* sums = scratch + a_pitch * (strip.rows + 2 * conv.halo_h());
     std::fill(sums, sums + 2 * channels, A(0));
     strip_product(gradient, dy_pitch, strip, conv, taps.data(), outputs, channels, packed,
                   [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t c) PK_LAMBDA {
@@ -106,7 +107,7 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
                       store(products + at, load(products + at) + product);
                     }
                   });
-    for (int64_t c = 0; c < channels; ++c) sums[channels + c] *= norm.rstd[c];
+    std::copy(sums, sums + 2 * channels, tile_sums);
   }
   if (dweight == nullptr) return;
   if (!normalised) {

@@ -22,16 +22,16 @@ void tile_bn_relu(const T* x, T* y, int64_t pixels, int64_t channels,
   });
 }
 
-// g = dy * [p > 0], stored where `g` is given; sums = [sum(g), sum(g * xhat)] of g as stored, over
-// runs of pixels first and then over runs: an error grows with the length of a sum.
+// g = dy * [p > 0], stored where `g` is given; sums (TileSums, zero before) of g as stored.
+// Runs of pixels are added up in vectors, and runs in float64.
 template <class T, bool kStore>
 void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
-               int64_t channels, const Normalisation<Accumulate<T>>& norm, Accumulate<T>* sums) {
+               int64_t channels, const Normalisation<Accumulate<T>>& norm, double* sums) {
   using A = Accumulate<T>;
   constexpr int64_t kRun = 16;
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
-    Vector<A> m[kVectors], s[kVectors], b[kVectors], sum[kVectors] = {}, product[kVectors] = {};
+    Vector<A> m[kVectors], s[kVectors], b[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       m[v] = load(norm.mean + c + v * kLanes<A>, lanes);
       s[v] = load(norm.scale.data() + c + v * kLanes<A>, lanes);
@@ -51,14 +51,12 @@ void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_
         }
       }
       for (int v = 0; v < kVectors; ++v) {
-        sum[v] += run_sum[v];
-        product[v] += run_product[v];
+        const int64_t at = c + v * kLanes<A>;
+        for (int i = 0; i < lanes; ++i) {
+          sums[at + i] += run_sum[v][i];
+          sums[channels + at + i] += run_product[v][i];
+        }
       }
-    }
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = c + v * kLanes<A>;
-      store(sums + at, sum[v], lanes);
-      store(sums + channels + at, product[v] * load(norm.rstd.data() + at, lanes), lanes);
     }
   });
 }

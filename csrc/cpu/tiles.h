@@ -41,6 +41,12 @@ inline Tensor empty_statistics(const Tensor& like, int64_t count) {
                               like.device());
 }
 
+// In place of an output that is not wanted.
+inline Tensor absent(const Tensor& like) {
+  const int64_t none = 0;
+  return torch::stable::empty({&none, 1}, like.scalar_type(), std::nullopt, like.device());
+}
+
 inline Tensor empty_sums(const Tensor& like, int64_t channels) {
   const int64_t sizes[] = {2, channels};
   return torch::stable::empty({sizes, 2}, statistics_dtype(like.scalar_type()), std::nullopt,

@@ -123,12 +123,14 @@ def bn_relu_conv_backward(
         dy, a, conv_weight, None, stride, padding, dilation, False, [0, 0], groups,
         [needs_g, needs_conv_weight, False],
     )  # fmt: skip
-    g, sums = x.new_empty(0), mean.new_empty(0)
     if needs_g:
         g, sums = library.bn_relu_backward_mask.default(
             _nhwc(da), x, mean, var, bn_weight, bn_bias, eps
         )
-    empty = mean.new_empty(0)
-    if needs_conv_weight and dconv_weight.stride() != conv_weight.stride():
+    else:
+        g, sums = x.new_empty(0), mean.new_empty(0)
+    if not needs_conv_weight:
+        dconv_weight = conv_weight.new_empty(0)
+    elif dconv_weight.stride() != conv_weight.stride():
         dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
-    return g, dconv_weight if needs_conv_weight else empty, sums, dy if needs_dz else empty
+    return g, dconv_weight, sums, dy if needs_dz else dy.new_empty(0)

@@ -163,9 +163,13 @@ class Pending(NamedTuple):
     g: Tensor
     fold: tuple = WHOLE_GRADIENT  # skip, x, mean, var, bn_weight, eps, sums, inv_count
 
+    def is_folded(self) -> bool:
+        """Whether there is a batch norm's input to add."""
+        return self.fold[1] is not None
+
     def whole(self, kernels) -> Tensor:
         """The gradient itself."""
-        if self.fold is WHOLE_GRADIENT:
+        if not self.is_folded():
             return self.g
         skip, *fold = self.fold
         return kernels.bn_input_gradient(skip, self.g, *fold)
@@ -194,7 +198,7 @@ def _block_backward(
         norm = (stats.mean, stats.var, t.bn_weight, t.bn_bias, unit.eps)
         wants = needed.units[index]
         needs_g = index > 0 or needs_input or wants.bn_weight or wants.bn_bias
-        needs_dz = index == last and arriving.fold is not WHOLE_GRADIENT
+        needs_dz = index == last and arriving.is_folded()
         g, dconv_weight, sums, dz = kernels.bn_relu_conv_backward(
             arriving.g, *arriving.fold, h, *norm, t.conv_weight, *unit.conv,
             needs_g, wants.conv_weight, needs_dz,

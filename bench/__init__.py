@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench`, `pytest bench/ops.py` and `python -m bench.report`."""

@@ -1,0 +1,325 @@
+"""Network benchmarks: `python -m bench`.
+
+Measured in order of importance until the time limit: the machine's ceilings, correctness, the
+deepest network with the main contenders in turn and what they keep for the backward, training
+curves, peak memory, the rivals on memory, other depths, torch.compile under memory budgets, and
+the ops. What did not fit is listed at the end. Results go to a CSV file a device, tables to the
+screen and plots beside the CSV.
+"""
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from bench import data, measure, network, plots, report, training
+from bench.contenders import ANCHOR, BY_NAME, GROUPS, Contender, Network, available
+from bench.correctness import first_line, judged_network
+from bench.network import Session
+from bench.records import CurvePoint, Records, Row, slug
+
+FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A part of the run: what it is, about how long it takes, and a call that does it.
+
+    The call returns what it had to leave out, in words.
+    """
+
+    title: str
+    needs_s: Callable[[], float]
+    run: Callable[[], list[str] | None]
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with the defaults that depend on the device filled in."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--depths", type=int, nargs="+", help="layers (1001 164 110)")
+    parser.add_argument("--batch", type=int, nargs="+", help="images (16; on a GPU 64 128 256)")
+    parser.add_argument("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
+    parser.add_argument(
+        "--curve-steps",
+        type=int,
+        help="of the training curves (20; half as many from 300 layers on)",
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(BY_NAME)}"
+    )
+    parser.add_argument("--device", help="cpu or cuda (cuda where there is one)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32; on a GPU bf16")
+    parser.add_argument(
+        "--data", help=f"directory of CIFAR files (or {data.ENVIRONMENT_VARIABLE}); else digits"
+    )
+    parser.add_argument("--out", type=Path, default=measure.ROOT / "bench" / "out")
+    parser.add_argument(
+        "--quick", action="store_true", help="two shallow networks, no torch.compile, no ops"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="skip what the CSV has for this commit"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=540, metavar="SECONDS", help="of the whole run (540)"
+    )
+    a = parser.parse_args(given)
+    on_gpu = torch.cuda.is_available() if a.device is None else a.device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")
+    a.device = torch.device(a.device or ("cuda" if on_gpu else "cpu"))
+    a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
+    a.depths = sorted(set(a.depths or ((29, 20) if a.quick else (1001, 164, 110))), reverse=True)
+    a.batch = a.batch or ([64, 128, 256] if on_gpu else [16])
+    a.steps = a.steps or (3 if a.quick else 20 if on_gpu else 5)
+    a.curve_steps = a.curve_steps or (5 if a.quick else 20)
+    a.names = a.contenders or [
+        name
+        for name in dict.fromkeys(name for group in GROUPS.values() for name in group)
+        if not (a.quick and name.startswith("compile"))
+    ]
+    try:
+        a.usable, a.unusable = available(a.names, a.device)
+        for depth in a.depths:
+            _ = Network(depth).block
+    except ValueError as error:
+        parser.error(str(error))
+    return a
+
+
+class Plan:
+    """The tasks of a run in their order, and how long each is likely to take."""
+
+    def __init__(self, a: argparse.Namespace, session: Session) -> None:
+        self.a, self.session = a, session
+
+    def step_s(self, name: str, net: Network, batch: int) -> float:
+        """About how long one training step takes: as measured, or scaled, or a first guess."""
+        guess_s = (0.3 if self.session.device.type == "cuda" else 3.5) * net.depth / 1001
+        work = net.depth * batch
+        best = (float("inf"), guess_s * batch / 16)
+        for row in self.session.rows:
+            if row.level != "network" or row.median_ms is None:
+                continue
+            row_depth = int(row.case.rsplit("-", 1)[1])
+            distance = abs(row_depth - net.depth) + 1e4 * (row.contender != name)
+            seconds = row.median_ms / 1e3 * work / (row_depth * row.batch)
+            best = min(best, (distance, seconds))
+        return best[1]
+
+    def _group_s(self, contenders: list[Contender], net: Network, batch: int) -> float:
+        judged = judged_network(net, self.session.dtype)
+        new = [c for c in contenders if (c.name, judged) not in self.session.verdicts]
+        judging_s = sum(
+            2 * self.step_s(c.name, judged, 16) + (40 if c.name == "compile-blocks" else 0)
+            + (20 if c.name.startswith("compile-") else 0)
+            for c in new
+        )  # fmt: skip
+        if new:
+            judging_s += 6 * self.step_s("eager-nchw", judged, 16)
+        return judging_s + sum(1 + 5 * self.step_s(c.name, net, batch) for c in contenders)
+
+    def _curve_s(self, net: Network, batch: int, steps: int, with_float64: bool) -> float:
+        passes = 2.2 + (5 if with_float64 else 0)
+        return passes * steps * self.step_s("eager-channels-last", net, batch)
+
+    def _group(self, group: str, depth: int, batch: int) -> Iterator[Task]:
+        contenders = [c for c in self.a.usable if c.name in GROUPS[group]]
+        if not contenders or (group != "main" and {c.name for c in contenders} == {ANCHOR}):
+            return
+        session, net = self.session, self.session.network(depth)
+        rounds = self.a.steps * (3 if depth < 300 else 1)
+        if group != "main" and self.session.device.type == "cpu":
+            rounds = max(3, rounds // 2)
+        yield Task(
+            f"{net.name}, batch {batch}: {group}",
+            lambda: self._group_s(contenders, net, batch),
+            lambda: network.measure_group(session, contenders, net, batch, rounds),
+        )
+
+    def _peaks(self, group: str, depth: int, batch: int) -> Iterator[Task]:
+        contenders = [c for c in self.a.usable if c.name in GROUPS[group]]
+        if self.session.device.type == "cuda" or not contenders:
+            return
+        if group != "main" and {c.name for c in contenders} == {ANCHOR}:
+            return
+        session, net = self.session, self.session.network(depth)
+        yield Task(
+            f"{net.name}, batch {batch}: peak memory of {group}",
+            lambda: 15 + 4 * self.step_s("eager-nchw", net, batch),
+            lambda: network.measure_peaks(session, contenders, net, batch, 120),
+        )
+
+    def _curves(self, depth: int, batch: int) -> Iterator[Task]:
+        if not {"eager-channels-last", ANCHOR} <= {c.name for c in self.a.usable}:
+            return
+        session, net = self.session, self.session.network(depth)
+        with_float64 = depth < 300
+        steps = self.a.curve_steps if with_float64 else max(3, self.a.curve_steps // 2)
+        yield Task(
+            f"{net.name}, batch {batch}: {steps} steps of training",
+            lambda: self._curve_s(net, batch, steps, with_float64),
+            lambda: training.measure_curves(session, net, batch, steps, with_float64=with_float64),
+        )
+
+    def tasks(self) -> Iterator[Task]:
+        """Every task, the most important first."""
+        deepest, *others = self.a.depths
+        first = self.a.batch[0]
+        for batch in self.a.batch:
+            yield from self._group("main", deepest, batch)
+        shallow = [d for d in self.a.depths if d < 300 and Network(d).block == "bottleneck"]
+        for depth in dict.fromkeys([*shallow[:1], deepest]):
+            yield from self._curves(depth, first)
+        yield from self._peaks("main", deepest, first)
+        yield from self._group("memory rivals", deepest, first)
+        yield from self._peaks("memory rivals", deepest, first)
+        for depth in others:
+            for batch in self.a.batch:
+                yield from self._group("main", depth, batch)
+        yield from self._group("compile budgets", deepest, first)
+        yield from self._peaks("compile budgets", deepest, first)
+        if not self.a.quick and self.a.contenders is None:
+            yield Task("ops", lambda: 45, self._ops)
+
+    def _ops(self) -> list[str]:
+        """Runs `pytest bench/ops.py` in a process of its own."""
+        missing = [m for m in ("pytest", "pytest_benchmark") if not importlib.util.find_spec(m)]
+        if missing:
+            return [f"ops: {' and '.join(missing)} not installed"]
+        from bench.ops import CASES
+
+        device = str(self.session.device.type)
+        commit = self.session.machine.commit
+        known = [r for r in self.session.rows if r.level == "op" and r.commit == commit]
+        if self.session.resume and len(known) == 4 * len(CASES):  # 2 contenders, 2 directions
+            return []
+        dtype = next(k for k, v in measure.DTYPES.items() if v == self.session.dtype)
+        command = [
+            sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:cacheprovider",
+            "-o", "addopts=", "--benchmark-disable-gc",
+            "--bench-device", device, "--bench-dtype", dtype, "--bench-out", str(self.a.out),
+            "--bench-command", self.session.machine.command,
+        ]  # fmt: skip
+        left_s = self.session.deadline_s - time.monotonic()
+        try:
+            done = subprocess.run(
+                command, cwd=measure.ROOT, capture_output=True, text=True, timeout=left_s
+            )
+        except subprocess.TimeoutExpired:
+            return ["the rest of the ops: no time left"]
+        if done.returncode:
+            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAIL", "ERR"))]
+            reason = failed or [done.stdout[-500:] + done.stderr[-500:]]
+            return [f"ops: {line}" for line in reason]
+        return []
+
+
+def run(plan: Plan, session: Session) -> list[str]:
+    """Runs the tasks that fit into the time limit; returns what was left out, and why."""
+    left_out = []
+    tasks = list(plan.tasks())
+    with tqdm(tasks, desc="bench", unit="task") as bar:
+        for task in bar:
+            bar.set_postfix_str(task.title)
+            left_s, needs_s = session.deadline_s - time.monotonic(), task.needs_s()
+            if needs_s > left_s:
+                left_out.append(
+                    f"{task.title}: needs about {needs_s:.0f} s, {max(0, left_s):.0f} s were left"
+                )
+                continue
+            start_s = time.monotonic()
+            try:
+                left_out += task.run() or []
+            except Exception as error:  # the rest is worth having; the exit status tells
+                left_out.append(f"{task.title}: {FAILED}: {first_line(error)}")
+            tqdm.write(f"{task.title}: {time.monotonic() - start_s:.0f} s")
+            gc.collect()
+            if session.device.type == "cuda":
+                torch.compiler.reset()  # what was compiled for other shapes slows every look-up
+                torch.cuda.empty_cache()
+    return left_out
+
+
+def show(device: str, folder: Path) -> None:
+    """Prints the tables of one device, the best rivals, and the plots it wrote."""
+    found = report.load(folder)
+    if device not in found:
+        print("nothing was measured")
+        return
+    rows, points = found[device]
+    for title, table in (
+        ("Training steps", report.network_table(rows, "simple")),
+        ("Memory", report.memory_table(rows, "simple")),
+        ("Training curves", report.training_table(points, "simple")),
+        ("Ops", report.ops_table(rows, "simple")),
+    ):
+        if table:
+            print(f"\n{title}\n{table}")
+    written = plots.write_plots(rows, points, folder)
+    print()
+    for line in report.best_rivals(rows):
+        print(line)
+    for paths in written.values():
+        for path in paths:
+            print(f"plot: {path}")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Runs the benchmarks; returns 1 where a fused contender is wrong or a part failed."""
+    start_s = time.monotonic()
+    a = arguments(given)
+    try:
+        images = data.load(a.data)
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+        raise SystemExit(f"bench: {error}") from error
+    machine = measure.Machine.of(a.device)
+    print(f"{machine.device}; {machine.versions}; commit {machine.commit}; data: {images.name}")
+    for name, reason in a.unusable.items():
+        print(f"skipped: {name}: {reason}")
+    stem = slug(machine.device)
+    a.out.mkdir(parents=True, exist_ok=True)
+    ceilings = measure.measure_ceilings(a.device)
+    print(f"ceilings: {ceilings}", flush=True)
+    session = Session(
+        device=a.device,
+        dtype=a.dtype,
+        images=images,
+        machine=machine,
+        ceilings=ceilings,
+        rows=Records(a.out / f"{stem}.csv", Row, keep=a.resume),
+        curves=Records(a.out / f"{stem}-training.csv", CurvePoint, keep=a.resume),
+        resume=a.resume,
+        deadline_s=start_s + a.time_limit,
+    )
+    session.rows.write()
+    session.curves.write()
+    try:
+        left_out = run(Plan(a, session), session)
+    except KeyboardInterrupt:
+        left_out = ["the rest: stopped by hand; --resume goes on from here"]
+    show(machine.device, a.out)
+    for line in left_out:
+        print(f"left out: {line}")
+    if left_out:
+        print("--resume measures what was left out; --time-limit SECONDS gives it more time")
+    wrong = [r for r in session.rows if r.correct == "no" and BY_NAME[r.contender].fused]
+    for row in wrong:
+        print(f"WRONG: {row.contender} on {row.case}: {row.note}")
+    print(f"{time.monotonic() - start_s:.0f} s; results in {session.rows.path}")
+    return 1 if wrong or any(f": {FAILED}: " in line for line in left_out) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""No speed without the right results: every contender against plain PyTorch in float64.
+
+A result may deviate from float64 by twice what eager PyTorch itself deviates in the same dtype,
+plus one rounding of that dtype, as relative norms. Judged are the losses of the images of a
+batch, the logits, and the gradient of all parameters. Eager's own deviation is the larger one of
+its two memory formats. A network of 164 layers is judged in float32; it amplifies one rounding
+of half precision to 90 degrees of its gradient, so those dtypes are judged on the smallest
+network that has every kind of block.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from bench import data
+from bench.contenders import BY_NAME, Contender, Network, State
+
+QUANTITIES = ("losses", "logits", "gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a contender's results are right, and how far they are from float64."""
+
+    correct: str  # "yes", "no" or "another function"
+    note: str  # empty, or what is wrong
+    deviations: dict[str, float]  # relative norms, by quantity
+
+    @property
+    def may_show_speed(self) -> bool:
+        """Whether a time of this contender may be shown."""
+        return self.correct != "no"
+
+
+def judged_network(network: Network, dtype: torch.dtype) -> Network:
+    """The network on which contenders are judged before `network` is timed."""
+    small, large = {"basic": (14, 110), "bottleneck": (20, 164)}[network.block]
+    if dtype in (torch.float16, torch.bfloat16):
+        depth = small
+    else:
+        depth = min(network.depth, large)
+    judged = Network(depth, network.classes)
+    return judged if judged.block == network.block else network
+
+
+def results(
+    contender: Contender,
+    network: Network,
+    state: State,
+    images: Tensor,
+    labels: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses `[N]`, logits `[N, classes]` and the flat gradient of one pass, in float64.
+
+    Args:
+        contender: who runs.
+        network: what is run.
+        state: its weights.
+        images: `[N, 3, H, W]` float32.
+        labels: `[N]` int64.
+        device: where.
+        dtype: of the activations.
+    """
+    model = contender.build(network, state, device, dtype)
+    logits = model(contender.input(images, device, dtype))
+    wide = logits.float() if dtype.itemsize < 4 else logits
+    losses = F.cross_entropy(wide, labels.to(device), reduction="none")
+    losses.mean().backward()
+    gradient = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    return losses.detach().double(), logits.detach().double(), gradient
+
+
+def deviation(found: Tensor, truth: Tensor) -> float:
+    """`|found - truth| / |truth|`, Euclidean."""
+    return float((found - truth).norm() / truth.norm())
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]}"
+
+
+def judge(
+    contenders: list[Contender],
+    network: Network,
+    images_source: data.Images,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Verdict]:
+    """Verdicts on contenders that are about to be timed on `network`.
+
+    Args:
+        contenders: whom to judge.
+        network: what they will be timed on; see `judged_network`.
+        images_source: where the one batch comes from.
+        batch: images in it.
+        device: where they run.
+        dtype: of the activations.
+
+    Returns:
+        Name of the contender to verdict. A contender that fails with an exception is not
+        correct, and the verdict says what it raised.
+    """
+    network = judged_network(network, dtype)
+    state = network.state()
+    images, labels = next(data.batches(images_source, batch, seed=1))
+
+    def run(contender: Contender, in_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        return results(contender, network, state, images, labels, device, in_dtype)
+
+    eager = [BY_NAME["eager-nchw"], BY_NAME["eager-channels-last"]]
+    truth = run(eager[0], torch.float64)
+    own: dict[str, tuple[float, ...]] = {}
+    verdicts = {}
+    order = [*eager, *(c for c in contenders if c not in eager)]
+    with tqdm(order, desc=f"correct on {network.name}, {dtype}", leave=False) as bar:
+        for contender in bar:
+            bar.set_postfix_str(contender.name)
+            try:
+                found = run(contender, dtype)
+            except Exception as error:  # a rival that fails is a result, not the end of the run
+                if contender in eager:
+                    raise
+                verdicts[contender.name] = Verdict("no", f"failed: {first_line(error)}", {})
+                continue
+            deviations = [deviation(f, t) for f, t in zip(found, truth, strict=True)]
+            if contender in eager:
+                own[contender.name] = tuple(deviations)
+            budget = [
+                2 * max(column) + torch.finfo(dtype).eps
+                for column in zip(*own.values(), strict=True)
+            ]
+            verdicts[contender.name] = _verdict(contender, deviations, budget, network)
+    return {c.name: verdicts[c.name] for c in contenders}
+
+
+def _verdict(
+    contender: Contender, deviations: list[float], budget: list[float], network: Network
+) -> Verdict:
+    by_name = dict(zip(QUANTITIES, deviations, strict=True))
+    if not contender.same_function:
+        return Verdict("another function", "computes another function by design", by_name)
+    wrong = [
+        f"{name} deviates by {found:.1e} from float64, allowed {allowed:.1e}"
+        for (name, found), allowed in zip(by_name.items(), budget, strict=True)
+        if not found <= allowed  # NaN is wrong
+    ]
+    if wrong:
+        return Verdict("no", f"wrong results on {network.name}: {'; '.join(wrong)}", by_name)
+    return Verdict("yes", "", by_name)

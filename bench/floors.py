@@ -1,0 +1,141 @@
+"""The least a step or an op can cost: bytes that must move, and FLOPs.
+
+Bytes follow the plan of the fused kernels, one block at a time and without credit for caches.
+With C elements a pixel in a bottleneck 4C -> C -> C -> 4C the passes are, in units of C:
+
+    forward   F1  x 4 -> z1 1          F2  z1 1 -> z2 1        F3  z2 1, x 4 -> y 4          16
+    backward  B3  dy 4, z2 1 -> g3 1                                                          6
+              B2  g3 1, z2 1, z1 1 -> g2 1                                                    4
+              B1a g2 1, z1 1, x 4 -> (sums; g1 is not stored)                                 6
+              B1b g2 1, z1 1, x 4, dy 4 -> dx 4                                              14
+                                                                                       total 46
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+import preact_kernels as pk
+
+
+class Cost(NamedTuple):
+    """Bytes moved and floating-point operations (a multiply-add counts as two)."""
+
+    bytes_moved: float
+    flops: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.bytes_moved + other.bytes_moved, self.flops + other.flops)
+
+
+def conv_flops(conv: nn.Conv2d, batch: int, out_pixels: int) -> float:
+    """FLOPs of one forward of `conv`."""
+    return 2.0 * batch * out_pixels * conv.weight.numel()
+
+
+def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tuple[Cost, int]:
+    """Forward and backward of one pre-activation block.
+
+    Args:
+        block: a `pk.PreActBasicBlock` or `pk.PreActBottleneck`.
+        batch: images.
+        height: of the square input, pixels.
+        itemsize: bytes an element.
+
+    Returns:
+        The cost, and the height of the output.
+    """
+    units = list(block.units())
+    inputs, flops = [], 0.0  # elements of the input of each unit
+    for _, conv in units:
+        inputs.append(batch * conv.in_channels * height**2)
+        height //= conv.stride[0]
+        flops += 3 * conv_flops(conv, batch, height**2)  # forward, input and weight gradient
+    x = inputs[0]
+    y = batch * units[-1][1].out_channels * height**2
+    outputs = [*inputs[1:], y]
+    shortcut = getattr(block, "shortcut", None)
+
+    elements = sum(inputs) + sum(outputs)  # every unit reads its input and writes its output
+    elements += y if shortcut is not None else x  # the last one reads what is added
+    for index in reversed(range(1, len(units))):
+        if index == len(units) - 1:
+            elements += y + 2 * inputs[index]  # dy, z -> g
+        else:
+            elements += 2 * outputs[index] + 2 * inputs[index]  # g above, z above, z -> g
+    above = 2 * outputs[0]  # g above, z above: folded into the gradient of the first unit's output
+    elements += above + x  # B1a
+    elements += above + x + x  # B1b: -> dx
+    if shortcut is None:
+        elements += x  # B1b adds dy, of the shape of x
+    else:
+        flops += 3 * conv_flops(shortcut, batch, height**2)
+        elements += x + y  # the projection: x -> shortcut
+        elements += 2 * y  # and its gradient: B1a and B1b both read dy
+    return Cost(elements * itemsize, flops), height
+
+
+def network_cost(depth: int, batch: int, dtype: torch.dtype, size: int = 32) -> Cost:
+    """One training step of a CIFAR pre-activation ResNet: forward, backward and SGD.
+
+    Stem: image read and output written; its weight gradient reads both. Final BN-ReLU and mean
+    pool: x read in the forward; x read twice and dx written in the backward (the incoming
+    gradient is one value a channel). Parameters, 4 bytes each: read in the forward and in the
+    backward, gradient written and read, parameter and momentum read and written: 8 passes.
+    """
+    with torch.device("meta"):
+        model = pk.preact_resnet(depth, fused=False)
+    itemsize = dtype.itemsize
+    stem_out = batch * model.stem.out_channels * size**2
+    image = batch * 3 * size**2
+    total = Cost(2 * (image + stem_out) * itemsize, 2 * conv_flops(model.stem, batch, size**2))
+    height = size
+    for stage in model.stages:
+        for block in stage:
+            cost, height = block_cost(block, batch, height, itemsize)
+            total += cost
+    head = batch * model.norm.bn.num_features * height**2
+    total += Cost(4 * head * itemsize, 6.0 * batch * model.fc.weight.numel())
+    parameters = sum(p.numel() for p in model.parameters())
+    return total + Cost(8 * 4 * parameters, 0.0)
+
+
+def bn_relu_cost(x_elements: int, itemsize: int, backward: bool) -> Cost:
+    """`pk.bn_relu` in training mode, on its own.
+
+    Forward: x read for the statistics, x read and y written (3 passes). Backward: dy and x read
+    for the two sums, dy and x read and dx written (5).
+    """
+    passes = 3 + (5 if backward else 0)
+    return Cost(passes * x_elements * itemsize, 0.0)
+
+
+def bn_relu_conv_cost(
+    x_elements: int,
+    y_elements: int,
+    flops: float,
+    itemsize: int,
+    *,
+    has_residual: bool,
+    backward: bool,
+) -> Cost:
+    """`pk.bn_relu_conv2d` in training mode, on its own.
+
+    Forward: x read for the statistics, x read and y written, and the residual read. Backward:
+    dy and x read for sums and weight gradient, then either dy and x read again and dx written,
+    or g kept in between (g written; g and x read, dx written): whichever moves less. The
+    gradient of the residual is dy itself.
+
+    Args:
+        x_elements: elements of the input.
+        y_elements: elements of the output.
+        flops: of one forward of the convolution.
+        itemsize: bytes an element.
+        has_residual: whether a residual is added.
+        backward: count the backward too.
+    """
+    elements = 2 * x_elements + y_elements + (y_elements if has_residual else 0)
+    if backward:
+        elements += min(2 * y_elements + 3 * x_elements, y_elements + 5 * x_elements)
+    return Cost(elements * itemsize, flops * (3 if backward else 1))

@@ -1,0 +1,312 @@
+"""What is measured and how: times in turn, the machine, its ceilings, memory of a process."""
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import json
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 2**20
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+# Time -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Median, 20th and 80th percentile of a set of times, in ms."""
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    count: int
+
+    @classmethod
+    def of(cls, samples_ms: list[float]) -> "Timing":
+        """The three figures of at least one time."""
+        if len(samples_ms) == 1:
+            return cls(samples_ms[0], samples_ms[0], samples_ms[0], 1)
+        fifths = statistics.quantiles(samples_ms, n=5, method="inclusive")
+        return cls(statistics.median(samples_ms), fifths[0], fifths[3], len(samples_ms))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
+    """The time of one call in ms: between CUDA events on a GPU, by the clock on a CPU."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+    start_s = time.perf_counter()
+    call()
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def time_in_turn(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    device: torch.device,
+    deadline_s: float = float("inf"),
+    title: str = "",
+) -> dict[str, Timing]:
+    """Times every call once a round, A B C A B C ..., so that drift meets all of them alike.
+
+    Args:
+        calls: name to call; already warm.
+        rounds: how many rounds.
+        device: where the calls run.
+        deadline_s: value of `time.monotonic()` after which no further round starts; the first
+            round is always run.
+        title: what the progress bar says.
+
+    Returns:
+        Name to `Timing`.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    with tqdm(total=rounds * len(calls), desc=title, leave=False) as bar:
+        for index in range(rounds):
+            if index and time.monotonic() > deadline_s:
+                break
+            for name, call in calls.items():
+                bar.set_postfix_str(name)
+                samples[name].append(time_once_ms(call, device))
+                bar.update()
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+# Machine ----------------------------------------------------------------------------------------
+
+
+def cpu_model() -> str:
+    """The processor's name as Linux gives it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The short hash of the checked-out commit, with `-dirty` where tracked files differ."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(
+            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        head = git("rev-parse", "--short=10", "HEAD")
+        # Results are written while the commit is measured, and are not what is measured.
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return (head + ("-dirty" if changed else "")) if head else "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What every row says about where it was measured."""
+
+    device: str
+    versions: str
+    commit: str
+    date: str
+    command: str
+
+    @classmethod
+    def of(cls, device: torch.device, command: str | None = None) -> "Machine":
+        """The facts of this process on `device`."""
+        import preact_kernels as pk
+
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+        else:
+            threads = torch.get_num_threads()
+            name = f"{cpu_model()} ({threads} thread{'s' if threads > 1 else ''})"
+        versions = [
+            f"torch {torch.__version__}",
+            f"python {platform.python_version()}",
+            f"preact_kernels {pk.__version__} ({'+'.join(pk.available_backends())})",
+        ]
+        if device.type == "cuda":
+            versions.append(f"cuda {torch.version.cuda}")
+        if command is None:
+            module = Path(sys.argv[0])
+            parts = ["python", "-m", "bench" if module.stem == "__main__" else module.stem]
+            command = shlex.join([*parts, *sys.argv[1:]])
+        date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
+        return cls(name, ", ".join(versions), commit(), date, command)
+
+    def stamp(self, record):
+        """`record` with these facts filled in."""
+        return dataclasses.replace(record, **dataclasses.asdict(self))
+
+
+# Ceilings ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What the machine can do at best: copy bandwidth and the rate of a large matrix product."""
+
+    copy_gb_s: float
+    matmul_gflop_s: dict[str, float]  # by dtype name
+
+    def floor_ms(self, bytes_moved: float, flops: float, dtype: torch.dtype) -> float:
+        """The larger of bytes over bandwidth and FLOPs over matrix rate, in ms."""
+        rate = self.matmul_gflop_s.get(dtype_name(dtype)) or max(self.matmul_gflop_s.values())
+        return max(bytes_moved / self.copy_gb_s, flops / rate) / 1e6
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in self.matmul_gflop_s.items())
+        return f"copy {self.copy_gb_s:,.1f} GB/s; matrix product, GFLOP/s: {rates}"
+
+
+def _best_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    call()
+    return min(time_once_ms(call, device) for _ in range(repeats))
+
+
+def measure_ceilings(device: torch.device, *, repeats: int = 25) -> Ceilings:
+    """Measures copy bandwidth (bytes read and written) and matrix rates.
+
+    The copied tensors are larger than any cache: 256 MiB on a CPU, 2 GiB on a GPU. float32
+    products run as PyTorch's convolutions do by default: in TF32 on a GPU that has it.
+    """
+    on_gpu = device.type == "cuda"
+    dtypes = (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,)
+    copy_gb_s = _copy_gb_s(2**31 if on_gpu else 2**28, device, repeats)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        size = 8192 if on_gpu else 2048
+        rates = {dtype_name(d): _matmul_gflop_s(size, d, device, repeats) for d in dtypes}
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+    return Ceilings(copy_gb_s, rates)
+
+
+def _copy_gb_s(size_bytes: int, device: torch.device, repeats: int) -> float:
+    source = torch.ones(size_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size_bytes / _best_ms(lambda: target.copy_(source), device, repeats) / 1e6
+
+
+def _matmul_gflop_s(size: int, dtype: torch.dtype, device: torch.device, repeats: int) -> float:
+    a = torch.randn(size, size, device=device).to(dtype)
+    b, out = torch.randn_like(a), torch.empty_like(a)
+    return 2 * size**3 / _best_ms(lambda: torch.mm(a, b, out=out), device, repeats) / 1e6
+
+
+# Memory -----------------------------------------------------------------------------------------
+
+
+def _status_bytes(field: str) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def resident_bytes() -> int:
+    """Resident size of this process, after unused heap pages went back to the system."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return _status_bytes("VmRSS") or peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident size that this process had since the last `reset_peak`.
+
+    Read from VmHWM: `ru_maxrss` of a child starts from the size of the process that forked it.
+    """
+    high = _status_bytes("VmHWM")
+    return high if high is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak() -> bool:
+    """Sets the peak resident size to the present one; False where the system does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that `call` allocates and that its result keeps alive.
+
+    Sees what saved-tensor hooks do not: tensors that a Python object holds on to.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        kept = torch.cuda.memory_allocated(device) - before
+        del result
+        return kept
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = call()
+    del result
+    return sum(event.self_cpu_memory_usage for event in profile.key_averages())
+
+
+def run_child(arguments: list[str], timeout_s: float) -> dict:
+    """Runs `python -m <arguments>` in a process of its own; returns the JSON of its last line.
+
+    Raises:
+        RuntimeError: the process failed, with the end of what it wrote.
+        subprocess.TimeoutExpired: it took longer than `timeout_s`.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{shlex.join(arguments)}: exit {done.returncode}\n{done.stderr[-2000:]}"
+        )
+    return json.loads(done.stdout.strip().splitlines()[-1])

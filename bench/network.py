@@ -1,0 +1,314 @@
+"""Network level: training steps in turn, bytes kept for the backward, peak memory."""
+
+import dataclasses
+import gc
+import itertools
+import subprocess
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import preact_kernels as pk
+from bench import correctness, data, floors, measure
+from bench.contenders import ANCHOR, Contender, Network
+from bench.correctness import Verdict
+from bench.records import Records, Row
+
+DRIFTED = "the machine drifted"  # begins a note on times that do not compare with an earlier group
+DRIFTED = "the machine drifted"  # begins the note on times that an earlier group's differ from
+LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
+
+
+class TrainingStep:
+    """Forward, cross entropy, backward and a step of SGD with momentum, all tensors at once.
+
+    Args:
+        model: in training mode, on its device.
+        batches: images and labels on that device, used in turn.
+        graphed: capture the step in a CUDA graph and replay it.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: list[tuple[Tensor, Tensor]], *, graphed: bool = False
+    ) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(
+            model.parameters(), LEARNING_RATE, MOMENTUM, weight_decay=WEIGHT_DECAY, foreach=True
+        )
+        self.batches: Iterator[tuple[Tensor, Tensor]] = itertools.cycle(batches)
+        self.graph = None
+        if graphed:
+            self._capture()
+
+    def _step(self, images: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(images)
+        loss = F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def _capture(self) -> None:
+        images, labels = next(self.batches)
+        self.images, self.labels = images.clone(), labels.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.optimizer.zero_grad(set_to_none=True)
+                self._step(self.images, self.labels)
+        torch.cuda.current_stream().wait_stream(side)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = self._step(self.images, self.labels)
+
+    def __call__(self) -> Tensor:
+        """One step on the next batch; returns its loss, a tensor that the next call may reuse."""
+        images, labels = next(self.batches)
+        if self.graph is not None:
+            self.images.copy_(images)
+            self.labels.copy_(labels)
+            self.graph.replay()
+            return self.loss
+        self.optimizer.zero_grad(set_to_none=True)
+        return self._step(images, labels)
+
+
+@dataclasses.dataclass
+class Session:
+    """What all measurements of one run share."""
+
+    device: torch.device
+    dtype: torch.dtype
+    images: data.Images
+    machine: measure.Machine
+    ceilings: measure.Ceilings | None
+    rows: Records
+    curves: Records
+    resume: bool
+    deadline_s: float = float("inf")  # of time.monotonic()
+    verdicts: dict[tuple, Verdict] = dataclasses.field(default_factory=dict)
+
+    def network(self, depth: int) -> Network:
+        """The network of that depth for this run's images."""
+        return Network(depth, self.images.classes)
+
+    def row(self, contender: Contender, network: Network, batch: int) -> Row:
+        """The row of a contender: as measured before where this run resumes, or a new one."""
+        size = self.images.images.shape[-1]
+        new = self.machine.stamp(
+            Row(
+                "network",
+                contender.name,
+                network.name,
+                f"{batch}x3x{size}x{size}",
+                batch,
+                measure.dtype_name(self.dtype),
+                contender.memory_mode,
+            )
+        )
+        return self.rows.get(new.key, self.machine.commit) or new
+
+    def judge(self, contenders: list[Contender], network: Network) -> dict[str, Verdict]:
+        """Verdicts on contenders; each is judged once a run and kind of block."""
+        judged = correctness.judged_network(network, self.dtype)
+        unknown = [c for c in contenders if (c.name, judged) not in self.verdicts]
+        if unknown:
+            found = correctness.judge(
+                unknown, network, self.images, min(16, len(self.images.labels)), self.device,
+                self.dtype,
+            )  # fmt: skip
+            self.verdicts.update({(name, judged): verdict for name, verdict in found.items()})
+            for contender in unknown:
+                verdict = found[contender.name]
+                shown = ", ".join(f"{k} {v:.1e}" for k, v in verdict.deviations.items())
+                word = "right" if verdict.correct == "yes" else verdict.note
+                tqdm.write(f"  {contender.name} on {judged.name}: {word} ({shown or 'no results'})")
+        return {c.name: self.verdicts[c.name, judged] for c in contenders}
+
+
+def measure_group(
+    session: Session, contenders: list[Contender], network: Network, batch: int, rounds: int
+) -> None:
+    """Times contenders in turn on one network, and counts what each keeps for the backward.
+
+    A contender whose results are wrong gets a row that says so, and no time. Rows that a resumed
+    run already has are left as they are; the group's anchor is timed again with the rest.
+
+    Args:
+        session: what the run shares; rows go to `session.rows`.
+        contenders: who takes part.
+        network: what is trained.
+        batch: images a step.
+        rounds: timed steps of each contender.
+    """
+    if not any(_wanted(session.row(c, network, batch)) for c in contenders):
+        return
+    device, dtype = session.device, session.dtype
+    verdicts = session.judge(contenders, network)
+    state = network.state()
+    stream = data.batches(session.images, batch, seed=2)
+    drawn = [next(stream) for _ in range(4)]
+    steps: dict[str, TrainingStep] = {}
+    rows: dict[str, Row] = {}
+    for contender in tqdm(contenders, desc=f"{network.name}: first steps", leave=False):
+        row = session.row(contender, network, batch)
+        verdict = verdicts[contender.name]
+        if row.median_ms is None:
+            row.correct, row.note = verdict.correct, verdict.note
+        if not verdict.may_show_speed:
+            row.median_ms = row.p20_ms = row.p80_ms = row.images_per_s = row.x_of_floor = None
+            session.rows.put(row)
+            continue
+        try:
+            start_s = time.perf_counter()
+            model = contender.build(network, state, device, dtype)
+            batches = [(contender.input(x, device, dtype), y.to(device)) for x, y in drawn]
+            step = TrainingStep(model, batches, graphed=contender.graphed)
+            step()
+            measure.synchronize(device)
+            first_s = time.perf_counter() - start_s
+            if device.type == "cuda" and not contender.graphed:
+                row.peak_bytes, row.peak_raw_bytes = _gpu_peak(step, device)
+        except Exception as error:  # one contender that fails is a result, not the end of the run
+            row.correct, row.note = "no", f"failed: {correctness.first_line(error)}"
+            session.rows.put(row)
+            continue
+        if row.median_ms is None:
+            first_step = f"built and first step in {first_s:.1f} s"
+            row.note = "; ".join(filter(None, [row.note, first_step]))
+        steps[contender.name], rows[contender.name] = step, row
+    if not steps:
+        return
+    title = f"{network.name}, batch {batch}"
+    times, drift = _times(session, steps, rows, rounds, title)
+    floor_ms = None
+    if session.ceilings is not None:
+        cost = floors.network_cost(network.depth, batch, dtype)
+        floor_ms = session.ceilings.floor_ms(*cost, dtype)
+    for name, timing in times.items():
+        row = rows[name]
+        if row.median_ms is None:
+            row.set_timing(timing, floor_ms)
+            row.note = "; ".join(filter(None, [row.note, drift]))
+        session.rows.put(row)
+    for contender in contenders:
+        if contender.name in steps and rows[contender.name].saved_bytes is None:
+            images = contender.input(drawn[0][0], device, dtype)
+            rows[contender.name].saved_bytes = kept_bytes(
+                contender, steps[contender.name].model, images
+            )
+            session.rows.put(rows[contender.name])
+    steps.clear()
+    gc.collect()
+
+
+def _times(
+    session: Session,
+    steps: dict[str, TrainingStep],
+    rows: dict[str, Row],
+    rounds: int,
+    title: str,
+) -> tuple[dict[str, measure.Timing], str]:
+    """Times in turn, and a note where the machine is not what it was for an earlier group.
+
+    The anchor, timed in every group, tells; a group that meets a drift of over 10% is timed
+    once more.
+    """
+    before_ms = rows[ANCHOR].median_ms if ANCHOR in rows else None
+    for _ in range(2):
+        now_s = time.monotonic()  # a slow machine takes rounds from a group, not groups from a run
+        times = measure.time_in_turn(
+            steps,
+            rounds=rounds,
+            device=session.device,
+            deadline_s=now_s + 0.4 * (session.deadline_s - now_s),
+            title=title,
+        )
+        if before_ms is None or abs(times[ANCHOR].median_ms / before_ms - 1) <= 0.1:
+            return times, ""
+        now_ms = times[ANCHOR].median_ms
+        if time.monotonic() + sum(t.median_ms * rounds / 1e3 for t in times.values()) > (
+            session.deadline_s
+        ):
+            break
+    drift = f"{DRIFTED}: {ANCHOR} took {now_ms:.1f} ms beside this, {before_ms:.1f} ms before"
+    tqdm.write(f"  {title}: {drift}")
+    return times, drift
+
+
+def _wanted(row: Row) -> bool:
+    return row.median_ms is None and row.correct != "no"
+
+
+def _gpu_peak(step: TrainingStep, device: torch.device) -> tuple[int, int]:
+    step.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return peak - before, peak
+
+
+def kept_bytes(contender: Contender, model: nn.Module, images: Tensor) -> int:
+    """Bytes that one forward keeps for the backward, parameters left out.
+
+    `pk.saved_bytes` counts what autograd saves. Selective checkpointing holds its tensors in a
+    dictionary that autograd does not see: there, what the forward allocates and its result keeps
+    alive is counted (the same figure, but for the input and the logits).
+
+    Args:
+        contender: who runs `model`; the model has run before.
+        model: in training mode.
+        images: its input, `[N, 3, H, W]`.
+    """
+    if contender.hooks_see_all:
+        return pk.saved_bytes(model, images)
+    return measure.allocated_bytes(lambda: model(images), images.device)
+
+
+def measure_peaks(
+    session: Session, contenders: list[Contender], network: Network, batch: int, timeout_s: float
+) -> list[str]:
+    """Peak resident memory of a training step on a CPU, each contender in a process of its own.
+
+    Args:
+        session: what the run shares; figures go to the rows that `measure_group` made.
+        contenders: who takes part; without a time in `session.rows` a contender is left out.
+        network: what is trained.
+        batch: images a step.
+        timeout_s: for one process.
+
+    Returns:
+        What was left out, in words.
+    """
+    left_out = []
+    for contender in tqdm(contenders, desc=f"{network.name}: peak memory", leave=False):
+        row = session.row(contender, network, batch)
+        if row.median_ms is None or row.peak_bytes is not None:
+            continue
+        needs_s = 15 + 4 * row.median_ms / 1e3
+        if time.monotonic() + needs_s > session.deadline_s:
+            left_out.append(f"peak memory of {contender.name} on {network.name}: no time left")
+            continue
+        arguments = [
+            "bench.peak", contender.name, "--depth", str(network.depth), "--batch", str(batch),
+            "--dtype", measure.dtype_name(session.dtype), "--classes", str(network.classes),
+        ]  # fmt: skip
+        try:
+            over_s = session.deadline_s - time.monotonic() + 20
+            found = measure.run_child(arguments, min(timeout_s, over_s))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            why = correctness.first_line(error)
+            left_out.append(f"peak memory of {contender.name} on {network.name}: {why}")
+            continue
+        row.peak_bytes, row.peak_raw_bytes = found["peak_bytes"], found["peak_raw_bytes"]
+        session.rows.put(row)
+    return left_out

@@ -1,0 +1,248 @@
+"""Op level: `pytest bench/ops.py`. The fused ops against the eager channels_last sequence.
+
+Shapes are those of the stages of ResNet-1001. A benchmark whose results fail the tolerance
+(twice eager's own deviation from float64, plus one rounding) fails, and records no time. Both
+contenders run in turn, a round each.
+
+The inputs of one benchmark are many and used in turn, so that a call finds none of them in a
+GPU's L2; on a CPU they are limited to a few, since there a network finds them in its caches too.
+On a GPU a benchmark is one replay of a CUDA graph of many calls: kernels, without launches.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import preact_kernels as pk
+from bench import floors, measure
+from bench.records import Row
+
+STAGES = ((16, 32), (32, 16), (64, 8))  # inner channels and pixels a side
+ROUNDS_S = 0.5  # about how long the rounds of one benchmark take
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One op at one shape: `out` is None for `bn_relu`."""
+
+    op: str
+    channels: int
+    size: int
+    out: int | None = None
+    kernel: int = 1
+    has_residual: bool = False
+
+    def __str__(self) -> str:
+        words = [self.op.replace("_", "-"), f"{self.channels}"]
+        if self.out:
+            words += [f"{self.out}", f"{self.kernel}x{self.kernel}"]
+        if self.has_residual:
+            words.append("residual")
+        return "-".join([*words, f"{self.size}px"])
+
+    @property
+    def title(self) -> str:
+        """For example `"bn_relu_conv2d 1x1 + residual"`."""
+        title = self.op + (f" {self.kernel}x{self.kernel}" if self.out else "")
+        return title + (" + residual" if self.has_residual else "")
+
+
+CASES = [
+    case
+    for c, size in STAGES
+    for case in (
+        Case("bn_relu", 4 * c, size),
+        Case("bn_relu_conv2d", 4 * c, size, c),
+        Case("bn_relu_conv2d", c, size, c, 3),
+        Case("bn_relu_conv2d", c, size, 4 * c, has_residual=True),
+    )
+]
+
+
+def inputs(case: Case, batch: int, device: torch.device, dtype: torch.dtype, seed: int) -> dict:
+    """Fresh tensors by name.
+
+    `x`, `dy`, batch-norm parameters and running statistics; where the case has them, the weight
+    (scaled as He initialisation does) and the residual.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, layout=torch.contiguous_format) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device, dtype).contiguous(memory_format=layout)
+
+    def image(channels: int) -> Tensor:
+        return draw(batch, channels, case.size, case.size, layout=torch.channels_last)
+
+    c, k = case.channels, case.kernel
+    tensors = {
+        "x": image(c),
+        "dy": image(case.out or c),
+        "bn_weight": (torch.rand(c, generator=g) + 0.5).to(device),
+        "bn_bias": torch.randn(c, generator=g).to(device),
+        "running_mean": torch.zeros(c, device=device),
+        "running_var": torch.ones(c, device=device),
+    }
+    if case.out:
+        weight = draw(case.out, c, k, k, layout=torch.channels_last)
+        tensors["conv_weight"] = weight * (2 / (c * k * k)) ** 0.5
+    if case.has_residual:
+        tensors["residual"] = image(case.out)
+    for name in ("x", "bn_weight", "bn_bias", "conv_weight", "residual"):
+        if name in tensors:
+            tensors[name].requires_grad_()
+    return tensors
+
+
+def fused(case: Case, t: dict) -> Tensor:
+    """The op of the package."""
+    norm = (t["bn_weight"], t["bn_bias"], t["running_mean"], t["running_var"])
+    if case.out is None:
+        return pk.bn_relu(t["x"], *norm, training=True)
+    residual, padding = t.get("residual"), case.kernel // 2
+    return pk.bn_relu_conv2d(
+        t["x"], t["conv_weight"], *norm, padding=padding, residual=residual, training=True
+    )
+
+
+def eager(case: Case, t: dict) -> Tensor:
+    """The same in plain PyTorch."""
+    h = F.batch_norm(
+        t["x"], t["running_mean"], t["running_var"], t["bn_weight"], t["bn_bias"], training=True
+    )
+    h = F.relu(h, inplace=True)
+    if case.out is None:
+        return h
+    y = F.conv2d(h, t["conv_weight"], padding=case.kernel // 2)
+    return y + t["residual"] if case.has_residual else y
+
+
+def run(forward: Callable, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:
+    """The output, and the gradients of all inputs where `backward` is set."""
+    y = forward(case, t)
+    if not backward:
+        return (y,)
+    wanted = [v for v in t.values() if v.requires_grad]
+    return y.detach(), *torch.autograd.grad(y, wanted, t["dy"])
+
+
+def assert_correct(case: Case, settings, forward: Callable) -> None:
+    """`forward` deviates from float64 by at most twice what eager does, plus one rounding."""
+    t = inputs(case, settings.batch, settings.device, settings.dtype, seed=0)
+
+    def copy(dtype: torch.dtype | None) -> dict:
+        return {k: v.detach().to(dtype, copy=True).requires_grad_(v.requires_grad)
+                for k, v in t.items()}  # fmt: skip
+
+    truth = run(eager, case, copy(torch.float64), True)
+    own = run(eager, case, copy(None), True)
+    found = run(forward, case, copy(None), True)
+    eps = torch.finfo(settings.dtype).eps
+    for index, (f, o, exact) in enumerate(zip(found, own, truth, strict=True)):
+        norm = exact.norm()
+        off, allowed = (f - exact).norm() / norm, 2 * (o - exact).norm() / norm + eps
+        what = "output" if index == 0 else f"gradient {index}"
+        assert off <= allowed, f"{what} deviates by {off:.1e} from float64, allowed {allowed:.1e}"
+
+
+def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.device):
+    """A function to time, and how many calls it makes."""
+    if device.type != "cuda":
+        turn = itertools.cycle(sets)
+        return (lambda: call(next(turn))), 1
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for t in sets:
+            call(t)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call(t) for t in sets]
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize(device)
+
+    replay.kept = kept  # results live as long as the graph that writes them
+    return replay, len(sets)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
+    """Times the fused op; before each of its rounds, as set-up, one of the eager sequence."""
+    device, dtype, batch = settings.device, settings.dtype, settings.batch
+    assert_correct(case, settings, fused)
+
+    first = inputs(case, batch, device, dtype, seed=1)
+    set_bytes = sum(t.numel() * t.element_size() for t in first.values())
+    count = 3
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        count = min(64, max(8, 2 * cache // set_bytes))
+    sets = [first, *(inputs(case, batch, device, dtype, seed=s) for s in range(2, count + 1))]
+    timed_eager, calls = many_calls(lambda t: run(eager, case, t, backward), sets, device)
+    timed_fused, _ = many_calls(lambda t: run(fused, case, t, backward), sets, device)
+
+    eager_s: list[float] = []
+
+    def in_turn() -> None:
+        start_s = time.perf_counter()
+        timed_eager()
+        eager_s.append(time.perf_counter() - start_s)
+
+    for _ in range(3):
+        in_turn()
+        timed_fused()
+    rounds = int(min(200, max(20, ROUNDS_S / 2 / min(eager_s))))
+    eager_s.clear()
+    benchmark.group = case.title
+    benchmark.pedantic(timed_fused, setup=in_turn, rounds=rounds)
+
+    cost = _cost(case, batch, dtype, backward)
+    for name, samples_s in (
+        ("eager-channels-last", eager_s),
+        ("fused", benchmark.stats.stats.data),
+    ):
+        row = Row(
+            "op",
+            name,
+            f"{case.title}, {'forward + backward' if backward else 'forward'}",
+            f"{batch}x{case.channels}x{case.size}x{case.size}"
+            + (f" -> {case.out}" if case.out else ""),
+            batch,
+            measure.dtype_name(dtype),
+            "x" if name == "fused" else "x and activation",
+            correct="yes",
+        )
+        timing = measure.Timing.of([s * 1e3 / calls for s in samples_s])
+        row.set_timing(timing, settings.ceilings.floor_ms(*cost, dtype))
+        row.gb_per_s = cost.bytes_moved / row.median_ms / 1e6
+        row.gflop_per_s = cost.flops / row.median_ms / 1e6
+        record(row)
+        benchmark.extra_info[name] = {
+            "median_ms": row.median_ms,
+            "gb_per_s": row.gb_per_s,
+            "gflop_per_s": row.gflop_per_s,
+            "x_of_floor": row.x_of_floor,
+        }
+
+
+def _cost(case: Case, batch: int, dtype: torch.dtype, backward: bool) -> floors.Cost:
+    pixels = batch * case.size**2
+    if case.out is None:
+        return floors.bn_relu_cost(pixels * case.channels, dtype.itemsize, backward)
+    return floors.bn_relu_conv_cost(
+        pixels * case.channels,
+        pixels * case.out,
+        2.0 * pixels * case.out * case.channels * case.kernel**2,
+        dtype.itemsize,
+        has_residual=case.has_residual,
+        backward=backward,
+    )

@@ -1,0 +1,64 @@
+"""Peak resident memory of one contender's training step: `python -m bench.peak fused-store ...`.
+
+A process of its own, because a peak belongs to a process. The figure is taken above what the
+process holds between two steps: interpreter and libraries, weights, the optimiser's state and
+compiled code are left out; activations, gradients and workspace are in.
+"""
+
+import argparse
+import gc
+import json
+
+import torch
+
+from bench import measure
+from bench.contenders import BY_NAME, Network
+from bench.network import TrainingStep
+
+
+def peak_of_step(
+    contender: str, network: Network, batch: int, dtype: torch.dtype, steps: int
+) -> dict[str, int | bool]:
+    """Runs a warm-up step, forgets the peak, and runs `steps` more.
+
+    Returns:
+        `peak_bytes` above the resident size between two steps, `peak_raw_bytes` with everything,
+        and `was_reset`: False where the system does not let a process forget its peak, so that
+        the warm-up step is in the figure.
+    """
+    device = torch.device("cpu")
+    chosen = BY_NAME[contender]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(batch, 3, 32, 32, generator=generator)
+    labels = torch.randint(network.classes, (batch,), generator=generator)
+    model = chosen.build(network, network.state(), device, dtype)
+    step = TrainingStep(model, [(chosen.input(images, device, dtype), labels)])
+    step()
+    step.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    between_steps = measure.resident_bytes()
+    was_reset = measure.reset_peak()
+    for _ in range(steps):
+        step()
+    peak = measure.peak_resident_bytes()
+    return {"peak_bytes": peak - between_steps, "peak_raw_bytes": peak, "was_reset": was_reset}
+
+
+def main() -> None:
+    """Prints the figures of one contender as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peak", description=__doc__)
+    parser.add_argument("contender", choices=list(BY_NAME))
+    parser.add_argument("--depth", type=int, default=164)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--classes", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--dtype", default="float32")
+    a = parser.parse_args()
+    dtype = getattr(torch, a.dtype)
+    print(
+        json.dumps(peak_of_step(a.contender, Network(a.depth, a.classes), a.batch, dtype, a.steps))
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The figures of a set of results, as PNG."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+from bench.contenders import BY_NAME
+from bench.measure import MIB
+from bench.records import CurvePoint, Row, slug
+
+_COLORS = (*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2])
+_MARKERS = "osv^D<>pP*XhH8d1"
+_ORDER = {name: index for index, name in enumerate(BY_NAME)}
+
+
+def _style(contender: str) -> dict:
+    """The same colour and marker for a contender in every figure; the package's lines are bold."""
+    index = _ORDER.get(contender, len(_ORDER))
+    is_ours = contender in BY_NAME and BY_NAME[contender].fused is not None
+    return {
+        "color": _COLORS[index % len(_COLORS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linewidth": 2.5 if is_ours else 1.2,
+        "markersize": 8 if is_ours else 6,
+        "zorder": 3 if is_ours else 2,
+    }
+
+
+def _saved(figure, axes, path: Path, title: str) -> Path:
+    axes.set_title(title, fontsize=10)
+    axes.grid(True, which="both", alpha=0.3)
+    if len(figure.axes) == 1:
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _depth(row: Row) -> int:
+    return int(row.case.rsplit("-", 1)[1])
+
+
+def _contenders(rows: Sequence[Row]) -> list[str]:
+    return sorted({r.contender for r in rows}, key=lambda name: _ORDER.get(name, len(_ORDER)))
+
+
+def _against_depth(
+    rows: Sequence[Row],
+    value: Callable[[Row], float],
+    ylabel: str,
+    title: str,
+    path: Path,
+    floor: Callable[[Row], float | None] | None = None,
+) -> Path:
+    figure, axes = plt.subplots(figsize=(8.5, 4.5))
+    for name in _contenders(rows):
+        points = sorted((_depth(r), value(r)) for r in rows if r.contender == name)
+        axes.plot(*zip(*points, strict=True), label=name, **_style(name))
+    if floor is not None:
+        points = sorted({(_depth(r), floor(r)) for r in rows if floor(r) is not None})
+        axes.plot(*zip(*points, strict=True), "--", color="0.4", label="floor")
+    depths = sorted({_depth(r) for r in rows})
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(depths, [str(d) for d in depths])
+    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:,.4g}"))
+    axes.set_xlabel("layers")
+    axes.set_ylabel(ylabel)
+    return _saved(figure, axes, path, title)
+
+
+def _memory_against_time(rows: Sequence[Row], title: str, path: Path) -> Path:
+    figure, axes = plt.subplots(figsize=(8.5, 4.5))
+    for name in _contenders(rows):
+        row = next(r for r in rows if r.contender == name)
+        style = {**_style(name), "linestyle": "none"}
+        axes.plot(row.median_ms, row.saved_bytes / MIB, label=name, **style)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("training step, ms")
+    axes.set_ylabel("kept for the backward, MiB")
+    return _saved(figure, axes, path, title)
+
+
+def _losses(points: Sequence[CurvePoint], title: str, path: Path) -> Path:
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5.5), sharex=True, height_ratios=(2, 1))
+    widths = {"float64": 5.0, "eager-channels-last": 2.5, "fused-store": 1.2}
+    colors = {"float64": "0.75", "eager-channels-last": "tab:orange", "fused-store": "tab:blue"}
+    order = sorted({p.contender for p in points}, key=lambda n: -widths.get(n, 1.0))
+    for name in order:
+        curve = sorted((p for p in points if p.contender == name), key=lambda p: p.step)
+        steps = [p.step + 1 for p in curve]
+        look = {"color": colors.get(name), "label": name}
+        above.plot(steps, [p.loss for p in curve], linewidth=widths.get(name, 1.0), **look)
+        if name != curve[0].truth:
+            below.semilogy(steps, [max(p.deviation, 1e-9) for p in curve], ".-", **look)
+    above.set_ylim(0, 1.15 * max(p.loss for p in points))
+    below.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    above.set_ylabel("loss")
+    above.set_title(title, fontsize=10)
+    above.legend(fontsize=8)
+    above.grid(True, alpha=0.3)
+    below.set_xlabel("step")
+    below.set_ylabel(f"relative deviation\nfrom {points[0].truth}", fontsize=8)
+    return _saved(figure, below, path, "")
+
+
+def write_plots(rows: Sequence[Row], points: Sequence[CurvePoint], folder: Path) -> dict:
+    """Writes every figure that the results of one device allow.
+
+    Args:
+        rows: of one device.
+        points: of training curves on that device.
+        folder: where to.
+
+    Returns:
+        Lists of written files by block of the README: "network", "memory" and "training".
+    """
+    written: dict[str, list[Path]] = {"network": [], "memory": [], "training": []}
+    networks = [r for r in rows if r.level == "network" and r.median_ms is not None]
+    for device, batch, dtype in sorted({(r.device, r.batch, r.dtype) for r in networks}):
+        some = [r for r in networks if (r.device, r.batch, r.dtype) == (device, batch, dtype)]
+        stem, title = f"{slug(device)}-batch-{batch}-{dtype}", f"{device}, batch {batch}, {dtype}"
+        written["network"].append(
+            _against_depth(
+                some,
+                lambda r: r.median_ms,
+                "training step, ms",
+                title,
+                folder / f"{stem}-time-against-depth.png",
+                lambda r: r.floor_ms,
+            )
+        )
+        counted = [r for r in some if r.saved_bytes is not None]
+        if not counted:
+            continue
+        written["memory"].append(
+            _against_depth(
+                counted,
+                lambda r: r.saved_bytes / MIB,
+                "kept for the backward, MiB",
+                title,
+                folder / f"{stem}-memory-against-depth.png",
+            )
+        )
+        deepest = max(_depth(r) for r in counted)
+        written["memory"].append(
+            _memory_against_time(
+                [r for r in counted if _depth(r) == deepest],
+                f"ResNet-{deepest}, {title}",
+                folder / f"{stem}-memory-against-time.png",
+            )
+        )
+    for case, device in sorted({(p.case, p.device) for p in points}):
+        curve = [p for p in points if (p.case, p.device) == (case, device)]
+        written["training"].append(
+            _losses(curve, f"{case}, {device}", folder / f"{slug(device)}-{case}-losses.png")
+        )
+    return written

@@ -1,0 +1,159 @@
+"""Rows of results: one dataclass, one CSV file a device, the same columns for ops and networks."""
+
+import csv
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@dataclasses.dataclass
+class Row:
+    """One contender on one network or op; None where a figure was not measured."""
+
+    level: str  # "network" or "op"
+    contender: str
+    case: str  # the network ("resnet-1001") or the op ("bn_relu_conv2d 1x1 forward")
+    shape: str  # of the input, NxCxHxW, and of the weight for an op that has one
+    batch: int
+    dtype: str  # of the activations: "float32", "bfloat16", ...
+    memory_mode: str  # what is kept for the backward, in a few words
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    saved_bytes: int | None = None  # kept by one forward for the backward, parameters left out
+    peak_bytes: int | None = None  # above what the process holds between two steps
+    peak_raw_bytes: int | None = None  # resident (CPU) or allocated (GPU), everything counted
+    floor_ms: float | None = None  # bytes over copy bandwidth or FLOPs over matrix rate
+    x_of_floor: float | None = None
+    images_per_s: float | None = None
+    gb_per_s: float | None = None  # modelled bytes over median time
+    gflop_per_s: float | None = None
+    correct: str = ""  # "yes", "no", "another function", or empty: not checked
+    note: str = ""
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """What makes two rows measurements of the same thing."""
+        return (
+            self.level, self.contender, self.case, self.shape, self.batch, self.dtype, self.device
+        )  # fmt: skip
+
+    def set_timing(self, timing, floor_ms: float | None) -> None:
+        """Fills in the times (a `bench.measure.Timing`), and what follows from them."""
+        self.median_ms, self.p20_ms, self.p80_ms = timing.median_ms, timing.p20_ms, timing.p80_ms
+        self.images_per_s = self.batch / (timing.median_ms / 1e3)
+        if floor_ms is not None:
+            self.floor_ms, self.x_of_floor = floor_ms, timing.median_ms / floor_ms
+
+
+@dataclasses.dataclass
+class CurvePoint:
+    """The loss of one training step of one contender."""
+
+    case: str
+    contender: str
+    dtype: str
+    batch: int
+    step: int
+    loss: float
+    truth: str  # the contender that the deviation is taken from
+    deviation: float  # |loss - loss of truth| / |loss of truth|
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """What makes two points measurements of the same thing."""
+        return self.case, self.contender, self.dtype, self.batch, self.step, self.device
+
+
+def slug(text: str) -> str:
+    """`text` as part of a file name: lower case, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _parsed(text: str, annotation: str) -> object:
+    if text == "" and "None" in str(annotation):
+        return None
+    if "int" in str(annotation):
+        return int(text)
+    if "float" in str(annotation):
+        return float(text)
+    return text
+
+
+class Records:
+    """The records of one CSV file, written back after every change.
+
+    Args:
+        path: the file; read where it exists and `keep` is set.
+        record: `Row` or `CurvePoint`.
+        keep: go on from what the file holds; otherwise start empty.
+
+    Raises:
+        ValueError: the file has other columns than `record`.
+    """
+
+    def __init__(self, path: Path, record: type, keep: bool) -> None:
+        self.path, self.record = Path(path), record
+        self._by_key: dict[tuple, object] = {}
+        if keep and self.path.exists():
+            self._by_key = {r.key: r for r in read(self.path, record)}
+
+    def __iter__(self) -> Iterator:
+        return iter(self._by_key.values())
+
+    def get(self, key: tuple, commit: str):
+        """The record of that key, measured at that commit, or None."""
+        found = self._by_key.get(key)
+        return found if found is not None and found.commit == commit else None
+
+    def put(self, *records) -> None:
+        """Adds records, in place of those with the same key, and writes the file."""
+        for record in records:
+            self._by_key[record.key] = record
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file whole, or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(f.name for f in dataclasses.fields(self.record))
+            for record in self:
+                writer.writerow(
+                    f"{v:.6g}" if isinstance(v, float) else ("" if v is None else v)
+                    for v in dataclasses.astuple(record)
+                )
+        os.replace(partial, self.path)
+
+
+def read(path: Path, record: type) -> list:
+    """The records of a CSV file.
+
+    Raises:
+        ValueError: the file has other columns than `record`.
+    """
+    fields = {f.name: f.type for f in dataclasses.fields(record)}
+    with Path(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        if list(reader.fieldnames or ()) != list(fields):
+            raise ValueError(
+                f"{path}: expected the columns {', '.join(fields)}, got "
+                f"{', '.join(reader.fieldnames or ('none',))}; measure again without --resume"
+            )
+        return [
+            record(**{name: _parsed(text, fields[name]) for name, text in line.items()})
+            for line in reader
+        ]

@@ -1,0 +1,1 @@
+"""The tests: what each function equals, on every backend, against float64."""

@@ -1,0 +1,206 @@
+"""Shapes, dtypes and inputs that every backend must get right."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import preact_kernels as pk
+
+# What each backend promises. A dtype that is missing must be refused (`test_backend.py`).
+SERVED_DTYPES = {
+    "reference": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "cpu": (torch.float32, torch.bfloat16, torch.float64),
+}
+
+
+class ConvCase(NamedTuple):
+    """One `bn_relu_conv2d`: the shape of `x` and what `F.conv2d` takes."""
+
+    name: str
+    x: tuple[int, int, int, int]
+    out_channels: int
+    kernel: int | tuple[int, int] = 3
+    stride: int | tuple[int, int] = 1
+    padding: int | tuple[int, int] | str = 0
+    dilation: int | tuple[int, int] = 1
+    groups: int = 1
+    conv_bias: bool = False
+    residual: bool = False
+
+    @property
+    def conv(self) -> dict:
+        """Arguments of the convolution."""
+        return {n: getattr(self, n) for n in ("stride", "padding", "dilation", "groups")}
+
+
+CONV_CASES = (
+    # Channel counts: no power of two, no multiple of 8, and the widths of the networks.
+    ConvCase("1x1_channels_3_to_10", (2, 3, 6, 5), 10, 1),
+    ConvCase("1x1_channels_16_to_64", (2, 16, 8, 8), 64, 1),
+    ConvCase("1x1_channels_17_to_48", (3, 17, 5, 7), 48, 1, residual=True),
+    ConvCase("1x1_channels_64_to_16", (2, 64, 6, 6), 16, 1, residual=True),
+    ConvCase("1x1_channels_100_to_32", (2, 100, 4, 5), 32, 1, conv_bias=True),
+    ConvCase("3x3_channels_3_to_17", (2, 3, 7, 5), 17, padding=1, conv_bias=True, residual=True),
+    ConvCase("3x3_channels_10_to_3", (2, 10, 5, 6), 3, padding=1),
+    ConvCase("3x3_channels_16", (2, 16, 9, 8), 16, padding=1, residual=True),
+    ConvCase("3x3_channels_32_to_48", (2, 32, 6, 5), 48, padding=1),
+    ConvCase("3x3_channels_48_to_100", (1, 48, 4, 5), 100, padding=1),
+    ConvCase("3x3_channels_64", (1, 64, 5, 4), 64, padding=1, residual=True),
+    # Kernels.
+    ConvCase("5x5", (2, 10, 7, 6), 16, 5, padding=2),
+    ConvCase("7x7_stride_2", (2, 3, 11, 9), 16, 7, stride=2, padding=3),
+    ConvCase("5x5_channels_16_to_32", (2, 16, 4, 6), 32, 5, padding=2, residual=True),
+    ConvCase("7x7_channels_16", (1, 16, 5, 9), 16, 7, padding=3),
+    ConvCase("1x3", (2, 16, 5, 6), 10, (1, 3), padding=(0, 1), residual=True),
+    ConvCase("1x3_channels_16", (2, 16, 5, 6), 16, (1, 3), padding=(0, 1), residual=True),
+    ConvCase("5x1_channels_32_to_16", (2, 32, 3, 6), 16, (5, 1), padding=(2, 0)),
+    ConvCase("3x1", (2, 17, 5, 6), 16, (3, 1), padding=(1, 0)),
+    ConvCase("2x4_unpadded", (2, 5, 6, 7), 8, (2, 4)),
+    ConvCase("kernel_of_the_image", (3, 8, 4, 4), 16, 4),
+    # Strides, paddings, dilations, groups.
+    ConvCase("1x1_stride_2", (2, 16, 7, 5), 32, 1, stride=2),
+    ConvCase("1x1_stride_2_residual", (2, 32, 8, 6), 16, 1, stride=2, residual=True),
+    ConvCase("1x1_padded", (2, 16, 4, 3), 16, 1, padding=1, conv_bias=True),
+    ConvCase("3x3_stride_2", (2, 16, 7, 8), 32, stride=2, padding=1, residual=True),
+    ConvCase("3x3_stride_3_by_1", (2, 6, 8, 5), 16, stride=(3, 1), padding=(0, 2)),
+    ConvCase("3x3_unpadded", (2, 16, 6, 5), 16),
+    ConvCase("3x3_padded_by_4", (2, 8, 3, 2), 16, padding=4),
+    ConvCase("3x3_dilated", (2, 16, 8, 7), 16, padding=2, dilation=2),
+    ConvCase("3x3_dilated_2_by_3_strided", (2, 6, 9, 9), 10, 3, 2, (1, 3), (2, 3)),
+    ConvCase("3x3_groups", (2, 32, 6, 5), 16, padding=1, groups=4, residual=True),
+    ConvCase("3x3_depthwise", (2, 17, 6, 5), 34, padding=1, groups=17),
+    ConvCase("1x1_groups", (2, 48, 4, 5), 32, 1, groups=2, conv_bias=True),
+    ConvCase("same", (2, 10, 5, 6), 16, 3, padding="same", conv_bias=True, residual=True),
+    ConvCase("same_dilated", (2, 8, 6, 5), 16, (3, 5), padding="same", dilation=2),
+    ConvCase("same_even_kernel", (2, 8, 6, 5), 16, (2, 4), padding="same", residual=True),
+    ConvCase("valid", (2, 8, 6, 5), 16, 3, padding="valid"),
+    # Images.
+    ConvCase("one_pixel_images", (5, 16, 1, 1), 32, padding=1, residual=True),
+    ConvCase("one_pixel_images_1x1", (6, 64, 1, 1), 16, 1),
+    ConvCase("one_row", (2, 16, 1, 9), 16, padding=1),
+    ConvCase("one_column", (2, 16, 9, 1), 16, padding=1, residual=True),
+    ConvCase("batch_1", (1, 16, 7, 5), 16, padding=1),
+    ConvCase("one_channel", (2, 1, 6, 6), 1, padding=1),
+    ConvCase("many_pixels", (2, 16, 33, 31), 16, padding=1, residual=True),
+)
+
+# The shapes of x for the ops without a convolution.
+SHAPES = tuple({c.x: None for c in CONV_CASES})
+
+
+def enough(shape: tuple[int, ...]) -> int:
+    """How many problems to judge together, for a norm over channels to mean something."""
+    return 4 if shape[1] >= 16 else 16
+
+
+def batch_norm_inputs(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, mean_over_std: float = 0.5
+) -> dict[str, Tensor]:
+    """`x`, affine parameters and running statistics, each of its own and far from a default."""
+    channels = shape[1]
+    wide = torch.promote_types(dtype, torch.float32)
+    return {
+        "x": (torch.randn(shape) + mean_over_std).to(dtype),
+        "bn_weight": torch.randn(channels, dtype=wide),
+        "bn_bias": torch.randn(channels, dtype=wide) / 2,
+        "running_mean": torch.randn(channels, dtype=wide) + mean_over_std,
+        "running_var": torch.rand(channels, dtype=wide) + 0.5,
+    }
+
+
+def conv_inputs(case: ConvCase, dtype: torch.dtype = torch.float32, **options) -> dict:
+    """All tensors of a `bn_relu_conv2d`; the convolution's in the dtype of `x`."""
+    inputs = batch_norm_inputs(case.x, dtype, **options)
+    kernel = (case.kernel,) * 2 if isinstance(case.kernel, int) else case.kernel
+    fan_in = case.x[1] // case.groups * kernel[0] * kernel[1]
+    weight = torch.randn(case.out_channels, case.x[1] // case.groups, *kernel)
+    inputs["conv_weight"] = (weight / fan_in**0.5).to(dtype)
+    inputs["conv_bias"] = torch.randn(case.out_channels).to(dtype) if case.conv_bias else None
+    inputs["residual"] = None
+    if case.residual:
+        shape = plain_bn_relu_conv2d(**inputs, training=False, **case.conv).shape
+        inputs["residual"] = torch.randn(shape).to(dtype)
+    return inputs
+
+
+def plain_bn_relu(
+    x, bn_weight, bn_bias, running_mean=None, running_var=None, *, training, momentum=0.1, eps=1e-5
+):
+    """What `pk.bn_relu` equals."""
+    return F.relu(
+        F.batch_norm(x, running_mean, running_var, bn_weight, bn_bias, training, momentum, eps)
+    )
+
+
+def plain_bn_relu_conv2d(
+    x, conv_weight, *args, conv_bias=None, residual=None,
+    stride=1, padding=0, dilation=1, groups=1, **norm
+):  # fmt: skip
+    """What `pk.bn_relu_conv2d` equals."""
+    a = plain_bn_relu(x, *args, **norm)
+    y = F.conv2d(a, conv_weight, conv_bias, stride, padding, dilation, groups)
+    return y if residual is None else y + residual
+
+
+class PlainBNReLUConv2d(nn.Module):
+    """What `pk.BNReLUConv2d` equals, of the children given."""
+
+    def __init__(self, bn: nn.Module, conv: nn.Module) -> None:
+        super().__init__()
+        self.bn, self.conv = bn, conv
+        self.training = bn.training
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self.conv(F.relu(self.bn(x)))
+        return y if residual is None else y + residual
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """`module` with parameters and running statistics that are far from any default."""
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        if t.dim() == 1:
+            t.detach().copy_(torch.rand_like(t) + 0.5 if "var" in name else torch.randn_like(t))
+    return module
+
+
+def random_block(kind: str = "bottleneck", *args, **options) -> nn.Module:
+    """A block with parameters and running statistics far from any default."""
+    kinds = {"basic": pk.PreActBasicBlock, "bottleneck": pk.PreActBottleneck}
+    return randomised(kinds[kind](*args, **options))
+
+
+def written_out_block(block: nn.Module, x: Tensor) -> Tensor:
+    """The residual block of the paper, out of the tensors of `block` alone."""
+    h = shortcut = x
+    for index in range(1, 4 if hasattr(block, "conv3") else 3):
+        bn, conv = getattr(block, f"bn{index}"), getattr(block, f"conv{index}")
+        a = F.relu(
+            F.batch_norm(
+                h, bn.running_mean, bn.running_var, bn.weight, bn.bias,
+                bn.training, bn.momentum, bn.eps,
+            )
+        )  # fmt: skip
+        if index == 1 and hasattr(block, "shortcut"):
+            shortcut = F.conv2d(a, block.shortcut.weight, None, block.shortcut.stride)
+        h = F.conv2d(a, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return shortcut + h
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convolutions in `dtype`, batch norms in float32 (float64 beside float64), as is usual."""
+    for child in module.modules():
+        if isinstance(child, nn.Conv2d):
+            child.to(dtype)
+        elif isinstance(child, nn.BatchNorm2d):
+            child.to(torch.promote_types(dtype, torch.float32))
+    return module
+
+
+def random_stage(kind: str = "bottleneck", **options) -> nn.Module:
+    """Four blocks for 10 channels: projected, strided, and two with bare shortcuts."""
+    expansion = 4 if kind == "bottleneck" else 1
+    blocks = [random_block(kind, 10, 8), random_block(kind, 8 * expansion, 6, 2)]
+    blocks += [random_block(kind, 6 * expansion, 6) for _ in range(2)]
+    return pk.PreActStage(blocks, **options)

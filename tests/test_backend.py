@@ -1,0 +1,179 @@
+"""Backends are chosen by name, and a named one is never replaced in silence."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from preact_kernels.ops import backend as backends
+from tests.cases import SERVED_DTYPES, batch_norm_inputs
+
+ROOT = Path(__file__).parents[1]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def run_python(code, **environment):
+    """Runs `code` in a fresh process."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(autouse=True)
+def choice():
+    before = backends.current()
+    yield
+    pk.set_backend(before)
+
+
+def record_kernels(monkeypatch, *names):
+    """Notes which backend's `bn_relu_forward` runs."""
+    ran = []
+    for name in names:
+        module = backends.select(name, "cpu", torch.float32)
+        function = module.bn_relu_forward
+
+        def noted(*args, name=name, function=function):
+            ran.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(module, "bn_relu_forward", noted)
+    return ran
+
+
+def call(dtype=torch.float32):
+    return pk.bn_relu(**batch_norm_inputs((2, 4, 3, 3), dtype), training=True)
+
+
+def test_the_reference_is_always_there_and_comes_first():
+    assert pk.available_backends()[0] == "reference"
+
+
+def test_every_backend_is_known_to_these_tests():
+    assert set(pk.available_backends()) <= SERVED_DTYPES.keys()
+
+
+@pytest.mark.parametrize("name", pk.available_backends())
+def test_a_call_runs_on_the_backend_of_its_context(name, monkeypatch):
+    ran = record_kernels(monkeypatch, *pk.available_backends())
+    with pk.use_backend(name):
+        assert backends.current() == name
+        call()
+    assert ran == [name]
+    assert backends.current() == "auto"
+
+
+@pytest.mark.parametrize("name", pk.available_backends())
+def test_set_backend_lasts(name, monkeypatch):
+    ran = record_kernels(monkeypatch, *pk.available_backends())
+    pk.set_backend(name)
+    call(), call()
+    assert ran == [name, name]
+
+
+def test_auto_takes_the_last_of_the_list_that_serves_the_call(monkeypatch):
+    ran = record_kernels(monkeypatch, *pk.available_backends())
+    call()
+    assert ran == [pk.available_backends()[-1]]
+
+
+def test_contexts_nest_and_end_with_an_exception():
+    with pytest.raises(KeyError), pk.use_backend("reference"):
+        with pk.use_backend("auto"):
+            assert backends.current() == "auto"
+        assert backends.current() == "reference"
+        raise KeyError
+    assert backends.current() == "auto"
+
+
+def test_a_backward_runs_on_the_backend_of_its_forward(monkeypatch):
+    ran = []
+    for name in pk.available_backends():
+        module = backends.select(name, "cpu", torch.float32)
+        function = module.bn_relu_backward_sums
+
+        def noted(*args, name=name, function=function):
+            ran.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(module, "bn_relu_backward_sums", noted)
+    x = torch.randn(2, 4, 3, 3, requires_grad=True)
+    with pk.use_backend("reference"):
+        y = pk.bn_relu(x, None, None, training=True)
+    y.sum().backward()
+    assert ran == ["reference"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", pk.available_backends())
+def test_a_named_backend_serves_its_dtypes_and_refuses_the_others(name, dtype):
+    with pk.use_backend(name):
+        if dtype in SERVED_DTYPES[name]:
+            assert call(dtype).dtype == dtype
+            return
+        with pytest.raises(pk.BackendError, match=f"{name!r}.*x: expected dtype .*, got float16"):
+            call(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_auto_serves_every_dtype(dtype):
+    assert call(dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["cuda12", "", "CPU", None])
+def test_unknown_names_are_refused_and_change_nothing(name):
+    with pytest.raises(ValueError, match=f"backend: expected one of 'auto', .*got {name!r}"):
+        pk.set_backend(name)
+    with pytest.raises(ValueError, match="backend: expected one of"), pk.use_backend(name):
+        pass
+    assert backends.current() == "auto"
+
+
+def test_a_backend_error_is_an_error_at_run_time():
+    assert issubclass(pk.BackendError, RuntimeError)
+
+
+@pytest.mark.parametrize("name", ["auto", *pk.available_backends()])
+def test_the_environment_chooses(name):
+    code = "from preact_kernels.ops import backend; print(backend.current())"
+    assert run_python(code, PREACT_KERNELS_BACKEND=name).stdout.strip() == name
+
+
+def test_an_unknown_name_in_the_environment_is_named():
+    process = run_python("import preact_kernels", PREACT_KERNELS_BACKEND="fast")
+    assert process.returncode != 0
+    assert "ValueError: PREACT_KERNELS_BACKEND: backend: expected one of" in process.stderr
+    assert "got 'fast'" in process.stderr
+
+
+WITHOUT_A_LIBRARY = """
+import sys, types
+native = types.ModuleType("preact_kernels.kernels.native")
+native.cpu_is_available = lambda: False
+native.cpu_load_error = lambda: "no such library"
+sys.modules[native.__name__] = native
+import preact_kernels as pk
+print(pk.available_backends())
+try:
+    pk.set_backend("cpu")
+except pk.BackendError as error:
+    print(error)
+"""
+
+
+def test_a_backend_that_is_missing_is_refused_and_not_replaced():
+    process = run_python(WITHOUT_A_LIBRARY)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [
+        "('reference',)",
+        "backend 'cpu' is not available here (no such library); available: 'reference'",
+    ]

@@ -1,0 +1,142 @@
+"""`bn_relu` and `BNReLU2d` equal plain PyTorch on every backend."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import preact_kernels as pk
+from tests.cases import SHAPES, batch_norm_inputs, enough, plain_bn_relu, randomised
+from tests.oracle import assert_same_bits, check, evaluate
+
+TYPICAL = (3, 16, 6, 5)
+both_modes = pytest.mark.parametrize("training", [True, False])
+
+
+def check_op(inputs, frozen=(), **arguments):
+    fused, plain = partial(pk.bn_relu, **arguments), partial(plain_bn_relu, **arguments)
+    return check(fused, plain, inputs, frozen=frozen)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@both_modes
+def test_forward_backward_and_running_statistics(shape, training, dtype):
+    check_op([batch_norm_inputs(shape, dtype) for _ in range(enough(shape))], training=training)
+
+
+@both_modes
+@pytest.mark.parametrize("mean_over_std", [30, 1000])
+def test_large_means(mean_over_std, training, dtype):
+    check_op(batch_norm_inputs(TYPICAL, dtype, mean_over_std), training=training)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -1e4])
+def test_constant_channels(value, dtype):
+    inputs = batch_norm_inputs(TYPICAL, dtype)
+    inputs["x"][:, ::3] = value
+    check_op(inputs, training=True)
+
+
+@both_modes
+@pytest.mark.parametrize("missing", [("bn_weight",), ("bn_bias",), ("bn_weight", "bn_bias")])
+def test_without_affine_parameters(missing, training, dtype):
+    check_op(batch_norm_inputs(TYPICAL, dtype) | dict.fromkeys(missing), training=training)
+
+
+def test_without_running_statistics(dtype):
+    missing = dict.fromkeys(("running_mean", "running_var"))
+    check_op(batch_norm_inputs(TYPICAL, dtype) | missing, training=True)
+
+
+@both_modes
+@pytest.mark.parametrize("wanted", ["x", "bn_weight", "bn_bias"])
+def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
+    inputs = batch_norm_inputs(TYPICAL)
+    frozen = [name for name in inputs if name != wanted]
+    results = check_op(inputs, frozen, training=training)
+    assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{wanted}"]
+
+
+@both_modes
+def test_an_empty_batch_is_as_in_eager(training, dtype):
+    results = check_op(batch_norm_inputs((0, 16, 6, 5), dtype), training=training)
+    assert results["y"].shape == (0, 16, 6, 5)
+
+
+@both_modes
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["x", "bn_bias"])
+def test_nan_and_inf_spread_as_in_eager(where, value, training, backend):
+    inputs = batch_norm_inputs(TYPICAL)
+    inputs[where].view(-1)[3] = value
+    fused = evaluate(partial(pk.bn_relu, training=training), inputs)
+    plain = evaluate(partial(plain_bn_relu, training=training), inputs)
+    for name, expected in plain.items():
+        assert torch.equal(fused[name].isfinite(), expected.isfinite()), name
+
+
+def test_a_nan_in_x_is_not_taken_for_a_zero(backend):
+    inputs = batch_norm_inputs(TYPICAL)
+    inputs["x"][0, 2, 1, 1] = float("nan")
+    y = pk.bn_relu(**inputs, training=False)
+    assert torch.equal(y.isnan(), inputs["x"].isnan())
+
+
+class PlainBNReLU2d(nn.Module):
+    """What `pk.BNReLU2d` equals, of the child given."""
+
+    def __init__(self, bn):
+        super().__init__()
+        self.bn = bn
+        self.training = bn.training
+
+    def forward(self, x):
+        return F.relu(self.bn(x))
+
+
+@both_modes
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"eps": 1e-2, "momentum": 0.6},
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"affine": False, "track_running_stats": False},
+    ],
+    ids=lambda o: ",".join(f"{n}={v}" for n, v in o.items()) or "defaults",
+)
+def test_module_equals_its_child_and_a_relu(options, training, training_dtype):
+    module = randomised(pk.BNReLU2d(16, **options)).train(training)
+    check(module, PlainBNReLU2d(module.bn), {"x": torch.randn(TYPICAL).to(training_dtype)})
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_running_statistics_follow_many_batches_as_in_eager(momentum, backend):
+    module = pk.BNReLU2d(4, momentum=momentum)
+    plain = nn.BatchNorm2d(4, momentum=momentum).double()
+    expected = nn.BatchNorm2d(4, momentum=momentum)
+    for _ in range(5):
+        x = torch.randn(6, 4, 3, 5) * 3 + 1
+        module(x), plain(x.double()), expected(x)
+    for name, truth in plain.named_buffers():
+        allowed = 2 * (expected.get_buffer(name) - truth).abs() + 2**-24 * truth.abs()
+        assert ((module.bn.get_buffer(name) - truth).abs() <= allowed).all(), name
+    assert module.bn.num_batches_tracked == 5
+
+
+def test_frozen_batch_norm_trains_its_weights_and_keeps_its_statistics(backend):
+    module = randomised(pk.BNReLU2d(16))
+    module.bn.eval()
+    plain = PlainBNReLU2d(module.bn)
+    results = check(module, plain, {"x": torch.randn(TYPICAL)})
+    assert results["dbn.weight"].abs().sum() > 0
+    assert torch.equal(results["bn.running_mean"], module.bn.running_mean)
+    assert results["bn.num_batches_tracked"] == 0
+
+
+def test_modules_share_the_keys_and_initial_values_of_plain_ones():
+    assert_same_bits(pk.BNReLU2d(4).state_dict(), PlainBNReLU2d(nn.BatchNorm2d(4)).state_dict())

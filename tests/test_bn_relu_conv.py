@@ -1,0 +1,194 @@
+"""`bn_relu_conv2d` and `BNReLUConv2d` equal plain PyTorch on every backend."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from tests.cases import (
+    CONV_CASES,
+    ConvCase,
+    PlainBNReLUConv2d,
+    conv_inputs,
+    enough,
+    plain_bn_relu_conv2d,
+    randomised,
+)
+from tests.oracle import assert_same_bits, check, evaluate
+
+TYPICAL = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
+every_case = pytest.mark.parametrize("case", CONV_CASES, ids=lambda c: c.name)
+
+
+def check_op(inputs, frozen=(), **arguments):
+    fused = partial(pk.bn_relu_conv2d, **arguments)
+    return check(fused, partial(plain_bn_relu_conv2d, **arguments), inputs, frozen=frozen)
+
+
+@every_case
+def test_training_forward_backward_and_running_statistics(case, dtype):
+    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+    check_op(problems, training=True, **case.conv)
+
+
+@every_case
+def test_evaluation_forward_and_backward(case, dtype):
+    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+    check_op(problems, training=False, **case.conv)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mean_over_std", [30, 1000])
+def test_large_means(mean_over_std, training, dtype):
+    inputs = conv_inputs(TYPICAL, dtype, mean_over_std=mean_over_std)
+    check_op(inputs, training=training, **TYPICAL.conv)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -1e4])
+def test_constant_channels(value, dtype):
+    inputs = conv_inputs(TYPICAL, dtype)
+    inputs["x"][:, ::3] = value
+    check_op(inputs, training=True, **TYPICAL.conv)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("missing", [("bn_weight",), ("bn_bias",), ("bn_weight", "bn_bias")])
+def test_without_affine_parameters(missing, training, dtype):
+    inputs = conv_inputs(TYPICAL, dtype) | dict.fromkeys(missing)
+    check_op(inputs, training=training, **TYPICAL.conv)
+
+
+def test_without_running_statistics(dtype):
+    inputs = conv_inputs(TYPICAL, dtype) | {"running_mean": None, "running_var": None}
+    check_op(inputs, training=True, **TYPICAL.conv)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("eps", [1e-8, 1e-3, 1.0])
+def test_momentum_and_eps(momentum, eps, dtype):
+    inputs = conv_inputs(TYPICAL, dtype)
+    check_op(inputs, training=True, momentum=momentum, eps=eps, **TYPICAL.conv)
+
+
+def test_parameters_in_the_dtype_of_half_precision_activations(training_dtype):
+    inputs = conv_inputs(TYPICAL, training_dtype)
+    check_op({n: t.to(training_dtype) for n, t in inputs.items()}, training=True, **TYPICAL.conv)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    ["x", "bn_weight", "bn_bias", "conv_weight", "conv_bias", "residual"],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
+    inputs = conv_inputs(TYPICAL)
+    frozen = [name for name in inputs if name != wanted]
+    results = check_op(inputs, frozen, training=training, **TYPICAL.conv)
+    assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{wanted}"]
+
+
+def test_without_gradients_nothing_is_recorded(backend):
+    inputs = conv_inputs(TYPICAL)
+    results = check_op(inputs, list(inputs), training=True, **TYPICAL.conv)
+    assert not results["y"].requires_grad
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_no_grad_gives_the_bits_of_a_recorded_forward(training, backend):
+    inputs = conv_inputs(TYPICAL)
+    call = partial(pk.bn_relu_conv2d, training=training, **TYPICAL.conv)
+    expected = evaluate(call, inputs)["y"]
+    with torch.no_grad():
+        assert torch.equal(call(**{n: t.clone() for n, t in inputs.items()}), expected)
+
+
+def test_evaluation_leaves_running_statistics_alone(backend):
+    inputs = conv_inputs(TYPICAL)
+    results = evaluate(partial(pk.bn_relu_conv2d, training=False, **TYPICAL.conv), inputs)
+    assert torch.equal(results["running_mean"], inputs["running_mean"])
+    assert torch.equal(results["running_var"], inputs["running_var"])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_empty_batch_is_as_in_eager(training, dtype):
+    inputs = conv_inputs(TYPICAL, dtype)
+    inputs |= {"x": inputs["x"][:0], "residual": inputs["residual"][:0]}
+    results = check_op(inputs, training=training, **TYPICAL.conv)
+    assert results["y"].shape == (0, 24, 6, 5)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+# An infinite bn_weight is left out: eager forms x * weight + (bias - mean * weight) and gets NaN
+# where (x - mean) * weight is an infinity.
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *((w, v) for w in ("x", "bn_bias", "conv_weight", "residual") for v in (NAN, INF, -INF)),
+        ("bn_weight", NAN),
+    ],
+)
+def test_nan_and_inf_spread_as_in_eager(where, value, training, backend):
+    inputs = conv_inputs(TYPICAL)
+    inputs[where].view(-1)[3] = value
+    arguments = {"training": training, **TYPICAL.conv}
+    fused = evaluate(partial(pk.bn_relu_conv2d, **arguments), inputs)
+    plain = evaluate(partial(plain_bn_relu_conv2d, **arguments), inputs)
+    for name, expected in plain.items():
+        off = fused[name].isfinite() != expected.isfinite()
+        assert not off.any(), f"{name}: {int(off.sum())} of {off.numel()}"
+
+
+MODULES = {
+    "3x3": dict(in_channels=16, out_channels=24, kernel_size=3, padding=1),
+    "strided_with_bias": dict(
+        in_channels=16, out_channels=10, kernel_size=(3, 1), stride=2, padding=(1, 0), bias=True
+    ),
+    "groups_eps_momentum": dict(
+        in_channels=16, out_channels=8, kernel_size=1, groups=4, eps=1e-3, momentum=0.5
+    ),
+    "cumulative_average": dict(
+        in_channels=16, out_channels=8, kernel_size=3, dilation=2, padding="same", momentum=None
+    ),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
+def test_module_equals_its_children_called_in_turn(options, training, training_dtype):
+    module = randomised(pk.BNReLUConv2d(**options)).train(training)
+    module.conv.to(training_dtype)
+    x = torch.randn(3, 16, 7, 6).to(training_dtype)
+    check(module, PlainBNReLUConv2d(module.bn, module.conv), {"x": x})
+
+
+def test_module_adds_a_residual(training_dtype):
+    module = randomised(pk.BNReLUConv2d(16, 24, 3, padding=1))
+    module.conv.to(training_dtype)
+    inputs = {"x": torch.randn(3, 16, 7, 6), "residual": torch.randn(3, 24, 7, 6)}
+    inputs = {name: t.to(training_dtype) for name, t in inputs.items()}
+    check(module, PlainBNReLUConv2d(module.bn, module.conv), inputs)
+
+
+def test_from_modules_shares_the_modules_given():
+    bn, conv = nn.BatchNorm2d(4).eval(), nn.Conv2d(4, 6, 1)
+    module = pk.BNReLUConv2d.from_modules(bn, conv)
+    assert module.bn is bn
+    assert module.conv is conv
+    assert not module.training
+    assert list(module.state_dict()) == [
+        *(f"bn.{name}" for name in bn.state_dict()),
+        *(f"conv.{name}" for name in conv.state_dict()),
+    ]
+
+
+def test_modules_share_the_keys_and_initial_values_of_plain_ones():
+    torch.manual_seed(3)
+    module = pk.BNReLUConv2d(4, 6, 3, bias=True)
+    torch.manual_seed(3)
+    plain = PlainBNReLUConv2d(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3))
+    assert_same_bits(module.state_dict(), plain.state_dict())

@@ -1,0 +1,229 @@
+"""Compiling, exporting, copying and pickling change nothing."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from preact_kernels.ops import schema
+from tests.cases import ConvCase, conv_inputs, random_block, random_stage, randomised
+from tests.oracle import assert_same_bits, evaluate
+
+CASE = ConvCase("typical", (2, 8, 5, 6), 16, padding=1, conv_bias=True, residual=True)
+WITHOUT_BIAS = ConvCase("plain", (2, 8, 5, 6), 16, 1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def bn_relu(x, bn_weight, bn_bias, running_mean, running_var):
+    return pk.bn_relu(x, bn_weight, bn_bias, running_mean, running_var, training=True)
+
+
+def bn_relu_evaluation(x, bn_weight, bn_bias, running_mean, running_var):
+    return pk.bn_relu(x, bn_weight, bn_bias, running_mean, running_var, training=False)
+
+
+def bn_relu_conv2d(x, conv_weight, **inputs):
+    return pk.bn_relu_conv2d(x, conv_weight, **inputs, training=True, **CASE.conv)
+
+
+def bn_relu_conv2d_same(x, conv_weight, **inputs):
+    return pk.bn_relu_conv2d(x, conv_weight, **inputs, training=True, padding="same")
+
+
+def norm_inputs():
+    names = ("x", "bn_weight", "bn_bias", "running_mean", "running_var")
+    return {n: t for n, t in conv_inputs(CASE).items() if n in names}
+
+
+FUNCTIONS = {
+    "bn_relu": (bn_relu, norm_inputs),
+    "bn_relu_evaluation": (bn_relu_evaluation, norm_inputs),
+    "bn_relu_conv2d": (bn_relu_conv2d, lambda: conv_inputs(CASE)),
+    "bn_relu_conv2d_same": (bn_relu_conv2d_same, lambda: conv_inputs(CASE)),
+    "residual_add": (
+        lambda x, branch: pk.residual_add(x, branch),
+        lambda: {"x": torch.randn(2, 8, 5, 6), "branch": torch.randn(2, 8, 5, 6)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "inputs"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_compiled_functions_give_the_same_bits(function, inputs, backend):
+    inputs = inputs()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same_bits(evaluate(compiled, inputs), evaluate(function, inputs))
+
+
+MODULES = {
+    "bn_relu": lambda: pk.BNReLU2d(10),
+    "cumulative_average": lambda: pk.BNReLU2d(10, momentum=None),
+    "bn_relu_conv": lambda: pk.BNReLUConv2d(10, 16, 3, padding=1, bias=True),
+    "bottleneck": lambda: random_block("bottleneck", 10, 8, 2),
+    "stage": random_stage,
+    "checkpointed_stage": lambda: random_stage(memory="checkpoint"),
+}
+every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+
+
+def run(module, call):
+    """Output, gradients and buffers of one step of `call`, which runs `module`."""
+    x = torch.linspace(-2, 2, 3 * 10 * 7 * 6).sin().view(3, 10, 7, 6).requires_grad_()
+    y = call(x)
+    if y.requires_grad:
+        y.backward(torch.linspace(-1, 1, y.numel()).cos().view(y.shape))
+    gradients = {f"d{n}": p.grad for n, p in module.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **gradients, **dict(module.named_buffers())}
+
+
+@every_module
+@pytest.mark.parametrize("training", [True, False])
+def test_compiled_modules_give_the_same_bits(module, training, backend):
+    module = randomised(module()).train(training)
+    other = copy.deepcopy(module)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_same_bits(run(module, compiled), run(other, other))
+
+
+@every_module
+def test_compiled_once_for_any_batch_size(module, backend):
+    module = randomised(module()).eval()
+    graphs = []
+
+    def count_graphs(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, fullgraph=True, backend=count_graphs, dynamic=True)
+    for batch in (3, 4, 7):
+        x = torch.randn(batch, 10, 7, 6)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), module(x))
+    assert len(graphs) == 1
+
+
+@every_module
+def test_exported_modules_give_the_same_bits(module, backend):
+    module = randomised(module()).eval()
+    x = torch.randn(3, 10, 7, 6)
+    exported = torch.export.export(module, (x,))
+    with torch.no_grad():
+        assert torch.equal(exported.module()(x), module(x))
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    with torch.no_grad():
+        assert torch.equal(torch.export.load(file).module()(x), module(x))
+
+
+def test_exported_graphs_hold_the_fused_ops():
+    exported = torch.export.export(
+        random_block("basic", 10, 10).eval(), (torch.randn(2, 10, 5, 5),)
+    )
+    called = [str(node.target) for node in exported.graph.nodes]
+    assert sum("preact_kernels.bn_relu_conv_forward" in name for name in called) == 2
+    assert not any("batch_norm" in name for name in called)
+
+
+@every_module
+def test_functional_call_reads_the_parameters_given(module, backend):
+    module, other = randomised(module()).eval(), randomised(module()).eval()
+    state = {n: t.detach() for n, t in (*other.named_parameters(), *other.named_buffers())}
+    x = torch.randn(3, 10, 7, 6)
+    assert torch.equal(torch.func.functional_call(module, state, (x,)), other(x))
+
+
+@every_module
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copies_are_equal_and_independent(module, copied, backend):
+    module = randomised(module())
+    module(torch.randn(3, 10, 7, 6))
+    other = copied(module)
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    assert_same_bits(run(other, other), run(module, module))
+    with torch.no_grad():
+        for t in other.state_dict().values():
+            t.zero_()
+    after = module.state_dict()
+    parameters = [n for n, _ in module.named_parameters()]
+    assert_same_bits({n: after[n] for n in parameters}, {n: before[n] for n in parameters})
+
+
+def kernel_arguments(dtype):
+    """Arguments of every registered op."""
+
+    def images(*shape):
+        return torch.randn(shape).to(dtype).contiguous(memory_format=torch.channels_last)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    x, y = images(2, 8, 5, 6), images(2, 16, 5, 6)
+    vectors = [torch.rand(8, dtype=wide) + 0.5 for _ in range(4)]
+    behind = [torch.rand(16, dtype=wide) + 0.5 for _ in range(3)]
+    norm = (*vectors, 1e-5)
+    sums, sums_behind = torch.randn(2, 8, dtype=wide), torch.randn(2, 16, dtype=wide)
+    weight, bias = torch.randn(16, 8, 3, 3).to(dtype), torch.randn(16).to(dtype)
+    conv = ([1, 1], [1, 1], [1, 1], 1)
+    strided = ([2, 1], [1, 0], [1, 2], 1)
+    whole = (None, None, None, None, None, 0.0, None, 0.0)
+    folded = (y, *behind, 1e-5, sums_behind, 1 / 60)
+    backward = (x, *norm, weight, *conv)
+    return {
+        "bn_stats": [(x,)],
+        "running_stats_update": [([vectors[0], vectors[1]], [vectors[2], vectors[3]], 0.1)],
+        "bn_relu_forward": [(x, *norm)],
+        "bn_relu_backward_sums": [(x, x, *norm)],
+        "bn_relu_backward_input": [(x, x, *norm, sums, 1 / 60)],
+        "bn_input_gradient": [
+            (None, x, x.clone(), *vectors[:3], 1e-5, sums, 1 / 60),
+            (x, x.clone(), x.clone(), *vectors[:3], 1e-5, sums, 0.0),
+        ],
+        "bn_relu_conv_forward": [
+            (x, *norm, weight, None, None, *conv, False),
+            (x, *norm, weight, bias, y, *conv, True),
+            (x, *norm, weight, bias, None, *strided, True),
+        ],
+        "bn_relu_conv_backward": [
+            (y, *whole, *backward, True, True, False),
+            (y, None, *folded, *backward, True, False, False),
+            (y, y.clone(), *folded, *backward, False, True, True),
+        ],
+        "residual_add_forward": [(x, x.clone(), False), (x, x.clone(), True)],
+    }
+
+
+@pytest.mark.parametrize("name", schema.SCHEMAS)
+def test_registered_ops_keep_their_schemas_and_fakes(name, dtype):
+    op = getattr(torch.ops.preact_kernels, name).default
+    for arguments in kernel_arguments(dtype)[name]:
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_every_registered_op_is_checked():
+    assert kernel_arguments(torch.float32).keys() == schema.SCHEMAS.keys()
+
+
+def test_a_network_compiles_into_one_graph(backend):
+    network = pk.preact_resnet(20)
+    x = torch.randn(2, 3, 8, 8)
+    plain = nn.Sequential(copy.deepcopy(network))
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    loss = compiled(x).square().sum()
+    loss.backward()
+    expected = plain(x).square().sum()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for p, q in zip(network.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

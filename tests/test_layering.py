@@ -1,0 +1,127 @@
+"""Calls go down, never up, and importing the package loads nothing that it need not."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "preact_kernels"
+# Higher layers may import lower ones. What stands beside the layers uses them from above.
+LAYERS = {"kernels": 0, "ops": 1, "modules": 2, "models": 3}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer(parts):
+    """The layer of a module of this package, given the names behind `preact_kernels`."""
+    return LAYERS.get(parts[0], len(LAYERS)) if parts else len(LAYERS) + 1
+
+
+def imports(path):
+    """Modules of this package that a file imports anywhere in it, as names behind the package's."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, *parts = name.split(".")
+            if package == "preact_kernels":
+                yield parts
+
+
+def test_there_are_files_of_every_layer():
+    assert {p.relative_to(PACKAGE).parts[0] for p in FILES} >= LAYERS.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_imports_nothing_from_above(path):
+    own = layer(path.relative_to(PACKAGE).with_suffix("").parts)
+    if path == PACKAGE / "__init__.py":
+        own = layer([])
+    above = [".".join(parts) for parts in imports(path) if layer(parts) > own]
+    assert not above
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_no_backend_imports_another(path):
+    own = path.relative_to(PACKAGE / "kernels").with_suffix("").parts[0]
+    others = [parts for parts in imports(path) if parts[0] == "kernels" and parts[1:2] != [own]]
+    assert not others
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_file_is_long_or_named_for_nothing(path):
+    assert path.stem not in ("utils", "helpers", "common", "misc")
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def run_python(code):
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.split()
+
+
+LOADED = """
+import sys
+import torch
+before = set(sys.modules)
+import preact_kernels
+for name in sorted(set(sys.modules) - before):
+    print(name.partition(".")[0])
+for line in open("/proc/self/maps"):
+    if "_cuda" in line and "preact_kernels" in line:
+        print(line.split()[-1])
+"""
+
+
+def test_importing_loads_torch_and_the_package_alone():
+    loaded = set(run_python(LOADED)) - sys.stdlib_module_names
+    assert loaded <= {"preact_kernels", "torch"}
+
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError("blocked: " + name, name=name)
+
+sys.meta_path.insert(0, Blocker())
+import torch
+import preact_kernels as pk
+x = torch.randn(2, 3, 8, 8)
+pk.preact_resnet(29)(x).sum().backward()
+print(*pk.available_backends())
+"""
+
+
+@pytest.mark.parametrize("names", [["triton"], ["triton", "numpy", "matplotlib", "sklearn"]])
+def test_training_needs_neither_triton_nor_any_other_package(names):
+    assert "reference" in run_python(BLOCKED.format(names=names))
+
+
+KERNELS_ALONE = """
+import sys, types
+package = types.ModuleType("preact_kernels")
+package.__path__ = [{path!r}]
+sys.modules["preact_kernels"] = package
+import preact_kernels.kernels.reference
+import preact_kernels.kernels.native
+print(*(n for n in sys.modules if n.startswith("preact_kernels.") and ".kernels" not in n))
+"""
+
+
+def test_kernels_can_be_imported_without_what_is_above():
+    assert run_python(KERNELS_ALONE.format(path=str(PACKAGE))) == []

@@ -1,0 +1,148 @@
+"""What is kept for the backward, to the byte."""
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from tests.cases import random_stage, randomised
+from tests.oracle import assert_same_bits, plain_copy
+
+FLOAT = 4  # bytes
+
+
+def test_bn_relu_keeps_its_input_and_its_statistics(backend):
+    module = pk.BNReLU2d(16)
+    x = torch.randn(2, 16, 5, 6)
+    assert pk.saved_bytes(module, channels_last(x)) == (x.numel() + 2 * 16) * FLOAT
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def test_bn_relu_conv_keeps_its_input_and_its_statistics(backend):
+    module = pk.BNReLUConv2d(16, 24, 3, padding=1)
+    x = torch.randn(2, 16, 5, 6)
+    assert pk.saved_bytes(module, channels_last(x)) == (x.numel() + 2 * 16) * FLOAT
+
+
+def test_evaluation_keeps_the_input_alone(backend):
+    module = pk.BNReLUConv2d(16, 24, 3, padding=1).eval()
+    x = torch.randn(2, 16, 5, 6)
+    assert pk.saved_bytes(module, channels_last(x)) == x.numel() * FLOAT
+
+
+def test_a_bottleneck_keeps_the_input_of_every_batch_norm(backend):
+    block = pk.PreActBottleneck(64, 16, stride=2)
+    x = torch.randn(2, 64, 8, 6)
+    z1, z2 = 2 * 16 * 8 * 6, 2 * 16 * 4 * 3
+    statistics = 2 * (64 + 16 + 16)
+    assert pk.saved_bytes(block, channels_last(x)) == (x.numel() + z1 + z2 + statistics) * FLOAT
+
+
+def stage_bytes(starts):
+    """Bytes of a checkpointed `random_stage` of x [2, 10, 8, 6] whose segments begin there."""
+    inputs = [(10, 8 * 6), (32, 8 * 6), (24, 4 * 3), (24, 4 * 3)]
+    kept = sum(2 * inputs[i][0] * inputs[i][1] for i in starts)
+    statistics = 2 * ((10 + 8 + 8) + (32 + 6 + 6) + 2 * (24 + 6 + 6))
+    return (kept + statistics) * FLOAT
+
+
+@pytest.mark.parametrize(
+    ("segments", "starts"), [(1, [0]), (2, [0, 2]), (4, [0, 1, 2, 3]), (None, [0, 2])]
+)
+def test_checkpointing_keeps_the_input_of_every_segment(segments, starts, backend):
+    stage = random_stage(memory="checkpoint", segments=segments)
+    x = channels_last(torch.randn(2, 10, 8, 6))
+    assert pk.saved_bytes(stage, x) == stage_bytes(starts)
+
+
+def test_storing_keeps_little_more_than_half_of_eager(backend):
+    """6 units of 12 a pixel in a bare bottleneck: see the table of the kernels' bytes."""
+    stage = pk.PreActStage([pk.PreActBottleneck(64, 16) for _ in range(4)])
+    x = channels_last(torch.randn(4, 64, 16, 16))
+    eager = pk.saved_bytes(plain_copy(stage), x)
+    assert pk.saved_bytes(stage, x) <= 0.51 * eager
+
+
+def test_storing_a_network_keeps_little_more_than_half_of_eager(backend):
+    x = channels_last(torch.randn(8, 3, 32, 32))
+    stored = pk.saved_bytes(pk.preact_resnet(164), x)
+    assert stored <= 0.51 * pk.saved_bytes(pk.preact_resnet(164, fused=False), x)
+
+
+def test_checkpointing_111_blocks_keeps_eleven_inputs(backend):
+    blocks = [pk.PreActBottleneck(64, 16) for _ in range(111)]
+    stage = pk.PreActStage(blocks, memory="checkpoint")
+    x = channels_last(torch.randn(8, 64, 8, 8))
+    statistics = 111 * 2 * (64 + 16 + 16)
+    assert pk.saved_bytes(stage, x) == (11 * x.numel() + statistics) * FLOAT
+    stage.memory = "store"
+    stored = 111 * (x.numel() + 2 * x.numel() // 4)
+    assert pk.saved_bytes(stage, x) == (stored + statistics) * FLOAT
+
+
+def test_half_precision_halves_the_activations(backend):
+    module = pk.BNReLUConv2d(16, 24, 3, padding=1)
+    module.conv.bfloat16()
+    x = channels_last(torch.randn(2, 16, 5, 6).bfloat16())
+    assert pk.saved_bytes(module, x) == x.numel() * 2 + 2 * 16 * FLOAT
+
+
+def test_a_storage_counts_once_and_parameters_do_not():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return (x @ self.weight) * (x.t() @ self.weight)
+
+    x = torch.randn(4, 4)
+    products = 2 * 16 * FLOAT
+    assert pk.saved_bytes(Twice(), x) == products + 16 * FLOAT
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_modes_gradients_and_random_state_are_left_as_they_were(training, backend):
+    stage = randomised(random_stage()).train(training)
+    model = nn.Sequential(stage, nn.Dropout())
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    random_state = torch.random.get_rng_state()
+    pk.saved_bytes(model, torch.randn(2, 10, 8, 6, generator=torch.Generator()))
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert_same_bits(dict(model.state_dict()), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert stage.training == training
+
+
+def test_buffers_are_put_back_after_a_forward_that_fails():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise MemoryError
+
+    model = nn.Sequential(pk.BNReLU2d(10), Fails())
+    with pytest.raises(MemoryError):
+        pk.saved_bytes(model, torch.randn(2, 10, 8, 6))
+    assert model[0].bn.num_batches_tracked == 0
+    assert torch.equal(model[0].bn.running_mean, torch.zeros(10))
+
+
+def test_counting_works_under_no_grad(backend):
+    module, x = pk.BNReLU2d(16), channels_last(torch.randn(2, 16, 5, 6))
+    expected = pk.saved_bytes(module, x)
+    with torch.no_grad():
+        assert pk.saved_bytes(module, x) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((abs, torch.ones(1)), "model: expected an nn.Module, got builtin_function_or_method"),
+        ((nn.ReLU(), [1.0]), "x: expected a torch.Tensor, got list"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        pk.saved_bytes(*arguments)

@@ -1,0 +1,153 @@
+"""A residual block equals the formula of the paper, on every backend."""
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from tests.cases import in_dtype, random_block, written_out_block
+from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+
+BLOCKS = {
+    "basic": ("basic", 16, 16),
+    "basic_projected": ("basic", 10, 17),
+    "basic_strided": ("basic", 16, 32, 2),
+    "bottleneck": ("bottleneck", 64, 16),
+    "bottleneck_projected": ("bottleneck", 16, 16),
+    "bottleneck_strided": ("bottleneck", 12, 5, 2),
+    "bottleneck_strided_equal_width": ("bottleneck", 32, 8, 2),
+    "resnext": ("bottleneck", 48, 16, 1, 4, 32),
+}
+every_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+both_modes = pytest.mark.parametrize("training", [True, False])
+
+
+@every_block
+@both_modes
+def test_equals_its_children_called_in_turn(block, training, dtype):
+    module = in_dtype(random_block(*block), dtype).train(training)
+    # In half precision some pre-activations round to the other side of zero, in eager too, and pass
+    # or stop a gradient each. It takes many to have the usual share of them in both.
+    count = 8 if dtype.itemsize == 2 else 3
+    inputs = [{"x": torch.randn(3, block[1], 7, 6).to(dtype)} for _ in range(count)]
+    check(module, plain_copy(module), inputs)
+
+
+@every_block
+@both_modes
+def test_children_called_in_turn_are_the_formula_of_the_paper(block, training):
+    module = random_block(*block).train(training)
+    formula = plain_copy(module)
+    formula.forward = lambda x: written_out_block(formula, x)
+    x = torch.randn(3, block[1], 7, 6)
+    with torch.no_grad():
+        assert torch.equal(plain_copy(module)(x), formula(x))
+
+
+def test_stride_on_conv1_as_in_the_released_network(training_dtype):
+    module = random_block("bottleneck", 16, 8, 2, stride_on="conv1")
+    assert (module.conv1.stride, module.conv2.stride) == ((2, 2), (1, 1))
+    module = in_dtype(module, training_dtype)
+    check(module, plain_copy(module), {"x": torch.randn(3, 16, 7, 6).to(training_dtype)})
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 1, 1), (1, 16, 1, 3), (1, 16, 9, 1), (5, 16, 2, 2)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_tiny_images(shape, stride, backend):
+    module = random_block("basic", 16, 16, stride)
+    check(module, plain_copy(module), {"x": torch.randn(shape)})
+
+
+@both_modes
+def test_an_empty_batch_is_as_in_eager(training, backend):
+    module = random_block("basic", 16, 32, 2).train(training)
+    results = check(module, plain_copy(module), {"x": torch.randn(0, 16, 7, 6)})
+    assert results["y"].shape == (0, 32, 4, 3)
+
+
+@pytest.mark.parametrize("frozen", ["bn", "conv", "shortcut", "1", "2", "3"])
+def test_frozen_parameters_get_no_gradient_and_change_no_other(frozen, backend):
+    module = random_block("bottleneck", 12, 5, 2)
+    names = [name for name, _ in module.named_parameters() if frozen in name]
+    assert names
+    check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)}, frozen=names)
+
+
+@pytest.mark.parametrize("kept", ["bn1.weight", "conv1.weight", "shortcut.weight", "conv3.weight"])
+def test_only_one_trained_parameter_and_an_input_that_wants_nothing(kept, backend):
+    module = random_block("bottleneck", 12, 5, 2)
+    frozen = ["x", *(name for name, _ in module.named_parameters() if name != kept)]
+    results = check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)}, frozen=frozen)
+    assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{kept}"]
+
+
+def test_frozen_batch_norms_train_their_weights(backend):
+    module = random_block("bottleneck", 12, 5)
+    module.bn2.eval()
+    check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)})
+    module.bn1.eval()
+    results = check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)})
+    counts = [results[f"bn{i}.num_batches_tracked"].item() for i in (1, 2, 3)]
+    assert counts == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.BatchNorm2d(16, affine=False),
+        lambda: nn.BatchNorm2d(16, track_running_stats=False),
+        lambda: nn.BatchNorm2d(16, momentum=None),
+        lambda: nn.BatchNorm2d(16, eps=0.1, momentum=1.0),
+        lambda: nn.GroupNorm(4, 16),
+        lambda: nn.Identity(),
+    ],
+    ids=["no_affine", "no_statistics", "cumulative", "eps", "group_norm", "identity"],
+)
+@both_modes
+def test_other_batch_norms_may_take_the_place_of_a_child(norm, training, backend):
+    module = random_block("basic", 16, 16)
+    module.bn2 = norm()
+    module.train(training)
+    check(module, plain_copy(module), {"x": torch.randn(3, 16, 7, 6)})
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        lambda: nn.Conv2d(16, 16, 3, padding=1, bias=True),
+        lambda: nn.Conv2d(16, 16, 3, padding="same", bias=False),
+        lambda: nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect", bias=False),
+        lambda: nn.Conv2d(16, 16, 3, padding=2, dilation=2, groups=2, bias=False),
+    ],
+    ids=["bias", "same", "reflect", "dilated_groups"],
+)
+def test_other_convolutions_may_take_the_place_of_a_child(conv, backend):
+    module = random_block("basic", 16, 16)
+    module.conv2 = conv()
+    check(module, plain_copy(module), {"x": torch.randn(3, 16, 7, 6)})
+
+
+def test_a_block_shows_no_gradient_to_a_no_grad_caller(backend):
+    module = random_block("basic", 8, 8)
+    x = torch.randn(2, 8, 4, 4)
+    expected = evaluate(module, {"x": x})["y"]
+    with torch.no_grad():
+        y = module(x)
+    assert not y.requires_grad
+    assert torch.equal(y, expected)
+
+
+@every_block
+def test_a_block_and_its_plain_form_share_keys_and_values_for_a_seed(block):
+    kind, *args = block
+    kinds = {"basic": pk.PreActBasicBlock, "bottleneck": pk.PreActBottleneck}
+    torch.manual_seed(1)
+    module = kinds[kind](*args)
+    torch.manual_seed(1)
+    again = plain_copy(kinds[kind](*args))
+    assert_same_bits(module.state_dict(), again.state_dict())
+    units = range(1, 3 if kind == "basic" else 4)
+    keys = [key.split(".")[0] for key in module.state_dict()]
+    expected = [name for i in units for name in (f"bn{i}", f"conv{i}")]
+    has_shortcut = args[0] != args[1] * module.expansion or args[2:3] == [2]
+    assert list(dict.fromkeys(keys)) == expected + ["shortcut"] * has_shortcut

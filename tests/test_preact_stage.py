@@ -1,0 +1,232 @@
+"""A stage equals its blocks called in turn, in every memory mode."""
+
+import copy
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from preact_kernels.ops import backend as backends
+from tests.cases import in_dtype, random_block, random_stage
+from tests.oracle import assert_same_bits, check, evaluate, gradient_like, plain_copy
+
+MEMORY = {
+    "store": {},
+    "checkpoint": {"memory": "checkpoint"},
+    "one_segment": {"memory": "checkpoint", "segments": 1},
+    "three_segments": {"memory": "checkpoint", "segments": 3},
+    "all_segments": {"memory": "checkpoint", "segments": 4},
+}
+every_memory = pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+store_and_checkpoint = pytest.mark.parametrize("memory", [{}, {"memory": "checkpoint"}], ids=str)
+both_modes = pytest.mark.parametrize("training", [True, False])
+
+
+def images(dtype=torch.float32):
+    return torch.randn(3, 10, 7, 6).to(dtype)
+
+
+def in_mode(stage, memory="store", segments=None):
+    stage = copy.deepcopy(stage)
+    stage.memory, stage.segments = memory, segments
+    return stage
+
+
+@every_memory
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@both_modes
+def test_equals_its_blocks_called_in_turn(memory, kind, training, wide_dtype):
+    stage = in_dtype(random_stage(kind, **memory), wide_dtype).train(training)
+    results = check(stage, plain_copy(stage), {"x": images(wide_dtype)})
+    counters = [t for n, t in results.items() if n.endswith("num_batches_tracked")]
+    assert all(t == int(training) for t in counters)
+
+
+@every_memory
+@both_modes
+def test_every_memory_mode_gives_the_bits_of_store(memory, training, dtype):
+    stage = in_dtype(random_stage(), dtype).train(training)
+    inputs = {"x": images(dtype)}
+    expected = evaluate(stage, inputs)
+    assert_same_bits(evaluate(in_mode(stage, **memory), inputs), expected)
+
+
+@every_memory
+def test_two_backward_passes_add_up_and_update_statistics_once(memory, backend):
+    stage = random_stage(**memory)
+    x = images().requires_grad_()
+    y = stage(x)
+    statistics = {n: t.clone() for n, t in stage.named_buffers()}
+    dy = torch.randn_like(y)
+    y.backward(dy, retain_graph=True)
+    once = [t.grad.clone() for t in (x, *stage.parameters())]
+    y.backward(dy)
+    for grad, t in zip(once, (x, *stage.parameters()), strict=True):
+        assert torch.equal(t.grad, 2 * grad)
+    assert_same_bits(dict(stage.named_buffers()), statistics)
+
+
+@store_and_checkpoint
+def test_gradients_accumulate_over_batches(memory, backend):
+    stage = random_stage(**memory).eval()
+    batches = images(), images()
+    expected = [evaluate(stage, {"x": x}) for x in batches]
+    for x in batches:
+        y = stage(x)
+        y.backward(gradient_like(y))
+    for name, p in stage.named_parameters():
+        assert torch.equal(p.grad, expected[0][f"d{name}"] + expected[1][f"d{name}"])
+
+
+@store_and_checkpoint
+@pytest.mark.parametrize(
+    "frozen",
+    [("0.",), ("0.", "1."), ("2.",), ("3.",), ("conv",), ("bn",), ("shortcut",), ("weight",)],
+    ids="".join,
+)
+@pytest.mark.parametrize("wants_x", [True, False])
+def test_frozen_parameters_get_no_gradient_and_change_no_other(memory, frozen, wants_x, backend):
+    stage = random_stage(**memory)
+    names = [n for n, _ in stage.named_parameters() if any(f in n for f in frozen)]
+    plain = plain_copy(stage)
+    frozen = names if wants_x else ["x", *names]
+    check(stage, plain, {"x": images()}, frozen=frozen)
+
+
+@store_and_checkpoint
+@pytest.mark.parametrize(
+    "kept", ["0.conv1.weight", "1.shortcut.weight", "2.bn1.bias", "3.bn3.weight"]
+)
+def test_one_trained_parameter_alone(memory, kept, backend):
+    stage = random_stage(**memory)
+    frozen = ["x", *(n for n, _ in stage.named_parameters() if n != kept)]
+    results = check(stage, plain_copy(stage), {"x": images()}, frozen=frozen)
+    assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{kept}"]
+
+
+@every_memory
+def test_blocks_ahead_of_the_first_trained_one_run_no_backward(memory, backend, monkeypatch):
+    stage = random_stage(**memory)
+    for block in list(stage)[:2]:
+        block.requires_grad_(False)
+    calls = count_calls(backend, "bn_relu_conv_backward", monkeypatch)
+    y = stage(images())
+    y.sum().backward()
+    assert len(calls) == 2 * 3  # two bottlenecks with bare shortcuts
+
+
+def test_frozen_weights_run_no_weight_gradient(backend, monkeypatch):
+    stage = random_stage()
+    for block in stage:
+        block.conv2.requires_grad_(False)
+    calls = count_calls(backend, "bn_relu_conv_backward", monkeypatch)
+    stage(images()).sum().backward()
+    schema = torch.ops.preact_kernels.bn_relu_conv_backward.default._schema
+    wanted = [argument.name for argument in schema.arguments].index("needs_conv_weight")
+    assert sum(not arguments[wanted] for arguments in calls) == 4
+
+
+def count_calls(backend, name, monkeypatch):
+    kernels = backends.select(backend, "cpu", torch.float32)
+    function, calls = getattr(kernels, name), []
+
+    def recorded(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    monkeypatch.setattr(kernels, name, recorded)
+    return calls
+
+
+@every_memory
+def test_no_grad_gives_the_bits_of_a_recorded_forward(memory, backend):
+    stage, x = random_stage(**memory), images()
+    expected = evaluate(stage, {"x": x})["y"]
+    with torch.no_grad():
+        y = stage(x)
+    assert not y.requires_grad
+    assert torch.equal(y, expected)
+
+
+@store_and_checkpoint
+def test_frozen_batch_norms_among_training_ones(memory, backend):
+    stage = random_stage(**memory)
+    stage[1].eval()
+    stage[2].bn2.eval()
+    results = check(stage, plain_copy(stage), {"x": images()})
+    assert results["1.bn1.num_batches_tracked"] == results["2.bn2.num_batches_tracked"] == 0
+    assert results["2.bn1.num_batches_tracked"] == results["3.bn1.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("momentum", [None, 0.3])
+@store_and_checkpoint
+def test_running_statistics_follow_several_batches(memory, momentum, backend):
+    stage = random_stage(**memory)
+    for module in stage.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = momentum
+    results = check(Repeated(stage), Repeated(plain_copy(stage)), {"x": torch.randn(3, 10, 7, 15)})
+    assert results["stage.3.bn2.num_batches_tracked"] == 3
+
+
+class Repeated(torch.nn.Module):
+    """A stage called three times, with a third of the columns each."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x):
+        return sum(self.stage(part) for part in x.chunk(3, 3))
+
+
+@store_and_checkpoint
+def test_a_block_that_occurs_twice_is_run_and_updated_twice(memory, wide_dtype):
+    block = random_block("basic", 10, 10)
+    stage = in_dtype(
+        pk.PreActStage([block, random_block("basic", 10, 10), block, block]), wide_dtype
+    )
+    stage = in_mode(stage, **memory)
+    results = check(stage, plain_copy(stage), {"x": images(wide_dtype)})
+    assert results["0.bn1.num_batches_tracked"] == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_checkpointing_any_number_of_blocks(count, backend):
+    blocks = [random_block("basic", 10, 10) for _ in range(count)]
+    stage = pk.PreActStage(blocks, memory="checkpoint")
+    inputs = {"x": images()}
+    assert_same_bits(evaluate(stage, inputs), evaluate(in_mode(stage), inputs))
+
+
+@every_memory
+def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, monkeypatch):
+    stage = random_stage(**memory)
+    before = {n: t.clone() for n, t in stage.named_buffers()}
+    kernels = backends.select(backend, "cpu", torch.float32)
+    function, calls = kernels.bn_relu_conv_forward, []
+
+    def fails_at_the_sixth(*arguments):
+        calls.append(arguments)
+        if len(calls) == 6:
+            raise MemoryError
+        return function(*arguments)
+
+    monkeypatch.setattr(kernels, "bn_relu_conv_forward", fails_at_the_sixth)
+    with pytest.raises(MemoryError):
+        stage(images())
+    assert_same_bits(dict(stage.named_buffers()), before)
+
+
+def test_a_stage_has_the_keys_of_a_sequential():
+    stage = random_stage()
+    plain = torch.nn.Sequential(*copy.deepcopy(list(stage)))
+    assert_same_bits(stage.state_dict(), plain.state_dict())
+
+
+def test_a_slice_of_a_stage_is_a_stage_of_the_same_blocks():
+    stage = random_stage(memory="checkpoint")
+    part = stage[1:3]
+    assert isinstance(part, pk.PreActStage)
+    assert list(part) == [stage[1], stage[2]]
+    assert part.memory == "checkpoint"
