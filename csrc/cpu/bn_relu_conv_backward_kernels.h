@@ -94,6 +94,9 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
                       Vector<A> sum = {}, product = {};
 #pragma GCC unroll 32
                       for (int i = 0; i < decltype(count)::value; ++i) {
+                        const int64_t next = (pixel + i + decltype(count)::value) * channels + at;
+                        __builtin_prefetch(from + next);
+                        __builtin_prefetch(to + next, 1);
                         const Vector<A> d = load(from + (pixel + i) * channels + at) - m;
                         const Vector<A> p = d * s + b;
                         if (normalised) store(activation + (pixel + i) * channels + at, relu(p));
