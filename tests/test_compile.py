@@ -94,7 +94,7 @@ def test_compiled_modules_give_the_same_bits(module, training, backend):
     assert_same_bits(run(module, compiled), run(other, other))
 
 
-@every_module
+@pytest.mark.parametrize("module", [MODULES["bn_relu_conv"], MODULES["stage"]])
 def test_compiled_once_for_any_batch_size(module, backend):
     module = randomised(module()).eval()
     graphs = []

@@ -32,7 +32,7 @@ def in_mode(stage, memory="store", segments=None):
     return stage
 
 
-@every_memory
+@store_and_checkpoint
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @both_modes
 def test_equals_its_blocks_called_in_turn(memory, kind, training, wide_dtype):

@@ -14,21 +14,23 @@ from tests.oracle import check
 
 @st.composite
 def cases(draw):
-    """Any small convolution of stride 1 or 2.
+    """Any small convolution of stride 1 or 2 whose windows all meet the image.
 
-    Not of 3: for outputs one column wide PyTorch's own convolution (2.13, oneDNN on AVX-512) then
-    reads and writes memory that is not its own, forward and backward.
+    Beyond that, and in bfloat16, PyTorch's own NHWC convolutions (2.13, oneDNN on AVX-512) read and
+    write memory that is not theirs: wrong results at stride 3 and one column of outputs, a
+    segmentation fault for a padded 1x1 of one-pixel images.
     """
     groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
     kernel, stride, dilation = (
         (draw(st.integers(1, most)), draw(st.integers(1, most))) for most in (4, 2, 2)
     )
-    padding = draw(st.integers(0, 3)), draw(st.integers(0, 3))
-    smallest = [
-        max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)
-    ]
+    extent = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    padding = tuple(draw(st.integers(0, min(3, e))) for e in extent)
+    smallest = [max(1, e + 1 - 2 * p) for e, p in zip(extent, padding, strict=True)]
     height, width = (n + draw(st.integers(0, 8)) for n in smallest)
-    batch = draw(st.integers(1 if height * width > 1 else 2, 4))
+    # Of two samples a channel the gradient is the difference of almost equal numbers.
+    fewest = -(-8 // (height * width))
+    batch = draw(st.integers(fewest, fewest + 3))
     return ConvCase(
         "found",
         (batch, groups * draw(st.integers(1, 24)), height, width),
@@ -52,8 +54,8 @@ def cases(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(case=cases(), seed=st.integers(0, 2**16))
-def test_any_convolution(training, training_dtype, case, seed):
+def test_any_convolution(training, wide_dtype, case, seed):
     torch.manual_seed(seed)
     arguments = {"training": training, **case.conv}
     fused, plain = (partial(f, **arguments) for f in (pk.bn_relu_conv2d, plain_bn_relu_conv2d))
-    check(fused, plain, [conv_inputs(case, training_dtype) for _ in range(16)])
+    check(fused, plain, [conv_inputs(case, wide_dtype) for _ in range(12)])

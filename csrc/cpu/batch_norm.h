@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "thread_buffer.h"
 #include "types.h"
 
 namespace preact_kernels {
@@ -79,12 +80,14 @@ template <class A>
 struct TileStatistics {
   int64_t channels;
   std::vector<int64_t> pixels;  // of each tile
-  std::vector<A> partials;      // [tiles, 3, channels]: pivot, sum(d), sum(d^2) for d = x - pivot
+  A* partials;                  // [tiles, 3, channels]: pivot, sum(d), sum(d^2) for d = x - pivot
 
   TileStatistics(int64_t tiles, int64_t channels)
-      : channels(channels), pixels(tiles), partials(tiles * 3 * channels) {}
+      : channels(channels),
+        pixels(tiles),
+        partials(thread_buffer<A, Use::kPartials>(tiles * 3 * channels)) {}
 
-  A* tile(int64_t index) { return partials.data() + index * 3 * channels; }
+  A* tile(int64_t index) { return partials + index * 3 * channels; }
 
   // Merges the tiles in order, in float64: mean = sum(n_i mean_i) / n and
   // var = (sum(M2_i) + sum(n_i (mean_i - mean)^2)) / n, biased.
@@ -123,12 +126,14 @@ struct TileStatistics {
 template <class A>
 struct TileSums {
   int64_t tiles, channels;
-  std::vector<double> partials;
+  double* partials;
 
   TileSums(int64_t tiles, int64_t channels)
-      : tiles(tiles), channels(channels), partials(tiles * 2 * channels) {}
+      : tiles(tiles),
+        channels(channels),
+        partials(thread_buffer<double, Use::kPartials>(tiles * 2 * channels)) {}
 
-  double* tile(int64_t index) { return partials.data() + index * 2 * channels; }
+  double* tile(int64_t index) { return partials + index * 2 * channels; }
 
   // out = [sum(g), sum(g * xhat)], added up in order in float64.
   void merge(const Normalisation<A>& norm, A* out) {

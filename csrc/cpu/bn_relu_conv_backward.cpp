@@ -65,7 +65,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
                             strips.scratch_values(conv.out_channels) + 2 * conv.in_channels;
     // Every thread adds up the weight's gradient over its own run of strips.
     const int64_t runs = std::min<int64_t>(torch::stable::get_num_threads(), strips.count);
-    A* dweights = needs_conv_weight ? thread_buffer<A, Use::kGradients>(runs * weights) : nullptr;
+    A* dweights =
+        needs_conv_weight ? thread_buffer<A, Use::kWeightGradients>(runs * weights) : nullptr;
     for_tiles(runs, [&](int64_t run) {
       A* dweight = needs_conv_weight ? dweights + run * weights : nullptr;
       if (needs_conv_weight) std::memset(dweight, 0, weights * sizeof(A));

@@ -22,13 +22,14 @@ void tile_bn_relu(const T* x, T* y, int64_t pixels, int64_t channels,
   });
 }
 
-// g = dy * [p > 0], stored where `g` is given; sums (TileSums, zero before) of g as stored.
+// g = dy * [p > 0], stored where `g` is given; sums (TileSums) of g as stored.
 // Runs of pixels are added up in vectors, and runs in float64.
 template <class T, bool kStore>
 void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
                int64_t channels, const Normalisation<Accumulate<T>>& norm, double* sums) {
   using A = Accumulate<T>;
   constexpr int64_t kRun = 16;
+  std::fill(sums, sums + 2 * channels, 0.0);
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     Vector<A> m[kVectors], s[kVectors], b[kVectors];

@@ -2,12 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 #include <utility>
 
 #include "batch_norm.h"
 #include "isa.h"
+#include "thread_buffer.h"
 #include "types.h"
 
 namespace preact_kernels {
@@ -119,28 +118,7 @@ struct Arriving {
 
 // Values of one operand of a strip: half of a first-level cache of 32 KiB to 48 KiB and more, the
 // rest of it for the weights and the other operand.
-constexpr int64_t kStripValues = 6 * 1024;
-
-// A buffer of the calling thread that grows and is kept: strips are many and short. One for each
-// use, as two may be needed at a time.
-enum class Use { kScratch, kWeights, kGradients };
-template <class A, Use kUse>
-A* thread_buffer(int64_t values) {
-  struct Buffer {
-    void* memory = nullptr;
-    int64_t bytes = 0;
-    ~Buffer() { std::free(memory); }
-  };
-  thread_local Buffer buffer;
-  const int64_t bytes = (values * static_cast<int64_t>(sizeof(A)) + 127) / 64 * 64;
-  if (bytes > buffer.bytes) {
-    std::free(buffer.memory);
-    buffer.memory = std::aligned_alloc(64, bytes);
-    buffer.bytes = buffer.memory == nullptr ? 0 : bytes;
-    if (buffer.memory == nullptr) throw std::bad_alloc();
-  }
-  return static_cast<A*>(buffer.memory);
-}
+constexpr int64_t kStripValues = 12 * 1024;
 
 // The sizes of the convolution of `x`, once it is seen to be one that these kernels serve.
 inline ConvSize check_conv(const Tensor& x, const Tensor& conv_weight) {

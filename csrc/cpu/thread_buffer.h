@@ -1,0 +1,33 @@
+// Memory that a thread keeps from call to call.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+namespace preact_kernels {
+
+// What a buffer is for: one thread may need one of each at a time.
+enum class Use { kScratch, kWeights, kWeightGradients, kPartials };
+
+// `values` values of the calling thread, not initialised: a buffer that grows and is kept, as calls
+// are many and short.
+template <class A, Use kUse>
+A* thread_buffer(int64_t values) {
+  struct Buffer {
+    void* memory = nullptr;
+    int64_t bytes = 0;
+    ~Buffer() { std::free(memory); }
+  };
+  thread_local Buffer buffer;
+  const int64_t bytes = (values * static_cast<int64_t>(sizeof(A)) + 127) / 64 * 64;
+  if (bytes > buffer.bytes) {
+    std::free(buffer.memory);
+    buffer.memory = std::aligned_alloc(64, bytes);
+    buffer.bytes = buffer.memory == nullptr ? 0 : bytes;
+    if (buffer.memory == nullptr) throw std::bad_alloc();
+  }
+  return static_cast<A*>(buffer.memory);
+}
+
+}  // namespace preact_kernels
