@@ -31,6 +31,7 @@ inline Activation check_activation(const char* name, const Tensor& t) {
                     axis, " where ", expected, " was expected");
     expected *= size[axis];
   }
+  STD_TORCH_CHECK(t.numel() > 0, name, ": expected at least one value, got none");
   return {size[0], size[1], size[2], size[3]};
 }
 

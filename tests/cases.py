@@ -204,3 +204,14 @@ def random_stage(kind: str = "bottleneck", **options) -> nn.Module:
     blocks = [random_block(kind, 10, 8), random_block(kind, 8 * expansion, 6, 2)]
     blocks += [random_block(kind, 6 * expansion, 6) for _ in range(2)]
     return pk.PreActStage(blocks, **options)
+
+
+class Repeated(nn.Module):
+    """A module called three times, with a third of the columns each."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(self.module(part) for part in x.chunk(3, 3))

@@ -7,7 +7,7 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.ops import backend as backends
-from tests.cases import in_dtype, random_block, random_stage
+from tests.cases import Repeated, in_dtype, random_block, random_stage
 from tests.oracle import assert_same_bits, check, evaluate, gradient_like, plain_copy
 
 MEMORY = {
@@ -166,18 +166,7 @@ def test_running_statistics_follow_several_batches(memory, momentum, backend):
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = momentum
     results = check(Repeated(stage), Repeated(plain_copy(stage)), {"x": torch.randn(3, 10, 7, 15)})
-    assert results["stage.3.bn2.num_batches_tracked"] == 3
-
-
-class Repeated(torch.nn.Module):
-    """A stage called three times, with a third of the columns each."""
-
-    def __init__(self, stage):
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, x):
-        return sum(self.stage(part) for part in x.chunk(3, 3))
+    assert results["module.3.bn2.num_batches_tracked"] == 3
 
 
 @store_and_checkpoint

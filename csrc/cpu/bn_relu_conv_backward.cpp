@@ -26,6 +26,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
                       dy.scalar_type() == x.scalar_type(),
                   "dy: expected the shape of the convolution's output and the dtype of x");
   if (z.has_value()) check_like("z", *z, "dy", dy);
+  STD_TORCH_CHECK(!z.has_value() || (z_mean.has_value() && z_var.has_value() &&
+                                     z_weight.has_value() && z_sums.has_value()),
+                  "z: expected z_mean, z_var, z_weight and z_sums beside it");
   if (skip.has_value()) check_like("skip", *skip, "dy", dy);
   STD_TORCH_CHECK(z.has_value() || !(skip.has_value() || needs_dz),
                   "z: expected a tensor beside skip or needs_dz");

@@ -20,7 +20,8 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
   const Tensor y = empty_nhwc(x, {conv.images, conv.out_channels, conv.height, conv.width});
   if (residual.has_value()) check_like("residual", *residual, "y", y);
   if (conv_bias.has_value()) {
-    STD_TORCH_CHECK(conv_bias->is_contiguous() && conv_bias->numel() == conv.out_channels &&
+    STD_TORCH_CHECK(conv_bias->is_cpu() && conv_bias->is_contiguous() &&
+                        conv_bias->numel() == conv.out_channels &&
                         conv_bias->scalar_type() == x.scalar_type(),
                     "conv_bias: expected ", conv.out_channels, " values in the dtype of x");
   }

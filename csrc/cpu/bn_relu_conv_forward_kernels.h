@@ -59,7 +59,8 @@ void strip_forward(const Strip& strip, const ConvSize& conv, const T* x,
                       for (int i = 0; i < decltype(count)::value; ++i) {
                         first += as_stored(out, acc[i][v]);
                       }
-                      store(statistics + at, first * (A(1) / A(decltype(count)::value)));
+                      store(statistics + at,
+                            finite_or_zero(first * (A(1) / A(decltype(count)::value))));
                     }
                     const Vector<A> pivot = load(statistics + at);
                     Vector<A> s = {}, q = {};

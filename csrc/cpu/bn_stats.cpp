@@ -32,10 +32,13 @@ void running_stats_update(const std::vector<Tensor>& running, const std::vector<
                           double momentum) {
   STD_TORCH_CHECK(running.size() == batch.size(), "batch: expected ", running.size(),
                   " tensors to match running, got ", batch.size());
-  for (size_t i = 0; i < running.size(); ++i) {
-    STD_TORCH_CHECK(running[i].is_contiguous() && running[i].scalar_type() == ScalarType::Float,
-                    "running: expected contiguous float32 tensors");
+  for (size_t i = 0; i < running.size(); ++i) {  // all of them before anything is written
+    STD_TORCH_CHECK(running[i].is_cpu() && running[i].is_contiguous() &&
+                        running[i].scalar_type() == ScalarType::Float,
+                    "running: expected contiguous float32 CPU tensors");
     check_statistics("batch", batch[i], running[i].numel(), running[i]);
+  }
+  for (size_t i = 0; i < running.size(); ++i) {
     float* to = mutable_data<float>(running[i]);
     const float* from = data<float>(batch[i]);
     const int64_t channels = running[i].numel();

@@ -16,7 +16,7 @@ void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>
       for (int64_t p = 0; p < leading; ++p) {
         pivot[v] += load(x + p * channels + c + v * kLanes<A>, lanes);
       }
-      pivot[v] *= A(1) / A(leading);
+      pivot[v] = finite_or_zero(pivot[v] * (A(1) / A(leading)));
     }
     for (int64_t first = 0; first < pixels; first += kRun) {
       Vector<A> s[kVectors] = {}, q[kVectors] = {};

@@ -11,7 +11,7 @@ namespace preact_kernels {
 
 std::tuple<Tensor, Tensor> bn_stats(const Tensor& x);
 
-// running += momentum * (batch - running), contiguous float32, for many statistics at once.
+// running = (1 - momentum) * running + momentum * batch, contiguous float32, for many at once.
 void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
                           double momentum);
 

@@ -84,6 +84,12 @@ PK_INLINE V relu(V v) {
 }
 #endif
 
+// A pivot that leaves what is not finite where it is.
+template <class V>
+PK_INLINE V finite_or_zero(V v) {
+  return v - v == 0 ? v : V{};
+}
+
 // value where p > 0 or p is NaN, else 0: the gradient of relu(p) as PyTorch has it.
 template <class V>
 PK_INLINE V where_active(V p, V value) {

@@ -9,13 +9,14 @@
 
 namespace preact_kernels {
 
-// Rows of `channels` values cut into tiles that stay in the first-level cache.
+// Rows of `channels` values cut into tiles that stay in the first-level cache, but of so many
+// pixels that a tile's sums are little beside the tile.
 struct PixelTiles {
   int64_t pixels, size, count;
 
   PixelTiles(int64_t pixels, int64_t channels) : pixels(pixels) {
     constexpr int64_t kTileValues = 4096;
-    size = std::clamp<int64_t>(kTileValues / channels, 1, 512);
+    size = std::clamp<int64_t>(kTileValues / channels, 64, 512);
     count = (pixels + size - 1) / size;
   }
   int64_t first(int64_t tile) const { return tile * size; }

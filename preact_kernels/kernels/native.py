@@ -75,11 +75,12 @@ def _nhwc(t: Tensor) -> Tensor:
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
     """See `reference.running_stats_update`."""
-    if all(t.dtype == torch.float32 for t in running):
+    if all(t.dtype == torch.float32 and t.is_contiguous() for t in running):
         torch.ops.preact_kernels_cpu.running_stats_update.default(running, batch, momentum)
+        torch.autograd.graph.increment_version(running)  # which an op of one's own does not
     else:
-        batch = [b.to(r.dtype) for r, b in zip(running, batch, strict=True)]
-        torch._foreach_lerp_(running, batch, momentum)
+        for r, b in zip(running, batch, strict=True):
+            r.copy_((1 - momentum) * r.double() + momentum * b.double())
 
 
 def bn_relu_conv_forward(
@@ -118,7 +119,9 @@ def bn_relu_conv_backward(
         dy = library.bn_input_gradient.default(
             skip, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count
         )
-    a = library.bn_relu_forward.default(x, mean, var, bn_weight, bn_bias, eps)
+    a = x  # of which only the shape is read without a weight gradient
+    if needs_conv_weight:
+        a = library.bn_relu_forward.default(x, mean, var, bn_weight, bn_bias, eps)
     da, dconv_weight, _ = torch.ops.aten.convolution_backward(
         dy, a, conv_weight, None, stride, padding, dilation, False, [0, 0], groups,
         [needs_g, needs_conv_weight, False],

@@ -86,7 +86,9 @@ class PreActResNet(nn.Module):
                 blocks.append(block(in_channels, width, stride, **options))
                 in_channels = width * block.expansion
             stages.append(
-                PreActStage(blocks, memory, segments) if fused else nn.Sequential(*blocks)
+                PreActStage(blocks, memory, segments and min(segments, count))
+                if fused
+                else nn.Sequential(*blocks)
             )
         self.stages = nn.Sequential(*stages)
         self.norm = BNReLU2d(in_channels)
@@ -156,7 +158,7 @@ def preact_resnet(
     if block is not None:
         _check_choice("block", block, tuple(_BLOCKS))
     block, counts = _layout(depth, variant, block, width)
-    check_memory(memory, segments, min(counts))
+    check_memory(memory, segments, max(counts))
     if not fused and memory != "store":
         raise ValueError(f"memory: expected 'store' beside fused=False, got {memory!r}")
     family = _VARIANTS[variant]
@@ -195,30 +197,33 @@ def _layout(depth: int, variant: str, block: str | None, width: int) -> tuple[st
 def _three_stage_layout(
     depth: int, block: str | None, width: int
 ) -> tuple[str, tuple[int, int, int]]:
-    found = {}
-    if depth > 2 and (depth - 2) % 6 == 0:
-        found["basic"] = (depth - 2) // 6
-    elif width > 1 and depth > 4 and (depth - 4) % 6 == 0:
-        found["basic"] = (depth - 4) // 6
-    if depth > 2 and (depth - 2) % 9 == 0:
-        found["bottleneck"] = (depth - 2) // 9
-    if block is None:
-        block = "basic" if depth <= _DEEPEST_BASIC else "bottleneck"
-        if block not in found and len(found) == 1:
-            (block,) = found
-    if block not in found:
-        forms = {"basic": 6, "bottleneck": 9}
+    forms = {"basic": [(6, 2)], "bottleneck": [(9, 2)]}  # depth = step * n + offset
+    if width > 1:
+        forms["basic"].append((6, 4))
+    found = {
+        kind: (depth - offset) // step
+        for kind, pairs in forms.items()
+        for step, offset in pairs
+        if depth > offset and (depth - offset) % step == 0
+    }
+    if block is None and len(found) == 1:
+        (chosen,) = found
+    else:
+        chosen = block or ("basic" if depth <= _DEEPEST_BASIC else "bottleneck")
+    if chosen not in found:
+        pairs = forms[block] if block else [pair for kind in forms.values() for pair in kind]
         nearest = sorted(
             {
-                max(1, (depth - 2) // step + offset) * step + 2
-                for step in forms.values()
-                for offset in (0, 1)
+                max(1, (depth - offset) // step + up) * step + offset
+                for step, offset in pairs
+                for up in (0, 1)
             },
             key=lambda d: (abs(d - depth), d),
         )[:2]
+        expected = " or ".join(f"{step}n+{offset}" for step, offset in pairs)
         raise ValueError(
-            "depth: expected 6n+2 (basic) or 9n+2 (bottleneck) for 'cifar', "
-            f"the nearest are {' and '.join(map(str, sorted(nearest)))}, got {depth}"
+            f"depth: expected {expected} for {block or 'cifar'!r}, the nearest are "
+            f"{' and '.join(map(str, sorted(nearest)))}, got {depth}"
         )
-    n = found[block]
-    return block, (n, n, n)
+    n = found[chosen]
+    return chosen, (n, n, n)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from preact_kernels.ops.bn_stats import update_running_statistics
+from preact_kernels.ops.bn_stats import is_recomputation, update_running_statistics
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -20,6 +20,7 @@ def has_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or "forward" in module.__dict__
         or _has_any_global_hook()
     )
 
@@ -78,7 +79,9 @@ def tracks_batches(bn: nn.Module) -> bool:
 
 
 def count_batches(norms: Iterable[nn.Module]) -> None:
-    """One more batch for every child that tracks its statistics."""
+    """One more batch for every child that tracks them, unless a backward runs it again."""
+    if is_recomputation():
+        return
     counters = [
         bn.num_batches_tracked
         for bn in norms
@@ -95,6 +98,10 @@ def track(norms: Sequence[nn.Module], batch: Sequence[tuple[Tensor, Tensor]]) ->
         norms: the children that normalised with their batch.
         batch: mean and unbiased variance of each of these batches.
     """
+    if len(set(map(id, norms))) < len(norms):  # used more than once: in order
+        for bn, stats in zip(norms, batch, strict=True):
+            track([bn], [stats])
+        return
     tracked = [(bn, stats) for bn, stats in zip(norms, batch, strict=True) if tracks_batches(bn)]
     update_running_statistics(
         [(bn.running_mean, bn.running_var) for bn, _ in tracked],

@@ -37,7 +37,7 @@ class BNReLU2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the same shape, dtype and memory format."""
         if not (self.fused and is_bare_norm(self.bn)):
-            return F.relu(self.bn(x), inplace=True)
+            return F.relu(self.bn(x), inplace=is_bare_norm(self.bn))
         y = bn_relu(x, **bn_arguments(self.bn))
         count_batches([self.bn])
         return y

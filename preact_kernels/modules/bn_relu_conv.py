@@ -79,7 +79,7 @@ class BNReLUConv2d(nn.Module):
         """`[N, C, H, W]` to `[N, K, H', W']`; `residual` has the shape of the output."""
         bn, conv = self.bn, self.conv
         if not (self.fused and is_bare_norm(bn) and is_bare_conv(conv)):
-            y = conv(F.relu(bn(x), inplace=True))
+            y = conv(F.relu(bn(x), inplace=is_bare_norm(bn)))
             return y if residual is None else y + residual
         y = bn_relu_conv2d(
             x,

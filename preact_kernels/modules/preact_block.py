@@ -40,7 +40,7 @@ class PreActBlock(nn.Module):
         """The block by calls of its children: what the fused one equals."""
         h, shortcut = x, x
         for index, (bn, conv) in enumerate(self.units()):
-            a = F.relu(bn(h), inplace=True)
+            a = F.relu(bn(h), inplace=is_bare_norm(bn))
             if index == 0 and "shortcut" in self._modules:
                 shortcut = self.shortcut(a)
             h = conv(a)
@@ -132,6 +132,11 @@ class PreActBottleneck(PreActBlock):
         if stride_on not in ("conv1", "conv2"):
             raise ValueError(f"stride_on: expected 'conv1' or 'conv2', got {stride_on!r}")
         width = int(channels * base_width / 64) * groups
+        if width == 0:
+            raise ValueError(
+                f"base_width: expected at least {-(-64 // channels)} for {channels} channels, "
+                f"got {base_width}"
+            )
         out_channels = channels * self.expansion
         stride1, stride2 = (stride, 1) if stride_on == "conv1" else (1, stride)
         self.bn1 = nn.BatchNorm2d(in_channels)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from preact_kernels.modules.batch_norm import (
@@ -12,6 +11,7 @@ from preact_kernels.modules.batch_norm import (
     uses_batch,
 )
 from preact_kernels.ops import checks
+from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.bn_relu import affine_parameters
 from preact_kernels.ops.preact_stage import (
     MEMORY_MODES,
@@ -62,7 +62,7 @@ class PreActStage(nn.Sequential):
         """`[N, C, H, W]` to the output of the last block."""
         run = []
         for block in self:
-            if block.is_fusable() and not has_hooks(block):
+            if hasattr(block, "is_fusable") and block.is_fusable() and not has_hooks(block):
                 run.append(block)
                 continue
             x = block(run_blocks(run, x, self.memory, self.segments) if run else x)
@@ -72,7 +72,10 @@ class PreActStage(nn.Sequential):
     def __getitem__(self, index: int | slice) -> nn.Module:
         """A block, or a stage of some of the blocks, shared, in the same memory mode."""
         blocks = list(self)[index]
-        return PreActStage(blocks, self.memory) if isinstance(index, slice) else blocks
+        if not isinstance(index, slice):
+            return blocks
+        segments = self.segments and min(self.segments, len(blocks))
+        return PreActStage(blocks, self.memory, segments)
 
     def extra_repr(self) -> str:
         """Memory mode and segments."""
@@ -100,10 +103,8 @@ def run_blocks(
 ) -> Tensor:
     """Runs fusable blocks as one autograd node, and updates their running statistics once."""
     checks.check_activation("x", x)
-    device_type = x.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    compute_dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
-    if x.dtype != compute_dtype or x.numel() == 0:
+    is_spread = x.numel() == 0 and any(process_group(bn) for b in blocks for bn, _ in b.units())
+    if x.dtype != compute_dtype(x) or (x.numel() == 0 and not is_spread):
         for block in blocks:  # mixed precisions in the residual stream, or nothing to compute
             x = block.plain_forward(x)
         return x
@@ -114,12 +115,14 @@ def run_blocks(
         units, block_shape = [], shape
         for bn, conv in block.units():
             training = uses_batch(bn)
-            if training:
-                checks.check_samples(shape)
-                norms.append(bn)
             unit = Unit(bn.eps, training, _conv_numbers(conv), process_group(bn))
+            if training:
+                if unit.process_group is None:
+                    checks.check_samples(shape)
+                norms.append(bn)
             units.append(unit)
             weight = _conv_weight(conv, shape, x)
+            _check_norm(bn, shape, x)
             tensors.extend(affine_parameters(x, bn.num_features, bn.weight, bn.bias))
             tensors.append(weight)
             tensors.extend((None, None) if training else (bn.running_mean, bn.running_var))
@@ -130,6 +133,16 @@ def run_blocks(
     y, statistics = preact_stage(x, tuple(numbers), tensors, memory, segments)
     track(norms, statistics)
     return y
+
+
+def _check_norm(bn: nn.Module, shape: Sequence[int], x: Tensor) -> None:
+    if bn.num_features != shape[1]:
+        raise ValueError(
+            f"x: expected {bn.num_features} channels to match the block's batch norm, "
+            f"got {shape[1]}"
+        )
+    if bn.weight is not None and bn.weight.dtype != x.dtype:
+        checks.check_parameter_dtype("bn_weight", bn.weight, x)
 
 
 def _conv_numbers(conv: nn.Conv2d) -> Conv:
@@ -147,6 +160,6 @@ def _conv_weight(conv: nn.Conv2d, shape: Sequence[int], x: Tensor) -> Tensor:
         raise ValueError(f"x: expected device {weight.device} to match the block, got {x.device}")
     if weight.dtype == x.dtype:
         return weight
-    if not torch.is_autocast_enabled(x.device.type):
+    if not is_autocast(x):
         checks.check_parameter_dtype("conv_weight", weight, x)
     return weight.to(x.dtype)

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 from preact_kernels.kernels.reference.bn_stats import statistics_dtype
 from preact_kernels.ops import checks, layout, schema
 from preact_kernels.ops.bn_stats import (
+    Statistics,
+    follow_batch,
     statistics_of,
     sums_over_group,
-    unbiased_variances,
-    update_running_statistics,
 )
 
 
@@ -31,9 +31,13 @@ class BNReLUFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, dy, x, bn_weight, bn_bias, mean, var)
         dy = layout.nhwc(dy)
-        sums = ctx.kernels.bn_relu_backward_sums(dy, x, mean, var, bn_weight, bn_bias, ctx.eps)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if ctx.inv_count or needs_weight or needs_bias:
+            sums = ctx.kernels.bn_relu_backward_sums(dy, x, mean, var, bn_weight, bn_bias, ctx.eps)
+        else:  # mean and variance are constants: dx has no use for the sums
+            sums = torch.zeros_like(mean).expand(2, -1).contiguous()
         dx = None
-        if ctx.needs_input_grad[0]:
+        if needs_x:
             dx = ctx.kernels.bn_relu_backward_input(
                 dy, x, mean, var, bn_weight, bn_bias, ctx.eps,
                 sums_over_group(sums, ctx.process_group), ctx.inv_count,
@@ -69,6 +73,8 @@ def _differentiable_backward(ctx, dy, x, bn_weight, bn_bias, mean, var):
 def gradients(y: Tensor, inputs, needed, dy: Tensor) -> list[Tensor | None]:
     """Gradients of `y` for the `inputs` that are `needed`, themselves differentiable."""
     wanted = [t for t, n in zip(inputs, needed, strict=False) if n]
+    if not wanted:
+        return [None for _ in inputs]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
     return [next(found) if n else None for _, n in zip(inputs, needed, strict=False)]
 
@@ -82,9 +88,7 @@ def affine_parameters(
         bn_weight = torch.ones(channels, dtype=dtype, device=x.device)
     if bn_bias is None:
         bn_bias = torch.zeros(channels, dtype=dtype, device=x.device)
-    if bn_weight.dtype == bn_bias.dtype == dtype:
-        return bn_weight, bn_bias
-    return bn_weight.to(dtype), bn_bias.to(dtype)
+    return bn_weight.to(dtype).contiguous(), bn_bias.to(dtype).contiguous()
 
 
 def bn_relu(
@@ -126,19 +130,38 @@ def bn_relu(
         BackendError: the backend that was named cannot serve `x`.
     """
     checks.check_batch_norm(
-        x, bn_weight, bn_bias, running_mean, running_var, training, momentum, eps
+        x, bn_weight, bn_bias, running_mean, running_var, training, momentum, eps, process_group
     )
+    y, stats = normalise(
+        x, bn_weight, bn_bias, running_mean, running_var, training, eps, process_group
+    )
+    follow_batch(stats, running_mean, running_var, momentum)
+    return y
+
+
+def normalise(
+    x: Tensor,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+    process_group,
+) -> tuple[Tensor, Statistics | None]:
+    """`bn_relu` of checked arguments that leaves the running statistics alone.
+
+    Returns:
+        The result, and the statistics that normalised it; None for an empty batch of one's own.
+    """
     weight, bias = affine_parameters(x, x.shape[1], bn_weight, bn_bias)
-    if x.numel() == 0:
-        return F.relu(F.batch_norm(x, running_mean, running_var, weight, bias, training, 0.0, eps))
+    if x.numel() == 0 and process_group is None:
+        running = (None, None) if training else (running_mean, running_var)
+        return F.relu(F.batch_norm(x, *running, weight, bias, training, 0.0, eps)), None
     channels_last = layout.is_channels_last(x)
     x = layout.nhwc(x)
-    kernels = schema.kernels_for(x)
-    stats = statistics_of(kernels, x.detach(), running_mean, running_var, training, process_group)
+    stats = statistics_of(
+        schema.kernels_for(x), x.detach(), running_mean, running_var, training, process_group
+    )
     y = BNReLUFunction.apply(x, weight, bias, *stats, eps, process_group)
-    if training and running_mean is not None:
-        (unbiased,) = unbiased_variances([stats])
-        update_running_statistics(
-            [(running_mean, running_var)], [(stats.mean, unbiased)], [momentum]
-        )
-    return layout.restored(y, channels_last)
+    return layout.restored(y, channels_last), stats

@@ -5,18 +5,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels.ops import checks, layout, schema
+from preact_kernels.ops.autocast import compute_dtype
 from preact_kernels.ops.bn_relu import (
     affine_parameters,
-    bn_relu,
     differentiable_bn_relu,
     gradients,
+    normalise,
 )
-from preact_kernels.ops.bn_stats import (
-    statistics_of,
-    sums_over_group,
-    unbiased_variances,
-    update_running_statistics,
-)
+from preact_kernels.ops.bn_stats import follow_batch, statistics_of, sums_over_group
 
 # Arguments of `bn_relu_conv_backward` for a gradient that arrives whole, not folded.
 WHOLE_GRADIENT = (None, None, None, None, None, 0.0, None, 0.0)
@@ -51,10 +47,11 @@ class BNReLUConvFunction(torch.autograd.Function):
             needs_residual,
         ) = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():
-            a = differentiable_bn_relu(
-                x, bn_weight, bn_bias, mean, var, ctx.inv_count != 0, ctx.eps, ctx.process_group
-            )
-            y = F.conv2d(a, conv_weight, conv_bias, *ctx.conv)
+            with torch.autocast(x.device.type, enabled=False):
+                a = differentiable_bn_relu(
+                    x, bn_weight, bn_bias, mean, var, ctx.inv_count != 0, ctx.eps, ctx.process_group
+                )
+                y = F.conv2d(a, conv_weight, conv_bias, *ctx.conv)
             inputs = (x, bn_weight, bn_bias, conv_weight, conv_bias)
             grads = gradients(y, inputs, ctx.needs_input_grad, dy)
             return *grads, dy if needs_residual else None, *(None,) * 6
@@ -140,7 +137,7 @@ def bn_relu_conv2d(
         BackendError: the backend that was named cannot serve `x`.
     """
     checks.check_batch_norm(
-        x, bn_weight, bn_bias, running_mean, running_var, training, momentum, eps
+        x, bn_weight, bn_bias, running_mean, running_var, training, momentum, eps, process_group
     )
     stride, same_padding, dilation = checks.check_conv(
         x, conv_weight, conv_bias, stride, padding, dilation, groups
@@ -151,30 +148,24 @@ def bn_relu_conv2d(
         shape = checks.output_shape(x.shape, conv_weight, stride, same_padding, dilation)
     if residual is not None:
         checks.check_residual(residual, "residual", shape, x)
-    device_type = x.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    compute_dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
-    fusable = (
+    dtype = compute_dtype(x)
+    is_served = (
         same_padding is not None
-        and x.dtype == compute_dtype
-        and (residual is None or residual.dtype == compute_dtype)
-        and x.numel() > 0
+        and x.dtype == dtype
+        and (residual is None or residual.dtype == dtype)
+        and (x.numel() > 0 or process_group is not None)
     )
-    if not fusable:
-        a = bn_relu(
-            x, bn_weight, bn_bias, running_mean, running_var,
-            training=training, momentum=momentum, eps=eps, process_group=process_group,
-        )  # fmt: skip
-        y = F.conv2d(
-            a,
-            conv_weight if autocast else conv_weight.to(a.dtype),
-            conv_bias if autocast or conv_bias is None else conv_bias.to(a.dtype),
-            stride,
-            padding if same_padding is None else same_padding,
-            dilation,
-            groups,
+    conv_weight = conv_weight.to(dtype)
+    conv_bias = None if conv_bias is None else conv_bias.to(dtype).contiguous()
+    if not is_served:
+        a, stats = normalise(
+            x, bn_weight, bn_bias, running_mean, running_var, training, eps, process_group
         )
-        return y if residual is None else y + residual
+        same_padding = padding if same_padding is None else same_padding
+        y = F.conv2d(a.to(dtype), conv_weight, conv_bias, stride, same_padding, dilation, groups)
+        y = y if residual is None else y + residual
+        follow_batch(stats, running_mean, running_var, momentum)
+        return y
 
     channels_last = layout.is_channels_last(x) or layout.is_channels_last(conv_weight)
     x = layout.nhwc(x)
@@ -185,17 +176,13 @@ def bn_relu_conv2d(
         x,
         weight,
         bias,
-        conv_weight.to(compute_dtype),
-        None if conv_bias is None else conv_bias.to(compute_dtype),
+        conv_weight,
+        conv_bias,
         None if residual is None else layout.nhwc(residual),
         *stats,
         eps,
         (stride, same_padding, dilation, groups),
         process_group,
     )
-    if training and running_mean is not None:
-        (unbiased,) = unbiased_variances([stats])
-        update_running_statistics(
-            [(running_mean, running_var)], [(stats.mean, unbiased)], [momentum]
-        )
+    follow_batch(stats, running_mean, running_var, momentum)
     return layout.restored(y, channels_last)

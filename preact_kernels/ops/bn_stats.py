@@ -40,7 +40,8 @@ def statistics_of(
     """
     if not training:
         dtype = statistics_dtype(x.dtype)
-        return Statistics(running_mean.to(dtype), running_var.to(dtype), 0.0)
+        running = (t.to(dtype).contiguous() for t in (running_mean, running_var))
+        return Statistics(*running, 0.0)
     mean, var = carried or kernels.bn_stats(x)
     count = x.shape[0] * x.shape[2] * x.shape[3]
     if process_group is not None:
@@ -77,8 +78,27 @@ def unbiased_variances(statistics: Sequence[Statistics]) -> list[Tensor]:
     """`var * m / (m - 1)`: what running variances follow."""
     if not statistics:
         return []
-    factors = [1.0 / (1.0 - s.inv_count) for s in statistics]
+    factors = [1.0 / (1.0 - s.inv_count) if s.inv_count < 1 else 1.0 for s in statistics]
     return list(torch._foreach_mul([s.var for s in statistics], factors))
+
+
+def is_recomputation() -> bool:
+    """Whether this forward is run by a backward, which has seen its batch once before."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def follow_batch(
+    stats: Statistics | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+) -> None:
+    """Moves one batch norm's running statistics, where it has some, towards those of its batch."""
+    if stats is not None and stats.inv_count and running_mean is not None:
+        (unbiased,) = unbiased_variances([stats])
+        update_running_statistics(
+            [(running_mean, running_var)], [(stats.mean, unbiased)], [momentum]
+        )
 
 
 def update_running_statistics(
@@ -89,9 +109,10 @@ def update_running_statistics(
     """Moves running means and variances towards those of the batch, in place.
 
     `running = (1 - momentum) * running + momentum * batch` for many batch norms at once, where
-    `batch` holds means and unbiased variances.
+    `batch` holds means and unbiased variances. Does nothing when a backward runs this forward again
+    (`torch.utils.checkpoint`).
     """
-    if not running:
+    if not running or is_recomputation():
         return
     by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     for targets, values, momentum in zip(running, batch, momenta, strict=True):

@@ -80,6 +80,7 @@ def check_batch_norm(
     training: object,
     momentum: object,
     eps: object,
+    process_group: object,
 ) -> None:
     """The arguments of a batch norm, as `torch.nn.functional.batch_norm` takes them."""
     check_activation("x", x)
@@ -87,6 +88,8 @@ def check_batch_norm(
         raise TypeError(f"training: expected a bool, got {type(training).__name__}")
     check_number("momentum", momentum)
     check_number("eps", eps, minimum=0)
+    if training and eps == 0:
+        raise ValueError("eps: expected a positive number when training, got 0")
     for name, value in (
         ("bn_weight", bn_weight),
         ("bn_bias", bn_bias),
@@ -102,7 +105,7 @@ def check_batch_norm(
         )
     if not training and running_mean is None:
         raise ValueError("running_mean: expected a tensor in evaluation mode, got None")
-    if training:
+    if training and process_group is None:
         check_samples(x.shape)
 
 

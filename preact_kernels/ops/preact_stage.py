@@ -93,7 +93,7 @@ def segment_starts(count: int, memory: str, segments: int | None) -> list[int]:
     """
     if memory == "store":
         return list(range(count))
-    segments = segments or max(1, round(math.sqrt(count)))
+    segments = min(segments or max(1, round(math.sqrt(count))), count)
     return [count * s // segments for s in range(segments)]
 
 
@@ -190,14 +190,16 @@ def _block_backward(
     Between units too the gradient stays folded.
     """
     last = len(block.units) - 1
-    dy, dshortcut, grads = None, None, []
-    for index in range(last, -1, -1):
+    wanted = [any(w[:3]) for w in needed.units]
+    first = 0 if needs_input or needed.shortcut else wanted.index(True)
+    dy, dshortcut, grads = None, None, [None] * len(UnitTensors._fields) * first
+    for index in range(last, first - 1, -1):
         unit, t, h, stats = (
             block.units[index], tensors.units[index], inputs[index], statistics[index],
         )  # fmt: skip
         norm = (stats.mean, stats.var, t.bn_weight, t.bn_bias, unit.eps)
         wants = needed.units[index]
-        needs_g = index > 0 or needs_input or wants.bn_weight or wants.bn_bias
+        needs_g = index > first or needs_input or wants.bn_weight or wants.bn_bias
         needs_dz = index == last and arriving.is_folded()
         g, dconv_weight, sums, dz = kernels.bn_relu_conv_backward(
             arriving.g, *arriving.fold, h, *norm, t.conv_weight, *unit.conv,
@@ -205,14 +207,16 @@ def _block_backward(
         )  # fmt: skip
         if index == last:
             dy = dz if needs_dz else arriving.g
-        if index == 0 and block.shortcut is not None:
+        if index == 0 and block.shortcut is not None and (needs_g or needed.shortcut):
             shortcut_g, dshortcut, shortcut_sums, _ = kernels.bn_relu_conv_backward(
                 dy, *WHOLE_GRADIENT, h, *norm, tensors.shortcut, *block.shortcut,
                 needs_g, needed.shortcut, False,
             )  # fmt: skip
-            g, sums = g.add_(shortcut_g), sums.add_(shortcut_sums)
+            if needs_g:
+                g, sums = g.add_(shortcut_g), sums.add_(shortcut_sums)
         dbn_bias, dbn_weight = sums.unbind() if needs_g else (None, None)
-        grads[:0] = (dbn_weight, dbn_bias, dconv_weight, None, None)
+        at = len(UnitTensors._fields) * first
+        grads[at:at] = (dbn_weight, dbn_bias, dconv_weight, None, None)
         if unit.process_group is not None and needs_g:
             sums = sums_over_group(sums, unit.process_group)
         skip = dy if index == 0 and block.shortcut is None else None
@@ -250,6 +254,7 @@ class PreActStageFunction(torch.autograd.Function):
         ctx.kept_count = len(kept)
         of_batch = [s for s in statistics if s.inv_count]
         outputs = [s.mean for s in of_batch] + unbiased_variances(of_batch)
+        ctx.device_type = x.device.type
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs)
         ctx.save_for_backward(*kept, *(t for s in statistics for t in s[:2]), *flat)
@@ -257,6 +262,11 @@ class PreActStageFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, *_):
+        with torch.autocast(ctx.device_type, enabled=False):  # for what runs again
+            return PreActStageFunction._backward(ctx, dy)
+
+    @staticmethod
+    def _backward(ctx, dy):
         blocks, saved = ctx.blocks, ctx.saved_tensors
         unit_count = len(ctx.inv_counts)
         kept, rest = list(saved[: ctx.kept_count]), saved[ctx.kept_count :]
@@ -274,7 +284,9 @@ class PreActStageFunction(torch.autograd.Function):
             at += len(block.units)
         needs_x, flat_needed = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():
-            x = kept[0]
+            # Under names of their own, as one tensor may have several places.
+            x, *flat = (None if t is None else t.view_as(t) for t in (kept[0], *flat))
+            tensors = _unflatten(blocks, flat)
             y = _differentiable_forward(blocks, tensors, statistics, x)
             dx, *grads = gradients(y, (x, *flat), (needs_x, *flat_needed), dy)
             return dx, *none[1:], *grads
@@ -351,7 +363,9 @@ def preact_stage(
         `[N, C', H', W']` in the memory format of `x`, and mean and unbiased variance of every
         unit that normalised with its batch, in order.
     """
-    channels_last = layout.is_channels_last(x)
+    channels_last = layout.is_channels_last(x) or any(
+        layout.is_channels_last(t) for t in tensors if t is not None and t.dim() == 4
+    )
     y, *of_batch = PreActStageFunction.apply(layout.nhwc(x), blocks, memory, segments, *tensors)
     count = len(of_batch) // 2
     return layout.restored(y, channels_last), list(

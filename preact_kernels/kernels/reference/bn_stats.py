@@ -17,9 +17,9 @@ def bn_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """running += momentum * (batch - running), in place, for many statistics at once."""
-    values = [b.to(r.dtype) for r, b in zip(running, batch, strict=True)]
-    torch._foreach_lerp_(running, values, momentum)
+    """running = (1 - momentum) * running + momentum * batch, in place, for many at once."""
+    for r, b in zip(running, batch, strict=True):
+        r.copy_((1 - momentum) * r.double() + momentum * b.double())
 
 
 def optional_stats(y: Tensor, with_stats: bool) -> tuple[Tensor, Tensor]:
