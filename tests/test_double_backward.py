@@ -130,3 +130,14 @@ def test_first_gradients_are_the_same_whether_or_not_they_are_recorded(backend):
     recorded = torch.autograd.grad(stage(x).sum(), wanted, create_graph=True)
     for a, b in zip(plain, recorded, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_residual_alone_has_a_second_derivative(backend):
+    residual = torch.randn(2, 6, 5, 4, requires_grad=True)
+    y = pk.bn_relu_conv2d(
+        torch.randn(2, 6, 5, 4), torch.randn(6, 6, 1, 1), None, None, residual=residual,
+        training=True,
+    )  # fmt: skip
+    (first,) = torch.autograd.grad(y.square().sum(), residual, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), residual)
+    assert torch.equal(second, torch.full_like(residual, 2))

@@ -219,3 +219,23 @@ def test_a_slice_of_a_stage_is_a_stage_of_the_same_blocks():
     assert isinstance(part, pk.PreActStage)
     assert list(part) == [stage[1], stage[2]]
     assert part.memory == "checkpoint"
+
+
+def test_a_stage_split_by_a_hook_keeps_within_its_segments(backend):
+    stage = pk.PreActStage([pk.PreActBasicBlock(6, 6) for _ in range(5)], "checkpoint", 5)
+    expected = copy.deepcopy(stage)
+    stage[2].register_forward_hook(lambda *_: None)
+    x = images()[:, :6]
+    for s in (stage, expected):
+        s(x).square().sum().backward()
+    for found, other in zip(stage.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, other.grad)
+
+
+def test_a_recomputation_keeps_the_precision_of_its_forward(backend):
+    stage, x = random_stage(memory="checkpoint"), images().requires_grad_()
+    (expected,) = torch.autograd.grad(stage(x).sum(), x)
+    y = stage(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, expected)

@@ -1,0 +1,89 @@
+"""Running statistics follow each batch once, whatever holds them and whatever runs the forward."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import preact_kernels as pk
+
+
+def norms(module):
+    return [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_torch_checkpoint_around_several_modules_counts_a_batch_once(use_reentrant, backend):
+    modules = nn.Sequential(pk.PreActBasicBlock(6, 6), pk.BNReLU2d(6), nn.Conv2d(6, 4, 1))
+    x = torch.randn(2, 6, 5, 4, requires_grad=True)
+    checkpoint(modules, x, use_reentrant=use_reentrant).sum().backward()
+    assert [bn.num_batches_tracked.item() for bn in norms(modules)] == [1, 1, 1]
+
+
+def test_strided_vectors_serve_as_dense_ones_do(backend):
+    x, conv_weight = torch.randn(2, 16, 5, 4), torch.randn(8, 16, 1, 1)
+    vectors = {
+        "bn_weight": torch.ones(1).expand(16),
+        "bn_bias": torch.randn(32)[::2],
+        "running_mean": torch.zeros(32)[::2],
+        "running_var": torch.ones(32)[::2],
+        "conv_bias": torch.randn(16)[::2],
+    }
+    dense = {name: v.clone().contiguous() for name, v in vectors.items()}
+    for training in (True, False):
+        results = [
+            pk.bn_relu_conv2d(x, conv_weight, **v, training=training) for v in (vectors, dense)
+        ]
+        assert torch.equal(*results)
+    for name, v in vectors.items():
+        torch.testing.assert_close(v, dense[name], rtol=2**-23, atol=2**-24)
+
+
+def test_a_block_used_twice_takes_two_batches_into_the_cumulative_average(backend):
+    block = pk.PreActBasicBlock(6, 6)
+    for bn in norms(block):
+        bn.momentum = None
+    other = copy.deepcopy(block)
+    x = torch.randn(2, 6, 5, 4)
+    pk.PreActStage([block, block])(x)
+    other(other(x))
+    for bn, expected in zip(norms(block), norms(other), strict=True):
+        assert bn.num_batches_tracked == expected.num_batches_tracked == 2
+        torch.testing.assert_close(bn.running_mean, expected.running_mean)
+
+
+@pytest.mark.parametrize("pixel", [0, 17])
+def test_an_infinite_value_leaves_the_mean_infinite_as_in_eager(pixel, backend):
+    x = torch.randn(2, 16, 5, 5)
+    x[0, 3].view(-1)[pixel] = torch.inf
+    found, expected = ([torch.zeros(16), torch.ones(16)] for _ in range(2))
+    pk.bn_relu(x, None, None, *found, training=True)
+    F.batch_norm(x, *expected, training=True)
+    assert found[0][3] == expected[0][3] == torch.inf
+    assert found[1][3].isnan() and expected[1][3].isnan()
+
+
+def test_a_backward_refuses_running_statistics_that_have_moved_since(backend):
+    module = pk.BNReLU2d(6).eval()
+    y = module(torch.randn(2, 6, 5, 4, requires_grad=True))
+    module.train()(torch.randn(2, 6, 5, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_convolution_that_fails_leaves_them_as_they_were(backend, monkeypatch):
+    def fails(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(F, "conv2d", fails)
+    running = torch.zeros(6), torch.ones(6)
+    with pytest.raises(MemoryError):
+        pk.bn_relu_conv2d(
+            torch.randn(2, 6, 5, 4), torch.randn(6, 6, 2, 2), None, None, *running,
+            padding="same", training=True,
+        )  # fmt: skip
+    assert torch.equal(running[0], torch.zeros(6))
+    assert torch.equal(running[1], torch.ones(6))
