@@ -123,6 +123,8 @@ NAN, INF = float("nan"), float("inf")
 
 # An infinite bn_weight is left out: eager forms x * weight + (bias - mean * weight) and gets NaN
 # where (x - mean) * weight is an infinity.
+# 24 and 32 output channels are those that some and that all instruction sets serve directly.
+@pytest.mark.parametrize("out_channels", [24, 32])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("where", "value"),
@@ -131,8 +133,8 @@ NAN, INF = float("nan"), float("inf")
         ("bn_weight", NAN),
     ],
 )
-def test_nan_and_inf_spread_as_in_eager(where, value, training, backend):
-    inputs = conv_inputs(TYPICAL)
+def test_nan_and_inf_spread_as_in_eager(where, value, training, out_channels, backend):
+    inputs = conv_inputs(TYPICAL._replace(out_channels=out_channels))
     inputs[where].view(-1)[3] = value
     arguments = {"training": training, **TYPICAL.conv}
     fused = evaluate(partial(pk.bn_relu_conv2d, **arguments), inputs)

@@ -12,6 +12,68 @@
 
 namespace preact_kernels {
 
+namespace {
+
+// The gradient of a weight [K, C, R, S], added up in partials [tap][narrow][wide] by runs of
+// strips: `wide` are the input channels where they fill the vectors of a tile, so that rows leave
+// as the weight has them, NHWC.
+template <class T>
+struct WeightGradient {
+  using A = Accumulate<T>;
+  const ConvSize& conv;
+  const Tensor& out;
+  const bool input_last;
+  const int64_t weights, runs;
+  A* partials;
+
+  WeightGradient(const ConvSize& conv, const Tensor& out, int64_t strips)
+      : conv(conv),
+        out(out),
+        input_last(conv.in_channels >= conv.out_channels ||
+                   conv.in_channels * int64_t(sizeof(A)) >= 4 * vector_bytes(isa())),
+        weights(conv.taps() * conv.in_channels * conv.out_channels),
+        runs(run_count(strips)),
+        partials(thread_buffer<A, Use::kWeightGradients>(runs * weights)) {}
+
+  // More than threads, so that they can share evenly, where the partials stay in the caches.
+  int64_t run_count(int64_t strips) const {
+    constexpr int64_t kMostValues = 128 * 1024;
+    const int64_t threads = torch::stable::get_num_threads();
+    return std::min(strips, threads * std::clamp<int64_t>(kMostValues / (weights * threads), 1, 4));
+  }
+
+  A* cleared(int64_t run) const {
+    A* partial = partials + run * weights;
+    std::memset(partial, 0, weights * sizeof(A));
+    return partial;
+  }
+
+  // out = the sum over runs, in order.
+  void merge() const {
+    const int64_t columns = input_last ? conv.in_channels : conv.out_channels;
+    const int64_t rows = input_last ? conv.out_channels : conv.in_channels;
+    const ConvWeight<T> layout(out, !input_last);  // of [rows][columns]
+    T* first = mutable_data<T>(out);
+    for_rows(conv.taps() * rows, columns, [&](int64_t row) {
+      const int64_t tap = row / rows;
+      A* sum = partials + row * columns;
+      for (int64_t run = 1; run < runs; ++run) {
+        const A* partial = sum + run * weights;
+        for (int64_t c = 0; c < columns; ++c) sum[c] += partial[c];
+      }
+      T* to = first + layout.taps[input_last ? tap : conv.taps() - 1 - tap] +
+              row % rows * layout.stride_k;
+      if (layout.stride_c == 1) {
+        for (int64_t c = 0; c < columns; ++c) to[c] = narrowed<T>(sum[c]);
+      } else {
+        for (int64_t c = 0; c < columns; ++c) to[c * layout.stride_c] = narrowed<T>(sum[c]);
+      }
+    });
+  }
+};
+
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
     const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
@@ -50,13 +112,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
           batch_norm<T>(x, *z_mean, *z_var, *z_weight, *z_weight, z_eps, conv.out_channels),
           data<A>(*z_sums), z_inv_count, conv.out_channels);
     }
-    const int64_t weights = conv_weight.numel();
-    A* packed = needs_g ? thread_buffer<A, Use::kWeights>(weights) : nullptr;
-    if (needs_g) {
-      const ConvWeight<T> weight(conv_weight, true);
-      PK_CALL(pack, packed, conv, conv.out_channels, conv.in_channels, weight.values,
-              weight.stride_k, weight.stride_c, weight.taps);
-    }
+    const PackedWeights<A> packed =
+        needs_g ? packed_weights<T>(conv, conv_weight, true) : PackedWeights<A>{};
     const Arriving<T, A> arriving{data<T>(dy), skip.has_value() ? data<T>(*skip) : nullptr,
                                   z.has_value() ? data<T>(*z) : nullptr,
                                   needs_dz ? mutable_data<T>(dz) : nullptr, fold.get()};
@@ -66,37 +123,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     TileSums<A> partial_sums(needs_g ? strips.count : 0, conv.in_channels);
     const int64_t scratch = strips.scratch_values(conv.in_channels) +
                             strips.scratch_values(conv.out_channels) + 2 * conv.in_channels;
-    // Every thread adds up the weight's gradient over its own run of strips.
-    const int64_t runs = std::min<int64_t>(torch::stable::get_num_threads(), strips.count);
-    A* dweights =
-        needs_conv_weight ? thread_buffer<A, Use::kWeightGradients>(runs * weights) : nullptr;
+    WeightGradient<T> dweight(conv, dconv_weight, needs_conv_weight ? strips.count : 0);
+    // Each run of strips adds up a gradient of the weight of its own.
+    const int64_t runs = needs_conv_weight ? dweight.runs : strips.count;
     for_tiles(runs, [&](int64_t run) {
-      A* dweight = needs_conv_weight ? dweights + run * weights : nullptr;
-      if (needs_conv_weight) std::memset(dweight, 0, weights * sizeof(A));
+      A* partial = needs_conv_weight ? dweight.cleared(run) : nullptr;
       for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
         PK_CALL(strip_backward, strips[i], conv, arriving, from, norm, packed, to,
-                needs_g ? partial_sums.tile(i) : nullptr, dweight,
+                needs_g ? partial_sums.tile(i) : nullptr, partial, dweight.input_last,
                 thread_buffer<A, Use::kScratch>(scratch));
       }
     });
     if (needs_g) partial_sums.merge(norm, mutable_data<A>(sums));
-    if (!needs_conv_weight) return;
-    for (int64_t run = 1; run < runs; ++run) {
-      for (int64_t i = 0; i < weights; ++i) dweights[i] += dweights[run * weights + i];
-    }
-    const bool output_last = conv.out_channels >= conv.in_channels;
-    const ConvWeight<T> layout(dconv_weight, !output_last);
-    T* out = mutable_data<T>(dconv_weight);
-    const int64_t rows = std::min(conv.in_channels, conv.out_channels);
-    const int64_t columns = std::max(conv.in_channels, conv.out_channels);
-    for (int64_t tap = 0; tap < conv.taps(); ++tap) {
-      T* to = out + layout.taps[output_last ? tap : conv.taps() - 1 - tap];
-      for (int64_t r = 0; r < rows; ++r, dweights += columns) {
-        for (int64_t c = 0; c < columns; ++c) {
-          to[r * layout.stride_c + c * layout.stride_k] = narrowed<T>(dweights[c]);
-        }
-      }
-    }
+    if (needs_conv_weight) dweight.merge();
   });
   return {g, dconv_weight, sums, dz};
 }

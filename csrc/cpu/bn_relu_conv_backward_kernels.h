@@ -47,11 +47,11 @@ PK_INLINE void strip_weight_gradient(const A* narrow, int64_t narrow_pitch, int6
 
 // One strip of the backward: g = dgrad(dy) * [p > 0] with its sums, where `g` is given, and the
 // strip's share of the weight's gradient, where `dweight` is given:
-// [tap][min(C, K)][max(C, K)], the wider side last.
+// [tap][K][C] where `input_last`, else [tap][C][K].
 template <class T, class A>
 void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, A>& arriving,
-                    const T* x, const Normalisation<A>& norm, const A* packed, T* g,
-                    double* tile_sums, A* dweight, A* scratch) {
+                    const T* x, const Normalisation<A>& norm, const PackedWeights<A>& packed, T* g,
+                    double* tile_sums, A* dweight, bool input_last, A* scratch) {
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const int64_t dy_pitch = (strip.width + 2 * conv.halo_w()) * outputs;
   const int64_t a_pitch = (strip.width + 2 * conv.halo_w()) * channels;
@@ -79,12 +79,12 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
   A* activation = scratch;
   const bool normalised = g != nullptr && conv.taps() == 1 && dweight != nullptr;
   if (g != nullptr) {
-    const TapOffsets taps(conv, dy_pitch, outputs);
+    const Taps taps(conv, dy_pitch, outputs);
     const T* from = x + strip.first_pixel * channels;
     T* to = g + strip.first_pixel * channels;
     A* sums = scratch + a_pitch * (strip.rows + 2 * conv.halo_h());
     std::fill(sums, sums + 2 * channels, A(0));
-    strip_product(gradient, dy_pitch, strip, conv, taps.data(), outputs, channels, packed,
+    strip_product(gradient, dy_pitch, strip, conv, taps, outputs, channels, packed,
                   [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t c) PK_LAMBDA {
 #pragma GCC unroll 4
                     for (int v = 0; v < decltype(vectors)::value; ++v) {
@@ -118,16 +118,15 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
       normalise(x + pixel * channels, row, strip.width, channels, norm);
     });
   }
-  const TapOffsets taps(conv, a_pitch, channels);
+  const Taps taps(conv, a_pitch, channels);
   const A* centre = gradient + conv.halo_h() * dy_pitch + conv.halo_w() * outputs;
   for (int64_t t = 0; t < conv.taps(); ++t) {
     A* partial = dweight + t * channels * outputs;
-    if (outputs >= channels) {
-      strip_weight_gradient(activation + taps[t], a_pitch, channels, centre, dy_pitch, outputs,
-                            strip, partial);
+    const A* shifted = activation + taps.offset[t];
+    if (input_last) {
+      strip_weight_gradient(centre, dy_pitch, outputs, shifted, a_pitch, channels, strip, partial);
     } else {
-      strip_weight_gradient(centre, dy_pitch, outputs, activation + taps[t], a_pitch, channels,
-                            strip, partial);
+      strip_weight_gradient(shifted, a_pitch, channels, centre, dy_pitch, outputs, strip, partial);
     }
   }
 }

@@ -32,10 +32,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
     using A = Accumulate<T>;
     const Normalisation<A> norm(
         batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, conv.in_channels), conv.in_channels);
-    A* packed = thread_buffer<A, Use::kWeights>(conv_weight.numel());
-    const ConvWeight<T> weight(conv_weight, false);
-    PK_CALL(pack, packed, conv, conv.in_channels, conv.out_channels, weight.values, weight.stride_k,
-            weight.stride_c, weight.taps);
+    const PackedWeights<A> packed = packed_weights<T>(conv, conv_weight, false);
     const T* from = data<T>(x);
     const T* bias = conv_bias.has_value() ? data<T>(*conv_bias) : nullptr;
     const T* added = residual.has_value() ? data<T>(*residual) : nullptr;

@@ -6,20 +6,20 @@
 // the strip's y as stored (TileStatistics), taken while y is in registers.
 template <class T, class A>
 void strip_forward(const Strip& strip, const ConvSize& conv, const T* x,
-                   const Normalisation<A>& norm, const A* packed, const T* bias, const T* residual,
-                   T* y, A* statistics, A* scratch) {
+                   const Normalisation<A>& norm, const PackedWeights<A>& packed, const T* bias,
+                   const T* residual, T* y, A* statistics, A* scratch) {
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   fill_bordered(scratch, strip, conv, channels, [&](A* row, int64_t pixel) PK_LAMBDA {
     normalise(x + pixel * channels, row, strip.width, channels, norm);
   });
   const int64_t pitch = (strip.width + 2 * conv.halo_w()) * channels;
-  const TapOffsets taps(conv, pitch, channels);
+  const Taps taps(conv, pitch, channels);
   T* out = y + strip.first_pixel * outputs;
   A* sum = statistics + outputs;
   A* square = sum + outputs;
   if (statistics != nullptr) std::fill(sum, square + outputs, A(0));
   const T* added = residual == nullptr ? nullptr : residual + strip.first_pixel * outputs;
-  strip_product(scratch, pitch, strip, conv, taps.data(), channels, outputs, packed,
+  strip_product(scratch, pitch, strip, conv, taps, channels, outputs, packed,
                 [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t k) PK_LAMBDA {
                   if (bias != nullptr) {
 #pragma GCC unroll 4

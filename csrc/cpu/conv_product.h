@@ -9,7 +9,7 @@
 //   dgrad     da[p][c]    += dy[p - tap][k] * w[tap][k][c]
 //   wgrad     dw[tap][c][k] += a[p + tap][c] * dy[p][k]
 
-constexpr int kMaxVectors = 4;
+constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
 // Rows of accumulators beside `vectors` vectors of the other operand.
 constexpr int max_tile_rows(int vectors) { return (kRegisters - 4) / vectors; }
 
@@ -99,13 +99,14 @@ PK_INLINE void unfold(const Arriving<T, A>& arriving, bool keep, A* out, int64_t
 }
 
 // One tile of accumulators: kRows pixels by kVectors vectors of output channels.
-//   acc[i][v] = sum over taps and channels of in[i * pixel_stride + tap + c] * w[tap][c][v]
-template <class A, int kRows, int kVectors, class Finish>
-PK_INLINE void product_tile(const A* in, const int64_t* taps, int64_t tap_count, int64_t channels,
-                            int64_t pixel_stride, const A* w, const Finish& finish) {
+//   acc[i][v] = sum over taps and channels of in[at(i) + tap + c] * w[tap][c][v]
+template <class A, int kRows, int kVectors, class At, class Finish>
+PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t channels,
+                            const A* weights, const Finish& finish) {
   Vector<A> acc[kRows][kVectors] = {};
-  for (int64_t t = 0; t < tap_count; ++t) {
-    const A* from = in + taps[t];
+  for (int64_t t = 0; t < taps.count; ++t) {
+    const A* from = in + taps.offset[t];
+    const A* w = weights + taps.place[t] * channels * kVectors * kLanes<A>;
     for (int64_t c = 0; c < channels; ++c) {
       Vector<A> wide[kVectors];
 #pragma GCC unroll 4
@@ -114,7 +115,7 @@ PK_INLINE void product_tile(const A* in, const int64_t* taps, int64_t tap_count,
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) acc[i][v] += from[i * pixel_stride + c] * wide[v];
+        for (int v = 0; v < kVectors; ++v) acc[i][v] += from[at(i) + c] * wide[v];
       }
     }
   }
@@ -122,7 +123,7 @@ PK_INLINE void product_tile(const A* in, const int64_t* taps, int64_t tap_count,
 }
 
 // Rows of a tile that kernels are compiled for; between them, tiles are split.
-constexpr int kTileRows[] = {16, 14, 8, 7, 6, 4, 2, 1};
+constexpr int kTileRows[] = {16, 14, 8, 7, 6, 5, 4, 3, 2, 1};
 
 // Rows of the next tile where `left` are left: equal parts as far as kTileRows has them.
 template <int kMost>
@@ -170,45 +171,54 @@ PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
 
 // Vectors of output channels in a tile: wide tiles for 1x1 kernels; two vectors for others, whose
 // weights pass through the first-level cache for every tile.
-PK_INLINE int tile_vectors(const ConvSize& conv) { return conv.taps() == 1 ? 4 : 2; }
+PK_INLINE int tile_vectors(const ConvSize& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
 
-// out[p][k] for the pixels of a strip out of a bordered operand and packed weights.
+// Whether a tile may begin in one row of the image and end in the next: its pixels then need an
+// address each, for which there are registers where accumulators are few.
+constexpr bool kTilesCrossRows = kRegisters < 32;
+
+// out[p][k] for the pixels of a strip out of a bordered operand. The border's zeros must not
+// meet weights that are not finite: where there are such, no tap outside the image is taken.
 template <class A, class Finish>
 PK_INLINE void strip_product(const A* in, int64_t pitch, const Strip& strip, const ConvSize& conv,
-                             const int64_t* taps, int64_t in_channels, int64_t out_channels,
-                             const A* packed, const Finish& finish) {
+                             const Taps& taps, int64_t in_channels, int64_t out_channels,
+                             const PackedWeights<A>& packed, const Finish& finish) {
+  const int64_t pixels = strip.rows * strip.width;
   for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
-    const A* w = packed + k * conv.taps() * in_channels;
-    for (int64_t r = 0; r < strip.rows; ++r) {
-      int64_t column = 0;
-      while (column < strip.width) {
-        const int64_t rows = next_rows<max_tile_rows(kVectors)>(strip.width - column);
-        const A* from = in + r * pitch + column * in_channels;
-        const int64_t pixel = r * strip.width + column;
-        with_rows<max_tile_rows(kVectors)>(rows, [&](auto count) PK_LAMBDA {
-          product_tile<A, decltype(count)::value, kVectors>(
-              from, taps, conv.taps(), in_channels, in_channels, w,
-              [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, pixel, k); });
-        });
-        column += rows;
+    constexpr int kMost = max_tile_rows(kVectors);
+    const A* w = packed.values + k * conv.taps() * in_channels;
+    int64_t pixel = 0, row = 0, column = 0;
+    const A* from = in;
+    const auto advance = [&]() PK_LAMBDA {
+      ++pixel;
+      from += in_channels;
+      if (++column == strip.width) {
+        column = 0;
+        from = in + ++row * pitch;
       }
+    };
+    while (!packed.finite && pixel < pixels) {
+      product_tile<A, 1, kVectors>(
+          from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels, w,
+          [&](auto& acc) { finish(vectors, std::integral_constant<int, 1>{}, acc, pixel, k); });
+      advance();
     }
-  });
-}
-
-// packed[block of k][tap][c][k in block] = weight[k][c][tap], for the strides of any [k][c][tap].
-template <class T, class A>
-void pack(A* packed, const ConvSize& conv, int64_t in_channels, int64_t out_channels,
-          const T* weight, int64_t stride_k, int64_t stride_c, const int64_t* taps) {
-  for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
-    constexpr int kWidth = decltype(vectors)::value * kLanes<A>;
-    for (int64_t t = 0; t < conv.taps(); ++t) {
-      for (int64_t c = 0; c < in_channels; ++c) {
-        const T* from = weight + taps[t] + c * stride_c + k * stride_k;
-        for (int i = 0; i < kWidth; ++i) packed[i] = widened(from[i * stride_k]);
-        packed += kWidth;
-      }
+    while (pixel < pixels) {
+      const int64_t left = kTilesCrossRows ? pixels - pixel : strip.width - column;
+      with_rows<kMost>(next_rows<kMost>(left), [&](auto count) PK_LAMBDA {
+        constexpr int kRows = decltype(count)::value;
+        const A* first = from;
+        const int64_t first_pixel = pixel;
+        int64_t at[kRows];
+        for (int i = 0; i < kRows; ++i) {
+          at[i] = kTilesCrossRows ? from - first : i * in_channels;
+          advance();
+        }
+        product_tile<A, kRows, kVectors>(
+            first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
+            [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_pixel, k); });
+      });
     }
   });
 }

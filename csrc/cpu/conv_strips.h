@@ -68,22 +68,36 @@ struct Strips {
   }
 };
 
-// Where each tap lies in a bordered operand, from the first value of the tap at the upper left.
-class TapOffsets {
- public:
-  TapOffsets(const ConvSize& conv, int64_t pitch, int64_t channels) {
+// Taps of a kernel: where each lies in a bordered operand, from the first value of the tap at the
+// upper left, and its place among the packed weights.
+struct Taps {
+  static constexpr int64_t kMost = 49;
+  int64_t count = 0;
+  int64_t offset[kMost];
+  int64_t place[kMost];
+
+  Taps() = default;
+  Taps(const ConvSize& conv, int64_t pitch, int64_t channels) {
     for (int64_t r = 0; r < conv.kernel_h; ++r) {
-      for (int64_t s = 0; s < conv.kernel_w; ++s) {
-        offsets_[r * conv.kernel_w + s] = r * pitch + s * channels;
-      }
+      for (int64_t s = 0; s < conv.kernel_w; ++s) add(r * pitch + s * channels, count);
     }
   }
-  static constexpr int64_t kMost = 49;
-  const int64_t* data() const { return offsets_; }
-  int64_t operator[](int64_t tap) const { return offsets_[tap]; }
 
- private:
-  int64_t offsets_[kMost];
+  void add(int64_t at, int64_t index) {
+    offset[count] = at;
+    place[count++] = index;
+  }
+
+  // Those that meet the image from a pixel in `row` of the image and `column`.
+  Taps inside(const ConvSize& conv, int64_t row, int64_t column) const {
+    Taps taps;
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t r = row + t / conv.kernel_w - conv.halo_h();
+      const int64_t s = column + t % conv.kernel_w - conv.halo_w();
+      if (r >= 0 && r < conv.height && s >= 0 && s < conv.width) taps.add(offset[t], place[t]);
+    }
+    return taps;
+  }
 };
 
 // Memory of a weight [K, C, R, S] of any strides: of a convolution, or (`transposed`) of the
@@ -92,7 +106,7 @@ template <class T>
 struct ConvWeight {
   const T* values;
   int64_t stride_k, stride_c;
-  int64_t taps[TapOffsets::kMost];
+  int64_t taps[Taps::kMost];
 
   ConvWeight(const Tensor& t, bool transposed)
       : values(data<T>(t)), stride_k(t.strides()[0]), stride_c(t.strides()[1]) {
@@ -104,6 +118,19 @@ struct ConvWeight {
     }
   }
 };
+
+// Weights in the order in which products read them, and whether none is NaN or infinite.
+template <class A>
+struct PackedWeights {
+  const A* values;
+  bool finite;
+};
+
+// A weight [K, C, R, S] of any strides, packed for the convolution, or for its transpose; in a
+// buffer of the calling thread.
+template <class T>
+PackedWeights<Accumulate<T>> packed_weights(const ConvSize& conv, const Tensor& conv_weight,
+                                            bool transposed);
 
 // The gradient that arrives at a convolution's output: `dy`, or where `coefficients` are given
 // [skip +] a*dy + b*(z - mean) + c, still folded; `dz` then keeps it where it is wanted whole.
@@ -134,9 +161,8 @@ inline ConvSize check_conv(const Tensor& x, const Tensor& conv_weight) {
   STD_TORCH_CHECK(shape[0] % lanes == 0 && shape[1] % lanes == 0,
                   "conv_weight: expected channels in multiples of ", lanes, ", got ", shape[0],
                   " and ", shape[1]);
-  STD_TORCH_CHECK(
-      shape[2] % 2 == 1 && shape[3] % 2 == 1 && shape[2] * shape[3] <= TapOffsets::kMost,
-      "conv_weight: expected an odd kernel of at most ", TapOffsets::kMost, " taps");
+  STD_TORCH_CHECK(shape[2] % 2 == 1 && shape[3] % 2 == 1 && shape[2] * shape[3] <= Taps::kMost,
+                  "conv_weight: expected an odd kernel of at most ", Taps::kMost, " taps");
   return {size.images, size.height, size.width, shape[1], shape[0], shape[2], shape[3]};
 }
 
