@@ -119,7 +119,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
                                   needs_dz ? mutable_data<T>(dz) : nullptr, fold.get()};
     const T* from = data<T>(x);
     T* to = needs_g ? mutable_data<T>(g) : nullptr;
-    const Strips strips(conv, kStripValues);
+    // Long strips for a 1x1 kernel, whose weight's gradient has one product a pixel.
+    const Strips strips(conv, conv.taps() == 1 ? 2 * kStripValues : kStripValues);
     TileSums<A> partial_sums(needs_g ? strips.count : 0, conv.in_channels);
     const int64_t scratch = strips.scratch_values(conv.in_channels) +
                             strips.scratch_values(conv.out_channels) + 2 * conv.in_channels;

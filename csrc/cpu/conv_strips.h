@@ -37,8 +37,8 @@ struct Strips {
   Strips(const ConvSize& conv, int64_t values) : conv(conv) {
     const int64_t widest = std::max(conv.in_channels, conv.out_channels);
     if (conv.taps() == 1) {
-      // A multiple of what any tile takes in one go.
-      length = std::clamp<int64_t>(values / widest / 28 * 28, 28, 8 * 28);
+      constexpr int64_t kWholeTiles = 42;  // of 6, 7 or 14 pixels
+      length = std::clamp<int64_t>(values / widest / kWholeTiles, 1, 5) * kWholeTiles;
       per_image = 0;
       count = (conv.pixels() + length - 1) / length;
       return;
