@@ -198,11 +198,11 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def random_stage(kind: str = "bottleneck", **options) -> nn.Module:
+def random_stage(kind: str = "bottleneck", width: int = 6, **options) -> nn.Module:
     """Four blocks for 10 channels: projected, strided, and two with bare shortcuts."""
     expansion = 4 if kind == "bottleneck" else 1
-    blocks = [random_block(kind, 10, 8), random_block(kind, 8 * expansion, 6, 2)]
-    blocks += [random_block(kind, 6 * expansion, 6) for _ in range(2)]
+    blocks = [random_block(kind, 10, 8), random_block(kind, 8 * expansion, width, 2)]
+    blocks += [random_block(kind, width * expansion, width) for _ in range(2)]
     return pk.PreActStage(blocks, **options)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
+from preact_kernels.kernels import native
 from preact_kernels.ops import backend as backends
 from tests.cases import Repeated, in_dtype, random_block, random_stage
 from tests.oracle import assert_same_bits, check, evaluate, gradient_like, plain_copy
@@ -128,6 +129,10 @@ def test_frozen_weights_run_no_weight_gradient(backend, monkeypatch):
 
 def count_calls(backend, name, monkeypatch):
     kernels = backends.select(backend, "cpu", torch.float32)
+    return recorded_calls(kernels, name, monkeypatch)
+
+
+def recorded_calls(kernels, name, monkeypatch):
     function, calls = getattr(kernels, name), []
 
     def recorded(*arguments):
@@ -205,6 +210,70 @@ def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, mo
     with pytest.raises(MemoryError):
         stage(images())
     assert_same_bits(dict(stage.named_buffers()), before)
+
+
+needs_native = pytest.mark.skipif(
+    not native.cpu_is_available(), reason="the compiled library is not installed"
+)
+DIRECT_WIDTH = 16  # channels that the library's convolutions serve on every instruction set
+
+
+def unit_by_unit(function, *args, **kwargs):
+    """A call for which the library has no whole runs of blocks."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(native, "serves_preact_stage", lambda *_: False)
+        return function(*args, **kwargs)
+
+
+@needs_native
+@every_memory
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@both_modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_native_run_of_blocks_gives_the_bits_of_its_units(
+    memory, kind, training, dtype, monkeypatch
+):
+    stage = in_dtype(random_stage(kind, DIRECT_WIDTH, **memory), dtype).train(training)
+    inputs = {"x": images(dtype)}
+    with pk.use_backend("cpu"):
+        expected = unit_by_unit(evaluate, stage, inputs)
+        names = ("preact_stage_forward", "preact_stage_backward")
+        forward, backward = (recorded_calls(native, n, monkeypatch) for n in names)
+        assert_same_bits(evaluate(stage, inputs), expected)
+    assert forward and backward
+    assert len(backward) == (2 if memory.get("segments") == 4 else 1)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@both_modes
+def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training):
+    stage = random_stage(kind, DIRECT_WIDTH).train(training)
+    with pk.use_backend("cpu"):
+        check(stage, plain_copy(stage), {"x": images()})
+
+
+@needs_native
+@pytest.mark.parametrize("frozen", ["2.conv1.weight", "2.bn2.bias", "3.bn1.weight"])
+@pytest.mark.parametrize("wants_x", [True, False])
+def test_a_native_run_stops_at_a_frozen_parameter(frozen, wants_x, monkeypatch):
+    stage = random_stage(width=DIRECT_WIDTH)
+    calls = recorded_calls(native, "preact_stage_backward", monkeypatch)
+    with pk.use_backend("cpu"):
+        frozen = [frozen] if wants_x else ["x", frozen]
+        check(stage, plain_copy(stage), {"x": images()}, frozen=frozen)
+    schema = torch.ops.preact_kernels_cpu.preact_stage_backward.default._schema
+    inputs = [argument.name for argument in schema.arguments].index("inputs")
+    # The units of the other block with a bare shortcut.
+    assert calls and all(len(arguments[inputs]) == 3 for arguments in calls)
+
+
+@needs_native
+def test_a_native_run_of_batch_norms_in_different_modes():
+    stage = random_stage(width=DIRECT_WIDTH)
+    stage[3].eval()
+    with pk.use_backend("cpu"):
+        check(stage, plain_copy(stage), {"x": images()})
 
 
 def test_a_stage_has_the_keys_of_a_sequential():

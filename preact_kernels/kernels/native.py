@@ -1,5 +1,8 @@
 """The compiled CPU library, loaded when first asked for, under the function names of `reference`.
 
+Beside those it has `preact_stage_forward` and `preact_stage_backward` (csrc/cpu/ops.h), for blocks
+in a row whose units `serves_preact_stage`.
+
 Its direct convolutions serve stride 1, "same" padding of an odd kernel, one group, channels that
 fill vectors, and weights that stay in the second-level cache. Every other convolution is
 PyTorch's, on an activation that the library rebuilds and that is freed at once.
@@ -67,6 +70,11 @@ def _is_direct(conv_weight: Tensor, stride, padding, dilation, groups: int) -> b
         and in_channels % multiple == 0
         and conv_weight.numel() * 4 <= _MOST_WEIGHT_BYTES
     )
+
+
+def serves_preact_stage(conv_weight: Tensor, stride, padding, dilation, groups: int) -> bool:
+    """Whether `preact_stage_forward` and `preact_stage_backward` serve a unit of such a weight."""
+    return _is_direct(conv_weight, stride, padding, dilation, groups)
 
 
 def _nhwc(t: Tensor) -> Tensor:

@@ -87,40 +87,122 @@ def _bounds(blocks: Sequence[Block]) -> list[int]:
 
 
 def segment_starts(count: int, memory: str, segments: int | None) -> list[int]:
-    """Indices of the blocks whose input is kept: all in `store`, one a segment in `checkpoint`.
+    """Indices of the blocks that begin a segment, of equal length up to one block.
 
-    Segments are of equal length up to one block; None takes the number nearest `sqrt(count)`.
+    In `checkpoint` only a segment's input is kept; None takes the number nearest `sqrt(count)`.
+    In `store` all blocks are one segment.
     """
     if memory == "store":
-        return list(range(count))
+        return [0]
     segments = min(segments or max(1, round(math.sqrt(count))), count)
     return [count * s // segments for s in range(segments)]
 
 
-def _block_forward(
+def _native_kind(kernels, block: Block, tensors: BlockTensors) -> tuple[int, bool] | None:
+    """What the blocks of one native call have in common; None for a block that has no such call."""
+    serves = getattr(kernels, "serves_preact_stage", None)
+    training = block.units[0].training
+    if serves is None or block.shortcut is not None:
+        return None
+    for unit, t in zip(block.units, tensors.units, strict=True):
+        if unit.training != training or unit.process_group is not None:
+            return None
+        if not serves(t.conv_weight, *unit.conv):
+            return None
+    return len(block.units), training
+
+
+def _runs(kinds: Sequence[tuple | None]) -> list[tuple[int, int]]:
+    """Begin and end of each run of blocks of one kind; a block of no kind is a run of its own."""
+    runs, begin = [], 0
+    for i in range(1, len(kinds) + 1):
+        if i == len(kinds) or kinds[i] is None or kinds[i] != kinds[begin]:
+            runs.append((begin, i))
+            begin = i
+    return runs
+
+
+def _blocks_forward(
     kernels,
-    block: Block,
-    tensors: BlockTensors,
+    blocks: Sequence[Block],
+    tensors: Sequence[BlockTensors],
     x: Tensor,
     known: Sequence[Statistics] | None,
     carried: tuple[Tensor, Tensor] | None,
     with_stats: bool,
+    keep_inputs: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Statistics]]:
-    """Runs one block.
+    """Runs blocks in a row, as few calls as the backend allows.
 
     Args:
         kernels: the backend's functions.
-        block: its numbers.
-        tensors: its tensors.
-        x: its input.
+        blocks: their numbers.
+        tensors: their tensors.
+        x: the input of the first.
         known: the statistics of every unit when this is a recomputation.
         carried: mean and variance of `x`, where known.
         with_stats: whether mean and variance of the output are wanted.
+        keep_inputs: whether the input of every unit is wanted.
 
     Returns:
-        The output, its mean and variance or None, the input of every unit, and the statistics
-        that normalised it.
+        The output, its mean and variance or None, the inputs, and the statistics of every unit.
     """
+    kinds = [_native_kind(kernels, b, t) for b, t in zip(blocks, tensors, strict=True)]
+    inputs, statistics, at = [], [], 0
+    for begin, end in _runs(kinds):
+        units = sum(len(b.units) for b in blocks[begin:end])
+        forward = _block_forward if kinds[begin] is None else _native_forward
+        x, carried, run_inputs, run_statistics = forward(
+            kernels,
+            blocks[begin:end],
+            tensors[begin:end],
+            x,
+            known[at : at + units] if known else None,
+            carried,
+            with_stats if end == len(blocks) else not known and blocks[end].units[0].training,
+            keep_inputs,
+        )
+        if keep_inputs:
+            inputs += run_inputs
+        statistics += run_statistics
+        at += units
+    return x, carried, inputs, statistics
+
+
+def _parameters(tensors: Sequence[BlockTensors]) -> list[Tensor]:
+    """What the native calls take of every unit, in one list."""
+    return [p for t in tensors for u in t.units for p in u[:3]]
+
+
+def _native_forward(kernels, blocks, tensors, x, known, carried, with_stats, keep_inputs):
+    """`_blocks_forward` in one call, for blocks of one kind."""
+    units = [u for b in blocks for u in b.units]
+    if not known and not units[0].training:
+        known = [
+            statistics_of(kernels, x, t.running_mean, t.running_var, False)
+            for b in tensors
+            for t in b.units
+        ]
+    y, mean, var, *rest = kernels.preact_stage_forward(
+        x,
+        carried or (),
+        _parameters(tensors),
+        [t for s in known for t in s[:2]] if known else (),
+        [u.eps for u in units],
+        len(blocks[0].units),
+        with_stats,
+        keep_inputs,
+    )
+    if not known:
+        inv_count = 1.0 / (x.shape[0] * x.shape[2] * x.shape[3])
+        known = [Statistics(*rest[2 * i : 2 * i + 2], inv_count) for i in range(len(units))]
+        rest = rest[2 * len(units) :]
+    return y, (mean, var) if with_stats else None, rest, known
+
+
+def _block_forward(kernels, blocks, tensors, x, known, carried, with_stats, keep_inputs):
+    """`_blocks_forward` unit by unit, for one block."""
+    (block,), (tensors,) = blocks, tensors
     h, inputs, statistics = x, [], []
     last = len(block.units) - 1
     for index, (unit, t) in enumerate(zip(block.units, tensors.units, strict=True)):
@@ -175,20 +257,38 @@ class Pending(NamedTuple):
         return kernels.bn_input_gradient(skip, self.g, *fold)
 
 
-def _block_backward(
-    kernels,
-    block: Block,
-    tensors: BlockTensors,
-    inputs: Sequence[Tensor],
-    statistics: Sequence[Statistics],
-    arriving: Pending,
-    needed: BlockTensors,
-    needs_input: bool,
-) -> tuple[Pending | None, list[Tensor | None]]:
-    """Gradients of one block: of its input, still folded, and of its tensors, in their flat order.
+def _native_backward(kernels, blocks, tensors, inputs, statistics, arriving, needed, needs_input):
+    """`_block_backward` in one call for several blocks, every gradient of which is wanted."""
+    units = [u for b in blocks for u in b.units]
+    g, dy, *rest = kernels.preact_stage_backward(
+        arriving.g,
+        *arriving.fold,
+        inputs,
+        [t for s in statistics for t in s[:2]],
+        _parameters(tensors),
+        [u.eps for u in units],
+        statistics[0].inv_count,
+        len(blocks[0].units),
+    )
+    grads = []
+    for i in range(len(units)):
+        dbn_bias, dbn_weight = rest[2 * i + 1].unbind()
+        grads += (dbn_weight, dbn_bias, rest[2 * i], None, None)
+        if (i + 1) % len(blocks[0].units) == 0:
+            grads.append(None)
+    first, weight = statistics[0], tensors[0].units[0].bn_weight
+    fold = (dy, inputs[0], first.mean, first.var, weight, units[0].eps, rest[1], first.inv_count)
+    return Pending(g, fold), grads
 
-    Between units too the gradient stays folded.
+
+def _block_backward(kernels, blocks, tensors, inputs, statistics, arriving, needed, needs_input):
+    """Gradients of one block, unit by unit.
+
+    Returns:
+        The gradient of its input, still folded, and those of its tensors, in their flat order.
+        Between units too the gradient stays folded.
     """
+    (block,), (tensors,), (needed,) = blocks, tensors, needed
     last = len(block.units) - 1
     wanted = [any(w[:3]) for w in needed.units]
     first = 0 if needs_input or needed.shortcut else wanted.index(True)
@@ -238,17 +338,15 @@ class PreActStageFunction(torch.autograd.Function):
         tensors = _unflatten(blocks, flat)
         starts = segment_starts(len(blocks), memory, segments)
         kept, statistics, h, carried = [], [], x, None
-        for index, (block, t) in enumerate(zip(blocks, tensors, strict=True)):
-            with_stats = index + 1 < len(blocks) and blocks[index + 1].units[0].training
-            y, carried, inputs, stats = _block_forward(
-                kernels, block, t, h, None, carried, with_stats
-            )
-            if memory == "store":
-                kept.extend(inputs)
-            elif index in starts:
+        for begin, end in itertools.pairwise([*starts, len(blocks)]):
+            if memory == "checkpoint":
                 kept.append(h)
-            statistics.extend(stats)
-            h = y
+            h, carried, inputs, segment_statistics = _blocks_forward(
+                kernels, blocks[begin:end], tensors[begin:end], h, None, carried,
+                end < len(blocks) and blocks[end].units[0].training, memory == "store",
+            )  # fmt: skip
+            kept += inputs
+            statistics += segment_statistics
         ctx.kernels, ctx.blocks, ctx.memory, ctx.starts = kernels, blocks, memory, starts
         ctx.inv_counts = [s.inv_count for s in statistics]
         ctx.kept_count = len(kept)
@@ -275,13 +373,9 @@ class PreActStageFunction(torch.autograd.Function):
         if dy is None:
             return *none, *(None for _ in flat)
         tensors = _unflatten(blocks, flat)
-        flat_statistics = [
+        statistics = [
             Statistics(rest[2 * i], rest[2 * i + 1], ctx.inv_counts[i]) for i in range(unit_count)
         ]
-        statistics, at = [], 0
-        for block in blocks:
-            statistics.append(flat_statistics[at : at + len(block.units)])
-            at += len(block.units)
         needs_x, flat_needed = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():
             # Under names of their own, as one tensor may have several places.
@@ -293,31 +387,41 @@ class PreActStageFunction(torch.autograd.Function):
 
         needed = _unflatten(blocks, flat_needed)
         bounds = _bounds(blocks)
+        unit_bounds = [0, *itertools.accumulate(len(b.units) for b in blocks)]
         first = 0 if needs_x else bisect.bisect(bounds, flat_needed.index(True)) - 1
+        # Where every gradient is wanted.
+        kinds = [
+            _native_kind(ctx.kernels, blocks[i], tensors[i])
+            if (needs_x or i > first) and all(w for u in needed[i].units for w in u[:3])
+            else None
+            for i in range(len(blocks))
+        ]
         grads = [None] * len(flat)
         arriving = Pending(layout.nhwc(dy))
         end = len(blocks)
         for start in reversed(ctx.starts):
-            inputs = []
-            if ctx.memory == "store":
-                count = len(blocks[start].units)
-                inputs.append(kept[-count:])
-                del kept[-count:]
-            else:
-                h = kept.pop()
-                for i in range(start, end):
-                    h, _, block_inputs, _ = _block_forward(
-                        ctx.kernels, blocks[i], tensors[i], h, statistics[i], None, False
-                    )
-                    inputs.append(block_inputs)
-            for i in reversed(range(max(start, first), end)):
-                arriving, grads[bounds[i] : bounds[i + 1]] = _block_backward(
-                    ctx.kernels, blocks[i], tensors[i], inputs.pop(), statistics[i], arriving,
-                    needed[i], needs_x or i > first,
-                )  # fmt: skip
-            end = start
             if end <= first:
                 break
+            origin = unit_bounds[start]
+            inputs = kept
+            if ctx.memory == "checkpoint":
+                _, _, inputs, _ = _blocks_forward(
+                    ctx.kernels, blocks[start:end], tensors[start:end], kept.pop(),
+                    statistics[origin : unit_bounds[end]], None, False, True,
+                )  # fmt: skip
+            for i, j in reversed(_runs(kinds[start:end])):
+                i, j = start + i, start + j
+                if j <= first:
+                    break
+                backward = _block_backward if kinds[i] is None else _native_backward
+                arriving, grads[bounds[i] : bounds[j]] = backward(
+                    ctx.kernels, blocks[i:j], tensors[i:j],
+                    inputs[unit_bounds[i] - origin : unit_bounds[j] - origin],
+                    statistics[unit_bounds[i] : unit_bounds[j]], arriving, needed[i:j],
+                    needs_x or i > first,
+                )  # fmt: skip
+                del inputs[unit_bounds[i] - origin :]
+            end = start
         return (
             arriving.whole(ctx.kernels) if needs_x else None,
             *none[1:],
@@ -327,10 +431,11 @@ class PreActStageFunction(torch.autograd.Function):
 
 def _differentiable_forward(blocks, tensors, statistics, x: Tensor) -> Tensor:
     """The blocks in PyTorch's differentiable operations: what a double backward goes through."""
-    for block, t, stats in zip(blocks, tensors, statistics, strict=True):
+    statistics = iter(statistics)
+    for block, t in zip(blocks, tensors, strict=True):
         h = x
         for index, unit in enumerate(block.units):
-            u, s = t.units[index], stats[index]
+            u, s = t.units[index], next(statistics)
             a = differentiable_bn_relu(
                 h, u.bn_weight, u.bn_bias, s.mean, s.var, unit.training, unit.eps,
                 unit.process_group,
