@@ -94,7 +94,7 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
                       Vector<A> sum = {}, product = {};
 #pragma GCC unroll 32
                       for (int i = 0; i < decltype(count)::value; ++i) {
-                        const int64_t next = (pixel + i + decltype(count)::value) * channels + at;
+                        const int64_t next = (pixel + i + kAhead * decltype(count)::value) * channels + at;
                         __builtin_prefetch(from + next);
                         __builtin_prefetch(to + next, 1);
                         const Vector<A> d = load(from + (pixel + i) * channels + at) - m;

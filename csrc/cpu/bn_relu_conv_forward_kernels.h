@@ -35,7 +35,7 @@ void strip_forward(const Strip& strip, const ConvSize& conv, const T* x,
 #pragma GCC unroll 4
                       for (int v = 0; v < decltype(vectors)::value; ++v) {
                         const int64_t next =
-                            (pixel + i + decltype(count)::value) * outputs + k + v * kLanes<A>;
+                            (pixel + i + kAhead * decltype(count)::value) * outputs + k + v * kLanes<A>;
                         __builtin_prefetch(added + next);
                         __builtin_prefetch(out + next, 1);
                         acc[i][v] += load(added + (pixel + i) * outputs + k + v * kLanes<A>);

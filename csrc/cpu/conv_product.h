@@ -173,6 +173,9 @@ PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
 // weights pass through the first-level cache for every tile.
 PK_INLINE int tile_vectors(const ConvSize& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
 
+// Tiles between a product and the one whose operands it prefetches.
+constexpr int kAhead = 4;
+
 // Whether a tile may begin in one row of the image and end in the next: its pixels then need an
 // address each, for which there are registers where accumulators are few.
 constexpr bool kTilesCrossRows = kRegisters < 32;
