@@ -2,22 +2,28 @@
 
 #include "conv_product.h"
 
-// partial[tap][s][v] += sum over the strip of narrow[p + narrow tap][s] * wide[p + wide tap][v].
+// One operand of a product over pixels: rows `pitch` values apart.
 template <class A>
-PK_INLINE void strip_weight_gradient(const A* narrow, int64_t narrow_pitch, int64_t narrow_channels,
-                                     const A* wide, int64_t wide_pitch, int64_t wide_channels,
+struct PixelRows {
+  const A* values;
+  int64_t pitch, channels;
+};
+
+// partial[n][w] += sum over the strip of narrow[p][n] * wide[p][w].
+template <class A>
+PK_INLINE void strip_weight_gradient(const PixelRows<A>& narrow, const PixelRows<A>& wide,
                                      const Strip& strip, A* partial) {
-  for_vector_blocks<A>(wide_channels, kMaxVectors, [&](auto vectors, int64_t first) PK_LAMBDA {
+  for_vector_blocks<A>(wide.channels, kMaxVectors, [&](auto vectors, int64_t first) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     int64_t s = 0;
-    while (s < narrow_channels) {
-      const int64_t rows = next_rows<max_tile_rows(kVectors)>(narrow_channels - s);
+    while (s < narrow.channels) {
+      const int64_t rows = next_rows<max_tile_rows(kVectors)>(narrow.channels - s);
       with_rows<max_tile_rows(kVectors)>(rows, [&](auto count) PK_LAMBDA {
         constexpr int kRows = decltype(count)::value;
         Vector<A> acc[kRows][kVectors] = {};
         for (int64_t r = 0; r < strip.rows; ++r) {
-          const A* a = narrow + r * narrow_pitch + s;
-          const A* b = wide + r * wide_pitch + first;
+          const A* a = narrow.values + r * narrow.pitch + s;
+          const A* b = wide.values + r * wide.pitch + first;
           for (int64_t p = 0; p < strip.width; ++p) {
             Vector<A> w[kVectors];
 #pragma GCC unroll 4
@@ -27,15 +33,15 @@ PK_INLINE void strip_weight_gradient(const A* narrow, int64_t narrow_pitch, int6
 #pragma GCC unroll 4
               for (int v = 0; v < kVectors; ++v) acc[i][v] += a[i] * w[v];
             }
-            a += narrow_channels;
-            b += wide_channels;
+            a += narrow.channels;
+            b += wide.channels;
           }
         }
 #pragma GCC unroll 32
         for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
-            A* to = partial + (s + i) * wide_channels + first + v * kLanes<A>;
+            A* to = partial + (s + i) * wide.channels + first + v * kLanes<A>;
             store(to, load(to) + acc[i][v]);
           }
         }
@@ -94,7 +100,8 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
                       Vector<A> sum = {}, product = {};
 #pragma GCC unroll 32
                       for (int i = 0; i < decltype(count)::value; ++i) {
-                        const int64_t next = (pixel + i + kAhead * decltype(count)::value) * channels + at;
+                        const int64_t next =
+                            (pixel + i + kAhead * decltype(count)::value) * channels + at;
                         __builtin_prefetch(from + next);
                         __builtin_prefetch(to + next, 1);
                         const Vector<A> d = load(from + (pixel + i) * channels + at) - m;
@@ -121,12 +128,9 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
   const Taps taps(conv, a_pitch, channels);
   const A* centre = gradient + conv.halo_h() * dy_pitch + conv.halo_w() * outputs;
   for (int64_t t = 0; t < conv.taps(); ++t) {
-    A* partial = dweight + t * channels * outputs;
-    const A* shifted = activation + taps.offset[t];
-    if (input_last) {
-      strip_weight_gradient(centre, dy_pitch, outputs, shifted, a_pitch, channels, strip, partial);
-    } else {
-      strip_weight_gradient(shifted, a_pitch, channels, centre, dy_pitch, outputs, strip, partial);
-    }
+    const PixelRows<A> a{activation + taps.offset[t], a_pitch, channels};
+    const PixelRows<A> dy{centre, dy_pitch, outputs};
+    strip_weight_gradient(input_last ? dy : a, input_last ? a : dy, strip,
+                          dweight + t * channels * outputs);
   }
 }

@@ -19,59 +19,59 @@ void strip_forward(const Strip& strip, const ConvSize& conv, const T* x,
   A* square = sum + outputs;
   if (statistics != nullptr) std::fill(sum, square + outputs, A(0));
   const T* added = residual == nullptr ? nullptr : residual + strip.first_pixel * outputs;
-  strip_product(scratch, pitch, strip, conv, taps, channels, outputs, packed,
-                [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t k) PK_LAMBDA {
-                  if (bias != nullptr) {
+  strip_product(
+      scratch, pitch, strip, conv, taps, channels, outputs, packed,
+      [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t k) PK_LAMBDA {
+        if (bias != nullptr) {
 #pragma GCC unroll 4
-                    for (int v = 0; v < decltype(vectors)::value; ++v) {
-                      const Vector<A> b = load(bias + k + v * kLanes<A>);
+          for (int v = 0; v < decltype(vectors)::value; ++v) {
+            const Vector<A> b = load(bias + k + v * kLanes<A>);
 #pragma GCC unroll 32
-                      for (int i = 0; i < decltype(count)::value; ++i) acc[i][v] += b;
-                    }
-                  }
-                  if (added != nullptr) {
+            for (int i = 0; i < decltype(count)::value; ++i) acc[i][v] += b;
+          }
+        }
+        if (added != nullptr) {
 #pragma GCC unroll 32
-                    for (int i = 0; i < decltype(count)::value; ++i) {
+          for (int i = 0; i < decltype(count)::value; ++i) {
 #pragma GCC unroll 4
-                      for (int v = 0; v < decltype(vectors)::value; ++v) {
-                        const int64_t next =
-                            (pixel + i + kAhead * decltype(count)::value) * outputs + k + v * kLanes<A>;
-                        __builtin_prefetch(added + next);
-                        __builtin_prefetch(out + next, 1);
-                        acc[i][v] += load(added + (pixel + i) * outputs + k + v * kLanes<A>);
-                      }
-                    }
-                  }
+            for (int v = 0; v < decltype(vectors)::value; ++v) {
+              const int64_t next =
+                  (pixel + i + kAhead * decltype(count)::value) * outputs + k + v * kLanes<A>;
+              __builtin_prefetch(added + next);
+              __builtin_prefetch(out + next, 1);
+              acc[i][v] += load(added + (pixel + i) * outputs + k + v * kLanes<A>);
+            }
+          }
+        }
 #pragma GCC unroll 32
-                  for (int i = 0; i < decltype(count)::value; ++i) {
+        for (int i = 0; i < decltype(count)::value; ++i) {
 #pragma GCC unroll 4
-                    for (int v = 0; v < decltype(vectors)::value; ++v) {
-                      store(out + (pixel + i) * outputs + k + v * kLanes<A>, acc[i][v]);
-                    }
-                  }
-                  if (statistics == nullptr) return;
+          for (int v = 0; v < decltype(vectors)::value; ++v) {
+            store(out + (pixel + i) * outputs + k + v * kLanes<A>, acc[i][v]);
+          }
+        }
+        if (statistics == nullptr) return;
 #pragma GCC unroll 4
-                  for (int v = 0; v < decltype(vectors)::value; ++v) {
-                    const int64_t at = k + v * kLanes<A>;
-                    if (pixel == 0) {
-                      Vector<A> first = {};
+        for (int v = 0; v < decltype(vectors)::value; ++v) {
+          const int64_t at = k + v * kLanes<A>;
+          if (pixel == 0) {
+            Vector<A> first = {};
 #pragma GCC unroll 32
-                      for (int i = 0; i < decltype(count)::value; ++i) {
-                        first += as_stored(out, acc[i][v]);
-                      }
-                      store(statistics + at,
-                            finite_or_zero(first * (A(1) / A(decltype(count)::value))));
-                    }
-                    const Vector<A> pivot = load(statistics + at);
-                    Vector<A> s = {}, q = {};
+            for (int i = 0; i < decltype(count)::value; ++i) {
+              first += as_stored(out, acc[i][v]);
+            }
+            store(statistics + at, finite_or_zero(first * (A(1) / A(decltype(count)::value))));
+          }
+          const Vector<A> pivot = load(statistics + at);
+          Vector<A> s = {}, q = {};
 #pragma GCC unroll 32
-                    for (int i = 0; i < decltype(count)::value; ++i) {
-                      const Vector<A> d = as_stored(out, acc[i][v]) - pivot;
-                      s += d;
-                      q += d * d;
-                    }
-                    store(sum + at, load(sum + at) + s);
-                    store(square + at, load(square + at) + q);
-                  }
-                });
+          for (int i = 0; i < decltype(count)::value; ++i) {
+            const Vector<A> d = as_stored(out, acc[i][v]) - pivot;
+            s += d;
+            q += d * d;
+          }
+          store(sum + at, load(sum + at) + s);
+          store(square + at, load(square + at) + q);
+        }
+      });
 }

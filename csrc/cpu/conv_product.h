@@ -122,8 +122,18 @@ PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t
   finish(acc);
 }
 
-// Rows of a tile that kernels are compiled for; between them, tiles are split.
-constexpr int kTileRows[] = {16, 14, 8, 7, 6, 5, 4, 3, 2, 1};
+// Rows of a tile that kernels are compiled for, the most first; between them, tiles are split.
+template <int kCount>
+struct TileRows;
+template <>
+struct TileRows<16> {
+  static constexpr int values[] = {8, 6, 5, 4, 3, 2, 1};
+};
+template <>
+struct TileRows<32> {
+  static constexpr int values[] = {16, 14, 8, 7, 6, 4, 2, 1};
+};
+static constexpr auto& kTileRows = TileRows<kRegisters>::values;
 
 // Rows of the next tile where `left` are left: equal parts as far as kTileRows has them.
 template <int kMost>
