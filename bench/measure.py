@@ -158,7 +158,8 @@ class Machine:
             name = torch.cuda.get_device_name(device)
         else:
             threads = torch.get_num_threads()
-            name = f"{cpu_model()} ({threads} thread{'s' if threads > 1 else ''})"
+            capability = torch.backends.cpu.get_cpu_capability()
+            name = f"{cpu_model()} {capability} ({threads} thread{'s' if threads > 1 else ''})"
         versions = [
             f"torch {torch.__version__}",
             f"python {platform.python_version()}",
