@@ -137,8 +137,32 @@ def test_nan_and_inf_spread_as_in_eager(where, value, training, out_channels, ba
     inputs = conv_inputs(TYPICAL._replace(out_channels=out_channels))
     inputs[where].view(-1)[3] = value
     arguments = {"training": training, **TYPICAL.conv}
-    fused = evaluate(partial(pk.bn_relu_conv2d, **arguments), inputs)
-    plain = evaluate(partial(plain_bn_relu_conv2d, **arguments), inputs)
+    assert_finite_as_in_eager(inputs, **arguments)
+
+
+# Several strips an image, and taps that reach over each side of it.
+@pytest.mark.parametrize("tap", [0, 2, 6, 8])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_weight_that_is_not_finite_stays_inside_the_image(tap, value, backend):
+    case = TYPICAL._replace(x=(2, 16, 70, 5), out_channels=32)
+    inputs = conv_inputs(case)
+    inputs["conv_weight"].view(-1)[tap] = value
+    assert_finite_as_in_eager(inputs, training=True, **case.conv)
+
+
+@pytest.mark.parametrize("pixel", [0, 4, 25, 29])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_gradient_that_is_not_finite_stays_inside_the_image(pixel, value, backend):
+    case = TYPICAL._replace(out_channels=32)
+    inputs = conv_inputs(case)
+    dy = torch.randn(3, 32, 6, 5)
+    dy.view(3, 32, 30)[1, 7, pixel] = value
+    assert_finite_as_in_eager(inputs, dy, training=True, **case.conv)
+
+
+def assert_finite_as_in_eager(inputs, dy=None, **arguments):
+    fused = evaluate(partial(pk.bn_relu_conv2d, **arguments), inputs, dy)
+    plain = evaluate(partial(plain_bn_relu_conv2d, **arguments), inputs, dy)
     for name, expected in plain.items():
         off = fused[name].isfinite() != expected.isfinite()
         assert not off.any(), f"{name}: {int(off.sum())} of {off.numel()}"

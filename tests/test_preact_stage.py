@@ -226,6 +226,7 @@ def unit_by_unit(function, *args, **kwargs):
 
 
 @needs_native
+@pytest.mark.usefixtures("poisoned_memory")
 @every_memory
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @both_modes
@@ -245,6 +246,7 @@ def test_a_native_run_of_blocks_gives_the_bits_of_its_units(
 
 
 @needs_native
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @both_modes
 def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training):
@@ -254,10 +256,12 @@ def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training)
 
 
 @needs_native
+@pytest.mark.usefixtures("poisoned_memory")
+@store_and_checkpoint
 @pytest.mark.parametrize("frozen", ["2.conv1.weight", "2.bn2.bias", "3.bn1.weight"])
 @pytest.mark.parametrize("wants_x", [True, False])
-def test_a_native_run_stops_at_a_frozen_parameter(frozen, wants_x, monkeypatch):
-    stage = random_stage(width=DIRECT_WIDTH)
+def test_a_native_run_stops_at_a_frozen_parameter(memory, frozen, wants_x, monkeypatch):
+    stage = random_stage(width=DIRECT_WIDTH, **memory)
     calls = recorded_calls(native, "preact_stage_backward", monkeypatch)
     with pk.use_backend("cpu"):
         frozen = [frozen] if wants_x else ["x", frozen]
@@ -269,11 +273,38 @@ def test_a_native_run_stops_at_a_frozen_parameter(frozen, wants_x, monkeypatch):
 
 
 @needs_native
-def test_a_native_run_of_batch_norms_in_different_modes():
-    stage = random_stage(width=DIRECT_WIDTH)
-    stage[3].eval()
+@pytest.mark.usefixtures("poisoned_memory")
+@store_and_checkpoint
+@pytest.mark.parametrize("frozen", ["3", "3.bn2"])
+def test_a_native_run_of_batch_norms_in_different_modes(memory, frozen):
+    stage = random_stage(width=DIRECT_WIDTH, **memory)
+    stage.get_submodule(frozen).eval()
     with pk.use_backend("cpu"):
         check(stage, plain_copy(stage), {"x": images()})
+
+
+@needs_native
+@pytest.mark.usefixtures("poisoned_memory")
+@store_and_checkpoint
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_native_run_behind_frozen_blocks(memory, blocks):
+    stage = random_stage(width=DIRECT_WIDTH, **memory)
+    names = [n for n, _ in stage.named_parameters() if int(n[0]) < blocks]
+    with pk.use_backend("cpu"):
+        check(stage, plain_copy(stage), {"x": images()}, frozen=["x", *names])
+
+
+@needs_native
+@store_and_checkpoint
+def test_a_native_run_goes_back_twice(memory):
+    stage = random_stage(width=DIRECT_WIDTH, **memory)
+    x = images().requires_grad_()
+    with pk.use_backend("cpu"):
+        y = stage(x)
+        dy = torch.randn_like(y)
+        once = torch.autograd.grad(y, (x, *stage.parameters()), dy, retain_graph=True)
+        twice = torch.autograd.grad(y, (x, *stage.parameters()), dy)
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
 
 
 def test_a_stage_has_the_keys_of_a_sequential():

@@ -74,6 +74,12 @@ struct WeightGradient {
 
 }  // namespace
 
+ParameterGradients empty_parameter_gradients(const Tensor& x, const Tensor& conv_weight,
+                                             bool needs_g, bool needs_conv_weight) {
+  return {needs_conv_weight ? torch::stable::empty_like(conv_weight) : absent(x),
+          needs_g ? empty_sums(x, conv_weight.sizes()[1]) : empty_statistics(x, 0)};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
     const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
@@ -81,6 +87,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     double z_inv_count, const Tensor& x, const Tensor& mean, const Tensor& var,
     const Tensor& bn_weight, const Tensor& bn_bias, double eps, const Tensor& conv_weight,
     bool needs_g, bool needs_conv_weight, bool needs_dz) {
+  const ParameterGradients gradients =
+      empty_parameter_gradients(x, conv_weight, needs_g, needs_conv_weight);
+  const auto [g, dz] = bn_relu_conv_backward_into(
+      gradients, dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count, x, mean, var,
+      bn_weight, bn_bias, eps, conv_weight, needs_g, needs_conv_weight, needs_dz);
+  return {g, gradients.conv_weight, gradients.sums, dz};
+}
+
+std::tuple<Tensor, Tensor> bn_relu_conv_backward_into(
+    const ParameterGradients& gradients, const Tensor& dy, const std::optional<Tensor>& skip,
+    const std::optional<Tensor>& z, const std::optional<Tensor>& z_mean,
+    const std::optional<Tensor>& z_var, const std::optional<Tensor>& z_weight, double z_eps,
+    const std::optional<Tensor>& z_sums, double z_inv_count, const Tensor& x, const Tensor& mean,
+    const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias, double eps,
+    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz) {
   const ConvSize conv = check_conv(x, conv_weight);
   const Activation out_size = check_activation("dy", dy);
   STD_TORCH_CHECK(out_size.images == conv.images && out_size.channels == conv.out_channels &&
@@ -96,9 +117,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
                   "z: expected a tensor beside skip or needs_dz");
   const Tensor g =
       needs_g ? empty_nhwc(x, {conv.images, conv.in_channels, conv.height, conv.width}) : absent(x);
-  const Tensor sums = needs_g ? empty_sums(x, conv.in_channels) : empty_statistics(x, 0);
-  const Tensor dconv_weight =
-      needs_conv_weight ? torch::stable::empty_like(conv_weight) : absent(x);
   const Tensor dz = needs_dz ? empty_nhwc(dy, out_size) : absent(x);
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
@@ -124,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     TileSums<A> partial_sums(needs_g ? strips.count : 0, conv.in_channels);
     const int64_t scratch = strips.scratch_values(conv.in_channels) +
                             strips.scratch_values(conv.out_channels) + 2 * conv.in_channels;
-    WeightGradient<T> dweight(conv, dconv_weight, needs_conv_weight ? strips.count : 0);
+    WeightGradient<T> dweight(conv, gradients.conv_weight, needs_conv_weight ? strips.count : 0);
     // Each run of strips adds up a gradient of the weight of its own.
     const int64_t runs = needs_conv_weight ? dweight.runs : strips.count;
     for_tiles(runs, [&](int64_t run) {
@@ -135,10 +153,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
                 thread_buffer<A, Use::kScratch>(scratch));
       }
     });
-    if (needs_g) partial_sums.merge(norm, mutable_data<A>(sums));
+    if (needs_g) partial_sums.merge(norm, mutable_data<A>(gradients.sums));
     if (needs_conv_weight) dweight.merge();
   });
-  return {g, dconv_weight, sums, dz};
+  return {g, dz};
 }
 
 }  // namespace preact_kernels

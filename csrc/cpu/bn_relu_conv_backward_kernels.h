@@ -2,29 +2,33 @@
 
 #include "conv_product.h"
 
-// One operand of a product over pixels: rows `pitch` values apart.
+// One operand of a product over pixels: rows of them `pitch` values apart.
 template <class A>
 struct PixelRows {
   const A* values;
   int64_t pitch, channels;
+
+  PixelRows from(int64_t row, int64_t column) const {
+    return {values + row * pitch + column * channels, pitch, channels};
+  }
 };
 
-// partial[n][w] += sum over the strip of narrow[p][n] * wide[p][w].
+// partial[n][w] += sum over `rows` by `width` pixels of narrow[p][n] * wide[p][w].
 template <class A>
 PK_INLINE void strip_weight_gradient(const PixelRows<A>& narrow, const PixelRows<A>& wide,
-                                     const Strip& strip, A* partial) {
+                                     int64_t rows, int64_t width, A* partial) {
   for_vector_blocks<A>(wide.channels, kMaxVectors, [&](auto vectors, int64_t first) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     int64_t s = 0;
     while (s < narrow.channels) {
-      const int64_t rows = next_rows<max_tile_rows(kVectors)>(narrow.channels - s);
-      with_rows<max_tile_rows(kVectors)>(rows, [&](auto count) PK_LAMBDA {
+      const int64_t tile = next_rows<max_tile_rows(kVectors)>(narrow.channels - s);
+      with_rows<max_tile_rows(kVectors)>(tile, [&](auto count) PK_LAMBDA {
         constexpr int kRows = decltype(count)::value;
         Vector<A> acc[kRows][kVectors] = {};
-        for (int64_t r = 0; r < strip.rows; ++r) {
+        for (int64_t r = 0; r < rows; ++r) {
           const A* a = narrow.values + r * narrow.pitch + s;
           const A* b = wide.values + r * wide.pitch + first;
-          for (int64_t p = 0; p < strip.width; ++p) {
+          for (int64_t p = 0; p < width; ++p) {
             Vector<A> w[kVectors];
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) w[v] = load(b + v * kLanes<A>);
@@ -46,7 +50,7 @@ PK_INLINE void strip_weight_gradient(const PixelRows<A>& narrow, const PixelRows
           }
         }
       });
-      s += rows;
+      s += tile;
     }
   });
 }
@@ -125,12 +129,21 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
       normalise(x + pixel * channels, row, strip.width, channels, norm);
     });
   }
-  const Taps taps(conv, a_pitch, channels);
-  const A* centre = gradient + conv.halo_h() * dy_pitch + conv.halo_w() * outputs;
+  const PixelRows<A> bordered{activation, a_pitch, channels};
+  const PixelRows<A> dy{gradient + conv.halo_h() * dy_pitch + conv.halo_w() * outputs, dy_pitch,
+                        outputs};
   for (int64_t t = 0; t < conv.taps(); ++t) {
-    const PixelRows<A> a{activation + taps.offset[t], a_pitch, channels};
-    const PixelRows<A> dy{centre, dy_pitch, outputs};
-    strip_weight_gradient(input_last ? dy : a, input_last ? a : dy, strip,
+    // Only pixels from which the tap meets the image: the border's zeros must not meet a dy that is
+    // not finite.
+    const int64_t tap_row = t / conv.kernel_w, tap_column = t % conv.kernel_w;
+    const int64_t down = strip.row + tap_row - conv.halo_h(), right = tap_column - conv.halo_w();
+    const int64_t row = std::max<int64_t>(0, -down), column = std::max<int64_t>(0, -right);
+    const int64_t rows = std::min(strip.rows, strip.image_rows - down) - row;
+    const int64_t width = std::min(strip.width, strip.width - right) - column;
+    if (rows <= 0 || width <= 0) continue;
+    const PixelRows<A> a = bordered.from(row + tap_row, column + tap_column);
+    const PixelRows<A> d = dy.from(row, column);
+    strip_weight_gradient(input_last ? d : a, input_last ? a : d, rows, width,
                           dweight + t * channels * outputs);
   }
 }

@@ -9,6 +9,10 @@
 
 namespace preact_kernels {
 
+BatchStatistics empty_batch_statistics(const Tensor& x, int64_t channels) {
+  return {empty_statistics(x, channels), empty_statistics(x, channels)};
+}
+
 std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const Tensor& mean,
                                                         const Tensor& var, const Tensor& bn_weight,
                                                         const Tensor& bn_bias, double eps,
@@ -16,6 +20,17 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
                                                         const std::optional<Tensor>& conv_bias,
                                                         const std::optional<Tensor>& residual,
                                                         bool with_stats) {
+  const BatchStatistics of_y = empty_batch_statistics(x, with_stats ? conv_weight.sizes()[0] : 0);
+  return {bn_relu_conv_forward_into(of_y, x, mean, var, bn_weight, bn_bias, eps, conv_weight,
+                                    conv_bias, residual, with_stats),
+          of_y.mean, of_y.var};
+}
+
+Tensor bn_relu_conv_forward_into(const BatchStatistics& of_y, const Tensor& x, const Tensor& mean,
+                                 const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias,
+                                 double eps, const Tensor& conv_weight,
+                                 const std::optional<Tensor>& conv_bias,
+                                 const std::optional<Tensor>& residual, bool with_stats) {
   const ConvSize conv = check_conv(x, conv_weight);
   const Tensor y = empty_nhwc(x, {conv.images, conv.out_channels, conv.height, conv.width});
   if (residual.has_value()) check_like("residual", *residual, "y", y);
@@ -25,8 +40,6 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
                         conv_bias->scalar_type() == x.scalar_type(),
                     "conv_bias: expected ", conv.out_channels, " values in the dtype of x");
   }
-  const Tensor y_mean = empty_statistics(x, with_stats ? conv.out_channels : 0);
-  const Tensor y_var = empty_statistics(x, with_stats ? conv.out_channels : 0);
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -46,9 +59,9 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
               with_stats ? statistics.tile(index) : nullptr,
               thread_buffer<A, Use::kScratch>(strips.scratch_values(conv.in_channels)));
     });
-    if (with_stats) statistics.merge(mutable_data<A>(y_mean), mutable_data<A>(y_var));
+    if (with_stats) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));
   });
-  return {y, y_mean, y_var};
+  return y;
 }
 
 }  // namespace preact_kernels

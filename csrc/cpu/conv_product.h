@@ -135,6 +135,8 @@ struct TileRows<32> {
 };
 static constexpr auto& kTileRows = TileRows<kRegisters>::values;
 
+static_assert(kTileRows[std::size(kTileRows) - 1] == 1, "any number of rows must be reached");
+
 // Rows of the next tile where `left` are left: equal parts as far as kTileRows has them.
 template <int kMost>
 PK_INLINE int64_t next_rows(int64_t left) {
@@ -149,7 +151,7 @@ PK_INLINE int64_t next_rows(int64_t left) {
 // Calls body(rows) with `rows`, one of kTileRows of at most kMost, as a constant.
 template <int kMost, int kIndex = 0, class Body>
 PK_INLINE void with_rows(int64_t rows, const Body& body) {
-  if constexpr (kIndex < sizeof(kTileRows) / sizeof(int)) {
+  if constexpr (kIndex < std::size(kTileRows)) {
     if constexpr (kTileRows[kIndex] <= kMost) {
       if (rows == kTileRows[kIndex]) {
         body(std::integral_constant<int, kTileRows[kIndex]>{});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "batch_norm.h"
@@ -37,7 +38,7 @@ struct Strips {
   Strips(const ConvSize& conv, int64_t values) : conv(conv) {
     const int64_t widest = std::max(conv.in_channels, conv.out_channels);
     if (conv.taps() == 1) {
-      constexpr int64_t kWholeTiles = 42;  // of 6, 7 or 14 pixels
+      constexpr int64_t kWholeTiles = 42;  // of 6, 7 or 14 pixels by 2 or 4 vectors
       length = std::clamp<int64_t>(values / widest / kWholeTiles, 1, 5) * kWholeTiles;
       per_image = 0;
       count = (conv.pixels() + length - 1) / length;
@@ -143,8 +144,8 @@ struct Arriving {
   const InputGradient<A>* coefficients;
 };
 
-// Values of one operand of a strip: half of a first-level cache of 32 KiB to 48 KiB and more, the
-// rest of it for the weights and the other operand.
+// Values of the wider operand of a strip: 48 KiB in float32, little beside a second-level cache. A
+// product takes a few pixels of it at a time, so that the first-level cache is the weights'.
 constexpr int64_t kStripValues = 12 * 1024;
 
 // The sizes of the convolution of `x`, once it is seen to be one that these kernels serve.
@@ -155,6 +156,7 @@ inline ConvSize check_conv(const Tensor& x, const Tensor& conv_weight) {
   STD_TORCH_CHECK(conv_weight.scalar_type() == x.scalar_type(),
                   "conv_weight: expected the dtype of x");
   const auto shape = conv_weight.sizes();
+  STD_TORCH_CHECK(shape[0] > 0, "conv_weight: expected at least one output channel, got none");
   STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
                   " to match x, got ", shape[1]);
   const int64_t lanes = vector_bytes(isa()) / static_cast<int64_t>(sizeof(float));

@@ -50,6 +50,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     const Tensor& bn_weight, const Tensor& bn_bias, double eps, const Tensor& conv_weight,
     bool needs_g, bool needs_conv_weight, bool needs_dz);
 
+// The same two, with small results in tensors that the caller allocated: a stage does so ahead of
+// its large tensors, which would otherwise leave holes of awkward sizes between those that stay.
+struct BatchStatistics {
+  Tensor mean, var;
+};
+BatchStatistics empty_batch_statistics(const Tensor& x, int64_t channels);
+
+Tensor bn_relu_conv_forward_into(const BatchStatistics& of_y, const Tensor& x, const Tensor& mean,
+                                 const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias,
+                                 double eps, const Tensor& conv_weight,
+                                 const std::optional<Tensor>& conv_bias,
+                                 const std::optional<Tensor>& residual, bool with_stats);
+
+struct ParameterGradients {
+  Tensor conv_weight, sums;
+};
+ParameterGradients empty_parameter_gradients(const Tensor& x, const Tensor& conv_weight,
+                                             bool needs_g, bool needs_conv_weight);
+
+std::tuple<Tensor, Tensor> bn_relu_conv_backward_into(
+    const ParameterGradients& gradients, const Tensor& dy, const std::optional<Tensor>& skip,
+    const std::optional<Tensor>& z, const std::optional<Tensor>& z_mean,
+    const std::optional<Tensor>& z_var, const std::optional<Tensor>& z_weight, double z_eps,
+    const std::optional<Tensor>& z_sums, double z_inv_count, const Tensor& x, const Tensor& mean,
+    const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias, double eps,
+    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz);
+
 std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x, const Tensor& branch,
                                                         bool with_stats);
 
@@ -57,7 +84,8 @@ std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x, const T
 // parameters: bn_weight, bn_bias, conv_weight of every unit. known: mean and var of every unit, or
 // nothing where each takes its batch's; x_statistics: those of x then, where the caller has them.
 // Returns y and its mean and var (without values unless `with_stats`); mean and var of every unit
-// unless they are known; the input of every unit where `keep_inputs`.
+// unless they are known; the input of every unit where `keep_inputs`. The first of these are x and
+// x_statistics themselves.
 std::vector<Tensor> preact_stage_forward(const Tensor& x, const std::vector<Tensor>& x_statistics,
                                          const std::vector<Tensor>& parameters,
                                          const std::vector<Tensor>& known,

@@ -37,6 +37,13 @@ std::vector<Tensor> preact_stage_forward(const Tensor& x, const std::vector<Tens
   } else if (known.empty()) {
     std::tie(mean, var) = bn_stats(x);
   }
+  std::vector<BatchStatistics> of_outputs;
+  for (size_t i = 0; i < eps.size(); ++i) {
+    const Tensor& conv_weight = parameters[kParameters * i + 2];
+    STD_TORCH_CHECK(conv_weight.dim() == 4, "conv_weight: expected 4 dimensions");
+    const bool wanted = i + 1 == eps.size() ? with_stats : known.empty();
+    of_outputs.push_back(empty_batch_statistics(x, wanted ? conv_weight.sizes()[0] : 0));
+  }
   for (size_t i = 0; i < eps.size(); ++i) {
     const size_t place = i % units_per_block;
     const bool ends_block = place + 1 == static_cast<size_t>(units_per_block);
@@ -72,7 +79,15 @@ std::vector<Tensor> preact_stage_backward(
                   inputs.size());
   STD_TORCH_CHECK(statistics.size() == kStatistics * eps.size(), "statistics: expected ",
                   kStatistics * eps.size(), " tensors, got ", statistics.size());
-  std::vector<Tensor> results(2 + 2 * eps.size());
+  std::vector<Tensor> results(2);
+  std::vector<ParameterGradients> gradients;
+  for (size_t i = 0; i < eps.size(); ++i) {
+    const Tensor& conv_weight = parameters[kParameters * i + 2];
+    STD_TORCH_CHECK(conv_weight.dim() == 4, "conv_weight: expected 4 dimensions");
+    gradients.push_back(empty_parameter_gradients(inputs[i], conv_weight, true, true));
+    results.push_back(gradients[i].conv_weight);
+    results.push_back(gradients[i].sums);
+  }
   Tensor g = dy, block_dy = dy;
   auto fold = std::make_tuple(skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count);
   for (size_t i = eps.size(); i-- > 0;) {
@@ -81,23 +96,21 @@ std::vector<Tensor> preact_stage_backward(
     const bool needs_dz = ends_block && std::get<1>(fold).has_value();
     const Tensor &mean = statistics[kStatistics * i], &var = statistics[kStatistics * i + 1];
     const Tensor* p = &parameters[kParameters * i];
-    auto [unit_g, dconv_weight, sums, dz] = std::apply(
+    const auto [unit_g, dz] = std::apply(
         [&](const auto&... folded) {
-          return bn_relu_conv_backward(g, folded..., inputs[i], mean, var, p[0], p[1], eps[i], p[2],
-                                       true, true, needs_dz);
+          return bn_relu_conv_backward_into(gradients[i], g, folded..., inputs[i], mean, var, p[0],
+                                            p[1], eps[i], p[2], true, true, needs_dz);
         },
         fold);
     if (ends_block) block_dy = needs_dz ? dz : g;
     g = unit_g;
-    results[2 + 2 * i] = dconv_weight;
-    results[3 + 2 * i] = sums;
     fold = {place == 0 ? std::optional<Tensor>(block_dy) : std::nullopt,
             inputs[i],
             mean,
             var,
             p[0],
             eps[i],
-            sums,
+            gradients[i].sums,
             inv_count};
   }
   results[0] = g;

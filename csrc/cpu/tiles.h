@@ -49,7 +49,7 @@ void for_tiles(int64_t count, const Body& body) {
     for (int64_t self = begin; self < end; ++self) {
       for (int64_t r = 0; r < parts; ++r) {
         Range& range = ranges[(self + r) % parts];
-        for (;;) {
+        while (range.next.load(std::memory_order_relaxed) < range.end) {
           const int64_t tile = range.next.fetch_add(1, std::memory_order_relaxed);
           if (tile >= range.end) break;
           body(tile);

@@ -55,7 +55,8 @@ def _channel_multiple() -> int:
     return torch.ops.preact_kernels_cpu.vector_bytes() // 4
 
 
-def _is_direct(conv_weight: Tensor, stride, padding, dilation, groups: int) -> bool:
+def serves_preact_stage(conv_weight: Tensor, stride, padding, dilation, groups: int) -> bool:
+    """Whether the direct convolutions, and so whole runs of blocks, serve a unit of this weight."""
     out_channels, in_channels, kernel_h, kernel_w = conv_weight.shape
     multiple = _channel_multiple()
     return (
@@ -72,9 +73,7 @@ def _is_direct(conv_weight: Tensor, stride, padding, dilation, groups: int) -> b
     )
 
 
-def serves_preact_stage(conv_weight: Tensor, stride, padding, dilation, groups: int) -> bool:
-    """Whether `preact_stage_forward` and `preact_stage_backward` serve a unit of such a weight."""
-    return _is_direct(conv_weight, stride, padding, dilation, groups)
+_is_direct = serves_preact_stage
 
 
 def _nhwc(t: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """A list of pre-activation blocks as one autograd node.
 
 The only place that knows how statistics pass from the kernel that writes a tensor to the one
-that normalises it, how gradients pass folded from unit to unit, and what each memory mode keeps.
+that normalises it, how gradients pass folded from unit to unit, and what each memory mode keeps;
+but for a backend that runs plain blocks in one call, which does the first two the same way
+(tests/test_preact_stage.py holds the two together, bit by bit).
 """
 
 import bisect
@@ -174,7 +176,16 @@ def _parameters(tensors: Sequence[BlockTensors]) -> list[Tensor]:
     return [p for t in tensors for u in t.units for p in u[:3]]
 
 
-def _native_forward(kernels, blocks, tensors, x, known, carried, with_stats, keep_inputs):
+def _native_forward(
+    kernels,
+    blocks: Sequence[Block],
+    tensors: Sequence[BlockTensors],
+    x: Tensor,
+    known: Sequence[Statistics] | None,
+    carried: tuple[Tensor, Tensor] | None,
+    with_stats: bool,
+    keep_inputs: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Statistics]]:
     """`_blocks_forward` in one call, for blocks of one kind."""
     units = [u for b in blocks for u in b.units]
     if not known and not units[0].training:
@@ -200,7 +211,16 @@ def _native_forward(kernels, blocks, tensors, x, known, carried, with_stats, kee
     return y, (mean, var) if with_stats else None, rest, known
 
 
-def _block_forward(kernels, blocks, tensors, x, known, carried, with_stats, keep_inputs):
+def _block_forward(
+    kernels,
+    blocks: Sequence[Block],
+    tensors: Sequence[BlockTensors],
+    x: Tensor,
+    known: Sequence[Statistics] | None,
+    carried: tuple[Tensor, Tensor] | None,
+    with_stats: bool,
+    keep_inputs: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Statistics]]:
     """`_blocks_forward` unit by unit, for one block."""
     (block,), (tensors,) = blocks, tensors
     h, inputs, statistics = x, [], []
@@ -257,7 +277,16 @@ class Pending(NamedTuple):
         return kernels.bn_input_gradient(skip, self.g, *fold)
 
 
-def _native_backward(kernels, blocks, tensors, inputs, statistics, arriving, needed, needs_input):
+def _native_backward(
+    kernels,
+    blocks: Sequence[Block],
+    tensors: Sequence[BlockTensors],
+    inputs: Sequence[Tensor],
+    statistics: Sequence[Statistics],
+    arriving: Pending,
+    needed: Sequence[BlockTensors],
+    needs_input: bool,
+) -> tuple[Pending | None, list[Tensor | None]]:
     """`_block_backward` in one call for several blocks, every gradient of which is wanted."""
     units = [u for b in blocks for u in b.units]
     g, dy, *rest = kernels.preact_stage_backward(
@@ -281,7 +310,16 @@ def _native_backward(kernels, blocks, tensors, inputs, statistics, arriving, nee
     return Pending(g, fold), grads
 
 
-def _block_backward(kernels, blocks, tensors, inputs, statistics, arriving, needed, needs_input):
+def _block_backward(
+    kernels,
+    blocks: Sequence[Block],
+    tensors: Sequence[BlockTensors],
+    inputs: Sequence[Tensor],
+    statistics: Sequence[Statistics],
+    arriving: Pending,
+    needed: Sequence[BlockTensors],
+    needs_input: bool,
+) -> tuple[Pending | None, list[Tensor | None]]:
     """Gradients of one block, unit by unit.
 
     Returns:
