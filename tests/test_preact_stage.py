@@ -218,6 +218,15 @@ needs_native = pytest.mark.skipif(
 DIRECT_WIDTH = 16  # channels that the library's convolutions serve on every instruction set
 
 
+def direct_stage(kind="bottleneck", **options):
+    """`random_stage` at that width, every batch norm with an eps of its own."""
+    stage = random_stage(kind, DIRECT_WIDTH, **options)
+    norms = [m for m in stage.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    for index, bn in enumerate(norms):
+        bn.eps = 1e-3 * (index + 1)
+    return stage
+
+
 def unit_by_unit(function, *args, **kwargs):
     """A call for which the library has no whole runs of blocks."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -234,7 +243,7 @@ def unit_by_unit(function, *args, **kwargs):
 def test_a_native_run_of_blocks_gives_the_bits_of_its_units(
     memory, kind, training, dtype, monkeypatch
 ):
-    stage = in_dtype(random_stage(kind, DIRECT_WIDTH, **memory), dtype).train(training)
+    stage = in_dtype(direct_stage(kind, **memory), dtype).train(training)
     inputs = {"x": images(dtype)}
     with pk.use_backend("cpu"):
         expected = unit_by_unit(evaluate, stage, inputs)
@@ -250,7 +259,7 @@ def test_a_native_run_of_blocks_gives_the_bits_of_its_units(
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @both_modes
 def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training):
-    stage = random_stage(kind, DIRECT_WIDTH).train(training)
+    stage = direct_stage(kind).train(training)
     with pk.use_backend("cpu"):
         check(stage, plain_copy(stage), {"x": images()})
 
@@ -261,7 +270,7 @@ def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training)
 @pytest.mark.parametrize("frozen", ["2.conv1.weight", "2.bn2.bias", "3.bn1.weight"])
 @pytest.mark.parametrize("wants_x", [True, False])
 def test_a_native_run_stops_at_a_frozen_parameter(memory, frozen, wants_x, monkeypatch):
-    stage = random_stage(width=DIRECT_WIDTH, **memory)
+    stage = direct_stage(**memory)
     calls = recorded_calls(native, "preact_stage_backward", monkeypatch)
     with pk.use_backend("cpu"):
         frozen = [frozen] if wants_x else ["x", frozen]
@@ -277,7 +286,7 @@ def test_a_native_run_stops_at_a_frozen_parameter(memory, frozen, wants_x, monke
 @store_and_checkpoint
 @pytest.mark.parametrize("frozen", ["3", "3.bn2"])
 def test_a_native_run_of_batch_norms_in_different_modes(memory, frozen):
-    stage = random_stage(width=DIRECT_WIDTH, **memory)
+    stage = direct_stage(**memory)
     stage.get_submodule(frozen).eval()
     with pk.use_backend("cpu"):
         check(stage, plain_copy(stage), {"x": images()})
@@ -288,7 +297,7 @@ def test_a_native_run_of_batch_norms_in_different_modes(memory, frozen):
 @store_and_checkpoint
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_a_native_run_behind_frozen_blocks(memory, blocks):
-    stage = random_stage(width=DIRECT_WIDTH, **memory)
+    stage = direct_stage(**memory)
     names = [n for n, _ in stage.named_parameters() if int(n[0]) < blocks]
     with pk.use_backend("cpu"):
         check(stage, plain_copy(stage), {"x": images()}, frozen=["x", *names])
@@ -297,7 +306,7 @@ def test_a_native_run_behind_frozen_blocks(memory, blocks):
 @needs_native
 @store_and_checkpoint
 def test_a_native_run_goes_back_twice(memory):
-    stage = random_stage(width=DIRECT_WIDTH, **memory)
+    stage = direct_stage(**memory)
     x = images().requires_grad_()
     with pk.use_backend("cpu"):
         y = stage(x)
