@@ -34,8 +34,8 @@ def modules():
         "frozen": frozen,
         "stage": random_stage(),
         "checkpointed_stage": random_stage(memory="checkpoint"),
-        "wide_stage": random_stage(width=16),
-        "wide_checkpointed_stage": random_stage(width=16, memory="checkpoint"),
+        "wide_stage": random_stage("basic", width=16),
+        "wide_checkpointed_stage": random_stage("basic", width=16, memory="checkpoint"),
     }
 
 

@@ -176,16 +176,7 @@ def _parameters(tensors: Sequence[BlockTensors]) -> list[Tensor]:
     return [p for t in tensors for u in t.units for p in u[:3]]
 
 
-def _native_forward(
-    kernels,
-    blocks: Sequence[Block],
-    tensors: Sequence[BlockTensors],
-    x: Tensor,
-    known: Sequence[Statistics] | None,
-    carried: tuple[Tensor, Tensor] | None,
-    with_stats: bool,
-    keep_inputs: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Statistics]]:
+def _native_forward(kernels, blocks, tensors, x, known, carried, with_stats, keep_inputs):
     """`_blocks_forward` in one call, for blocks of one kind."""
     units = [u for b in blocks for u in b.units]
     if not known and not units[0].training:
@@ -211,16 +202,7 @@ def _native_forward(
     return y, (mean, var) if with_stats else None, rest, known
 
 
-def _block_forward(
-    kernels,
-    blocks: Sequence[Block],
-    tensors: Sequence[BlockTensors],
-    x: Tensor,
-    known: Sequence[Statistics] | None,
-    carried: tuple[Tensor, Tensor] | None,
-    with_stats: bool,
-    keep_inputs: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Statistics]]:
+def _block_forward(kernels, blocks, tensors, x, known, carried, with_stats, keep_inputs):
     """`_blocks_forward` unit by unit, for one block."""
     (block,), (tensors,) = blocks, tensors
     h, inputs, statistics = x, [], []
@@ -277,16 +259,7 @@ class Pending(NamedTuple):
         return kernels.bn_input_gradient(skip, self.g, *fold)
 
 
-def _native_backward(
-    kernels,
-    blocks: Sequence[Block],
-    tensors: Sequence[BlockTensors],
-    inputs: Sequence[Tensor],
-    statistics: Sequence[Statistics],
-    arriving: Pending,
-    needed: Sequence[BlockTensors],
-    needs_input: bool,
-) -> tuple[Pending | None, list[Tensor | None]]:
+def _native_backward(kernels, blocks, tensors, inputs, statistics, arriving, needed, needs_input):
     """`_block_backward` in one call for several blocks, every gradient of which is wanted."""
     units = [u for b in blocks for u in b.units]
     g, dy, *rest = kernels.preact_stage_backward(
