@@ -1,5 +1,7 @@
 # make test        lint, then the quick tests
 # make test-full   lint, then every test
+# make compile-triton
+#                  every Triton kernel compiled for GPUs that need not be here, and a report
 # make bench       the benchmarks
 # make report      the README's tables and plots out of bench/results/
 # make lint        ruff and clang-format, changing nothing
@@ -13,6 +15,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= $(shell nproc)
 ARGS ?=
 OUT ?=
 
@@ -27,6 +30,11 @@ REQUIREMENTS := $(VENV)/.requirements
 EDITABLE := $(VENV)/.editable
 BUILD := $(VENV)/.build
 
+# Beside the Triton of requirements-dev.txt, in a folder of its own.
+NEWEST_TRITON_VERSION := 3.9.0
+NEWEST_CAPABILITIES ?= 90
+NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
+
 # Seconds for all of bench.
 BENCH_SECONDS ?= 560
 START := $(shell date +%s)
@@ -36,13 +44,20 @@ REPORT_SECONDS ?= 530
 REPORT_BUILD_SECONDS ?= 150
 REPORT_TEST_SECONDS ?= 180
 
-.PHONY: test test-full bench report lint format gpu-report clean
+.PHONY: test test-full compile-triton bench report lint format gpu-report clean
 
-test: lint $(BUILD)
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: lint $(BUILD) compile-triton
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
-test-full: lint $(BUILD)
-	@$(BIN)/python -m pytest $(ARGS)
+test-full: NEWEST_CAPABILITIES = 80 90 100
+test-full: lint $(BUILD) compile-triton
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# The kernels as the oldest and the newest Triton that are served compile them, without a GPU.
+compile-triton: $(BUILD) $(NEWEST_TRITON)
+	@$(BIN)/python -m tests.compile_triton --out build/triton/oldest.csv
+	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.compile_triton \
+	  --capabilities $(NEWEST_CAPABILITIES) --out build/triton/newest.csv
 
 # What setting up took is taken from the time to measure.
 bench: $(BUILD)
@@ -84,6 +99,11 @@ $(BUILD): $(EDITABLE) $(CSRC)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py -q build_ext --inplace \
 	  >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
 	@grep '^preact_kernels: ' $(VENV)/build.log || touch $@
+
+$(NEWEST_TRITON): $(REQUIREMENTS)
+	@echo "Installing Triton $(NEWEST_TRITON_VERSION) in $@"
+	@$(PIP_INSTALL) --no-deps --target $@ triton==$(NEWEST_TRITON_VERSION)
+	@touch $@
 
 # Each part writes its own file as it goes, and a part that fails stops no other.
 gpu-report: export PYTHONUNBUFFERED = 1

@@ -12,7 +12,13 @@ import preact_kernels as pk
 SERVED_DTYPES = {
     "reference": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "cpu": (torch.float32, torch.bfloat16, torch.float64),
+    "triton": (torch.float32, torch.bfloat16, torch.float16),
 }
+
+
+def device_of(backend: str) -> str:
+    """Where the tensors of a backend are: on a GPU for those of GPUs, where there is one."""
+    return "cuda" if backend in ("triton", "cuda") and torch.cuda.is_available() else "cpu"
 
 
 class ConvCase(NamedTuple):

@@ -1,10 +1,20 @@
 """Fixtures: backends, poisoned memory, seeds and threads."""
 
+import contextlib
+import dataclasses
+import os
+
+import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the package is imported
+
 import preact_kernels as pk
-from tests.cases import SERVED_DTYPES
+from tests.cases import SERVED_DTYPES, device_of
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 pytest.register_assert_rewrite("tests.oracle")
 
@@ -15,9 +25,85 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+# What single kernels compute, as against what is common to all backends (checks, layouts, ...).
+OF_KERNELS = (
+    "test_backend",
+    "test_bn_relu",
+    "test_bn_relu_conv",
+    "test_bn_stats",
+    "test_residual_add",
+    "test_running_statistics",
+    "test_triton",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Marks as slow what Triton's interpreter takes long for and other backends show too.
+
+    Left are tests of kernels, in float32 and for training in bfloat16, and `test_triton.py`.
+    With a GPU nothing is marked.
+    """
+    if not IS_INTERPRETED:
+        return
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        served = [params[n] for n in ("dtype", "training_dtype", "wide_dtype") if n in params]
+        served = [pair for pair in served if isinstance(pair, tuple)]
+        name, dtype = served[0] if served else (params.get("backend"), None)
+        module = item.module.__name__.rpartition(".")[2]
+        is_repeated = dtype == torch.float16 or (
+            dtype == torch.bfloat16 and "evaluation" in item.originalname
+        )
+        if name == "triton" and (module not in OF_KERNELS or is_repeated):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter():
+    """Triton's interpreter, mended, and at three times its speed.
+
+    It rounds float32 to bfloat16 to nearest, as hardware does, and not towards zero. It does
+    without a check of every integer operation for overflow, and without preparing the language for
+    a device function when the kernel that calls it has done so.
+    """
+    if not IS_INTERPRETED or "triton" not in pk.available_backends():
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    def convert(value, source, target, rounding_mode, other=interpreter._convert_float):
+        if (source, target) == (language.float32, language.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(value)).bfloat16()
+            return rounded.view(torch.uint16).numpy()
+        if (source, target) == (language.bfloat16, language.float32):
+            return value.astype(np.uint32) << 16
+        return other(value, source, target, rounding_mode)
+
+    interpreter._convert_float = convert
+
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    prepare = interpreter._patch_lang
+    plain_range = language.static_range
+
+    def prepare_once(function):
+        uses = [m for m in function.__globals__.values() if m is language or m is language.core]
+        if any(m.static_range is plain_range for m in uses):
+            return prepare(function)
+        return None
+
+    interpreter._patch_lang = prepare_once
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def ieee_products(monkeypatch):
+    """On a GPU, products of float32 in float32; the interpreter has no others."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", IS_INTERPRETED)
 
 
 @pytest.fixture
@@ -31,10 +117,19 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = was_filling
 
 
+@contextlib.contextmanager
+def on_backend(name):
+    """Every call is sent to that backend, and new tensors are on its device."""
+    device = device_of(name)
+    new_tensors = contextlib.nullcontext() if device == "cpu" else torch.device(device)
+    with pk.use_backend(name), new_tensors:
+        yield
+
+
 @pytest.fixture(params=pk.available_backends())
 def backend(request, poisoned_memory):
     """Each backend in turn, with every call sent to it."""
-    with pk.use_backend(request.param):
+    with on_backend(request.param):
         yield request.param
 
 
@@ -51,7 +146,7 @@ def _served(*among):
 def dtype(request, poisoned_memory):
     """Each dtype that each backend serves, with every call sent to that backend."""
     name, dtype = request.param
-    with pk.use_backend(name):
+    with on_backend(name):
         yield dtype
 
 
@@ -59,7 +154,7 @@ def dtype(request, poisoned_memory):
 def training_dtype(request, poisoned_memory):
     """The two dtypes that networks are trained in, on each backend."""
     name, dtype = request.param
-    with pk.use_backend(name):
+    with on_backend(name):
         yield dtype
 
 
@@ -67,5 +162,5 @@ def training_dtype(request, poisoned_memory):
 def wide_dtype(request, poisoned_memory):
     """The dtypes in which many layers in a row can be compared, on each backend."""
     name, dtype = request.param
-    with pk.use_backend(name):
+    with on_backend(name):
         yield dtype

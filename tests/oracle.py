@@ -49,8 +49,8 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 def gradient_like(y: Tensor, seed: int = 1) -> Tensor:
     """A random incoming gradient for `y`."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(y.shape, generator=generator).to(y.dtype)
+    generator = torch.Generator(y.device).manual_seed(seed)
+    return torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype)
 
 
 def evaluate(

@@ -30,7 +30,7 @@ class Autocast(torch.nn.Module):
 
     def forward(self, **inputs):
         enabled = inputs["x"].dtype != torch.float64
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with torch.autocast(inputs["x"].device.type, torch.bfloat16, enabled=enabled):
             return (self.module or self.function)(**inputs)
 
 
@@ -102,6 +102,9 @@ def test_a_whole_network_trains_with_finite_gradients_in_float32(backend):
 def test_a_module_equals_the_plain_one_where_autocast_is_switched_off(backend):
     module = randomised(pk.BNReLUConv2d(16, 8, 3))
     x = torch.randn(2, 16, 5, 6)
-    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+    with (
+        torch.autocast(x.device.type, torch.bfloat16),
+        torch.autocast(x.device.type, enabled=False),
+    ):
         y = module(x)
     assert y.dtype == torch.float32

@@ -10,7 +10,7 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.ops import backend as backends
-from tests.cases import SERVED_DTYPES, batch_norm_inputs
+from tests.cases import SERVED_DTYPES, batch_norm_inputs, device_of
 
 ROOT = Path(__file__).parents[1]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,7 +39,7 @@ def record_kernels(monkeypatch, *names):
     """Notes which backend's `bn_relu_forward` runs."""
     ran = []
     for name in names:
-        module = backends.select(name, "cpu", torch.float32)
+        module = backends.select(name, device_of(name), torch.float32)
         function = module.bn_relu_forward
 
         def noted(*args, name=name, function=function):
@@ -50,8 +50,9 @@ def record_kernels(monkeypatch, *names):
     return ran
 
 
-def call(dtype=torch.float32):
-    return pk.bn_relu(**batch_norm_inputs((2, 4, 3, 3), dtype), training=True)
+def call(dtype=torch.float32, device="cpu"):
+    inputs = batch_norm_inputs((2, 4, 3, 3), dtype)
+    return pk.bn_relu(**{n: t.to(device) for n, t in inputs.items()}, training=True)
 
 
 def test_the_reference_is_always_there_and_comes_first():
@@ -67,7 +68,7 @@ def test_a_call_runs_on_the_backend_of_its_context(name, monkeypatch):
     ran = record_kernels(monkeypatch, *pk.available_backends())
     with pk.use_backend(name):
         assert backends.current() == name
-        call()
+        call(device=device_of(name))
     assert ran == [name]
     assert backends.current() == "auto"
 
@@ -76,7 +77,7 @@ def test_a_call_runs_on_the_backend_of_its_context(name, monkeypatch):
 def test_set_backend_lasts(name, monkeypatch):
     ran = record_kernels(monkeypatch, *pk.available_backends())
     pk.set_backend(name)
-    call(), call()
+    call(device=device_of(name)), call(device=device_of(name))
     assert ran == [name, name]
 
 
@@ -98,7 +99,7 @@ def test_contexts_nest_and_end_with_an_exception():
 def test_a_backward_runs_on_the_backend_of_its_forward(monkeypatch):
     ran = []
     for name in pk.available_backends():
-        module = backends.select(name, "cpu", torch.float32)
+        module = backends.select(name, device_of(name), torch.float32)
         function = module.bn_relu_backward_sums
 
         def noted(*args, name=name, function=function):
@@ -118,10 +119,12 @@ def test_a_backward_runs_on_the_backend_of_its_forward(monkeypatch):
 def test_a_named_backend_serves_its_dtypes_and_refuses_the_others(name, dtype):
     with pk.use_backend(name):
         if dtype in SERVED_DTYPES[name]:
-            assert call(dtype).dtype == dtype
+            assert call(dtype, device_of(name)).dtype == dtype
             return
-        with pytest.raises(pk.BackendError, match=f"{name!r}.*x: expected dtype .*, got float16"):
-            call(dtype)
+        with pytest.raises(
+            pk.BackendError, match=f"{name!r}.*x: expected dtype .*, got {str(dtype)[6:]}"
+        ):
+            call(dtype, device_of(name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -171,7 +174,7 @@ except pk.BackendError as error:
 
 
 def test_a_backend_that_is_missing_is_refused_and_not_replaced():
-    process = run_python(WITHOUT_A_LIBRARY)
+    process = run_python(WITHOUT_A_LIBRARY, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         "('reference',)",

@@ -13,6 +13,7 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.ops import backend as backends
+from tests.cases import device_of
 from tests.oracle import unit_roundoff
 
 SAMPLES = (8, 4, 128, 128)  # 131,072 a channel
@@ -20,7 +21,7 @@ M = SAMPLES[0] * SAMPLES[2] * SAMPLES[3]
 
 
 def kernels(name, dtype):
-    return backends.select(name, "cpu", dtype)
+    return backends.select(name, device_of(name), dtype)
 
 
 def samples(mean_over_std, shape=SAMPLES, dtype=torch.float32):

@@ -8,7 +8,7 @@ from torch import nn
 
 import preact_kernels as pk
 from preact_kernels.ops import backend as backends
-from tests.cases import ConvCase, conv_inputs, random_block, random_stage
+from tests.cases import ConvCase, conv_inputs, device_of, random_block, random_stage
 from tests.oracle import assert_same_bits
 
 CASE = ConvCase("typical", (2, 8, 5, 6), 12, padding=1, conv_bias=True, residual=True)
@@ -348,7 +348,7 @@ def test_a_batch_norm_in_another_dtype_in_a_block_is_refused(backend):
 def test_running_statistics_stay_when_a_kernel_fails(module, backend, monkeypatch):
     module = module()
     before = {n: t.clone() for n, t in module.named_buffers()}
-    kernels = backends.select(backend, "cpu", torch.float32)
+    kernels = backends.select(backend, device_of(backend), torch.float32)
 
     def fails(*args):
         raise MemoryError

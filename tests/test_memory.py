@@ -110,7 +110,12 @@ def test_buffers_modes_gradients_and_random_state_are_left_as_they_were(training
     model = nn.Sequential(stage, nn.Dropout())
     before = {n: t.clone() for n, t in model.state_dict().items()}
     random_state = torch.random.get_rng_state()
-    pk.saved_bytes(model, torch.randn(2, 10, 8, 6, generator=torch.Generator()))
+    pk.saved_bytes(
+        model,
+        torch.randn(2, 10, 8, 6, generator=torch.Generator(), device="cpu").to(
+            model[0][0].conv1.weight
+        ),
+    )
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert_same_bits(dict(model.state_dict()), before)
     assert all(p.grad is None for p in model.parameters())

@@ -8,7 +8,7 @@ import torch
 import preact_kernels as pk
 from preact_kernels.kernels import native
 from preact_kernels.ops import backend as backends
-from tests.cases import Repeated, in_dtype, random_block, random_stage
+from tests.cases import Repeated, device_of, in_dtype, random_block, random_stage
 from tests.oracle import assert_same_bits, check, evaluate, gradient_like, plain_copy
 
 MEMORY = {
@@ -128,7 +128,7 @@ def test_frozen_weights_run_no_weight_gradient(backend, monkeypatch):
 
 
 def count_calls(backend, name, monkeypatch):
-    kernels = backends.select(backend, "cpu", torch.float32)
+    kernels = backends.select(backend, device_of(backend), torch.float32)
     return recorded_calls(kernels, name, monkeypatch)
 
 
@@ -197,7 +197,7 @@ def test_checkpointing_any_number_of_blocks(count, backend):
 def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, monkeypatch):
     stage = random_stage(**memory)
     before = {n: t.clone() for n, t in stage.named_buffers()}
-    kernels = backends.select(backend, "cpu", torch.float32)
+    kernels = backends.select(backend, device_of(backend), torch.float32)
     function, calls = kernels.bn_relu_conv_forward, []
 
     def fails_at_the_sixth(*arguments):
@@ -345,6 +345,6 @@ def test_a_recomputation_keeps_the_precision_of_its_forward(backend):
     stage, x = random_stage(memory="checkpoint"), images().requires_grad_()
     (expected,) = torch.autograd.grad(stage(x).sum(), x)
     y = stage(x)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_of(backend), torch.bfloat16):
         (found,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(found, expected)

@@ -17,9 +17,11 @@ def losses(
     network = copy.deepcopy(network).to(dtype)
     images, targets = images.to(dtype).roll(shift, 1), targets.roll(shift, 1)
     if noise is not None:
-        generator = torch.Generator().manual_seed(noise)
+        generator = torch.Generator(images.device).manual_seed(noise)
         images = images * (
-            1 + torch.finfo(dtype).eps * torch.randn(images.shape, generator=generator)
+            1
+            + torch.finfo(dtype).eps
+            * torch.randn(images.shape, generator=generator, device=images.device)
         )
     if channels_last:
         network.to(memory_format=torch.channels_last)

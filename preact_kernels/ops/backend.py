@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -25,6 +26,16 @@ class Backend(NamedTuple):
     device_types: tuple[str, ...]  # empty: any
     dtypes: tuple[torch.dtype, ...]
     is_available: Callable[[], bool]
+    only_by_name: bool = False  # "auto" passes it by
+
+
+_IS_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _triton_is_available() -> bool:
+    """Whether Triton is installed, and has a GPU to run on or its interpreter to run in."""
+    has_device = _IS_TRITON_INTERPRETED or torch.cuda.is_available()
+    return has_device and importlib.util.find_spec("triton") is not None
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,6 +49,14 @@ BACKENDS = (
         (torch.float32, torch.bfloat16, torch.float64),
         native.cpu_is_available,
     ),
+    Backend(
+        "triton",
+        "preact_kernels.kernels.triton",
+        ("cpu",) if _IS_TRITON_INTERPRETED else ("cuda",),
+        (torch.float32, torch.bfloat16, torch.float16),
+        _triton_is_available,
+        only_by_name=_IS_TRITON_INTERPRETED,
+    ),
     Backend("reference", "preact_kernels.kernels.reference", (), _FLOATS, lambda: True),
 )
 
@@ -49,7 +68,7 @@ def available_backends() -> tuple[str, ...]:
     """Names of the backends that this machine can run, the specification first.
 
     Returns:
-        For example `("reference", "cpu")`.
+        For example `("reference", "cpu")`, or `("reference", "triton", "cpu")` with a GPU.
     """
     return tuple(b.name for b in reversed(BACKENDS) if b.is_available())
 
@@ -122,7 +141,9 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> ModuleType:
             raise BackendError(f"backend {name!r} cannot serve this call: {refusal}")
         return importlib.import_module(_by_name[name].module)
     for backend in BACKENDS:
-        if backend.is_available() and _refusal(backend, device_type, dtype) is None:
+        if backend.only_by_name or not backend.is_available():
+            continue
+        if _refusal(backend, device_type, dtype) is None:
             return importlib.import_module(backend.module)
     raise BackendError(f"no backend serves dtype {dtype} on {device_type}")
 

@@ -1,0 +1,261 @@
+"""Compiles every Triton kernel ahead of time, for GPUs that need not be here, and reports on it.
+
+    python -m tests.compile_triton [--out FILE.csv] [--capabilities 80 90 100]
+
+The launchers themselves run, on tensors without memory, under a driver that says which GPU there
+is; what they would launch is compiled instead. So every block shape here is one that the launchers
+choose, for the shapes of the networks this package is for. A kernel that spills registers, or asks
+for more shared memory than its GPU has, fails the run.
+"""
+
+import argparse
+import csv
+import itertools
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+CAPABILITIES = (80, 90, 100)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+class Shape(NamedTuple):
+    """A convolution of a network, on images of a size that decides nothing but the grid."""
+
+    channels: int
+    out_channels: int
+    kernel: int = 1
+    stride: int = 1
+
+
+# Widths of PreAct ResNet-164 and -1001 with bottlenecks, of -110 with basic blocks, and the narrow
+# convolutions of the networks for ImageNet.
+SHAPES = (
+    *(Shape(4 * w, w) for w in (16, 32, 64)),
+    *(Shape(w, 4 * w) for w in (16, 32, 64)),
+    *(Shape(w, w, 3) for w in (16, 32, 64)),
+    *(Shape(w, w, 3, 2) for w in (32, 64)),
+    *(Shape(16 * w, 64 * w) for w in (1, 2)),  # projections
+)
+
+
+class Compiled(NamedTuple):
+    """A row of the report."""
+
+    capability: int
+    kernel: str
+    shape: str
+    dtype: str
+    options: str
+    warps: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    wgmma: int
+    mma: int
+    async_copies: int
+
+
+class Driver:
+    """As much of a Triton driver as compiling takes, for a GPU that need not be here."""
+
+    def __init__(self, target) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # kernels remember the target of each device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self):
+        return self.target
+
+
+class Task(NamedTuple):
+    """What one process compiles at a time."""
+
+    capability: int
+    dtype: torch.dtype
+    shape: Shape | None  # None: the ops without a convolution
+    tf32: bool = True
+
+
+def tasks(capabilities) -> list[Task]:
+    """Everything for bfloat16; the other dtypes for one GPU each, as they take the same blocks."""
+    shapes = (*SHAPES, None)
+    chosen = [(c, torch.bfloat16) for c in capabilities]
+    chosen += [(c, d) for c, d in ((80, torch.float32), (90, torch.float16)) if c in capabilities]
+    found = [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
+    if 90 in capabilities:
+        narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
+        found += [Task(90, torch.float32, s, tf32=False) for s in narrow]
+    return found
+
+
+def compile_task(task: Task) -> list[Compiled]:
+    """Compiles what the launchers of a task would launch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    from preact_kernels.kernels.triton import launch
+
+    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", task.capability, 32)))
+    found = {}
+    run = JITFunction.run
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        try:
+            compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        except Exception as error:
+            where = f"sm_{task.capability} {task.shape} {task.dtype}"
+            raise RuntimeError(f"{kernel.__name__} does not compile for {where}") from error
+        constants = dict(zip(kernel.arg_names, args, strict=False))
+        blocks = {n: v for n, v in constants.items() if n.startswith("BLOCK") or n == "STAGES"}
+        found[compiled.hash] = (kernel.__name__, {**blocks, **options}, compiled)
+
+    JITFunction.run = compile_only
+    gpu = launch.Device(task.capability, MULTIPROCESSORS[task.capability])
+    launch.properties = lambda device: gpu
+    torch.backends.cudnn.allow_tf32 = task.tf32
+    try:
+        (launch_elementwise if task.shape is None else launch_conv)(task)
+    finally:
+        JITFunction.run = run
+    return [row(task, *entry) for entry in found.values()]
+
+
+def vectors(channels: int) -> list[torch.Tensor]:
+    """Mean, variance, weight and bias of a batch norm."""
+    return [torch.empty(channels, device="meta") for _ in range(4)]
+
+
+def images(channels: int, dtype: torch.dtype, side: int = 32) -> torch.Tensor:
+    """A batch in NHWC order."""
+    x = torch.empty(128, channels, side, side, dtype=dtype, device="meta")
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def launch_elementwise(task: Task) -> None:
+    """Every kernel without a convolution, for the widths of a network."""
+    from preact_kernels.kernels import triton as kernels
+
+    for channels in (16, 64, 256):
+        x, norm = images(channels, task.dtype), (*vectors(channels), 1e-5)
+        sums = torch.empty(2, channels, device="meta")
+        kernels.bn_stats(x)
+        kernels.bn_relu_forward(x, *norm)
+        kernels.bn_relu_backward_sums(x, x, *norm)
+        kernels.bn_relu_backward_input(x, x, *norm, sums, 0.5)
+        kernels.bn_input_gradient(x, x, x, *norm[:3], norm[4], sums, 0.5)
+        kernels.residual_add_forward(x, x, True)
+
+
+def launch_conv(task: Task) -> None:
+    """A convolution forward and backward, with all that a stage asks of it."""
+    from preact_kernels.kernels import triton as kernels
+
+    channels, out_channels, kernel, stride = task.shape
+    x = images(channels, task.dtype)
+    y = images(out_channels, task.dtype, 32 // stride)
+    weight = torch.empty(out_channels, channels, kernel, kernel, dtype=task.dtype, device="meta")
+    norm = (*vectors(channels), 1e-5)
+    conv = ([stride] * 2, [kernel // 2] * 2, [1, 1], 1)
+    widens = out_channels > channels  # the last convolution of a bottleneck
+    kernels.bn_relu_conv_forward(x, *norm, weight, None, y if widens else None, *conv, True)
+    mean, var, z_weight, _ = vectors(out_channels)
+    sums = torch.empty(2, out_channels, device="meta")
+    fold = (y if widens else None, y, mean, var, z_weight, 1e-5, sums, 0.5)
+    kernels.bn_relu_conv_backward(y, *fold, x, *norm, weight, *conv, True, True, widens)
+
+
+def row(task: Task, name: str, options: dict, compiled) -> Compiled:
+    """The report on one kernel."""
+    registers, spilled = resources(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    shape = "x".join(map(str, task.shape)) if task.shape else ""
+    warps = options.pop("num_warps", compiled.metadata.num_warps)
+    return Compiled(
+        task.capability,
+        name,
+        shape,
+        str(task.dtype).removeprefix("torch.") + ("" if task.tf32 else " ieee"),
+        " ".join(f"{n.removeprefix('BLOCK_').lower()}={v}" for n, v in options.items()),
+        warps,
+        registers,
+        spilled,
+        compiled.metadata.shared,
+        len(re.findall(r"\bwgmma\.mma_async", ptx)),
+        len(re.findall(r"\bmma\.sync", ptx)),
+        len(re.findall(r"\bcp\.async\.c[ag]", ptx)),
+    )
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of its local memory: spilled ones, as no kernel has arrays."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    usage = {n: int(v) for n, v in re.findall(r"\b([A-Z]+):(\d+)", text)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def faults(rows: list[Compiled]) -> list[str]:
+    """What must not be."""
+    wrong = []
+    for r in rows:
+        where = f"sm_{r.capability} {r.kernel} {r.shape} {r.dtype} {r.options}"
+        if r.spilled_bytes:
+            wrong.append(f"{where}: spills {r.spilled_bytes} bytes")
+        if r.shared_bytes > SHARED_BYTES[r.capability]:
+            wrong.append(f"{where}: {r.shared_bytes} bytes of shared memory")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="CSV file to write the report to")
+    parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
+    options = parser.parse_args()
+    if os.environ.pop("TRITON_INTERPRET", None):
+        sys.exit("compile_triton: TRITON_INTERPRET is set, and the interpreter compiles nothing")
+
+    import triton
+    from tabulate import tabulate
+
+    rows = []
+    todo = tasks(options.capabilities)
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        for found in pool.imap_unordered(compile_task, todo):
+            rows += found
+    rows.sort()
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([Compiled._fields, *rows])
+    print(tabulate(rows, headers=[f.replace("_", " ") for f in Compiled._fields]))
+    print(f"Triton {triton.__version__}: {len(rows)} kernels compiled")
+    wrong = faults(rows)
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

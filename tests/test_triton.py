@@ -1,0 +1,158 @@
+"""What is particular to the Triton kernels: grids, partial results, addresses, choices."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from tests.cases import (
+    ConvCase,
+    conv_inputs,
+    device_of,
+    in_dtype,
+    plain_bn_relu_conv2d,
+    random_stage,
+)
+from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+
+if "triton" not in pk.available_backends():
+    pytest.skip("neither a GPU nor the interpreter of Triton", allow_module_level=True)
+
+from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels.triton import configurations, conv, launch
+
+DEVICE = torch.device(device_of("triton"))
+CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def on_triton(poisoned_memory):
+    with pk.use_backend("triton"), DEVICE:
+        yield
+
+
+def call(case=CASE):
+    return partial(pk.bn_relu_conv2d, training=True, **case.conv)
+
+
+def modules_with(name):
+    """The kernels' modules that have imported a function of `launch` by name."""
+    prefix = "preact_kernels.kernels.triton."
+    return [m for n, m in sys.modules.items() if n.startswith(prefix) and hasattr(m, name)]
+
+
+def replace(monkeypatch, name, function):
+    for module in modules_with(name):
+        monkeypatch.setattr(module, name, function)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("programs", [1, 2, 7])
+def test_any_number_of_programs_merges_right(programs, kernel, monkeypatch):
+    replace(monkeypatch, "persistent_programs", lambda x, tiles, columns=1: min(tiles, programs))
+    case = CASE._replace(x=(2, 20, 9, 17), kernel=kernel, padding=kernel // 2)
+    plain = partial(plain_bn_relu_conv2d, training=True, **case.conv)
+    check(call(case), plain, conv_inputs(case), draws=2)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_wide_addresses_change_no_bit(kernel, monkeypatch):
+    case = CASE._replace(kernel=kernel, padding=kernel // 2)
+    inputs = conv_inputs(case)
+    expected = evaluate(call(case), inputs)
+    replace(monkeypatch, "needs_int64", lambda *_: True)
+    assert_same_bits(evaluate(call(case), inputs), expected)
+
+
+def test_addresses_are_wide_from_two_to_the_31_elements_on():
+    small, large = (torch.empty(2**31 - 1 + n, device="meta", dtype=torch.int8) for n in (0, 1))
+    assert not launch.needs_int64(small, None)
+    assert launch.needs_int64(small, large)
+
+
+# Blocks of every capability, and both ways to a weight's gradient.
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("kernel", "channels", "out_channels"),
+    [(1, 16, 64), (1, 256, 40), (1, 64, 256), (3, 16, 16), (3, 64, 32), (3, 17, 60)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_blocks_of_every_gpu(capability, kernel, channels, out_channels, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "properties", lambda device: launch.Device(capability, 2))
+    case = ConvCase(
+        "any", (2, channels, 5, 6), out_channels, kernel, padding=kernel // 2, residual=True
+    )
+    plain = partial(plain_bn_relu_conv2d, training=True, **case.conv)
+    check(call(case), plain, conv_inputs(case, dtype))
+
+
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+def test_a_stage_whose_gradients_stay_folded(kind):
+    stage = random_stage(kind).to(DEVICE)
+    check(stage, plain_copy(stage), {"x": torch.randn(3, 10, 7, 6)}, draws=1)
+
+
+@pytest.mark.parametrize(("depth", "block"), [(11, "bottleneck"), (20, "basic")])
+def test_a_network_forward_and_backward(depth, block):
+    network = pk.preact_resnet(depth, block=block).to(DEVICE)
+    check(network, plain_copy(network), {"x": torch.randn(2, 3, 8, 8)}, draws=1)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_stage_in_half_precision_keeps_its_memory_modes_alike(dtype):
+    stage = in_dtype(random_stage(), dtype).to(DEVICE)
+    inputs = {"x": torch.randn(3, 10, 7, 6).to(dtype)}
+    expected = evaluate(stage, inputs)
+    stage.memory = "checkpoint"
+    assert_same_bits(evaluate(stage, inputs), expected)
+
+
+def test_counters_are_left_as_zeros(monkeypatch):
+    handed_out, counters = [], launch.counters
+
+    def recorded(x, count):
+        handed_out.append(counters(x, count))
+        return handed_out[-1]
+
+    replace(monkeypatch, "counters", recorded)
+    random_stage().to(DEVICE)(torch.randn(3, 10, 7, 6))
+    assert handed_out
+    assert not any(c.any() for c in handed_out)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "fused"),
+    [
+        ((64, 256, 1, 1), 1, True),
+        ((257, 64, 1, 1), 1, False),
+        ((64, 64, 3, 3), 1, True),
+        ((65, 64, 3, 3), 1, False),
+        ((16, 8, 3, 3), 2, False),
+        ((16, 16, 5, 5), 1, False),
+        ((16, 16, 1, 7), 1, True),
+    ],
+)
+def test_wide_grouped_and_large_convolutions_are_left_to_pytorch(shape, groups, fused):
+    assert configurations.is_fused(shape, groups, "tf32") == fused
+
+
+def test_float32_follows_the_setting_of_pytorch(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert conv.precision(torch.float32) == "tf32"
+    assert conv.precision(torch.bfloat16) == "tf32"
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert conv.precision(torch.float32) == "ieee"
+    assert conv.precision(torch.bfloat16) == "tf32"
+    assert configurations.is_fused((64, 16, 1, 1), 1, "ieee")
+    assert not configurations.is_fused((128, 32, 1, 1), 1, "ieee")
+
+
+@pytest.mark.parametrize("value", [3.0, 0.1, -1e4])
+def test_the_mean_of_a_constant_is_that_constant(value):
+    x = torch.full((5, 3, 19, 17), value).contiguous(memory_format=torch.channels_last)
+    mean, var = kernels.bn_stats(x)
+    assert torch.equal(mean, torch.full((3,), value))
+    assert (var.sqrt() <= 1e-7 * abs(value)).all()
