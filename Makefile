@@ -15,7 +15,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= $(shell nproc)
+# Processes that run tests: few where they share a GPU.
+JOBS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 2 || nproc)
 ARGS ?=
 OUT ?=
 

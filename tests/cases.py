@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.ops import backend as backends
 
 # What each backend promises. A dtype that is missing must be refused (`test_backend.py`).
 SERVED_DTYPES = {
@@ -16,9 +17,10 @@ SERVED_DTYPES = {
 }
 
 
-def device_of(backend: str) -> str:
-    """Where the tensors of a backend are: on a GPU for those of GPUs, where there is one."""
-    return "cuda" if backend in ("triton", "cuda") and torch.cuda.is_available() else "cpu"
+def device_of(name: str) -> str:
+    """The device that the tensors of a backend must be on."""
+    (backend,) = (b for b in backends.BACKENDS if b.name == name)
+    return backend.device_types[0] if backend.device_types else "cpu"
 
 
 class ConvCase(NamedTuple):

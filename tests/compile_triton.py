@@ -9,6 +9,7 @@ for more shared memory than its GPU has, fails the run.
 """
 
 import argparse
+import contextlib
 import csv
 import itertools
 import multiprocessing
@@ -22,10 +23,10 @@ from typing import NamedTuple
 
 import torch
 
-CAPABILITIES = (80, 90, 100)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+CAPABILITIES = (80, 89, 90, 100, 120)
+
+MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 188}
+SHARED_BYTES = {c: n * 1024 for c, n in ((80, 163), (89, 99), (90, 227), (100, 227), (120, 99))}
 
 
 class Shape(NamedTuple):
@@ -91,10 +92,11 @@ class Task(NamedTuple):
 
 
 def tasks(capabilities) -> list[Task]:
-    """Everything for bfloat16; the other dtypes for one GPU each, as they take the same blocks."""
+    """Every dtype for every GPU, but float16 once: it takes the blocks of bfloat16."""
     shapes = (*SHAPES, None)
-    chosen = [(c, torch.bfloat16) for c in capabilities]
-    chosen += [(c, d) for c, d in ((80, torch.float32), (90, torch.float16)) if c in capabilities]
+    chosen = list(itertools.product(capabilities, (torch.bfloat16, torch.float32)))
+    if 90 in capabilities:
+        chosen.append((90, torch.float16))
     found = [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
     if 90 in capabilities:
         narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
@@ -129,7 +131,7 @@ def compile_task(task: Task) -> list[Compiled]:
     launch.properties = lambda device: gpu
     torch.backends.cudnn.allow_tf32 = task.tf32
     try:
-        (launch_elementwise if task.shape is None else launch_conv)(task)
+        (launch_others if task.shape is None else launch_conv)(task)
     finally:
         JITFunction.run = run
     return [row(task, *entry) for entry in found.values()]
@@ -146,19 +148,57 @@ def images(channels: int, dtype: torch.dtype, side: int = 32) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def launch_elementwise(task: Task) -> None:
-    """Every kernel without a convolution, for the widths of a network."""
+def launch_others(task: Task) -> None:
+    """Every kernel without a convolution, for the widths of a network; and rare branches."""
     from preact_kernels.kernels import triton as kernels
+    from preact_kernels.kernels.triton.bn_relu import bn_relu_backward_mask
 
-    for channels in (16, 64, 256):
+    for channels in (16, 64, 256, 17):
         x, norm = images(channels, task.dtype), (*vectors(channels), 1e-5)
         sums = torch.empty(2, channels, device="meta")
         kernels.bn_stats(x)
         kernels.bn_relu_forward(x, *norm)
         kernels.bn_relu_backward_sums(x, x, *norm)
-        kernels.bn_relu_backward_input(x, x, *norm, sums, 0.5)
-        kernels.bn_input_gradient(x, x, x, *norm[:3], norm[4], sums, 0.5)
+        bn_relu_backward_mask(x, x, *norm)
+        for inv_count in (0.5, 0.0):
+            kernels.bn_relu_backward_input(x, x, *norm, sums, inv_count)
+            kernels.bn_input_gradient(x, x, x, *norm[:3], norm[4], sums, inv_count)
         kernels.residual_add_forward(x, x, True)
+        kernels.residual_add_forward(x, x, False)
+    with wide_addresses():
+        launch_rare_convs(task.dtype)
+    launch_rare_convs(task.dtype)
+
+
+@contextlib.contextmanager
+def wide_addresses():
+    """Tensors count as larger than 32 bits address."""
+    modules = [m for n, m in sys.modules.items() if n.startswith("preact_kernels.kernels.triton.")]
+    modules = [m for m in modules if hasattr(m, "needs_int64")]
+    before = modules[0].needs_int64
+    for module in modules:
+        module.needs_int64 = lambda *_: True
+    yield
+    for module in modules:
+        module.needs_int64 = before
+
+
+def launch_rare_convs(dtype: torch.dtype) -> None:
+    """Convolutions that no network here has: odd channels, a bias, evaluation, other geometries."""
+    from preact_kernels.kernels import triton as kernels
+
+    x, y = images(17, dtype, 7), images(23, dtype, 4)
+    norm = (*vectors(17), 1e-5)
+    weight = torch.empty(23, 17, 3, 3, dtype=dtype, device="meta")
+    bias = torch.empty(23, dtype=dtype, device="meta")
+    mean, var, z_weight, _ = vectors(23)
+    sums = torch.empty(2, 23, device="meta")
+    conv = ([2, 2], [2, 2], [2, 2], 1)
+    kernels.bn_relu_conv_forward(x, *norm, weight, bias, None, *conv, False)
+    for inv_count in (0.5, 0.0):
+        fold = (None, y, mean, var, z_weight, 1e-5, sums, inv_count)
+        for wanted in ((True, True), (True, False), (False, True)):
+            kernels.bn_relu_conv_backward(y, *fold, x, *norm, weight, *conv, *wanted, False)
 
 
 def launch_conv(task: Task) -> None:
@@ -177,6 +217,10 @@ def launch_conv(task: Task) -> None:
     sums = torch.empty(2, out_channels, device="meta")
     fold = (y if widens else None, y, mean, var, z_weight, 1e-5, sums, 0.5)
     kernels.bn_relu_conv_backward(y, *fold, x, *norm, weight, *conv, True, True, widens)
+    if task.dtype == torch.bfloat16:  # each gradient alone, of one that arrives whole
+        whole = (None, None, None, None, None, 0.0, None, 0.0)
+        for wanted in ((True, False), (False, True)):
+            kernels.bn_relu_conv_backward(y, *whole, x, *norm, weight, *conv, *wanted, False)
 
 
 def row(task: Task, name: str, options: dict, compiled) -> Compiled:

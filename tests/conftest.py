@@ -12,9 +12,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the package is imported
 
 import preact_kernels as pk
+from preact_kernels.ops import backend as backends
 from tests.cases import SERVED_DTYPES, device_of
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = backends._IS_TRITON_INTERPRETED
 
 pytest.register_assert_rewrite("tests.oracle")
 

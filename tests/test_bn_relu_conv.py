@@ -171,19 +171,33 @@ def test_nan_without_padding_spreads_as_in_eager(where, training, backend):
 
 
 # Where a tap lies outside of the image these multiply by zero instead of leaving it out, as some
-# algorithms of cuDNN do: what is not finite spreads to more pixels of the border.
+# algorithms of cuDNN do.
 MULTIPLIES_THE_PADDING = ("triton",)
 
 
 def assert_finite_as_in_eager(inputs, dy=None, **arguments):
     fused = evaluate(partial(pk.bn_relu_conv2d, **arguments), inputs, dy)
     plain = evaluate(partial(plain_bn_relu_conv2d, **arguments), inputs, dy)
-    may_spread = arguments["padding"] != 0 and backends.current() in MULTIPLIES_THE_PADDING
+    padding = arguments["padding"] if backends.current() in MULTIPLIES_THE_PADDING else 0
     for name, expected in plain.items():
         off = fused[name].isfinite() != expected.isfinite()
-        if may_spread:
-            off &= fused[name].isfinite()
+        if padding:
+            off &= ~may_be_infected(name, expected, padding) | ~expected.isfinite()
         assert not off.any(), f"{name}: {int(off.sum())} of {off.numel()}"
+
+
+def may_be_infected(name, expected, padding):
+    """Where zero times what is not finite may add to eager's NaN.
+
+    At the border of images; and in all taps of a weight one of which eager has lost.
+    """
+    allowed = torch.zeros_like(expected, dtype=torch.bool)
+    if name in ("y", "dx"):
+        allowed[..., :padding] = allowed[..., -padding:] = True
+        allowed[..., :padding, :] = allowed[..., -padding:, :] = True
+    elif name == "dconv_weight":
+        allowed |= ~expected.isfinite().flatten(2).all(2)[:, :, None, None]
+    return allowed
 
 
 MODULES = {

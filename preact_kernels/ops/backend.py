@@ -29,13 +29,20 @@ class Backend(NamedTuple):
     only_by_name: bool = False  # "auto" passes it by
 
 
-_IS_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# As Triton reads it.
+_IS_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in (
+    "1", "true", "on", "yes", "y",
+)  # fmt: skip
 
 
 def _triton_is_available() -> bool:
-    """Whether Triton is installed, and has a GPU to run on or its interpreter to run in."""
-    has_device = _IS_TRITON_INTERPRETED or torch.cuda.is_available()
-    return has_device and importlib.util.find_spec("triton") is not None
+    """Whether Triton is installed, and has a GPU that it serves or its interpreter to run in."""
+    if not _IS_TRITON_INTERPRETED:
+        if not torch.cuda.is_available() or torch.version.hip is not None:
+            return False
+        if torch.cuda.get_device_capability() < (8, 0):
+            return False
+    return importlib.util.find_spec("triton") is not None
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -141,9 +148,9 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> ModuleType:
             raise BackendError(f"backend {name!r} cannot serve this call: {refusal}")
         return importlib.import_module(_by_name[name].module)
     for backend in BACKENDS:
-        if backend.only_by_name or not backend.is_available():
+        if backend.only_by_name or _refusal(backend, device_type, dtype):
             continue
-        if _refusal(backend, device_type, dtype) is None:
+        if backend.is_available():
             return importlib.import_module(backend.module)
     raise BackendError(f"no backend serves dtype {dtype} on {device_type}")
 

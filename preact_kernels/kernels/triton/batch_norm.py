@@ -41,12 +41,13 @@ def load_fold(
     """
     if x is None:
         return 0, 0, 0, 0
-    mu = tl.load(mean + channel, mask=is_channel, other=0.0)
-    rstd = tl.rsqrt(tl.load(var + channel, mask=is_channel, other=1.0) + eps)
-    a = tl.load(bn_weight + channel, mask=is_channel, other=0.0) * rstd
-    sum_g = tl.load(sums + channel, mask=is_channel, other=0.0)
-    sum_g_xhat = tl.load(sums + CHANNELS + channel, mask=is_channel, other=0.0)
-    return a, -a * rstd * (sum_g_xhat * inv_count), -a * (sum_g * inv_count), mu
+    else:  # which Triton does not compile in the other case
+        mu = tl.load(mean + channel, mask=is_channel, other=0.0)
+        rstd = tl.rsqrt(tl.load(var + channel, mask=is_channel, other=1.0) + eps)
+        a = tl.load(bn_weight + channel, mask=is_channel, other=0.0) * rstd
+        sum_g = tl.load(sums + channel, mask=is_channel, other=0.0)
+        sum_g_xhat = tl.load(sums + CHANNELS + channel, mask=is_channel, other=0.0)
+        return a, -a * rstd * (sum_g_xhat * inv_count), -a * (sum_g * inv_count), mu
 
 
 @triton.jit
@@ -71,4 +72,11 @@ def pixels_of(tile, BLOCK_PIXELS: tl.constexpr, INT64: tl.constexpr):
     offset = tl.arange(0, BLOCK_PIXELS)
     if INT64:
         return (tile + tl.zeros([BLOCK_PIXELS], tl.int64)) * BLOCK_PIXELS + offset
-    return tile * BLOCK_PIXELS + offset
+    else:
+        return tile * BLOCK_PIXELS + offset
+
+
+@triton.jit
+def tiles_of(pixels, BLOCK_PIXELS: tl.constexpr):
+    """How many tiles hold so many pixels, at least one; near 2^31 of them too."""
+    return (pixels - 1) // BLOCK_PIXELS + 1

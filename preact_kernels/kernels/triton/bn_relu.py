@@ -12,6 +12,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     pixels_of,
     pre_activation,
     relu,
+    tiles_of,
 )
 from preact_kernels.kernels.triton.configurations import elementwise
 from preact_kernels.kernels.triton.launch import needs_int64, on_device_of, persistent_programs
@@ -52,7 +53,7 @@ def bn_relu_backward_mask_kernel(
     sum_g = tl.zeros([BLOCK_CHANNELS], tl.float32)
     sum_g_x = tl.zeros([BLOCK_CHANNELS], tl.float32)
     for tile in tl.range(
-        tl.program_id(0), tl.cdiv(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
+        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
         pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
@@ -76,7 +77,7 @@ def bn_input_gradient_kernel(
     CHANNELS: tl.constexpr, INT64: tl.constexpr, IN_TRAINING: tl.constexpr,
     BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """dx = [dy +] A*g + B*x + C; with `bn_bias`, g is first masked by [p > 0].
+    """dx = [dy +] A*g + B*(x - mean) + C; with `bn_bias`, g is first masked by [p > 0].
 
     All are `[pixels, CHANNELS]`; grid: tiles, channel blocks.
     """

@@ -16,6 +16,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     pixels_of,
     pre_activation,
     relu,
+    tiles_of,
 )
 from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
 from preact_kernels.kernels.triton.configurations import conv_backward
@@ -111,7 +112,7 @@ def bn_relu_conv_backward_kernel(
         for _ in tl.static_range(TAPS * COUT_BLOCKS):
             dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
     for tile in tl.range(
-        tl.program_id(0), tl.cdiv(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
+        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
     ):
         pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
@@ -198,7 +199,7 @@ def bn_relu_conv_backward_weight_kernel(
     for _ in tl.static_range(TAPS_A_PROGRAM):
         dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
     for tile in tl.range(
-        tl.program_id(0), tl.cdiv(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
+        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
     ):
         pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
@@ -297,9 +298,9 @@ def launch_bn_relu_conv_backward(
         if needs_conv_weight and not in_one_pass:
             block = config.weight
             pixels = batch * out_height * out_width
-            taps_a_program = geometry.S  # a row of the kernel
+            taps_a_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
             columns = (
-                geometry.R
+                geometry.R * geometry.S // taps_a_program
                 * triton.cdiv(channels, block.block_cin)
                 * triton.cdiv(out_channels, block.block_cout)
             )  # fmt: skip

@@ -10,6 +10,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     pixels_of,
     pre_activation,
     relu,
+    tiles_of,
 )
 from preact_kernels.kernels.triton.configurations import conv_forward
 from preact_kernels.kernels.triton.conv import Geometry, dot, input_pixels, precision
@@ -59,7 +60,7 @@ def bn_relu_conv_forward_kernel(
     batch_mean = tl.zeros([BLOCK_COUT], tl.float32)
     m2 = tl.zeros([BLOCK_COUT], tl.float32)
     for tile in tl.range(
-        tl.program_id(0), tl.cdiv(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
+        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
     ):
         pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels

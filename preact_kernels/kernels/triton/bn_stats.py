@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.batch_norm import pixels_of
+from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
 from preact_kernels.kernels.triton.configurations import elementwise
 from preact_kernels.kernels.triton.launch import (
     counters,
@@ -29,7 +29,7 @@ def bn_stats_kernel(
     batch_mean = tl.zeros([BLOCK_CHANNELS], tl.float32)
     m2 = tl.zeros([BLOCK_CHANNELS], tl.float32)
     for tile in tl.range(
-        tl.program_id(0), tl.cdiv(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
+        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
         pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
@@ -62,9 +62,10 @@ def bn_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """See `reference.running_stats_update`. One launch for many vectors."""
+    """See `reference.running_stats_update`. Two launches for many float32 vectors."""
     if all(r.dtype == torch.float32 for r in running):
-        torch._foreach_lerp_(running, batch, momentum)
+        torch._foreach_mul_(running, 1 - momentum)
+        torch._foreach_add_(running, batch, alpha=momentum)
     else:
         for r, b in zip(running, batch, strict=True):
             r.copy_((1 - momentum) * r.double() + momentum * b.double())

@@ -1,4 +1,4 @@
-"""Block shapes, warps and stages: tuned entries, and a rule for every shape that has none.
+"""Block shapes, warps and stages by a rule, found by compiling: as large as registers hold.
 
 A choice depends on the shape, the dtype and the compute capability alone, so that all processes
 of a group choose alike and nothing is tuned while a program runs.
@@ -114,5 +114,6 @@ def conv_backward(
         both = Conv(32, cin, cout, 4, 1) if in_one_pass else None
         return Backward(Conv(pixels, cin, cout, 8, 1, 2), weight, both)
     one = Conv(32 if weights > 2048 else pixels, cin, cout, 8, 2 if capability == HOPPER else 1)
-    most_weights = MOST_WEIGHTS_OF_1X1 if capability == HOPPER else 2048
+    is_roomy = capability == HOPPER and dtype.itemsize == 2
+    most_weights = MOST_WEIGHTS_OF_1X1 if is_roomy else 2048
     return Backward(one, weight, one if weights <= most_weights else None)

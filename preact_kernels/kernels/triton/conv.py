@@ -58,8 +58,8 @@ def precision(dtype: torch.dtype) -> str:
 
     Of the half-precision dtypes there is one kind of product, whatever this says.
     """
-    is_exact = dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
-    return "ieee" if is_exact else "tf32"
+    may_round = torch.backends.cudnn.conv.fp32_precision == "tf32"
+    return "ieee" if dtype == torch.float32 and not may_round else "tf32"
 
 
 @triton.jit
@@ -80,10 +80,11 @@ def input_pixels(
     """The pixels of x that a tap of the output's pixels reads, and which of them exist."""
     if R * S * STRIDE_H * STRIDE_W == 1 and PAD_H + PAD_W == 0:
         return pixel, is_pixel
-    n, h, w = pixel // (OUT_H * OUT_W), pixel // OUT_W % OUT_H, pixel % OUT_W
-    h = h * STRIDE_H - PAD_H + tap // S * DIL_H
-    w = w * STRIDE_W - PAD_W + tap % S * DIL_W
-    return (n * H + h) * W + w, is_pixel & (h >= 0) & (h < H) & (w >= 0) & (w < W)
+    else:
+        n, h, w = pixel // (OUT_H * OUT_W), pixel // OUT_W % OUT_H, pixel % OUT_W
+        h = h * STRIDE_H - PAD_H + tap // S * DIL_H
+        w = w * STRIDE_W - PAD_W + tap % S * DIL_W
+        return (n * H + h) * W + w, is_pixel & (h >= 0) & (h < H) & (w >= 0) & (w < W)
 
 
 @triton.jit
@@ -95,12 +96,13 @@ def output_pixels(
     """The pixels of the output whose tap reads the given pixels of x, and which of them exist."""
     if R * S * STRIDE_H * STRIDE_W == 1 and PAD_H + PAD_W == 0:
         return pixel, is_pixel
-    n, h, w = pixel // (H * W), pixel // W % H, pixel % W
-    h += PAD_H - tap // S * DIL_H
-    w += PAD_W - tap % S * DIL_W
-    exists = is_pixel & (h >= 0) & (h % STRIDE_H == 0) & (w >= 0) & (w % STRIDE_W == 0)
-    h, w = h // STRIDE_H, w // STRIDE_W
-    return (n * OUT_H + h) * OUT_W + w, exists & (h < OUT_H) & (w < OUT_W)
+    else:
+        n, h, w = pixel // (H * W), pixel // W % H, pixel % W
+        h += PAD_H - tap // S * DIL_H
+        w += PAD_W - tap % S * DIL_W
+        exists = is_pixel & (h >= 0) & (h % STRIDE_H == 0) & (w >= 0) & (w % STRIDE_W == 0)
+        h, w = h // STRIDE_H, w // STRIDE_W
+        return (n * OUT_H + h) * OUT_W + w, exists & (h < OUT_H) & (w < OUT_W)
 
 
 @triton.jit
@@ -108,4 +110,5 @@ def load_output_gradient(dy, skip, z, fold, at, mask, Z_IN_TRAINING: tl.constexp
     """A tile of the gradient of the convolution's output in float32: as it is, or folded."""
     if z is None:
         return tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-    return load_folded(skip, dy, z, fold, at, mask, mask, Z_IN_TRAINING)
+    else:
+        return load_folded(skip, dy, z, fold, at, mask, mask, Z_IN_TRAINING)

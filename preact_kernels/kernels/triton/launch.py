@@ -1,22 +1,17 @@
-"""What every launcher needs: programs of a persistent grid, counters, the device, the dtype."""
+"""What every launcher needs: the device, programs of a persistent grid, counters."""
 
 import contextlib
 import functools
-import os
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
+import triton
 from torch import Tensor
 
-# Triton reads this when a kernel is defined.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+INTERPRETED = triton.knobs.runtime.interpret  # as kernels are defined
 
 _INTERPRETED_PROGRAMS = 3  # enough for partial results to be merged, few enough to be quick
-_MOST_INDEX = 2**31 - 1
-_CAPTURED_COUNTERS = 65536
+_MOST_INDEX = 2**31 - 2**16  # a tile less than 32 bits hold
 
 
 def on_device_of(x: Tensor):
@@ -62,46 +57,9 @@ def persistent_programs(x: Tensor, tiles: int, columns: int = 1) -> int:
     return min(tiles, max(1, 2 * properties(x.device).multiprocessors // columns))
 
 
-@functools.cache
-def _counters_of_stream(device: torch.device, stream: int, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-class _CapturedCounters:
-    """Counters for kernels in CUDA graphs, each handed out once and kept for good."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.buffers, self.left = device, [], 0
-
-    def reserve(self) -> None:
-        """Allocates a buffer."""
-        self.left = _CAPTURED_COUNTERS
-        self.buffers.append(torch.zeros(self.left, dtype=torch.int32, device=self.device))
-
-    def take(self, count: int) -> Tensor:
-        """Counters that no other kernel has."""
-        if count > self.left:
-            self.reserve()
-        self.left -= count
-        return self.buffers[-1][self.left : self.left + count]
-
-
-@functools.cache
-def _captured_counters(device: torch.device) -> _CapturedCounters:
-    return _CapturedCounters(device)
-
-
 def counters(x: Tensor, count: int) -> Tensor:
-    """`[count]` int32 zeros that the kernel which counts in them leaves as zeros.
+    """`[count]` int32 zeros, for programs of a grid to count themselves in.
 
-    Kernels of one stream run one after the other and share theirs. A CUDA graph may be replayed
-    beside anything else, so each kernel in it has its own.
+    New ones each time: filling them is part of the stream, and of a graph that captures it.
     """
-    if x.device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32)
-    captured = _captured_counters(x.device)
-    if torch.cuda.is_current_stream_capturing():
-        return captured.take(count)
-    if not captured.buffers:
-        captured.reserve()  # outside of any graph
-    return _counters_of_stream(x.device, torch.cuda.current_stream(x.device).cuda_stream, count)
+    return torch.zeros(count, dtype=torch.int32, device=x.device)

@@ -26,7 +26,8 @@ def column_sums(tile):
     """
     if _IS_INTERPRETED:
         return tl.sum(tile.to(tl.float64), 0).to(tl.float32)
-    return tl.sum(tile, 0)
+    else:
+        return tl.sum(tile, 0)
 
 
 @triton.jit
@@ -41,10 +42,12 @@ def add_tile(count, mean, m2, tile, is_row, rows):
     centred = tl.where(is_row[:, None], tile - tile_mean[None, :], 0.0)
     correction = column_sums(centred) / rows
     tile_m2 = column_sums(centred * centred) - rows * correction * correction
+    tile_mean += tl.where(tl.abs(tile_mean) == float("inf"), 0.0, correction)
     total = count + rows
-    delta = tile_mean + correction - mean
-    mean += delta * (rows / total)
+    delta = tile_mean - mean
     m2 += tile_m2 + delta * delta * (count * rows / total)
+    merged = mean + delta * (rows / total)
+    mean = tl.where(tl.abs(mean) == float("inf"), mean + tile_mean, merged)
     return total, mean, m2
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.batch_norm import pixels_of
+from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
 from preact_kernels.kernels.triton.configurations import elementwise
 from preact_kernels.kernels.triton.launch import (
     counters,
@@ -37,7 +37,7 @@ def residual_add_forward_kernel(
     batch_mean = tl.zeros([BLOCK_CHANNELS], tl.float32)
     m2 = tl.zeros([BLOCK_CHANNELS], tl.float32)
     for tile in tl.range(
-        tl.program_id(0), tl.cdiv(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
+        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
         pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
