@@ -65,8 +65,8 @@ def check_training(record, depth, batch, size, steps=3, **options):
     ratio = unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
     errors[torch.float64] += (batch * size * size) ** 0.5 * ratio * errors[torch.float32]
     record("losses in float64", truth.tolist())
-    record("deviations of plain", errors)
-    record("deviations of fused", found)
+    record("deviations of plain", {str(dtype): error for dtype, error in errors.items()})
+    record("deviations of fused", {str(dtype): error for dtype, error in found.items()})
     for dtype, error in errors.items():
         allowed = 2 * error + unit_roundoff(dtype) * float(truth.norm())
         assert found[dtype] <= allowed, f"{dtype}: off by {found[dtype]:.3g}, allowed {allowed:.3g}"
