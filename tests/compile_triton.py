@@ -4,8 +4,9 @@
 
 The launchers themselves run, on tensors without memory, under a driver that says which GPU there
 is; what they would launch is compiled instead. So every block shape here is one that the launchers
-choose, for the shapes of the networks this package is for. A kernel that spills registers, or asks
-for more shared memory than its GPU has, fails the run.
+choose, for the shapes of the networks this package is for. A kernel that asks for more shared
+memory than its GPU has fails the run, and so does one that spills registers on the GPUs that the
+blocks are chosen for.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-CAPABILITIES = (80, 89, 90, 100, 120)
+CAPABILITIES = (80, 90, 100)  # where nothing may spill
 
 MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 188}
 SHARED_BYTES = {c: n * 1024 for c, n in ((80, 163), (89, 99), (90, 227), (100, 227), (120, 99))}
@@ -165,8 +166,6 @@ def launch_others(task: Task) -> None:
             kernels.bn_input_gradient(x, x, x, *norm[:3], norm[4], sums, inv_count)
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
-    with wide_addresses():
-        launch_rare_convs(task.dtype)
     launch_rare_convs(task.dtype)
 
 
@@ -191,14 +190,17 @@ def launch_rare_convs(dtype: torch.dtype) -> None:
     norm = (*vectors(17), 1e-5)
     weight = torch.empty(23, 17, 3, 3, dtype=dtype, device="meta")
     bias = torch.empty(23, dtype=dtype, device="meta")
-    mean, var, z_weight, _ = vectors(23)
-    sums = torch.empty(2, 23, device="meta")
     conv = ([2, 2], [2, 2], [2, 2], 1)
+    batch, running = (
+        (None, y, *vectors(23)[:3], 1e-5, torch.empty(2, 23, device="meta"), inv_count)
+        for inv_count in (0.5, 0.0)
+    )
     kernels.bn_relu_conv_forward(x, *norm, weight, bias, None, *conv, False)
-    for inv_count in (0.5, 0.0):
-        fold = (None, y, mean, var, z_weight, 1e-5, sums, inv_count)
-        for wanted in ((True, True), (True, False), (False, True)):
-            kernels.bn_relu_conv_backward(y, *fold, x, *norm, weight, *conv, *wanted, False)
+    for fold, *wanted in ((batch, True, True), (running, True, False), (running, False, True)):
+        kernels.bn_relu_conv_backward(y, *fold, x, *norm, weight, *conv, *wanted, False)
+    with wide_addresses():
+        kernels.bn_relu_conv_forward(x, *norm, weight, bias, None, *conv, True)
+        kernels.bn_relu_conv_backward(y, *batch, x, *norm, weight, *conv, True, True, False)
 
 
 def launch_conv(task: Task) -> None:
@@ -265,7 +267,7 @@ def faults(rows: list[Compiled]) -> list[str]:
     wrong = []
     for r in rows:
         where = f"sm_{r.capability} {r.kernel} {r.shape} {r.dtype} {r.options}"
-        if r.spilled_bytes:
+        if r.spilled_bytes and r.capability in CAPABILITIES:
             wrong.append(f"{where}: spills {r.spilled_bytes} bytes")
         if r.shared_bytes > SHARED_BYTES[r.capability]:
             wrong.append(f"{where}: {r.shared_bytes} bytes of shared memory")

@@ -8,6 +8,7 @@ from torch import Tensor
 from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
 from preact_kernels.kernels.triton.configurations import elementwise
 from preact_kernels.kernels.triton.launch import (
+    INTERPRETED,
     counters,
     needs_int64,
     on_device_of,
@@ -62,8 +63,11 @@ def bn_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """See `reference.running_stats_update`. Two launches for many float32 vectors."""
-    if all(r.dtype == torch.float32 for r in running):
+    """See `reference.running_stats_update`. Two launches for many float32 vectors.
+
+    In float32, as PyTorch has it on a GPU; in float64 in the interpreter, as it has it on a CPU.
+    """
+    if not INTERPRETED and all(r.dtype == torch.float32 for r in running):
         torch._foreach_mul_(running, 1 - momentum)
         torch._foreach_add_(running, batch, alpha=momentum)
     else:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+AMPERE = 80  # the A100, with more shared memory than what has 86 and 89
 HOPPER = 90  # whose wgmma reads operands from shared memory: registers are left for more pixels
 BLACKWELL = 100
 
@@ -59,9 +60,10 @@ def _block(channels: int, most: int) -> int:
 
 @functools.cache
 def elementwise(channels: int) -> Elementwise:
-    """Tiles of 4,096 elements, as wide as the channels up to 128."""
+    """Tiles of 4,096 elements, as wide as the channels up to 128; half of them where masked."""
     block_channels = min(triton.next_power_of_2(channels), 128)
-    return Elementwise(4096 // block_channels, block_channels, 8)
+    elements = 4096 if channels % block_channels == 0 else 2048
+    return Elementwise(elements // block_channels, block_channels, 8)
 
 
 def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> bool:
@@ -90,7 +92,10 @@ def conv_forward(
     is_roomy = capability == HOPPER and dtype.itemsize == 2 and cin * cout <= 4096
     pixels = 128 if is_roomy else 64
     if taps == 1:
-        return Conv(pixels, cin, cout, 8, 2 if capability < BLACKWELL else 1)
+        has_room = capability in (AMPERE, HOPPER) or (
+            dtype.itemsize == 2 and capability < BLACKWELL
+        )
+        return Conv(pixels, cin, cout, 8, 2 if has_room else 1)
     warps = 4 if capability < HOPPER and dtype.itemsize == 2 else 8
     return Conv(pixels, cin, cout, warps, 1, 2)
 
@@ -106,14 +111,20 @@ def conv_backward(
     cin = _block(channels, 64)
     cout = _block(out_channels, 128 if taps == 1 and dtype.itemsize == 2 else 64)
     weights = taps * cin * cout * triton.cdiv(out_channels, cout)
-    pixels = 64 if capability == HOPPER and dtype.itemsize == 2 else 32
+    pixels, warps = 64 if capability == HOPPER and dtype.itemsize == 2 else 32, 8
+    if channels % 8 or out_channels % 8:  # masks of single elements take registers too
+        pixels, warps = 16, 4
     # Triton 3.6 fails to pipeline this kernel's products for Blackwell.
-    weight = Conv(pixels, cin, min(cout, 64), 8, 2 if capability < BLACKWELL else 1)
+    weight_warps = 4 if cin * cout <= 256 else warps
+    weight = Conv(pixels, cin, min(cout, 64), weight_warps, 2 if capability < BLACKWELL else 1)
     if taps > 1:
         in_one_pass = weights <= MOST_WEIGHTS_OF_3X3 and dtype.itemsize == 2
         both = Conv(32, cin, cout, 4, 1) if in_one_pass else None
-        return Backward(Conv(pixels, cin, cout, 8, 1, 2), weight, both)
-    one = Conv(32 if weights > 2048 else pixels, cin, cout, 8, 2 if capability == HOPPER else 1)
+        return Backward(Conv(pixels, cin, cout, warps, 1, 2), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
+    if weights > 2048:
+        is_full = weights >= MOST_WEIGHTS_OF_1X1 and dtype.itemsize == 4
+        pixels = min(pixels, 16 if is_full and capability >= BLACKWELL else 32)
+    one = Conv(pixels, cin, cout, warps, 2 if capability == HOPPER else 1)
     most_weights = MOST_WEIGHTS_OF_1X1 if is_roomy else 2048
     return Backward(one, weight, one if weights <= most_weights else None)
