@@ -57,8 +57,9 @@ def bn_relu_conv_forward_kernel(
     out_channel = tl.program_id(1) * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
     is_out_channel = out_channel < K
     count = 0.0
-    batch_mean = tl.zeros([BLOCK_COUT], tl.float32)
-    m2 = tl.zeros([BLOCK_COUT], tl.float32)
+    pivot = tl.zeros([BLOCK_COUT], tl.float32)
+    offset = pivot
+    m2 = pivot
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
     ):
@@ -94,12 +95,12 @@ def bn_relu_conv_forward_kernel(
         tl.store(y + at, stored, mask=mask)
         if y_mean is not None:
             rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-            count, batch_mean, m2 = add_tile(
-                count, batch_mean, m2, stored.to(tl.float32), is_pixel, rows
+            count, pivot, offset, m2 = add_tile(
+                count, pivot, offset, m2, stored.to(tl.float32), is_pixel, rows
             )
     if y_mean is not None:
         finish_statistics(
-            count, batch_mean, m2, partials, counters, y_mean, y_var,
+            count, pivot, offset, m2, partials, counters, y_mean, y_var,
             out_channel, is_out_channel, K,
         )  # fmt: skip
 

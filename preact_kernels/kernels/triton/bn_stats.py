@@ -8,7 +8,6 @@ from torch import Tensor
 from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
 from preact_kernels.kernels.triton.configurations import elementwise
 from preact_kernels.kernels.triton.launch import (
-    INTERPRETED,
     counters,
     needs_int64,
     on_device_of,
@@ -27,8 +26,9 @@ def bn_stats_kernel(
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
     count = 0.0
-    batch_mean = tl.zeros([BLOCK_CHANNELS], tl.float32)
-    m2 = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    pivot = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    offset = pivot
+    m2 = pivot
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
@@ -37,11 +37,11 @@ def bn_stats_kernel(
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=is_pixel[:, None] & is_channel[None, :], other=0.0)
         rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-        count, batch_mean, m2 = add_tile(
-            count, batch_mean, m2, value.to(tl.float32), is_pixel, rows
+        count, pivot, offset, m2 = add_tile(
+            count, pivot, offset, m2, value.to(tl.float32), is_pixel, rows
         )
     finish_statistics(
-        count, batch_mean, m2, partials, counters, mean, var, channel, is_channel, CHANNELS
+        count, pivot, offset, m2, partials, counters, mean, var, channel, is_channel, CHANNELS
     )
 
 
@@ -63,11 +63,8 @@ def bn_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """See `reference.running_stats_update`. Two launches for many float32 vectors.
-
-    In float32, as PyTorch has it on a GPU; in float64 in the interpreter, as it has it on a CPU.
-    """
-    if not INTERPRETED and all(r.dtype == torch.float32 for r in running):
+    """See `reference.running_stats_update`. Two launches for many float32 vectors."""
+    if all(r.dtype == torch.float32 for r in running):
         torch._foreach_mul_(running, 1 - momentum)
         torch._foreach_add_(running, batch, alpha=momentum)
     else:

@@ -31,69 +31,81 @@ def column_sums(tile):
 
 
 @triton.jit
-def add_tile(count, mean, m2, tile, is_row, rows):
+def leading_bits(x):
+    """The float32 numbers x without the last 16 bits of their mantissas."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_tile(count, pivot, offset, m2, tile, is_row, rows):
     """Statistics of some channels, and of a tile `[pixels, channels]` of `rows` > 0 pixels more.
 
-    The tile's mean is corrected once by the mean of what it leaves, so that a constant channel has
-    that constant for a mean, whatever it is.
+    The mean is `pivot + offset`, with a pivot of few bits near the first tile's mean: subtracting
+    that rounds next to nothing, however large a mean beside its deviation, and a constant channel
+    has that constant for a mean.
     """
     rows = rows.to(tl.float32)
-    tile_mean = column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows
-    centred = tl.where(is_row[:, None], tile - tile_mean[None, :], 0.0)
-    correction = column_sums(centred) / rows
-    tile_m2 = column_sums(centred * centred) - rows * correction * correction
-    tile_mean += tl.where(tl.abs(tile_mean) == float("inf"), 0.0, correction)
+    near = leading_bits(column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows)
+    is_first = tl.zeros_like(m2) + count == 0
+    pivot = tl.where(is_first & (tl.abs(near) < float("inf")), near, pivot)
+    shifted = tl.where(is_row[:, None], tile - pivot[None, :], 0.0)
+    tile_offset = column_sums(shifted) / rows
+    centred = tl.where(is_row[:, None], shifted - tile_offset[None, :], 0.0)
     total = count + rows
-    delta = tile_mean - mean
-    m2 += tile_m2 + delta * delta * (count * rows / total)
-    merged = mean + delta * (rows / total)
-    mean = tl.where(tl.abs(mean) == float("inf"), mean + tile_mean, merged)
-    return total, mean, m2
+    delta = tile_offset - offset
+    m2 += column_sums(centred * centred) + delta * delta * (count * rows / total)
+    merged = offset + delta * (rows / total)
+    offset = tl.where(tl.abs(offset) == float("inf"), offset + tile_offset, merged)
+    return total, pivot, offset, m2
+
+
+@triton.jit
+def load_partials(partials, begin, programs, channel, is_channel, CHANNELS: tl.constexpr):
+    """Count, mean and M2 of some programs, each `[programs, channels]`, in float64."""
+    row = begin + tl.arange(0, _BLOCK_PROGRAMS)
+    mask = (row < programs)[:, None] & is_channel[None, :]
+    at = partials + row[:, None] * 4 * CHANNELS + channel[None, :]
+    n = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
+    pivot = tl.load(at + CHANNELS, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
+    offset = tl.load(at + 2 * CHANNELS, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
+    m2 = tl.load(at + 3 * CHANNELS, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
+    return n, pivot + offset, m2
 
 
 @triton.jit
 def finish_statistics(
-    count, mean, m2, partials, counters, mean_out, var_out, channel, is_channel,
+    count, pivot, offset, m2, partials, counters, mean_out, var_out, channel, is_channel,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Stores a program's statistics; the last of its column stores mean and variance of all.
 
-    `partials` is `[programs, 3, CHANNELS]`, `counters` one zero for every column of the grid,
+    `partials` is `[programs, 4, CHANNELS]`, `counters` one zero for every column of the grid,
     whose first axis is the programs.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    own = partials + program * 3 * CHANNELS + channel
-    tl.store(own, tl.zeros_like(mean) + count, mask=is_channel)
-    tl.store(own + CHANNELS, mean, mask=is_channel)
-    tl.store(own + 2 * CHANNELS, m2, mask=is_channel)
+    own = partials + program * 4 * CHANNELS + channel
+    tl.store(own, tl.zeros_like(m2) + count, mask=is_channel)
+    tl.store(own + CHANNELS, pivot, mask=is_channel)
+    tl.store(own + 2 * CHANNELS, offset, mask=is_channel)
+    tl.store(own + 3 * CHANNELS, m2, mask=is_channel)
     tl.debug_barrier()  # every thread's stores come before the count
     counter = counters + tl.program_id(1)
     if tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1:
-        total = tl.zeros_like(mean).to(tl.float64)
+        total = tl.zeros_like(m2).to(tl.float64)
         sum_of_all = total
         for begin in range(0, programs, _BLOCK_PROGRAMS):
-            row = begin + tl.arange(0, _BLOCK_PROGRAMS)
-            mask = (row < programs)[:, None] & is_channel[None, :]
-            at = partials + row[:, None] * 3 * CHANNELS + channel[None, :]
-            n = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
-            mu = tl.load(at + CHANNELS, mask=mask, other=0.0, cache_modifier=".cg")
+            n, mean, _ = load_partials(partials, begin, programs, channel, is_channel, CHANNELS)
             total += tl.sum(n, 0)
-            sum_of_all += tl.sum(n * mu.to(tl.float64), 0)
+            sum_of_all += tl.sum(n * mean, 0)
         total = tl.where(is_channel, total, 1.0)
         mean_of_all = sum_of_all / total
         m2_of_all = tl.zeros_like(mean_of_all)
         for begin in range(0, programs, _BLOCK_PROGRAMS):
-            row = begin + tl.arange(0, _BLOCK_PROGRAMS)
-            mask = (row < programs)[:, None] & is_channel[None, :]
-            at = partials + row[:, None] * 3 * CHANNELS + channel[None, :]
-            n = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
-            mu = tl.load(at + CHANNELS, mask=mask, other=0.0, cache_modifier=".cg")
-            s = tl.load(at + 2 * CHANNELS, mask=mask, other=0.0, cache_modifier=".cg")
-            delta = mu.to(tl.float64) - mean_of_all[None, :]
-            m2_of_all += tl.sum(tl.where(mask, s.to(tl.float64) + n * delta * delta, 0.0), 0)
+            n, mean, s = load_partials(partials, begin, programs, channel, is_channel, CHANNELS)
+            delta = mean - mean_of_all[None, :]
+            m2_of_all += tl.sum(tl.where(n > 0, s + n * delta * delta, 0.0), 0)
         tl.store(mean_out + channel, mean_of_all.to(tl.float32), mask=is_channel)
-        var = tl.where(m2_of_all < 0, 0.0, m2_of_all) / total
-        tl.store(var_out + channel, var.to(tl.float32), mask=is_channel)
+        tl.store(var_out + channel, (m2_of_all / total).to(tl.float32), mask=is_channel)
         tl.store(counter, 0)
 
 
@@ -146,7 +158,7 @@ def statistics_memory(y: Tensor, programs: int) -> tuple[Tensor, Tensor, Tensor]
     """Memory for mean and variance of y `[N, C, H, W]`, and for the partials of all programs."""
     channels = y.shape[1]
     mean, var = (y.new_empty(channels, dtype=torch.float32) for _ in range(2))
-    return mean, var, y.new_empty((programs, 3, channels), dtype=torch.float32)
+    return mean, var, y.new_empty((programs, 4, channels), dtype=torch.float32)
 
 
 def no_statistics(y: Tensor) -> tuple[Tensor, Tensor]:

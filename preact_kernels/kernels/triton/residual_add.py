@@ -34,8 +34,9 @@ def residual_add_forward_kernel(
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
     count = 0.0
-    batch_mean = tl.zeros([BLOCK_CHANNELS], tl.float32)
-    m2 = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    pivot = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    offset = pivot
+    m2 = pivot
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
@@ -49,12 +50,12 @@ def residual_add_forward_kernel(
         tl.store(y + at, stored, mask=mask)
         if mean is not None:
             rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-            count, batch_mean, m2 = add_tile(
-                count, batch_mean, m2, stored.to(tl.float32), is_pixel, rows
+            count, pivot, offset, m2 = add_tile(
+                count, pivot, offset, m2, stored.to(tl.float32), is_pixel, rows
             )
     if mean is not None:
         finish_statistics(
-            count, batch_mean, m2, partials, counters, mean, var, channel, is_channel, CHANNELS
+            count, pivot, offset, m2, partials, counters, mean, var, channel, is_channel, CHANNELS
         )
 
 
