@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 # Folders are listed too: their times change when a file goes.
 CSRC := $(shell find csrc 2>/dev/null)
-CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC))
+CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard tests/cuda_on_host/*))
 
 # Stamps, each made again when what it depends on changes.
 REQUIREMENTS := $(VENV)/.requirements

@@ -1,0 +1,97 @@
+"""Compiles kernels for the host, into `build/cuda_on_host/`; what is there already is used again.
+
+    python -m tests.cuda_on_host.build
+
+`kernels` is the CUDA library as it is, for CPU tensors; `planted` holds the kernels of the tests of
+the harness. Each also with `sanitize`, under AddressSanitizer.
+"""
+
+import fcntl
+import hashlib
+import os
+import shlex
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+OUT = ROOT / "build" / "cuda_on_host"
+CXX = shlex.split(os.environ.get("CXX") or "c++")
+# No fused multiply-add where the source has none: the processor that compiles decides nothing.
+FLAGS = [
+    "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+    "-Wall", "-Wno-unknown-pragmas", "-DPK_CUDA_ON_HOST", f"-I{HERE}", f"-I{ROOT / 'csrc'}",
+]  # fmt: skip
+SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
+
+
+def _torch_flags() -> tuple[list[str], list[str]]:
+    """To compile and to link against torch's stable ABI."""
+    from torch.utils import cpp_extension
+
+    include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    (folder,) = cpp_extension.library_paths()
+    return (
+        [*include, "-DTORCH_TARGET_VERSION=0x020b000000000000"],
+        [f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch", "-ltorch_cpu", "-lc10"],
+    )
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def build(name: str, sanitize: bool = False) -> Path:
+    """The shared library `kernels` or `planted`, compiled where something changed.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    compile_flags, link_flags = list(FLAGS), ["-shared"]
+    sources = [HERE / "control.cpp"]
+    if name == "planted":
+        sources.append(HERE / "planted.cpp")
+    else:
+        sources += sorted((ROOT / "csrc/cuda").glob("*.cu"))
+        more_compile_flags, more_link_flags = _torch_flags()
+        compile_flags += more_compile_flags
+        link_flags += more_link_flags
+    if sanitize:
+        compile_flags += SANITIZE
+        link_flags += SANITIZE
+    folder = OUT / (name + "_sanitized" * sanitize)
+    folder.mkdir(parents=True, exist_ok=True)
+    headers = [*HERE.glob("*.h"), *ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*.*h")]
+    around = _digest(*CXX, *compile_flags, *(h.read_text() for h in sorted(headers)))
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that test side by side
+        objects = {s: folder / f"{s.stem}-{_digest(around, s.read_text())}.o" for s in sources}
+        library = folder / f"{name}-{_digest(*map(str, objects.values()), *link_flags)}.so"
+        if library.exists():
+            return library
+        jobs = [
+            [*CXX, *compile_flags, "-x", "c++", "-c", str(source), "-o", str(target)]
+            for source, target in objects.items()
+            if not target.exists()
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, jobs))
+        _run([*CXX, *map(str, objects.values()), *link_flags, "-o", str(library)])
+        for path in folder.iterdir():  # of earlier sources
+            if path not in (library, *objects.values()) and path.suffix in (".o", ".so"):
+                path.unlink()
+    return library
+
+
+def _run(command: list[str]) -> None:
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        Path(command[-1]).unlink(missing_ok=True)
+        raise RuntimeError(f"{shlex.join(command)}\n{process.stderr}")
+
+
+if __name__ == "__main__":
+    for library in ("planted", "kernels"):
+        for sanitized in (False, True):
+            print(build(library, sanitized))

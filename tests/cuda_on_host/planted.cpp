@@ -1,0 +1,144 @@
+// Kernels for the tests of the harness itself: some right, some each with one planted mistake.
+//
+// The entry points return what was thrown, or an empty text.
+
+#include <string>
+
+#include "cuda/device.cuh"
+
+using namespace preact_kernels::cuda;
+
+namespace {
+
+constexpr unsigned kThreads = 64;
+
+struct Params {
+  const float* in;
+  float* out;
+  int variant;  // 0 is right
+};
+
+// out = in, turned round within each block by way of shared memory.
+__global__ void reverse_kernel(Params p) {
+  float* tile = reinterpret_cast<float*>(dynamic_shared());
+  const unsigned first = blockIdx.x * kThreads;
+  tile[threadIdx.x] = p.in[first + threadIdx.x];
+  if (p.variant == 0) __syncthreads();
+  p.out[first + threadIdx.x] = tile[kThreads - 1 - threadIdx.x];
+}
+
+// Strays by one element, 1: behind shared memory; 2: behind the input; 3: behind the output.
+__global__ void stray_kernel(Params p) {
+  float* tile = reinterpret_cast<float*>(dynamic_shared());
+  const unsigned i = threadIdx.x;
+  tile[i + (p.variant == 1)] = p.in[i + (p.variant == 2)];
+  p.out[i + (p.variant == 3)] = tile[i];
+}
+
+// Barriers that threads do not reach together.
+__global__ void divergent_kernel(Params p) {
+  const bool is_odd = threadIdx.x % 2;
+  if (p.variant == 1 && is_odd) return;
+  if (p.variant == 2 && is_odd) {
+    __syncthreads();
+  } else if (p.variant == 3 && threadIdx.x == 0) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  float sum = p.in[threadIdx.x];
+  if (p.variant != 4 || threadIdx.x % 32 != 7) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+  }
+  p.out[threadIdx.x] = sum;
+}
+
+// out = in by asynchronous copies. 1: read before the wait. 2: read after a wait that allows the
+// group to be in flight. 3: the memory of a copy is read after it began. 4, 5: not aligned.
+__global__ void copy_kernel(Params p) {
+  float* tile = reinterpret_cast<float*>(dynamic_shared());
+  const unsigned at = 4 * threadIdx.x;
+  if (p.variant == 3) {
+    for (int i = 0; i < 4; ++i) tile[at + i] = p.in[at + i];
+  }
+  cp_async_16(tile + at + (p.variant == 4), p.in + at + (p.variant == 5), threadIdx.x != 1);
+  cp_async_commit();
+  if (p.variant == 2) cp_async_wait<1>();
+  if (p.variant == 0) cp_async_wait<0>();
+  for (int i = 0; i < 4; ++i) p.out[at + i] = tile[at + i];
+}
+
+struct MmaParams {
+  const void *a, *b;  // [16, K] and [8, K], 16-bit elements, or fp32 for TF32
+  float* d;           // [16, 8], added to
+  int type;           // 0 BFloat16, 1 Half, 2 TF32
+  bool transposed;    // b is [K, 8]
+};
+
+// d += a * b^T by one warp, operands by way of shared memory and ldmatrix where they have 16 bits.
+__global__ void mma_kernel(MmaParams p) {
+  const unsigned lane = threadIdx.x, group = lane / 4, rank = lane % 4;
+  uint32_t a[4], b[2];
+  float d[4];
+  float* corner = p.d + group * 8 + rank * 2;
+  for (int i = 0; i < 4; ++i) d[i] = corner[i / 2 * 64 + i % 2];
+  if (p.type == 2) {
+    const float *left = static_cast<const float*>(p.a), *right = static_cast<const float*>(p.b);
+    for (int i = 0; i < 4; ++i) a[i] = to_tf32(left[(group + i % 2 * 8) * 8 + rank + i / 2 * 4]);
+    for (int i = 0; i < 2; ++i) b[i] = to_tf32(right[group * 8 + rank + i * 4]);
+    mma_m16n8k8_tf32(d, a, b);
+  } else {
+    uint16_t* left = reinterpret_cast<uint16_t*>(dynamic_shared());
+    uint16_t* right = left + 16 * 16;
+    for (unsigned i = lane; i < 16 * 16; i += 32) left[i] = static_cast<const uint16_t*>(p.a)[i];
+    for (unsigned i = lane; i < 8 * 16; i += 32) right[i] = static_cast<const uint16_t*>(p.b)[i];
+    __syncwarp();
+    ldmatrix_x4(a, left + lane % 16 * 16 + lane / 16 * 8);
+    if (p.transposed) {
+      ldmatrix_x2_trans(b, right + lane % 16 * 8);
+    } else {
+      ldmatrix_x2(b, right + lane % 8 * 16 + lane / 8 % 2 * 8);
+    }
+    if (p.type == 0) {
+      mma_m16n8k16(d, a, b, BFloat16());
+    } else {
+      mma_m16n8k16(d, a, b, Half());
+    }
+  }
+  for (int i = 0; i < 4; ++i) corner[i / 2 * 64 + i % 2] = d[i];
+}
+
+std::string message;
+
+template <class P>
+const char* run(const char* name, void (*kernel)(P), unsigned blocks, unsigned threads,
+                size_t shared_bytes, const P& params) {
+  message.clear();
+  try {
+    launch(name, kernel, dim3(blocks), dim3(threads), shared_bytes, nullptr, params);
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  return message.c_str();
+}
+
+}  // namespace
+
+#define PK_ENTRY extern "C" __attribute__((visibility("default"))) const char*
+
+PK_ENTRY reverse(const float* in, float* out, int variant) {
+  return run("reverse", reverse_kernel, 4, kThreads, kThreads * 4, Params{in, out, variant});
+}
+PK_ENTRY stray(const float* in, float* out, int variant) {
+  return run("stray", stray_kernel, 1, kThreads, kThreads * 4, Params{in, out, variant});
+}
+PK_ENTRY divergent(const float* in, float* out, int variant) {
+  return run("divergent", divergent_kernel, 1, kThreads, 0, Params{in, out, variant});
+}
+PK_ENTRY copy(const float* in, float* out, int variant) {
+  return run("copy", copy_kernel, 1, kThreads / 4, kThreads * 4, Params{in, out, variant});
+}
+PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
+PK_ENTRY multiply_add(const void* a, const void* b, float* d, int type, bool transposed) {
+  return run("mma", mma_kernel, 1, 32, 24 * 16 * 2, MmaParams{a, b, d, type, transposed});
+}

@@ -1,0 +1,166 @@
+"""The harness that runs CUDA kernels on the host finds the mistakes that it is there for."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cuda_on_host import build
+
+if shutil.which(build.CXX[0]) is None:
+    pytest.skip(f"no C++ compiler: {build.CXX[0]} not found", allow_module_level=True)
+
+SEEDS = range(20)
+COUNT = 64
+
+
+def load(path):
+    library = ctypes.CDLL(str(path))
+    for name in ("reverse", "stray", "divergent", "copy", "empty_grid", "multiply_add"):
+        getattr(library, name).restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return load(build.build("planted"))
+
+
+def run(library, name, variant=0, seed=0, count=COUNT):
+    """The output of a planted kernel on random numbers, those numbers, and the message."""
+    values = np.random.default_rng(0).standard_normal(count).astype(np.float32)
+    out = np.full(count, np.nan, np.float32)
+    library.cuda_on_host_set(ctypes.c_uint64(seed), 2)
+    pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (values, out))
+    return out, values, getattr(library, name)(*pointers, variant).decode()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_schedule_of_a_right_kernel_gives_its_result(planted, seed):
+    out, values, message = run(planted, "reverse", 0, seed, 4 * COUNT)
+    assert not message
+    np.testing.assert_array_equal(out, values.reshape(4, COUNT)[:, ::-1].ravel())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_missing_barrier_shows_in_every_schedule(planted, seed):
+    out, values, _ = run(planted, "reverse", 1, seed, 4 * COUNT)
+    right = values.reshape(4, COUNT)[:, ::-1].ravel()
+    assert 0 < np.isnan(out).sum() < out.size  # shared memory before it was written
+    np.testing.assert_array_equal(out[~np.isnan(out)], right[~np.isnan(out)])
+
+
+def test_schedules_differ_by_seed_and_repeat_with_it(planted):
+    runs = [run(planted, "reverse", 1, seed, 4 * COUNT)[0].tobytes() for seed in SEEDS]
+    assert len(set(runs)) == len(runs)
+    assert run(planted, "reverse", 1, 3, 4 * COUNT)[0].tobytes() == runs[3]
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (0, ""),
+        (1, "a barrier that some threads do not reach"),
+        (2, "threads at different barriers"),
+        (3, "threads wait for others that never come|lanes of a warp apart"),
+        (4, "threads wait for others that never come: __shfl_xor_sync"),
+    ],
+)
+def test_threads_that_do_not_meet_are_errors(planted, variant, message):
+    for seed in SEEDS:
+        found = run(planted, "divergent", variant, seed)[2]
+        assert re.search(message, found) and bool(found) == bool(message)
+
+
+def test_shuffles_add_up_a_warp(planted):
+    out, values, _ = run(planted, "divergent")
+    sums = values.reshape(2, 32).astype(np.float64).sum(1)
+    np.testing.assert_allclose(out.reshape(2, 32), sums[:, None].repeat(32, 1), rtol=1e-5)
+
+
+def test_asynchronous_copies_land_at_the_wait_and_zeros_where_not_valid(planted):
+    out, values, message = run(planted, "copy")
+    assert not message
+    values[4:8] = 0
+    np.testing.assert_array_equal(out, values)
+
+
+@pytest.mark.parametrize("variant", [1, 2, 3])
+def test_a_copy_that_is_not_waited_for_is_not_there(planted, variant):
+    assert np.isnan(run(planted, "copy", variant)[0]).all()
+
+
+@pytest.mark.parametrize("variant", [4, 5])
+def test_a_copy_that_is_not_aligned_is_an_error(planted, variant):
+    assert "copy: cp_async_16: not aligned" in run(planted, "copy", variant)[2]
+
+
+def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
+    assert planted.empty_grid().decode() == "empty: invalid configuration: blocks of a grid"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transposed"),
+    [
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+        (torch.float16, False),
+        (torch.float16, True),
+        (torch.float32, False),  # ldmatrix moves elements of 16 bits
+    ],
+)
+def test_matrix_instructions_agree_with_a_matrix_product(planted, dtype, transposed):
+    torch.manual_seed(0)
+    k = 8 if dtype == torch.float32 else 16
+    a, b, d = torch.randn(16, k).to(dtype), torch.randn(8, k).to(dtype), torch.randn(16, 8)
+    given = b.t().contiguous() if transposed else b
+    if dtype == torch.float32:
+        bits = [(t.view(torch.int32) + 0x1000) & ~0x1FFF for t in (a, b)]  # as TF32 rounds
+        expected = d.double() + bits[0].view(dtype).double() @ bits[1].view(dtype).double().t()
+    else:
+        expected = d.double() + a.double() @ b.double().t()
+    kind = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (a, given, d))
+    assert not planted.multiply_add(*pointers, kind, transposed)
+    assert torch.equal(d, expected.float())
+
+
+# Without torch, which takes seconds to import there.
+STRAY = """
+import ctypes, sys
+import numpy as np
+arrays = np.ones(64, np.float32), np.empty(64, np.float32)
+pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
+ctypes.CDLL(sys.argv[1]).stray(*pointers, int(sys.argv[2]))
+assert (arrays[1] == 1).all()
+"""
+
+
+def run_sanitized(code, *arguments):
+    """Runs `code` in a process with AddressSanitizer."""
+    runtime = subprocess.check_output([*build.CXX, "-print-file-name=libasan.so"], text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=build.ROOT,
+        env={**os.environ, "LD_PRELOAD": runtime.strip(), "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("variant", range(4))
+def test_a_stray_access_is_caught_by_the_sanitizer(variant):
+    process = run_sanitized(STRAY, build.build("planted", sanitize=True), variant)
+    if variant == 0:
+        assert process.returncode == 0, process.stderr
+    else:
+        assert process.returncode != 0
+        assert "AddressSanitizer: heap-buffer-overflow" in process.stderr
+        assert "stray_kernel" in process.stderr
