@@ -4,11 +4,13 @@ PREACT_KERNELS_NATIVE=0 compiles nothing. PREACT_KERNELS_CUDA=0 leaves the CUDA 
 insists on it; by default it is built where nvcc is found. Neither needs a GPU or the network.
 """
 
+import hashlib
 import os
 import shlex
 import shutil
 import sys
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -17,6 +19,7 @@ INCLUDE_DIRS = [os.path.abspath("csrc")]
 # The LibTorch stable ABI of 2.11: one build serves every later torch and every Python. No flag
 # names a processor: the sources choose their instruction set when they run.
 FLAGS = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+CUDA_FLAGS = ["-DUSE_CUDA", "-Xcompiler=-fvisibility=hidden"]
 CUDA_ARCHITECTURES = ["80", "90a", "100"]
 
 
@@ -70,6 +73,10 @@ def cuda_extension():
 
     if cpp_extension.CUDA_HOME is None:  # a CPU-only torch does not look for it
         cpp_extension.CUDA_HOME = os.path.dirname(os.path.dirname(nvcc))
+    os.environ["PREACT_KERNELS_NVCC"] = os.environ.get("PYTORCH_NVCC", nvcc)
+    os.environ["PYTORCH_NVCC"] = f"sh {os.path.abspath('csrc/cuda/nvcc.sh')}"
+    # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
+    headers = hashlib.sha256(b"".join(Path(h).read_bytes() for h in HEADERS)).hexdigest()[:16]
     newest = CUDA_ARCHITECTURES[-1]
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHITECTURES]
     targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
@@ -80,7 +87,7 @@ def cuda_extension():
         include_dirs=INCLUDE_DIRS + cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         extra_compile_args={
-            "nvcc": [*FLAGS, "-DUSE_CUDA", "-Xcompiler=-fvisibility=hidden", *targets]
+            "nvcc": [*FLAGS, f"-DPREACT_KERNELS_HEADERS={headers}", *CUDA_FLAGS, *targets]
         },
         extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
         language="c++",

@@ -14,6 +14,7 @@ SERVED_DTYPES = {
     "reference": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "cpu": (torch.float32, torch.bfloat16, torch.float64),
     "triton": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
 
 

@@ -14,7 +14,9 @@ if not torch.cuda.is_available():
 import preact_kernels as pk
 from preact_kernels.ops import backend as backends
 from tests.cases import SERVED_DTYPES, device_of
+from tests.cuda_on_host import serve_cpu
 
+IS_CUDA_ON_HOST = serve_cpu.install()  # before the backends are counted
 IS_INTERPRETED = backends._IS_TRITON_INTERPRETED
 
 pytest.register_assert_rewrite("tests.oracle")
@@ -32,6 +34,7 @@ OF_KERNELS = (
     "test_bn_relu",
     "test_bn_relu_conv",
     "test_bn_stats",
+    "test_cuda",
     "test_residual_add",
     "test_running_statistics",
     "test_triton",
@@ -39,13 +42,13 @@ OF_KERNELS = (
 
 
 def pytest_collection_modifyitems(items):
-    """Marks as slow what Triton's interpreter takes long for and other backends show too.
+    """Marks as slow what GPU kernels on a CPU take long for and other backends show too.
 
-    Left are tests of kernels, in float32 and for training in bfloat16, and `test_triton.py`.
-    With a GPU nothing is marked.
+    Left are tests of kernels, in float32 and for training in bfloat16, `test_triton.py` and
+    `test_cuda.py`. With a GPU nothing is marked.
     """
-    if not IS_INTERPRETED:
-        return
+    names = (("triton", IS_INTERPRETED), ("cuda", IS_CUDA_ON_HOST))
+    on_cpu = {name for name, is_on_cpu in names if is_on_cpu}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         served = [params[n] for n in ("dtype", "training_dtype", "wide_dtype") if n in params]
@@ -55,7 +58,7 @@ def pytest_collection_modifyitems(items):
         is_repeated = dtype == torch.float16 or (
             dtype == torch.bfloat16 and "evaluation" in item.originalname
         )
-        if name == "triton" and (module not in OF_KERNELS or is_repeated):
+        if name in on_cpu and (module not in OF_KERNELS or is_repeated):
             item.add_marker(pytest.mark.slow)
 
 

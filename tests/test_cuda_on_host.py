@@ -144,11 +144,10 @@ assert (arrays[1] == 1).all()
 
 def run_sanitized(code, *arguments):
     """Runs `code` in a process with AddressSanitizer."""
-    runtime = subprocess.check_output([*build.CXX, "-print-file-name=libasan.so"], text=True)
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=build.ROOT,
-        env={**os.environ, "LD_PRELOAD": runtime.strip(), "ASAN_OPTIONS": "detect_leaks=0"},
+        env={**os.environ, **build.sanitizer_environment()},
         capture_output=True,
         text=True,
         check=False,

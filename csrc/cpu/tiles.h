@@ -1,4 +1,4 @@
-// Cutting pixels into tiles, tiles over threads, and allocating outputs.
+// Cutting pixels into tiles, and tiles over threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "../tensors.h"
 #include "types.h"
 
 namespace preact_kernels {
@@ -67,29 +68,6 @@ void for_rows(int64_t rows, int64_t values, const Body& body) {
                               [&](int64_t begin, int64_t end) {
                                 for (int64_t row = begin; row < end; ++row) body(row);
                               });
-}
-
-inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
-  const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
-  return torch::stable::empty({sizes, 4}, like.scalar_type(), std::nullopt, like.device(),
-                              std::nullopt, torch::headeronly::MemoryFormat::ChannelsLast);
-}
-
-inline Tensor empty_statistics(const Tensor& like, int64_t count) {
-  return torch::stable::empty({&count, 1}, statistics_dtype(like.scalar_type()), std::nullopt,
-                              like.device());
-}
-
-// In place of an output that is not wanted.
-inline Tensor absent(const Tensor& like) {
-  const int64_t none = 0;
-  return torch::stable::empty({&none, 1}, like.scalar_type(), std::nullopt, like.device());
-}
-
-inline Tensor empty_sums(const Tensor& like, int64_t channels) {
-  const int64_t sizes[] = {2, channels};
-  return torch::stable::empty({sizes, 2}, statistics_dtype(like.scalar_type()), std::nullopt,
-                              like.device());
 }
 
 }  // namespace preact_kernels

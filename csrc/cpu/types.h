@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../checks.h"
+#include "../tensors.h"
 
 #define PK_INLINE inline __attribute__((always_inline))
 #define PK_LAMBDA __attribute__((always_inline))
@@ -72,15 +72,6 @@ auto for_dtype(ScalarType dtype, const Body& body) {
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
                   "x: expected dtype float32, bfloat16 or float64 on the cpu backend");
   return body(BFloat16{});
-}
-
-template <class T>
-const T* data(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-template <class T>
-T* mutable_data(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
 }
 
 }  // namespace preact_kernels

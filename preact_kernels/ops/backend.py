@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from preact_kernels.kernels import native
+from preact_kernels.kernels import cuda, native
 
 
 class BackendError(RuntimeError):
@@ -27,6 +27,7 @@ class Backend(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     is_available: Callable[[], bool]
     only_by_name: bool = False  # "auto" passes it by
+    obstacle: Callable[[], str] = lambda: ""  # why it is not available
 
 
 # As Triton reads it.
@@ -55,6 +56,7 @@ BACKENDS = (
         ("cpu",),
         (torch.float32, torch.bfloat16, torch.float64),
         native.cpu_is_available,
+        obstacle=native.cpu_load_error,
     ),
     Backend(
         "triton",
@@ -63,6 +65,16 @@ BACKENDS = (
         (torch.float32, torch.bfloat16, torch.float16),
         _triton_is_available,
         only_by_name=_IS_TRITON_INTERPRETED,
+    ),
+    # Behind Triton until the two have been measured side by side on a GPU: it is what serves where
+    # Triton is not installed.
+    Backend(
+        "cuda",
+        "preact_kernels.kernels.cuda",
+        ("cuda",),
+        (torch.float32, torch.bfloat16, torch.float16),
+        cuda.is_available,
+        obstacle=cuda.load_error,
     ),
     Backend("reference", "preact_kernels.kernels.reference", (), _FLOATS, lambda: True),
 )
@@ -75,7 +87,7 @@ def available_backends() -> tuple[str, ...]:
     """Names of the backends that this machine can run, the specification first.
 
     Returns:
-        For example `("reference", "cpu")`, or `("reference", "triton", "cpu")` with a GPU.
+        For example `("reference", "cpu")`, or `("reference", "cuda", "triton", "cpu")` with a GPU.
     """
     return tuple(b.name for b in reversed(BACKENDS) if b.is_available())
 
@@ -86,7 +98,8 @@ def _validated(name: str) -> str:
         raise ValueError(f"backend: expected one of {known}, got {name!r}")
     if name != "auto" and not _by_name[name].is_available():
         usable = ", ".join(repr(n) for n in available_backends())
-        reason = f" ({native.cpu_load_error()})" if name == "cpu" else ""
+        obstacle = _by_name[name].obstacle()
+        reason = f" ({obstacle})" if obstacle else ""
         raise BackendError(f"backend {name!r} is not available here{reason}; available: {usable}")
     return name
 

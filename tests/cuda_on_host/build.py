@@ -84,6 +84,16 @@ def build(name: str, sanitize: bool = False) -> Path:
     return library
 
 
+def sanitizer_environment() -> dict[str, str]:
+    """What a process needs in its environment to load a library that was built to `sanitize`."""
+    # The C++ runtime beside it, or the sanitizer does not find what throws exceptions.
+    paths = [
+        subprocess.check_output([*CXX, f"-print-file-name={name}"], text=True).strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    return {"LD_PRELOAD": " ".join(paths), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
 def _run(command: list[str]) -> None:
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:

@@ -123,6 +123,8 @@ inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
 inline double rsqrt(double value) { return 1 / std::sqrt(value); }
 inline unsigned __float_as_uint(float value) { return cuda_on_host::bits_as<unsigned>(value); }
 inline float __uint_as_float(unsigned value) { return cuda_on_host::bits_as<float>(value); }
+using std::isfinite;
+using std::isinf;
 using std::max;
 using std::min;
 

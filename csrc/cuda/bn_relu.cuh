@@ -1,0 +1,200 @@
+// Batch norm and ReLU forward and backward, and the gradient of a batch norm's input.
+#pragma once
+
+#include "batch_norm.cuh"
+#include "reduction.cuh"
+
+namespace preact_kernels::cuda {
+
+template <class T>
+struct BnReluParams {
+  PixelRows rows;
+  const T* x;
+  BatchNorm bn;
+  T* y;
+};
+
+constexpr int kBnReluSteps = 4, kBnReluBlocks = 3;  // pixels at a time, blocks a multiprocessor
+
+// y = relu(p), p rounded to T first.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kBnReluBlocks)
+    bn_relu_forward_kernel(BnReluParams<T> p) {
+  constexpr int kSteps = kBnReluSteps;
+  const ThreadRows<kWidth, kSteps> thread(p.rows);
+  const Normalisation<kWidth> norm(p.bn, thread.channel, thread.is_used);
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> x[kSteps];
+    load_rows(x, p.x + at, stride, steps);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      float value[kWidth];
+      x[s].unpack(value);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) value[i] = relu(norm(value[i], i));
+      x[s].pack(value);
+      if (s < steps) x[s].store(p.y + at + s * stride);
+    }
+  });
+}
+
+template <class T>
+struct BnReluMaskParams {
+  PixelRows rows;
+  const T* da;
+  const T* x;
+  BatchNorm bn;
+  T* g;  // not used where g is not stored
+  GridSums memory;
+  float* sums;  // [2, channels]: sum(g), sum(g * xhat)
+};
+
+constexpr int kMaskSteps = 3, kMaskBlocks = 2;  // what registers hold
+
+// g = da * [p > 0], stored with kStore, and its sums.
+template <class T, int kWidth, bool kStore>
+__global__ void __launch_bounds__(kThreads, kMaskBlocks)
+    bn_relu_backward_mask_kernel(BnReluMaskParams<T> p) {
+  constexpr int kSteps = kMaskSteps;
+  const ThreadRows<kWidth, kSteps> thread(p.rows);
+  const Normalisation<kWidth> norm(p.bn, thread.channel, thread.is_used);
+  double sums[2 * kWidth] = {};
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> x[kSteps], da[kSteps];
+    load_rows(x, p.x + at, stride, steps);
+    load_rows(da, p.da + at, stride, steps);
+    float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (s < steps) {
+        float value[kWidth], g[kWidth];
+        x[s].unpack(value);
+        da[s].unpack(g);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if (rounded<T>(norm(value[i], i)) <= 0) g[i] = 0;
+          sum_g[i] += g[i];
+          sum_g_x[i] += g[i] * (value[i] - norm.mean[i]);
+        }
+        if (kStore) {
+          da[s].pack(g);
+          da[s].store(p.g + at + s * stride);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      sums[i] += sum_g[i];
+      sums[kWidth + i] += sum_g_x[i];
+    }
+  });
+  if (!sum_over_grid(sums, thread, p.memory)) return;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const int channel = thread.channel + i;
+    const double rstd = reciprocal_std(p.bn.var[channel], p.bn.eps);
+    p.sums[channel] = static_cast<float>(sums[i]);
+    p.sums[p.rows.channels + channel] = static_cast<float>(sums[kWidth + i] * rstd);
+  }
+}
+
+template <class T>
+struct BnInputGradientParams {
+  PixelRows rows;
+  const T* dy;  // added, with kAdd
+  const T* g;
+  const T* x;
+  BatchNorm bn;  // bias for the mask alone
+  InputGradientSums gradient;
+  T* dx;
+};
+
+constexpr int kInputGradientSteps = 4, kInputGradientBlocks = 2;
+
+// dx = [dy +] A*g + B*(x - mean) + C; with kMask, g is first masked by [p > 0].
+template <class T, int kWidth, bool kMask, bool kAdd>
+__global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
+    bn_input_gradient_kernel(BnInputGradientParams<T> p) {
+  constexpr int kSteps = kInputGradientSteps;
+  const ThreadRows<kWidth, kSteps> thread(p.rows);
+  const InputGradient<kWidth> fold(p.bn, p.gradient, p.rows.channels, thread.channel,
+                                   thread.is_used);
+  float mean[kWidth], bias[kWidth];
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    mean[i] = kMask && thread.is_used ? p.bn.mean[thread.channel + i] : fold.mean[i];
+    bias[i] = kMask && thread.is_used ? p.bn.bias[thread.channel + i] : 0.0f;
+  }
+  const bool in_training = p.gradient.inv_count != 0;
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> x[kSteps], g[kSteps], dy[kSteps];
+    load_rows(g, p.g + at, stride, steps);
+    if (kMask || in_training) load_rows(x, p.x + at, stride, steps);
+    if (kAdd) load_rows(dy, p.dy + at, stride, steps);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      float value[kWidth], gradient[kWidth], added[kWidth];
+      x[s].unpack(value);
+      g[s].unpack(gradient);
+      if (kAdd) dy[s].unpack(added);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float centred = value[i] - mean[i];
+        if (kMask && rounded<T>(centred * fold.a[i] + bias[i]) <= 0) gradient[i] = 0;
+        gradient[i] *= fold.a[i];
+        if (in_training) gradient[i] += centred * fold.b[i] + fold.c[i];
+        if (kAdd) gradient[i] += added[i];
+      }
+      g[s].pack(gradient);
+      if (s < steps) g[s].store(p.dx + at + s * stride);
+    }
+  });
+}
+
+// In each launch a block owns some channels and every gridDim.x-th tile of pixels: see `walk`.
+
+template <class T>
+Walk walk_of_bn_relu_forward(int64_t pixels, int64_t channels, bool vectors) {
+  return walk(pixels, channels, vectors ? kFullWidth<T> : 1, kBnReluSteps, 32, kBnReluBlocks);
+}
+template <class T>
+void launch_bn_relu_forward(const BnReluParams<T>& params, dim3 blocks, bool vectors,
+                            cudaStream_t stream) {
+  launch("bn_relu_forward",
+         vectors ? bn_relu_forward_kernel<T, kFullWidth<T>> : bn_relu_forward_kernel<T, 1>, blocks,
+         kThreads, 0, stream, params);
+}
+
+// A block has few channels, so that a last block has little to add up.
+template <class T>
+Walk walk_of_bn_relu_backward_mask(int64_t pixels, int64_t channels, bool vectors) {
+  return walk(pixels, channels, vectors ? kFullWidth<T> : 1, kMaskSteps, 8, kMaskBlocks);
+}
+template <class T, bool kStore>
+void launch_bn_relu_backward_mask(const BnReluMaskParams<T>& params, dim3 blocks, bool vectors,
+                                  cudaStream_t stream) {
+  constexpr int kWidth = kFullWidth<T>;
+  if (vectors) {
+    launch("bn_relu_backward_mask", bn_relu_backward_mask_kernel<T, kWidth, kStore>, blocks,
+           kThreads, kBlockSumBytes<2 * kWidth>, stream, params);
+  } else {
+    launch("bn_relu_backward_mask", bn_relu_backward_mask_kernel<T, 1, kStore>, blocks, kThreads,
+           kBlockSumBytes<2>, stream, params);
+  }
+}
+
+template <class T>
+Walk walk_of_bn_input_gradient(int64_t pixels, int64_t channels, bool vectors) {
+  return walk(pixels, channels, vectors ? kFullWidth<T> : 1, kInputGradientSteps, 32,
+              kInputGradientBlocks);
+}
+template <class T, bool kMask, bool kAdd>
+void launch_bn_input_gradient(const BnInputGradientParams<T>& params, dim3 blocks, bool vectors,
+                              cudaStream_t stream) {
+  launch("bn_input_gradient",
+         vectors ? bn_input_gradient_kernel<T, kFullWidth<T>, kMask, kAdd>
+                 : bn_input_gradient_kernel<T, 1, kMask, kAdd>,
+         blocks, kThreads, 0, stream, params);
+}
+
+}  // namespace preact_kernels::cuda

@@ -1,0 +1,9 @@
+# nvcc, with what ptxas says of registers and spills left beside each object, in `<object>.ptxas`.
+for argument do
+  [ "$previous" = -o ] && object=$argument
+  previous=$argument
+done
+"${PREACT_KERNELS_NVCC:-nvcc}" "$@" -Xptxas=-v >"$object.ptxas" 2>&1
+status=$?
+[ $status = 0 ] || { cat "$object.ptxas" >&2; rm "$object.ptxas"; }
+exit $status

@@ -1,0 +1,96 @@
+// What every op does before its launches: the device and stream of a tensor, storage types, memory
+// that blocks of a grid share.
+#pragma once
+
+#include "../tensors.h"
+#include "batch_norm.cuh"
+#include "device.cuh"
+#include "reduction.cuh"
+#include "statistics.cuh"
+
+#if !defined(PK_CUDA_ON_HOST)
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+namespace preact_kernels::cuda {
+
+// While it lives, the device of `x` is the current one, and `stream` that device's current stream.
+class OnDeviceOf {
+ public:
+#if defined(PK_CUDA_ON_HOST)
+  explicit OnDeviceOf(const Tensor&) : stream(nullptr) {}
+#else
+  explicit OnDeviceOf(const Tensor& x) : guard_(x.get_device_index()) {
+    void* current = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_get_current_cuda_stream(x.get_device_index(), &current));
+    stream = static_cast<cudaStream_t>(current);
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+
+ public:
+#endif
+  cudaStream_t stream;
+};
+
+// Runs `body(T{})` for the storage type T of `x`.
+template <class Body>
+auto for_dtype(const Tensor& x, const Body& body) {
+  const ScalarType dtype = x.scalar_type();
+  if (dtype == ScalarType::Float) return body(float{});
+  if (dtype == ScalarType::Half) return body(Half{});
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
+                  "x: expected dtype float32, bfloat16 or float16 on the cuda backend");
+  return body(BFloat16{});
+}
+
+// The batch norm in front of `x`, once its tensors are seen to fit. Without a bias, none is read.
+inline BatchNorm batch_norm(const Tensor& x, const Tensor& mean, const Tensor& var,
+                            const Tensor& weight, const Tensor* bias, double eps,
+                            int64_t channels) {
+  check_statistics("mean", mean, channels, x);
+  check_statistics("var", var, channels, x);
+  check_statistics("bn_weight", weight, channels, x);
+  if (bias) check_statistics("bn_bias", *bias, channels, x);
+  return {data<float>(mean), data<float>(var), data<float>(weight),
+          bias ? data<float>(*bias) : nullptr, static_cast<float>(eps)};
+}
+
+inline InputGradientSums input_gradient_sums(const Tensor& x, const Tensor& sums, double inv_count,
+                                             int64_t channels) {
+  check_statistics("sums", sums, 2 * channels, x);
+  return {data<float>(sums), static_cast<float>(inv_count)};
+}
+
+// Memory for `count` bytes; torch's caching allocator takes it back in the order of the stream.
+inline Tensor empty_bytes(const Tensor& like, int64_t count) {
+  return torch::stable::empty({&count, 1}, ScalarType::Byte, std::nullopt, like.device());
+}
+
+// `GridSums` for a grid of `blocks`, and the tensor that owns the memory: it must outlive the
+// launch, no more.
+struct OwnedGridSums {
+  Tensor owner;
+  GridSums sums;
+
+  OwnedGridSums(const Tensor& like, dim3 blocks, int64_t channels, cudaStream_t stream)
+      : owner(empty_bytes(like, partial_bytes(blocks, channels) + counter_bytes(blocks))) {
+    char* memory = mutable_data<char>(owner);
+    sums.partials = reinterpret_cast<double*>(memory);
+    sums.counter = reinterpret_cast<unsigned*>(memory + partial_bytes(blocks, channels));
+    fill_zeros(sums.counter, counter_bytes(blocks), stream);
+  }
+
+ private:
+  static int64_t partial_bytes(dim3 blocks, int64_t channels) {
+    return int64_t(blocks.x) * 2 * channels * int64_t(sizeof(double));
+  }
+  static int64_t counter_bytes(dim3 blocks) {
+    return int64_t(blocks.y) * int64_t(sizeof(unsigned));
+  }
+};
+
+}  // namespace preact_kernels::cuda

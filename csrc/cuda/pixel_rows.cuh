@@ -1,0 +1,145 @@
+// How the memory-bound kernels walk a matrix [pixels, channels]: 16 bytes an access where channels
+// fill them, one number else.
+//
+// A thread keeps its channels and goes down the pixels, so that what a kernel needs of a channel
+// stays in registers. Neighbouring threads take neighbouring vectors of a pixel, then the next
+// pixel. The number of blocks depends on the shape and the device alone, and so do the sums.
+#pragma once
+
+#include "device.cuh"
+
+namespace preact_kernels::cuda {
+
+constexpr int kThreads = 256;
+
+struct PixelRows {
+  int64_t pixels;
+  int channels;
+  int columns;       // vectors of a pixel that a block takes; the grid's y axis goes on from there
+  int block_pixels;  // pixels that a block takes at a time: one a thread, kThreads / columns
+};
+
+// kWidth numbers of type T, as one access loads and stores them.
+template <class T, int kWidth>
+struct Vector {
+  static_assert(kWidth == 1);
+  T value;
+
+  __device__ void load(const T* from) { value = *from; }
+  __device__ void store(T* to) const { *to = value; }
+  __device__ void unpack(float (&to)[1]) const { to[0] = to_float(value); }
+  __device__ void pack(const float (&from)[1]) { value = from_float<T>(from[0]); }
+};
+
+template <>
+struct Vector<float, 4> {
+  float4 value;
+
+  __device__ void load(const float* from) { value = *reinterpret_cast<const float4*>(from); }
+  __device__ void store(float* to) const { *reinterpret_cast<float4*>(to) = value; }
+  __device__ void unpack(float (&to)[4]) const {
+    to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
+  }
+  __device__ void pack(const float (&from)[4]) {
+    value = make_float4(from[0], from[1], from[2], from[3]);
+  }
+};
+
+template <class T>
+struct Vector<T, 8> {
+  uint4 value;
+
+  __device__ void load(const T* from) { value = *reinterpret_cast<const uint4*>(from); }
+  __device__ void store(T* to) const { *reinterpret_cast<uint4*>(to) = value; }
+  __device__ void unpack(float (&to)[8]) const {
+    const uint32_t pairs[4] = {value.x, value.y, value.z, value.w};
+    for (int i = 0; i < 4; ++i) {
+      const float2 both = unpack_pair<T>(pairs[i]);
+      to[2 * i] = both.x;
+      to[2 * i + 1] = both.y;
+    }
+  }
+  __device__ void pack(const float (&from)[8]) {
+    value = make_uint4(pack_pair<T>(from[0], from[1]), pack_pair<T>(from[2], from[3]),
+                       pack_pair<T>(from[4], from[5]), pack_pair<T>(from[6], from[7]));
+  }
+};
+
+// A value as T holds it.
+template <class T>
+__device__ inline float rounded(float value) {
+  return to_float(from_float<T>(value));
+}
+
+template <class T>
+constexpr int kFullWidth = 16 / sizeof(T);
+
+// Loads the first `steps` of kSteps vectors that are `stride` elements apart.
+template <class T, int kWidth, int kSteps>
+__device__ inline void load_rows(Vector<T, kWidth> (&to)[kSteps], const T* from, int64_t stride,
+                                 int steps) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    if (s < steps) to[s].load(from + s * stride);
+  }
+}
+
+// The share of a thread: kSteps pixels of kWidth channels at a time.
+template <int kWidth, int kSteps>
+struct ThreadRows {
+  int row, channel;  // the first channel
+  bool is_used;      // else the thread has no pixels, and `channel` is none
+  const PixelRows& of;
+
+  __device__ explicit ThreadRows(const PixelRows& of) : of(of) {
+    row = threadIdx.x / of.columns;
+    channel = (blockIdx.y * of.columns + threadIdx.x % of.columns) * kWidth;
+    is_used = row < of.block_pixels && channel < of.channels;
+  }
+
+  // Calls body(at, stride, steps) for the elements at, at + stride, ... of `steps` <= kSteps
+  // pixels.
+  template <class Body>
+  __device__ void for_each(const Body& body) const {
+    if (!is_used) return;
+    const int64_t tile = int64_t(of.block_pixels) * kSteps;
+    const int64_t stride = int64_t(of.block_pixels) * of.channels;
+    for (int64_t pixel = blockIdx.x * tile + row; pixel < of.pixels; pixel += gridDim.x * tile) {
+      const int64_t left = (of.pixels - pixel + of.block_pixels - 1) / of.block_pixels;
+      body(pixel * of.channels + channel, stride, left < kSteps ? static_cast<int>(left) : kSteps);
+    }
+  }
+};
+
+// The grid of a kernel: its shape, and what it walks.
+struct Walk {
+  PixelRows rows;
+  dim3 blocks;
+};
+
+// Blocks for channels in vectors of `width`, of which a block takes at most `most_columns`.
+inline Walk walk(int64_t pixels, int64_t channels, int width, int steps, int most_columns,
+                 int blocks_per_multiprocessor) {
+  const int vectors = static_cast<int>(channels / width);
+  const int blocks_y = (vectors + most_columns - 1) / most_columns;
+  const int columns = (vectors + blocks_y - 1) / blocks_y;
+  const int block_pixels = kThreads / columns;
+  const int64_t tile = int64_t(block_pixels) * steps;
+  const int64_t tiles = (pixels + tile - 1) / tile;
+  const int most = blocks_per_multiprocessor * multiprocessors() / blocks_y;
+  const int64_t blocks_x = tiles < most ? tiles : (most > 1 ? most : 1);
+  return {{pixels, static_cast<int>(channels), columns, block_pixels},
+          dim3(static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y))};
+}
+
+// Whether 16-byte accesses serve: channels fill them, and memory is aligned (null counts as such).
+template <class T, class... Pointers>
+bool fills_vectors(int64_t channels, const Pointers*... pointers) {
+  const bool aligned[] = {reinterpret_cast<uintptr_t>(pointers) % 16 == 0 ...};
+  for (const bool a : aligned) {
+    if (!a) return false;
+  }
+  return channels % kFullWidth<T> == 0;
+}
+
+}  // namespace preact_kernels::cuda

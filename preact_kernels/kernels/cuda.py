@@ -1,0 +1,118 @@
+"""The compiled CUDA library, loaded when first asked for, under the function names of `reference`.
+
+It has kernels of its own for everything around a convolution; the convolution is PyTorch's, on an
+activation that the library rebuilds and that is freed at once.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LIBRARY = Path(__file__).parent.parent / "_cuda.so"
+OLDEST_CAPABILITY = (8, 0)  # of those that setup.py compiles for
+
+
+@functools.cache
+def _load() -> str:
+    """Loads the library; the reason why it cannot be, or nothing."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "no NVIDIA GPU"
+    if not _LIBRARY.exists():
+        return "the package was installed without its CUDA library"
+    try:
+        torch.ops.load_library(str(_LIBRARY))
+    except OSError as error:
+        return f"{_LIBRARY.name} does not load: {error}"
+    return ""
+
+
+def is_available() -> bool:
+    """Whether there is a GPU that the library serves, and the library loads."""
+    return not load_error()
+
+
+def load_error() -> str:
+    """Why the library is not available; empty where it is."""
+    return _load() or architecture_refusal(torch.device("cuda"))
+
+
+@functools.cache
+def architecture_refusal(device: torch.device) -> str:
+    """Why a GPU is not served, or nothing."""
+    found = torch.cuda.get_device_capability(device)
+    if found >= OLDEST_CAPABILITY:
+        return ""
+    expected, given = (".".join(map(str, c)) for c in (OLDEST_CAPABILITY, found))
+    return f"expected a GPU of compute capability {expected} or later, got {given}"
+
+
+def __getattr__(name: str):
+    """The library's own ops; kept as module attributes once asked for."""
+    if name.startswith("_") or _load():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    op = getattr(torch.ops.preact_kernels_cuda, name).default
+    globals()[name] = op
+    return op
+
+
+def _nhwc(t: Tensor) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last)
+
+
+def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
+    """See `reference.running_stats_update`. Two launches for many float32 vectors."""
+    if all(r.dtype == torch.float32 for r in running):
+        torch._foreach_mul_(running, 1 - momentum)
+        torch._foreach_add_(running, batch, alpha=momentum)
+    else:
+        for r, b in zip(running, batch, strict=True):
+            r.copy_((1 - momentum) * r.double() + momentum * b.double())
+
+
+def bn_relu_conv_forward(
+    x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual,
+    stride, padding, dilation, groups, with_stats,
+):  # fmt: skip
+    """See `reference.bn_relu_conv_forward`."""
+    library = torch.ops.preact_kernels_cuda
+    a = library.bn_relu_forward.default(x, mean, var, bn_weight, bn_bias, eps)
+    y = _nhwc(torch.conv2d(a, conv_weight, conv_bias, stride, padding, dilation, groups))
+    if residual is not None:
+        return library.residual_add_forward.default(y, residual, with_stats)
+    if with_stats:
+        return y, *library.bn_stats.default(y)
+    return y, mean.new_empty(0), mean.new_empty(0)
+
+
+def bn_relu_conv_backward(
+    dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
+    x, mean, var, bn_weight, bn_bias, eps, conv_weight,
+    stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
+):  # fmt: skip
+    """See `reference.bn_relu_conv_backward`."""
+    library = torch.ops.preact_kernels_cuda
+    if z is not None:
+        dy = library.bn_input_gradient.default(
+            skip, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count
+        )
+    a = x  # of which only the shape is read without a weight gradient
+    if needs_conv_weight:
+        a = library.bn_relu_forward.default(x, mean, var, bn_weight, bn_bias, eps)
+    da, dconv_weight, _ = torch.ops.aten.convolution_backward(
+        dy, a, conv_weight, None, stride, padding, dilation, False, [0, 0], groups,
+        [needs_g, needs_conv_weight, False],
+    )  # fmt: skip
+    del a
+    if needs_g:
+        g, sums = library.bn_relu_backward_mask.default(
+            _nhwc(da), x, mean, var, bn_weight, bn_bias, eps
+        )
+    else:
+        g, sums = x.new_empty(0), mean.new_empty(0)
+    if not needs_conv_weight:
+        dconv_weight = conv_weight.new_empty(0)
+    elif dconv_weight.stride() != conv_weight.stride():
+        dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
+    return g, dconv_weight, sums, dy if needs_dz else dy.new_empty(0)

@@ -1,0 +1,45 @@
+"""Makes the CUDA library, compiled for the host, a backend for CPU tensors in this process.
+
+It goes by its own name, `cuda`; `"auto"` passes it by.
+"""
+
+import ctypes
+import functools
+import os
+import shutil
+
+import torch
+
+from preact_kernels.kernels import cuda
+from preact_kernels.ops import backend as backends
+from tests.cuda_on_host import build
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernels, compiled where that is still to be done, as torch ops and for `set_schedule`."""
+    path = build.build("kernels", sanitize=bool(os.environ.get("PK_SANITIZE")))
+    torch.ops.load_library(str(path))
+    return ctypes.CDLL(str(path))
+
+
+def set_schedule(seed: int = 0, multiprocessors: int = 2) -> None:
+    """Chooses the order of threads and blocks, and the multiprocessors that launches count."""
+    library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors)
+
+
+@functools.cache
+def install() -> bool:
+    """Whether `cuda` runs on the host from now on: where there is no GPU, but a compiler."""
+    if cuda.is_available() or shutil.which(build.CXX[0]) is None:
+        return False
+    library()
+    cuda._load = lambda: ""
+    backends.BACKENDS = tuple(
+        row._replace(device_types=("cpu",), is_available=lambda: True, only_by_name=True)
+        if row.name == "cuda"
+        else row
+        for row in backends.BACKENDS
+    )
+    backends._by_name = {row.name: row for row in backends.BACKENDS}
+    return True

@@ -1,0 +1,305 @@
+"""What is particular to the CUDA kernels: vectors, grids, schedules, partial sums, addresses.
+
+Without a GPU they run on the host (`tests/cuda_on_host/`), by the same sources.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from preact_kernels.kernels import cuda as kernels
+from preact_kernels.kernels import reference
+from tests.cases import device_of
+from tests.cuda_on_host import build, serve_cpu
+from tests.oracle import assert_within_budget, unit_roundoff
+
+if "cuda" not in pk.available_backends():
+    pytest.skip("neither a GPU nor a C++ compiler", allow_module_level=True)
+
+IS_CUDA_ON_HOST = serve_cpu.install()
+DEVICE = torch.device(device_of("cuda"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Channels: one; vectors of no dtype; of float32 alone; of all; more than a block takes at a time.
+SHAPES = (
+    (3, 1, 5, 7),
+    (2, 17, 5, 4),
+    (2, 100, 3, 5),
+    (3, 16, 9, 11),
+    (2, 64, 5, 3),
+    (1, 520, 2, 3),
+)
+needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+on_host = pytest.mark.skipif(not IS_CUDA_ON_HOST, reason="schedules are chosen on the host alone")
+
+
+@pytest.fixture(autouse=True)
+def on_cuda(poisoned_memory):
+    with pk.use_backend("cuda"), DEVICE:
+        yield
+    if IS_CUDA_ON_HOST:
+        serve_cpu.set_schedule()
+
+
+def activation(shape, dtype, offset=0):
+    """Random numbers stored NHWC, `offset` elements behind where memory is aligned."""
+    n, c, h, w = shape
+    memory = torch.randn(n * c * h * w + offset).to(dtype)[offset:]
+    return memory.view(n, h, w, c).permute(0, 3, 1, 2)
+
+
+def arguments(shape, dtype, inv_count=None, offset=0):
+    """Arguments by name for every op, each of its own random numbers."""
+    channels = shape[1]
+    count = shape[0] * shape[2] * shape[3]
+    x, dy, g = (activation(shape, dtype, offset) for _ in range(3))
+    return {
+        "x": x,
+        "dy": dy,
+        "g": g,
+        "mean": torch.randn(channels) / 2,
+        "var": torch.rand(channels) + 0.5,
+        "bn_weight": torch.randn(channels),
+        "bn_bias": torch.randn(channels) / 2,
+        "eps": 1e-5,
+        "sums": torch.randn(2, channels) * count**0.5,
+        "inv_count": 1 / count if inv_count is None else inv_count,
+    }
+
+
+def mask_and_sums(dy, x, mean, var, bn_weight, bn_bias, eps):
+    """The specification of `bn_relu_backward_mask`."""
+    g = reference.bn_relu.mask(dy, x, mean, var, bn_weight, bn_bias, eps)
+    return g, reference.bn_relu.gradient_sums(g, x, mean, var, eps)
+
+
+BN = ("mean", "var", "bn_weight", "bn_bias", "eps")
+OPS = {
+    "bn_stats": ("x",),
+    "bn_relu_forward": ("x", *BN),
+    "bn_relu_backward_sums": ("dy", "x", *BN),
+    "bn_relu_backward_mask": ("dy", "x", *BN),
+    "bn_relu_backward_input": ("dy", "x", *BN, "sums", "inv_count"),
+    "bn_input_gradient": ("dy", "g", "x", *BN[:3], "eps", "sums", "inv_count"),
+    "residual_add_forward": ("x", "dy", True),
+}
+
+
+def run(module, op, given, dtype=None):
+    """The results of `op`; with `dtype`, of its arguments in another one."""
+    function = mask_and_sums if op.endswith("mask") and module is reference else None
+    function = function or getattr(module, op)
+    values = [given[a] if isinstance(a, str) else a for a in OPS[op]]
+    if dtype is not None:
+        values = [v.to(dtype) if isinstance(v, torch.Tensor) else v for v in values]
+    found = function(*values)
+    return dict(enumerate(found if isinstance(found, tuple) else (found,)))
+
+
+def check_op(op, given):
+    """As `tests.oracle.check`, of one op and its specification."""
+    found, truth = run(kernels, op, given), run(reference, op, given, torch.float64)
+    # On a kink of the ReLU the mask of float64 is not that of rounded numbers: take the sums and
+    # the gradient of what the op's own specification masks, in float64.
+    if "backward" in op:
+        masked = reference.bn_relu.mask(*(given[a] for a in OPS["bn_relu_backward_sums"]))
+        wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        x, mean, var, eps = wide["x"], wide["mean"], wide["var"], wide["eps"]
+        sums = reference.bn_relu.gradient_sums(masked.double(), x, mean, var, eps)
+        dx = reference.bn_input_gradient(
+            None, masked.double(), x, mean, var, wide["bn_weight"], eps,
+            wide["sums"], wide["inv_count"],
+        )  # fmt: skip
+        truth = {"sums": (sums,), "mask": (masked, sums), "input": (dx,)}[op.rpartition("_")[2]]
+        truth = dict(enumerate(truth))
+    eager = run(reference, op, given)
+    errors = {k: float((eager[k].double() - truth[k].double()).norm()) for k in truth}
+    assert_within_budget(found, truth, errors)
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_equals_its_specification(op, dtype, shape):
+    check_op(op, arguments(shape, dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", [op for op in OPS if "inv_count" in OPS[op]])
+def test_input_gradients_in_evaluation_mode_equal_their_specification(op, dtype, shape):
+    check_op(op, arguments(shape, dtype, 0.0))
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_memory_that_is_not_aligned_is_read_right(op, dtype, offset):
+    check_op(op, arguments((2, 16, 3, 5), dtype, offset=offset))
+
+
+@on_host
+@pytest.mark.parametrize("multiprocessors", [1, 3, 40])
+@pytest.mark.parametrize("op", OPS)
+def test_any_number_of_blocks_in_any_order_gives_the_same_bits(op, multiprocessors):
+    given = arguments((4, 48, 17, 9), torch.bfloat16)
+    serve_cpu.set_schedule(0, multiprocessors)
+    expected = check_op(op, given)
+    for seed in range(1, 6):
+        serve_cpu.set_schedule(seed, multiprocessors)
+        found = run(kernels, op, given)
+        assert all(torch.equal(found[k], expected[k]) for k in expected)
+
+
+def test_without_a_residual_gradient_nothing_is_added():
+    given = arguments((2, 16, 3, 5), torch.float32)
+    args = [given[a] for a in OPS["bn_input_gradient"]]
+    added = kernels.bn_input_gradient(*args)
+    plain = kernels.bn_input_gradient(None, *args[1:])
+    torch.testing.assert_close(added, plain + given["dy"])
+
+
+def test_without_statistics_the_sum_comes_alone():
+    x, branch = (activation((2, 16, 3, 5), torch.bfloat16) for _ in range(2))
+    y, mean, var = kernels.residual_add_forward(x, branch, False)
+    assert torch.equal(y, x + branch)
+    assert mean.numel() == var.numel() == 0
+
+
+def test_in_evaluation_mode_what_is_not_finite_in_x_does_not_spread():
+    given = arguments((2, 16, 3, 5), torch.float32, 0.0)
+    given["x"][0, 3] = float("inf")
+    dx = kernels.bn_input_gradient(*(given[a] for a in OPS["bn_input_gradient"]))
+    assert dx.isfinite().all()
+
+
+@pytest.mark.parametrize("at", [0, 8191, 77])
+def test_an_outlier_costs_no_accuracy_wherever_it_is(at):
+    x = activation((2, 16, 64, 64), torch.float32)
+    x.permute(0, 2, 3, 1).reshape(-1, 16)[at] = 1000.0  # a view of memory stored NHWC
+    assert (x == 1000).sum() == 16
+    mean, var = kernels.bn_stats(x)
+    true_var, true_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    allowed = (2 * 64 * 64) ** 0.5 * unit_roundoff(torch.float32)
+    assert (mean - true_mean).norm() <= allowed * true_mean.norm()
+    assert (var - true_var).norm() <= allowed * true_var.norm()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_the_mean_of_what_is_not_finite_is_that_of_pytorch(value):
+    x = activation((2, 17, 9, 8), torch.float32)
+    x[1, 3, 4, 4] = value
+    mean, var = kernels.bn_stats(x)
+    true_mean, true_var = reference.bn_stats(x)
+    torch.testing.assert_close(mean, true_mean, equal_nan=True)
+    assert torch.equal(var.isfinite(), true_var.isfinite())
+
+
+@pytest.mark.parametrize("value", [3.0, 0.1, -1e4])
+def test_the_mean_of_a_constant_is_that_constant(value):
+    x = torch.full((5, 3, 19, 17), value).contiguous(memory_format=torch.channels_last)
+    mean, var = kernels.bn_stats(x)
+    assert torch.equal(mean, torch.full((3,), value))
+    assert (var.sqrt() <= 1e-7 * abs(value)).all()
+
+
+def test_what_the_kernels_cannot_read_is_refused():
+    given = arguments((2, 16, 3, 5), torch.float32)
+    with pytest.raises(RuntimeError, match="x: expected dtype float32, bfloat16 or float16"):
+        kernels.bn_stats(given["x"].double())
+    with pytest.raises(RuntimeError, match="x: expected memory dense in NHWC order"):
+        kernels.bn_stats(given["x"].contiguous())
+    with pytest.raises(RuntimeError, match="branch: expected the dtype of x"):
+        kernels.residual_add_forward(given["x"], given["x"].half(), False)
+    with pytest.raises(RuntimeError, match="mean: expected 16 values, got 8"):
+        kernels.bn_relu_forward(given["x"], given["mean"][:8], *(given[a] for a in BN[1:]))
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    kernels.architecture_refusal.cache_clear()
+    refusal = kernels.architecture_refusal(torch.device("cuda"))
+    kernels.architecture_refusal.cache_clear()
+    assert refusal == "expected a GPU of compute capability 8.0 or later, got 7.5"
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=build.ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_a_gpu_the_named_backend_is_refused_and_auto_goes_on():
+    code = """
+import torch
+import preact_kernels as pk
+pk.bn_relu(torch.randn(2, 4, 3, 3), None, None, training=True)
+try:
+    pk.set_backend("cuda")
+except pk.BackendError as error:
+    print(error)
+"""
+    process = run_python(code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+    assert "backend 'cuda' is not available here (no NVIDIA GPU)" in process.stdout, process.stderr
+
+
+@on_host
+@pytest.mark.skipif("PK_SANITIZE" in os.environ, reason="is what runs")
+def test_under_the_sanitizer_every_test_of_this_file_passes():
+    build.build("kernels", sanitize=True)
+    arguments = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=build.ROOT,
+        env={**os.environ, **build.sanitizer_environment(), "PK_SANITIZE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+
+
+@needs_gpu
+@pytest.mark.parametrize("op", [op for op in OPS if not op.endswith("mask")])
+def test_triton_and_cuda_agree_within_the_budget(op):
+    triton = pytest.importorskip("preact_kernels.kernels.triton")
+    for shape in (*SHAPES, (128, 16, 32, 32), (16, 256, 32, 32)):
+        for dtype in DTYPES:
+            given = arguments(shape, dtype)
+            found, other = run(kernels, op, given), run(triton, op, given)
+            eager = run(reference, op, given)
+            errors = {k: float((eager[k].double() - other[k].double()).norm()) for k in other}
+            assert_within_budget(found, other, errors)
+
+
+@needs_gpu
+def test_many_blocks_at_once_give_the_same_bits_every_time():
+    for op in OPS:
+        given = arguments((64, 64, 32, 32), torch.bfloat16)
+        expected = run(kernels, op, given)
+        for _ in range(20):
+            found = run(kernels, op, given)
+            assert all(torch.equal(found[k], expected[k]) for k in expected)
+
+
+@needs_gpu
+def test_tensors_of_more_than_two_to_the_31_elements_are_addressed_right():
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of GPU memory")
+    x = torch.empty(2**17 + 3, 16, 32, 32, dtype=torch.bfloat16, memory_format=torch.channels_last)
+    x.normal_()
+    zero, one = torch.zeros(16), torch.ones(16)
+    y = kernels.bn_relu_forward(x, zero, one, one, zero, 0.0)
+    for part in (slice(0, 5), slice(-5, None)):
+        assert torch.equal(y[part], x[part].relu())
+    mean, var = kernels.bn_stats(x)
+    assert (mean.abs() < 1e-3).all() and ((var - 1).abs() < 1e-3).all()
