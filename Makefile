@@ -2,6 +2,7 @@
 # make test-full   lint, then every test
 # make compile-triton
 #                  every Triton kernel compiled for GPUs that need not be here, and a report
+# make check-gpu   the CUDA kernels' tests under compute-sanitizer, on a GPU: stray accesses, races
 # make bench       the benchmarks
 # make report      the README's tables and plots out of bench/results/
 # make lint        ruff and clang-format, changing nothing
@@ -45,13 +46,13 @@ REPORT_SECONDS ?= 530
 REPORT_BUILD_SECONDS ?= 150
 REPORT_TEST_SECONDS ?= 180
 
-.PHONY: test test-full compile-triton bench report lint format gpu-report clean
+.PHONY: test test-full compile-triton cuda-on-host check-gpu bench report lint format gpu-report clean
 
-test: lint $(BUILD) compile-triton
+test: lint $(BUILD) compile-triton cuda-on-host
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 test-full: NEWEST_CAPABILITIES = 80 90 100
-test-full: lint $(BUILD) compile-triton
+test-full: lint $(BUILD) compile-triton cuda-on-host
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # The kernels as the oldest and the newest Triton that are served compile them, without a GPU.
@@ -59,6 +60,17 @@ compile-triton: $(BUILD) $(NEWEST_TRITON)
 	@$(BIN)/python -m tests.compile_triton --out build/triton/oldest.csv
 	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.compile_triton \
 	  --capabilities $(NEWEST_CAPABILITIES) --out build/triton/newest.csv
+
+# The CUDA kernels as the tests run them without a GPU; pytest would compile them as it starts.
+cuda-on-host: $(BUILD)
+	@$(BIN)/python -m tests.cuda_on_host.build
+
+check-gpu: $(BUILD)
+	@for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(BIN)/python -m pytest -p no:xdist tests/test_cuda.py -k "equals_its_specification" $(ARGS) \
+	    || exit 1; \
+	done
 
 # What setting up took is taken from the time to measure.
 bench: $(BUILD)
