@@ -62,8 +62,8 @@ def _nhwc(t: Tensor) -> Tensor:
 
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """See `reference.running_stats_update`. Two launches for many float32 vectors."""
-    if all(r.dtype == torch.float32 for r in running):
+    """See `reference.running_stats_update`. Two launches for many float32 vectors on a GPU."""
+    if all(r.is_cuda and r.dtype == torch.float32 for r in running):
         torch._foreach_mul_(running, 1 - momentum)
         torch._foreach_add_(running, batch, alpha=momentum)
     else:
