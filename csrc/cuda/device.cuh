@@ -158,13 +158,18 @@ inline void check_cuda(const char* name, cudaError_t status) {
 }
 
 // Of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 0;
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
   check_cuda("cudaGetDevice", cudaGetDevice(&device));
-  check_cuda("cudaDeviceGetAttribute",
-             cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
+  check_cuda("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
 }
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+// Shared memory of a multiprocessor, and the most that one block may have of it, in bytes.
+inline int multiprocessor_shared_bytes() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+}
+inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 // Launches kernel(params) on a grid of `blocks` blocks; throws where the launch fails.
 template <class Params>

@@ -274,6 +274,8 @@ void cp_async_wait() {
 }
 
 inline int multiprocessors() { return cuda_on_host::settings.multiprocessors; }
+inline int multiprocessor_shared_bytes() { return 228 * 1024; }
+inline int most_shared_bytes() { return cuda_on_host::kMostSharedBytes; }
 
 // Runs kernel(params) on a grid of `blocks` blocks; throws where the launch is refused.
 template <class Params>

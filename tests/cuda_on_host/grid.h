@@ -57,6 +57,8 @@ class Generator {
   uint64_t state_;
 };
 
+constexpr size_t kMostSharedBytes = 227 * 1024;  // of a block, as on sm_90 and sm_100
+
 // What tests set: see `control.cpp`.
 struct Settings {
   uint64_t seed = 0;
@@ -236,7 +238,7 @@ inline void run_grid(dim3 grid, dim3 threads, size_t shared_bytes,
   if (grid.count() == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
     throw std::runtime_error("invalid configuration: blocks of a grid");
   }
-  if (shared_bytes > 227 * 1024) throw std::runtime_error("invalid configuration: shared memory");
+  if (shared_bytes > kMostSharedBytes) throw std::runtime_error("invalid configuration: shared memory");
   Generator generator(settings.seed);
   std::vector<size_t> order(grid.count());
   for (size_t i = 0; i < order.size(); ++i) {
