@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the package is imported
 
 import preact_kernels as pk
+from preact_kernels.kernels import cuda
 from preact_kernels.ops import backend as backends
 from tests.cases import SERVED_DTYPES, device_of
 from tests.cuda_on_host import serve_cpu
@@ -106,8 +107,9 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def ieee_products(monkeypatch):
-    """On a GPU, products of float32 in float32; the interpreter has no others."""
+    """Products of float32 in float32, where there are such; the interpreter has no others."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", IS_INTERPRETED)
+    monkeypatch.setattr(cuda, "_may_round_to_tf32", lambda: False)
 
 
 @pytest.fixture

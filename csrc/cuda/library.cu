@@ -19,6 +19,14 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   m.def(
       "bn_input_gradient(Tensor? dy, Tensor g, Tensor x, Tensor mean, Tensor var, "
       "Tensor bn_weight, float eps, Tensor sums, float inv_count) -> Tensor");
+  m.def("bn_relu_conv_is_served(Tensor conv_weight) -> bool");
+  m.def("bn_relu_conv_forward(Tensor x, " BN
+        ", Tensor conv_weight, Tensor? residual, bool with_stats) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "bn_relu_conv_backward(Tensor dy, Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, "
+      "Tensor? z_weight, float z_eps, Tensor? z_sums, float z_inv_count, Tensor x, " BN
+      ", Tensor conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz)"
+      " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "residual_add_forward(Tensor x, Tensor branch, bool with_stats)"
       " -> (Tensor, Tensor, Tensor)");
@@ -31,5 +39,8 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, PK_DISPATCH_KEY, m) {
   m.impl("bn_relu_backward_mask", TORCH_BOX(&bn_relu_backward_mask));
   m.impl("bn_relu_backward_input", TORCH_BOX(&bn_relu_backward_input));
   m.impl("bn_input_gradient", TORCH_BOX(&bn_input_gradient));
+  m.impl("bn_relu_conv_is_served", TORCH_BOX(&bn_relu_conv_is_served));
+  m.impl("bn_relu_conv_forward", TORCH_BOX(&bn_relu_conv_forward));
+  m.impl("bn_relu_conv_backward", TORCH_BOX(&bn_relu_conv_backward));
   m.impl("residual_add_forward", TORCH_BOX(&residual_add_forward));
 }

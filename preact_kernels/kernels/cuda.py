@@ -1,7 +1,8 @@
 """The compiled CUDA library, loaded when first asked for, under the function names of `reference`.
 
-It has kernels of its own for everything around a convolution; the convolution is PyTorch's, on an
-activation that the library rebuilds and that is freed at once.
+It has fused convolutions for narrow channels (`serves_bn_relu_conv`). Every other convolution is
+PyTorch's, on an activation that the library rebuilds and that is freed at once. Nothing here has
+been measured on a GPU: which shapes are served follows from what the kernels hold on chip.
 """
 
 import functools
@@ -61,6 +62,35 @@ def _nhwc(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last)
 
 
+def _may_round_to_tf32() -> bool:
+    """Whether PyTorch may round the operands of float32 convolutions to TF32."""
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"
+
+
+@functools.cache
+def _is_weight_served(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    return torch.ops.preact_kernels_cuda.bn_relu_conv_is_served.default(weight)
+
+
+def serves_bn_relu_conv(conv_weight: Tensor, stride, padding, dilation, groups: int) -> bool:
+    """Whether the fused convolutions serve a weight.
+
+    They do 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64, stride 1, if the GPU has
+    the shared memory; in float32 as products of TF32, where PyTorch may use those.
+    """
+    kernel = conv_weight.shape[2:]
+    return (
+        groups == 1
+        and stride[0] == stride[1] == 1
+        and (dilation[0] == dilation[1] == 1 or kernel == (1, 1))
+        and kernel[0] == 2 * padding[0] + 1
+        and kernel[1] == 2 * padding[1] + 1
+        and (conv_weight.dtype != torch.float32 or _may_round_to_tf32())
+        and _is_weight_served(conv_weight.shape, conv_weight.dtype, conv_weight.device)
+    )
+
+
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
     """See `reference.running_stats_update`. Two launches for many float32 vectors on a GPU."""
     if all(r.is_cuda and r.dtype == torch.float32 for r in running):
@@ -77,6 +107,10 @@ def bn_relu_conv_forward(
 ):  # fmt: skip
     """See `reference.bn_relu_conv_forward`."""
     library = torch.ops.preact_kernels_cuda
+    if conv_bias is None and serves_bn_relu_conv(conv_weight, stride, padding, dilation, groups):
+        return library.bn_relu_conv_forward.default(
+            x, mean, var, bn_weight, bn_bias, eps, conv_weight, residual, with_stats
+        )
     a = library.bn_relu_forward.default(x, mean, var, bn_weight, bn_bias, eps)
     y = _nhwc(torch.conv2d(a, conv_weight, conv_bias, stride, padding, dilation, groups))
     if residual is not None:
@@ -93,6 +127,12 @@ def bn_relu_conv_backward(
 ):  # fmt: skip
     """See `reference.bn_relu_conv_backward`."""
     library = torch.ops.preact_kernels_cuda
+    if serves_bn_relu_conv(conv_weight, stride, padding, dilation, groups):
+        return library.bn_relu_conv_backward.default(
+            dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
+            x, mean, var, bn_weight, bn_bias, eps, conv_weight,
+            needs_g, needs_conv_weight, needs_dz,
+        )  # fmt: skip
     if z is not None:
         dy = library.bn_input_gradient.default(
             skip, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count

@@ -1,0 +1,284 @@
+// BN-ReLU-Conv of narrow channels, backward: both gradients in one pass over the incoming one.
+#pragma once
+
+#include "block_norm.cuh"
+
+namespace preact_kernels::cuda {
+
+// Activations are dense in NHWC order and aligned to 16 bytes, statistics [channels].
+struct BnReluConvBackward {
+  const void* dy;  // the gradient that arrives, or the g of the fold
+  Fold fold;
+  const void* x;
+  BatchNorm norm;
+  ConvWeight weight;
+  void* g;   // null where g and its sums are not wanted
+  void* dz;  // where the unfolded gradient is stored, or null
+  float*
+      partials;  // [blocks, weight + sums]: [taps][K][C] and [2][C], each part where it is wanted
+  bool needs_conv_weight;
+  int in_channels, out_channels;
+  TileGrid grid;
+
+  __host__ __device__ int partial_values(int taps) const {
+    return (needs_conv_weight ? taps * out_channels * in_channels : 0) +
+           (g != nullptr ? 2 * in_channels : 0);
+  }
+};
+
+// The weight's gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps.
+// With fewer groups than warps, several share a group, a slice of each tile's pixels a warp.
+template <class T, int C, int GROUPS>
+struct WeightGradient {
+  static constexpr int kTaps = Tile<C>::kTaps, kSide = kTaps == 1 ? 1 : 3;
+
+  int in_groups, groups, slices, slice, first_group;
+  float d[GROUPS][kTaps][2][4] = {};
+
+  __device__ WeightGradient(int out_channels, int channels) {
+    const int warp = threadIdx.x / 32;
+    in_groups = channels / 16;
+    groups = out_channels / 16 * in_groups;
+    slices = groups < kWarps ? kWarps / groups : 1;
+    slice = slices == 1 ? 0 : warp / groups;
+    first_group = slices == 1 ? warp : warp % groups;
+    if (slice >= slices) first_group = groups;  // a warp too many
+  }
+
+  // d[tap][k][c] += the sum over the tile's pixels p of dy[p at the opposite tap][k] * a[p][c].
+  // Summing over the pixels of a needs a border around dy only.
+  __device__ void add(const T* dy, const T* activation, int pixels, int out_channels,
+                      int channels) {
+    const int dy_pitch = out_channels + kFullWidth<T>, pitch = channels + kFullWidth<T>;
+    // Where the groups of a warp lie below each other, they have the second operand in common.
+    const bool is_column = kWarps % in_groups == 0;
+#pragma unroll 1
+    for (int p = slice * kStep<T>; p < pixels; p += slices * kStep<T>) {
+      uint32_t b[2][2];
+#pragma unroll
+      for (int j = 0; j < GROUPS; ++j) {
+        const int group = first_group + j * kWarps;
+        if (group >= groups) break;
+        const int k = group / in_groups * 16, c = group % in_groups * 16;
+        if (j == 0 || !is_column) {
+          load_b_by_rows<T>(b, [=](int i) { return activation + (p + i) * pitch + c; });
+        }
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+          uint32_t a[4];
+          load_a_by_rows<T>(a, [=](int i) {
+            const int r = kSide - 1 - tap / kSide, s = kSide - 1 - tap % kSide;
+            return dy + Tile<C>::halo_row(p + i, r, s) * dy_pitch + k;
+          });
+          mma<T>(d[j][tap][0], a, b[0]);
+          mma<T>(d[j][tap][1], a, b[1]);
+        }
+      }
+    }
+  }
+
+  // Visits every value that a warp holds, as pairs: (index in [taps][K][C], value, value).
+  template <class Visit>
+  __device__ void for_pairs(int out_channels, int channels, Visit visit) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j) {
+      const int group = first_group + j * kWarps;
+      if (group >= groups) break;
+      const int k = group / in_groups * 16 + lane / 4, c = group % in_groups * 16 + lane % 4 * 2;
+#pragma unroll
+      for (int tap = 0; tap < kTaps; ++tap) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int at = (tap * out_channels + k) * channels + c + 8 * half;
+          const float (&v)[4] = d[j][tap][half];
+          visit(at, v[0], v[1]);
+          visit(at + 8 * channels, v[2], v[3]);
+        }
+      }
+    }
+  }
+
+  // Stores the block's share: slices are added up in order, in `shared` [taps][K][C].
+  __device__ void store(int out_channels, int channels, float* shared, float* partial) const {
+    if (slices == 1) {
+      for_pairs(out_channels, channels,
+                [&](int at, float v, float w) { store_pair(partial + at, v, w); });
+      return;
+    }
+    for (int turn = 0; turn < slices; ++turn) {
+      __syncthreads();
+      if (turn != slice) continue;
+      for_pairs(out_channels, channels, [&](int at, float v, float w) {
+        const bool is_first = turn == 0;
+        store_pair(shared + at, is_first ? v : shared[at] + v, is_first ? w : shared[at + 1] + w);
+      });
+    }
+    __syncthreads();
+    for (int i = threadIdx.x * 4; i < kTaps * out_channels * channels; i += kThreads * 4) {
+      Vector<float, 4> values;
+      values.load(shared + i);
+      values.store(partial + i);
+    }
+  }
+};
+
+template <class T, int C>
+int backward_shared_bytes(const TileGrid& grid, int in_channels, int out_channels) {
+  constexpr int kWidth = kFullWidth<T>;
+  const int in_row = in_channels * int(sizeof(T)) + 16,
+            out_row = out_channels * int(sizeof(T)) + 16;
+  const int pixels = Tile<C>::pixels(grid);
+  const int operands = Tile<C>::kTaps * out_channels * in_row +
+                       Tile<C>::halo_pixels(grid) * out_row + pixels * in_row;
+  const int norms = (BlockNormalisation<kWidth>::kRows * in_channels +
+                     BlockInputGradient<kWidth>::kRows * out_channels) *
+                    4;
+  const int bytes = operands + norms + pixels * (in_channels + kSumsPadding) * 4;
+  // In the end: sums of every thread, or a weight's gradient that warps share.
+  const int weights = Tile<C>::kTaps * in_channels * out_channels;
+  const int shared_weights = out_channels / 16 * (in_channels / 16) < kWarps ? weights : 0;
+  const int thread_sums = 2 * kWidth * kThreads;
+  const int least = 4 * (shared_weights > thread_sums ? shared_weights : thread_sums);
+  return bytes > least ? bytes : least;
+}
+
+// How many blocks a multiprocessor holds, by registers.
+template <int C, int GROUPS>
+constexpr int kBackwardBlocks = C == 0 && GROUPS == 2 ? 2 : 1;
+
+// g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
+// sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
+// relu(p)[p][c]. dy is formed as it is loaded where it is folded, and stored where dz is wanted. A
+// block owns every gridDim.x-th tile of pixels with all channels, and leaves partial sums.
+template <class T, int C, int GROUPS>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
+    bn_relu_conv_backward_kernel(const BnReluConvBackward conv) {
+  constexpr int kWidth = kFullWidth<T>;
+  constexpr int kTaps = Tile<C>::kTaps;
+  const int channels = C ? C : conv.in_channels, out_channels = C ? C : conv.out_channels;
+  const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
+  const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
+  const int sums_pitch = channels + kSumsPadding;
+  T* weights = reinterpret_cast<T*>(dynamic_shared());
+  T* dy_tile = weights + kTaps * out_channels * pitch;
+  T* activation = dy_tile + halo_pixels * dy_pitch;
+  float* da = reinterpret_cast<float*>(activation + pixels * pitch);
+  float* norm = da + pixels * sums_pitch;
+  float* fold = norm + BlockNormalisation<kWidth>::kRows * channels;
+
+  const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
+  const T* x = static_cast<const T*>(conv.x) + in.channel;
+  const T* dy = static_cast<const T*>(conv.dy);
+  T* g = static_cast<T*>(conv.g) + in.channel;
+  const bool needs_g = conv.g != nullptr, is_folded = conv.fold.z != nullptr;
+  WeightGradient<T, C, GROUPS> dweight(out_channels, channels);
+  float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
+
+  load_weights<T, kTaps>(conv.weight, weights, out_channels, channels);
+  BlockNormalisation<kWidth>::prepare(conv.norm, channels, norm);
+  if (is_folded) BlockInputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
+  __syncthreads();
+
+  for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
+    const Tile<C> tile(conv.grid, index);
+    FullVector<T> own_x[kTileVectors<T, C>];
+    if (in.is_active) {
+      const BlockNormalisation<kWidth> in_norm(norm, channels, in.channel);
+#pragma unroll
+      for (int i = 0; i < kTileVectors<T, C>; ++i) {
+        const int p = in.lane + i * in.lanes;
+        if (p >= pixels) break;
+        const int64_t pixel = tile.pixel(p);
+        FullVector<T> a{};
+        if (pixel >= 0) {
+          own_x[i].load(x + pixel * channels);
+          a = in_norm.template activation<T>(own_x[i]);
+        }
+        a.store(activation + p * pitch + in.channel);
+      }
+    }
+    const auto load_dy = [&](auto form) {
+#pragma unroll(kHaloVectors<T, C> > 4 || C == 0 ? 2 : 4)
+      for (int i = 0; i < kHaloVectors<T, C>; ++i) {
+        const int p = out.lane + i * out.lanes;
+        if (p >= halo_pixels) break;
+        const int64_t pixel = tile.halo_pixel(p);
+        FullVector<T> gradient{};
+        if (pixel >= 0) {
+          const int64_t at = pixel * out_channels + out.channel;
+          gradient = form(at);
+          if (conv.dz != nullptr && Tile<C>::is_interior(p)) {
+            gradient.store(static_cast<T*>(conv.dz) + at);
+          }
+        }
+        as_operand<T>(gradient).store(dy_tile + p * dy_pitch + out.channel);
+      }
+    };
+    if (out.is_active && is_folded) {
+      const BlockInputGradient<kWidth> gradient(fold, out_channels, out.channel);
+      load_dy([&](int64_t at) { return gradient(conv.fold, dy, at); });
+    } else if (out.is_active) {
+      load_dy([&](int64_t at) {
+        FullVector<T> gradient;
+        gradient.load(dy + at);
+        return gradient;
+      });
+    }
+    __syncthreads();  // both tiles are there
+    if (needs_g) {
+      multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da);
+    }
+    if (conv.needs_conv_weight) dweight.add(dy_tile, activation, pixels, out_channels, channels);
+    __syncthreads();  // da is there, and both tiles are no longer wanted by other threads
+    if (!needs_g || !in.is_active) continue;
+#pragma unroll
+    for (int i = 0; i < kTileVectors<T, C>; ++i) {
+      const int p = in.lane + i * in.lanes;
+      if (p >= pixels) break;
+      const int64_t pixel = tile.pixel(p);
+      if (pixel < 0) continue;
+      FullVector<T> stored;
+      float values[kWidth], a[kWidth], mean[kWidth];
+      load_floats(values, da + p * sums_pitch + in.channel);
+      stored.load(activation + p * pitch + in.channel);
+      stored.unpack(a);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] = a[j] == 0 ? 0 : values[j];  // NaN lets it pass
+      stored.pack(values);
+      stored.store(g + pixel * channels);
+      stored.unpack(values);
+      own_x[i].unpack(a);
+      load_floats(mean, norm + in.channel);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        sum_g[j] += values[j];
+        sum_g_x[j] += values[j] * (a[j] - mean[j]);
+      }
+    }
+  }
+
+  // What follows lays out shared memory anew.
+  const int weight_values = conv.needs_conv_weight ? kTaps * out_channels * channels : 0;
+  float* shared = reinterpret_cast<float*>(dynamic_shared());
+  float* partial = conv.partials + int64_t(blockIdx.x) * conv.partial_values(kTaps);
+  if (conv.needs_conv_weight) dweight.store(out_channels, channels, shared, partial);
+  if (!needs_g) return;
+  __syncthreads();
+  if (in.is_active) {
+    float* row = shared + in.lane * 2 * channels + in.channel;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) row[j] = sum_g[j], row[channels + j] = sum_g_x[j];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
+    float sum = 0;
+#pragma unroll 8
+    for (int lane = 0; lane < in.lanes; ++lane) sum += shared[lane * 2 * channels + i];
+    const int c = i % channels;
+    const float rstd = reciprocal_std(conv.norm.var[c], conv.norm.eps);
+    partial[weight_values + i] = i < channels ? sum : sum * rstd;
+  }
+}
+
+}  // namespace preact_kernels::cuda

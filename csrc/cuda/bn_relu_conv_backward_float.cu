@@ -1,0 +1,9 @@
+#include "conv_backward_launch.cuh"
+
+namespace preact_kernels::cuda {
+
+template ConvLaunch plan_bn_relu_conv_backward<float>(const ConvShape&, bool);
+template void launch_bn_relu_conv_backward<float>(const ConvShape&, const ConvLaunch&,
+                                                  const BnReluConvBackward&, cudaStream_t);
+
+}  // namespace preact_kernels::cuda

@@ -1,0 +1,9 @@
+#include "conv_forward_launch.cuh"
+
+namespace preact_kernels::cuda {
+
+template ConvLaunch plan_bn_relu_conv_forward<Half>(const ConvShape&);
+template void launch_bn_relu_conv_forward<Half>(const ConvShape&, const ConvLaunch&,
+                                                const BnReluConvForward&, cudaStream_t);
+
+}  // namespace preact_kernels::cuda

@@ -1,0 +1,52 @@
+// The backward's launcher, for a file to instantiate for its dtype.
+#pragma once
+
+#include "conv_launch.cuh"
+
+namespace preact_kernels::cuda {
+
+// Calls `body` with C and GROUPS of the kernel.
+template <class Body>
+auto for_weight_groups(const ConvShape& shape, const Body& body) {
+  return for_channel_class(shape, [&](auto c) {
+    constexpr int C = decltype(c)::value;
+    if constexpr (C == 0) {
+      const int groups = shape.in_channels / 16 * (shape.out_channels / 16);
+      if (groups > 2 * kWarps) return body(c, std::integral_constant<int, 8>());
+    }
+    return body(c, std::integral_constant<int, C == 16 || C == 32 ? 1 : 2>());
+  });
+}
+
+template <class T>
+ConvLaunch plan_bn_relu_conv_backward(const ConvShape& shape, bool needs_conv_weight) {
+  return for_weight_groups(shape, [&](auto c, auto groups) {
+    constexpr int C = decltype(c)::value;
+    ConvLaunch plan{tile_grid<T, C>(shape)};
+    plan.shared_bytes =
+        backward_shared_bytes<T, C>(plan.grid, shape.in_channels, shape.out_channels);
+    plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes,
+                                    kBackwardBlocks<C, decltype(groups)::value>);
+    if (needs_conv_weight) {
+      // No more than make partial weight gradients as large as x and dy.
+      const int channels = shape.in_channels + shape.out_channels;
+      const int64_t bytes = shape.images * shape.height * shape.width * channels * sizeof(T);
+      const int64_t weights = int64_t(Tile<C>::kTaps) * shape.in_channels * shape.out_channels;
+      plan.blocks =
+          int(std::min<int64_t>(plan.blocks, std::max<int64_t>(1, bytes / (4 * weights))));
+    }
+    return plan;
+  });
+}
+
+template <class T>
+void launch_bn_relu_conv_backward(const ConvShape& shape, const ConvLaunch& plan,
+                                  const BnReluConvBackward& params, cudaStream_t stream) {
+  for_weight_groups(shape, [&](auto c, auto groups) {
+    launch("bn_relu_conv_backward",
+           bn_relu_conv_backward_kernel<T, decltype(c)::value, decltype(groups)::value>,
+           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params);
+  });
+}
+
+}  // namespace preact_kernels::cuda

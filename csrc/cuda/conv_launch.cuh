@@ -1,0 +1,73 @@
+// How a convolution of narrow channels is launched: which shapes, with what tiles and memory.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "bn_relu_conv_backward.cuh"
+#include "bn_relu_conv_forward.cuh"
+
+namespace preact_kernels::cuda {
+
+// One convolution with stride 1 and the padding that keeps the image's size.
+struct ConvShape {
+  int64_t images, height, width;
+  int in_channels, out_channels;
+  int side;  // of the kernel: 1 or 3
+};
+
+struct ConvLaunch {
+  TileGrid grid;
+  int blocks, shared_bytes;
+};
+
+// Defined for BFloat16, Half and float, each in a file of its own.
+template <class T>
+ConvLaunch plan_bn_relu_conv_forward(const ConvShape& shape);
+template <class T>
+void launch_bn_relu_conv_forward(const ConvShape& shape, const ConvLaunch& plan,
+                                 const BnReluConvForward& params, cudaStream_t stream);
+template <class T>
+ConvLaunch plan_bn_relu_conv_backward(const ConvShape& shape, bool needs_conv_weight);
+template <class T>
+void launch_bn_relu_conv_backward(const ConvShape& shape, const ConvLaunch& plan,
+                                  const BnReluConvBackward& params, cudaStream_t stream);
+
+// Calls `body` with C of the kernels: a 3x3 convolution's channels, or 0.
+template <class Body>
+auto for_channel_class(const ConvShape& shape, const Body& body) {
+  if (shape.side == 1) return body(std::integral_constant<int, 0>());
+  if (shape.in_channels == 16) return body(std::integral_constant<int, 16>());
+  if (shape.in_channels == 32) return body(std::integral_constant<int, 32>());
+  return body(std::integral_constant<int, 64>());
+}
+
+template <class T, int C>
+TileGrid tile_grid(const ConvShape& shape) {
+  TileGrid grid{};
+  if constexpr (C == 0) {
+    // As many pixels as let each thread hold its share of either tensor in registers.
+    const int vector = kFullWidth<T>;
+    const int most = std::max(shape.in_channels, shape.out_channels) / vector;
+    grid.block_pixels = std::min(256, kThreads / most * kTileVectors<T, 0> / 16 * 16);
+    grid.height = 1;
+    grid.width = int(shape.images * shape.height * shape.width);
+    grid.tiles = int((int64_t(grid.width) + grid.block_pixels - 1) / grid.block_pixels);
+  } else {
+    grid.height = int(shape.height), grid.width = int(shape.width);
+    grid.tiles_down = (grid.height + Tile<C>::kHeight - 1) / Tile<C>::kHeight;
+    grid.tiles_across = (grid.width + Tile<C>::kWidth - 1) / Tile<C>::kWidth;
+    grid.tiles = int(shape.images * grid.tiles_down * grid.tiles_across);
+    grid.block_pixels = Tile<C>::kPixels;
+  }
+  return grid;
+}
+
+// Blocks of a persistent grid, `most` of them a multiprocessor if its shared memory holds them.
+inline int persistent_blocks(int tiles, int shared_bytes, int most) {
+  constexpr int kReserved = 1024;  // of each block, by the system
+  const int fit = multiprocessor_shared_bytes() / (shared_bytes + kReserved);
+  return std::min(tiles, multiprocessors() * std::clamp(fit, 1, most));
+}
+
+}  // namespace preact_kernels::cuda

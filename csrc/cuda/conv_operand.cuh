@@ -1,0 +1,95 @@
+// Values as the tensor cores take them: dtypes, 16-byte vectors of them, fragments of a warp.
+//
+// One matrix product of a warp is 16 x 8 over a depth of 32 bytes: 16 values of half precision, 8
+// of TF32. A fragment is what each lane holds of an operand; g = lane / 4 and t = lane % 4 below.
+#pragma once
+
+#include "pixel_rows.cuh"
+
+namespace preact_kernels::cuda {
+
+// What a row of float sums in shared memory has beyond its columns: spreads the rows over banks.
+constexpr int kSumsPadding = 8;
+
+// Depth of one product.
+template <class T>
+constexpr int kStep = 32 / sizeof(T);
+
+// 16 bytes of T.
+template <class T>
+using FullVector = Vector<T, kFullWidth<T>>;
+
+__device__ inline void store_pair(float* to, float low, float high) {
+  *reinterpret_cast<float2*>(to) = make_float2(low, high);
+}
+template <int COUNT>
+__device__ void load_floats(float (&values)[COUNT], const float* from) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    const float4 v = *reinterpret_cast<const float4*>(from + i);
+    values[i] = v.x, values[i + 1] = v.y, values[i + 2] = v.z, values[i + 3] = v.w;
+  }
+}
+
+template <class T>
+__device__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (sizeof(T) == 4) {
+    mma_m16n8k8_tf32(d, a, b);
+  } else {
+    mma_m16n8k16(d, a, b, T{});
+  }
+}
+
+// A value as an operand: float32 is rounded to TF32.
+template <class T>
+__device__ T as_operand(T value) {
+  if constexpr (sizeof(T) == 4) return __uint_as_float(to_tf32(value));
+  return value;
+}
+template <class T>
+__device__ FullVector<T> as_operand(FullVector<T> v) {
+  if constexpr (sizeof(T) == 4) {
+    const float4 f = v.value;
+    v.value = make_float4(as_operand(f.x), as_operand(f.y), as_operand(f.z), as_operand(f.w));
+  }
+  return v;
+}
+
+// The second operand [n][k] of 16 columns n, for two products. `first` is its first value.
+template <class T>
+__device__ void load_b_by_columns(uint32_t (&b)[2][2], const T* first, int pitch) {
+  const int lane = threadIdx.x % 32;
+  uint32_t r[4];
+  ldmatrix_x4(r, first + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * (kStep<T> / 2));
+  b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+}
+
+// The same stored [k][n]: `row(i)` points to the first of the 16 columns of row k = i.
+template <class T, class Row>
+__device__ void load_b_by_rows(uint32_t (&b)[2][2], Row row) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 4) {
+    const T *low = row(lane % 4) + lane / 4, *high = row(lane % 4 + 4) + lane / 4;
+    b[0][0] = __float_as_uint(low[0]), b[0][1] = __float_as_uint(high[0]);
+    b[1][0] = __float_as_uint(low[8]), b[1][1] = __float_as_uint(high[8]);
+  } else {
+    uint32_t r[4];
+    ldmatrix_x4_trans(r, row(lane % 8 + lane / 8 % 2 * 8) + lane / 16 * 8);
+    b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+  }
+}
+
+// The first operand of 16 rows m, stored [k][m]: `row(i)` points to the first of row k = i.
+template <class T, class Row>
+__device__ void load_a_by_rows(uint32_t (&a)[4], Row row) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 4) {
+    const T *low = row(lane % 4) + lane / 4, *high = row(lane % 4 + 4) + lane / 4;
+    a[0] = __float_as_uint(low[0]), a[1] = __float_as_uint(low[8]);
+    a[2] = __float_as_uint(high[0]), a[3] = __float_as_uint(high[8]);
+  } else {
+    ldmatrix_x4_trans(a, row(lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8);
+  }
+}
+
+}  // namespace preact_kernels::cuda

@@ -1,0 +1,204 @@
+// Tiles of pixels in shared memory: where their pixels lie, what fills them, their products.
+//
+// A tile is [pixels, channels], in the dtype of the activations or as TF32 in place of float32, and
+// each row is 16 bytes longer than its values, so that no eight rows of an ldmatrix share a bank.
+// A convolution is 1x1 over a run of pixels of any images, or 3x3 with stride and padding 1 over a
+// rectangle of one image; the tile that its taps shift over has a border of one pixel, the halo.
+#pragma once
+
+#include "conv_operand.cuh"
+
+namespace preact_kernels::cuda {
+
+constexpr int kWarps = kThreads / 32;
+
+// C below is the number of channels of a 3x3 convolution, as many in as out, and 0 for a 1x1
+// convolution, whose channels are arguments.
+
+// Images, and how tiles of pixels cover them. A 1x1 convolution sees one image of one row.
+struct TileGrid {
+  int height, width;
+  int tiles_down, tiles_across;  // of one image
+  int tiles;
+  int block_pixels;  // of one tile without its border; a multiple of 16
+};
+
+// One tile, and the places in the tensor of its pixels.
+template <int C>
+struct Tile {
+  static constexpr int kTaps = 9, kBorder = 1;
+  static constexpr int kWidth = C == 64 ? 8 : 16, kHeight = C == 16 ? 16 : 8;
+  static constexpr int kHaloWidth = kWidth + 2 * kBorder;
+  static constexpr int kPixels = kHeight * kWidth;
+  static constexpr int kHaloPixels = (kHeight + 2 * kBorder) * kHaloWidth;
+
+  int64_t image;    // first pixel of the image
+  int row, column;  // of the tile's first pixel
+  int height, width;
+
+  __device__ Tile(const TileGrid& grid, int index) : height(grid.height), width(grid.width) {
+    const int of_image = grid.tiles_down * grid.tiles_across;
+    image = int64_t(index / of_image) * height * width;
+    row = index % of_image / grid.tiles_across * kHeight;
+    column = index % grid.tiles_across * kWidth;
+  }
+
+  static __host__ __device__ int pixels(const TileGrid&) { return kPixels; }
+  static __host__ __device__ int halo_pixels(const TileGrid&) { return kHaloPixels; }
+
+  // The tensor's pixel `down` and `right` of the tile's first, or -1 outside of the image.
+  __device__ int64_t at(int down, int right) const {
+    const int r = row + down, c = column + right;
+    const bool exists = unsigned(r) < unsigned(height) && unsigned(c) < unsigned(width);
+    return exists ? image + int64_t(r) * width + c : -1;
+  }
+  __device__ int64_t pixel(int i) const { return at(i / kWidth, i % kWidth); }
+  __device__ int64_t halo_pixel(int i) const {
+    return at(i / kHaloWidth - kBorder, i % kHaloWidth - kBorder);
+  }
+  // Whether a pixel of the halo tile is one of the tile itself.
+  static __device__ bool is_interior(int i) {
+    return unsigned(i / kHaloWidth - kBorder) < unsigned(kHeight) &&
+           unsigned(i % kHaloWidth - kBorder) < unsigned(kWidth);
+  }
+  // The row of the halo tile that tap r, s of pixel i reads.
+  static __device__ int halo_row(int i, int r, int s) {
+    return (i / kWidth + r) * kHaloWidth + i % kWidth + s;
+  }
+};
+
+template <>
+struct Tile<0> {
+  static constexpr int kTaps = 1;
+
+  int64_t first, end;
+
+  __device__ Tile(const TileGrid& grid, int index)
+      : first(int64_t(index) * grid.block_pixels), end(grid.width) {}
+
+  static __host__ __device__ int pixels(const TileGrid& grid) { return grid.block_pixels; }
+  static __host__ __device__ int halo_pixels(const TileGrid& grid) { return grid.block_pixels; }
+
+  __device__ int64_t pixel(int i) const { return first + i < end ? first + i : -1; }
+  __device__ int64_t halo_pixel(int i) const { return pixel(i); }
+  static __device__ bool is_interior(int) { return true; }
+  static __device__ int halo_row(int i, int, int) { return i; }
+};
+
+// How the threads share the 16-byte vectors of a tile: each has one column of them, and every
+// `lanes`-th pixel. Threads beyond the last full lane have none.
+struct ThreadColumn {
+  int lanes, lane, channel;
+  bool is_active;
+
+  __device__ ThreadColumn(int channels, int vector) {
+    const int vectors = channels / vector;
+    lanes = kThreads / vectors;
+    lane = threadIdx.x / vectors;
+    channel = threadIdx.x % vectors * vector;
+    is_active = lane < lanes;
+  }
+};
+
+// Most vectors that fall to a thread: of a tile, and of the same with its border.
+template <class T, int C>
+constexpr int kTileVectors = C == 0 ? 2 * sizeof(T) : sizeof(T);
+template <class T, int C>
+constexpr int kHaloVectors =
+    (Tile<C>::kHaloPixels * C * int(sizeof(T)) / 16 + kThreads - 1) / kThreads;
+template <class T>
+constexpr int kHaloVectors<T, 0> = kTileVectors<T, 0>;
+
+// The weight [K, C, R, S] of a convolution, of any strides.
+struct ConvWeight {
+  const void* values;
+  int64_t stride_k, stride_c, stride_r, stride_s;
+  bool has_vectors;  // 16 bytes at a time: stride_c is 1 and the others keep the alignment
+};
+
+// Fills `shared`, [taps][K][C + a vector].
+template <class T, int TAPS>
+__device__ void load_weights(const ConvWeight& weight, T* shared, int out_channels, int channels) {
+  constexpr int kWidth = kFullWidth<T>;
+  constexpr int kSide = TAPS == 1 ? 1 : 3;
+  const T* values = static_cast<const T*>(weight.values);
+  const int pitch = channels + kWidth;
+  if (weight.has_vectors) {
+    const int vectors = channels / kWidth;
+    for (int i = threadIdx.x; i < TAPS * out_channels * vectors; i += kThreads) {
+      const int c = i % vectors * kWidth, row = i / vectors;
+      const int k = row % out_channels, tap = row / out_channels;
+      const int64_t at =
+          k * weight.stride_k + tap / kSide * weight.stride_r + tap % kSide * weight.stride_s + c;
+      FullVector<T> vector;
+      vector.load(values + at);
+      as_operand<T>(vector).store(shared + row * pitch + c);
+    }
+  } else {
+    for (int i = threadIdx.x; i < TAPS * out_channels * channels; i += kThreads) {
+      const int tap = i % TAPS, c = i / TAPS % channels, k = i / (TAPS * channels);
+      const int64_t at = k * weight.stride_k + c * weight.stride_c + tap / kSide * weight.stride_r +
+                         tap % kSide * weight.stride_s;
+      shared[(tap * out_channels + k) * pitch + c] = as_operand(values[at]);
+    }
+  }
+}
+
+// sums[p][n] = the sum over taps and k of tile[p at that tap][k] * weights[tap][n][k], or, for the
+// input's gradient, of tile[p at the opposite tap][k] * weights[tap][k][n]; `depth` values k.
+template <class T, int C, bool IS_GRADIENT>
+__device__ void multiply_weights(const T* tile, const T* weights, int block_pixels, int depth,
+                                 int columns, float* sums) {
+  constexpr int kSide = Tile<C>::kTaps == 1 ? 1 : 3;
+  constexpr int kColumns = C == 16 ? 16 : 32;  // of one warp at a time
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int pitch = depth + kFullWidth<T>;
+  const int weight_pitch = (IS_GRADIENT ? columns : depth) + kFullWidth<T>;
+  const int weight_rows = IS_GRADIENT ? depth : columns;
+  const int sums_pitch = columns + kSumsPadding;
+  const int row_blocks = block_pixels / 16;
+  const int tasks = row_blocks * ((columns + kColumns - 1) / kColumns);
+  for (int task = warp; task < tasks; task += kWarps) {
+    const int first = task % row_blocks * 16, n = task / row_blocks * kColumns;
+    const bool is_full = kColumns == 16 || C != 0 || columns - n > 16;
+    float d[kColumns / 8][4] = {};
+#pragma unroll 1
+    for (int r = 0; r < kSide; ++r) {
+#pragma unroll(C == 32 ? 1 : 3)  // three at once spill there
+      for (int s = 0; s < kSide; ++s) {
+        const int row = IS_GRADIENT
+                            ? Tile<C>::halo_row(first + lane % 16, kSide - 1 - r, kSide - 1 - s)
+                            : Tile<C>::halo_row(first + lane % 16, r, s);
+        const T* a_row = tile + row * pitch + lane / 16 * (kStep<T> / 2);
+        const T* w = weights + (r * kSide + s) * weight_rows * weight_pitch;
+#pragma unroll(C == 0 ? 2 : 4)
+        for (int k = 0; k < depth; k += kStep<T>) {
+          uint32_t a[4];
+          ldmatrix_x4(a, a_row + k);
+#pragma unroll
+          for (int half = 0; half < kColumns / 16; ++half) {
+            if (half > 0 && !is_full) break;
+            uint32_t b[2][2];
+            const int at = n + 16 * half;
+            if constexpr (IS_GRADIENT) {
+              load_b_by_rows<T>(b, [=](int i) { return w + (k + i) * weight_pitch + at; });
+            } else {
+              load_b_by_columns<T>(b, w + at * weight_pitch + k, weight_pitch);
+            }
+            mma<T>(d[2 * half], a, b[0]);
+            mma<T>(d[2 * half + 1], a, b[1]);
+          }
+        }
+      }
+    }
+    float* to = sums + (first + lane / 4) * sums_pitch + n + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      if (j >= 2 && !is_full) break;
+      store_pair(to + 8 * j, d[j][0], d[j][1]);
+      store_pair(to + 8 * sums_pitch + 8 * j, d[j][2], d[j][3]);
+    }
+  }
+}
+
+}  // namespace preact_kernels::cuda
