@@ -7,6 +7,9 @@ was given, unrounded: the budget stays twice eager's own error and one rounding 
 """
 
 import itertools
+import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -15,10 +18,11 @@ from torch import Tensor
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
-from tests.cases import device_of
+from tests.cases import device_of, in_dtype, random_stage
 from tests.conftest import IS_CUDA_ON_HOST
-from tests.cuda_on_host import serve_cpu
-from tests.oracle import assert_same_bits, assert_within_budget
+from tests.cuda_on_host import build, serve_cpu
+from tests.oracle import assert_same_bits, assert_within_budget, evaluate
+from tests.test_preact_stage import recorded_calls
 
 if "cuda" not in pk.available_backends():
     pytest.skip("neither a GPU nor a C++ compiler", allow_module_level=True)
@@ -343,6 +347,21 @@ def test_statistics_of_large_means_keep_the_budget(case):
     check("bn_relu_conv_forward", FORWARD, inputs, *conv(case), True)
 
 
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(kind, training, monkeypatch):
+    stage = in_dtype(random_stage(kind, 16), torch.bfloat16).train(training).to(DEVICE)
+    inputs = {"x": torch.randn(3, 10, 7, 6, device=DEVICE).bfloat16()}
+    names = ("preact_stage_forward", "preact_stage_backward")
+    with pk.use_backend("cuda"):
+        with pytest.MonkeyPatch.context() as units:
+            units.setattr(cuda, "serves_preact_stage", lambda *_: False)
+            expected = evaluate(stage, inputs)
+        calls = [recorded_calls(cuda, name, monkeypatch) for name in names]
+        assert_same_bits(evaluate(stage, inputs), expected)
+    assert [len(c) for c in calls] == [1, 1]
+
+
 SERVED = {
     (16, 64, 1, 1): True,
     (64, 256, 1, 1): True,
@@ -394,3 +413,20 @@ def test_the_library_names_what_it_does_not_take():
     ):
         with pytest.raises(RuntimeError, match=message):
             forward(*(inputs | change).values(), True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_CUDA_ON_HOST, reason="on a GPU, compute-sanitizer is what there is")
+@pytest.mark.skipif("PK_SANITIZE" in os.environ, reason="is what runs")
+def test_under_the_sanitizer_the_quick_tests_of_this_file_pass():
+    build.build("kernels", sanitize=True)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m"]
+    process = subprocess.run(
+        [sys.executable, *command, "not slow", __file__],
+        cwd=build.ROOT,
+        env={**os.environ, **build.sanitizer_environment(), "PK_SANITIZE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]

@@ -28,6 +28,14 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
       ", Tensor conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz)"
       " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
+      "preact_stage_forward(Tensor x, Tensor[] x_statistics, Tensor[] parameters, Tensor[] known, "
+      "float[] eps, int units_per_block, bool with_stats, bool keep_inputs) -> Tensor[]");
+  m.def(
+      "preact_stage_backward(Tensor dy, Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, "
+      "Tensor? z_weight, float z_eps, Tensor? z_sums, float z_inv_count, Tensor[] inputs, "
+      "Tensor[] statistics, Tensor[] parameters, float[] eps, float inv_count, "
+      "int units_per_block) -> Tensor[]");
+  m.def(
       "residual_add_forward(Tensor x, Tensor branch, bool with_stats)"
       " -> (Tensor, Tensor, Tensor)");
 }
@@ -42,5 +50,7 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, PK_DISPATCH_KEY, m) {
   m.impl("bn_relu_conv_is_served", TORCH_BOX(&bn_relu_conv_is_served));
   m.impl("bn_relu_conv_forward", TORCH_BOX(&bn_relu_conv_forward));
   m.impl("bn_relu_conv_backward", TORCH_BOX(&bn_relu_conv_backward));
+  m.impl("preact_stage_forward", TORCH_BOX(&preact_stage_forward));
+  m.impl("preact_stage_backward", TORCH_BOX(&preact_stage_backward));
   m.impl("residual_add_forward", TORCH_BOX(&residual_add_forward));
 }

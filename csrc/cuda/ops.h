@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "../checks.h"
 
@@ -77,5 +78,28 @@ std::tuple<Tensor, Tensor> bn_relu_conv_backward_into(
 
 std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x, const Tensor& branch,
                                                         bool with_stats);
+
+// Blocks of `units_per_block` units with identity shortcuts, as ops/preact_stage.py runs them.
+// parameters: bn_weight, bn_bias, conv_weight of every unit. known: mean and var of every unit, or
+// nothing where each takes its batch's; x_statistics: those of x then, where the caller has them.
+// Returns y and its mean and var (without values unless `with_stats`); mean and var of every unit
+// unless they are known; the input of every unit where `keep_inputs`. The first of these are x and
+// x_statistics themselves.
+std::vector<Tensor> preact_stage_forward(const Tensor& x, const std::vector<Tensor>& x_statistics,
+                                         const std::vector<Tensor>& parameters,
+                                         const std::vector<Tensor>& known,
+                                         const std::vector<double>& eps, int64_t units_per_block,
+                                         bool with_stats, bool keep_inputs);
+
+// Its backward from a gradient dy that may be folded (bn_relu_conv_backward). Returns g of the
+// first unit and dy of the first block, of which dx = dy + the input gradient of the first batch
+// norm; then dconv_weight and the sums of g of every unit.
+std::vector<Tensor> preact_stage_backward(
+    const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
+    const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
+    const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
+    double z_inv_count, const std::vector<Tensor>& inputs, const std::vector<Tensor>& statistics,
+    const std::vector<Tensor>& parameters, const std::vector<double>& eps, double inv_count,
+    int64_t units_per_block);
 
 }  // namespace preact_kernels::cuda

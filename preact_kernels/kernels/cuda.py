@@ -91,6 +91,10 @@ def serves_bn_relu_conv(conv_weight: Tensor, stride, padding, dilation, groups: 
     )
 
 
+# Whole runs of blocks in one call have units of those.
+serves_preact_stage = serves_bn_relu_conv
+
+
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
     """See `reference.running_stats_update`. Two launches for many float32 vectors on a GPU."""
     if all(r.is_cuda and r.dtype == torch.float32 for r in running):
