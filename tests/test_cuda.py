@@ -177,6 +177,15 @@ def test_in_evaluation_mode_what_is_not_finite_in_x_does_not_spread():
     assert dx.isfinite().all()
 
 
+@pytest.mark.parametrize("weight", [0.0, 1e-9])  # of which float16 makes zero
+def test_no_gradient_passes_where_the_rounded_pre_activation_is_zero(weight):
+    given = arguments((2, 16, 3, 5), torch.float16, 0.0)
+    given["bn_weight"], given["bn_bias"] = torch.full((16,), weight), torch.zeros(16)
+    g, sums = run(kernels, "bn_relu_backward_mask", given).values()
+    dx = run(kernels, "bn_relu_backward_input", given)[0]
+    assert not g.any() and not sums.any() and not dx.any()
+
+
 @pytest.mark.parametrize("at", [0, 8191, 77])
 def test_an_outlier_costs_no_accuracy_wherever_it_is(at):
     x = activation((2, 16, 64, 64), torch.float32)
