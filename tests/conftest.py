@@ -41,7 +41,8 @@ OF_KERNELS = (
 def pytest_collection_modifyitems(items):
     """Marks as slow what Triton's interpreter takes long for and other backends show too.
 
-    Left are tests of kernels, in float32 and for training in bfloat16, and `test_triton.py`.
+    Left are tests of kernels in float32, of the convolutions' training in bfloat16, and
+    `test_triton.py`.
     With a GPU nothing is marked.
     """
     if not IS_INTERPRETED:
@@ -53,7 +54,7 @@ def pytest_collection_modifyitems(items):
         name, dtype = served[0] if served else (params.get("backend"), None)
         module = item.module.__name__.rpartition(".")[2]
         is_repeated = dtype == torch.float16 or (
-            dtype == torch.bfloat16 and "evaluation" in item.originalname
+            dtype == torch.bfloat16 and "training_forward" not in item.originalname
         )
         if name == "triton" and (module not in OF_KERNELS or is_repeated):
             item.add_marker(pytest.mark.slow)
