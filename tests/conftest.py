@@ -45,8 +45,8 @@ OF_KERNELS = (
 def pytest_collection_modifyitems(items):
     """Marks as slow what GPU kernels on a CPU take long for and other backends show too.
 
-    Left are tests of kernels, in float32 and for training in bfloat16, `test_triton.py` and
-    `test_cuda.py`. With a GPU nothing is marked.
+    Left are tests of kernels in float32, of the convolutions' training in bfloat16,
+    `test_triton.py` and `test_cuda.py`. With a GPU nothing is marked.
     """
     names = (("triton", IS_INTERPRETED), ("cuda", IS_CUDA_ON_HOST))
     on_cpu = {name for name, is_on_cpu in names if is_on_cpu}
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items):
         name, dtype = served[0] if served else (params.get("backend"), None)
         module = item.module.__name__.rpartition(".")[2]
         is_repeated = dtype == torch.float16 or (
-            dtype == torch.bfloat16 and "evaluation" in item.originalname
+            dtype == torch.bfloat16 and "training_forward" not in item.originalname
         )
         if name in on_cpu and (module not in OF_KERNELS or is_repeated):
             item.add_marker(pytest.mark.slow)

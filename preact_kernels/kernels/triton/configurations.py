@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-AMPERE = 80  # the A100, with more shared memory than what has 86 and 89
 HOPPER = 90  # whose wgmma reads operands from shared memory: registers are left for more pixels
 BLACKWELL = 100
 
@@ -58,11 +57,16 @@ def _block(channels: int, most: int) -> int:
     return min(max(triton.next_power_of_2(channels), 16), most)
 
 
+def _is_ragged(channels: int, out_channels: int) -> bool:
+    """Whether elements are masked one by one, which takes registers."""
+    return channels % 8 != 0 or out_channels % 8 != 0
+
+
 @functools.cache
 def elementwise(channels: int) -> Elementwise:
-    """Tiles of 4,096 elements, as wide as the channels up to 128; half of them where masked."""
+    """Tiles as wide as the channels up to 128, of 4,096 elements; half where narrow or masked."""
     block_channels = min(triton.next_power_of_2(channels), 128)
-    elements = 4096 if channels % block_channels == 0 else 2048
+    elements = 4096 if channels % max(block_channels, 32) == 0 else 2048
     return Elementwise(elements // block_channels, block_channels, 8)
 
 
@@ -89,15 +93,15 @@ def conv_forward(
 ) -> Conv:
     """The forward of a convolution of `taps` positions."""
     cin, cout = _block(channels, 64), _block(out_channels, 128)
-    is_roomy = capability == HOPPER and dtype.itemsize == 2 and cin * cout <= 4096
-    pixels = 128 if is_roomy else 64
+    is_half = dtype.itemsize == 2
+    pixels = 128 if capability == HOPPER and is_half and cout <= 64 else 64
+    takes_registers = _is_ragged(channels, out_channels) or (channels > 64 and capability < HOPPER)
+    if takes_registers and not is_half:
+        pixels = 32
     if taps == 1:
-        has_room = capability in (AMPERE, HOPPER) or (
-            dtype.itemsize == 2 and capability < BLACKWELL
-        )
+        has_room = capability == HOPPER or (is_half and capability < HOPPER)
         return Conv(pixels, cin, cout, 8, 2 if has_room else 1)
-    warps = 4 if capability < HOPPER and dtype.itemsize == 2 else 8
-    return Conv(pixels, cin, cout, warps, 1, 2)
+    return Conv(pixels, cin, cout, 4 if is_half and capability < HOPPER else 8, 1, 2)
 
 
 @functools.cache
@@ -112,10 +116,12 @@ def conv_backward(
     cout = _block(out_channels, 128 if taps == 1 and dtype.itemsize == 2 else 64)
     weights = taps * cin * cout * triton.cdiv(out_channels, cout)
     pixels, warps = 64 if capability == HOPPER and dtype.itemsize == 2 else 32, 8
-    if channels % 8 or out_channels % 8:  # masks of single elements take registers too
-        pixels, warps = 16, 4
+    weight_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
+    if _is_ragged(channels, out_channels):
+        pixels = 16
+        if dtype.itemsize == 2:
+            pixels, warps, weight_warps = 32, 4 if capability < HOPPER else 8, 4
     # Triton 3.6 fails to pipeline this kernel's products for Blackwell.
-    weight_warps = 4 if cin * cout <= 256 else warps
     weight = Conv(pixels, cin, min(cout, 64), weight_warps, 2 if capability < BLACKWELL else 1)
     if taps > 1:
         in_one_pass = weights <= MOST_WEIGHTS_OF_3X3 and dtype.itemsize == 2
@@ -123,8 +129,8 @@ def conv_backward(
         return Backward(Conv(pixels, cin, cout, warps, 1, 2), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
     if weights > 2048:
-        is_full = weights >= MOST_WEIGHTS_OF_1X1 and dtype.itemsize == 4
-        pixels = min(pixels, 16 if is_full and capability >= BLACKWELL else 32)
+        is_tight = capability >= BLACKWELL and dtype.itemsize == 4 and weights >= 16 * 1024
+        pixels = min(pixels, 16 if is_tight else 32)
     one = Conv(pixels, cin, cout, warps, 2 if capability == HOPPER else 1)
     most_weights = MOST_WEIGHTS_OF_1X1 if is_roomy else 2048
     return Backward(one, weight, one if weights <= most_weights else None)
