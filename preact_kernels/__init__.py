@@ -10,6 +10,7 @@ from preact_kernels.ops.backend import BackendError, available_backends, set_bac
 from preact_kernels.ops.bn_relu import bn_relu
 from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d
 from preact_kernels.ops.residual_add import residual_add
+from preact_kernels.planning import MemoryPlan, plan_memory
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "BNReLU2d",
     "BNReLUConv2d",
     "BackendError",
+    "MemoryPlan",
     "PreActBasicBlock",
     "PreActBottleneck",
     "PreActResNet",
@@ -24,6 +26,7 @@ __all__ = [
     "available_backends",
     "bn_relu",
     "bn_relu_conv2d",
+    "plan_memory",
     "preact_resnet",
     "residual_add",
     "saved_bytes",
