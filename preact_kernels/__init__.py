@@ -1,5 +1,6 @@
 """Fused BN-ReLU-Conv for pre-activation residual networks, equal to plain PyTorch."""
 
+from preact_kernels.graphs import graphed_step
 from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet
 from preact_kernels.modules.bn_relu import BNReLU2d
@@ -26,6 +27,7 @@ __all__ = [
     "available_backends",
     "bn_relu",
     "bn_relu_conv2d",
+    "graphed_step",
     "plan_memory",
     "preact_resnet",
     "residual_add",
