@@ -309,7 +309,7 @@ GROUPS = {
 
 
 COUNTED_BY_DEPTH = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
-DEPTHS_COUNTED = (29, 110, 164, 326, 1001, 3002, 10_001)
+DEPTHS_COUNTED = (29, 83, 164, 326, 1001, 2999, 10_001)
 """Who is counted, for memory against depth, on which networks of bottlenecks."""
 
 
