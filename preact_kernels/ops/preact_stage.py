@@ -99,7 +99,6 @@ class PreActStageFunction(torch.autograd.Function):
         statistics = [
             Statistics(rest[2 * i], rest[2 * i + 1], ctx.inv_counts[i]) for i in range(unit_count)
         ]
-        del saved, rest
         needs_x, flat_needed = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         if torch.is_grad_enabled():
             # Under names of their own, as one tensor may have several places.
