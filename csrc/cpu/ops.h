@@ -90,8 +90,7 @@ std::vector<Tensor> preact_stage_forward(const Tensor& x, const std::vector<Tens
                                          const std::vector<Tensor>& parameters,
                                          const std::vector<Tensor>& known,
                                          const std::vector<double>& eps, int64_t units_per_block,
-                                         bool with_stats, bool keep_inputs,
-                                         bool keep_block_inputs);
+                                         bool with_stats, bool keep_inputs, bool keep_block_inputs);
 
 // Its backward from a gradient dy that may be folded (bn_relu_conv_backward). Returns g of the
 // first unit and dy of the first block, of which dx = dy + the input gradient of the first batch
