@@ -2,9 +2,9 @@
 
 Measured in order of importance until the time limit: the machine's ceilings, correctness, the
 deepest network with the main contenders in turn and what they keep for the backward, training
-curves, peak memory, the rivals on memory, other depths, torch.compile under memory budgets, and
-the ops. What did not fit is listed at the end. Results go to a CSV file a device, tables to the
-screen and plots beside the CSV.
+curves, peak memory, the rivals on memory, other depths, torch.compile under memory budgets, the
+ops, the rivals at other depths, and bytes kept against depth. What did not fit is listed at the
+end. Results go to a CSV file a device, tables to the screen and plots beside the CSV.
 """
 
 import argparse
@@ -21,7 +21,16 @@ import torch
 from tqdm import tqdm
 
 from bench import data, measure, network, plots, report, training
-from bench.contenders import ANCHOR, BY_NAME, GROUPS, Contender, Network, available
+from bench.contenders import (
+    ANCHOR,
+    BY_NAME,
+    COUNTED_BY_DEPTH,
+    DEPTHS_COUNTED,
+    GROUPS,
+    Contender,
+    Network,
+    available,
+)
 from bench.correctness import first_line, judged_network
 from bench.network import Session
 from bench.records import CurvePoint, Records, Row, slug
@@ -192,6 +201,22 @@ class Plan:
         yield from self._peaks("compile budgets", deepest, first)
         if not self.a.quick and self.a.contenders is None:
             yield Task("ops", lambda: 45, self._ops)
+        for depth in [d for d in others if d >= 164]:
+            yield from self._group("memory rivals", depth, first)
+            yield from self._group("compile budgets", depth, first)
+        if not self.a.quick and self.a.contenders is None:
+            yield from self._counts()
+
+    def _counts(self) -> Iterator[Task]:
+        """Memory against depth, of single images."""
+        session = self.session
+        contenders = [c for c in self.a.usable if c.name in COUNTED_BY_DEPTH]
+        for depth in DEPTHS_COUNTED if contenders else ():
+            yield Task(
+                f"resnet-{depth}, batch 1: kept bytes",
+                lambda depth=depth: 1 + len(contenders) * depth / 300,
+                lambda depth=depth: network.count_kept_bytes(session, contenders, depth),
+            )
 
     def _ops(self) -> list[str]:
         """Runs `pytest bench/ops.py` in a process of its own."""

@@ -308,6 +308,11 @@ GROUPS = {
 """Contenders that are timed in turn with one another, in order of importance."""
 
 
+COUNTED_BY_DEPTH = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
+DEPTHS_COUNTED = (29, 83, 164, 326, 1001, 2999, 10_001)
+"""Who is counted, for memory against depth, on which networks of bottlenecks."""
+
+
 def is_rival(name: str) -> bool:
     """Whether a contender is something other than this package."""
     return BY_NAME[name].fused is None

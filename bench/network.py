@@ -274,6 +274,26 @@ def kept_bytes(contender: Contender, model: nn.Module, images: Tensor) -> int:
     return measure.allocated_bytes(lambda: model(images), images.device)
 
 
+def count_kept_bytes(session: Session, contenders: list[Contender], depth: int) -> None:
+    """What contenders keep for the backward of one image, by one forward each and no step.
+
+    Args:
+        session: what the run shares; rows without a time go to `session.rows`.
+        contenders: who takes part.
+        depth: of the network.
+    """
+    network, batch = session.network(depth), 1
+    images, _ = next(data.batches(session.images, batch, seed=2))
+    for contender in tqdm(contenders, desc=f"{network.name}: kept bytes", leave=False):
+        row = session.row(contender, network, batch)
+        if row.saved_bytes is not None:
+            continue
+        model = contender.build(network, network.state(), session.device, session.dtype)
+        x = contender.input(images, session.device, session.dtype)
+        row.saved_bytes = kept_bytes(contender, model, x)
+        session.rows.put(row)
+
+
 def measure_peaks(
     session: Session, contenders: list[Contender], network: Network, batch: int, timeout_s: float
 ) -> list[str]:

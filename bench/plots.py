@@ -124,20 +124,25 @@ def write_plots(rows: Sequence[Row], points: Sequence[CurvePoint], folder: Path)
         Lists of written files by block of the README: "network", "memory" and "training".
     """
     written: dict[str, list[Path]] = {"network": [], "memory": [], "training": []}
-    networks = [r for r in rows if r.level == "network" and r.median_ms is not None]
+    networks = [
+        r for r in rows
+        if r.level == "network" and (r.median_ms is not None or r.saved_bytes is not None)
+    ]  # fmt: skip
     for device, batch, dtype in sorted({(r.device, r.batch, r.dtype) for r in networks}):
         some = [r for r in networks if (r.device, r.batch, r.dtype) == (device, batch, dtype)]
         stem, title = f"{slug(device)}-batch-{batch}-{dtype}", f"{device}, batch {batch}, {dtype}"
-        written["network"].append(
-            _against_depth(
-                some,
-                lambda r: r.median_ms,
-                "training step, ms",
-                title,
-                folder / f"{stem}-time-against-depth.png",
-                lambda r: r.floor_ms,
+        timed = [r for r in some if r.median_ms is not None]
+        if timed:
+            written["network"].append(
+                _against_depth(
+                    timed,
+                    lambda r: r.median_ms,
+                    "training step, ms",
+                    title,
+                    folder / f"{stem}-time-against-depth.png",
+                    lambda r: r.floor_ms,
+                )
             )
-        )
         counted = [r for r in some if r.saved_bytes is not None]
         if not counted:
             continue
@@ -150,14 +155,16 @@ def write_plots(rows: Sequence[Row], points: Sequence[CurvePoint], folder: Path)
                 folder / f"{stem}-memory-against-depth.png",
             )
         )
-        deepest = max(_depth(r) for r in counted)
-        written["memory"].append(
-            _memory_against_time(
-                [r for r in counted if _depth(r) == deepest],
-                f"ResNet-{deepest}, {title}",
-                folder / f"{stem}-memory-against-time.png",
+        both = [r for r in counted if r.median_ms is not None]
+        depths = sorted({_depth(r) for r in both if _depth(r) >= 164}, reverse=True)
+        for depth in depths or sorted({_depth(r) for r in both})[-1:]:
+            written["memory"].append(
+                _memory_against_time(
+                    [r for r in both if _depth(r) == depth],
+                    f"ResNet-{depth}, {title}",
+                    folder / f"{stem}-resnet-{depth}-memory-against-time.png",
+                )
             )
-        )
     for case, device in sorted({(p.case, p.device) for p in points}):
         curve = [p for p in points if (p.case, p.device) == (case, device)]
         written["training"].append(

@@ -71,7 +71,8 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
 def network_table(rows: Sequence[Row], form: str = "github") -> str:
     """Step times: median and percentiles, images a second, distance from the floor."""
     lines = []
-    for group in _groups([r for r in rows if r.level == "network"]):
+    wanted = [r for r in rows if r.level == "network" and (r.correct or r.median_ms is not None)]
+    for group in _groups(wanted):
         anchor = next((r.median_ms for r in group if r.contender == ANCHOR), None)
         for r in group:
             timed = r.median_ms is not None

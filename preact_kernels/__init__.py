@@ -1,5 +1,6 @@
 """Fused BN-ReLU-Conv for pre-activation residual networks, equal to plain PyTorch."""
 
+from preact_kernels.graphs import graphed_step
 from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet
 from preact_kernels.modules.bn_relu import BNReLU2d
@@ -10,6 +11,7 @@ from preact_kernels.ops.backend import BackendError, available_backends, set_bac
 from preact_kernels.ops.bn_relu import bn_relu
 from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d
 from preact_kernels.ops.residual_add import residual_add
+from preact_kernels.planning import MemoryPlan, plan_memory
 
 __version__ = "0.1.0"
 
@@ -17,6 +19,7 @@ __all__ = [
     "BNReLU2d",
     "BNReLUConv2d",
     "BackendError",
+    "MemoryPlan",
     "PreActBasicBlock",
     "PreActBottleneck",
     "PreActResNet",
@@ -24,6 +27,8 @@ __all__ = [
     "available_backends",
     "bn_relu",
     "bn_relu_conv2d",
+    "graphed_step",
+    "plan_memory",
     "preact_resnet",
     "residual_add",
     "saved_bytes",

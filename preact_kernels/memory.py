@@ -21,10 +21,26 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
     Raises:
         TypeError: `model` is no module or `x` no tensor.
     """
+    check_model_and_input(model, x)
+    kept, _ = saved_storages(model, x)
+    return sum(size for size, _ in kept.values())
+
+
+def check_model_and_input(model: object, x: object) -> None:
+    """A module and a tensor."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+
+
+def saved_storages(
+    model: nn.Module, x: Tensor
+) -> tuple[dict[int, tuple[int, torch.UntypedStorage]], Tensor]:
+    """What `saved_bytes` counts: by storage its bytes and itself, and what the forward returned.
+
+    The storages are held, so that no address is used twice while the result is.
+    """
     state = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}
     saved: dict[int, dict[tuple, int]] = {}  # by storage, and by what part of it
@@ -33,7 +49,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
         storage = t.untyped_storage()
         key = storage._cdata
         if key not in state:
-            storages[key] = storage  # held, so that its address is not used again
+            storages[key] = storage
             part = (t.storage_offset(), t.shape, t.stride())
             saved.setdefault(key, {})[part] = t.numel() * t.element_size()
         return t
@@ -51,5 +67,8 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-    del y
-    return sum(min(storages[key].nbytes(), sum(parts.values())) for key, parts in saved.items())
+    kept = {
+        key: (min(storages[key].nbytes(), sum(parts.values())), storages[key])
+        for key, parts in saved.items()
+    }
+    return kept, y

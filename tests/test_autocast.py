@@ -82,7 +82,7 @@ def test_blocks_equal_the_plain_ones(block, training, x_dtype, backend):
 
 
 @every_input
-@pytest.mark.parametrize("memory", ["store", "checkpoint"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_a_stage_has_the_dtypes_of_the_plain_one(memory, x_dtype, backend):
     stage = Autocast(random_stage(memory=memory))
     inputs = {"x": torch.randn(3, 10, 7, 6).to(x_dtype)}

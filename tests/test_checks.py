@@ -392,7 +392,7 @@ CONSTRUCTORS = {
     "memory": (
         lambda: random_stage(memory="disk"),
         ValueError,
-        "memory: expected 'store' or 'checkpoint', got 'disk'",
+        "memory: expected 'store' or 'rebuild' or 'checkpoint', got 'disk'",
     ),
     "segments_beside_store": (
         lambda: random_stage(segments=2),
@@ -408,6 +408,36 @@ CONSTRUCTORS = {
         lambda: random_stage(memory="checkpoint", segments=2.0),
         TypeError,
         "segments: expected an int or None, got float",
+    ),
+    "anchors_beside_store": (
+        lambda: random_stage(anchor_every=2),
+        ValueError,
+        "anchor_every: expected None beside memory 'store', got 2",
+    ),
+    "no_blocks_an_anchor": (
+        lambda: random_stage(memory="rebuild", anchor_every=0),
+        ValueError,
+        "anchor_every: expected 1 to 4 (the number of blocks), got 0",
+    ),
+    "segments_beside_rebuild": (
+        lambda: random_stage(memory="rebuild", segments=2),
+        ValueError,
+        "segments: expected None beside memory 'rebuild', got 2",
+    ),
+    "anchor_every_is_a_bool": (
+        lambda: random_stage(memory="rebuild", anchor_every=True),
+        TypeError,
+        "anchor_every: expected an int or None, got bool",
+    ),
+    "residual_dtype_is_a_string": (
+        lambda: random_stage(residual_dtype="float32"),
+        TypeError,
+        "residual_dtype: expected a torch.dtype or None, got str",
+    ),
+    "residual_dtype_in_half_precision": (
+        lambda: random_stage(residual_dtype=torch.bfloat16),
+        ValueError,
+        "residual_dtype: expected torch.float32 or None, got torch.bfloat16",
     ),
     "channels_of_zero": (
         lambda: pk.PreActBasicBlock(8, 0),

@@ -70,6 +70,7 @@ MODULES = {
     "bn_relu_conv": lambda: pk.BNReLUConv2d(10, 16, 3, padding=1, bias=True),
     "bottleneck": lambda: random_block("bottleneck", 10, 8, 2),
     "stage": random_stage,
+    "rebuilt_stage": lambda: random_stage(memory="rebuild"),
     "checkpointed_stage": lambda: random_stage(memory="checkpoint"),
 }
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)

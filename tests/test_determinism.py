@@ -56,7 +56,7 @@ def test_threads_change_no_more_than_the_order_of_weight_gradients(kernel, threa
 
 
 @pytest.mark.parametrize("width", [6, 16])
-@pytest.mark.parametrize("memory", ["store", "checkpoint"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_two_runs_of_a_stage_on_several_threads(memory, width, threads, training_dtype):
     stage = in_dtype(random_stage(width=width, memory=memory), training_dtype)
     inputs = {"x": torch.randn(8, 10, 17, 13).to(training_dtype)}

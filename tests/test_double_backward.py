@@ -65,7 +65,7 @@ def test_gradient_penalty_of_bn_relu_conv2d(frozen, training, wide_dtype):
 
 
 @both_modes
-@pytest.mark.parametrize("memory", ["store", "checkpoint"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_gradient_penalty_of_a_stage(memory, training, wide_dtype):
     stage = random_stage("basic", memory=memory).to(wide_dtype).train(training)
     images = partial(torch.randn, 2, 10, 4, 5)

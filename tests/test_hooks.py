@@ -58,7 +58,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("memory", ["store", "checkpoint"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.parametrize("child", CHILDREN)
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 def test_a_hook_sees_what_it_sees_in_the_plain_stage(hook, child, memory):
@@ -112,7 +112,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("memory", ["store", "checkpoint"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_pruned_and_parametrised_children_are_called_in_turn(change, memory, backend):
     stage = random_stage(memory=memory)
     with torch.no_grad():  # or pruned modules cannot be copied
@@ -139,7 +139,7 @@ def test_a_replaced_parameter_is_read_at_the_next_call(backend):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("memory", ["store", "checkpoint"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_torch_checkpoint_updates_running_statistics_once(use_reentrant, memory, backend):
     stage = random_stage(memory=memory)
     inputs = {"x": images()}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from tests.cases import random_stage, randomised
+from tests.cases import in_dtype, random_stage, randomised
 from tests.oracle import assert_same_bits, plain_copy
 
 FLOAT = 4  # bytes
@@ -50,7 +50,7 @@ def stage_bytes(starts):
 
 
 @pytest.mark.parametrize(
-    ("segments", "starts"), [(1, [0]), (2, [0, 2]), (4, [0, 1, 2, 3]), (None, [0, 2])]
+    ("segments", "starts"), [(1, [0]), (2, [0, 2]), (4, [0, 1, 2, 3]), (None, [0])]
 )
 def test_checkpointing_keeps_the_input_of_every_segment(segments, starts, backend):
     stage = random_stage(memory="checkpoint", segments=segments)
@@ -72,15 +72,38 @@ def test_storing_a_network_keeps_little_more_than_half_of_eager(backend):
     assert stored <= 0.51 * pk.saved_bytes(pk.preact_resnet(164, fused=False), x)
 
 
-def test_checkpointing_111_blocks_keeps_eleven_inputs(backend):
+def test_checkpointing_111_blocks_keeps_seven_inputs(backend):
     blocks = [pk.PreActBottleneck(64, 16) for _ in range(111)]
     stage = pk.PreActStage(blocks, memory="checkpoint")
     x = channels_last(torch.randn(8, 64, 8, 8))
     statistics = 111 * 2 * (64 + 16 + 16)
-    assert pk.saved_bytes(stage, x) == (11 * x.numel() + statistics) * FLOAT
+    assert pk.saved_bytes(stage, x) == (7 * x.numel() + statistics) * FLOAT
+    inner = 111 * 2 * x.numel() // 4
     stage.memory = "store"
-    stored = 111 * (x.numel() + 2 * x.numel() // 4)
-    assert pk.saved_bytes(stage, x) == (stored + statistics) * FLOAT
+    assert pk.saved_bytes(stage, x) == (111 * x.numel() + inner + statistics) * FLOAT
+    stage.memory = "rebuild"  # the first input and the output
+    assert pk.saved_bytes(stage, x) == (2 * x.numel() + inner + statistics) * FLOAT
+    stage.anchor_every = 8
+    assert pk.saved_bytes(stage, x) == ((2 + 13) * x.numel() + inner + statistics) * FLOAT
+
+
+SHARES = {  # of eager, ResNet-1001
+    "rebuild": ({"memory": "rebuild"}, torch.float32, 0.18),
+    "rebuild_with_anchors": ({"memory": "rebuild"}, torch.bfloat16, 0.22),
+    "checkpoint": ({"memory": "checkpoint"}, torch.float32, 0.03),
+    "checkpoint_in_bfloat16": ({"memory": "checkpoint"}, torch.bfloat16, 0.03),
+}
+
+
+@pytest.mark.parametrize(("options", "dtype", "share"), SHARES.values(), ids=SHARES)
+def test_1001_layers_keep_a_small_share_of_eager(options, dtype, share):
+    x = channels_last(torch.randn(16, 3, 32, 32, device="meta").to(dtype))
+    with torch.device("meta"):
+        ours, eager = (
+            in_dtype(pk.preact_resnet(1001, **o), dtype).to(memory_format=torch.channels_last)
+            for o in (options, {"fused": False})
+        )
+    assert pk.saved_bytes(ours, x) <= share * pk.saved_bytes(eager, x)
 
 
 def test_half_precision_halves_the_activations(backend):

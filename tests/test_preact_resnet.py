@@ -137,6 +137,9 @@ ERRORS = (
     ((20,), {"segments": 2}, ValueError, r"segments: expected None beside memory 'store', got 2"),
     ((20,), {"memory": "checkpoint", "segments": 0}, ValueError, r"segments: expected 1 to 3"),
     ((20,), {"memory": "checkpoint", "fused": False}, ValueError, r"memory: expected 'store'"),
+    ((20,), {"anchor_every": 4}, ValueError, r"anchor_every: expected None beside memory 'store'"),
+    ((20,), {"memory": "rebuild", "anchor_every": 4}, ValueError, r"anchor_every: expected 1 to 3"),
+    ((20,), {"residual_dtype": torch.bfloat16}, ValueError, r"residual_dtype: expected torch.fl"),
 )
 
 
@@ -146,9 +149,11 @@ def test_wrong_arguments_are_named(args, options, error, message):
         network_on_meta(*args, **options)
 
 
-def test_segments_may_exceed_the_blocks_of_a_short_stage():
-    options = {"variant": "imagenet", "memory": "checkpoint", "segments": 6}
-    assert network_on_meta(50, **options).stages[2].segments == 6
+def test_segments_and_anchors_may_exceed_the_blocks_of_a_short_stage():
+    options = {"variant": "imagenet", "memory": "checkpoint", "segments": 6, "anchor_every": 5}
+    stages = network_on_meta(50, **options).stages
+    assert [stage.segments for stage in stages] == [3, 4, 6, 3]
+    assert [stage.anchor_every for stage in stages] == [3, 4, 5, 3]
 
 
 VARIANTS = (
@@ -188,8 +193,8 @@ def test_initial_values_are_he_by_fan_out():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"memory": "checkpoint"}, {"memory": "checkpoint", "segments": 2}],
-    ids=["store", "checkpoint", "two_segments"],
+    [{}, {"memory": "rebuild"}, {"memory": "checkpoint"}],
+    ids=["store", "rebuild", "checkpoint"],
 )
 @pytest.mark.parametrize("depth", [20, 29])
 def test_logits_and_all_gradients_equal_the_plain_network(depth, options, wide_dtype):

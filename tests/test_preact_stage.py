@@ -13,13 +13,23 @@ from tests.oracle import assert_same_bits, check, evaluate, gradient_like, plain
 
 MEMORY = {
     "store": {},
+    "rebuild": {"memory": "rebuild"},
     "checkpoint": {"memory": "checkpoint"},
-    "one_segment": {"memory": "checkpoint", "segments": 1},
     "three_segments": {"memory": "checkpoint", "segments": 3},
     "all_segments": {"memory": "checkpoint", "segments": 4},
 }
+NOTHING_REBUILT = {
+    "store": {},
+    "rebuild": {"memory": "rebuild", "anchor_every": 1},
+    "checkpoint": {"memory": "checkpoint", "anchor_every": 1},
+    "three_segments": {"memory": "checkpoint", "segments": 3, "anchor_every": 1},
+    "all_segments": {"memory": "checkpoint", "segments": 4},
+}
 every_memory = pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
-store_and_checkpoint = pytest.mark.parametrize("memory", [{}, {"memory": "checkpoint"}], ids=str)
+every_exact_memory = pytest.mark.parametrize("memory", NOTHING_REBUILT.values(), ids=MEMORY)
+every_mode = pytest.mark.parametrize(
+    "memory", [{}, {"memory": "rebuild"}, {"memory": "checkpoint"}], ids=str
+)
 both_modes = pytest.mark.parametrize("training", [True, False])
 
 
@@ -27,13 +37,13 @@ def images(dtype=torch.float32):
     return torch.randn(3, 10, 7, 6).to(dtype)
 
 
-def in_mode(stage, memory="store", segments=None):
+def in_mode(stage, memory="store", segments=None, anchor_every=None):
     stage = copy.deepcopy(stage)
-    stage.memory, stage.segments = memory, segments
+    stage.memory, stage.segments, stage.anchor_every = memory, segments, anchor_every
     return stage
 
 
-@store_and_checkpoint
+@every_mode
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @both_modes
 def test_equals_its_blocks_called_in_turn(memory, kind, training, wide_dtype):
@@ -43,9 +53,9 @@ def test_equals_its_blocks_called_in_turn(memory, kind, training, wide_dtype):
     assert all(t == int(training) for t in counters)
 
 
-@every_memory
+@every_exact_memory
 @both_modes
-def test_every_memory_mode_gives_the_bits_of_store(memory, training, dtype):
+def test_what_rebuilds_nothing_gives_the_bits_of_store(memory, training, dtype):
     stage = in_dtype(random_stage(), dtype).train(training)
     inputs = {"x": images(dtype)}
     expected = evaluate(stage, inputs)
@@ -67,7 +77,7 @@ def test_two_backward_passes_add_up_and_update_statistics_once(memory, backend):
     assert_same_bits(dict(stage.named_buffers()), statistics)
 
 
-@store_and_checkpoint
+@every_mode
 def test_gradients_accumulate_over_batches(memory, backend):
     stage = random_stage(**memory).eval()
     batches = images(), images()
@@ -79,7 +89,7 @@ def test_gradients_accumulate_over_batches(memory, backend):
         assert torch.equal(p.grad, expected[0][f"d{name}"] + expected[1][f"d{name}"])
 
 
-@store_and_checkpoint
+@every_mode
 @pytest.mark.parametrize(
     "frozen",
     [("0.",), ("0.", "1."), ("2.",), ("3.",), ("conv",), ("bn",), ("shortcut",), ("weight",)],
@@ -94,7 +104,7 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other(memory, frozen, w
     check(stage, plain, {"x": images()}, frozen=frozen)
 
 
-@store_and_checkpoint
+@every_mode
 @pytest.mark.parametrize(
     "kept", ["0.conv1.weight", "1.shortcut.weight", "2.bn1.bias", "3.bn3.weight"]
 )
@@ -153,7 +163,7 @@ def test_no_grad_gives_the_bits_of_a_recorded_forward(memory, backend):
     assert torch.equal(y, expected)
 
 
-@store_and_checkpoint
+@every_mode
 def test_frozen_batch_norms_among_training_ones(memory, backend):
     stage = random_stage(**memory)
     stage[1].eval()
@@ -164,7 +174,7 @@ def test_frozen_batch_norms_among_training_ones(memory, backend):
 
 
 @pytest.mark.parametrize("momentum", [None, 0.3])
-@store_and_checkpoint
+@every_mode
 def test_running_statistics_follow_several_batches(memory, momentum, backend):
     stage = random_stage(**memory)
     for module in stage.modules():
@@ -174,7 +184,7 @@ def test_running_statistics_follow_several_batches(memory, momentum, backend):
     assert results["module.3.bn2.num_batches_tracked"] == 3
 
 
-@store_and_checkpoint
+@every_mode
 def test_a_block_that_occurs_twice_is_run_and_updated_twice(memory, wide_dtype):
     block = random_block("basic", 10, 10)
     stage = in_dtype(
@@ -188,7 +198,7 @@ def test_a_block_that_occurs_twice_is_run_and_updated_twice(memory, wide_dtype):
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_checkpointing_any_number_of_blocks(count, backend):
     blocks = [random_block("basic", 10, 10) for _ in range(count)]
-    stage = pk.PreActStage(blocks, memory="checkpoint")
+    stage = pk.PreActStage(blocks, memory="checkpoint", anchor_every=1)
     inputs = {"x": images()}
     assert_same_bits(evaluate(stage, inputs), evaluate(in_mode(stage), inputs))
 
@@ -251,7 +261,7 @@ def test_a_native_run_of_blocks_gives_the_bits_of_its_units(
         forward, backward = (recorded_calls(native, n, monkeypatch) for n in names)
         assert_same_bits(evaluate(stage, inputs), expected)
     assert forward and backward
-    assert len(backward) == (2 if memory.get("segments") == 4 else 1)
+    assert len(backward) == (2 if memory else 1)  # two where each input is rebuilt or a segment's
 
 
 @needs_native
@@ -266,7 +276,7 @@ def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training)
 
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
-@store_and_checkpoint
+@every_mode
 @pytest.mark.parametrize("frozen", ["2.conv1.weight", "2.bn2.bias", "3.bn1.weight"])
 @pytest.mark.parametrize("wants_x", [True, False])
 def test_a_native_run_stops_at_a_frozen_parameter(memory, frozen, wants_x, monkeypatch):
@@ -283,7 +293,7 @@ def test_a_native_run_stops_at_a_frozen_parameter(memory, frozen, wants_x, monke
 
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
-@store_and_checkpoint
+@every_mode
 @pytest.mark.parametrize("frozen", ["3", "3.bn2"])
 def test_a_native_run_of_batch_norms_in_different_modes(memory, frozen):
     stage = direct_stage(**memory)
@@ -294,7 +304,7 @@ def test_a_native_run_of_batch_norms_in_different_modes(memory, frozen):
 
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
-@store_and_checkpoint
+@every_mode
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_a_native_run_behind_frozen_blocks(memory, blocks):
     stage = direct_stage(**memory)
@@ -304,7 +314,7 @@ def test_a_native_run_behind_frozen_blocks(memory, blocks):
 
 
 @needs_native
-@store_and_checkpoint
+@every_mode
 def test_a_native_run_goes_back_twice(memory):
     stage = direct_stage(**memory)
     x = images().requires_grad_()

@@ -33,6 +33,7 @@ def modules():
         "bn_relu_conv": randomised(pk.BNReLUConv2d(10, 8, 3, padding=1, bias=True)),
         "frozen": frozen,
         "stage": random_stage(),
+        "rebuilt_stage": random_stage(memory="rebuild"),
         "checkpointed_stage": random_stage(memory="checkpoint"),
         "wide_stage": random_stage("basic", width=16),
         "wide_checkpointed_stage": random_stage("basic", width=16, memory="checkpoint"),

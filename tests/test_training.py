@@ -90,6 +90,12 @@ def test_164_layers_of_small_images(backend, record_property):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("memory", ["rebuild", "checkpoint"])
+def test_164_layers_in_modes_that_rebuild(memory, backend, record_property):
+    check_training(record_property, 164, batch=8, size=8, steps=2, memory=memory)
+
+
+@pytest.mark.slow
 def test_164_layers(backend, record_property):
     check_training(record_property, 164, batch=16, size=32)
 

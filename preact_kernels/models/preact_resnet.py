@@ -7,7 +7,11 @@ from torch import Tensor, nn
 
 from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBlock, PreActBottleneck
-from preact_kernels.modules.preact_stage import PreActStage, check_memory
+from preact_kernels.modules.preact_stage import (
+    PreActStage,
+    check_memory,
+    check_residual_dtype,
+)
 
 _BLOCKS = {"basic": PreActBasicBlock, "bottleneck": PreActBottleneck}
 
@@ -54,6 +58,8 @@ class PreActResNet(nn.Module):
         stride_on: which convolution of a bottleneck carries the stride.
         memory: see `PreActStage`.
         segments: see `PreActStage`.
+        anchor_every: see `PreActStage`.
+        residual_dtype: see `PreActStage`.
         fused: False runs plain `torch.nn` modules with the same keys.
     """
 
@@ -68,6 +74,8 @@ class PreActResNet(nn.Module):
         stride_on: str,
         memory: str,
         segments: int | None,
+        anchor_every: int | None,
+        residual_dtype: torch.dtype | None,
         fused: bool,
     ) -> None:
         super().__init__()
@@ -85,11 +93,14 @@ class PreActResNet(nn.Module):
                 stride = 2 if index > 0 and i == 0 else 1
                 blocks.append(block(in_channels, width, stride, **options))
                 in_channels = width * block.expansion
-            stages.append(
-                PreActStage(blocks, memory, segments and min(segments, count))
-                if fused
-                else nn.Sequential(*blocks)
+            stage = PreActStage(
+                blocks,
+                memory,
+                segments and min(segments, count),
+                anchor_every=anchor_every and min(anchor_every, count),
+                residual_dtype=residual_dtype,
             )
+            stages.append(stage if fused else nn.Sequential(*blocks))
         self.stages = nn.Sequential(*stages)
         self.norm = BNReLU2d(in_channels)
         self.fc = nn.Linear(in_channels, num_classes)
@@ -106,8 +117,8 @@ class PreActResNet(nn.Module):
         if self.fused:
             x = x.contiguous(memory_format=torch.channels_last)
         x = self.pool(self.stem(x))
-        x = self.norm(self.stages(x))
-        return self.fc(x.mean((2, 3)))
+        y = self.norm(self.stages(x))
+        return self.fc(y.mean((2, 3)).to(x.dtype))
 
 
 def preact_resnet(
@@ -120,6 +131,8 @@ def preact_resnet(
     stride_on: str = "conv2",
     memory: str = "store",
     segments: int | None = None,
+    anchor_every: int | None = None,
+    residual_dtype: torch.dtype | None = None,
     fused: bool = True,
 ) -> PreActResNet:
     """A pre-activation ResNet of the paper (arXiv 1603.05027) and of its popular relatives.
@@ -138,6 +151,8 @@ def preact_resnet(
         stride_on: `"conv2"`, or `"conv1"` as in the authors' released network.
         memory: see `PreActStage`.
         segments: see `PreActStage`; a stage of fewer blocks takes as many as it has.
+        anchor_every: see `PreActStage`; likewise.
+        residual_dtype: see `PreActStage`.
         fused: False builds the same network out of plain `torch.nn` calls: same keys, same
             initial values for a seed, same results.
 
@@ -158,7 +173,8 @@ def preact_resnet(
     if block is not None:
         _check_choice("block", block, tuple(_BLOCKS))
     block, counts = _layout(depth, variant, block, width)
-    check_memory(memory, segments, max(counts))
+    check_memory(memory, segments, anchor_every, max(counts))
+    check_residual_dtype(residual_dtype)
     if not fused and memory != "store":
         raise ValueError(f"memory: expected 'store' beside fused=False, got {memory!r}")
     family = _VARIANTS[variant]
@@ -172,6 +188,8 @@ def preact_resnet(
         stride_on,
         memory,
         segments,
+        anchor_every,
+        residual_dtype,
         fused,
     )
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import is_bare_conv, is_bare_norm
 from preact_kernels.modules.preact_stage import run_blocks
+from preact_kernels.ops.autocast import is_autocast
 
 
 class PreActBlock(nn.Module):
@@ -17,6 +19,7 @@ class PreActBlock(nn.Module):
     """
 
     fused = True
+    residual_dtype: torch.dtype | None = None  # see PreActStage, which sets it
     expansion: int
     unit_count: int
 
@@ -36,15 +39,24 @@ class PreActBlock(nn.Module):
         shortcut = self._modules.get("shortcut")
         return shortcut is None or _is_served(shortcut)
 
+    def in_stream(self, x: Tensor) -> Tensor:
+        """`x` in the dtype of the residual stream."""
+        if self.residual_dtype is None:
+            return x
+        return x.to(torch.promote_types(self.residual_dtype, self.conv1.weight.dtype))
+
     def plain_forward(self, x: Tensor) -> Tensor:
         """The block by calls of its children: what the fused one equals."""
+        x = self.in_stream(x)
         h, shortcut = x, x
         for index, (bn, conv) in enumerate(self.units()):
             a = F.relu(bn(h), inplace=is_bare_norm(bn))
+            if self.residual_dtype is not None and not is_autocast(a):
+                a = a.to(conv.weight.dtype)
             if index == 0 and "shortcut" in self._modules:
                 shortcut = self.shortcut(a)
             h = conv(a)
-        return shortcut + h
+        return self.in_stream(shortcut) + h
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""

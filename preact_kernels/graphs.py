@@ -1,0 +1,258 @@
+"""A whole training step as one call, and on a GPU as one CUDA graph."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RMSprop
+
+# Zeros are the state of these before their first step (of SGD without dampening).
+_BEGIN_WITH_ZEROS = (SGD, Adam, AdamW, RMSprop, Adadelta, Adamax)
+_WARM_UP_STEPS = 3
+
+
+class _Step:
+    """Forward, loss, backward and a step of the optimiser, as they come."""
+
+    def __init__(self, model, loss_fn, optimizer, example_input, example_target, scaler) -> None:
+        self.model, self.loss_fn, self.optimizer, self.scaler = model, loss_fn, optimizer, scaler
+        self.examples = {"input": example_input, "target": example_target}
+
+    def gradients(self, x: Tensor, target: Tensor) -> Tensor:
+        """The loss; gradients are in the parameters."""
+        loss = self.loss_fn(self.model(x), target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn: expected a tensor of one element, got {got}")
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """The step of the optimiser."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def check(self, **tensors: Tensor) -> None:
+        """Tensors like the examples."""
+        for name, t in tensors.items():
+            example = self.examples[name]
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+            for what in ("shape", "dtype"):
+                expected, got = getattr(example, what), getattr(t, what)
+                if expected != got:
+                    expected, got = (list(v) if what == "shape" else v for v in (expected, got))
+                    raise ValueError(f"{name}: expected {what} {expected} as captured, got {got}")
+
+    def __call__(self, input: Tensor, target: Tensor) -> Tensor:
+        """One step on a batch; returns its loss."""
+        self.check(input=input, target=target)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.gradients(input, target)
+        self.update()
+        return loss
+
+
+class _CapturedStep(_Step):
+    """The same, replayed."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.static = {name: t.clone() for name, t in self.examples.items()}
+        self.is_training = self.model.training
+        device = self.static["input"].device
+        state = _State(self.model, self.optimizer)
+        try:
+            with torch.random.fork_rng([device]):
+                self._warm_up(device)
+        finally:
+            state.restore()
+        self.constants = [_constants(group) for group in self.optimizer.param_groups]
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(self.graph):
+                self.loss = self._whole()
+        except RuntimeError as error:
+            raise ValueError(
+                "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
+                "(nothing read back to the host, such as .item(), and no synchronisation), got "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def _whole(self) -> Tensor:
+        loss = self.gradients(self.static["input"], self.static["target"])
+        if self.scaler is None:
+            self.update()
+        return loss
+
+    def _warm_up(self, device: torch.device) -> None:
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_STEPS):
+                self.optimizer.zero_grad(set_to_none=True)
+                self._whole()
+            self.optimizer.zero_grad(set_to_none=True)  # the graph's gradients are its own
+        torch.cuda.current_stream(device).wait_stream(side)
+
+    def _follow_options(self) -> None:
+        """Learning rates in tensors are followed; whatever else was captured must be as it was."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            rate = self.rates[index]
+            if isinstance(rate, Tensor) and group["lr"] is not rate:
+                rate.fill_(group["lr"])
+                group["lr"] = rate
+            captured, now = self.constants[index], _constants(group)
+            for name, value in captured.items():
+                if now.get(name) != value:
+                    hint = "; give lr as a tensor to change it" if name == "lr" else ""
+                    raise ValueError(
+                        f"optimizer: expected {name} {value} as captured, got {now.get(name)}{hint}"
+                    )
+
+    def __call__(self, input: Tensor, target: Tensor) -> Tensor:
+        """One step on a batch; returns its loss."""
+        self.check(input=input, target=target)
+        if self.model.training != self.is_training:
+            raise ValueError(
+                f"model: expected training={self.is_training} as captured, "
+                f"got {self.model.training}"
+            )
+        if self.scaler is None:
+            self._follow_options()
+        self.static["input"].copy_(input, non_blocking=True)
+        self.static["target"].copy_(target, non_blocking=True)
+        self.graph.replay()
+        if self.scaler is not None:
+            self.update()
+        return self.loss.clone()
+
+
+class _State:
+    """Parameters, buffers and the optimiser's state, to be put back in place after a warm-up."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        tensors = (*model.parameters(), *model.buffers())
+        self.values = [(t, t.detach().clone()) for t in tensors]
+        self.optimizer = optimizer
+        self.states = {
+            p: {k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+            for p, state in optimizer.state.items()
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Everything as it was; state that is new is that before the first step."""
+        for t, value in self.values:
+            t.copy_(value)
+        for p, state in self.optimizer.state.items():
+            before = self.states.get(p, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    value.copy_(before[name]) if name in before else value.zero_()
+
+
+def _constants(group: dict) -> dict:
+    """The options of a parameter group that a graph holds as constants."""
+    return {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
+
+
+def _check_capturable(optimizer: Optimizer, scaler: object) -> None:
+    if scaler is not None:
+        return  # its step stays outside the graph
+    kind = type(optimizer)
+    if kind is torch.optim.LBFGS:
+        raise ValueError("optimizer: expected one that steps without a closure, got LBFGS")
+    for group in optimizer.param_groups:
+        if group.get("capturable", True) is False and not group.get("fused"):
+            raise ValueError(
+                f"optimizer: expected {kind.__name__}(capturable=True) to capture, got "
+                "capturable=False"
+            )
+        is_tensor = isinstance(group.get("lr"), Tensor)
+        if is_tensor and kind is SGD and not group.get("fused"):
+            raise ValueError(
+                "optimizer: expected SGD(fused=True) beside a tensor lr, got fused=False"
+            )
+        if is_tensor and group["lr"].device.type != "cuda":
+            raise ValueError(f"optimizer: expected lr on the GPU, got it on {group['lr'].device}")
+        trained = [p for p in group["params"] if p.requires_grad]
+        is_new = any(p not in optimizer.state for p in trained)
+        if is_new and (kind not in _BEGIN_WITH_ZEROS or group.get("dampening")):
+            names = ", ".join(o.__name__ for o in _BEGIN_WITH_ZEROS)
+            raise ValueError(
+                f"optimizer: expected one of {names} without dampening, or one that has stepped "
+                f"before, got {kind.__name__}"
+            )
+
+
+def graphed_step(
+    model: nn.Module,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    optimizer: Optimizer,
+    example_input: Tensor,
+    example_target: Tensor,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A training step on batches of one shape, on a GPU captured in a CUDA graph.
+
+    `step(input, target)` equals `optimizer.zero_grad(); loss = loss_fn(model(input), target);
+    loss.backward(); optimizer.step()`, and returns the loss, detached. On a CPU it runs just that.
+    On a GPU the batch is copied into fixed places and one launch replays everything, with the same
+    kernels on the same memory. The steps that warm it up, on a stream of their own, leave
+    parameters, buffers, the optimiser's state and random numbers as they were.
+
+    Gradients stay in `p.grad` until the next call. A learning rate given as a tensor on the GPU may
+    change between calls, in place, by a scheduler or by assignment; all other options are constants
+    of the graph, and changing one is an error.
+
+    Args:
+        model: on one device, in the mode (training or evaluation) in which it is to run.
+        loss_fn: of the model's output and the target, one element.
+        optimizer: of the model's parameters. On a GPU with `capturable=True` where it has that
+            option; SGD with `fused=True` where lr is a tensor.
+        example_input: a batch like those to come.
+        example_target: its target.
+        scaler: scales the loss, skips steps with gradients that are not finite, and adapts; its
+            step, which decides on the host, follows the graph.
+
+    Returns:
+        The step.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: model and examples are on different devices, the step cannot be captured, or,
+            from the step, a batch has another shape or dtype or a captured option has changed.
+    """
+    for name, value, kind in (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, Optimizer),
+        ("example_input", example_input, Tensor),
+        ("example_target", example_target, Tensor),
+    ):
+        if not isinstance(value, kind):
+            expected = {nn.Module: "an nn.Module", Tensor: "a torch.Tensor"}.get(
+                kind, "a torch.optim.Optimizer"
+            )
+            raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        kind = type(scaler).__name__
+        raise TypeError(f"scaler: expected a torch.amp.GradScaler or None, got {kind}")
+    device = example_input.device
+    for name, t in (("example_target", example_target), *model.named_parameters()):
+        if t.device != device:
+            raise ValueError(
+                f"{name}: expected device {device} to match example_input, got {t.device}"
+            )
+    arguments = (model, loss_fn, optimizer, example_input, example_target, scaler)
+    if device.type != "cuda":
+        return _Step(*arguments)
+    _check_capturable(optimizer, scaler)
+    return _CapturedStep(*arguments)

@@ -1,0 +1,280 @@
+"""The cheapest memory mode of every stage that fits a budget."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from preact_kernels.memory import check_model_and_input, saved_storages
+from preact_kernels.modules.batch_norm import has_hooks
+from preact_kernels.modules.preact_stage import PreActStage
+from preact_kernels.ops import checks, layout
+from preact_kernels.ops.autocast import compute_dtype, is_autocast
+from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
+
+_MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class StageOption:
+    """A memory mode of one stage."""
+
+    memory: str
+    saved_bytes: int  # what the stage adds to what the rest of the model keeps
+    extra_bytes: int  # moved beyond what mode "store" moves, in a step
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """One stage: where it is, its modes, and the mode that was chosen."""
+
+    name: str  # as in `model.named_modules()`
+    blocks: int
+    options: tuple[StageOption, ...]
+    chosen: StageOption
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """The choice of `plan_memory`; printed, a table of stages and modes in MiB.
+
+    budget: bytes that a forward may keep for the backward.
+    predicted_bytes: what it will keep, as `pk.saved_bytes` counts.
+    other_bytes: of these, what is outside the stages.
+    extra_bytes: moved in a step beyond what mode "store" moves.
+    stages: in order.
+    """
+
+    budget: int
+    predicted_bytes: int
+    other_bytes: int
+    extra_bytes: int
+    stages: tuple[StagePlan, ...]
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Sets the modes of the stages of `model`, which is returned.
+
+        Raises:
+            ValueError: `model` has other stages than the one that was planned for.
+        """
+        found = dict(_stages(model))
+        expected = {s.name: s.blocks for s in self.stages}
+        if {name: len(stage) for name, stage in found.items()} != expected:
+            wanted = ", ".join(f"{name!r} of {n} blocks" for name, n in expected.items())
+            given = ", ".join(f"{name!r} of {len(s)} blocks" for name, s in found.items())
+            raise ValueError(f"model: expected the stages {wanted}, got {given or 'none'}")
+        for stage in self.stages:
+            _set_mode(found[stage.name], stage.chosen.memory)
+        return model
+
+    def __str__(self) -> str:
+        names = [s.name for s in self.stages]
+        width = max(map(len, [*names, "outside stages"]))
+        lines = [
+            f"{'stage':{width}} blocks" + "".join(f"{mode:>13}" for mode in MEMORY_MODES) + "  MiB"
+        ]
+        for stage in self.stages:
+            cells = "".join(
+                f"{o.saved_bytes / _MIB:>12,.1f}{'*' if o is stage.chosen else ' '}"
+                for o in stage.options
+            )
+            lines.append(f"{stage.name:{width}} {stage.blocks:>6}{cells}")
+        lines.append(f"{'outside stages':{width}} {'':>6}{self.other_bytes / _MIB:>12,.1f}")
+        lines.append(
+            f"* chosen: {self.predicted_bytes / _MIB:,.1f} of {self.budget / _MIB:,.1f} MiB, "
+            f"{self.extra_bytes / _MIB:,.1f} MiB more to move in a step than with 'store'"
+        )
+        return "\n".join(lines)
+
+
+def _stages(model: nn.Module) -> Iterator[tuple[str, PreActStage]]:
+    return ((n, m) for n, m in model.named_modules() if isinstance(m, PreActStage))
+
+
+def _set_mode(stage: PreActStage, memory: str) -> None:
+    stage.memory, stage.segments, stage.anchor_every = memory, None, None
+
+
+def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
+    """Chooses the memory mode of each stage: the least to move that keeps within `budget` bytes.
+
+    Nothing is computed and nothing of `model` changes: shapes alone pass through a copy of it, in
+    its present mode (training or evaluation, under autocast or not), and what that keeps is counted
+    as `pk.saved_bytes` counts it. Every mode is taken with its own numbers of segments and anchors.
+    The cost of a mode is the bytes that it moves beyond `"store"`: `"rebuild"` reads y and z and
+    writes x once more for each block whose input is rebuilt, `"checkpoint"` runs the forward once
+    more besides. The choice is exact: of all combinations, the cheapest that fits.
+
+    Args:
+        model: has at least one `PreActStage`.
+        x: an input like those to come, on any device, the meta device too.
+        budget: bytes that one forward may keep for the backward, parameters left out.
+
+    Returns:
+        The plan; `plan.apply(model)` sets it, `print(plan)` shows it.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the model has no stage, or no combination fits; the message names the smallest
+            budget that one does fit.
+    """
+    check_model_and_input(model, x)
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise TypeError(f"budget: expected an int (bytes), got {type(budget).__name__}")
+    if budget < 0:
+        raise ValueError(f"budget: expected at least 0 bytes, got {budget}")
+    if next(_stages(model), None) is None:
+        raise ValueError("model: expected at least one PreActStage, got none")
+    other_bytes, options = _options(model, x)
+    frontier = _frontier(options)
+    fitting = [point for point in frontier if other_bytes + point[0] <= budget]
+    if not fitting:
+        smallest = other_bytes + min(point[0] for point in frontier)
+        raise ValueError(f"budget: expected at least {smallest} bytes, got {budget}")
+    kept, extra_bytes, chosen = min(fitting, key=lambda point: (point[1], point[0]))
+    stages = tuple(
+        StagePlan(name, len(stage), tuple(some), choice)
+        for (name, stage), some, choice in zip(_stages(model), options, chosen, strict=True)
+    )
+    return MemoryPlan(budget, other_bytes + kept, other_bytes, extra_bytes, stages)
+
+
+def _frontier(
+    options: Sequence[Sequence[StageOption]],
+) -> list[tuple[int, int, tuple[StageOption, ...]]]:
+    """Saved bytes, extra bytes and choices of all combinations that no other one beats in both."""
+    frontier = [(0, 0, ())]
+    for some in options:
+        sums = sorted(
+            ((kept + o.saved_bytes, extra + o.extra_bytes, (*chosen, o))
+            for kept, extra, chosen in frontier for o in some),
+            key=lambda point: point[:2],
+        )  # fmt: skip
+        frontier = []
+        for point in sums:
+            if not frontier or point[1] < frontier[-1][1]:
+                frontier.append(point)
+    return frontier
+
+
+def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]:
+    """Bytes kept outside the stages, and the modes of each stage, out of shapes alone.
+
+    A stage keeps its first input in every mode, and the output where the last block's input is
+    rebuilt from it. So what a stage keeps is its own but for an output that others keep anyway,
+    and a pass through the rest of the model, with stages that keep their first input, tells.
+    """
+    ends: dict[str, tuple[Tensor, Tensor]] = {}
+    fake_mode = FakeTensorMode()
+    with fake_mode:
+        rest = _copy_of_shapes(model)
+        for name, stage in _stages(rest):
+            stage.forward = functools.partial(_ends_of_stage, ends, name, stage)
+        outside, _ = saved_storages(rest, _shape_of(x).requires_grad_(x.requires_grad))
+    other_bytes = sum(size for size, _ in outside.values())
+    options = []
+    for name, stage in _stages(model):
+        stage_x, stage_y = ends[name]
+        is_shared = stage_y.untyped_storage()._cdata in outside
+        # The meta device is much faster, but has no autocast, and formats of its own for plain
+        # convolutions.
+        is_plain = any(has_hooks(b) or not b.is_fusable() for b in stage)
+        device = stage_x.device if is_plain or is_autocast(stage_x) else torch.device("meta")
+        some = []
+        with contextlib.nullcontext() if device.type == "meta" else fake_mode:
+            shapes = _copy_of_shapes(stage, device)
+            own = _shape_of(stage_x, device).requires_grad_(stage_x.requires_grad)
+            for memory in MEMORY_MODES:
+                _set_mode(shapes, memory)
+                kept, y = saved_storages(shapes, own)
+                if is_shared:
+                    kept.pop(y.untyped_storage()._cdata, None)
+                size = sum(size for size, _ in kept.values())
+                some.append(StageOption(memory, size, _extra_bytes(shapes, own, memory)))
+        if stage_y.requires_grad:
+            other_bytes -= stage_x.numel() * stage_x.element_size()
+        options.append(some)
+    return other_bytes, options
+
+
+class _Ends(torch.autograd.Function):
+    """A stage from outside: keeps its input, and has an output."""
+
+    @staticmethod
+    def forward(ctx, x, parameter, shape, channels_last):
+        ctx.save_for_backward(x)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def _ends_of_stage(ends: dict, name: str, stage: PreActStage, x: Tensor) -> Tensor:
+    x = stage[0].in_stream(x)
+    weights = [m.weight for m in stage.modules() if isinstance(m, nn.Conv2d)]
+    channels_last = any(map(layout.is_channels_last, (x, *weights)))
+    shape = x.shape
+    for block in stage:
+        shape = _sizes(block, shape)[-1]
+    trained = next((p for p in stage.parameters() if p.requires_grad), None)
+    x = layout.nhwc(x)
+    y = _Ends.apply(x, trained, shape, channels_last)
+    ends[name] = x, y
+    return y
+
+
+def _sizes(block: nn.Module, shape: Sequence[int]) -> list[Sequence[int]]:
+    """Shapes behind every convolution of a block."""
+    shapes = []
+    for _, conv in block.units():
+        shape = checks.output_shape(shape, conv.weight, conv.stride, conv.padding, conv.dilation)
+        shapes.append(shape)
+    return shapes
+
+
+def _shape_of(t: Tensor, device: torch.device | None = None) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)
+
+
+def _copy_of_shapes(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy whose tensors have no values, and whose batch norms ask for none."""
+    fakes = {}
+    for t in (*model.parameters(), *model.buffers()):
+        fake = _shape_of(t, device)
+        is_parameter = isinstance(t, nn.Parameter)
+        fakes[id(t)] = nn.Parameter(fake, t.requires_grad) if is_parameter else fake
+    model = copy.deepcopy(model, fakes)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.momentum = 0.1  # None asks how many batches there were
+            if isinstance(module, nn.SyncBatchNorm):
+                module.__class__ = nn.BatchNorm2d  # which asks no other process
+    return model
+
+
+def _extra_bytes(stage: PreActStage, x: Tensor, memory: str) -> int:
+    """Bytes that the backward moves beyond those of mode `"store"`."""
+    mode = MemoryMode(memory)
+    inner_size = compute_dtype(x).itemsize if is_autocast(x) else stage[0].conv1.weight.itemsize
+    shape, wide, inner = x.shape, [x.numel() * x.element_size()], []
+    for block in stage:
+        shapes = _sizes(block, shape)
+        shape = shapes.pop()
+        wide.append(math.prod(shape) * x.element_size())
+        inner.append([math.prod(s) * inner_size for s in shapes])
+    can_rebuild = [b._modules.get("shortcut") is None for b in stage]
+    starts = mode.segment_starts(len(stage))
+    extra = 0
+    for start, end in itertools.pairwise([*starts, len(stage)]):
+        keeps = mode.keeps_input(can_rebuild[start:end], x.dtype)
+        for i, is_kept in enumerate(keeps, start):
+            if memory == "checkpoint":
+                extra += 2 * wide[i] + 2 * sum(inner[i]) + wide[i + 1]
+            if not is_kept:
+                extra += inner[i][-1] + wide[i] + wide[i + 1]
+    return extra

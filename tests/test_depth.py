@@ -1,0 +1,98 @@
+"""Networks of 164 to 10,001 layers: gradients of every mode, time to build, bytes kept."""
+
+import copy
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import preact_kernels as pk
+from preact_kernels.ops.memory_mode import MEMORY_MODES
+from tests.cases import in_dtype
+from tests.oracle import plain_copy, unit_roundoff
+
+pytestmark = pytest.mark.slow
+MIB = 2**20
+
+
+def test_10001_layers_build_print_copy_and_train_one_image(record_property):
+    start_s = time.monotonic()
+    network = pk.preact_resnet(10_001, memory="rebuild")
+    built_s = time.monotonic() - start_s
+    record_property("built in, s", built_s)
+    assert built_s < 30
+    assert sum(len(stage) for stage in network.stages) == 3333
+    assert len(network.state_dict()) == 60_005
+    assert repr(network)
+    x, target = torch.randn(1, 3, 32, 32), torch.tensor([3])
+    kept = pk.saved_bytes(network, x)
+    record_property("kept, MiB", kept / MIB)
+    # 2 of a bottleneck's 12 C elements a pixel, the statistics, and what is at the stages' ends.
+    inner = 1111 * 2 * (16 * 32**2 + 32 * 16**2 + 64 * 8**2) * 4
+    statistics = 1111 * 2 * 6 * (16 + 32 + 64) * 4
+    assert kept < 1.02 * (inner + statistics)
+    for memory in ("rebuild", "checkpoint"):
+        for stage in network.stages:
+            stage.memory = memory
+        network.zero_grad()
+        F.cross_entropy(network(x), target).backward()
+        assert all(p.grad.isfinite().all() for p in network.parameters())
+    assert len(copy.deepcopy(network.stages[0])) == 1111
+
+
+def gradient(network, memory, x, target):
+    for stage in network.stages:
+        stage.memory = memory
+    network.zero_grad()
+    F.cross_entropy(network(x).float(), target).backward()
+    return torch.cat([p.grad.double().flatten() for p in network.parameters()])
+
+
+def angle(a, b):
+    """Degrees, of small angles too: from the chord and its complement."""
+    a, b = a / a.norm(), b / b.norm()
+    return float(torch.rad2deg(2 * torch.atan2((a - b).norm(), (a + b).norm())))
+
+
+def test_gradients_of_every_mode_are_as_near_to_float64_as_eager(record_property):
+    """`oracle.py`'s rule for the gradient of 164 layers as one vector."""
+    x, target = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    network = pk.preact_resnet(164)
+    plain = plain_copy(network)
+
+    def eager(model, x):
+        model.zero_grad()
+        F.cross_entropy(model(x), target).backward()
+        return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+    truth = eager(copy.deepcopy(plain).double(), x.double())
+    nhwc = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    own = [eager(plain, x), eager(nhwc, x.contiguous(memory_format=torch.channels_last))]
+    allowed = 2 * max(float((g - truth).norm()) for g in own)
+    allowed += unit_roundoff(torch.float32) * float(truth.norm())
+    errors = {
+        memory: float((gradient(network, memory, x, target) - truth).norm())
+        for memory in MEMORY_MODES
+    }
+    record_property("errors", errors | {"allowed": allowed})
+    assert all(error <= allowed for error in errors.values()), (errors, allowed)
+
+
+@pytest.mark.parametrize("depth", [164, 1001])
+def test_rebuilt_gradients_point_where_stored_ones_do(depth, record_property):
+    """Within a degree in float32, whose own distance from float64 at 164 layers is about three.
+
+    What bfloat16 does is recorded: such networks magnify its roundings to any angle.
+    """
+    x, target = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
+    network = pk.preact_resnet(depth)
+    stored = gradient(network, "store", x, target)
+    found = {m: angle(gradient(network, m, x, target), stored) for m in ("rebuild", "checkpoint")}
+    record_property("angles in float32, degrees", found)
+    assert all(value < 1 for value in found.values())
+    narrow = in_dtype(network, torch.bfloat16)
+    narrow.fc.bfloat16()
+    stored = gradient(narrow, "store", x.bfloat16(), target)
+    found = angle(gradient(narrow, "rebuild", x.bfloat16(), target), stored)
+    record_property("angle in bfloat16, degrees", found)

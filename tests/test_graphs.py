@@ -1,0 +1,200 @@
+"""A step in one call: the same on a CPU as written out, and replayed on a GPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import preact_kernels as pk
+from tests.oracle import assert_same_bits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(4, 3, 16, 16, generator=generator)
+    return images.to(DEVICE), torch.randint(10, (4,), generator=generator).to(DEVICE)
+
+
+def network(**options):
+    return pk.preact_resnet(20, **options).to(DEVICE)
+
+
+def sgd(model, lr=0.05, **options):
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4, **options)
+
+
+def written_out(model, optimizer, x, target):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), target)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_steps_equal_those_written_out(memory):
+    model = network(memory=memory)
+    other = copy.deepcopy(model)
+    optimizer, other_optimizer = sgd(model), sgd(other)
+    step = pk.graphed_step(model, F.cross_entropy, optimizer, *batch())
+    for seed in range(3):
+        loss = step(*batch(seed))
+        assert torch.equal(loss, written_out(other, other_optimizer, *batch(seed)))
+        assert not loss.requires_grad
+    assert_same_bits(model.state_dict(), other.state_dict())
+
+
+def test_making_a_step_changes_nothing():
+    model = network()
+    optimizer = sgd(model)
+    written_out(model, optimizer, *batch(7))
+    optimizer.zero_grad()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    momenta = {p: s["momentum_buffer"].clone() for p, s in optimizer.state.items()}
+    random_state = torch.random.get_rng_state()
+    pk.graphed_step(model, F.cross_entropy, optimizer, *batch())
+    assert_same_bits(model.state_dict(), before)
+    assert all(torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in momenta.items())
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+
+
+def test_a_scaler_skips_steps_that_are_not_finite_and_backs_off():
+    model = network()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    step = pk.graphed_step(model, F.cross_entropy, optimizer, *batch(), scaler=scaler)
+    step(*batch(1))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    x, target = batch(2)
+    step(x * float("inf"), target)
+    assert_same_bits(dict(model.named_parameters()), before)
+    assert scaler.get_scale() == 512
+
+
+def test_a_learning_rate_may_change_between_steps():
+    model = network()
+    rate = torch.tensor(0.05, device=DEVICE)
+    fused = {"fused": True} if DEVICE == "cuda" else {}
+    optimizer = sgd(model, rate, **fused)
+    step = pk.graphed_step(model, F.cross_entropy, optimizer, *batch())
+    step(*batch(1))
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    step(*batch(2))
+    assert_same_bits(dict(model.named_parameters()), before)
+
+
+WRONG = {
+    "model": ({"model": abs}, TypeError, "model: expected an nn.Module, got builtin_function"),
+    "loss_fn": ({"loss_fn": 3}, TypeError, "loss_fn: expected a callable, got int"),
+    "optimizer": (
+        {"optimizer": nn.ReLU()},
+        TypeError,
+        "optimizer: expected a torch.optim.Optimizer, got ReLU",
+    ),
+    "input": ({"example_input": [1]}, TypeError, "example_input: expected a torch.Tensor, got lis"),
+    "target": ({"example_target": 1}, TypeError, "example_target: expected a torch.Tensor, got in"),
+    "scaler": ({"scaler": 2.0}, TypeError, "scaler: expected a torch.amp.GradScaler or None, got"),
+    "devices": (
+        {"example_target": torch.empty(4, device="meta")},
+        ValueError,
+        f"example_target: expected device {DEVICE}.* to match example_input, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named(changes, error, message):
+    model = network()
+    x, target = batch()
+    arguments = {
+        "model": model, "loss_fn": F.cross_entropy, "optimizer": sgd(model),
+        "example_input": x, "example_target": target,
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        pk.graphed_step(**(arguments | changes))
+
+
+def test_batches_of_another_shape_or_dtype_are_refused():
+    model = network()
+    step = pk.graphed_step(model, F.cross_entropy, sgd(model), *batch())
+    x, target = batch()
+    with pytest.raises(ValueError, match=r"input: expected shape \[4, 3, 16, 16\] .*got \[3, 3"):
+        step(x[:3], target[:3])
+    with pytest.raises(
+        ValueError, match=r"input: expected dtype torch.float32 .*got torch.float64"
+    ):
+        step(x.double(), target)
+    with pytest.raises(TypeError, match=r"target: expected a torch.Tensor, got int"):
+        step(x, 3)
+
+
+def test_a_loss_of_several_elements_is_refused():
+    model = network()
+
+    def losses(y, target):
+        return F.cross_entropy(y, target, reduction="none")
+
+    with pytest.raises(ValueError, match=r"loss_fn: expected a tensor of one element, got \[4\]"):
+        pk.graphed_step(model, losses, sgd(model), *batch())(*batch())
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.Adam(p), "expected Adam.capturable=True"),
+        (lambda p: torch.optim.LBFGS(p), "without a closure, got LBFGS"),
+        (lambda p: torch.optim.Rprop(p, capturable=True), "has stepped before, got Rprop"),
+        (lambda p: torch.optim.SGD(p, torch.tensor(0.1, device=DEVICE)), "SGD.fused=True"),
+        (lambda p: torch.optim.SGD(p, torch.tensor(0.1), fused=True), "lr on the GPU"),
+    ],
+)
+def test_optimisers_that_cannot_be_captured_are_named(make, message):
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        pk.graphed_step(model, F.cross_entropy, make(model.parameters()), *batch())
+
+
+@needs_gpu
+def test_what_synchronises_cannot_be_captured():
+    model = network()
+
+    def loss_fn(y, target):
+        return F.cross_entropy(y, target) * float(y.detach().mean().item() > -1e9)
+
+    with pytest.raises(ValueError, match="expected a step that can be captured"):
+        pk.graphed_step(model, loss_fn, sgd(model), *batch())
+
+
+@needs_gpu
+def test_captured_options_may_not_change():
+    model = network()
+    optimizer = sgd(model)
+    step = pk.graphed_step(model, F.cross_entropy, optimizer, *batch())
+    optimizer.param_groups[0]["lr"] = 0.01
+    with pytest.raises(ValueError, match=r"expected lr 0.05 as captured, got 0.01; give lr as a"):
+        step(*batch())
+    optimizer.param_groups[0]["lr"] = 0.05
+    model.eval()
+    with pytest.raises(ValueError, match="model: expected training=True as captured"):
+        step(*batch())
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_capturable_optimisers_equal_steps_written_out(kind):
+    model = network()
+    other = copy.deepcopy(model)
+    optimizers = [kind(m.parameters(), lr=1e-3, capturable=True) for m in (model, other)]
+    step = pk.graphed_step(model, F.cross_entropy, optimizers[0], *batch())
+    for seed in range(3):
+        step(*batch(seed))
+        written_out(other, optimizers[1], *batch(seed))
+    for found, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

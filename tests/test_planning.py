@@ -1,0 +1,179 @@
+"""Plans predict to the byte, and choose the cheapest combination that fits."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from preact_kernels.ops.memory_mode import MEMORY_MODES
+from tests.cases import in_dtype, random_stage
+
+PLENTY = 10**15
+
+
+def images(channels=3):
+    return torch.randn(2, channels, 16, 16)
+
+
+NETWORKS = {
+    "bottleneck": (lambda: pk.preact_resnet(47), 3),
+    "basic": (lambda: pk.preact_resnet(26), 3),
+    "imagenet": (lambda: pk.preact_resnet(18, variant="imagenet"), 3),
+    "evaluation": (lambda: pk.preact_resnet(29).eval(), 3),
+    "bfloat16": (lambda: in_bfloat16(pk.preact_resnet(47)), 3),
+    "wide_stream": (
+        lambda: in_bfloat16(pk.preact_resnet(47, residual_dtype=torch.float32)),
+        3,
+    ),
+    "cumulative_average": (lambda: with_momentum(pk.preact_resnet(20), None), 3),
+    "frozen": (lambda: pk.preact_resnet(29).requires_grad_(False), 3),
+    "frozen_stem": (lambda: frozen_stem(pk.preact_resnet(29)), 3),
+    "stage": (lambda: random_stage(), 10),
+    "stage_alone_in_a_module": (lambda: nn.Sequential(random_stage(), nn.ReLU()), 10),
+    "hooked": (lambda: hooked(pk.preact_resnet(29)), 3),
+}
+
+
+def in_bfloat16(model):
+    model.fc.bfloat16()
+    return in_dtype(model, torch.bfloat16)
+
+
+def with_momentum(model, momentum):
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.momentum = momentum
+    return model
+
+
+def frozen_stem(model):
+    model.stem.requires_grad_(False)
+    return model
+
+
+def hooked(model):
+    model.stages[1][1].register_forward_hook(lambda module, args, y: None)
+    return model
+
+
+@pytest.mark.parametrize("memory", MEMORY_MODES)
+@pytest.mark.parametrize(("build", "channels"), NETWORKS.values(), ids=NETWORKS)
+def test_predicted_bytes_are_what_a_forward_keeps(build, channels, memory):
+    model, x = build(), images(channels)
+    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
+        x = x.bfloat16()
+    plan = pk.plan_memory(model, x, PLENTY)
+    options = {s.name: o for s in plan.stages for o in s.options if o.memory == memory}
+    for name, stage in model.named_modules():
+        if name in options:
+            stage.memory = memory
+    predicted = plan.other_bytes + sum(o.saved_bytes for o in options.values())
+    assert predicted == pk.saved_bytes(model, x)
+
+
+def test_bytes_under_autocast():
+    model, x = pk.preact_resnet(20), images()
+    with torch.autocast("cpu", torch.bfloat16):
+        for budget in (PLENTY, smallest(model, x)):
+            plan = pk.plan_memory(model, x, budget)
+            assert plan.predicted_bytes == pk.saved_bytes(plan.apply(model), x)
+
+
+def smallest(model, x):
+    with pytest.raises(ValueError, match="budget: expected at least") as error:
+        pk.plan_memory(model, x, 0)
+    return int(re.search(r"least (\d+)", str(error.value))[1])
+
+
+def test_every_budget_gets_the_cheapest_combination_that_fits():
+    model, x = pk.preact_resnet(38), images()
+    most = pk.plan_memory(model, x, PLENTY)
+    sums = [
+        (
+            most.other_bytes + sum(o.saved_bytes for o in some),
+            sum(o.extra_bytes for o in some),
+        )
+        for some in itertools.product(*(s.options for s in most.stages))
+    ]
+    for budget in sorted({kept for kept, _ in sums}):
+        plan = pk.plan_memory(model, x, budget)
+        assert plan.predicted_bytes <= budget
+        assert plan.extra_bytes == min(extra for kept, extra in sums if kept <= budget)
+    assert most.extra_bytes == 0
+    assert [s.chosen.memory for s in most.stages] == ["store"] * 3
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.4])
+def test_an_applied_plan_keeps_its_budget(share):
+    model, x = pk.preact_resnet(47), images()
+    budget = int(share * pk.saved_bytes(model, x))
+    plan = pk.plan_memory(model, x, budget)
+    assert plan.apply(model) is model
+    assert pk.saved_bytes(model, x) == plan.predicted_bytes <= budget
+    assert [stage.memory for stage in model.stages] == [s.chosen.memory for s in plan.stages]
+
+
+def test_a_budget_that_cannot_be_met_names_the_smallest_that_can():
+    model, x = pk.preact_resnet(29), images()
+    least = smallest(model, x)
+    plan = pk.plan_memory(model, x, least)
+    assert plan.predicted_bytes == least
+    message = f"budget: expected at least {least} bytes, got {least - 1}"
+    with pytest.raises(ValueError, match=message):
+        pk.plan_memory(model, x, least - 1)
+
+
+def test_planning_changes_nothing_and_runs_nothing(monkeypatch):
+    model, x = pk.preact_resnet(29, memory="checkpoint", segments=2), images()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    pk.plan_memory(model, x, PLENTY)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [(s.memory, s.segments) for s in model.stages] == [("checkpoint", 2)] * 3
+    assert all("forward" not in vars(s) for s in model.stages)
+
+
+def test_an_applied_plan_takes_the_place_of_segments_and_anchors():
+    model, x = pk.preact_resnet(29, memory="checkpoint", segments=2, anchor_every=1), images()
+    plan = pk.plan_memory(model, x, PLENTY)
+    plan.apply(model)
+    assert [(s.memory, s.segments, s.anchor_every) for s in model.stages] == [
+        ("store", None, None)
+    ] * 3
+
+
+def test_a_plan_prints_a_table_of_stages_and_modes():
+    plan = pk.plan_memory(pk.preact_resnet(29), images(), PLENTY)
+    lines = str(plan).splitlines()
+    assert lines[0].split() == ["stage", "blocks", *MEMORY_MODES, "MiB"]
+    assert [line.split()[:2] for line in lines[1:4]] == [[f"stages.{i}", "3"] for i in range(3)]
+    assert all(line.count("*") == 1 for line in lines[1:4])
+    assert lines[4].startswith("outside stages")
+
+
+WRONG = {
+    "model": ((abs, torch.ones(1), 1), TypeError, "model: expected an nn.Module, got builtin"),
+    "x": ((nn.ReLU(), [1.0], 1), TypeError, "x: expected a torch.Tensor, got list"),
+    "float": ((nn.ReLU(), torch.ones(1), 1.0), TypeError, "budget: expected an int .*, got float"),
+    "bool": ((nn.ReLU(), torch.ones(1), True), TypeError, "budget: expected an int .*, got bool"),
+    "negative": ((nn.ReLU(), torch.ones(1), -1), ValueError, "budget: expected at least 0 bytes"),
+    "stages": ((nn.ReLU(), torch.ones(1), 1), ValueError, "model: expected at least one PreActSta"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        pk.plan_memory(*arguments)
+
+
+def test_a_plan_for_another_model_is_refused_before_any_change():
+    plan = pk.plan_memory(pk.preact_resnet(29), images(), PLENTY)
+    other = pk.preact_resnet(47, memory="rebuild")
+    with pytest.raises(ValueError, match=r"model: expected the stages 'stages.0' of 3 blocks"):
+        plan.apply(other)
+    assert all(stage.memory == "rebuild" for stage in other.stages)
