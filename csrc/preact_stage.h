@@ -32,7 +32,7 @@ template <class Ops>
 std::vector<Tensor> run_preact_stage_forward(
     const Tensor& x, const std::vector<Tensor>& x_statistics, const std::vector<Tensor>& parameters,
     const std::vector<Tensor>& known, const std::vector<double>& eps, int64_t units_per_block,
-    bool with_stats, bool keep_inputs) {
+    bool with_stats, bool keep_inputs, bool keep_block_inputs) {
   check_lists(parameters, eps, units_per_block);
   STD_TORCH_CHECK(known.empty() || known.size() == kStatistics * eps.size(),
                   "known: expected no tensor or ", kStatistics * eps.size(), ", got ",
@@ -59,7 +59,7 @@ std::vector<Tensor> run_preact_stage_forward(
     const size_t place = i % units_per_block;
     const bool ends_block = place + 1 == static_cast<size_t>(units_per_block);
     if (place == 0) shortcut = h;
-    if (keep_inputs) inputs.push_back(h);
+    if (place == 0 ? keep_block_inputs : keep_inputs) inputs.push_back(h);
     if (known.empty()) {
       statistics.push_back(mean);
       statistics.push_back(var);

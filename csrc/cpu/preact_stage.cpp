@@ -1,21 +1,26 @@
-// Pre-activation blocks in a row, without a return to Python between their convolutions.
+#include "../preact_stage.h"
 
 #include "ops.h"
 
 namespace preact_kernels {
 namespace {
 
-// Where the tensors of unit i begin in a flat list: bn_weight, bn_bias, conv_weight; mean, var.
-constexpr size_t kParameters = 3;
-constexpr size_t kStatistics = 2;
+struct Ops {
+  static constexpr auto bn_stats = &preact_kernels::bn_stats;
+  static constexpr auto empty_batch_statistics = &preact_kernels::empty_batch_statistics;
+  static constexpr auto empty_parameter_gradients = &preact_kernels::empty_parameter_gradients;
+  static constexpr auto bn_relu_conv_backward_into = &preact_kernels::bn_relu_conv_backward_into;
 
-void check_lists(const std::vector<Tensor>& parameters, const std::vector<double>& eps,
-                 int64_t units_per_block) {
-  STD_TORCH_CHECK(units_per_block > 0 && !eps.empty() && eps.size() % units_per_block == 0,
-                  "eps: expected whole blocks of ", units_per_block, " units, got ", eps.size());
-  STD_TORCH_CHECK(parameters.size() == kParameters * eps.size(), "parameters: expected ",
-                  kParameters * eps.size(), " tensors, got ", parameters.size());
-}
+  static Tensor bn_relu_conv_forward_into(const BatchStatistics& of_y, const Tensor& x,
+                                          const Tensor& mean, const Tensor& var,
+                                          const Tensor& bn_weight, const Tensor& bn_bias,
+                                          double eps, const Tensor& conv_weight,
+                                          const std::optional<Tensor>& residual, bool with_stats) {
+    return preact_kernels::bn_relu_conv_forward_into(of_y, x, mean, var, bn_weight, bn_bias, eps,
+                                                     conv_weight, std::nullopt, residual,
+                                                     with_stats);
+  }
+};
 
 }  // namespace
 
@@ -25,47 +30,8 @@ std::vector<Tensor> preact_stage_forward(const Tensor& x, const std::vector<Tens
                                          const std::vector<double>& eps, int64_t units_per_block,
                                          bool with_stats, bool keep_inputs,
                                          bool keep_block_inputs) {
-  check_lists(parameters, eps, units_per_block);
-  STD_TORCH_CHECK(known.empty() || known.size() == kStatistics * eps.size(),
-                  "known: expected no tensor or ", kStatistics * eps.size(), ", got ",
-                  known.size());
-  STD_TORCH_CHECK(x_statistics.empty() || x_statistics.size() == kStatistics,
-                  "x_statistics: expected no tensor or 2, got ", x_statistics.size());
-  std::vector<Tensor> inputs, statistics;
-  Tensor h = x, shortcut = x, mean, var;
-  if (!x_statistics.empty()) {
-    mean = x_statistics[0], var = x_statistics[1];
-  } else if (known.empty()) {
-    std::tie(mean, var) = bn_stats(x);
-  }
-  std::vector<BatchStatistics> of_outputs;
-  for (size_t i = 0; i < eps.size(); ++i) {
-    const Tensor& conv_weight = parameters[kParameters * i + 2];
-    STD_TORCH_CHECK(conv_weight.dim() == 4, "conv_weight: expected 4 dimensions");
-    const bool wanted = i + 1 == eps.size() ? with_stats : known.empty();
-    of_outputs.push_back(empty_batch_statistics(x, wanted ? conv_weight.sizes()[0] : 0));
-  }
-  for (size_t i = 0; i < eps.size(); ++i) {
-    const size_t place = i % units_per_block;
-    const bool ends_block = place + 1 == static_cast<size_t>(units_per_block);
-    if (place == 0) shortcut = h;
-    if (place == 0 ? keep_block_inputs : keep_inputs) inputs.push_back(h);
-    if (known.empty()) {
-      statistics.push_back(mean);
-      statistics.push_back(var);
-    } else {
-      mean = known[kStatistics * i], var = known[kStatistics * i + 1];
-    }
-    const Tensor* p = &parameters[kParameters * i];
-    std::tie(h, mean, var) =
-        bn_relu_conv_forward(h, mean, var, p[0], p[1], eps[i], p[2], std::nullopt,
-                             ends_block ? std::optional<Tensor>(shortcut) : std::nullopt,
-                             i + 1 == eps.size() ? with_stats : known.empty());
-  }
-  std::vector<Tensor> results{h, mean, var};
-  results.insert(results.end(), statistics.begin(), statistics.end());
-  results.insert(results.end(), inputs.begin(), inputs.end());
-  return results;
+  return run_preact_stage_forward<Ops>(x, x_statistics, parameters, known, eps, units_per_block,
+                                       with_stats, keep_inputs, keep_block_inputs);
 }
 
 std::vector<Tensor> preact_stage_backward(
@@ -75,48 +41,9 @@ std::vector<Tensor> preact_stage_backward(
     double z_inv_count, const std::vector<Tensor>& inputs, const std::vector<Tensor>& statistics,
     const std::vector<Tensor>& parameters, const std::vector<double>& eps, double inv_count,
     int64_t units_per_block) {
-  check_lists(parameters, eps, units_per_block);
-  STD_TORCH_CHECK(inputs.size() == eps.size(), "inputs: expected ", eps.size(), " tensors, got ",
-                  inputs.size());
-  STD_TORCH_CHECK(statistics.size() == kStatistics * eps.size(), "statistics: expected ",
-                  kStatistics * eps.size(), " tensors, got ", statistics.size());
-  std::vector<Tensor> results(2);
-  std::vector<ParameterGradients> gradients;
-  for (size_t i = 0; i < eps.size(); ++i) {
-    const Tensor& conv_weight = parameters[kParameters * i + 2];
-    STD_TORCH_CHECK(conv_weight.dim() == 4, "conv_weight: expected 4 dimensions");
-    gradients.push_back(empty_parameter_gradients(inputs[i], conv_weight, true, true));
-    results.push_back(gradients[i].conv_weight);
-    results.push_back(gradients[i].sums);
-  }
-  Tensor g = dy, block_dy = dy;
-  auto fold = std::make_tuple(skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count);
-  for (size_t i = eps.size(); i-- > 0;) {
-    const size_t place = i % units_per_block;
-    const bool ends_block = place + 1 == static_cast<size_t>(units_per_block);
-    const bool needs_dz = ends_block && std::get<1>(fold).has_value();
-    const Tensor &mean = statistics[kStatistics * i], &var = statistics[kStatistics * i + 1];
-    const Tensor* p = &parameters[kParameters * i];
-    const auto [unit_g, dz] = std::apply(
-        [&](const auto&... folded) {
-          return bn_relu_conv_backward_into(gradients[i], g, folded..., inputs[i], mean, var, p[0],
-                                            p[1], eps[i], p[2], true, true, needs_dz);
-        },
-        fold);
-    if (ends_block) block_dy = needs_dz ? dz : g;
-    g = unit_g;
-    fold = {place == 0 ? std::optional<Tensor>(block_dy) : std::nullopt,
-            inputs[i],
-            mean,
-            var,
-            p[0],
-            eps[i],
-            gradients[i].sums,
-            inv_count};
-  }
-  results[0] = g;
-  results[1] = block_dy;
-  return results;
+  return run_preact_stage_backward<Ops>(dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums,
+                                        z_inv_count, inputs, statistics, parameters, eps, inv_count,
+                                        units_per_block);
 }
 
 }  // namespace preact_kernels

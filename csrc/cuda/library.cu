@@ -29,7 +29,8 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
       " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "preact_stage_forward(Tensor x, Tensor[] x_statistics, Tensor[] parameters, Tensor[] known, "
-      "float[] eps, int units_per_block, bool with_stats, bool keep_inputs) -> Tensor[]");
+      "float[] eps, int units_per_block, bool with_stats, bool keep_inputs, "
+      "bool keep_block_inputs) -> Tensor[]");
   m.def(
       "preact_stage_backward(Tensor dy, Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, "
       "Tensor? z_weight, float z_eps, Tensor? z_sums, float z_inv_count, Tensor[] inputs, "

@@ -83,13 +83,13 @@ std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x, const T
 // parameters: bn_weight, bn_bias, conv_weight of every unit. known: mean and var of every unit, or
 // nothing where each takes its batch's; x_statistics: those of x then, where the caller has them.
 // Returns y and its mean and var (without values unless `with_stats`); mean and var of every unit
-// unless they are known; the input of every unit where `keep_inputs`. The first of these are x and
-// x_statistics themselves.
+// unless they are known; the inputs of the first units of blocks where `keep_block_inputs` and of
+// the other units where `keep_inputs`. The first of these are x and x_statistics themselves.
 std::vector<Tensor> preact_stage_forward(const Tensor& x, const std::vector<Tensor>& x_statistics,
                                          const std::vector<Tensor>& parameters,
                                          const std::vector<Tensor>& known,
                                          const std::vector<double>& eps, int64_t units_per_block,
-                                         bool with_stats, bool keep_inputs);
+                                         bool with_stats, bool keep_inputs, bool keep_block_inputs);
 
 // Its backward from a gradient dy that may be folded (bn_relu_conv_backward). Returns g of the
 // first unit and dy of the first block, of which dx = dy + the input gradient of the first batch

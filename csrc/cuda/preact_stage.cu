@@ -18,9 +18,10 @@ std::vector<Tensor> preact_stage_forward(const Tensor& x, const std::vector<Tens
                                          const std::vector<Tensor>& parameters,
                                          const std::vector<Tensor>& known,
                                          const std::vector<double>& eps, int64_t units_per_block,
-                                         bool with_stats, bool keep_inputs) {
+                                         bool with_stats, bool keep_inputs,
+                                         bool keep_block_inputs) {
   return run_preact_stage_forward<Ops>(x, x_statistics, parameters, known, eps, units_per_block,
-                                       with_stats, keep_inputs);
+                                       with_stats, keep_inputs, keep_block_inputs);
 }
 
 std::vector<Tensor> preact_stage_backward(
