@@ -35,6 +35,7 @@ BUILD := $(VENV)/.build
 # Beside the Triton of requirements-dev.txt, in a folder of its own.
 NEWEST_TRITON_VERSION := 3.9.0
 NEWEST_CAPABILITIES ?= 90
+COMPILE_ARGS ?= --quick
 NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
 
 # Seconds for all of bench.
@@ -52,13 +53,14 @@ test: lint $(BUILD) compile-triton cuda-on-host
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 test-full: NEWEST_CAPABILITIES = 80 90 100
+test-full: COMPILE_ARGS =
 test-full: lint $(BUILD) compile-triton cuda-on-host
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # The kernels as the oldest and the newest Triton that are served compile them, without a GPU.
 compile-triton: $(BUILD) $(NEWEST_TRITON)
-	@$(BIN)/python -m tests.compile_triton --out build/triton/oldest.csv
-	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.compile_triton \
+	@$(BIN)/python -m tests.compile_triton $(COMPILE_ARGS) --out build/triton/oldest.csv
+	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.compile_triton $(COMPILE_ARGS) \
 	  --capabilities $(NEWEST_CAPABILITIES) --out build/triton/newest.csv
 
 # The CUDA kernels as the tests run them without a GPU; pytest would compile them as it starts.

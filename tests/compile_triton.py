@@ -1,6 +1,6 @@
 """Compiles every Triton kernel ahead of time, for GPUs that need not be here, and reports on it.
 
-    python -m tests.compile_triton [--out FILE.csv] [--capabilities 80 90 100]
+    python -m tests.compile_triton [--out FILE.csv] [--capabilities 80 90 100] [--quick]
 
 The launchers themselves run, on tensors without memory, under a driver that says which GPU there
 is; what they would launch is compiled instead. So every block shape here is one that the launchers
@@ -92,10 +92,17 @@ class Task(NamedTuple):
     tf32: bool = True
 
 
-def tasks(capabilities) -> list[Task]:
-    """Every dtype for every GPU, but float16 once: it takes the blocks of bfloat16."""
+def tasks(capabilities, quick: bool) -> list[Task]:
+    """Every dtype for every GPU, but float16 once: it takes the blocks of bfloat16.
+
+    Quick leaves bfloat16 and, for the H100, float32.
+    """
     shapes = (*SHAPES, None)
-    chosen = list(itertools.product(capabilities, (torch.bfloat16, torch.float32)))
+    chosen = [(c, torch.bfloat16) for c in capabilities]
+    if quick:
+        chosen += [(c, torch.float32) for c in capabilities if c == 90]
+        return [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
+    chosen += [(c, torch.float32) for c in capabilities]
     if 90 in capabilities:
         chosen.append((90, torch.float16))
     found = [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
@@ -278,6 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="CSV file to write the report to")
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
+    parser.add_argument("--quick", action="store_true", help="bfloat16; on 90 float32 too")
     options = parser.parse_args()
     if os.environ.pop("TRITON_INTERPRET", None):
         sys.exit("compile_triton: TRITON_INTERPRET is set, and the interpreter compiles nothing")
@@ -286,7 +294,7 @@ def main() -> None:
     from tabulate import tabulate
 
     rows = []
-    todo = tasks(options.capabilities)
+    todo = tasks(options.capabilities, options.quick)
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         for found in pool.imap_unordered(compile_task, todo):
             rows += found

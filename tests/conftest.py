@@ -42,11 +42,15 @@ OF_KERNELS = (
 )
 
 
+# Minutes of training and of processes, which one backend is enough for.
+OF_NETWORKS = ("test_sync_batch_norm", "test_training")
+
+
 def pytest_collection_modifyitems(items):
     """Marks as slow what GPU kernels on a CPU take long for and other backends show too.
 
-    Left are tests of kernels in float32, of the convolutions' training in bfloat16,
-    `test_triton.py` and `test_cuda.py`. With a GPU nothing is marked.
+    Left are tests of kernels in float32 on small problems, `test_triton.py` and `test_cuda.py`.
+    With a GPU nothing of theirs is marked.
     """
     names = (("triton", IS_INTERPRETED), ("cuda", IS_CUDA_ON_HOST))
     on_cpu = {name for name, is_on_cpu in names if is_on_cpu}
@@ -56,10 +60,10 @@ def pytest_collection_modifyitems(items):
         served = [pair for pair in served if isinstance(pair, tuple)]
         name, dtype = served[0] if served else (params.get("backend"), None)
         module = item.module.__name__.rpartition(".")[2]
-        is_repeated = dtype == torch.float16 or (
-            dtype == torch.bfloat16 and "training_forward" not in item.originalname
-        )
+        is_repeated = dtype in (torch.bfloat16, torch.float16) or "many_pixels" in item.name
         if name in on_cpu and (module not in OF_KERNELS or is_repeated):
+            item.add_marker(pytest.mark.slow)
+        if name == "reference" and "cpu" in pk.available_backends() and module in OF_NETWORKS:
             item.add_marker(pytest.mark.slow)
 
 

@@ -262,6 +262,7 @@ except pk.BackendError as error:
 
 
 @on_host
+@pytest.mark.slow
 @pytest.mark.skipif("PK_SANITIZE" in os.environ, reason="is what runs")
 def test_under_the_sanitizer_the_tests_of_this_file_pass():
     build.build("kernels", sanitize=True)

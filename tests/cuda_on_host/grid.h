@@ -238,7 +238,8 @@ inline void run_grid(dim3 grid, dim3 threads, size_t shared_bytes,
   if (grid.count() == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
     throw std::runtime_error("invalid configuration: blocks of a grid");
   }
-  if (shared_bytes > kMostSharedBytes) throw std::runtime_error("invalid configuration: shared memory");
+  if (shared_bytes > kMostSharedBytes)
+    throw std::runtime_error("invalid configuration: shared memory");
   Generator generator(settings.seed);
   std::vector<size_t> order(grid.count());
   for (size_t i = 0; i < order.size(); ++i) {
