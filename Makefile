@@ -68,10 +68,10 @@ cuda-on-host: $(BUILD)
 	@$(BIN)/python -m tests.cuda_on_host.build
 
 check-gpu: $(BUILD)
-	@for tool in memcheck racecheck; do \
+	@for tool in memcheck racecheck synccheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(BIN)/python -m pytest -p no:xdist tests/test_cuda.py -k "equals_its_specification" $(ARGS) \
-	    || exit 1; \
+	    $(BIN)/python -m pytest -p no:xdist -m "not slow" tests/test_cuda.py tests/test_cuda_conv.py \
+	    $(ARGS) || exit 1; \
 	done
 
 # What setting up took is taken from the time to measure.

@@ -6,8 +6,10 @@ insists on it; by default it is built where nvcc is found. Neither needs a GPU o
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from glob import glob
 from pathlib import Path
@@ -52,6 +54,25 @@ def cpu_extension():
     )
 
 
+def find_cuda_obstacle(nvcc):
+    """Return why `nvcc` (a path or None) cannot compile the CUDA library, or None."""
+    if nvcc is None:
+        return "nvcc was not found"
+    import torch
+
+    def says(flag):
+        return subprocess.run([nvcc, flag], capture_output=True, text=True, check=False).stdout
+
+    newest = f"compute_{CUDA_ARCHITECTURES[-1]}"
+    if newest not in says("--list-gpu-arch"):
+        return f"{nvcc} does not know {newest}: CUDA 12.8 or later is needed"
+    release = re.search(r"release (\d+)", says("--version"))
+    of_torch = (torch.version.cuda or "").partition(".")[0]
+    if of_torch and release and release[1] != of_torch:
+        return f"{nvcc} is of CUDA {release[1]}, and torch of CUDA {torch.version.cuda}"
+    return None
+
+
 def cuda_extension():
     """Return the CUDA library, or None where it has no sources, no nvcc or is not wanted.
 
@@ -62,11 +83,14 @@ def cuda_extension():
     sources = sorted(glob("csrc/cuda/*.cu"))
     if not sources or wanted == "0":
         return None
-    cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    nvcc = shutil.which("nvcc") or shutil.which(f"{cuda_home}/bin/nvcc")
-    if nvcc is None:
+    home = os.environ.get("CUDA_HOME")
+    paths = ([f"{home}/bin/nvcc"] if home else []) + ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    nvcc = next(filter(None, map(shutil.which, paths)), None)
+    obstacle = find_cuda_obstacle(nvcc)
+    if obstacle:
         if wanted == "1":
-            sys.exit("preact_kernels: PREACT_KERNELS_CUDA=1, but nvcc was not found")
+            sys.exit(f"preact_kernels: PREACT_KERNELS_CUDA=1, but {obstacle}")
+        print(f"No CUDA library is built: {obstacle}", file=sys.stderr)
         return None
 
     from torch.utils import cpp_extension
@@ -74,7 +98,7 @@ def cuda_extension():
     if cpp_extension.CUDA_HOME is None:  # a CPU-only torch does not look for it
         cpp_extension.CUDA_HOME = os.path.dirname(os.path.dirname(nvcc))
     os.environ["PREACT_KERNELS_NVCC"] = os.environ.get("PYTORCH_NVCC", nvcc)
-    os.environ["PYTORCH_NVCC"] = f"sh {os.path.abspath('csrc/cuda/nvcc.sh')}"
+    os.environ["PYTORCH_NVCC"] = f"sh {shlex.quote(os.path.abspath('csrc/cuda/nvcc.sh'))}"
     # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
     headers = hashlib.sha256(b"".join(Path(h).read_bytes() for h in HEADERS)).hexdigest()[:16]
     newest = CUDA_ARCHITECTURES[-1]

@@ -61,7 +61,7 @@ class _CapturedStep(_Step):
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        self.static = {name: t.clone() for name, t in self.examples.items()}
+        self.static = {name: t.detach().clone() for name, t in self.examples.items()}
         self.is_training = self.model.training
         device = self.static["input"].device
         state = _State(self.model, self.optimizer)
@@ -70,21 +70,34 @@ class _CapturedStep(_Step):
                 self._warm_up(device)
         finally:
             state.restore()
+        del state
         self.constants = [_constants(group) for group in self.optimizer.param_groups]
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(self.graph):
                 self.loss = self._whole()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise ValueError(
                 "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
                 "(nothing read back to the host, such as .item(), and no synchronisation), got "
                 f"{str(error).splitlines()[0]}"
             ) from error
+        self.optimizer_state = self.optimizer.state
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        self.captured_gradients = [(p, p.grad) for p in trained]
 
     def _whole(self) -> Tensor:
-        loss = self.gradients(self.static["input"], self.static["target"])
+        # Without autocast's cache of weights, which would hold copies made outside the graph.
+        with torch.autocast(
+            "cuda",
+            torch.get_autocast_dtype("cuda"),
+            torch.is_autocast_enabled("cuda"),
+            cache_enabled=False,
+        ):
+            loss = self.gradients(self.static["input"], self.static["target"])
         if self.scaler is None:
             self.update()
         return loss
@@ -92,15 +105,27 @@ class _CapturedStep(_Step):
     def _warm_up(self, device: torch.device) -> None:
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UP_STEPS):
-                self.optimizer.zero_grad(set_to_none=True)
-                self._whole()
-            self.optimizer.zero_grad(set_to_none=True)  # the graph's gradients are its own
-        torch.cuda.current_stream(device).wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP_STEPS):
+                    self.optimizer.zero_grad(set_to_none=True)
+                    self._whole()
+                self.optimizer.zero_grad(set_to_none=True)  # the graph's gradients are its own
+        finally:
+            torch.cuda.current_stream(device).wait_stream(side)
 
     def _follow_options(self) -> None:
         """Learning rates in tensors are followed; whatever else was captured must be as it was."""
+        groups = len(self.optimizer.param_groups)
+        if groups != len(self.rates):
+            raise ValueError(
+                f"optimizer: expected {len(self.rates)} parameter groups as captured, got {groups}"
+            )
+        if self.optimizer.state is not self.optimizer_state:
+            raise ValueError(
+                "optimizer: expected its state as captured, got another (load_state_dict): "
+                "make the step anew"
+            )
         for index, group in enumerate(self.optimizer.param_groups):
             rate = self.rates[index]
             if isinstance(rate, Tensor) and group["lr"] is not rate:
@@ -128,6 +153,8 @@ class _CapturedStep(_Step):
         self.static["target"].copy_(target, non_blocking=True)
         self.graph.replay()
         if self.scaler is not None:
+            for p, gradient in self.captured_gradients:  # zero_grad takes them away
+                p.grad = gradient
             self.update()
         return self.loss.clone()
 
@@ -168,11 +195,11 @@ def _check_capturable(optimizer: Optimizer, scaler: object) -> None:
     if kind is torch.optim.LBFGS:
         raise ValueError("optimizer: expected one that steps without a closure, got LBFGS")
     for group in optimizer.param_groups:
-        if group.get("capturable", True) is False and not group.get("fused"):
-            raise ValueError(
-                f"optimizer: expected {kind.__name__}(capturable=True) to capture, got "
-                "capturable=False"
-            )
+        if not (isinstance(optimizer, SGD) or group.get("capturable") or group.get("fused")):
+            has_option = "capturable" in group
+            expected = f"{kind.__name__}(capturable=True)" if has_option else "one to be captured"
+            got = "capturable=False" if has_option else f"{kind.__name__}, which has no capturable"
+            raise ValueError(f"optimizer: expected {expected}, got {got}")
         is_tensor = isinstance(group.get("lr"), Tensor)
         if is_tensor and kind is SGD and not group.get("fused"):
             raise ValueError(
@@ -205,7 +232,8 @@ def graphed_step(
     loss.backward(); optimizer.step()`, and returns the loss, detached. On a CPU it runs just that.
     On a GPU the batch is copied into fixed places and one launch replays everything, with the same
     kernels on the same memory. The steps that warm it up, on a stream of their own, leave
-    parameters, buffers, the optimiser's state and random numbers as they were.
+    parameters, buffers, the optimiser's state and random numbers as they were. Autocast is as it
+    is here, whatever it is around the step.
 
     Gradients stay in `p.grad` until the next call. A learning rate given as a tensor on the GPU may
     change between calls, in place, by a scheduler or by assignment; all other options are constants

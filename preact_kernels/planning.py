@@ -181,8 +181,12 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]
     other_bytes = sum(size for size, _ in outside.values())
     options = []
     for name, stage in _stages(model):
+        if name not in ends:
+            raise ValueError(f"model: expected each PreActStage to run once, {name!r} did not run")
         stage_x, stage_y = ends[name]
-        is_shared = stage_y.untyped_storage()._cdata in outside
+        # In another layout the stage's own output is not what others keep.
+        is_nhwc = stage_y.is_contiguous(memory_format=torch.channels_last)
+        is_shared = is_nhwc and stage_y.untyped_storage()._cdata in outside
         # The meta device is much faster, but has no autocast, and formats of its own for plain
         # convolutions.
         is_plain = any(has_hooks(b) or not b.is_fusable() for b in stage)
@@ -215,6 +219,8 @@ class _Ends(torch.autograd.Function):
 
 
 def _ends_of_stage(ends: dict, name: str, stage: PreActStage, x: Tensor) -> Tensor:
+    if name in ends:
+        raise ValueError(f"model: expected each PreActStage to run once, {name!r} runs again")
     x = stage[0].in_stream(x)
     weights = [m.weight for m in stage.modules() if isinstance(m, nn.Conv2d)]
     channels_last = any(map(layout.is_channels_last, (x, *weights)))

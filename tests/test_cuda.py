@@ -280,6 +280,14 @@ def test_under_the_sanitizer_the_tests_of_this_file_pass():
 
 
 @needs_gpu
+def test_a_launch_that_fails_is_an_error_of_that_call_alone():
+    too_many = activation((1, 65535 * 8 + 9, 1, 2), torch.float32)
+    with pytest.raises(RuntimeError, match="bn_stats"):
+        kernels.bn_stats(too_many)
+    kernels.bn_stats(activation((2, 16, 3, 5), torch.float32))
+
+
+@needs_gpu
 @pytest.mark.parametrize("op", [op for op in OPS if not op.endswith("mask")])
 def test_triton_and_cuda_agree_within_the_budget(op):
     triton = pytest.importorskip("preact_kernels.kernels.triton")

@@ -150,6 +150,7 @@ def test_a_loss_of_several_elements_is_refused():
     [
         (lambda p: torch.optim.Adam(p), "expected Adam.capturable=True"),
         (lambda p: torch.optim.LBFGS(p), "without a closure, got LBFGS"),
+        (lambda p: torch.optim.Adagrad(p), "got Adagrad, which has no capturable"),
         (lambda p: torch.optim.Rprop(p, capturable=True), "has stepped before, got Rprop"),
         (lambda p: torch.optim.SGD(p, torch.tensor(0.1, device=DEVICE)), "SGD.fused=True"),
         (lambda p: torch.optim.SGD(p, torch.tensor(0.1), fused=True), "lr on the GPU"),

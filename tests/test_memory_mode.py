@@ -214,10 +214,16 @@ def test_a_network_with_a_wide_stream_gives_logits_in_the_dtype_of_its_weights(b
 
 @pytest.mark.parametrize("memory", ["rebuild", "checkpoint"])
 def test_an_output_changed_in_place_is_an_error_and_not_a_wrong_gradient(memory, backend):
-    y = bare_stage(memory=memory)(images(channels=32).contiguous(memory_format=torch.channels_last))
+    stage, other = bare_stage(memory=memory), bare_stage(memory=memory)
+    other.load_state_dict(stage.state_dict())
+    x = images(channels=32).contiguous(memory_format=torch.channels_last)
+    y = stage(x)
     y.mul_(2)
     if memory == "checkpoint":
         y.sum().backward()
+        (2 * other(x)).sum().backward()
+        for p, q in zip(stage.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
         return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -269,13 +275,13 @@ def test_a_backward_that_fails_midway_can_be_run_again(options, backend, monkeyp
     assert_same_bits(dict(stage.named_buffers()), buffers)
 
 
-@every_mode
-def test_random_state_is_no_business_of_a_backward(options, backend):
-    stage = random_stage(**options)
-    y = stage(images().requires_grad_())
-    state = torch.random.get_rng_state()
-    y.sum().backward()
-    assert torch.equal(torch.random.get_rng_state(), state)
+def test_a_mode_is_checked_again_when_it_was_set():
+    stage = bare_stage(memory="checkpoint", segments=2)
+    stage.memory = "store"
+    assert stage[1:].segments is None
+    stage.memory = "chekpoint"
+    with pytest.raises(ValueError, match=r"memory: expected 'store' or .*, got 'chekpoint'"):
+        stage(images(channels=32))
 
 
 @every_mode

@@ -33,6 +33,8 @@ NETWORKS = {
     "frozen_stem": (lambda: frozen_stem(pk.preact_resnet(29)), 3),
     "stage": (lambda: random_stage(), 10),
     "stage_alone_in_a_module": (lambda: nn.Sequential(random_stage(), nn.ReLU()), 10),
+    "before_a_batch_norm": (lambda: nn.Sequential(random_stage(), nn.BatchNorm2d(24)), 10),
+    "before_a_convolution": (lambda: nn.Sequential(random_stage(), nn.Conv2d(24, 4, 1)), 10),
     "hooked": (lambda: hooked(pk.preact_resnet(29)), 3),
 }
 
@@ -126,7 +128,28 @@ def test_a_budget_that_cannot_be_met_names_the_smallest_that_can():
         pk.plan_memory(model, x, least - 1)
 
 
-def test_planning_changes_nothing_and_runs_nothing(monkeypatch):
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_stage_that_does_not_run_once_is_refused(times):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stage, self.other = bare_stage(), bare_stage()
+
+        def forward(self, x):
+            x = self.other(x)
+            for _ in range(times):
+                x = self.stage(x)
+            return x
+
+    with pytest.raises(ValueError, match="expected each PreActStage to run once, 'stage'"):
+        pk.plan_memory(Model(), images(32), PLENTY)
+
+
+def bare_stage():
+    return pk.PreActStage([pk.PreActBottleneck(32, 8) for _ in range(3)])
+
+
+def test_planning_changes_nothing():
     model, x = pk.preact_resnet(29, memory="checkpoint", segments=2), images()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     state = torch.random.get_rng_state()

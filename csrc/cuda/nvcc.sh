@@ -3,7 +3,8 @@ for argument do
   [ "$previous" = -o ] && object=$argument
   previous=$argument
 done
-"${PREACT_KERNELS_NVCC:-nvcc}" "$@" -Xptxas=-v >"$object.ptxas" 2>&1
+# Not quoted: PYTORCH_NVCC may be "ccache nvcc".
+${PREACT_KERNELS_NVCC:-nvcc} "$@" -Xptxas=-v >"$object.ptxas" 2>&1
 status=$?
 [ $status = 0 ] || { cat "$object.ptxas" >&2; rm "$object.ptxas"; }
 exit $status

@@ -33,7 +33,9 @@ class PreActStage(nn.Sequential):
             backward gets from the block's output, `x = y - F(z)`, by one more call of the block's
             last convolution; `"checkpoint"` the input of every segment of blocks, which run again
             in the backward from the statistics of the forward, and keep there what `"rebuild"`
-            keeps. Blocks with a projection, and the first, keep their inputs in any mode.
+            keeps. In both, blocks with a projection, and the first of a stage or a segment, keep
+            their inputs. A float32 input under autocast is in no mode until a block with a
+            projection rounds it: the blocks before that run as plain modules.
         segments: how many, in mode `"checkpoint"`; None takes about `sqrt(len(blocks) / 2)`.
         anchor_every: in modes `"rebuild"` and `"checkpoint"` one block in so many keeps its input
             too; with 1 nothing is rebuilt. None takes 8 where the residual stream is bfloat16 or
@@ -79,6 +81,8 @@ class PreActStage(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the output of the last block."""
+        if self.memory not in MEMORY_MODES:
+            check_memory(self.memory, None, None, len(self))
         memory = MemoryMode(self.memory, self.segments, self.anchor_every)
         run = []
         for block in self:
@@ -94,8 +98,9 @@ class PreActStage(nn.Sequential):
         blocks = list(self)[index]
         if not isinstance(index, slice):
             return blocks
-        numbers = (self.segments, self.anchor_every)
-        segments, anchor_every = (n and min(n, len(blocks)) for n in numbers)
+        segments = self.segments if self.memory == "checkpoint" else None
+        anchor_every = self.anchor_every if self.memory != "store" else None
+        segments, anchor_every = (n and min(n, len(blocks)) for n in (segments, anchor_every))
         return PreActStage(
             blocks,
             self.memory,
@@ -149,7 +154,9 @@ def run_blocks(blocks: Sequence[nn.Module], x: Tensor, memory: MemoryMode = STOR
     is_spread = x.numel() == 0 and any(process_group(bn) for b in blocks for bn, _ in b.units())
     is_mixed = x.dtype != dtype and blocks[0].residual_dtype is None
     if is_mixed or (x.numel() == 0 and not is_spread):
-        for block in blocks:  # precisions that mix as they come, or nothing to compute
+        for index, block in enumerate(blocks):  # precisions that mix, or nothing to compute
+            if is_mixed and x.dtype == dtype and x.numel():
+                return run_blocks(blocks[index:], x, memory)
             x = block.plain_forward(x)
         return x
 

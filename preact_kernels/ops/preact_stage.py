@@ -82,6 +82,8 @@ class PreActStageFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, *_):
+        if not torch.amp.is_autocast_available(ctx.device_type):
+            return PreActStageFunction._backward(ctx, dy)
         with torch.autocast(ctx.device_type, enabled=False):  # for what runs again
             return PreActStageFunction._backward(ctx, dy)
 
