@@ -49,19 +49,21 @@ OF_NETWORKS = ("test_sync_batch_norm", "test_training")
 def pytest_collection_modifyitems(items):
     """Marks as slow what GPU kernels on a CPU take long for and other backends show too.
 
-    Left are tests of kernels in float32 on small problems, `test_triton.py` and `test_cuda.py`.
-    With a GPU nothing of theirs is marked.
+    Left of Triton are tests of kernels that train in float32 on small problems, and
+    `test_triton.py`; of CUDA the tests of its own. With a GPU nothing of theirs is marked.
     """
     names = (("triton", IS_INTERPRETED), ("cuda", IS_CUDA_ON_HOST))
     on_cpu = {name for name, is_on_cpu in names if is_on_cpu}
+    rare = ("many_pixels", "nan", "finite", "evaluation", "module")
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         served = [params[n] for n in ("dtype", "training_dtype", "wide_dtype") if n in params]
         served = [pair for pair in served if isinstance(pair, tuple)]
         name, dtype = served[0] if served else (params.get("backend"), None)
         module = item.module.__name__.rpartition(".")[2]
-        is_repeated = dtype in (torch.bfloat16, torch.float16) or "many_pixels" in item.name
-        if name in on_cpu and (module not in OF_KERNELS or is_repeated):
+        is_rare = dtype in (torch.bfloat16, torch.float16) or any(r in item.name for r in rare)
+        quick = OF_KERNELS if name == "triton" else ("test_backend", "test_cuda", "test_cuda_conv")
+        if name in on_cpu and (module not in quick or is_rare):
             item.add_marker(pytest.mark.slow)
         if name == "reference" and "cpu" in pk.available_backends() and module in OF_NETWORKS:
             item.add_marker(pytest.mark.slow)
