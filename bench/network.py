@@ -18,7 +18,6 @@ from bench.contenders import ANCHOR, Contender, Network
 from bench.correctness import Verdict
 from bench.records import Records, Row
 
-DRIFTED = "the machine drifted"  # begins a note on times that do not compare with an earlier group
 DRIFTED = "the machine drifted"  # begins the note on times that an earlier group's differ from
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 

@@ -50,11 +50,11 @@ std::vector<Tensor> run_preact_stage_forward(
     return unit + 1 == eps.size() ? with_stats : known.empty();
   };
   // Small results ahead of large ones, which would otherwise leave holes of awkward sizes.
-  std::vector<decltype(Ops::empty_batch_statistics(x, 0))> of_outputs;
+  std::vector<int64_t> channels(eps.size());
   for (size_t i = 0; i < eps.size(); ++i) {
-    const int64_t channels = parameters[kParameters * i + 2].sizes()[0];
-    of_outputs.push_back(Ops::empty_batch_statistics(x, wants_statistics(i) ? channels : 0));
+    channels[i] = wants_statistics(i) ? parameters[kParameters * i + 2].sizes()[0] : 0;
   }
+  const auto of_outputs = Ops::empty_batch_statistics(x, channels);
   for (size_t i = 0; i < eps.size(); ++i) {
     const size_t place = i % units_per_block;
     const bool ends_block = place + 1 == static_cast<size_t>(units_per_block);

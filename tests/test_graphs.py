@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.graphs import _State
 from tests.oracle import assert_same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,6 +62,27 @@ def test_making_a_step_changes_nothing():
     assert_same_bits(model.state_dict(), before)
     assert all(torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in momenta.items())
     assert torch.equal(torch.random.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("kind", [sgd, torch.optim.Adam, torch.optim.RMSprop])
+def test_steps_after_a_warm_up_that_was_undone_are_the_first(kind, has_stepped):
+    model = network()
+    other = copy.deepcopy(model)
+    optimizer, other_optimizer = (
+        kind(m if kind is sgd else m.parameters()) for m in (model, other)
+    )
+    if has_stepped:
+        written_out(model, optimizer, *batch(7))
+        written_out(other, other_optimizer, *batch(7))
+    state = _State(model, optimizer)
+    for seed in range(3):
+        written_out(model, optimizer, *batch(seed))
+    state.restore()
+    for seed in (5, 6):
+        written_out(model, optimizer, *batch(seed))
+        written_out(other, other_optimizer, *batch(seed))
+    assert_same_bits(model.state_dict(), other.state_dict())
 
 
 def test_a_scaler_skips_steps_that_are_not_finite_and_backs_off():

@@ -9,8 +9,13 @@
 
 namespace preact_kernels {
 
-BatchStatistics empty_batch_statistics(const Tensor& x, int64_t channels) {
-  return {empty_statistics(x, channels), empty_statistics(x, channels)};
+std::vector<BatchStatistics> empty_batch_statistics(const Tensor& x,
+                                                    const std::vector<int64_t>& channels) {
+  std::vector<BatchStatistics> results;
+  for (const int64_t count : channels) {
+    results.push_back({empty_statistics(x, count), empty_statistics(x, count)});
+  }
+  return results;
 }
 
 std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const Tensor& mean,
@@ -20,7 +25,8 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
                                                         const std::optional<Tensor>& conv_bias,
                                                         const std::optional<Tensor>& residual,
                                                         bool with_stats) {
-  const BatchStatistics of_y = empty_batch_statistics(x, with_stats ? conv_weight.sizes()[0] : 0);
+  const int64_t channels = with_stats ? conv_weight.sizes()[0] : 0;
+  const BatchStatistics of_y = empty_batch_statistics(x, {channels})[0];
   return {bn_relu_conv_forward_into(of_y, x, mean, var, bn_weight, bn_bias, eps, conv_weight,
                                     conv_bias, residual, with_stats),
           of_y.mean, of_y.var};

@@ -55,7 +55,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
 struct BatchStatistics {
   Tensor mean, var;
 };
-BatchStatistics empty_batch_statistics(const Tensor& x, int64_t channels);
+// Of outputs with so many channels each.
+std::vector<BatchStatistics> empty_batch_statistics(const Tensor& x,
+                                                    const std::vector<int64_t>& channels);
 
 Tensor bn_relu_conv_forward_into(const BatchStatistics& of_y, const Tensor& x, const Tensor& mean,
                                  const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias,

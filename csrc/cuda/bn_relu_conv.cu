@@ -90,8 +90,20 @@ bool bn_relu_conv_is_served(const Tensor& conv_weight) {
   });
 }
 
-BatchStatistics empty_batch_statistics(const Tensor& x, int64_t channels) {
-  return {empty_statistics(x, channels), empty_statistics(x, channels)};
+std::vector<BatchStatistics> empty_batch_statistics(const Tensor& x,
+                                                    const std::vector<int64_t>& channels) {
+  const OnDeviceOf on(x);
+  int64_t bytes = 0;
+  for (const int64_t count : channels) bytes += count ? sizeof(unsigned) : 0;
+  const Tensor counters = empty_bytes(x, bytes);
+  unsigned* counter = static_cast<unsigned*>(counters.mutable_data_ptr());
+  if (bytes) fill_zeros(counter, bytes, on.stream);
+  std::vector<BatchStatistics> results;
+  for (const int64_t count : channels) {
+    results.push_back({empty_statistics(x, count), empty_statistics(x, count), counters, counter});
+    if (count) ++counter;
+  }
+  return results;
 }
 
 Tensor bn_relu_conv_forward_into(const BatchStatistics& of_y, const Tensor& x_, const Tensor& mean,
@@ -113,12 +125,10 @@ Tensor bn_relu_conv_forward_into(const BatchStatistics& of_y, const Tensor& x_, 
         mutable_data<T>(y), {},   shape.in_channels,         shape.out_channels,
         plan.grid};
     const int64_t floats = int64_t(plan.blocks) * (3 * shape.out_channels + 1);
-    const Tensor memory = empty_bytes(x, with_stats ? 4 * (floats + 1) : 0);
+    const Tensor memory = empty_bytes(x, with_stats ? 4 * floats : 0);
     if (with_stats) {
-      float* partials = static_cast<float*>(memory.mutable_data_ptr());
-      params.statistics = {partials, reinterpret_cast<unsigned*>(partials + floats),
+      params.statistics = {static_cast<float*>(memory.mutable_data_ptr()), of_y.counter,
                            mutable_data<float>(of_y.mean), mutable_data<float>(of_y.var)};
-      fill_zeros(params.statistics.finished, sizeof(unsigned), on.stream);
     }
     launch_bn_relu_conv_forward<T>(shape, plan, params, on.stream);
   });
@@ -132,7 +142,8 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(const Tensor& x, const T
                                                         const std::optional<Tensor>& residual,
                                                         bool with_stats) {
   check_conv(x, conv_weight);
-  const BatchStatistics of_y = empty_batch_statistics(x, with_stats ? conv_weight.sizes()[0] : 0);
+  const int64_t channels = with_stats ? conv_weight.sizes()[0] : 0;
+  const BatchStatistics of_y = empty_batch_statistics(x, {channels})[0];
   const Tensor y = bn_relu_conv_forward_into(of_y, x, mean, var, bn_weight, bn_bias, eps,
                                              conv_weight, residual, with_stats);
   return {y, of_y.mean, of_y.var};

@@ -10,7 +10,7 @@ namespace preact_kernels::cuda {
 // Where the statistics of a tensor go, and the memory that this takes on the way.
 struct StatisticsOutput {
   float* partials;  // [blocks, 3 * channels + 1]: mean, what its rounding left, M2, count; or null
-  unsigned* finished;  // how many blocks have written theirs: 0 before and after
+  unsigned* finished;  // how many blocks have written theirs: 0 before the kernel
   float *mean, *var;   // [channels]
 };
 

@@ -28,12 +28,13 @@ ConvLaunch plan_bn_relu_conv_backward(const ConvShape& shape, bool needs_conv_we
     plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes,
                                     kBackwardBlocks<C, decltype(groups)::value>);
     if (needs_conv_weight) {
-      // No more than make partial weight gradients as large as x and dy.
+      // No more than make partial weight gradients as large as x and dy, but for one a
+      // multiprocessor: those of small images lie in the cache.
       const int channels = shape.in_channels + shape.out_channels;
       const int64_t bytes = shape.images * shape.height * shape.width * channels * sizeof(T);
       const int64_t weights = int64_t(Tile<C>::kTaps) * shape.in_channels * shape.out_channels;
-      plan.blocks =
-          int(std::min<int64_t>(plan.blocks, std::max<int64_t>(1, bytes / (4 * weights))));
+      const int64_t most = std::max<int64_t>(multiprocessors(), bytes / (4 * weights));
+      plan.blocks = int(std::min<int64_t>(plan.blocks, most));
     }
     return plan;
   });

@@ -54,8 +54,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
 // The same two, with small results in tensors that the caller allocated.
 struct BatchStatistics {
   Tensor mean, var;
+  Tensor counters;    // zeros, one for each of the results allocated together
+  unsigned* counter;  // the one of this
 };
-BatchStatistics empty_batch_statistics(const Tensor& x, int64_t channels);
+// Of outputs with so many channels each, 0 where none are wanted.
+std::vector<BatchStatistics> empty_batch_statistics(const Tensor& x,
+                                                    const std::vector<int64_t>& channels);
 
 Tensor bn_relu_conv_forward_into(const BatchStatistics& of_y, const Tensor& x, const Tensor& mean,
                                  const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias,

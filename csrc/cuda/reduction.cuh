@@ -12,7 +12,7 @@ namespace preact_kernels::cuda {
 // Memory that the blocks of a grid share.
 struct GridSums {
   double* partials;   // [blocks in x, 2, channels]
-  unsigned* counter;  // [blocks in y], zeros before the kernel and after it
+  unsigned* counter;  // [blocks in y], zeros before the kernel
 };
 
 // Whether this block is the last of its column of the grid to get here, and so sees what the
@@ -22,7 +22,6 @@ __device__ inline bool is_last_block(unsigned* counter) {
   __syncthreads();
   const bool is_last = threadIdx.x == 0 && atomicAdd(counter + blockIdx.y, 1u) == gridDim.x - 1;
   if (!__syncthreads_or(is_last)) return false;
-  if (threadIdx.x == 0) counter[blockIdx.y] = 0;
   __threadfence();
   return true;
 }
