@@ -85,21 +85,29 @@ std::vector<Tensor> run_preact_stage_backward(
     const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
     double z_inv_count, const std::vector<Tensor>& inputs, const std::vector<Tensor>& statistics,
     const std::vector<Tensor>& parameters, const std::vector<double>& eps, double inv_count,
-    int64_t units_per_block) {
+    int64_t units_per_block, const std::optional<Tensor>& y, const std::vector<Tensor>& negated) {
   check_lists(parameters, eps, units_per_block);
-  STD_TORCH_CHECK(inputs.size() == eps.size(), "inputs: expected ", eps.size(), " tensors, got ",
+  const size_t rebuilt = y.has_value() ? eps.size() / units_per_block : 0;
+  const size_t kept = eps.size() - rebuilt;
+  STD_TORCH_CHECK(kept > 0, "y: expected none beside blocks of one unit");
+  STD_TORCH_CHECK(inputs.size() == kept, "inputs: expected ", kept, " tensors, got ",
                   inputs.size());
+  STD_TORCH_CHECK(negated.size() == rebuilt, "negated: expected ", rebuilt, " tensors, got ",
+                  negated.size());
   STD_TORCH_CHECK(statistics.size() == kStatistics * eps.size(), "statistics: expected ",
                   kStatistics * eps.size(), " tensors, got ", statistics.size());
-  std::vector<Tensor> results(2);
+  // Small results ahead of large ones, as in the forward.
+  std::vector<Tensor> results(3);
   std::vector<decltype(Ops::empty_parameter_gradients(dy, dy, true, true))> gradients;
   for (size_t i = 0; i < eps.size(); ++i) {
     const Tensor& conv_weight = parameters[kParameters * i + 2];
-    gradients.push_back(Ops::empty_parameter_gradients(inputs[i], conv_weight, true, true));
+    gradients.push_back(Ops::empty_parameter_gradients(dy, conv_weight, true, true));
     results.push_back(gradients[i].conv_weight);
     results.push_back(gradients[i].sums);
   }
-  Tensor g = dy, block_dy = dy;
+  const auto no_statistics = Ops::empty_batch_statistics(dy, {0});
+  Tensor g = dy, block_dy = dy, x = y.value_or(inputs[0]);
+  size_t left = kept;
   auto fold = std::make_tuple(skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count);
   for (size_t i = eps.size(); i-- > 0;) {
     const size_t place = i % units_per_block;
@@ -107,16 +115,21 @@ std::vector<Tensor> run_preact_stage_backward(
     const bool needs_dz = ends_block && std::get<1>(fold).has_value();
     const Tensor &mean = statistics[kStatistics * i], &var = statistics[kStatistics * i + 1];
     const Tensor* p = &parameters[kParameters * i];
+    if (ends_block && rebuilt) {  // up to here x is the output of this block
+      x = Ops::bn_relu_conv_forward_into(no_statistics[0], inputs[left - 1], mean, var, p[0], p[1],
+                                         eps[i], negated[i / units_per_block], x, false);
+    }
+    const Tensor& h = place == 0 && rebuilt ? x : inputs[--left];
     const auto [unit_g, dz] = std::apply(
         [&](const auto&... folded) {
-          return Ops::bn_relu_conv_backward_into(gradients[i], g, folded..., inputs[i], mean, var,
-                                                 p[0], p[1], eps[i], p[2], true, true, needs_dz);
+          return Ops::bn_relu_conv_backward_into(gradients[i], g, folded..., h, mean, var, p[0],
+                                                 p[1], eps[i], p[2], true, true, needs_dz);
         },
         fold);
     if (ends_block) block_dy = needs_dz ? dz : g;
     g = unit_g;
     fold = {place == 0 ? std::optional<Tensor>(block_dy) : std::nullopt,
-            inputs[i],
+            h,
             mean,
             var,
             p[0],
@@ -126,6 +139,7 @@ std::vector<Tensor> run_preact_stage_backward(
   }
   results[0] = g;
   results[1] = block_dy;
+  results[2] = rebuilt ? x : inputs[0];
   return results;
 }
 

@@ -349,8 +349,12 @@ def test_statistics_of_large_means_keep_the_budget(case):
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(kind, training, monkeypatch):
-    stage = in_dtype(random_stage(kind, 16), torch.bfloat16).train(training).to(DEVICE)
+@pytest.mark.parametrize("memory", ["store", "rebuild"])
+def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
+    kind, training, memory, monkeypatch
+):
+    stage = random_stage(kind, 16, memory=memory)
+    stage = in_dtype(stage, torch.bfloat16).train(training).to(DEVICE)
     inputs = {"x": torch.randn(3, 10, 7, 6, device=DEVICE).bfloat16()}
     names = ("preact_stage_forward", "preact_stage_backward")
     with pk.use_backend("cuda"):

@@ -1,6 +1,7 @@
 """Rebuilt inputs, wide residual streams and recomputed segments: what each mode promises."""
 
 import copy
+import itertools
 import weakref
 from functools import partial
 
@@ -13,8 +14,9 @@ from torch.utils.checkpoint import (
 )
 
 import preact_kernels as pk
+from preact_kernels.kernels import cuda, native
 from preact_kernels.ops import backend as backends
-from preact_kernels.ops import preact_stage
+from preact_kernels.ops import block_runs
 from preact_kernels.ops.memory_mode import MemoryMode
 from tests.cases import device_of, in_dtype, random_block, random_stage
 from tests.oracle import assert_same_bits, check, evaluate, plain_copy, unit_roundoff
@@ -76,15 +78,27 @@ def test_four_bare_blocks_equal_the_plain_ones(options, kind, training, wide_dty
     check(stage, plain_copy(stage), problems)
 
 
-def rebuilt(stage, x, monkeypatch):
-    """The inputs that a backward rebuilds, the last block's first, after one on `x`."""
-    found, function = [], preact_stage.rebuilt_input
+def record_rebuilt(record, monkeypatch):
+    """Calls `record` with each input that a backward rebuilds.
+
+    No blocks run in one call then, which gives the same bits (tests/test_preact_stage.py).
+    """
+    function = block_runs.rebuilt_input
 
     def recorded(*arguments):
-        found.append(function(*arguments))
-        return found[-1]
+        x = function(*arguments)
+        record(x)
+        return x
 
-    monkeypatch.setattr(preact_stage, "rebuilt_input", recorded)
+    monkeypatch.setattr(block_runs, "rebuilt_input", recorded)
+    for kernels in (native, cuda):
+        monkeypatch.setattr(kernels, "serves_preact_stage", lambda *_: False)
+
+
+def rebuilt(stage, x, monkeypatch):
+    """The inputs that a backward rebuilds, the last block's first, after one on `x`."""
+    found = []
+    record_rebuilt(found.append, monkeypatch)
     stage(x).sum().backward()
     return found
 
@@ -118,18 +132,57 @@ def test_a_rebuilt_input_is_off_by_two_roundings(kind, dtype, monkeypatch):
 
 
 def test_no_more_than_two_rebuilt_inputs_are_held_at_once(backend, monkeypatch):
-    function, alive, most = preact_stage.rebuilt_input, weakref.WeakSet(), 0
+    alive, most = weakref.WeakSet(), 0
 
-    def recorded(*arguments):
+    def record(x):
         nonlocal most
-        x = function(*arguments)
         alive.add(x.untyped_storage())
         most = max(most, len(alive))
-        return x
 
-    monkeypatch.setattr(preact_stage, "rebuilt_input", recorded)
+    record_rebuilt(record, monkeypatch)
     bare_stage(count=8, memory="rebuild")(images(channels=32)).sum().backward()
     assert most == 2
+
+
+def peak_bytes(call):
+    """The most that `call` holds on the CPU at a time, beside what there was before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(held)
+
+
+@pytest.mark.skipif(not native.cpu_is_available(), reason="the CPU library was not built")
+@pytest.mark.parametrize("memory", ["rebuild", "checkpoint"])
+def test_a_native_run_holds_no_more_of_many_blocks_than_of_few(memory):
+    x = images(channels=32).repeat(8, 1, 4, 4).contiguous(memory_format=torch.channels_last)
+    peaks = []
+    for count in (6, 24):
+        stage = bare_stage(count=count, memory=memory, segments=1 if memory[0] == "c" else None)
+        with pk.use_backend("cpu"):
+            y = stage(x)
+            calls = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(native, "preact_stage_backward", counted(calls))
+                peaks.append(peak_bytes(y.sum().backward))
+        assert calls
+        peaks[-1] -= sum(p.nbytes for p in stage.parameters())  # their gradients
+        if memory == "checkpoint":  # what runs again
+            peaks[-1] -= count * 2 * 8 * x.nbytes // 32
+    assert peaks[1] <= peaks[0] + 2 * x.nbytes
+
+
+def counted(calls):
+    function = native.preact_stage_backward
+
+    def call(*arguments):
+        calls.append(len(arguments))
+        return function(*arguments)
+
+    return call
 
 
 @every_mode

@@ -94,16 +94,19 @@ std::vector<Tensor> preact_stage_forward(const Tensor& x, const std::vector<Tens
                                          const std::vector<double>& eps, int64_t units_per_block,
                                          bool with_stats, bool keep_inputs, bool keep_block_inputs);
 
-// Its backward from a gradient dy that may be folded (bn_relu_conv_backward). Returns g of the
-// first unit and dy of the first block, of which dx = dy + the input gradient of the first batch
-// norm; then dconv_weight and the sums of g of every unit.
+// Its backward from a gradient dy that may be folded (bn_relu_conv_backward). inputs: of all units;
+// where the output y is given, those of first units are rebuilt from it, `x = y - F(z)`, and inputs
+// are those of the others; negated: the weight of each block's last unit then, its sign changed.
+// Returns g of the first unit and dy of the first block, of which dx = dy + the input gradient of
+// the first batch norm; the input of the first block; then dconv_weight and the sums of g of every
+// unit.
 std::vector<Tensor> preact_stage_backward(
     const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
     const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
     const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
     double z_inv_count, const std::vector<Tensor>& inputs, const std::vector<Tensor>& statistics,
     const std::vector<Tensor>& parameters, const std::vector<double>& eps, double inv_count,
-    int64_t units_per_block);
+    int64_t units_per_block, const std::optional<Tensor>& y, const std::vector<Tensor>& negated);
 
 // Bytes of a vector register of the instruction set in force.
 int64_t vector_bytes();

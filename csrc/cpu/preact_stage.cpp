@@ -40,10 +40,10 @@ std::vector<Tensor> preact_stage_backward(
     const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
     double z_inv_count, const std::vector<Tensor>& inputs, const std::vector<Tensor>& statistics,
     const std::vector<Tensor>& parameters, const std::vector<double>& eps, double inv_count,
-    int64_t units_per_block) {
+    int64_t units_per_block, const std::optional<Tensor>& y, const std::vector<Tensor>& negated) {
   return run_preact_stage_backward<Ops>(dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums,
                                         z_inv_count, inputs, statistics, parameters, eps, inv_count,
-                                        units_per_block);
+                                        units_per_block, y, negated);
 }
 
 }  // namespace preact_kernels

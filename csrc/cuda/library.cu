@@ -35,7 +35,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
       "preact_stage_backward(Tensor dy, Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, "
       "Tensor? z_weight, float z_eps, Tensor? z_sums, float z_inv_count, Tensor[] inputs, "
       "Tensor[] statistics, Tensor[] parameters, float[] eps, float inv_count, "
-      "int units_per_block) -> Tensor[]");
+      "int units_per_block, Tensor? y, Tensor[] negated) -> Tensor[]");
   m.def(
       "residual_add_forward(Tensor x, Tensor branch, bool with_stats)"
       " -> (Tensor, Tensor, Tensor)");

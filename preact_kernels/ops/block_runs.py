@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -272,18 +273,26 @@ class Pending(NamedTuple):
         return kernels.bn_input_gradient(skip, self.g, *fold)
 
 
-def native_backward(kernels, blocks, tensors, inputs, statistics, arriving, needed, needs_input):
-    """`block_backward` in one call for several blocks, every gradient of which is wanted."""
+def native_backward(kernels, blocks, tensors, inputs, statistics, y, arriving, needed, needs_input):
+    """`block_backward` in one call for several blocks, every gradient of which is wanted.
+
+    The inputs of all blocks are kept, or those of all are rebuilt.
+    """
     units = [u for b in blocks for u in b.units]
-    g, dy, *rest = kernels.preact_stage_backward(
+    negated = ()
+    if inputs[0] is None:
+        negated = torch._foreach_neg([t.units[-1].conv_weight for t in tensors])
+    g, dy, x, *rest = kernels.preact_stage_backward(
         arriving.g,
         *arriving.fold,
-        inputs,
+        [h for h in inputs if h is not None],
         [t for s in statistics for t in s[:2]],
         _parameters(tensors),
         [u.eps for u in units],
         statistics[0].inv_count,
         len(blocks[0].units),
+        y if negated else None,
+        negated,
     )
     grads = []
     for i in range(len(units)):
@@ -292,27 +301,43 @@ def native_backward(kernels, blocks, tensors, inputs, statistics, arriving, need
         if (i + 1) % len(blocks[0].units) == 0:
             grads.append(None)
     first, weight = statistics[0], tensors[0].units[0].bn_weight
-    fold = (dy, inputs[0], first.mean, first.var, weight, units[0].eps, rest[1], first.inv_count)
-    return Pending(g, fold), grads
+    fold = (dy, x, first.mean, first.var, weight, units[0].eps, rest[1], first.inv_count)
+    return x, Pending(g, fold), grads
 
 
 def block_backward(
     kernels,
     blocks: Sequence[Block],
     tensors: Sequence[BlockTensors],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
     statistics: Sequence[Statistics],
+    y: Tensor | None,
     arriving: Pending,
     needed: Sequence[BlockTensors],
     needs_input: bool,
-) -> tuple[Pending | None, list[Tensor | None]]:
+) -> tuple[Tensor, Pending | None, list[Tensor | None]]:
     """Gradients of one block, unit by unit.
 
+    Args:
+        kernels: the backend's functions.
+        blocks: the numbers of the block.
+        tensors: its tensors.
+        inputs: of its units; None for its own input where that is to be rebuilt.
+        statistics: of its units.
+        y: its output, to rebuild its input from.
+        arriving: the gradient of that.
+        needed: which gradients are wanted.
+        needs_input: whether that of its input is.
+
     Returns:
-        The gradient of its input, still folded, and those of its tensors, in their flat order.
-        Between units too the gradient stays folded.
+        The input of the block, the gradient of that, still folded, and those of its tensors, in
+        their flat order. Between units too the gradient stays folded.
     """
     (block,), (tensors,), (needed,) = blocks, tensors, needed
+    x, *inner = inputs
+    if x is None:
+        x = rebuilt_input(kernels, block, tensors, inner[-1], statistics[-1], y)
+    inputs = [x, *inner]
     last = len(block.units) - 1
     wanted = [any(w[:3]) for w in needed.units]
     first = 0 if needs_input or needed.shortcut else wanted.index(True)
@@ -346,7 +371,7 @@ def block_backward(
         skip = dy if index == 0 and block.shortcut is None else None
         fold = (skip, h, stats.mean, stats.var, t.bn_weight, unit.eps, sums, stats.inv_count)
         arriving = Pending(g, fold)
-    return arriving if needs_input else None, [*grads, dshortcut]
+    return x, arriving if needs_input else None, [*grads, dshortcut]
 
 
 def differentiable_forward(blocks, tensors, statistics, x: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from preact_kernels.ops.block_runs import (
     differentiable_forward,
     native_backward,
     native_kind,
-    rebuilt_input,
     runs_of,
     unflatten,
 )
@@ -137,9 +136,8 @@ class PreActStageFunction(torch.autograd.Function):
                     statistics[origin : unit_bounds[end]], None, False,
                     ctx.memory.keeps_input(can_rebuild, stream),
                 )  # fmt: skip
-            # A block whose input is rebuilt is a run of its own: no two of them are held at once.
             runs = runs_of([
-                kinds[i] and (*kinds[i], inputs[unit_bounds[i] - origin] is None and i)
+                kinds[i] and (*kinds[i], inputs[unit_bounds[i] - origin] is None)
                 for i in range(start, end)
             ])  # fmt: skip
             for i, j in reversed(runs):
@@ -147,16 +145,10 @@ class PreActStageFunction(torch.autograd.Function):
                 if j <= first:
                     break
                 begin = unit_bounds[i] - origin
-                if inputs[begin] is None:
-                    inputs[begin] = rebuilt_input(
-                        kernels, blocks[i], tensors[i], inputs[-1],
-                        statistics[unit_bounds[j] - 1], y,
-                    )  # fmt: skip
-                y = inputs[begin]
                 backward = block_backward if kinds[i] is None else native_backward
-                arriving, grads[bounds[i] : bounds[j]] = backward(
+                y, arriving, grads[bounds[i] : bounds[j]] = backward(
                     kernels, blocks[i:j], tensors[i:j], inputs[begin:],
-                    statistics[unit_bounds[i] : unit_bounds[j]], arriving, needed[i:j],
+                    statistics[unit_bounds[i] : unit_bounds[j]], y, arriving, needed[i:j],
                     needs_x or i > first,
                 )  # fmt: skip
                 del inputs[begin:]
