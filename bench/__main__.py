@@ -3,8 +3,9 @@
 Measured in order of importance until the time limit: the machine's ceilings, correctness, the
 deepest network with the main contenders in turn and what they keep for the backward, training
 curves, peak memory, the rivals on memory, other depths, torch.compile under memory budgets, the
-ops, the rivals at other depths, and bytes kept against depth. What did not fit is listed at the
-end. Results go to a CSV file a device, tables to the screen and plots beside the CSV.
+ops, wide networks (on a GPU), the rivals at other depths, and bytes kept against depth. What did
+not fit is listed at the end. Results go to a CSV file a device, tables to the screen and plots
+beside the CSV.
 """
 
 import argparse
@@ -20,13 +21,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench import data, measure, network, plots, report, training
+from bench import data, floors, measure, network, plots, report, training
 from bench.contenders import (
     ANCHOR,
     BY_NAME,
     COUNTED_BY_DEPTH,
     DEPTHS_COUNTED,
     GROUPS,
+    WIDE_NETWORKS,
     Contender,
     Network,
     available,
@@ -57,7 +59,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--depths", type=int, nargs="+", help="layers (1001 164 110)")
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        metavar="NAME",
+        help="resnet-DEPTH, wrn-DEPTH-10, imagenet-resnet-DEPTH; those of --depths",
+    )
+    parser.add_argument("--depths", type=int, nargs="+", help="layers of resnet (1001 164 110)")
     parser.add_argument("--batch", type=int, nargs="+", help="images (16; on a GPU 64 128 256)")
     parser.add_argument("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
     parser.add_argument(
@@ -89,7 +97,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")
     a.device = torch.device(a.device or ("cuda" if on_gpu else "cpu"))
     a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
-    a.depths = sorted(set(a.depths or ((29, 20) if a.quick else (1001, 164, 110))), reverse=True)
+    a.wide_networks = on_gpu and not (a.quick or a.depths or a.networks)
+    if not (a.depths or a.networks):
+        a.depths = (29, 20) if a.quick else (1001, 164, 110)
+    depths = sorted(set(a.depths or ()), reverse=True)
+    a.networks = list(dict.fromkeys([*(f"resnet-{d}" for d in depths), *(a.networks or ())]))
     a.batch = a.batch or ([64, 128, 256] if on_gpu else [16])
     a.steps = a.steps or (3 if a.quick else 20 if on_gpu else 5)
     a.curve_steps = a.curve_steps or (5 if a.quick else 20)
@@ -100,8 +112,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     ]
     try:
         a.usable, a.unusable = available(a.names, a.device)
-        for depth in a.depths:
-            _ = Network(depth).block
+        for name in a.networks:
+            _ = Network.named(name).block
     except ValueError as error:
         parser.error(str(error))
     return a
@@ -115,15 +127,19 @@ class Plan:
 
     def step_s(self, name: str, net: Network, batch: int) -> float:
         """About how long one training step takes: as measured, or scaled, or a first guess."""
-        guess_s = (0.3 if self.session.device.type == "cuda" else 3.5) * net.depth / 1001
+        launches_s = (0.3 if self.session.device.type == "cuda" else 0.1) * net.depth / 1001
+        cost = floors.network_cost(net, batch, self.session.dtype)
+        floor_s = self.session.ceilings.floor_ms(*cost, self.session.dtype) / 1e3
         work = net.depth * batch
-        best = (float("inf"), guess_s * batch / 16)
+        best = (float("inf"), max(launches_s, 4 * floor_s))
         for row in self.session.rows:
             if row.level != "network" or row.median_ms is None:
                 continue
-            row_depth = int(row.case.rsplit("-", 1)[1])
-            distance = abs(row_depth - net.depth) + 1e4 * (row.contender != name)
-            seconds = row.median_ms / 1e3 * work / (row_depth * row.batch)
+            measured = Network.named(row.case)
+            if measured.family != net.family:
+                continue
+            distance = abs(measured.depth - net.depth) + 1e4 * (row.contender != name)
+            seconds = row.median_ms / 1e3 * work / (measured.depth * row.batch)
             best = min(best, (distance, seconds))
         return best[1]
 
@@ -143,12 +159,12 @@ class Plan:
         passes = 2.2 + (5 if with_float64 else 0)
         return passes * steps * self.step_s("eager-channels-last", net, batch)
 
-    def _group(self, group: str, depth: int, batch: int) -> Iterator[Task]:
+    def _group(self, group: str, net: Network, batch: int) -> Iterator[Task]:
         contenders = [c for c in self.a.usable if c.name in GROUPS[group]]
         if not contenders or (group != "main" and {c.name for c in contenders} == {ANCHOR}):
             return
-        session, net = self.session, self.session.network(depth)
-        rounds = self.a.steps * (3 if depth < 300 else 1)
+        session = self.session
+        rounds = self.a.steps * (3 if net.family == "resnet" and net.depth < 300 else 1)
         if group != "main" and self.session.device.type == "cpu":
             rounds = max(3, rounds // 2)
         yield Task(
@@ -157,24 +173,23 @@ class Plan:
             lambda: network.measure_group(session, contenders, net, batch, rounds),
         )
 
-    def _peaks(self, group: str, depth: int, batch: int) -> Iterator[Task]:
+    def _peaks(self, group: str, net: Network, batch: int) -> Iterator[Task]:
         contenders = [c for c in self.a.usable if c.name in GROUPS[group]]
         if self.session.device.type == "cuda" or not contenders:
             return
         if group != "main" and {c.name for c in contenders} == {ANCHOR}:
             return
-        session, net = self.session, self.session.network(depth)
+        session = self.session
         yield Task(
             f"{net.name}, batch {batch}: peak memory of {group}",
             lambda: 15 + 4 * self.step_s("eager-nchw", net, batch),
             lambda: network.measure_peaks(session, contenders, net, batch, 120),
         )
 
-    def _curves(self, depth: int, batch: int) -> Iterator[Task]:
+    def _curves(self, net: Network, batch: int) -> Iterator[Task]:
         if not {"eager-channels-last", ANCHOR} <= {c.name for c in self.a.usable}:
             return
-        session, net = self.session, self.session.network(depth)
-        with_float64 = depth < 300
+        session, with_float64 = self.session, net.depth < 300
         steps = self.a.curve_steps if with_float64 else max(3, self.a.curve_steps // 2)
         yield Task(
             f"{net.name}, batch {batch}: {steps} steps of training",
@@ -184,26 +199,29 @@ class Plan:
 
     def tasks(self) -> Iterator[Task]:
         """Every task, the most important first."""
-        deepest, *others = self.a.depths
+        deepest, *others = networks = [self.session.network(name) for name in self.a.networks]
         first = self.a.batch[0]
         for batch in self.a.batch:
             yield from self._group("main", deepest, batch)
-        shallow = [d for d in self.a.depths if d < 300 and Network(d).block == "bottleneck"]
-        for depth in dict.fromkeys([*shallow[:1], deepest]):
-            yield from self._curves(depth, first)
+        shallow = [n for n in networks if n.depth < 300 and n.block == "bottleneck"]
+        for net in dict.fromkeys([*shallow[:1], deepest]):
+            yield from self._curves(net, first)
         yield from self._peaks("main", deepest, first)
         yield from self._group("memory rivals", deepest, first)
         yield from self._peaks("memory rivals", deepest, first)
-        for depth in others:
+        for net in others:
             for batch in self.a.batch:
-                yield from self._group("main", depth, batch)
+                yield from self._group("main", net, batch)
         yield from self._group("compile budgets", deepest, first)
         yield from self._peaks("compile budgets", deepest, first)
         if not self.a.quick and self.a.contenders is None:
             yield Task("ops", lambda: 45, self._ops)
-        for depth in [d for d in others if d >= 164]:
-            yield from self._group("memory rivals", depth, first)
-            yield from self._group("compile budgets", depth, first)
+        if self.a.wide_networks:
+            for name, batch in WIDE_NETWORKS:
+                yield from self._group("wide networks", self.session.network(name), batch)
+        for net in [n for n in others if n.depth >= 164]:
+            yield from self._group("memory rivals", net, first)
+            yield from self._group("compile budgets", net, first)
         if not self.a.quick and self.a.contenders is None:
             yield from self._counts()
 
@@ -212,10 +230,11 @@ class Plan:
         session = self.session
         contenders = [c for c in self.a.usable if c.name in COUNTED_BY_DEPTH]
         for depth in DEPTHS_COUNTED if contenders else ():
+            net = session.network(f"resnet-{depth}")
             yield Task(
-                f"resnet-{depth}, batch 1: kept bytes",
-                lambda depth=depth: 1 + len(contenders) * depth / 300,
-                lambda depth=depth: network.count_kept_bytes(session, contenders, depth),
+                f"{net.name}, batch 1: kept bytes",
+                lambda net=net: 1 + len(contenders) * net.depth / 300,
+                lambda net=net: network.count_kept_bytes(session, contenders, net),
             )
 
     def _ops(self) -> list[str]:

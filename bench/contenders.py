@@ -11,8 +11,10 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,30 +26,79 @@ import preact_kernels as pk
 State = dict[str, Tensor]
 
 
+class Family(NamedTuple):
+    """Networks that differ in depth alone.
+
+    options: of `pk.preact_resnet`.
+    image_size: pixels, height and width.
+    classes: outputs; None takes those of the images.
+    suffix: ends the names.
+    """
+
+    options: dict
+    image_size: int = 32
+    classes: int | None = None
+    suffix: str = ""
+
+
+FAMILIES = {
+    "resnet": Family({}),  # the paper's for CIFAR
+    "wrn": Family({"block": "basic", "width": 10}, suffix="-10"),
+    "imagenet-resnet": Family({"variant": "imagenet"}, image_size=224, classes=1000),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A CIFAR pre-activation ResNet by its depth and its number of classes."""
+    """A pre-activation ResNet by its depth, the number of classes of the images, and its family."""
 
     depth: int
     classes: int = 10
+    family: str = "resnet"
+
+    @classmethod
+    def named(cls, name: str, classes: int = 10) -> "Network":
+        """The network of a name, for example `"resnet-1001"`, `"wrn-28-10"`.
+
+        Raises:
+            ValueError: no family has such a name.
+        """
+        for family, of in FAMILIES.items():
+            found = re.fullmatch(rf"{family}-(\d+){of.suffix}", name)
+            if found:
+                return cls(int(found[1]), classes, family)
+        known = ", ".join(f"{family}-DEPTH{of.suffix}" for family, of in FAMILIES.items())
+        raise ValueError(f"network: expected one of {known}, got {name}")
 
     @property
     def name(self) -> str:
         """For example `"resnet-1001"`."""
-        return f"resnet-{self.depth}"
+        return f"{self.family}-{self.depth}{FAMILIES[self.family].suffix}"
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of its images, in pixels."""
+        return FAMILIES[self.family].image_size
+
+    def model(self, **options) -> nn.Module:
+        """The network, in the modes of `options` (of `pk.preact_resnet`)."""
+        family = FAMILIES[self.family]
+        return pk.preact_resnet(
+            self.depth, family.classes or self.classes, **family.options, **options
+        )
 
     @property
     def block(self) -> str:
         """`"basic"` or `"bottleneck"`, as `pk.preact_resnet` chooses by depth."""
         with torch.device("meta"):
-            model = pk.preact_resnet(self.depth, fused=False)
+            model = self.model(fused=False)
         return "basic" if isinstance(model.stages[0][0], pk.PreActBasicBlock) else "bottleneck"
 
     def state(self, seed: int = 0) -> State:
         """He-initialised weights, the same for a seed: what every contender starts from."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return pk.preact_resnet(self.depth, self.classes, fused=False).state_dict()
+            return self.model(fused=False).state_dict()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +131,7 @@ class Contender:
     ) -> nn.Module:
         """The network with the weights of `state`, ready to train on `device` in `dtype`."""
         options = {"fused": False} if self.fused is None else {"memory": self.fused}
-        model = pk.preact_resnet(network.depth, network.classes, **options)
+        model = network.model(**options)
         model.load_state_dict(state)
         model.to(device)
         if dtype == torch.float64:
@@ -304,9 +355,15 @@ GROUPS = {
         "selective-inner-convs", "inplace-abn",
     ),
     "compile budgets": ("fused-store", "compile-budget-0.5", "compile-budget-0.3"),
+    "wide networks": (
+        "eager-channels-last", "compile-blocks", "fused-store", "fused-rebuild", "fused-checkpoint",
+    ),
 }  # fmt: skip
 """Contenders that are timed in turn with one another, in order of importance."""
 
+
+WIDE_NETWORKS = (("imagenet-resnet-50", 256), ("imagenet-resnet-200", 64), ("wrn-28-10", 128))
+"""Networks, and batches of them, that are measured on a GPU beside the deep narrow ones."""
 
 COUNTED_BY_DEPTH = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
 DEPTHS_COUNTED = (29, 83, 164, 326, 1001, 2999, 10_001)

@@ -5,7 +5,7 @@ plus one rounding of that dtype, as relative norms. Judged are the losses of the
 batch, the logits, and the gradient of all parameters. Eager's own deviation is the larger one of
 its two memory formats. A network of 164 layers is judged in float32; it amplifies one rounding
 of half precision to 90 degrees of its gradient, so those dtypes are judged on the smallest
-network that has every kind of block.
+network that has every kind of block; so are networks of other families, in every dtype.
 """
 
 import dataclasses
@@ -19,6 +19,12 @@ from bench import data
 from bench.contenders import BY_NAME, Contender, Network, State
 
 QUANTITIES = ("losses", "logits", "gradient")
+SMALLEST = {
+    "resnet": {"basic": 14, "bottleneck": 20},
+    "wrn": {"basic": 16},
+    "imagenet-resnet": {"basic": 18, "bottleneck": 50},
+}
+"""Depths of the smallest networks of a family with every kind of block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +43,12 @@ class Verdict:
 
 def judged_network(network: Network, dtype: torch.dtype) -> Network:
     """The network on which contenders are judged before `network` is timed."""
-    small, large = {"basic": (14, 110), "bottleneck": (20, 164)}[network.block]
-    if dtype in (torch.float16, torch.bfloat16):
-        depth = small
-    else:
-        depth = min(network.depth, large)
-    judged = Network(depth, network.classes)
-    return judged if judged.block == network.block else network
+    block = network.block
+    depth = SMALLEST[network.family][block]
+    if network.family == "resnet" and dtype not in (torch.float16, torch.bfloat16):
+        depth = min(network.depth, {"basic": 110, "bottleneck": 164}[block])
+    judged = dataclasses.replace(network, depth=depth)
+    return judged if judged.block == block else network
 
 
 def results(
@@ -61,7 +66,7 @@ def results(
         contender: who runs.
         network: what is run.
         state: its weights.
-        images: `[N, 3, H, W]` float32.
+        images: `[N, 3, H, W]` float32, of the network's size.
         labels: `[N]` int64.
         device: where.
         dtype: of the activations.
@@ -109,7 +114,7 @@ def judge(
     """
     network = judged_network(network, dtype)
     state = network.state()
-    images, labels = next(data.batches(images_source, batch, seed=1))
+    images, labels = next(data.batches(images_source, batch, seed=1, size=network.image_size))
 
     def run(contender: Contender, in_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         return results(contender, network, state, images, labels, device, in_dtype)

@@ -250,7 +250,13 @@ def augmented(images: Tensor, generator: torch.Generator, *, may_flip: bool) -> 
 
 
 def batches(
-    data: Images, batch: int, *, seed: int = 0, augment: bool = True, epochs: int | None = None
+    data: Images,
+    batch: int,
+    *,
+    seed: int = 0,
+    augment: bool = True,
+    epochs: int | None = None,
+    size: int = 32,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Shuffled batches, the same for a seed; an incomplete last batch of an epoch is left out.
 
@@ -260,9 +266,10 @@ def batches(
         seed: of the shuffling and the augmentation.
         augment: see `augmented`.
         epochs: passes over the data; None goes on for ever.
+        size: height and width in pixels, to which images are resized bilinearly.
 
     Yields:
-        Images `[batch, 3, 32, 32]` float32, contiguous and owning their memory, and labels
+        Images `[batch, 3, size, size]` float32, contiguous and owning their memory, and labels
         `[batch]` int64.
 
     Raises:
@@ -280,5 +287,7 @@ def batches(
             images = data.images[indices]
             if augment:
                 images = augmented(images, generator, may_flip=data.may_flip)
+            if images.shape[-1] != size:
+                images = F.interpolate(images, size=(size, size), mode="bilinear")
             yield images, data.labels[indices]
         epoch += 1

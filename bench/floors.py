@@ -11,12 +11,13 @@ With C elements a pixel in a bottleneck 4C -> C -> C -> 4C the passes are, in un
                                                                                        total 46
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-import preact_kernels as pk
+from bench.contenders import Network
 
 
 class Cost(NamedTuple):
@@ -76,21 +77,27 @@ def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tupl
     return Cost(elements * itemsize, flops), height
 
 
-def network_cost(depth: int, batch: int, dtype: torch.dtype, size: int = 32) -> Cost:
-    """One training step of a CIFAR pre-activation ResNet: forward, backward and SGD.
+@functools.cache
+def network_cost(network: Network, batch: int, dtype: torch.dtype) -> Cost:
+    """One training step of a pre-activation ResNet: forward, backward and SGD.
 
-    Stem: image read and output written; its weight gradient reads both. Final BN-ReLU and mean
+    Stem: image read and output written; its weight gradient reads both. Where a max pool follows:
+    its input read and its output written, and their gradients the other way. Final BN-ReLU and mean
     pool: x read in the forward; x read twice and dx written in the backward (the incoming
     gradient is one value a channel). Parameters, 4 bytes each: read in the forward and in the
     backward, gradient written and read, parameter and momentum read and written: 8 passes.
     """
     with torch.device("meta"):
-        model = pk.preact_resnet(depth, fused=False)
-    itemsize = dtype.itemsize
-    stem_out = batch * model.stem.out_channels * size**2
-    image = batch * 3 * size**2
-    total = Cost(2 * (image + stem_out) * itemsize, 2 * conv_flops(model.stem, batch, size**2))
-    height = size
+        model = network.model(fused=False)
+    itemsize, height = dtype.itemsize, network.image_size
+    image = batch * 3 * height**2
+    height //= model.stem.stride[0]
+    stem_out = batch * model.stem.out_channels * height**2
+    total = Cost(2 * (image + stem_out) * itemsize, 2 * conv_flops(model.stem, batch, height**2))
+    if isinstance(model.pool, nn.MaxPool2d):
+        height //= model.pool.stride
+        pooled = batch * model.stem.out_channels * height**2
+        total += Cost(2 * (stem_out + pooled) * itemsize, 0.0)
     for stage in model.stages:
         for block in stage:
             cost, height = block_cost(block, batch, height, itemsize)

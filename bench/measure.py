@@ -184,10 +184,15 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do at best: copy bandwidth and the rate of a large matrix product."""
+    """What the machine can do at best: copy bandwidth and the rate of a large matrix product.
+
+    On a GPU also what the smallest kernel takes, one after another and in a CUDA graph.
+    """
 
     copy_gb_s: float
     matmul_gflop_s: dict[str, float]  # by dtype name
+    launch_us: float | None = None
+    graph_launch_us: float | None = None
 
     def floor_ms(self, bytes_moved: float, flops: float, dtype: torch.dtype) -> float:
         """The larger of bytes over bandwidth and FLOPs over matrix rate, in ms."""
@@ -196,7 +201,10 @@ class Ceilings:
 
     def __str__(self) -> str:
         rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in self.matmul_gflop_s.items())
-        return f"copy {self.copy_gb_s:,.1f} GB/s; matrix product, GFLOP/s: {rates}"
+        text = f"copy {self.copy_gb_s:,.1f} GB/s; matrix product, GFLOP/s: {rates}"
+        if self.launch_us is not None:
+            text += f"; a kernel {self.launch_us:.2f} us, in a graph {self.graph_launch_us:.2f} us"
+        return text
 
 
 def _best_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -220,7 +228,7 @@ def measure_ceilings(device: torch.device, *, repeats: int = 25) -> Ceilings:
         rates = {dtype_name(d): _matmul_gflop_s(size, d, device, repeats) for d in dtypes}
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
-    return Ceilings(copy_gb_s, rates)
+    return Ceilings(copy_gb_s, rates, *(_launches_us(device, repeats) if on_gpu else ()))
 
 
 def _copy_gb_s(size_bytes: int, device: torch.device, repeats: int) -> float:
@@ -233,6 +241,20 @@ def _matmul_gflop_s(size: int, dtype: torch.dtype, device: torch.device, repeats
     a = torch.randn(size, size, device=device).to(dtype)
     b, out = torch.randn_like(a), torch.empty_like(a)
     return 2 * size**3 / _best_ms(lambda: torch.mm(a, b, out=out), device, repeats) / 1e6
+
+
+def _launches_us(device: torch.device, repeats: int, count: int = 1000) -> tuple[float, float]:
+    value = torch.zeros(1, device=device)
+
+    def calls() -> None:
+        for _ in range(count):
+            value.add_(1)
+
+    plain_ms = _best_ms(calls, device, repeats)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls()
+    return tuple(1e3 * ms / count for ms in (plain_ms, _best_ms(graph.replay, device, repeats)))
 
 
 # Memory -----------------------------------------------------------------------------------------

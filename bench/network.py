@@ -92,13 +92,13 @@ class Session:
     deadline_s: float = float("inf")  # of time.monotonic()
     verdicts: dict[tuple, Verdict] = dataclasses.field(default_factory=dict)
 
-    def network(self, depth: int) -> Network:
-        """The network of that depth for this run's images."""
-        return Network(depth, self.images.classes)
+    def network(self, name: str) -> Network:
+        """The network of that name for this run's images."""
+        return Network.named(name, self.images.classes)
 
     def row(self, contender: Contender, network: Network, batch: int) -> Row:
         """The row of a contender: as measured before where this run resumes, or a new one."""
-        size = self.images.images.shape[-1]
+        size = network.image_size
         new = self.machine.stamp(
             Row(
                 "network",
@@ -150,7 +150,7 @@ def measure_group(
     device, dtype = session.device, session.dtype
     verdicts = session.judge(contenders, network)
     state = network.state()
-    stream = data.batches(session.images, batch, seed=2)
+    stream = data.batches(session.images, batch, seed=2, size=network.image_size)
     drawn = [next(stream) for _ in range(4)]
     steps: dict[str, TrainingStep] = {}
     rows: dict[str, Row] = {}
@@ -187,7 +187,7 @@ def measure_group(
     times, drift = _times(session, steps, rows, rounds, title)
     floor_ms = None
     if session.ceilings is not None:
-        cost = floors.network_cost(network.depth, batch, dtype)
+        cost = floors.network_cost(network, batch, dtype)
         floor_ms = session.ceilings.floor_ms(*cost, dtype)
     for name, timing in times.items():
         row = rows[name]
@@ -273,16 +273,16 @@ def kept_bytes(contender: Contender, model: nn.Module, images: Tensor) -> int:
     return measure.allocated_bytes(lambda: model(images), images.device)
 
 
-def count_kept_bytes(session: Session, contenders: list[Contender], depth: int) -> None:
+def count_kept_bytes(session: Session, contenders: list[Contender], network: Network) -> None:
     """What contenders keep for the backward of one image, by one forward each and no step.
 
     Args:
         session: what the run shares; rows without a time go to `session.rows`.
         contenders: who takes part.
-        depth: of the network.
+        network: what runs.
     """
-    network, batch = session.network(depth), 1
-    images, _ = next(data.batches(session.images, batch, seed=2))
+    batch = 1
+    images, _ = next(data.batches(session.images, batch, seed=2, size=network.image_size))
     for contender in tqdm(contenders, desc=f"{network.name}: kept bytes", leave=False):
         row = session.row(contender, network, batch)
         if row.saved_bytes is not None:
@@ -318,7 +318,7 @@ def measure_peaks(
             left_out.append(f"peak memory of {contender.name} on {network.name}: no time left")
             continue
         arguments = [
-            "bench.peak", contender.name, "--depth", str(network.depth), "--batch", str(batch),
+            "bench.peak", contender.name, "--network", network.name, "--batch", str(batch),
             "--dtype", measure.dtype_name(session.dtype), "--classes", str(network.classes),
         ]  # fmt: skip
         try:

@@ -29,7 +29,7 @@ def peak_of_step(
     device = torch.device("cpu")
     chosen = BY_NAME[contender]
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch, 3, 32, 32, generator=generator)
+    images = torch.randn(batch, 3, network.image_size, network.image_size, generator=generator)
     labels = torch.randint(network.classes, (batch,), generator=generator)
     model = chosen.build(network, network.state(), device, dtype)
     step = TrainingStep(model, [(chosen.input(images, device, dtype), labels)])
@@ -48,16 +48,15 @@ def main() -> None:
     """Prints the figures of one contender as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.peak", description=__doc__)
     parser.add_argument("contender", choices=list(BY_NAME))
-    parser.add_argument("--depth", type=int, default=164)
+    parser.add_argument("--network", default="resnet-164")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     a = parser.parse_args()
     dtype = getattr(torch, a.dtype)
-    print(
-        json.dumps(peak_of_step(a.contender, Network(a.depth, a.classes), a.batch, dtype, a.steps))
-    )
+    network = Network.named(a.network, a.classes)
+    print(json.dumps(peak_of_step(a.contender, network, a.batch, dtype, a.steps)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from bench.contenders import BY_NAME
+from bench.contenders import BY_NAME, Network
 from bench.measure import MIB
 from bench.records import CurvePoint, Row, slug
 
@@ -43,7 +43,11 @@ def _saved(figure, axes, path: Path, title: str) -> Path:
 
 
 def _depth(row: Row) -> int:
-    return int(row.case.rsplit("-", 1)[1])
+    return Network.named(row.case).depth
+
+
+def _family(row: Row) -> str:
+    return Network.named(row.case).family
 
 
 def _contenders(rows: Sequence[Row]) -> list[str]:
@@ -128,11 +132,13 @@ def write_plots(rows: Sequence[Row], points: Sequence[CurvePoint], folder: Path)
         r for r in rows
         if r.level == "network" and (r.median_ms is not None or r.saved_bytes is not None)
     ]  # fmt: skip
-    for device, batch, dtype in sorted({(r.device, r.batch, r.dtype) for r in networks}):
-        some = [r for r in networks if (r.device, r.batch, r.dtype) == (device, batch, dtype)]
+    of = {id(r): (r.device, r.batch, r.dtype, _family(r)) for r in networks}
+    for device, batch, dtype, family in sorted(set(of.values())):
+        some = [r for r in networks if of[id(r)] == (device, batch, dtype, family)]
         stem, title = f"{slug(device)}-batch-{batch}-{dtype}", f"{device}, batch {batch}, {dtype}"
+        by_depth = family == "resnet"
         timed = [r for r in some if r.median_ms is not None]
-        if timed:
+        if timed and by_depth:
             written["network"].append(
                 _against_depth(
                     timed,
@@ -144,25 +150,26 @@ def write_plots(rows: Sequence[Row], points: Sequence[CurvePoint], folder: Path)
                 )
             )
         counted = [r for r in some if r.saved_bytes is not None]
-        if not counted:
-            continue
-        written["memory"].append(
-            _against_depth(
-                counted,
-                lambda r: r.saved_bytes / MIB,
-                "kept for the backward, MiB",
-                title,
-                folder / f"{stem}-memory-against-depth.png",
+        if counted and by_depth:
+            written["memory"].append(
+                _against_depth(
+                    counted,
+                    lambda r: r.saved_bytes / MIB,
+                    "kept for the backward, MiB",
+                    title,
+                    folder / f"{stem}-memory-against-depth.png",
+                )
             )
-        )
         both = [r for r in counted if r.median_ms is not None]
-        depths = sorted({_depth(r) for r in both if _depth(r) >= 164}, reverse=True)
-        for depth in depths or sorted({_depth(r) for r in both})[-1:]:
+        cases = sorted({(-_depth(r), r.case) for r in both})
+        if by_depth:
+            cases = [c for c in cases if -c[0] >= 164] or cases[:1]
+        for _, case in cases:
             written["memory"].append(
                 _memory_against_time(
-                    [r for r in both if _depth(r) == depth],
-                    f"ResNet-{depth}, {title}",
-                    folder / f"{stem}-resnet-{depth}-memory-against-time.png",
+                    [r for r in both if r.case == case],
+                    f"{case}, {title}",
+                    folder / f"{stem}-{case}-memory-against-time.png",
                 )
             )
     for case, device in sorted({(p.case, p.device) for p in points}):

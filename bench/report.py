@@ -13,7 +13,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from bench import plots
-from bench.contenders import ANCHOR, BY_NAME, is_rival
+from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival
 from bench.measure import MIB, ROOT
 from bench.network import DRIFTED
 from bench.records import CurvePoint, Row, read
@@ -56,15 +56,21 @@ def _mib(value: int | None) -> str:
     return "" if value is None else f"{value / MIB:,.0f}"
 
 
+def _place(case: str) -> tuple[int, int]:
+    """Orders networks by family, the deepest first."""
+    network = Network.named(case)
+    return list(FAMILIES).index(network.family), -network.depth
+
+
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of one network, batch and dtype together, the deepest first, contenders in order."""
+    """Rows of one network, batch and dtype together, contenders in order."""
     keys = {(r.case, r.batch, r.dtype) for r in rows}
     return [
         sorted(
             (r for r in rows if (r.case, r.batch, r.dtype) == key),
             key=lambda r: _ORDER.get(r.contender, len(_ORDER)),
         )
-        for key in sorted(keys, key=lambda k: (-int(k[0].rsplit("-", 1)[1]), k[1], k[2]))
+        for key in sorted(keys, key=lambda k: (*_place(k[0]), k[1], k[2]))
     ]
 
 

@@ -17,7 +17,7 @@ def losses(
     """The loss of each of `steps` training steps; batches and weights are the same for all."""
     chosen = BY_NAME[contender]
     model = chosen.build(network, network.state(), session.device, dtype)
-    stream = data.batches(session.images, batch, seed=3)
+    stream = data.batches(session.images, batch, seed=3, size=network.image_size)
     drawn = [next(stream) for _ in range(steps)]
     inputs = [(chosen.input(x, session.device, dtype), y.to(session.device)) for x, y in drawn]
     step = TrainingStep(model, inputs)

@@ -1,0 +1,80 @@
+"""Where the time of a training step goes, kernel by kernel: `python -m bench.hotspots`.
+
+On a GPU the kernels of the device, on a CPU PyTorch's operations without what they call. The step
+is timed without the profiler, beside what its kernels add up to and the least it can take.
+"""
+
+import argparse
+
+import torch
+from tabulate import tabulate
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from bench import data, floors, measure
+from bench.contenders import BY_NAME, Network
+from bench.network import TrainingStep
+
+
+def hotspots(
+    contender: str, network: Network, batch: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[tuple[str, int, float]], float]:
+    """Profiles one training step of a contender, after two to warm up.
+
+    Returns:
+        Name, calls and ms of every kernel, the longest first; and the step's ms without profiler.
+    """
+    chosen = BY_NAME[contender]
+    images = data.load_digits()
+    x, labels = next(data.batches(images, batch, seed=2, size=network.image_size))
+    model = chosen.build(network, network.state(), device, dtype)
+    step = TrainingStep(model, [(chosen.input(x, device, dtype), labels.to(device))])
+    step()
+    step()
+    step_ms = min(measure.time_once_ms(step, device) for _ in range(3))
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as run:
+        step()
+        measure.synchronize(device)
+    kernels = []
+    for event in run.key_averages():
+        if on_gpu and event.device_type == DeviceType.CUDA:
+            kernels.append((event.key, event.count, event.self_device_time_total / 1e3))
+        elif not on_gpu and event.self_cpu_time_total:
+            kernels.append((event.key, event.count, event.self_cpu_time_total / 1e3))
+    return sorted(kernels, key=lambda k: -k[2]), step_ms
+
+
+def main() -> None:
+    """Prints the longest kernels and what they make up of a step."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m bench.hotspots", description=__doc__)
+    parser.add_argument("contender", nargs="?", default="fused-store", choices=list(BY_NAME))
+    parser.add_argument("--network", default="resnet-164")
+    parser.add_argument("--batch", type=int, default=128 if on_gpu else 16)
+    parser.add_argument(
+        "--dtype", choices=list(measure.DTYPES), default="bf16" if on_gpu else "fp32"
+    )
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--most", type=int, default=25, help="kernels in the table (25)")
+    a = parser.parse_args()
+    device, dtype = torch.device(a.device), measure.DTYPES[a.dtype]
+    network = Network.named(a.network)
+    kernels, step_ms = hotspots(a.contender, network, a.batch, device, dtype)
+    total_ms = sum(ms for _, _, ms in kernels)
+    lines = [
+        [name[:70], count, f"{ms:.3f}", f"{1e3 * ms / count:.1f}", f"{ms / total_ms:.1%}"]
+        for name, count, ms in kernels[: a.most]
+    ]
+    rest_ms = sum(ms for _, _, ms in kernels[a.most :])
+    lines.append(["all others", sum(k[1] for k in kernels[a.most :]), f"{rest_ms:.3f}", "", ""])
+    print(tabulate(lines, ["kernel", "calls", "ms", "us a call", "of all"], disable_numparse=True))
+    floor_ms = measure.measure_ceilings(device).floor_ms(
+        *floors.network_cost(network, a.batch, dtype), dtype
+    )
+    print(f"{a.contender}, {network.name}, batch {a.batch}, {measure.dtype_name(dtype)}: ", end="")
+    print(f"step {step_ms:.2f} ms; in kernels {total_ms:.2f} ms; floor {floor_ms:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

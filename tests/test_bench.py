@@ -1,0 +1,296 @@
+"""The benchmarks: their images, networks and floors, and that wrong results get no speed."""
+
+import dataclasses
+import hashlib
+import io
+import tarfile
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
+pytest.importorskip("sklearn")
+
+from bench import data, floors, network, report
+from bench.__main__ import main
+from bench.contenders import BY_NAME, Contender, Network
+from bench.correctness import judge
+from bench.measure import Ceilings, Machine, Timing, time_in_turn
+from bench.records import CurvePoint, Records, Row, read
+
+CPU = torch.device("cpu")
+RECORDS = 20  # a file: few, and the reader says that they are a part
+
+
+def cifar(kind, count=RECORDS):
+    """Bytes of one file: labels in order, pixels of each record all equal to its index."""
+    label = {"cifar-10": lambda i: [i % 10], "cifar-100": lambda i: [i % 20, i % 100]}[kind]
+    return b"".join(bytes(label(i)) + bytes([i]) * 3072 for i in range(count))
+
+
+CIFAR_10 = [f"data_batch_{i}.bin" for i in range(1, 6)]
+
+
+@pytest.fixture
+def cifar_10(tmp_path):
+    for name in (*CIFAR_10, "test_batch.bin"):
+        (tmp_path / name).write_bytes(cifar("cifar-10"))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:data. .* a part of it")
+class TestCifar:
+    def test_training_and_test_set(self, cifar_10):
+        for train, files in ((True, 5), (False, 1)):
+            images = data.load(cifar_10, train=train)
+            assert (images.name, images.classes, images.may_flip) == ("cifar-10", 10, True)
+            assert images.images.shape == (files * RECORDS, 3, 32, 32)
+            assert torch.equal(images.labels, (torch.arange(RECORDS) % 10).repeat(files))
+            std, mean = torch.std_mean(images.images.double(), dim=(0, 2, 3))
+            torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-5, rtol=0)
+            torch.testing.assert_close(std, torch.ones_like(std), atol=1e-4, rtol=0)
+
+    def test_planes_are_red_green_and_blue_in_rows(self, tmp_path):
+        pixels = torch.arange(3 * 32 * 32).remainder(251).to(torch.uint8)
+        record = bytes([3]) + bytes(pixels.tolist())
+        other = bytes([4]) + bytes(3072)
+        (tmp_path / "test_batch.bin").write_bytes(record + other)
+        image = data.load_cifar(tmp_path, train=False).images[0].double()
+        expected = pixels.view(3, 32, 32).double()
+        for found, plane in zip(image, expected, strict=True):
+            assert torch.corrcoef(torch.stack([found.flatten(), plane.flatten()]))[0, 1] > 0.999999
+
+    def test_the_fine_label_of_cifar_100(self, tmp_path):
+        folder = tmp_path / "cifar-100-binary"
+        folder.mkdir()
+        (folder / "train.bin").write_bytes(cifar("cifar-100", 50))
+        images = data.load_cifar(tmp_path)
+        assert images.classes == 100
+        assert torch.equal(images.labels, torch.arange(50))
+
+    def test_the_folder_of_the_environment(self, cifar_10, monkeypatch):
+        monkeypatch.setenv(data.ENVIRONMENT_VARIABLE, str(cifar_10))
+        assert data.load().name == "cifar-10"
+
+    @pytest.mark.parametrize("cut", [1, 3072])
+    def test_a_truncated_file_is_named(self, cifar_10, cut):
+        path = cifar_10 / "data_batch_3.bin"
+        path.write_bytes(cifar("cifar-10")[:-cut])
+        with pytest.raises(ValueError, match=r"data_batch_3\.bin: expected whole records.*truncat"):
+            data.load_cifar(cifar_10)
+
+    def test_a_file_that_lacks_whole_records(self, cifar_10):
+        (cifar_10 / "data_batch_3.bin").write_bytes(cifar("cifar-10", RECORDS - 1))
+        with pytest.raises(ValueError, match=r"files of equal length.*data_batch_3\.bin 19"):
+            data.load_cifar(cifar_10)
+
+    def test_labels_out_of_range(self, cifar_10):
+        (cifar_10 / "data_batch_2.bin").write_bytes((bytes([10]) + bytes(3072)) * RECORDS)
+        with pytest.raises(
+            ValueError, match=r"data_batch_2\.bin: expected labels below 10, got 10"
+        ):
+            data.load_cifar(cifar_10)
+
+    def test_a_missing_file_is_named(self, cifar_10):
+        (cifar_10 / "data_batch_4.bin").unlink()
+        with pytest.raises(FileNotFoundError, match=r"data_batch_4\.bin missing"):
+            data.load_cifar(cifar_10)
+
+    def test_a_folder_of_something_else(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="found none of them"):
+            data.load_cifar(tmp_path)
+        with pytest.raises(FileNotFoundError, match="found none at"):
+            data.load_cifar(tmp_path / "nowhere")
+
+    def test_an_archive_is_read_if_it_is_the_published_one(self, tmp_path, monkeypatch):
+        path = tmp_path / "cifar-10-binary.tar.gz"
+        with tarfile.open(path, "w:gz") as archive:
+            for name in CIFAR_10:
+                member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+                member.size = len(cifar("cifar-10"))
+                archive.addfile(member, io.BytesIO(cifar("cifar-10")))
+        with pytest.raises(ValueError, match="expected MD5 c32a1d4a"):
+            data.load_cifar(tmp_path)
+        ten, hundred = data._CIFAR
+        published = ten._replace(archive_md5=hashlib.md5(path.read_bytes()).hexdigest())
+        monkeypatch.setattr(data, "_CIFAR", (published, hundred))
+        assert len(data.load_cifar(tmp_path).labels) == 5 * RECORDS
+
+    def test_the_benchmark_says_what_is_wrong_and_writes_nothing(self, cifar_10, tmp_path):
+        (cifar_10 / "data_batch_1.bin").write_bytes(b"123")
+        out = tmp_path / "out"
+        with pytest.raises(SystemExit, match=r"bench: .*data_batch_1\.bin: expected whole records"):
+            main(["--quick", "--device", "cpu", "--data", str(cifar_10), "--out", str(out)])
+        assert not out.exists()
+
+
+def test_digits_are_the_default(monkeypatch):
+    monkeypatch.delenv(data.ENVIRONMENT_VARIABLE, raising=False)
+    train, test = data.load(), data.load(train=False)
+    assert (len(train.labels), len(test.labels), train.may_flip) == (1500, 297, False)
+    assert train.images.shape[1:] == (3, 32, 32)
+
+
+def test_batches_are_the_same_for_a_seed_and_of_the_size_that_is_wanted():
+    images = data.load_digits()
+    first, again, other = (next(data.batches(images, 4, seed=s)) for s in (1, 1, 2))
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+    large, labels = next(data.batches(images, 4, seed=1, size=64))
+    assert large.shape == (4, 3, 64, 64)
+    assert torch.equal(labels, first[1])
+    with pytest.raises(ValueError, match="batch: expected 1 to 1500"):
+        next(data.batches(images, 1501))
+
+
+def test_an_image_moves_by_four_pixels_at_most():
+    image = torch.zeros(64, 1, 9, 9)
+    image[:, :, 4, 4] = 1
+    moved = data.augmented(image, torch.Generator().manual_seed(0), may_flip=False)
+    assert torch.equal(moved.sum((1, 2, 3)), torch.ones(64))
+    assert len({tuple(p) for p in moved.nonzero()[:, 2:].tolist()}) > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "parameters"),
+    [
+        ("resnet-20", "basic", 0.27),
+        ("resnet-164", "bottleneck", 1.70),
+        ("wrn-28-10", "basic", 36.5),  # arXiv 1605.07146
+        ("imagenet-resnet-50", "bottleneck", 25.5),
+    ],
+)
+def test_networks_go_by_name(name, block, parameters):
+    found = Network.named(name)
+    assert (found.name, found.block) == (name, block)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in found.model(fused=False).parameters())
+    assert count / 1e6 == pytest.approx(parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["resnet", "resnet-x", "wrn-28", "vgg-16"])
+def test_other_names_are_refused(name, capsys):
+    with pytest.raises(ValueError, match="network: expected one of resnet-DEPTH, wrn-DEPTH-10"):
+        Network.named(name)
+    with pytest.raises(SystemExit):
+        main(["--networks", name])
+    assert "expected one of resnet-DEPTH" in capsys.readouterr().err
+
+
+def test_a_bottleneck_moves_46_times_its_inner_channels():
+    block = Network(164).model(fused=False).stages[0][1]
+    cost, height = floors.block_cost(block, 1, 32, 4)
+    assert height == 32
+    assert cost.bytes_moved == 46 * 16 * 32 * 32 * 4
+    products = 16 * 64 + 9 * 16 * 16 + 16 * 64
+    assert cost.flops == 3 * 2 * products * 32 * 32
+
+
+def test_floors_count_every_product_of_a_network():
+    # Multiply-adds of the forward, with a projection in each stage: 4.09e9 is ResNet-50's.
+    cost = floors.network_cost(Network.named("imagenet-resnet-50"), 1, torch.bfloat16)
+    assert cost.flops / 6 == pytest.approx(4.09e9, rel=0.02)
+
+
+def test_calls_take_turns():
+    order = []
+    times = time_in_turn(
+        {name: lambda name=name: order.append(name) for name in "ab"}, rounds=3, device=CPU
+    )
+    assert order == ["a", "b"] * 3
+    assert {t.count for t in times.values()} == {3}
+    assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Timing(3.0, 1.8, 4.2, 5)
+
+
+def _spoil(model):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eps *= 30
+
+
+def _fail(model):
+    raise RuntimeError("no such thing")
+
+
+def session_in(folder, **changes):
+    images = data.load_digits()
+    rows = Records(folder / "rows.csv", Row, keep=False)
+    curves = Records(folder / "curves.csv", CurvePoint, keep=False)
+    ceilings = Ceilings(10.0, {"float32": 100.0})
+    return network.Session(
+        CPU, torch.float32, images, Machine("cpu", "v", "c", "d", "x"), ceilings, rows, curves,
+        resume=False, **changes,
+    )  # fmt: skip
+
+
+def test_wrong_results_get_no_speed(tmp_path, monkeypatch):
+    wrong = Contender("eager-wrong", "everything", prepare=_spoil)
+    failing = Contender("eager-failing", "everything", prepare=_fail)
+    for contender in (wrong, failing):
+        monkeypatch.setitem(BY_NAME, contender.name, contender)
+    right = [BY_NAME[n] for n in ("eager-channels-last", "fused-store", "fused-rebuild")]
+    session = session_in(tmp_path)
+    network.measure_group(session, [*right, wrong, failing], Network(20), 4, rounds=2)
+    rows = {r.contender: r for r in read(session.rows.path, Row)}
+    for contender in right:
+        row = rows[contender.name]
+        assert (row.correct, row.shape) == ("yes", "4x3x32x32")
+        assert row.median_ms > 0
+        assert row.x_of_floor == pytest.approx(row.median_ms / row.floor_ms, rel=1e-4)
+        assert row.saved_bytes > 0
+    assert rows["fused-rebuild"].saved_bytes < rows["fused-store"].saved_bytes
+    assert rows["eager-wrong"].correct == rows["eager-failing"].correct == "no"
+    assert rows["eager-wrong"].median_ms is rows["eager-failing"].median_ms is None
+    assert "wrong results on resnet-20: losses deviates" in rows["eager-wrong"].note
+    assert "no such thing" in rows["eager-failing"].note
+    assert "eager-wrong" not in "".join(report.best_rivals(list(rows.values())))
+
+
+def test_a_wide_network_is_judged_on_images_of_its_size(tmp_path):
+    session = session_in(tmp_path)
+    contenders = [BY_NAME["eager-channels-last"], BY_NAME["fused-store"]]
+    net = Network(18, family="imagenet-resnet")
+    verdicts = judge(contenders, net, session.images, 1, CPU, torch.float32)
+    assert {v.correct for v in verdicts.values()} == {"yes"}
+    assert session.row(contenders[0], net, 2).shape == "2x3x224x224"
+
+
+def rows_of_two_families():
+    machine = Machine("a cpu", "torch 2", "abc", "today", "python -m bench")
+    for case, batch in (("resnet-164", 16), ("resnet-20", 16), ("imagenet-resnet-50", 16)):
+        for name, ms, kept in (("eager-channels-last", 20.0, 400), ("fused-store", 10.0, 200)):
+            row = Row("network", name, case, "16x3x32x32", batch, "float32", "x", ms, ms, ms, kept)
+            yield machine.stamp(dataclasses.replace(row, correct="yes", images_per_s=1.0))
+
+
+def test_a_report_has_a_table_and_the_figures_of_every_family(tmp_path):
+    records = Records(tmp_path / "a-cpu.csv", Row, keep=False)
+    records.put(*rows_of_two_families())
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "\n".join(f"<!-- bench:{b} -->\nold\n<!-- /bench:{b} -->" for b in report.BLOCKS)
+    )
+    report.main(["--results", str(tmp_path), "--readme", str(readme)])
+    text = readme.read_text()
+    assert "old" not in text
+    places = [
+        text.index(f"| {case} ") for case in ("resnet-164", "resnet-20", "imagenet-resnet-50")
+    ]
+    assert places == sorted(places)
+    assert "takes 2.00 times as long as fused-store" in text
+    assert "0.500" in text
+    figures = {p.name for p in tmp_path.glob("*.png")}
+    assert figures == {
+        f"a-cpu-batch-16-float32-{name}.png"
+        for name in (
+            "time-against-depth", "memory-against-depth", "resnet-164-memory-against-time",
+            "imagenet-resnet-50-memory-against-time",
+        )
+    }  # fmt: skip
+
+
+def test_a_readme_without_its_markers_is_left_alone(tmp_path):
+    with pytest.raises(ValueError, match="expected the marker <!-- bench:ops --> once, found 0"):
+        report.rewrite_blocks("text", {"ops": "table"})
