@@ -1,11 +1,11 @@
 """Network benchmarks: `python -m bench`.
 
 Measured in order of importance until the time limit: the machine's ceilings, correctness, the
-deepest network with the main contenders in turn and what they keep for the backward, training
-curves, peak memory, the rivals on memory, other depths, torch.compile under memory budgets, the
-ops, wide networks (on a GPU), the rivals at other depths, and bytes kept against depth. What did
-not fit is listed at the end. Results go to a CSV file a device, tables to the screen and plots
-beside the CSV.
+first network (the deepest, of --depths) with the main contenders in turn and what they keep for
+the backward, training curves, peak memory, the rivals on memory, other networks, torch.compile
+under memory budgets, the ops, wide networks (on a GPU), the rivals on other networks, and bytes
+kept against depth. What did not fit is listed at the end. Results go to a CSV file a device,
+tables to the screen and plots beside the CSV.
 """
 
 import argparse
@@ -63,9 +63,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--networks",
         nargs="+",
         metavar="NAME",
-        help="resnet-DEPTH, wrn-DEPTH-10, imagenet-resnet-DEPTH; those of --depths",
+        help="resnet-DEPTH, wrn-DEPTH-10 or imagenet-resnet-DEPTH, the most important first",
     )
-    parser.add_argument("--depths", type=int, nargs="+", help="layers of resnet (1001 164 110)")
+    parser.add_argument(
+        "--depths", type=int, nargs="+", help="of resnet, ahead of --networks (1001 164 110)"
+    )
     parser.add_argument("--batch", type=int, nargs="+", help="images (16; on a GPU 64 128 256)")
     parser.add_argument("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
     parser.add_argument(
@@ -146,14 +148,20 @@ class Plan:
     def _group_s(self, contenders: list[Contender], net: Network, batch: int) -> float:
         judged = judged_network(net, self.session.dtype)
         new = [c for c in contenders if (c.name, judged) not in self.session.verdicts]
-        judging_s = sum(
-            2 * self.step_s(c.name, judged, 16) + (40 if c.name == "compile-blocks" else 0)
-            + (20 if c.name.startswith("compile-") else 0)
-            for c in new
-        )  # fmt: skip
+        judging_s = sum(2 * self.step_s(c.name, judged, 16) for c in new)
+        on_gpu = self.session.device.type == "cuda"  # where batches differ from the judged one
+        compiling_s = sum(
+            (60 if c.name == "compile-blocks" else 20) * ((c in new) + on_gpu)
+            for c in contenders
+            if c.name.startswith("compile-")
+        )
         if new:
             judging_s += 6 * self.step_s("eager-nchw", judged, 16)
-        return judging_s + sum(1 + 5 * self.step_s(c.name, net, batch) for c in contenders)
+        return (
+            judging_s
+            + compiling_s
+            + sum(1 + 5 * self.step_s(c.name, net, batch) for c in contenders)
+        )
 
     def _curve_s(self, net: Network, batch: int, steps: int, with_float64: bool) -> float:
         passes = 2.2 + (5 if with_float64 else 0)
@@ -199,21 +207,21 @@ class Plan:
 
     def tasks(self) -> Iterator[Task]:
         """Every task, the most important first."""
-        deepest, *others = networks = [self.session.network(name) for name in self.a.networks]
+        foremost, *others = networks = [self.session.network(name) for name in self.a.networks]
         first = self.a.batch[0]
         for batch in self.a.batch:
-            yield from self._group("main", deepest, batch)
+            yield from self._group("main", foremost, batch)
         shallow = [n for n in networks if n.depth < 300 and n.block == "bottleneck"]
-        for net in dict.fromkeys([*shallow[:1], deepest]):
+        for net in dict.fromkeys([*shallow[:1], foremost]):
             yield from self._curves(net, first)
-        yield from self._peaks("main", deepest, first)
-        yield from self._group("memory rivals", deepest, first)
-        yield from self._peaks("memory rivals", deepest, first)
+        yield from self._peaks("main", foremost, first)
+        yield from self._group("memory rivals", foremost, first)
+        yield from self._peaks("memory rivals", foremost, first)
         for net in others:
             for batch in self.a.batch:
                 yield from self._group("main", net, batch)
-        yield from self._group("compile budgets", deepest, first)
-        yield from self._peaks("compile budgets", deepest, first)
+        yield from self._group("compile budgets", foremost, first)
+        yield from self._peaks("compile budgets", foremost, first)
         if not self.a.quick and self.a.contenders is None:
             yield Task("ops", lambda: 45, self._ops)
         if self.a.wide_networks:
@@ -263,6 +271,8 @@ class Plan:
             )
         except subprocess.TimeoutExpired:
             return ["the rest of the ops: no time left"]
+        finally:
+            self.session.rows.read_again()  # that process wrote its rows into the same file
         if done.returncode:
             failed = [line for line in done.stdout.splitlines() if line.startswith(("FAIL", "ERR"))]
             reason = failed or [done.stdout[-500:] + done.stderr[-500:]]

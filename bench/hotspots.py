@@ -5,6 +5,7 @@ is timed without the profiler, beside what its kernels add up to and the least i
 """
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 from tabulate import tabulate
@@ -12,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench import data, floors, measure
-from bench.contenders import BY_NAME, Network
+from bench.contenders import BY_NAME, Network, available
 from bench.network import TrainingStep
 
 
@@ -28,7 +29,8 @@ def hotspots(
     images = data.load_digits()
     x, labels = next(data.batches(images, batch, seed=2, size=network.image_size))
     model = chosen.build(network, network.state(), device, dtype)
-    step = TrainingStep(model, [(chosen.input(x, device, dtype), labels.to(device))])
+    inputs = [(chosen.input(x, device, dtype), labels.to(device))]
+    step = TrainingStep(model, inputs, graphed=chosen.graphed)
     step()
     step()
     step_ms = min(measure.time_once_ms(step, device) for _ in range(3))
@@ -45,7 +47,7 @@ def hotspots(
     return sorted(kernels, key=lambda k: -k[2]), step_ms
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Prints the longest kernels and what they make up of a step."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m bench.hotspots", description=__doc__)
@@ -57,9 +59,15 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--most", type=int, default=25, help="kernels in the table (25)")
-    a = parser.parse_args()
+    a = parser.parse_args(given)
     device, dtype = torch.device(a.device), measure.DTYPES[a.dtype]
-    network = Network.named(a.network)
+    try:
+        network = Network.named(a.network)
+        _, refused = available([a.contender], device)
+    except ValueError as error:
+        parser.error(str(error))
+    for reason in refused.values():
+        parser.error(reason)
     kernels, step_ms = hotspots(a.contender, network, a.batch, device, dtype)
     total_ms = sum(ms for _, _, ms in kernels)
     lines = [

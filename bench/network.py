@@ -113,7 +113,7 @@ class Session:
         return self.rows.get(new.key, self.machine.commit) or new
 
     def judge(self, contenders: list[Contender], network: Network) -> dict[str, Verdict]:
-        """Verdicts on contenders; each is judged once a run and kind of block."""
+        """Verdicts on contenders; each is judged once a run and judged network."""
         judged = correctness.judged_network(network, self.dtype)
         unknown = [c for c in contenders if (c.name, judged) not in self.verdicts]
         if unknown:

@@ -110,6 +110,11 @@ class Records:
         if keep and self.path.exists():
             self._by_key = {r.key: r for r in read(self.path, record)}
 
+    def read_again(self) -> None:
+        """Takes up what another process wrote into the file."""
+        if self.path.exists():
+            self._by_key |= {r.key: r for r in read(self.path, self.record)}
+
     def __iter__(self) -> Iterator:
         return iter(self._by_key.values())
 

@@ -12,12 +12,16 @@ from torch import nn
 pytest.importorskip("matplotlib")
 pytest.importorskip("tabulate")
 pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
 
 from bench import data, floors, network, report
 from bench.__main__ import main
 from bench.contenders import BY_NAME, Contender, Network
 from bench.correctness import judge
+from bench.hotspots import hotspots
+from bench.hotspots import main as hot_main
 from bench.measure import Ceilings, Machine, Timing, time_in_turn
+from bench.peak import peak_of_step
 from bench.records import CurvePoint, Records, Row, read
 
 CPU = torch.device("cpu")
@@ -214,14 +218,14 @@ def _fail(model):
     raise RuntimeError("no such thing")
 
 
-def session_in(folder, **changes):
+def session_in(folder):
     images = data.load_digits()
     rows = Records(folder / "rows.csv", Row, keep=False)
     curves = Records(folder / "curves.csv", CurvePoint, keep=False)
     ceilings = Ceilings(10.0, {"float32": 100.0})
     return network.Session(
         CPU, torch.float32, images, Machine("cpu", "v", "c", "d", "x"), ceilings, rows, curves,
-        resume=False, **changes,
+        resume=False,
     )  # fmt: skip
 
 
@@ -257,12 +261,47 @@ def test_a_wide_network_is_judged_on_images_of_its_size(tmp_path):
     assert session.row(contenders[0], net, 2).shape == "2x3x224x224"
 
 
+def test_rows_of_another_process_stay(tmp_path):
+    rows, other = (Records(tmp_path / "rows.csv", Row, keep=False) for _ in range(2))
+    first, second, third = rows_of_two_families()[:3]
+    rows.put(first)
+    other.put(first, second)
+    rows.read_again()
+    rows.put(third)
+    assert [r.key for r in read(rows.path, Row)] == [first.key, second.key, third.key]
+
+
+def test_the_hottest_kernels_come_first():
+    kernels, step_ms = hotspots("fused-store", Network(20), 2, CPU, torch.float32)
+    times = [ms for _, _, ms in kernels]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] > 0
+    assert step_ms > 0
+    assert any("preact_stage_forward" in name or "bn_relu" in name for name, _, _ in kernels)
+
+
+def test_hotspots_refuse_what_cannot_run(capsys):
+    for arguments, reason in (
+        (["--network", "vgg-16"], "expected one of resnet-DEPTH"),
+        (["fused-graph", "--device", "cpu"], "CUDA graphs: no GPU"),
+    ):
+        with pytest.raises(SystemExit):
+            hot_main(arguments)
+        assert reason in capsys.readouterr().err
+
+
+def test_the_peak_of_a_step_counts_what_it_keeps():
+    found = peak_of_step("fused-store", Network(20), 2, torch.float32, steps=1)
+    assert found["peak_raw_bytes"] > found["peak_bytes"] > 0
+
+
 def rows_of_two_families():
-    machine = Machine("a cpu", "torch 2", "abc", "today", "python -m bench")
+    machine, rows = Machine("a cpu", "torch 2", "abc", "today", "python -m bench"), []
     for case, batch in (("resnet-164", 16), ("resnet-20", 16), ("imagenet-resnet-50", 16)):
         for name, ms, kept in (("eager-channels-last", 20.0, 400), ("fused-store", 10.0, 200)):
             row = Row("network", name, case, "16x3x32x32", batch, "float32", "x", ms, ms, ms, kept)
-            yield machine.stamp(dataclasses.replace(row, correct="yes", images_per_s=1.0))
+            rows.append(machine.stamp(dataclasses.replace(row, correct="yes", images_per_s=1.0)))
+    return rows
 
 
 def test_a_report_has_a_table_and_the_figures_of_every_family(tmp_path):

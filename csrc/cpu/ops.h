@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
 struct BatchStatistics {
   Tensor mean, var;
 };
-// Of outputs with so many channels each.
+// Of outputs with so many channels each, 0 where none are wanted.
 std::vector<BatchStatistics> empty_batch_statistics(const Tensor& x,
                                                     const std::vector<int64_t>& channels);
 

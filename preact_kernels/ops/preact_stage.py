@@ -1,7 +1,7 @@
 """A list of pre-activation blocks as one autograd node.
 
-The only place that knows what each memory mode (`memory_mode.py`) keeps and brings back; how the
-blocks themselves run is in `block_runs.py`.
+The only place that knows what each memory mode (`memory_mode.py`) keeps and what runs again; how
+blocks run, and rebuild their inputs, is in `block_runs.py`.
 """
 
 import bisect
