@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from preact_kernels.kernels import pytorch_conv
+
 _LIBRARY = Path(__file__).parent.parent / "_cuda.so"
 OLDEST_CAPABILITY = (8, 0)  # of those that setup.py compiles for
 
@@ -58,8 +60,9 @@ def __getattr__(name: str):
     return op
 
 
-def _nhwc(t: Tensor) -> Tensor:
-    return t.contiguous(memory_format=torch.channels_last)
+@functools.cache
+def _surroundings() -> pytorch_conv.Surroundings:
+    return pytorch_conv.Surroundings.of_library(torch.ops.preact_kernels_cuda)
 
 
 def _may_round_to_tf32() -> bool:
@@ -110,18 +113,14 @@ def bn_relu_conv_forward(
     stride, padding, dilation, groups, with_stats,
 ):  # fmt: skip
     """See `reference.bn_relu_conv_forward`."""
-    library = torch.ops.preact_kernels_cuda
     if conv_bias is None and serves_bn_relu_conv(conv_weight, stride, padding, dilation, groups):
-        return library.bn_relu_conv_forward.default(
+        return torch.ops.preact_kernels_cuda.bn_relu_conv_forward.default(
             x, mean, var, bn_weight, bn_bias, eps, conv_weight, residual, with_stats
         )
-    a = library.bn_relu_forward.default(x, mean, var, bn_weight, bn_bias, eps)
-    y = _nhwc(torch.conv2d(a, conv_weight, conv_bias, stride, padding, dilation, groups))
-    if residual is not None:
-        return library.residual_add_forward.default(y, residual, with_stats)
-    if with_stats:
-        return y, *library.bn_stats.default(y)
-    return y, mean.new_empty(0), mean.new_empty(0)
+    return pytorch_conv.bn_relu_conv_forward(
+        _surroundings(), x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual,
+        stride, padding, dilation, groups, with_stats,
+    )  # fmt: skip
 
 
 def bn_relu_conv_backward(
@@ -130,33 +129,14 @@ def bn_relu_conv_backward(
     stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
 ):  # fmt: skip
     """See `reference.bn_relu_conv_backward`."""
-    library = torch.ops.preact_kernels_cuda
     if serves_bn_relu_conv(conv_weight, stride, padding, dilation, groups):
-        return library.bn_relu_conv_backward.default(
+        return torch.ops.preact_kernels_cuda.bn_relu_conv_backward.default(
             dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
             x, mean, var, bn_weight, bn_bias, eps, conv_weight,
             needs_g, needs_conv_weight, needs_dz,
         )  # fmt: skip
-    if z is not None:
-        dy = library.bn_input_gradient.default(
-            skip, dy, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count
-        )
-    a = x  # of which only the shape is read without a weight gradient
-    if needs_conv_weight:
-        a = library.bn_relu_forward.default(x, mean, var, bn_weight, bn_bias, eps)
-    da, dconv_weight, _ = torch.ops.aten.convolution_backward(
-        dy, a, conv_weight, None, stride, padding, dilation, False, [0, 0], groups,
-        [needs_g, needs_conv_weight, False],
+    return pytorch_conv.bn_relu_conv_backward(
+        _surroundings(), dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
+        x, mean, var, bn_weight, bn_bias, eps, conv_weight,
+        stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
     )  # fmt: skip
-    del a
-    if needs_g:
-        g, sums = library.bn_relu_backward_mask.default(
-            _nhwc(da), x, mean, var, bn_weight, bn_bias, eps
-        )
-    else:
-        g, sums = x.new_empty(0), mean.new_empty(0)
-    if not needs_conv_weight:
-        dconv_weight = conv_weight.new_empty(0)
-    elif dconv_weight.stride() != conv_weight.stride():
-        dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
-    return g, dconv_weight, sums, dy if needs_dz else dy.new_empty(0)
