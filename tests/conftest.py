@@ -73,9 +73,10 @@ def pytest_collection_modifyitems(items):
 def interpreter():
     """Triton's interpreter, mended, and at three times its speed.
 
-    It rounds float32 to bfloat16 to nearest, as hardware does, and not towards zero. It does
-    without a check of every integer operation for overflow, and without preparing the language for
-    a device function when the kernel that calls it has done so.
+    It rounds float32 to bfloat16 to nearest, as hardware does, and not towards zero. Its scalars
+    serve as bounds of loops with NumPy 2.5 too, as in Triton 3.9. It does without a check of every
+    integer operation for overflow, and without preparing the language for a device function when
+    the kernel that calls it has done so.
     """
     if not IS_INTERPRETED or "triton" not in pk.available_backends():
         return
@@ -91,6 +92,14 @@ def interpreter():
         return other(value, source, target, rounding_mode)
 
     interpreter._convert_float = convert
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, *scope):
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
 
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)

@@ -23,8 +23,9 @@ class OnDeviceOf {
 #else
   explicit OnDeviceOf(const Tensor& x) : guard_(x.get_device_index()) {
     void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(x.get_device_index(), &current));
+    STD_TORCH_CHECK(
+        aoti_torch_get_current_cuda_stream(x.get_device_index(), &current) == AOTI_TORCH_SUCCESS,
+        "no current stream of CUDA device ", x.get_device_index());
     stream = static_cast<cudaStream_t>(current);
   }
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.ops import layout, schema
+from preact_kernels.ops.autocast import has_autocast
 from preact_kernels.ops.block_runs import (
     Block,
     BlockTensors,
@@ -81,7 +82,7 @@ class PreActStageFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, *_):
-        if not torch.amp.is_autocast_available(ctx.device_type):
+        if not has_autocast(ctx.device_type):
             return PreActStageFunction._backward(ctx, dy)
         with torch.autocast(ctx.device_type, enabled=False):  # for what runs again
             return PreActStageFunction._backward(ctx, dy)
@@ -91,7 +92,8 @@ class PreActStageFunction(torch.autograd.Function):
         y, *saved = ctx.saved_tensors
         blocks, kernels = ctx.blocks, ctx.kernels
         unit_count = len(ctx.inv_counts)
-        kept, rest = saved[: ctx.kept_count], saved[ctx.kept_count :]
+        # Dynamo of torch 2.11 takes what a star unpacks for a tuple.
+        kept, rest = list(saved[: ctx.kept_count]), saved[ctx.kept_count :]
         flat = rest[2 * unit_count :]
         none = (None,) * 3
         if dy is None:
