@@ -214,7 +214,7 @@ def test_evaluation_statistics_in_the_middle_of_a_stage(options, backend):
     stage = bare_stage(**options)
     stage[2].eval()
     stage[3].bn3.eval()
-    check(stage, plain_copy(stage), [{"x": images(channels=32)} for _ in range(2)])
+    check(stage, plain_copy(stage), [{"x": images(channels=32)} for _ in range(8)])
 
 
 def short_stage(kind, **options):
