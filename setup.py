@@ -5,6 +5,8 @@ insists on it; by default it is built where nvcc is found. Neither needs a GPU o
 """
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shlex
@@ -14,15 +16,32 @@ import sys
 from glob import glob
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
 INCLUDE_DIRS = [os.path.abspath("csrc")]
-# The LibTorch stable ABI of 2.11: one build serves every later torch and every Python. No flag
-# names a processor: the sources choose their instruction set when they run.
-FLAGS = ["-O3", "-std=c++17", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+PYPROJECT = Path("pyproject.toml").read_text()
+OLDEST_SETUPTOOLS, OLDEST_TORCH = (
+    tuple(map(int, re.search(rf'"{name}>=([\d.]+)"', PYPROJECT)[1].split(".")))
+    for name in ("setuptools", "torch")
+)
+# The LibTorch stable ABI of the oldest torch: one build serves every later torch and every Python.
+# No flag names a processor: the sources choose their instruction set when they run.
+TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
+FLAGS = ["-O3", "-std=c++17", TARGET]
 CUDA_FLAGS = ["-DUSE_CUDA", "-Xcompiler=-fvisibility=hidden"]
 CUDA_ARCHITECTURES = ["80", "90a", "100"]
+
+
+def require(name, found, oldest):
+    """Exits with one line where version `found` of a package is older than `oldest`, a tuple."""
+    if tuple(map(int, re.findall(r"\d+", found)[: len(oldest)])) < oldest:
+        needs = ".".join(map(str, oldest))
+        sys.exit(
+            f"preact_kernels needs {name} {needs} or later, found {name} {found}: "
+            f"pip install '{name}>={needs}'"
+        )
 
 
 def find_obstacle():
@@ -141,4 +160,7 @@ def native_settings():
     }
 
 
+require("setuptools", setuptools.__version__, OLDEST_SETUPTOOLS)
+if importlib.util.find_spec("torch"):
+    require("torch", importlib.metadata.version("torch"), OLDEST_TORCH)
 setup(**native_settings())

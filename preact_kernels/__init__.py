@@ -1,5 +1,6 @@
 """Fused BN-ReLU-Conv for pre-activation residual networks, equal to plain PyTorch."""
 
+from preact_kernels import torch_compat as torch_compat  # first: it refuses an older torch
 from preact_kernels.graphs import graphed_step
 from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet

@@ -1,10 +1,14 @@
 """A whole training step as one call, and on a GPU as one CUDA graph."""
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RMSprop
+
+from preact_kernels.torch_compat import end_allocation_to_pool
 
 # Zeros are the state of these before their first step (of SGD without dampening).
 _BEGIN_WITH_ZEROS = (SGD, Adam, AdamW, RMSprop, Adadelta, Adamax)
@@ -74,17 +78,8 @@ class _CapturedStep(_Step):
         self.constants = [_constants(group) for group in self.optimizer.param_groups]
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(self.graph):
-                self.loss = self._whole()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise ValueError(
-                "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
-                "(nothing read back to the host, such as .item(), and no synchronisation), got "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+        with _errors_named(), _captured(self.graph, device):
+            self.loss = self._whole()
         self.optimizer_state = self.optimizer.state
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         self.captured_gradients = [(p, p.grad) for p in trained]
@@ -106,9 +101,14 @@ class _CapturedStep(_Step):
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         try:
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side), warnings.catch_warnings():
+                # Of a prototype (`set_sync_debug_mode`), and of capturable=True without a capture.
+                warnings.simplefilter("ignore")
                 for _ in range(_WARM_UP_STEPS):
                     self.optimizer.zero_grad(set_to_none=True)
+                    self._whole()
+                self.optimizer.zero_grad(set_to_none=True)
+                with _errors_named(), _no_synchronization():
                     self._whole()
                 self.optimizer.zero_grad(set_to_none=True)  # the graph's gradients are its own
         finally:
@@ -159,6 +159,49 @@ class _CapturedStep(_Step):
         return self.loss.clone()
 
 
+@contextlib.contextmanager
+def _errors_named() -> Iterator[None]:
+    """What a capture does not allow, raised as a `ValueError` that names the arguments."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
+            "(nothing read back to the host, such as .item(), and no synchronisation), got "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _no_synchronization() -> Iterator[None]:
+    """A synchronisation raises `RuntimeError` here, before it can break a capture."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """Captures the body. After an error, stream, allocator and generator are usable again."""
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.current_stream(device)
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    except BaseException:
+        if torch.cuda.current_stream(device) != stream:  # `torch.cuda.graph` could not end it
+            torch.cuda.set_stream(stream)
+            end_allocation_to_pool(stream.device_index, pool)
+            generator = torch.cuda.default_generators[stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())  # a clone is not capturing
+        raise
+
+
 class _State:
     """Parameters, buffers and the optimiser's state, to be put back in place after a warm-up."""
 
@@ -195,8 +238,9 @@ def _check_capturable(optimizer: Optimizer, scaler: object) -> None:
     if kind is torch.optim.LBFGS:
         raise ValueError("optimizer: expected one that steps without a closure, got LBFGS")
     for group in optimizer.param_groups:
-        if not (isinstance(optimizer, SGD) or group.get("capturable") or group.get("fused")):
-            has_option = "capturable" in group
+        has_option = "capturable" in group  # then `step` insists on it, fused or not
+        can_be_captured = isinstance(optimizer, SGD) or group.get("fused")
+        if not (group["capturable"] if has_option else can_be_captured):
             expected = f"{kind.__name__}(capturable=True)" if has_option else "one to be captured"
             got = "capturable=False" if has_option else f"{kind.__name__}, which has no capturable"
             raise ValueError(f"optimizer: expected {expected}, got {got}")

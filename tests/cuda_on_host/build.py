@@ -16,6 +16,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from preact_kernels.torch_compat import OLDEST_TORCH
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "cuda_on_host"
@@ -35,7 +37,7 @@ def _torch_flags() -> tuple[list[str], list[str]]:
     include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     (folder,) = cpp_extension.library_paths()
     return (
-        [*include, "-DTORCH_TARGET_VERSION=0x020b000000000000"],
+        [*include, "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)],
         [f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch", "-ltorch_cpu", "-lc10"],
     )
 
