@@ -163,3 +163,25 @@ def test_a_stray_access_is_caught_by_the_sanitizer(variant):
         assert process.returncode != 0
         assert "AddressSanitizer: heap-buffer-overflow" in process.stderr
         assert "stray_kernel" in process.stderr
+
+
+PRETEND_A_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+from preact_kernels.kernels import cuda
+cuda._load = lambda: "the library lacks"
+from tests.cuda_on_host import serve_cpu
+print(serve_cpu.install(), serve_cpu.missing())
+"""
+
+
+def test_beside_a_gpu_nothing_runs_on_the_host_in_place_of_the_library():
+    process = subprocess.run(
+        [sys.executable, "-c", PRETEND_A_GPU],
+        cwd=build.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.stdout == "False the library lacks\n", process.stderr

@@ -1,6 +1,12 @@
 """A step in one call: the same on a CPU as written out, and replayed on a GPU."""
 
+import contextlib
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.graphs import _State
+from preact_kernels.graphs import _CapturedStep, _check_capturable, _State
 from tests.oracle import assert_same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,6 +44,7 @@ def written_out(model, optimizer, x, target):
 
 
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@pytest.mark.usefixtures("poisoned_memory")  # deterministic algorithms
 def test_steps_equal_those_written_out(memory):
     model = network(memory=memory)
     other = copy.deepcopy(model)
@@ -166,11 +173,11 @@ def test_a_loss_of_several_elements_is_refused():
         pk.graphed_step(model, losses, sgd(model), *batch())(*batch())
 
 
-@needs_gpu
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda p: torch.optim.Adam(p), "expected Adam.capturable=True"),
+        (lambda p: torch.optim.AdamW(p, fused=True), "expected AdamW.capturable=True"),
         (lambda p: torch.optim.LBFGS(p), "without a closure, got LBFGS"),
         (lambda p: torch.optim.Adagrad(p), "got Adagrad, which has no capturable"),
         (lambda p: torch.optim.Rprop(p, capturable=True), "has stepped before, got Rprop"),
@@ -179,20 +186,158 @@ def test_a_loss_of_several_elements_is_refused():
     ],
 )
 def test_optimisers_that_cannot_be_captured_are_named(make, message):
-    model = network()
     with pytest.raises(ValueError, match=message):
-        pk.graphed_step(model, F.cross_entropy, make(model.parameters()), *batch())
+        _check_capturable(make(network().parameters()), None)
+
+
+class FakeCuda:
+    """What a capture uses of `torch.cuda`, without a GPU: who calls what, and where errors arise.
+
+    breaks: "synchronises" (the debug mode tells), "cannot be ended" (like a capture of what is not
+        allowed), or "raises" (an error of Python's within a capture that can be ended).
+    """
+
+    def __init__(self, monkeypatch, breaks):
+        self.breaks, self.mode, self.pools, self.generator = breaks, 0, set(), "capturing"
+        self.main = self.now = SimpleNamespace(name="main", device_index=0, wait_stream=id)
+        for name in (
+            "Stream", "stream", "current_stream", "set_stream", "CUDAGraph", "graph",
+            "graph_pool_handle", "get_sync_debug_mode", "set_sync_debug_mode", "default_generators",
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        forked = contextlib.nullcontext()
+        monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, getattr(self, name), raising=False)
+
+    def Stream(self, device):
+        return SimpleNamespace(name="side", wait_stream=id)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def current_stream(self, device):
+        return self.now
+
+    def set_stream(self, stream):
+        self.now = stream
+
+    CUDAGraph = SimpleNamespace
+
+    def graph_pool_handle(self):
+        return (0, 1)
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool):
+        self.pools.add(pool)
+        before, self.now = self.now, SimpleNamespace(name="capture")
+        try:
+            yield
+        finally:
+            if self.breaks == "cannot be ended":
+                raise RuntimeError("CUDA error: operation failed due to a previous error")
+            self.now = before
+            self.pools.remove(pool)
+
+    def get_sync_debug_mode(self):
+        return self.mode
+
+    def set_sync_debug_mode(self, mode):
+        self.mode = mode
+
+    def _cuda_endAllocateToPool(self, index, pool):
+        self.pools.remove(pool)
+
+    def _cuda_releasePool(self, index, pool):
+        assert pool not in self.pools
+
+    @property
+    def default_generators(self):
+        def set_state(state):
+            self.generator = state
+
+        return [SimpleNamespace(clone_state=lambda: "cloned", graphsafe_set_state=set_state)]
+
+    def loss_fn(self, y, target):
+        if self.breaks == "synchronises" and self.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self.breaks == "raises" and self.now.name == "capture":
+            raise KeyError("a mistake")
+        return F.cross_entropy(y, target)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, the tests below")
+@pytest.mark.parametrize(
+    ("breaks", "error", "message", "generator"),
+    [
+        ("synchronises", ValueError, "in a CUDA graph .*, got called a sync", "capturing"),
+        ("cannot be ended", ValueError, "in a CUDA graph .*, got CUDA error: op", "cloned"),
+        ("raises", KeyError, "a mistake", "capturing"),
+    ],
+)
+def test_a_capture_that_fails_gives_back_what_it_took(
+    breaks, error, message, generator, monkeypatch
+):
+    model = network()
+    optimizer = sgd(model)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    x, target = batch()
+    cuda = FakeCuda(monkeypatch, breaks)
+    with pytest.raises(error, match=message):
+        _CapturedStep(model, cuda.loss_fn, optimizer, x, target, None)
+    assert cuda.now is cuda.main
+    assert (cuda.mode, cuda.pools, cuda.generator) == (0, set(), generator)
+    if breaks == "synchronises":  # without a GPU, the body of a capture runs
+        assert_same_bits(model.state_dict(), before)
+
+
+AFTER_A_FAILURE = """
+import torch
+from torch.nn import functional as F
+import preact_kernels as pk
+
+model = pk.preact_resnet(20).cuda()
+x, target = torch.randn(4, 3, 16, 16).cuda(), torch.randint(10, (4,)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.05)
+stream = torch.cuda.current_stream()
+
+def loss_fn(y, target):
+    if {when}:
+        y.detach().mean().item()
+    return F.cross_entropy(F.dropout(y), target)
+
+for attempt in range(2):
+    try:
+        pk.graphed_step(model, loss_fn, optimizer, x, target)
+    except ValueError as error:
+        assert "expected a step that can be captured" in str(error), error
+    else:
+        raise SystemExit("captured")
+    assert torch.cuda.current_stream() == stream
+    assert F.dropout(torch.ones(1000).cuda()).sum() > 0
+    torch.cuda.synchronize()
+step = pk.graphed_step(model, lambda y, t: F.cross_entropy(F.dropout(y), t), optimizer, x, target)
+assert step(x, target).isfinite() and not torch.equal(step(x, target), step(x, target))
+print("usable")
+"""
 
 
 @needs_gpu
-def test_what_synchronises_cannot_be_captured():
-    model = network()
-
-    def loss_fn(y, target):
-        return F.cross_entropy(y, target) * float(y.detach().mean().item() > -1e9)
-
-    with pytest.raises(ValueError, match="expected a step that can be captured"):
-        pk.graphed_step(model, loss_fn, sgd(model), *batch())
+@pytest.mark.parametrize("when", ["True", "torch.cuda.is_current_stream_capturing()"])
+def test_after_a_capture_that_failed_the_process_can_go_on(when):
+    process = subprocess.run(
+        [sys.executable, "-c", AFTER_A_FAILURE.format(when=when)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.stdout.split() == ["usable"], process.stderr[-3000:]
 
 
 @needs_gpu

@@ -10,6 +10,7 @@ import shutil
 
 import torch
 
+import preact_kernels as pk
 from preact_kernels.kernels import cuda
 from preact_kernels.ops import backend as backends
 from tests.cuda_on_host import build
@@ -28,10 +29,20 @@ def set_schedule(seed: int = 0, multiprocessors: int = 2) -> None:
     library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors)
 
 
+def missing() -> str:
+    """Why the backend `cuda` cannot be tested here; empty where it can."""
+    if "cuda" in pk.available_backends():
+        return ""
+    return cuda.load_error() if torch.cuda.is_available() else "neither a GPU nor a C++ compiler"
+
+
 @functools.cache
 def install() -> bool:
-    """Whether `cuda` runs on the host from now on: where there is no GPU, but a compiler."""
-    if cuda.is_available() or shutil.which(build.CXX[0]) is None:
+    """Whether `cuda` runs on the host from now on: where there is no GPU, but a compiler.
+
+    With a GPU it never does: where the library lacks, the tests of `cuda` say so and are skipped.
+    """
+    if torch.cuda.is_available() or shutil.which(build.CXX[0]) is None:
         return False
     library()
     cuda._load = lambda: ""
