@@ -2,14 +2,21 @@
 # make test-full   lint, then every test
 # make compile-triton
 #                  every Triton kernel compiled for GPUs that need not be here, and a report
-# make check-gpu   the CUDA kernels' tests under compute-sanitizer, on a GPU: stray accesses, races
+# make check-oldest
+#                  the package as a user installs it, beside the oldest torch that is served, in an
+#                  environment of its own (5 GB): both libraries loaded, then the quick tests
+# make check-torch TORCH=2.12.1
+#                  the same with another torch; make check-newest with the newest that is tested
+# make check-gpu   the CUDA kernels' tests under compute-sanitizer, on a GPU: stray accesses, races;
+#                  SANITIZERS="memcheck" chooses
 # make bench       the benchmarks
 # make report      the README's tables and plots out of bench/results/
 # make lint        ruff and clang-format, changing nothing
 # make format      the same, changing files
 # make gpu-report OUT=folder
-#                  build, quick tests, benchmarks and the hottest kernels, saved in a folder; uses
-#                  $(PYTHON) as it is, with torch already installed, and no network
+#                  build, quick tests, benchmarks and the hottest kernels, saved in a folder
+#                  (bench/gpu_report.py); ARGS="--resume folder" goes on from an earlier one
+# Those on a GPU use $(PYTHON) as it is, with torch and pytest already installed, and no network.
 # make clean       removes what was built, keeps the virtual environment
 #
 # ARGS="..." goes to pytest, to the benchmarks or to the report.
@@ -32,8 +39,14 @@ REQUIREMENTS := $(VENV)/.requirements
 EDITABLE := $(VENV)/.editable
 BUILD := $(VENV)/.build
 
+# The versions that pyproject.toml names, the oldest first.
+tested = $(shell sed -n 's/^tested-$(1) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+OLDEST_TORCH := $(firstword $(call tested,torch))
+NEWEST_TORCH := $(lastword $(call tested,torch))
+TORCH ?= $(OLDEST_TORCH)
+
 # Beside the Triton of requirements-dev.txt, in a folder of its own.
-NEWEST_TRITON_VERSION := 3.9.0
+NEWEST_TRITON_VERSION := $(lastword $(call tested,triton))
 NEWEST_CAPABILITIES ?= 90
 COMPILE_ARGS ?= --quick
 NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
@@ -42,13 +55,10 @@ NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
 BENCH_SECONDS ?= 560
 START := $(shell date +%s)
 
-# Seconds for all of gpu-report, and the most that its parts but the benchmarks may take.
-REPORT_SECONDS ?= 520
-REPORT_BUILD_SECONDS ?= 150
-REPORT_TEST_SECONDS ?= 180
-REPORT_HOTSPOTS_SECONDS ?= 60
+SANITIZERS ?= memcheck racecheck synccheck
 
-.PHONY: test test-full compile-triton cuda-on-host check-gpu bench report lint format gpu-report clean
+.PHONY: test test-full compile-triton cuda-on-host check-oldest check-newest check-torch check-gpu \
+  bench report lint format gpu-report clean
 
 test: lint $(BUILD) compile-triton cuda-on-host
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
@@ -68,10 +78,40 @@ compile-triton: $(BUILD) $(NEWEST_TRITON)
 cuda-on-host: $(BUILD)
 	@$(BIN)/python -m tests.cuda_on_host.build
 
-check-gpu: $(BUILD)
-	@for tool in memcheck racecheck synccheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(BIN)/python -m pytest -p no:xdist -m "not slow" tests/test_cuda.py tests/test_cuda_conv.py \
+check-oldest:
+	@$(MAKE) check-torch TORCH=$(OLDEST_TORCH)
+
+check-newest:
+	@$(MAKE) check-torch TORCH=$(NEWEST_TORCH)
+
+# In a copy of the tree, so that nothing that was built for another torch is found. Left out are
+# the tests of what does not depend on torch: nvcc's report, linked versions, benchmarks' arithmetic.
+CHECK := $(VENV)-torch-$(TORCH)
+CHECK_PYTHON := $(abspath $(CHECK))/bin/python
+check-torch: $(CHECK)/.requirements
+	@rm -rf $(CHECK)/tree && mkdir $(CHECK)/tree
+	@git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar -x -C $(CHECK)/tree
+	@echo "Building against torch $(TORCH)"
+	@cd $(CHECK)/tree && PATH="$(abspath $(CHECK))/bin:$$PATH" \
+	  $(CHECK_PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -q -rs tests/test_libraries.py
+	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -n $(JOBS) -m "not slow" \
+	  --ignore tests/test_cuda_build.py --ignore tests/test_bench.py $(ARGS)
+
+$(VENV)-torch-%/.requirements: requirements-test.txt
+	@echo "Installing torch $* in $(VENV)-torch-$*"
+	@$(PYTHON) -m venv $(VENV)-torch-$*
+	@$(VENV)-torch-$*/bin/python -m pip install -q --disable-pip-version-check \
+	  torch==$* "setuptools>=77" -r requirements-test.txt
+	@touch $@
+
+# Without caching, memory that a kernel strays from is not some other tensor's.
+check-gpu:
+	@for tool in $(SANITIZERS); do \
+	  echo "compute-sanitizer --tool $$tool"; \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(PYTHON) -m pytest -q -rs -p no:cacheprovider -p no:xdist \
+	    -m "not slow and not not_under_sanitizer" tests/test_cuda.py tests/test_cuda_conv.py \
 	    $(ARGS) || exit 1; \
 	done
 
@@ -93,7 +133,7 @@ format: $(REQUIREMENTS)
 	@$(BIN)/ruff format .
 	@$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
-$(REQUIREMENTS): requirements-dev.txt
+$(REQUIREMENTS): requirements-dev.txt requirements-test.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make a virtual environment: it is missing, or lacks venv or ensurepip" \
 	    "(python3-venv on Debian and Ubuntu)" >&2; exit 1; }
@@ -121,25 +161,11 @@ $(NEWEST_TRITON): $(REQUIREMENTS)
 	@$(PIP_INSTALL) --no-deps --target $@ triton==$(NEWEST_TRITON_VERSION)
 	@touch $@
 
-# Each part writes its own file as it goes, and a part that fails stops no other.
-gpu-report: export PYTHONUNBUFFERED = 1
 gpu-report:
 	@test -n "$(OUT)" || { echo "usage: make gpu-report OUT=folder" >&2; exit 2; }
-	@mkdir -p "$(OUT)" && rm -f "$(OUT)/summary.txt"
-	@end=$$(($$(date +%s) + $(REPORT_SECONDS))); \
-	part() { \
-	  name=$$1 seconds=$$2; shift 2; \
-	  { timeout -s INT -k 10 "$$seconds" "$$@"; \
-	    echo "$$name: exit status $$?" >>"$(OUT)/summary.txt"; } 2>&1 | tee "$(OUT)/$$name.txt"; \
-	}; \
-	part build $(REPORT_BUILD_SECONDS) $(PYTHON) setup.py -q build_ext --inplace; \
-	part tests $(REPORT_TEST_SECONDS) $(PYTHON) -m pytest -m "not slow"; \
-	left=$$((end - $(REPORT_HOTSPOTS_SECONDS) - $$(date +%s))); \
-	part bench $$left $(PYTHON) -m bench --out "$(OUT)" --time-limit $$((left - 20)) $(ARGS); \
-	part hotspots $(REPORT_HOTSPOTS_SECONDS) $(PYTHON) -m bench.hotspots; \
-	cat "$(OUT)/summary.txt"; ! grep -qv 'exit status 0$$' "$(OUT)/summary.txt"
+	@$(PYTHON) -m bench.gpu_report "$(OUT)" $(ARGS)
 
 clean:
 	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD)
 	@rm -rf .benchmarks .hypothesis .pytest_cache .ruff_cache
-	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +

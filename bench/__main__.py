@@ -4,8 +4,9 @@ Measured in order of importance until the time limit: the machine's ceilings, co
 first network (the deepest, of --depths) with the main contenders in turn and what they keep for
 the backward, training curves, peak memory, the rivals on memory, other networks, torch.compile
 under memory budgets, the ops, wide networks (on a GPU), the rivals on other networks, and bytes
-kept against depth. What did not fit is listed at the end. Results go to a CSV file a device,
-tables to the screen and plots beside the CSV.
+kept against depth. On a GPU the first batch with all contenders but compilers comes first, then
+compilers, other batches, and the rivals on memory. What did not fit is listed at the end. Results
+go to a CSV file a device, tables to the screen and plots beside the CSV.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from bench.contenders import (
     COUNTED_BY_DEPTH,
     DEPTHS_COUNTED,
     GROUPS,
+    MAIN_GROUPS,
     WIDE_NETWORKS,
     Contender,
     Network,
@@ -38,6 +40,7 @@ from bench.network import Session
 from bench.records import CurvePoint, Records, Row, slug
 
 FAILED = "failed"
+LOST = 3  # an exit status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--depths", type=int, nargs="+", help="of resnet, ahead of --networks (1001 164 110)"
     )
-    parser.add_argument("--batch", type=int, nargs="+", help="images (16; on a GPU 64 128 256)")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        help="images, the most important first (16; on a GPU 128 64 256)",
+    )
     parser.add_argument("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
     parser.add_argument(
         "--curve-steps",
@@ -90,6 +98,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="skip what the CSV has for this commit"
     )
+    parser.add_argument("--no-plots", action="store_true", help="tables and CSV alone")
     parser.add_argument(
         "--time-limit", type=float, default=540, metavar="SECONDS", help="of the whole run (540)"
     )
@@ -104,7 +113,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         a.depths = (29, 20) if a.quick else (1001, 164, 110)
     depths = sorted(set(a.depths or ()), reverse=True)
     a.networks = list(dict.fromkeys([*(f"resnet-{d}" for d in depths), *(a.networks or ())]))
-    a.batch = a.batch or ([64, 128, 256] if on_gpu else [16])
+    a.batch = a.batch or ([128, 64, 256] if on_gpu else [16])
     a.steps = a.steps or (3 if a.quick else 20 if on_gpu else 5)
     a.curve_steps = a.curve_steps or (5 if a.quick else 20)
     a.names = a.contenders or [
@@ -126,6 +135,7 @@ class Plan:
 
     def __init__(self, a: argparse.Namespace, session: Session) -> None:
         self.a, self.session = a, session
+        self.main_groups = MAIN_GROUPS[session.device.type]
 
     def step_s(self, name: str, net: Network, batch: int) -> float:
         """About how long one training step takes: as measured, or scaled, or a first guess."""
@@ -169,15 +179,19 @@ class Plan:
 
     def _group(self, group: str, net: Network, batch: int) -> Iterator[Task]:
         contenders = [c for c in self.a.usable if c.name in GROUPS[group]]
-        if not contenders or (group != "main" and {c.name for c in contenders} == {ANCHOR}):
+        if not contenders or (
+            group not in self.main_groups and {c.name for c in contenders} == {ANCHOR}
+        ):
             return
         session = self.session
         rounds = self.a.steps * (3 if net.family == "resnet" and net.depth < 300 else 1)
-        if group != "main" and self.session.device.type == "cpu":
+        if group not in self.main_groups and self.session.device.type == "cpu":
             rounds = max(3, rounds // 2)
+        # On a GPU, what runs out of time leaves out its last contenders and keeps the first.
+        needed = contenders[:2] if session.device.type == "cuda" else contenders
         yield Task(
             f"{net.name}, batch {batch}: {group}",
-            lambda: self._group_s(contenders, net, batch),
+            lambda: self._group_s(needed, net, batch),
             lambda: network.measure_group(session, contenders, net, batch, rounds),
         )
 
@@ -185,7 +199,7 @@ class Plan:
         contenders = [c for c in self.a.usable if c.name in GROUPS[group]]
         if self.session.device.type == "cuda" or not contenders:
             return
-        if group != "main" and {c.name for c in contenders} == {ANCHOR}:
+        if group not in self.main_groups and {c.name for c in contenders} == {ANCHOR}:
             return
         session = self.session
         yield Task(
@@ -209,17 +223,25 @@ class Plan:
         """Every task, the most important first."""
         foremost, *others = networks = [self.session.network(name) for name in self.a.networks]
         first = self.a.batch[0]
-        for batch in self.a.batch:
-            yield from self._group("main", foremost, batch)
+        for group in self.main_groups:
+            yield from self._group(group, foremost, first)
+        for group in self.main_groups:
+            for batch in self.a.batch[1:]:
+                yield from self._group(group, foremost, batch)
         shallow = [n for n in networks if n.depth < 300 and n.block == "bottleneck"]
-        for net in dict.fromkeys([*shallow[:1], foremost]):
-            yield from self._curves(net, first)
-        yield from self._peaks("main", foremost, first)
-        yield from self._group("memory rivals", foremost, first)
-        yield from self._peaks("memory rivals", foremost, first)
+        curves = [self._curves(net, first) for net in dict.fromkeys([*shallow[:1], foremost])]
+        rivals = [
+            self._peaks(self.main_groups[0], foremost, first),
+            self._group("memory rivals", foremost, first),
+            self._peaks("memory rivals", foremost, first),
+        ]
+        on_gpu = self.session.device.type == "cuda"
+        for part in [*rivals, *curves] if on_gpu else [*curves, *rivals]:
+            yield from part
         for net in others:
-            for batch in self.a.batch:
-                yield from self._group("main", net, batch)
+            for group in self.main_groups:
+                for batch in self.a.batch:
+                    yield from self._group(group, net, batch)
         yield from self._group("compile budgets", foremost, first)
         yield from self._peaks("compile budgets", foremost, first)
         if not self.a.quick and self.a.contenders is None:
@@ -280,8 +302,12 @@ class Plan:
         return []
 
 
-def run(plan: Plan, session: Session) -> list[str]:
-    """Runs the tasks that fit into the time limit; returns what was left out, and why."""
+def run(plan: Plan, session: Session) -> tuple[list[str], bool]:
+    """Runs the tasks that fit into the time limit.
+
+    Returns:
+        What was left out, and why; and whether a failed kernel cost this process its GPU.
+    """
     left_out = []
     tasks = list(plan.tasks())
     with tqdm(tasks, desc="bench", unit="task") as bar:
@@ -295,7 +321,11 @@ def run(plan: Plan, session: Session) -> list[str]:
                 continue
             start_s = time.monotonic()
             try:
-                left_out += task.run() or []
+                with measure.running(task.title, session.device):
+                    left_out += task.run() or []
+            except measure.DeviceLost as lost:
+                left_out.append(f"{task.title}, and all that follows: {FAILED}: {lost}")
+                return left_out, True
             except Exception as error:  # the rest is worth having; the exit status tells
                 left_out.append(f"{task.title}: {FAILED}: {first_line(error)}")
             tqdm.write(f"{task.title}: {time.monotonic() - start_s:.0f} s")
@@ -303,16 +333,16 @@ def run(plan: Plan, session: Session) -> list[str]:
             if session.device.type == "cuda":
                 torch.compiler.reset()  # what was compiled for other shapes slows every look-up
                 torch.cuda.empty_cache()
-    return left_out
+    return left_out, False
 
 
-def show(device: str, folder: Path) -> None:
+def show(device: str, folder: Path, *, with_plots: bool) -> None:
     """Prints the tables of one device, the best rivals, and the plots it wrote."""
-    found = report.load(folder)
-    if device not in found:
+    try:
+        rows, points = report.load(folder)[device]
+    except (FileNotFoundError, KeyError):
         print("nothing was measured")
         return
-    rows, points = found[device]
     for title, table in (
         ("Training steps", report.network_table(rows, "simple")),
         ("Memory", report.memory_table(rows, "simple")),
@@ -321,7 +351,7 @@ def show(device: str, folder: Path) -> None:
     ):
         if table:
             print(f"\n{title}\n{table}")
-    written = plots.write_plots(rows, points, folder)
+    written = plots.write_plots(rows, points, folder) if with_plots else {}
     print()
     for line in report.best_rivals(rows):
         print(line)
@@ -331,7 +361,12 @@ def show(device: str, folder: Path) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs the benchmarks; returns 1 where a fused contender is wrong or a part failed."""
+    """Runs the benchmarks.
+
+    Returns:
+        1 where a fused contender is wrong or a part failed; `LOST` where a failed kernel cost this
+        process its GPU, and another run with --resume can measure the rest.
+    """
     start_s = time.monotonic()
     a = arguments(given)
     try:
@@ -359,11 +394,12 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     session.rows.write()
     session.curves.write()
+    is_lost = False
     try:
-        left_out = run(Plan(a, session), session)
+        left_out, is_lost = run(Plan(a, session), session)
     except KeyboardInterrupt:
         left_out = ["the rest: stopped by hand; --resume goes on from here"]
-    show(machine.device, a.out)
+    show(machine.device, a.out, with_plots=not a.no_plots)
     for line in left_out:
         print(f"left out: {line}")
     if left_out:
@@ -372,6 +408,8 @@ def main(given: Sequence[str] | None = None) -> int:
     for row in wrong:
         print(f"WRONG: {row.contender} on {row.case}: {row.note}")
     print(f"{time.monotonic() - start_s:.0f} s; results in {session.rows.path}")
+    if is_lost:
+        return LOST
     return 1 if wrong or any(f": {FAILED}: " in line for line in left_out) else 0
 
 

@@ -348,8 +348,13 @@ ANCHOR = "fused-store"  # takes part in every group, so that groups can be compa
 GROUPS = {
     "main": (
         "eager-nchw", "eager-channels-last", "compile-blocks", "fused-store", "fused-rebuild",
-        "fused-checkpoint", "eager-graph", "compile-graph", "fused-graph",
+        "fused-checkpoint",
     ),
+    "uncompiled": (
+        "eager-channels-last", "eager-graph", "fused-store", "fused-graph", "fused-rebuild",
+        "fused-checkpoint",
+    ),
+    "compiled": ("fused-store", "fused-graph", "compile-blocks", "compile-graph", "eager-nchw"),
     "memory rivals": (
         "fused-store", "checkpoint-block", "checkpoint-sqrt", "selective-convs",
         "selective-inner-convs", "inplace-abn",
@@ -360,6 +365,9 @@ GROUPS = {
     ),
 }  # fmt: skip
 """Contenders that are timed in turn with one another, in order of importance."""
+
+MAIN_GROUPS = {"cpu": ("main",), "cuda": ("uncompiled", "compiled")}
+"""Who is measured on every network, by device. Compilers for a GPU take minutes: they come last."""
 
 
 WIDE_NETWORKS = (("imagenet-resnet-50", 256), ("imagenet-resnet-200", 64), ("wrn-28-10", 128))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from bench import data
+from bench import data, measure
 from bench.contenders import BY_NAME, Contender, Network, State
 
 QUANTITIES = ("losses", "logits", "gradient")
@@ -111,6 +111,9 @@ def judge(
     Returns:
         Name of the contender to verdict. A contender that fails with an exception is not
         correct, and the verdict says what it raised.
+
+    Raises:
+        DeviceLost: the exception cost this process its GPU.
     """
     network = judged_network(network, dtype)
     state = network.state()
@@ -128,7 +131,10 @@ def judge(
         for contender in bar:
             bar.set_postfix_str(contender.name)
             try:
-                found = run(contender, dtype)
+                with measure.running(contender.name, device):
+                    found = run(contender, dtype)
+            except measure.DeviceLost:
+                raise
             except Exception as error:  # a rival that fails is a result, not the end of the run
                 if contender in eager:
                     raise

@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import datetime
 import json
+import os
 import platform
 import resource
 import shlex
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -61,6 +62,38 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class DeviceLost(RuntimeError):
+    """A kernel failed on a GPU, and so does every later call of this process.
+
+    Args:
+        contender: who ran when it failed.
+        reason: what CUDA says.
+    """
+
+    def __init__(self, contender: str, reason: str) -> None:
+        super().__init__(f"{contender}: {reason}")
+        self.contender, self.reason = contender, reason
+
+
+@contextlib.contextmanager
+def running(contender: str, device: torch.device) -> Iterator[None]:
+    """What `contender` does on `device`; an error that costs this process its GPU is its own.
+
+    Raises:
+        DeviceLost: in place of such an error.
+    """
+    try:
+        yield
+    except DeviceLost:
+        raise
+    except Exception:
+        try:
+            synchronize(device)
+        except RuntimeError as error:
+            raise DeviceLost(contender, str(error).splitlines()[0]) from error
+        raise
+
+
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
     """The time of one call in ms: between CUDA events on a GPU, by the clock on a CPU."""
     if device.type == "cuda":
@@ -83,6 +116,7 @@ def time_in_turn(
     device: torch.device,
     deadline_s: float = float("inf"),
     title: str = "",
+    after_round: Callable[[dict[str, Timing]], None] = lambda times: None,
 ) -> dict[str, Timing]:
     """Times every call once a round, A B C A B C ..., so that drift meets all of them alike.
 
@@ -93,6 +127,7 @@ def time_in_turn(
         deadline_s: value of `time.monotonic()` after which no further round starts; the first
             round is always run.
         title: what the progress bar says.
+        after_round: called with the times so far.
 
     Returns:
         Name to `Timing`.
@@ -104,8 +139,10 @@ def time_in_turn(
                 break
             for name, call in calls.items():
                 bar.set_postfix_str(name)
-                samples[name].append(time_once_ms(call, device))
+                with running(name, device):
+                    samples[name].append(time_once_ms(call, device))
                 bar.update()
+            after_round({name: Timing.of(times) for name, times in samples.items()})
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
@@ -122,7 +159,12 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The short hash of the checked-out commit, with `-dirty` where tracked files differ."""
+    """The short hash of the checked-out commit, with `-dirty` where tracked files differ.
+
+    PREACT_KERNELS_COMMIT says it for a tree without its history.
+    """
+    if os.environ.get("PREACT_KERNELS_COMMIT"):
+        return os.environ["PREACT_KERNELS_COMMIT"]
 
     def git(*args: str) -> str:
         done = subprocess.run(

@@ -5,7 +5,7 @@ import gc
 import itertools
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from bench.correctness import Verdict
 from bench.records import Records, Row
 
 DRIFTED = "the machine drifted"  # begins the note on times that an earlier group's differ from
+UNFINISHED = "stopped before its last round"  # the note on times of a run that was cut short
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 
 
@@ -129,14 +130,22 @@ class Session:
                 tqdm.write(f"  {contender.name} on {judged.name}: {word} ({shown or 'no results'})")
         return {c.name: self.verdicts[c.name, judged] for c in contenders}
 
+    def refuse(self, contender: Contender, network: Network, batch: int, note: str) -> None:
+        """Records that a contender has no right results, and so no time."""
+        row = self.row(contender, network, batch)
+        row.correct, row.note = "no", note
+        row.median_ms = row.p20_ms = row.p80_ms = row.images_per_s = row.x_of_floor = None
+        self.rows.put(row)
+
 
 def measure_group(
     session: Session, contenders: list[Contender], network: Network, batch: int, rounds: int
-) -> None:
+) -> list[str]:
     """Times contenders in turn on one network, and counts what each keeps for the backward.
 
-    A contender whose results are wrong gets a row that says so, and no time. Rows that a resumed
-    run already has are left as they are; the group's anchor is timed again with the rest.
+    A contender whose results are wrong gets a row that says so, and no time; a run that resumes
+    does not try it again. Rows that such a run already has are left as they are; the group's anchor
+    is timed again with the rest. Rows are written after every round.
 
     Args:
         session: what the run shares; rows go to `session.rows`.
@@ -144,11 +153,32 @@ def measure_group(
         network: what is trained.
         batch: images a step.
         rounds: timed steps of each contender.
+
+    Returns:
+        What there was no time for, in words.
+
+    Raises:
+        DeviceLost: a contender failed in a way that cost this process its GPU.
     """
+    contenders = [c for c in contenders if session.row(c, network, batch).correct != "no"]
     if not any(_wanted(session.row(c, network, batch)) for c in contenders):
-        return
+        return []
+    try:
+        return _measure_group(session, contenders, network, batch, rounds)
+    except measure.DeviceLost as lost:
+        (contender,) = (c for c in contenders if c.name == lost.contender)
+        session.refuse(contender, network, batch, f"failed: {lost.reason}")
+        raise
+
+
+def _measure_group(
+    session: Session, contenders: list[Contender], network: Network, batch: int, rounds: int
+) -> list[str]:
     device, dtype = session.device, session.dtype
     verdicts = session.judge(contenders, network)
+    now_s = time.monotonic()
+    last_start_s = now_s + 0.7 * (session.deadline_s - now_s)  # the rest is for times in turn
+    left_out = []
     state = network.state()
     stream = data.batches(session.images, batch, seed=2, size=network.image_size)
     drawn = [next(stream) for _ in range(4)]
@@ -157,53 +187,62 @@ def measure_group(
     for contender in tqdm(contenders, desc=f"{network.name}: first steps", leave=False):
         row = session.row(contender, network, batch)
         verdict = verdicts[contender.name]
-        if row.median_ms is None:
-            row.correct, row.note = verdict.correct, verdict.note
         if not verdict.may_show_speed:
-            row.median_ms = row.p20_ms = row.p80_ms = row.images_per_s = row.x_of_floor = None
-            session.rows.put(row)
+            session.refuse(contender, network, batch, verdict.note)
+            continue
+        if _wanted(row):
+            row.correct, row.note, row.median_ms = verdict.correct, verdict.note, None
+        if steps and time.monotonic() > last_start_s:
+            left_out.append(f"{contender.name} on {network.name}, batch {batch}: no time left")
             continue
         try:
             start_s = time.perf_counter()
-            model = contender.build(network, state, device, dtype)
-            batches = [(contender.input(x, device, dtype), y.to(device)) for x, y in drawn]
-            step = TrainingStep(model, batches, graphed=contender.graphed)
-            step()
-            measure.synchronize(device)
-            first_s = time.perf_counter() - start_s
-            if device.type == "cuda" and not contender.graphed:
-                row.peak_bytes, row.peak_raw_bytes = _gpu_peak(step, device)
+            with measure.running(contender.name, device):
+                model = contender.build(network, state, device, dtype)
+                batches = [(contender.input(x, device, dtype), y.to(device)) for x, y in drawn]
+                step = TrainingStep(model, batches, graphed=contender.graphed)
+                step()
+                measure.synchronize(device)
+                first_s = time.perf_counter() - start_s
+                if device.type == "cuda" and not contender.graphed:
+                    row.peak_bytes, row.peak_raw_bytes = _gpu_peak(step, device)
+        except measure.DeviceLost:
+            raise
         except Exception as error:  # one contender that fails is a result, not the end of the run
-            row.correct, row.note = "no", f"failed: {correctness.first_line(error)}"
-            session.rows.put(row)
+            session.refuse(contender, network, batch, f"failed: {correctness.first_line(error)}")
             continue
-        if row.median_ms is None:
+        if _wanted(row):
             first_step = f"built and first step in {first_s:.1f} s"
             row.note = "; ".join(filter(None, [row.note, first_step]))
+            session.rows.put(row)
         steps[contender.name], rows[contender.name] = step, row
     if not steps:
-        return
-    title = f"{network.name}, batch {batch}"
-    times, drift = _times(session, steps, rows, rounds, title)
+        return left_out
     floor_ms = None
     if session.ceilings is not None:
         cost = floors.network_cost(network, batch, dtype)
         floor_ms = session.ceilings.floor_ms(*cost, dtype)
-    for name, timing in times.items():
-        row = rows[name]
-        if row.median_ms is None:
-            row.set_timing(timing, floor_ms)
-            row.note = "; ".join(filter(None, [row.note, drift]))
-        session.rows.put(row)
+    wanted = {name: row.note for name, row in rows.items() if _wanted(row)}
+
+    def put(times: dict[str, measure.Timing], note: str) -> None:
+        for name, first_note in wanted.items():
+            rows[name].set_timing(times[name], floor_ms)
+            rows[name].note = "; ".join(filter(None, [first_note, note]))
+        session.rows.put(*(rows[name] for name in wanted))
+
+    title = f"{network.name}, batch {batch}"
+    put(*_times(session, steps, rows, rounds, title, lambda times: put(times, UNFINISHED)))
     for contender in contenders:
         if contender.name in steps and rows[contender.name].saved_bytes is None:
             images = contender.input(drawn[0][0], device, dtype)
-            rows[contender.name].saved_bytes = kept_bytes(
-                contender, steps[contender.name].model, images
-            )
+            with measure.running(contender.name, device):
+                rows[contender.name].saved_bytes = kept_bytes(
+                    contender, steps[contender.name].model, images
+                )
             session.rows.put(rows[contender.name])
     steps.clear()
     gc.collect()
+    return left_out
 
 
 def _times(
@@ -212,13 +251,15 @@ def _times(
     rows: dict[str, Row],
     rounds: int,
     title: str,
+    after_round: Callable[[dict[str, measure.Timing]], None],
 ) -> tuple[dict[str, measure.Timing], str]:
     """Times in turn, and a note where the machine is not what it was for an earlier group.
 
     The anchor, timed in every group, tells; a group that meets a drift of over 10% is timed
     once more.
     """
-    before_ms = rows[ANCHOR].median_ms if ANCHOR in rows else None
+    is_anchored = ANCHOR in rows and not _wanted(rows[ANCHOR])
+    before_ms = rows[ANCHOR].median_ms if is_anchored else None
     for _ in range(2):
         now_s = time.monotonic()  # a slow machine takes rounds from a group, not groups from a run
         times = measure.time_in_turn(
@@ -227,6 +268,7 @@ def _times(
             device=session.device,
             deadline_s=now_s + 0.4 * (session.deadline_s - now_s),
             title=title,
+            after_round=after_round,
         )
         if before_ms is None or abs(times[ANCHOR].median_ms / before_ms - 1) <= 0.1:
             return times, ""
@@ -241,7 +283,8 @@ def _times(
 
 
 def _wanted(row: Row) -> bool:
-    return row.median_ms is None and row.correct != "no"
+    is_timed = row.median_ms is not None and UNFINISHED not in row.note
+    return not is_timed and row.correct != "no"
 
 
 def _gpu_peak(step: TrainingStep, device: torch.device) -> tuple[int, int]:

@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import io
 import tarfile
+import time
+import types
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ pytest.importorskip("tabulate")
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
-from bench import data, floors, network, report
-from bench.__main__ import main
+from bench import data, floors, measure, network, report
+from bench.__main__ import LOST, Plan, main
+from bench.__main__ import arguments as parsed
 from bench.contenders import BY_NAME, Contender, Network
 from bench.correctness import judge
 from bench.hotspots import hotspots
@@ -250,6 +253,135 @@ def test_wrong_results_get_no_speed(tmp_path, monkeypatch):
     assert "wrong results on resnet-20: losses deviates" in rows["eager-wrong"].note
     assert "no such thing" in rows["eager-failing"].note
     assert "eager-wrong" not in "".join(report.best_rivals(list(rows.values())))
+
+
+def measured(session, names, monkeypatch, **changed):
+    """What `measure_group` leaves out, and the rows by contender."""
+    contenders = []
+    for name in names:
+        contender = dataclasses.replace(BY_NAME[name], **changed.get(name.replace("-", "_"), {}))
+        monkeypatch.setitem(BY_NAME, name, contender)
+        contenders.append(contender)
+    left_out = network.measure_group(session, contenders, Network(20), 4, rounds=2)
+    return left_out, {r.contender: r for r in read(session.rows.path, Row)}
+
+
+def test_what_there_is_no_time_for_is_named_and_the_rest_is_measured(tmp_path, monkeypatch):
+    session = session_in(tmp_path)
+    session.deadline_s = time.monotonic()
+    names = ["eager-channels-last", "fused-store"]
+    left_out, rows = measured(session, names, monkeypatch)
+    assert left_out == ["fused-store on resnet-20, batch 4: no time left"]
+    assert rows.keys() == {"eager-channels-last"}
+    assert rows["eager-channels-last"].median_ms > 0
+
+
+def test_times_are_saved_after_every_round_and_marked_until_the_last(tmp_path, monkeypatch):
+    session = session_in(tmp_path)
+    notes, put = [], session.rows.put
+    monkeypatch.setattr(
+        session.rows, "put", lambda *rows: (notes.append([r.note for r in rows]), put(*rows))
+    )
+    _, rows = measured(session, ["eager-channels-last", "fused-store"], monkeypatch)
+    rounds = [n for n in notes if any(network.UNFINISHED in note for note in n)]
+    assert len(rounds) == 2
+    assert all(row.note.startswith("built and first step in") for row in rows.values())
+    assert not any(network.UNFINISHED in row.note for row in rows.values())
+
+
+def test_a_run_that_resumes_measures_what_was_stopped_and_not_what_was_wrong(tmp_path, monkeypatch):
+    session = session_in(tmp_path)
+    session.resume = True
+    names = ["eager-channels-last", "fused-store", "fused-rebuild"]
+    _, rows = measured(session, names, monkeypatch)
+    stopped, wrong = rows["fused-store"], rows["fused-rebuild"]
+    session.rows.put(dataclasses.replace(stopped, median_ms=1e9, note=network.UNFINISHED))
+    session.rows.put(dataclasses.replace(wrong, median_ms=None, correct="no", note="failed"))
+    _, again = measured(session, names, monkeypatch)
+    assert again["eager-channels-last"].median_ms == rows["eager-channels-last"].median_ms
+    assert again["fused-store"].median_ms < 1e9
+    assert again["fused-store"].note.startswith("built and first step in")
+    assert (again["fused-rebuild"].median_ms, again["fused-rebuild"].note) == (None, "failed")
+
+
+def lose_the_gpu(monkeypatch):
+    def synchronize(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(measure, "synchronize", synchronize)
+
+
+def test_a_contender_that_costs_the_process_its_gpu_is_named_and_not_tried_again(
+    tmp_path, monkeypatch
+):
+    session = session_in(tmp_path)
+    names = ["eager-channels-last", "fused-store"]
+    with monkeypatch.context() as patch:
+        lose_the_gpu(patch)
+        with pytest.raises(measure.DeviceLost, match="fused-store: CUDA error: an illegal"):
+            measured(session, names, patch, fused_store={"prepare": _fail})
+    _, rows = measured(session, names, monkeypatch)
+    assert rows["eager-channels-last"].median_ms > 0
+    assert rows["fused-store"].median_ms is None
+    assert (
+        rows["fused-store"].note == "failed: CUDA error: an illegal memory access was encountered"
+    )
+
+
+def test_a_call_that_costs_the_process_its_gpu_is_named(monkeypatch):
+    lose_the_gpu(monkeypatch)
+    calls = {"good": lambda: None, "bad": lambda: _fail(None)}
+    with pytest.raises(measure.DeviceLost, match="bad: CUDA error"):
+        time_in_turn(calls, rounds=1, device=CPU)
+
+
+def test_a_lost_gpu_ends_the_run_with_a_status_of_its_own(tmp_path, monkeypatch, capsys):
+    def lost(*arguments, **options):
+        raise measure.DeviceLost("fused-store", "CUDA error")
+
+    monkeypatch.setattr(network, "measure_group", lost)
+    monkeypatch.setattr(measure, "measure_ceilings", lambda device: session_in(tmp_path).ceilings)
+    options = ["--quick", "--device", "cpu", "--out", str(tmp_path / "out"), "--no-plots"]
+    assert main(options) == LOST
+    assert "and all that follows: failed: fused-store: CUDA error" in capsys.readouterr().out
+
+
+def test_the_commit_can_be_said_for_a_tree_without_history(monkeypatch):
+    monkeypatch.setenv("PREACT_KERNELS_COMMIT", "0123456789")
+    assert measure.commit() == "0123456789"
+
+
+def planned(*options, device):
+    """The titles of a run's tasks."""
+    a = parsed(["--device", "cpu", *options])
+    a.device = torch.device(device)
+    a.usable = [c for c in BY_NAME.values() if c.name != "inplace-abn"]
+    ceilings = Ceilings(1000.0, {"float32": 1e5})
+    session = types.SimpleNamespace(
+        device=a.device, dtype=torch.float32, rows=[], verdicts={}, ceilings=ceilings,
+        network=Network.named,
+    )  # fmt: skip
+    return list(Plan(a, session).tasks())
+
+
+def test_on_a_gpu_compilers_come_after_the_rest_of_the_first_batch():
+    tasks = planned("--depths", "1001", "164", "--batch", "128", "64", device="cuda")
+    titles = [task.title for task in tasks]
+    first = [
+        "resnet-1001, batch 128: uncompiled", "resnet-1001, batch 128: compiled",
+        "resnet-1001, batch 64: uncompiled", "resnet-1001, batch 64: compiled",
+        "resnet-1001, batch 128: memory rivals",
+    ]  # fmt: skip
+    assert titles[:5] == first
+    assert tasks[0].needs_s() < 30  # no more than it takes to have a first result
+    assert len(titles) == len(set(titles))
+
+
+def test_on_a_cpu_all_contenders_are_one_group():
+    titles = [task.title for task in planned("--depths", "1001", "--batch", "16", device="cpu")]
+    assert titles[0] == "resnet-1001, batch 16: main"
+    assert not any("compiled" in title for title in titles)
+    assert len(titles) == len(set(titles))
 
 
 def test_a_wide_network_is_judged_on_images_of_its_size(tmp_path):

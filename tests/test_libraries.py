@@ -1,0 +1,66 @@
+"""The compiled libraries load beside this torch, and their schemas are those of the ops above."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from preact_kernels.ops.schema import SCHEMAS
+
+PACKAGE = Path(importlib.util.find_spec("preact_kernels").origin).parent
+# What the ops above have and a library need not: it does convolutions of one geometry, by kernels
+# that add no bias, and leaves to PyTorch what PyTorch does as well.
+OPTIONAL_ARGUMENTS = {"stride", "padding", "dilation", "groups", "conv_bias"}
+OPTIONAL_OPS = {"running_stats_update"}
+LIBRARIES = {
+    "cpu": None if shutil.which("c++") else "no C++ compiler",
+    "cuda": None
+    if torch.version.cuda and (shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc"))
+    else "no nvcc, or a torch without CUDA, beside which the library does not load",
+}
+# In a process of its own: tests/cuda_on_host registers ops of the same names.
+LOAD = """
+import sys
+import torch
+path, namespace, *names = sys.argv[1:]
+torch.ops.load_library(path)
+for name in names:
+    op = getattr(getattr(torch.ops, namespace), name, None)
+    print(name, op and str(op.default._schema).partition("::")[2].partition("(")[2], sep="(")
+"""
+
+
+def arguments_and_results(schema):
+    """`(Tensor x, float eps) -> Tensor` as `[("Tensor", "x"), ("float", "eps")], "Tensor"`."""
+    arguments, results = re.fullmatch(r"\((.*)\) -> (.*)", schema).groups()
+    return [tuple(a.rsplit(" ", 1)) for a in arguments.split(", ")], results
+
+
+@pytest.fixture(params=LIBRARIES)
+def schemas(request):
+    """Name to schema of the library's ops; None for one that it lacks."""
+    library = request.param
+    if LIBRARIES[library]:
+        pytest.skip(LIBRARIES[library])
+    command = [sys.executable, "-c", LOAD, PACKAGE / f"_{library}.so", f"preact_kernels_{library}"]
+    process = subprocess.run([*command, *SCHEMAS], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    found = dict(line.split("(", 1) for line in process.stdout.splitlines())
+    return {name: None if text == "None" else f"({text}" for name, text in found.items()}
+
+
+def test_a_library_loads_and_has_the_ops_above_it_with_their_schemas(schemas):
+    missing = {name for name, schema in schemas.items() if schema is None}
+    assert missing <= OPTIONAL_OPS
+    for name in SCHEMAS.keys() - missing:
+        expected, results = arguments_and_results(SCHEMAS[name])
+        found, found_results = arguments_and_results(schemas[name])
+        assert found_results == results, name
+        lacking = [a for a in expected if a not in found]
+        assert {argument for _, argument in lacking} <= OPTIONAL_ARGUMENTS, name
+        assert found == [a for a in expected if a not in lacking], name
