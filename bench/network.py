@@ -40,42 +40,24 @@ class TrainingStep:
             model.parameters(), LEARNING_RATE, MOMENTUM, weight_decay=WEIGHT_DECAY, foreach=True
         )
         self.batches: Iterator[tuple[Tensor, Tensor]] = itertools.cycle(batches)
-        self.graph = None
+        self.captured = None
         if graphed:
-            self._capture()
+            self.captured = pk.graphed_step(model, _loss, self.optimizer, *batches[0])
 
-    def _step(self, images: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model(images)
-        loss = F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels)
+    def __call__(self) -> Tensor:
+        """One step on the next batch; returns its loss."""
+        images, labels = next(self.batches)
+        if self.captured is not None:
+            return self.captured(images, labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = _loss(self.model(images), labels)
         loss.backward()
         self.optimizer.step()
         return loss.detach()
 
-    def _capture(self) -> None:
-        images, labels = next(self.batches)
-        self.images, self.labels = images.clone(), labels.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.optimizer.zero_grad(set_to_none=True)
-                self._step(self.images, self.labels)
-        torch.cuda.current_stream().wait_stream(side)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.loss = self._step(self.images, self.labels)
 
-    def __call__(self) -> Tensor:
-        """One step on the next batch; returns its loss, a tensor that the next call may reuse."""
-        images, labels = next(self.batches)
-        if self.graph is not None:
-            self.images.copy_(images)
-            self.labels.copy_(labels)
-            self.graph.replay()
-            return self.loss
-        self.optimizer.zero_grad(set_to_none=True)
-        return self._step(images, labels)
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, labels)
 
 
 @dataclasses.dataclass
