@@ -30,7 +30,10 @@ TELLING = (
     "test_preact_block", "test_running_statistics", "test_determinism", "test_training",
 )  # fmt: skip
 """Tests that a GPU tells most about, the most telling first."""
-WITHOUT_GPU = ("test_cuda_on_host", "test_cuda_build", "test_versions", "test_bench")
+WITHOUT_GPU = (
+    "test_cuda_on_host", "test_cuda_build", "test_versions", "test_bench", "test_gpu_report",
+    "test_lost_gpu",
+)  # fmt: skip
 """Tests of which a GPU tells nothing."""
 
 LOAD = f"""
@@ -132,7 +135,10 @@ class Report:
         if importlib.util.find_spec("xdist"):
             processes = ["-n", str(min(8, os.cpu_count() or 1))]  # they share one GPU
         files = [f"tests/{name}.py" for name in names]
-        options = ["-q", "-rs", "-p", "no:cacheprovider", "-m", "not slow", *processes]
+        options = [
+            "-q", "-rs", "--tb", "short", "--maxfail", "200", "-p", "no:cacheprovider",
+            "-m", "not slow", *processes,
+        ]  # fmt: skip
         self.run(part, [sys.executable, "-m", "pytest", *options, *files], seconds)
 
     def bench(self, seconds: float, options: Sequence[str]) -> None:

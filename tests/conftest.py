@@ -18,6 +18,7 @@ from preact_kernels.kernels import cuda
 from preact_kernels.ops import backend as backends
 from tests.cases import SERVED_DTYPES, device_of
 from tests.cuda_on_host import serve_cpu
+from tests.lost_gpu import pytest_runtest_makereport as pytest_runtest_makereport
 
 IS_CUDA_ON_HOST = serve_cpu.install()  # before the backends are counted
 IS_INTERPRETED = backends._IS_TRITON_INTERPRETED
