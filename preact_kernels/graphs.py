@@ -78,20 +78,19 @@ class _CapturedStep(_Step):
         self.constants = [_constants(group) for group in self.optimizer.param_groups]
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.graph = torch.cuda.CUDAGraph()
-        with _errors_named(), _captured(self.graph, device):
+        with _capture_errors(), _capture(self.graph, device):
             self.loss = self._whole()
         self.optimizer_state = self.optimizer.state
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         self.captured_gradients = [(p, p.grad) for p in trained]
 
     def _whole(self) -> Tensor:
-        # Without autocast's cache of weights, which would hold copies made outside the graph.
-        with torch.autocast(
-            "cuda",
-            torch.get_autocast_dtype("cuda"),
-            torch.is_autocast_enabled("cuda"),
-            cache_enabled=False,
-        ):
+        without_cache = contextlib.nullcontext()
+        if torch.is_autocast_enabled("cuda"):
+            # Autocast's cache of weights would hold copies made outside the graph.
+            dtype = torch.get_autocast_dtype("cuda")
+            without_cache = torch.autocast("cuda", dtype, cache_enabled=False)
+        with without_cache:
             loss = self.gradients(self.static["input"], self.static["target"])
         if self.scaler is None:
             self.update()
@@ -102,14 +101,16 @@ class _CapturedStep(_Step):
         side.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(side), warnings.catch_warnings():
-                # Of a prototype (`set_sync_debug_mode`), and of capturable=True without a capture.
-                warnings.simplefilter("ignore")
+                for message in (".*constructed with capturable=True", "Synchronization debug mode"):
+                    warnings.filterwarnings("ignore", message)
                 for _ in range(_WARM_UP_STEPS):
                     self.optimizer.zero_grad(set_to_none=True)
                     self._whole()
                 self.optimizer.zero_grad(set_to_none=True)
-                with _errors_named(), _no_synchronization():
-                    self._whole()
+                # nn.SyncBatchNorm synchronises, but not while it is captured.
+                if not any(isinstance(m, nn.SyncBatchNorm) for m in self.model.modules()):
+                    with _capture_errors(), _no_synchronization():
+                        self._whole()
                 self.optimizer.zero_grad(set_to_none=True)  # the graph's gradients are its own
         finally:
             torch.cuda.current_stream(device).wait_stream(side)
@@ -160,23 +161,25 @@ class _CapturedStep(_Step):
 
 
 @contextlib.contextmanager
-def _errors_named() -> Iterator[None]:
-    """What a capture does not allow, raised as a `ValueError` that names the arguments."""
+def _capture_errors() -> Iterator[None]:
+    """Raises what a capture does not allow as a `ValueError` that names the arguments."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        # Of a capture that broke, the last error is that it cannot be ended.
+        first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         raise ValueError(
             "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
             "(nothing read back to the host, such as .item(), and no synchronisation), got "
-            f"{str(error).splitlines()[0]}"
+            f"{str(first).splitlines()[0]}"
         ) from error
 
 
 @contextlib.contextmanager
 def _no_synchronization() -> Iterator[None]:
-    """A synchronisation raises `RuntimeError` here, before it can break a capture."""
+    """Makes a synchronisation of any thread a `RuntimeError`, before it can break a capture."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -185,8 +188,11 @@ def _no_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
+_broken_graphs: list[torch.cuda.CUDAGraph] = []  # allocators may still refer to them
+
+
 @contextlib.contextmanager
-def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+def _capture(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
     """Captures the body. After an error, stream, allocator and generator are usable again."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.current_stream(device)
@@ -195,10 +201,12 @@ def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[Non
             yield
     except BaseException:
         if torch.cuda.current_stream(device) != stream:  # `torch.cuda.graph` could not end it
+            _broken_graphs.append(graph)
             torch.cuda.set_stream(stream)
             end_allocation_to_pool(stream.device_index, pool)
-            generator = torch.cuda.default_generators[stream.device_index]
-            generator.graphsafe_set_state(generator.clone_state())  # a clone is not capturing
+            # The end of another capture is what tells the generator that none is under way.
+            with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device=device)
         raise
 
 

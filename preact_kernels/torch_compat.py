@@ -1,12 +1,13 @@
-"""The versions of torch that are served, and its private names that are used."""
+"""The oldest torch that works, and private functions of torch."""
 
 import contextlib
+import re
 
 import torch
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
     raise ImportError(
         f"preact_kernels needs torch {'.'.join(map(str, OLDEST_TORCH))} or later, "
         f"got torch {torch.__version__}"
@@ -15,6 +16,6 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
 
 def end_allocation_to_pool(device_index: int, pool: tuple[int, int]) -> None:
     """Ends allocation to the memory pool of a CUDA graph capture that broke, and frees the pool."""
-    with contextlib.suppress(RuntimeError):  # where the capture had ended it
-        torch._C._cuda_endAllocateToPool(device_index, pool)
-        torch._C._cuda_releasePool(device_index, pool)
+    for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):  # where the capture had done it
+            end(device_index, pool)
