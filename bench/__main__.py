@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import gc
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -302,17 +303,29 @@ class Plan:
         return []
 
 
-def run(plan: Plan, session: Session) -> tuple[list[str], bool]:
+def run(plan: Plan, session: Session, lost_tasks: Path) -> tuple[list[str], bool]:
     """Runs the tasks that fit into the time limit.
+
+    Args:
+        plan: makes the tasks.
+        session: what they share.
+        lost_tasks: a file of the titles that a run which resumes must not try again: they cost an
+            earlier one its GPU, by no contender that has a row to say so.
 
     Returns:
         What was left out, and why; and whether a failed kernel cost this process its GPU.
     """
     left_out = []
     tasks = list(plan.tasks())
+    if not session.resume:
+        lost_tasks.unlink(missing_ok=True)
+    lost_before = lost_tasks.read_text().splitlines() if lost_tasks.exists() else []
     with tqdm(tasks, desc="bench", unit="task") as bar:
         for task in bar:
             bar.set_postfix_str(task.title)
+            if task.title in lost_before:
+                left_out.append(f"{task.title}: {FAILED}: it cost an earlier run its GPU")
+                continue
             left_s, needs_s = session.deadline_s - time.monotonic(), task.needs_s()
             if needs_s > left_s:
                 left_out.append(
@@ -325,6 +338,9 @@ def run(plan: Plan, session: Session) -> tuple[list[str], bool]:
                     left_out += task.run() or []
             except measure.DeviceLost as lost:
                 left_out.append(f"{task.title}, and all that follows: {FAILED}: {lost}")
+                if lost.contender == task.title:
+                    with lost_tasks.open("a") as file:
+                        file.write(f"{task.title}\n")
                 return left_out, True
             except Exception as error:  # the rest is worth having; the exit status tells
                 left_out.append(f"{task.title}: {FAILED}: {first_line(error)}")
@@ -396,7 +412,7 @@ def main(given: Sequence[str] | None = None) -> int:
     session.curves.write()
     is_lost = False
     try:
-        left_out, is_lost = run(Plan(a, session), session)
+        left_out, is_lost = run(Plan(a, session), session, a.out / f"{stem}-lost.txt")
     except KeyboardInterrupt:
         left_out = ["the rest: stopped by hand; --resume goes on from here"]
     show(machine.device, a.out, with_plots=not a.no_plots)
@@ -404,7 +420,11 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"left out: {line}")
     if left_out:
         print("--resume measures what was left out; --time-limit SECONDS gives it more time")
-    wrong = [r for r in session.rows if r.correct == "no" and BY_NAME[r.contender].fused]
+    wrong = [
+        r
+        for r in session.rows
+        if r.correct == "no" and r.commit == machine.commit and BY_NAME[r.contender].fused
+    ]
     for row in wrong:
         print(f"WRONG: {row.contender} on {row.case}: {row.note}")
     print(f"{time.monotonic() - start_s:.0f} s; results in {session.rows.path}")
@@ -414,4 +434,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == LOST:  # what the interpreter does at its end would meet the same error
+        sys.stdout.flush()
+        os._exit(LOST)
+    sys.exit(status)

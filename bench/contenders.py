@@ -354,7 +354,8 @@ GROUPS = {
         "eager-channels-last", "eager-graph", "fused-store", "fused-graph", "fused-rebuild",
         "fused-checkpoint",
     ),
-    "compiled": ("fused-store", "fused-graph", "compile-blocks", "compile-graph", "eager-nchw"),
+    "compiled": ("fused-store", "eager-nchw", "compile-blocks"),
+    "compiled and captured": ("fused-store", "fused-graph", "compile-graph"),
     "memory rivals": (
         "fused-store", "checkpoint-block", "checkpoint-sqrt", "selective-convs",
         "selective-inner-convs", "inplace-abn",
@@ -366,7 +367,7 @@ GROUPS = {
 }  # fmt: skip
 """Contenders that are timed in turn with one another, in order of importance."""
 
-MAIN_GROUPS = {"cpu": ("main",), "cuda": ("uncompiled", "compiled")}
+MAIN_GROUPS = {"cpu": ("main",), "cuda": ("uncompiled", "compiled", "compiled and captured")}
 """Who is measured on every network, by device. Compilers for a GPU take minutes: they come last."""
 
 

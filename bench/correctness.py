@@ -77,6 +77,7 @@ def results(
     losses = F.cross_entropy(wide, labels.to(device), reduction="none")
     losses.mean().backward()
     gradient = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    measure.synchronize(device)  # so that a kernel that fails is this contender's
     return losses.detach().double(), logits.detach().double(), gradient
 
 
@@ -123,7 +124,8 @@ def judge(
         return results(contender, network, state, images, labels, device, in_dtype)
 
     eager = [BY_NAME["eager-nchw"], BY_NAME["eager-channels-last"]]
-    truth = run(eager[0], torch.float64)
+    with measure.running(eager[0].name, device):
+        truth = run(eager[0], torch.float64)
     own: dict[str, tuple[float, ...]] = {}
     verdicts = {}
     order = [*eager, *(c for c in contenders if c not in eager)]

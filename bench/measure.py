@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -158,10 +159,20 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """The short hash of the checked-out commit, with `-dirty` where tracked files differ.
+def source_digest() -> str:
+    """A short hash of all sources."""
+    digest = hashlib.sha256()
+    patterns = ("preact_kernels/**/*.py", "csrc/**/*.*", "bench/*.py", "setup.py")
+    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:10]
 
-    PREACT_KERNELS_COMMIT says it for a tree without its history.
+
+def commit() -> str:
+    """The short hash of the checked-out commit, or of the sources where they are not a commit's.
+
+    `1a2b3c4d5e`, `1a2b3c4d5e-dirty-0f1e2d3c4b` where tracked files differ, `sources-0f1e2d3c4b` for
+    a tree without its history, of which PREACT_KERNELS_COMMIT can say the commit.
     """
     if os.environ.get("PREACT_KERNELS_COMMIT"):
         return os.environ["PREACT_KERNELS_COMMIT"]
@@ -177,8 +188,10 @@ def commit() -> str:
         # Results are written while the commit is measured, and are not what is measured.
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return (head + ("-dirty" if changed else "")) if head else "unknown"
+        head = ""
+    if not head:
+        return f"sources-{source_digest()}"
+    return f"{head}-dirty-{source_digest()}" if changed else head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +208,7 @@ class Machine:
     def of(cls, device: torch.device, command: str | None = None) -> "Machine":
         """The facts of this process on `device`."""
         import preact_kernels as pk
+        from preact_kernels.ops import backend
 
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
@@ -202,6 +216,8 @@ class Machine:
             threads = torch.get_num_threads()
             capability = torch.backends.cpu.get_cpu_capability()
             name = f"{cpu_model()} {capability} ({threads} thread{'s' if threads > 1 else ''})"
+        if backend.current() != "auto":  # measured beside the default, not in its place
+            name += f", backend {backend.current()}"
         versions = [
             f"torch {torch.__version__}",
             f"python {platform.python_version()}",

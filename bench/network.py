@@ -113,11 +113,16 @@ class Session:
         return {c.name: self.verdicts[c.name, judged] for c in contenders}
 
     def refuse(self, contender: Contender, network: Network, batch: int, note: str) -> None:
-        """Records that a contender has no right results, and so no time."""
+        """Records that a contender has wrong results or none, and so no time."""
         row = self.row(contender, network, batch)
         row.correct, row.note = "no", note
         row.median_ms = row.p20_ms = row.p80_ms = row.images_per_s = row.x_of_floor = None
         self.rows.put(row)
+
+    def fail(self, contender: Contender, network: Network, batch: int, reason: str) -> None:
+        """Records that a contender failed, unless it has a time from before."""
+        if _wanted(self.row(contender, network, batch)):
+            self.refuse(contender, network, batch, f"failed: {reason}")
 
 
 def measure_group(
@@ -148,8 +153,9 @@ def measure_group(
     try:
         return _measure_group(session, contenders, network, batch, rounds)
     except measure.DeviceLost as lost:
-        (contender,) = (c for c in contenders if c.name == lost.contender)
-        session.refuse(contender, network, batch, f"failed: {lost.reason}")
+        for contender in contenders:
+            if contender.name == lost.contender:
+                session.fail(contender, network, batch, lost.reason)
         raise
 
 
@@ -191,7 +197,8 @@ def _measure_group(
         except measure.DeviceLost:
             raise
         except Exception as error:  # one contender that fails is a result, not the end of the run
-            session.refuse(contender, network, batch, f"failed: {correctness.first_line(error)}")
+            session.fail(contender, network, batch, correctness.first_line(error))
+            left_out.append(f"{contender.name} on {network.name}, batch {batch}: {error}")
             continue
         if _wanted(row):
             first_step = f"built and first step in {first_s:.1f} s"
@@ -221,6 +228,7 @@ def _measure_group(
                 rows[contender.name].saved_bytes = kept_bytes(
                     contender, steps[contender.name].model, images
                 )
+                measure.synchronize(device)
             session.rows.put(rows[contender.name])
     steps.clear()
     gc.collect()

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from bench import plots
 from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival
 from bench.measure import MIB, ROOT
-from bench.network import DRIFTED
+from bench.network import DRIFTED, UNFINISHED
 from bench.records import CurvePoint, Row, read
 
 BLOCKS = ("network", "memory", "training", "ops")
@@ -85,11 +85,11 @@ def network_table(rows: Sequence[Row], form: str = "github") -> str:
             times = r.note.split(":")[0]
             if timed:
                 times = f"{r.median_ms:,.1f} ({r.p20_ms:,.1f}-{r.p80_ms:,.1f})"
-            ratio = r.median_ms / anchor if timed and anchor and DRIFTED not in r.note else None
+            doubts = [d for d in (DRIFTED, UNFINISHED) if d in r.note]
+            ratio = r.median_ms / anchor if timed and anchor and not doubts else None
             if r.correct == "another function":
                 times += ", another function"
-            if DRIFTED in r.note:
-                times += f", {DRIFTED}"
+            times += "".join(f", {doubt}" for doubt in doubts)
             lines.append(
                 [r.case, r.batch, r.dtype, r.contender, times, _number(ratio, ".2f"),
                  _number(r.images_per_s), _number(r.x_of_floor, ".2f")]
@@ -166,8 +166,8 @@ def ops_table(rows: Sequence[Row], form: str = "github") -> str:
 
 
 def comparable(row: Row) -> bool:
-    """Whether a time is of right results, and from a group that met no drift of the machine."""
-    return row.correct == "yes" and DRIFTED not in row.note
+    """Whether a time is of right results, of all rounds, and met no drift of the machine."""
+    return row.correct == "yes" and DRIFTED not in row.note and UNFINISHED not in row.note
 
 
 def best_rivals(rows: Sequence[Row]) -> list[str]:

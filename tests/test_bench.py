@@ -16,7 +16,8 @@ pytest.importorskip("tabulate")
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
-from bench import data, floors, measure, network, report
+import preact_kernels as pk
+from bench import data, floors, measure, network, report, training
 from bench.__main__ import LOST, Plan, main
 from bench.__main__ import arguments as parsed
 from bench.contenders import BY_NAME, Contender, Network
@@ -304,11 +305,19 @@ def test_a_run_that_resumes_measures_what_was_stopped_and_not_what_was_wrong(tmp
     assert (again["fused-rebuild"].median_ms, again["fused-rebuild"].note) == (None, "failed")
 
 
-def lose_the_gpu(monkeypatch):
-    def synchronize(device):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+class LostGPU:
+    """After `stray`, a device that reports an error whenever it is waited for."""
 
-    monkeypatch.setattr(measure, "synchronize", synchronize)
+    def __init__(self, monkeypatch):
+        self.is_lost = False
+        monkeypatch.setattr(measure, "synchronize", self.synchronize)
+
+    def stray(self, model=None):
+        self.is_lost = True
+
+    def synchronize(self, device):
+        if self.is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
 
 def test_a_contender_that_costs_the_process_its_gpu_is_named_and_not_tried_again(
@@ -317,38 +326,104 @@ def test_a_contender_that_costs_the_process_its_gpu_is_named_and_not_tried_again
     session = session_in(tmp_path)
     names = ["eager-channels-last", "fused-store"]
     with monkeypatch.context() as patch:
-        lose_the_gpu(patch)
+        gpu = LostGPU(patch)
         with pytest.raises(measure.DeviceLost, match="fused-store: CUDA error: an illegal"):
-            measured(session, names, patch, fused_store={"prepare": _fail})
+            measured(session, names, patch, fused_store={"prepare": gpu.stray})
     _, rows = measured(session, names, monkeypatch)
     assert rows["eager-channels-last"].median_ms > 0
     assert rows["fused-store"].median_ms is None
-    assert (
-        rows["fused-store"].note == "failed: CUDA error: an illegal memory access was encountered"
-    )
+    assert rows["fused-store"].note.startswith("failed: CUDA error: an illegal memory access")
+
+
+def test_a_contender_that_fails_later_keeps_the_time_that_it_has(tmp_path, monkeypatch):
+    session = session_in(tmp_path)
+    _, before = measured(session, ["eager-channels-last", "fused-store"], monkeypatch)
+    names = ["fused-store", "fused-rebuild"]
+    verdicts = session.verdicts
+
+    def fail(model):
+        if len(verdicts) == 3:  # all were judged
+            raise RuntimeError("out of memory")
+
+    left_out, rows = measured(session, names, monkeypatch, fused_store={"prepare": fail})
+    assert left_out == ["fused-store on resnet-20, batch 4: out of memory"]
+    assert rows["fused-store"].median_ms == before["fused-store"].median_ms
+    assert rows["fused-rebuild"].median_ms > 0
 
 
 def test_a_call_that_costs_the_process_its_gpu_is_named(monkeypatch):
-    lose_the_gpu(monkeypatch)
-    calls = {"good": lambda: None, "bad": lambda: _fail(None)}
+    gpu = LostGPU(monkeypatch)
+
+    def bad():
+        gpu.stray()
+        raise RuntimeError("CUDA error")
+
     with pytest.raises(measure.DeviceLost, match="bad: CUDA error"):
-        time_in_turn(calls, rounds=1, device=CPU)
+        time_in_turn({"good": lambda: None, "bad": bad}, rounds=1, device=CPU)
 
 
-def test_a_lost_gpu_ends_the_run_with_a_status_of_its_own(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def quick_main(tmp_path, monkeypatch):
+    """Runs `main` on two shallow networks, with ceilings that take no time."""
+    ceilings = session_in(tmp_path).ceilings
+    monkeypatch.setattr(measure, "measure_ceilings", lambda device: ceilings)
+    options = ["--quick", "--device", "cpu", "--out", str(tmp_path / "out"), "--no-plots"]
+    return lambda *more: main([*options, *more])
+
+
+def test_a_lost_gpu_ends_the_run_with_a_status_of_its_own(quick_main, monkeypatch, capsys):
     def lost(*arguments, **options):
         raise measure.DeviceLost("fused-store", "CUDA error")
 
     monkeypatch.setattr(network, "measure_group", lost)
-    monkeypatch.setattr(measure, "measure_ceilings", lambda device: session_in(tmp_path).ceilings)
-    options = ["--quick", "--device", "cpu", "--out", str(tmp_path / "out"), "--no-plots"]
-    assert main(options) == LOST
+    assert quick_main() == LOST
     assert "and all that follows: failed: fused-store: CUDA error" in capsys.readouterr().out
+
+
+def test_a_part_that_costs_the_process_its_gpu_is_not_tried_again(quick_main, monkeypatch, capsys):
+    gpu = LostGPU(monkeypatch)
+    ran = []
+
+    def measure_group(session, contenders, net, batch, rounds):
+        gpu.is_lost = False
+        ran.append(net.name)
+        if net.depth == 29:
+            gpu.stray()
+            raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(network, "measure_group", measure_group)
+    monkeypatch.setattr(training, "measure_curves", lambda *a, **o: None)
+    assert quick_main() == LOST
+    gpu.is_lost = False
+    assert quick_main("--resume") == LOST  # another part of the same network
+    gpu.is_lost = False
+    assert quick_main("--resume") == 1
+    assert ran == ["resnet-29", "resnet-29", "resnet-20"]
+    assert "resnet-29, batch 16: main: failed: it cost an earlier run" in capsys.readouterr().out
 
 
 def test_the_commit_can_be_said_for_a_tree_without_history(monkeypatch):
     monkeypatch.setenv("PREACT_KERNELS_COMMIT", "0123456789")
     assert measure.commit() == "0123456789"
+
+
+def test_without_history_the_commit_is_a_hash_of_the_sources(tmp_path, monkeypatch):
+    monkeypatch.delenv("PREACT_KERNELS_COMMIT", raising=False)
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    source = tmp_path / "csrc" / "kernel.cu"
+    source.parent.mkdir()
+    found = []
+    for text in ("one", "two", "one"):
+        source.write_text(text)
+        found.append(measure.commit())
+    assert found[0] == found[2] != found[1]
+    assert all(f.startswith("sources-") for f in found)
+
+
+def test_a_backend_that_is_named_is_measured_beside_the_default():
+    with pk.use_backend("reference"):
+        named = Machine.of(CPU)
+    assert named.device == f"{Machine.of(CPU).device}, backend reference"
 
 
 def planned(*options, device):
@@ -369,10 +444,11 @@ def test_on_a_gpu_compilers_come_after_the_rest_of_the_first_batch():
     titles = [task.title for task in tasks]
     first = [
         "resnet-1001, batch 128: uncompiled", "resnet-1001, batch 128: compiled",
-        "resnet-1001, batch 64: uncompiled", "resnet-1001, batch 64: compiled",
+        "resnet-1001, batch 128: compiled and captured", "resnet-1001, batch 64: uncompiled",
+        "resnet-1001, batch 64: compiled", "resnet-1001, batch 64: compiled and captured",
         "resnet-1001, batch 128: memory rivals",
     ]  # fmt: skip
-    assert titles[:5] == first
+    assert titles[:7] == first
     assert tasks[0].needs_s() < 30  # no more than it takes to have a first result
     assert len(titles) == len(set(titles))
 
