@@ -3,20 +3,20 @@
 # make compile-triton
 #                  every Triton kernel compiled for GPUs that need not be here, and a report
 # make check-oldest
-#                  the package as a user installs it, beside the oldest torch that is served, in an
-#                  environment of its own (5 GB): both libraries loaded, then the quick tests
+#                  installs the package with the oldest torch, in an environment of its own (5 GB),
+#                  loads both libraries, and runs the quick tests
 # make check-torch TORCH=2.12.1
-#                  the same with another torch; make check-newest with the newest that is tested
-# make check-gpu   the CUDA kernels' tests under compute-sanitizer, on a GPU: stray accesses, races;
-#                  SANITIZERS="memcheck" chooses
+#                  the same with another torch; make check-newest with the newest that was tested
+# make check-gpu   the CUDA kernels' tests under compute-sanitizer, on a GPU: memory errors, races;
+#                  SANITIZERS="memcheck" selects tools
 # make bench       the benchmarks
 # make report      the README's tables and plots out of bench/results/
 # make lint        ruff and clang-format, changing nothing
 # make format      the same, changing files
 # make gpu-report OUT=folder
 #                  build, quick tests, benchmarks and the hottest kernels, saved in a folder
-#                  (bench/gpu_report.py); ARGS="--resume folder" goes on from an earlier one
-# Those on a GPU use $(PYTHON) as it is, with torch and pytest already installed, and no network.
+#                  (bench/gpu_report.py); ARGS="--resume folder" keeps what that folder has
+# check-gpu and gpu-report use $(PYTHON) as it is, with torch and pytest installed, and no network.
 # make clean       removes what was built, keeps the virtual environment
 #
 # ARGS="..." goes to pytest, to the benchmarks or to the report.
@@ -56,6 +56,7 @@ BENCH_SECONDS ?= 560
 START := $(shell date +%s)
 
 SANITIZERS ?= memcheck racecheck synccheck
+SANITIZER_SECONDS ?= 170
 
 .PHONY: test test-full compile-triton cuda-on-host check-oldest check-newest check-torch check-gpu \
   bench report lint format gpu-report clean
@@ -84,8 +85,8 @@ check-oldest:
 check-newest:
 	@$(MAKE) check-torch TORCH=$(NEWEST_TORCH)
 
-# In a copy of the tree, so that nothing that was built for another torch is found. Left out are
-# the tests of what does not depend on torch: nvcc's report, linked versions, benchmarks' arithmetic.
+# In a copy of the tree, so that nothing that was built with another torch is found. Without
+# test_cuda_build.py, which reads what nvcc says of sources that do not depend on torch.
 CHECK := $(VENV)-torch-$(TORCH)
 CHECK_PYTHON := $(abspath $(CHECK))/bin/python
 check-torch: $(CHECK)/.requirements
@@ -93,10 +94,10 @@ check-torch: $(CHECK)/.requirements
 	@git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar -x -C $(CHECK)/tree
 	@echo "Building against torch $(TORCH)"
 	@cd $(CHECK)/tree && PATH="$(abspath $(CHECK))/bin:$$PATH" \
-	  $(CHECK_PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+	  $(CHECK_PYTHON) -m pip install -q --no-build-isolation -e .
 	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -q -rs tests/test_libraries.py
 	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -n $(JOBS) -m "not slow" \
-	  --ignore tests/test_cuda_build.py --ignore tests/test_bench.py $(ARGS)
+	  --ignore tests/test_cuda_build.py $(ARGS)
 
 $(VENV)-torch-%/.requirements: requirements-test.txt
 	@echo "Installing torch $* in $(VENV)-torch-$*"
@@ -105,15 +106,16 @@ $(VENV)-torch-%/.requirements: requirements-test.txt
 	  torch==$* "setuptools>=77" -r requirements-test.txt
 	@touch $@
 
-# Without caching, memory that a kernel strays from is not some other tensor's.
+# Without caching, tensors do not share blocks of memory, and an access past the end of one is seen.
 check-gpu:
-	@for tool in $(SANITIZERS); do \
-	  echo "compute-sanitizer --tool $$tool"; \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(PYTHON) -m pytest -q -rs -p no:cacheprovider -p no:xdist \
+	@failed=; for tool in $(SANITIZERS); do \
+	  echo "compute-sanitizer --tool $$tool, $(SANITIZER_SECONDS) s at most"; \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT -k 20 $(SANITIZER_SECONDS) \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(PYTHON) -m pytest -q -rfEs --tb short -p no:cacheprovider -p no:xdist \
 	    -m "not slow and not not_under_sanitizer" tests/test_cuda.py tests/test_cuda_conv.py \
-	    $(ARGS) || exit 1; \
-	done
+	    $(ARGS) || failed="$$failed $$tool (exit status $$?)"; \
+	done; test -z "$$failed" || { echo "not passed:$$failed; 124 is out of time" >&2; exit 1; }
 
 # What setting up took is taken from the time to measure.
 bench: $(BUILD)

@@ -4,9 +4,9 @@ PREACT_KERNELS_NATIVE=0 compiles nothing. PREACT_KERNELS_CUDA=0 leaves the CUDA 
 insists on it; by default it is built where nvcc is found. Neither needs a GPU or the network.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shlex
@@ -161,6 +161,6 @@ def native_settings():
 
 
 require("setuptools", setuptools.__version__, OLDEST_SETUPTOOLS)
-if importlib.util.find_spec("torch"):
+with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     require("torch", importlib.metadata.version("torch"), OLDEST_TORCH)
 setup(**native_settings())

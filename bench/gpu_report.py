@@ -1,40 +1,50 @@
 """Everything that one run on a GPU machine has to bring back: `python -m bench.gpu_report FOLDER`.
 
-The machine's Python is used as it is, with torch, pytest and what the benchmarks need; no network.
-In order: the compiled libraries (those that are there, if they were made of these sources, or a
-build), the tests that a GPU tells most about, the benchmarks, the hottest kernels, and the other
-tests if time is left. FOLDER gets `summary.txt` (a line a part), `log.txt` (what every part
-printed) and the CSV files of the benchmarks, all written as they come. A part that fails or runs
-out of time stops no other. `python -m bench.report --results FOLDER` makes tables and plots.
+Uses the machine's Python as it is, with torch, pytest and what the benchmarks need, and no network.
+In order: the compiled libraries (built before from the same sources, or built now), the tests that
+need a GPU most, the benchmarks, the CUDA library beside the default backend, the hottest kernels,
+and the other tests if time is left. FOLDER gets `summary.txt` (a line a part), `log.txt` (what
+every part printed) and the CSV files of the benchmarks, all written while the parts run. A part
+that fails or runs out of time stops no other. `python -m bench.report --results FOLDER` makes
+tables and plots.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from bench.__main__ import LOST
 from bench.measure import ROOT
 
 LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.so")]
-LISTING = ROOT / "build" / "libraries.sha256"  # libraries and their sources, for sha256sum
+LISTING = ROOT / "build" / "libraries.sha256"  # hashes of the libraries and their sources
 TELLING = (
-    "test_cuda", "test_cuda_conv", "test_triton", "test_graphs", "test_bn_stats", "test_bn_relu",
-    "test_bn_relu_conv", "test_residual_add", "test_preact_stage", "test_memory_mode",
-    "test_preact_block", "test_running_statistics", "test_determinism", "test_training",
+    ("test_cuda", "test_cuda_conv"),
+    ("test_triton", "test_graphs"),
+    ("test_bn_stats", "test_bn_relu", "test_bn_relu_conv", "test_residual_add"),
+    ("test_preact_stage", "test_memory_mode", "test_preact_block", "test_running_statistics",
+     "test_determinism", "test_training"),
 )  # fmt: skip
-"""Tests that a GPU tells most about, the most telling first."""
+"""Tests that need a GPU most, the most telling first; a group is one run of pytest."""
 WITHOUT_GPU = (
     "test_cuda_on_host", "test_cuda_build", "test_versions", "test_bench", "test_gpu_report",
     "test_lost_gpu",
 )  # fmt: skip
-"""Tests of which a GPU tells nothing."""
+"""Tests that a GPU does not change."""
+GRACE_SECONDS = 20  # for a part that was interrupted
+LOG_BYTES = 12 * 2**20
 
 LOAD = f"""
 import sys
@@ -45,24 +55,26 @@ import preact_kernels as pk
 print("torch", torch.__version__, "with the backends", *pk.available_backends())
 sys.exit(torch.cuda.is_available() and "cuda" not in pk.available_backends())
 """
-"""Loads the libraries, that of CUDA if torch has it; fails if a GPU that is there is not served."""
+"""Loads the libraries, that of CUDA if torch has it; fails if it does not serve the GPU."""
+
+
+def listing() -> bytes:
+    """Hashes of the libraries and of everything that they are built from."""
+    sources = sorted(str(p) for p in (ROOT / "csrc").rglob("*") if p.is_file())
+    paths = [*sources, ROOT / "setup.py", ROOT / "pyproject.toml", *LIBRARIES]
+    names = [os.path.relpath(path, ROOT) for path in paths]
+    return subprocess.run(["sha256sum", *names], cwd=ROOT, capture_output=True, check=False).stdout
 
 
 def is_built() -> bool:
-    """Whether the libraries were made of these sources (`list_libraries`), and load."""
-    commands = (["sha256sum", "--check", "--status", str(LISTING)], [sys.executable, "-c", LOAD])
-    return LISTING.exists() and not any(
-        subprocess.run(c, cwd=ROOT, capture_output=True, check=False).returncode for c in commands
-    )
-
-
-def list_libraries() -> None:
-    """Notes what the libraries were made of, so that a later run can take them as they are."""
-    sources = sorted(str(p) for p in (ROOT / "csrc").rglob("*") if p.is_file())
-    names = [os.path.relpath(p, ROOT) for p in [*sources, ROOT / "setup.py", *LIBRARIES]]
-    done = subprocess.run(["sha256sum", *names], cwd=ROOT, capture_output=True, check=True)
-    LISTING.parent.mkdir(exist_ok=True)
-    LISTING.write_bytes(done.stdout)
+    """Whether the libraries were built from these sources, as noted in `LISTING`, and load."""
+    if not LISTING.exists() or LISTING.read_bytes() != listing():
+        return False
+    load = [sys.executable, "-c", LOAD]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(load, cwd=ROOT, capture_output=True, check=False, timeout=60)
+        return done.returncode == 0
+    return False
 
 
 class Report:
@@ -89,43 +101,59 @@ class Report:
         with (self.folder / "summary.txt").open("a") as summary:
             summary.write(f"{part}: {words}\n")
 
-    def run(self, part: str, command: Sequence[str], seconds: float) -> int | None:
-        """Runs a command for `seconds` at most; what it prints goes to the screen and to the log.
+    def run(
+        self, part: str, command: Sequence[str], seconds: float, **environment: str
+    ) -> int | None:
+        """Runs a command for `seconds` at most, its output to the screen and to the log.
+
+        Out of time, it is interrupted, and killed with its children after `GRACE_SECONDS`.
 
         Returns:
             Its exit status; None where there was no time to start or to finish.
         """
-        limit_s = int(min(seconds, self.left_s()))
-        if limit_s <= 0:
+        seconds = min(seconds, self.left_s())
+        if seconds < 1:
             self.note(part, "no time left")
             return None
         start_s = time.monotonic()
-        end = b""
+        deadline_s, is_late, end = start_s + seconds, False, b""
         scripts = os.path.dirname(sys.executable)  # where ninja may be
+        path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PATH": path, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         with (self.folder / "log.txt").open("ab", buffering=0) as log:
             log.write(f"\n=== {part}: {' '.join(command)}\n".encode())
-            process = subprocess.Popen(
-                ["timeout", "--signal=INT", "--kill-after=10", str(limit_s), *command],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "PYTHONUNBUFFERED": "1",
-                    "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            while printed := os.read(process.stdout.fileno(), 2**16):
-                log.write(printed)
-                sys.stdout.buffer.write(printed)
-                sys.stdout.flush()
-                end = (end + printed)[-2000:]
+            while True:
+                left_s = max(0.0, deadline_s - time.monotonic())
+                if select.select([process.stdout], [], [], min(left_s, 1.0))[0]:
+                    printed = os.read(process.stdout.fileno(), 2**16)
+                    if not printed:
+                        break
+                    if log.tell() < LOG_BYTES:
+                        log.write(printed)
+                    sys.stdout.buffer.write(printed)
+                    sys.stdout.flush()
+                    end = (end + printed)[-2000:]
+                elif process.poll() is not None or (is_late and not left_s):
+                    break
+                elif not left_s:
+                    is_late = True
+                    deadline_s += GRACE_SECONDS
+                    process.send_signal(signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # children that are left too
+        process.stdout.close()
         status = process.wait()
-        is_late = status in (124, 137)  # interrupted, killed
         text = end.decode(errors="replace").replace("\r", "\n").strip()
-        last = text.rpartition("\n")[2]
         how = "out of time" if is_late else "ok" if status == 0 else f"exit status {status}"
-        self.note(part, f"{how} after {time.monotonic() - start_s:.0f} s: {last[-200:]}")
+        last = text.rpartition("\n")[2][-200:]
+        self.note(part, f"{how} after {time.monotonic() - start_s:.0f} s: {last}")
         self.has_failed |= (status != 0 and not is_late) or bool(re.search(r"\b\d+ failed", text))
         return None if is_late else status
 
@@ -133,25 +161,32 @@ class Report:
         """The quick tests of some files, in several processes where pytest-xdist is there."""
         processes = []
         if importlib.util.find_spec("xdist"):
-            processes = ["-n", str(min(8, os.cpu_count() or 1))]  # they share one GPU
-        files = [f"tests/{name}.py" for name in names]
+            count = min(8, os.cpu_count() or 1)  # they share one GPU
+            processes = ["-n", str(count), "--max-worker-restart", str(4 * count)]
         options = [
-            "-q", "-rs", "--tb", "short", "--maxfail", "200", "-p", "no:cacheprovider",
+            "-v", "-rfEs", "--tb", "short", "--maxfail", "100", "-p", "no:cacheprovider",
             "-m", "not slow", *processes,
         ]  # fmt: skip
+        files = [f"tests/{name}.py" for name in names]
         self.run(part, [sys.executable, "-m", "pytest", *options, *files], seconds)
 
-    def bench(self, seconds: float, options: Sequence[str]) -> None:
+    def bench(
+        self, part: str, options: Sequence[str], seconds: float, *, resume: bool, **environment: str
+    ) -> None:
         """The benchmarks, in a new process each time that a failed kernel cost one its GPU."""
         end_s = time.monotonic() + min(seconds, self.left_s())
-        for attempt in range(1, 6):
-            left_s = int(end_s - time.monotonic())
-            command = [
-                sys.executable, "-m", "bench", "--out", str(self.folder), "--resume", "--no-plots",
-                "--time-limit", str(left_s - 15), *options,
-            ]  # fmt: skip
-            if left_s < 45 or self.run(f"bench {attempt}", command, left_s) != LOST:
+        status = LOST
+        while status is not None and (status == LOST or status < 0):
+            left_s = end_s - time.monotonic()
+            if left_s < 30:
+                self.note(part, "no time left")
                 return
+            command = [
+                sys.executable, "-m", "bench", "--out", str(self.folder), "--no-plots",
+                "--time-limit", str(int(left_s - 10)), *["--resume"] * resume, *options,
+            ]  # fmt: skip
+            status = self.run(part, command, left_s, **environment)
+            resume = True
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -163,30 +198,58 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="for the files")
     parser.add_argument("--seconds", type=int, default=520, help="for everything (520)")
-    parser.add_argument("--test-seconds", type=int, default=130, help="for the first tests (130)")
-    parser.add_argument("--resume", type=Path, help="a folder whose CSV files the run goes on from")
-    parser.add_argument("--only-build", action="store_true", help="libraries for another machine")
+    parser.add_argument("--test-seconds", type=int, default=140, help="for the first tests (140)")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="EARLIER",
+        help="folder of an earlier report of this commit: keeps its rows, skips the first tests",
+    )
+    parser.add_argument("--only-build", action="store_true", help="build for another machine")
     a, options = parser.parse_known_args(given)  # the rest is for `python -m bench`
+    if a.resume and not a.resume.is_dir():
+        parser.error(f"--resume: expected a folder, got {a.resume}")
     report = Report(a.folder.resolve(), a.seconds)
-    for path in sorted(a.resume.glob("*.csv")) if a.resume else ():
-        shutil.copy(path, report.folder)
+    if a.resume and a.resume.resolve() != report.folder:
+        for path in [*a.resume.glob("*.csv"), *a.resume.glob("*-lost.txt")]:
+            shutil.copy(path, report.folder)
 
     if is_built():
-        report.note("build", "not needed: the libraries were made of these sources, and load")
+        report.note("build", "not needed: the libraries were built from these sources, and load")
     else:
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         if report.run("build", command, 180) == 0 and all(map(os.path.exists, LIBRARIES)):
-            list_libraries()
+            LISTING.parent.mkdir(exist_ok=True)
+            LISTING.write_bytes(listing())
     report.run("libraries", [sys.executable, "-c", LOAD], 60)
     if not a.only_build:
-        report.tests("tests", TELLING, a.test_seconds)
-        report.bench(report.left_s() - 45, options)
-        report.run("hotspots", [sys.executable, "-m", "bench.hotspots"], 45)
-        others = sorted(p.stem for p in (ROOT / "tests").glob("test_*.py"))
-        others = [name for name in others if name not in (*TELLING, *WITHOUT_GPU)]
-        report.tests("other tests", others, report.left_s())
+        measure_all(report, options, a.test_seconds, resume=bool(a.resume))
     print((report.folder / "summary.txt").read_text())
     return int(report.has_failed)
+
+
+def measure_all(
+    report: Report, options: Sequence[str], test_seconds: float, *, resume: bool
+) -> None:
+    """Tests and benchmarks, the most telling first."""
+    tests_end_s = time.monotonic() + test_seconds
+    for index, names in enumerate(() if resume else TELLING):
+        share_s = (tests_end_s - time.monotonic()) / (len(TELLING) - index)
+        report.tests(f"tests {index + 1}", names, share_s)
+    has_gpu = torch.cuda.is_available()
+    beside_s = 60 if has_gpu else 0
+    report.bench("bench", options, report.left_s() - beside_s - 45, resume=resume)
+    if has_gpu:
+        options = ["--networks", "resnet-1001", "--batch", "128"]
+        options += ["--contenders", "fused-store", "fused-graph", "fused-rebuild"]
+        report.bench(
+            "bench of cuda", options, beside_s, resume=resume, PREACT_KERNELS_BACKEND="cuda"
+        )
+    report.run("hotspots", [sys.executable, "-m", "bench.hotspots"], 45)
+    ran = {name for names in TELLING for name in names}
+    others = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py"))
+    others = [name for name in others if name not in ran and name not in WITHOUT_GPU]
+    report.tests("other tests", others, report.left_s() - GRACE_SECONDS)
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def poisoned_memory():
     """Fills memory that PyTorch hands out uninitialised with NaN: an unwritten output shows."""
     was_filling = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
-    # Some of eager's own operators on a GPU have no deterministic algorithm: they warn.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # On a GPU some operators of plain PyTorch have no deterministic algorithm.
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = was_filling
@@ -151,7 +151,15 @@ def on_backend(name):
         yield
 
 
-@pytest.fixture(params=pk.available_backends())
+def _missing():
+    """Backends that a GPU should have and this one has not, to be skipped by name."""
+    for row in backends.BACKENDS if torch.cuda.is_available() else ():
+        if not row.is_available():
+            reason = f"backend {row.name} is not available: {row.obstacle() or 'not installed'}"
+            yield pytest.param(row.name, id=row.name, marks=pytest.mark.skip(reason))
+
+
+@pytest.fixture(params=[*pk.available_backends(), *_missing()])
 def backend(request, poisoned_memory):
     """Each backend in turn, with every call sent to it."""
     with on_backend(request.param):
@@ -159,12 +167,13 @@ def backend(request, poisoned_memory):
 
 
 def _served(*among):
-    return [
+    served = [
         pytest.param((name, dtype), id=f"{name}-{str(dtype).removeprefix('torch.')}")
         for name in pk.available_backends()
         for dtype in SERVED_DTYPES[name]
         if not among or dtype in among
     ]
+    return [*served, *_missing()]
 
 
 @pytest.fixture(params=_served())

@@ -1,7 +1,7 @@
-"""A pytest plugin: no test fails for what an earlier one did to the GPU.
+"""A pytest plugin that replaces a worker whose GPU context is broken.
 
-After a kernel that strays, every CUDA call of its process fails. pytest-xdist starts another worker
-in place of one that ends, and names the test that was running.
+After an illegal memory access every CUDA call of the process fails, and so would every later test.
+pytest-xdist starts a new worker in place of one that ends, and names the test that was running.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 def is_lost() -> bool:
-    """Whether the GPU refuses all further work of this process."""
+    """Whether the GPU context of this process is broken."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -24,9 +24,9 @@ def is_lost() -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Ends a worker that a failed test has cost its GPU."""
+    """Ends a worker whose GPU context a failed test has broken."""
     if call.excinfo is not None and "PYTEST_XDIST_WORKER" in os.environ and is_lost():
-        print(f"{item.nodeid} cost its worker the GPU: {call.excinfo.value}", file=sys.stderr)
-        sys.stderr.flush()
+        report = call.excinfo.getrepr(style="short")
+        print(f"{item.nodeid} lost the GPU of its worker:\n{report}", file=sys.stderr, flush=True)
         os._exit(1)
     return (yield)

@@ -289,6 +289,7 @@ def test_a_launch_that_fails_is_an_error_of_that_call_alone():
 
 
 @needs_gpu
+@pytest.mark.not_under_sanitizer
 @pytest.mark.parametrize("op", [op for op in OPS if not op.endswith("mask")])
 def test_triton_and_cuda_agree_within_the_budget(op):
     triton = pytest.importorskip("preact_kernels.kernels.triton")
@@ -302,6 +303,7 @@ def test_triton_and_cuda_agree_within_the_budget(op):
 
 
 @needs_gpu
+@pytest.mark.not_under_sanitizer
 def test_many_blocks_at_once_give_the_same_bits_every_time():
     for op in OPS:
         given = arguments((64, 64, 32, 32), torch.bfloat16)

@@ -1,8 +1,12 @@
 """The report of a GPU machine: parts that fail or hang stop no other, and libraries are not old."""
 
+import itertools
 import os
+import re
 import shutil
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -32,25 +36,62 @@ def test_every_part_leaves_its_output_and_a_line(report):
     assert report.run("first", python("print('one'); print('two')"), 50) == 0
     assert report.run("second", python("print('bad'); raise SystemExit(7)"), 50) == 7
     first, second = summary(report)
-    assert first.startswith("first: ok after 0 s: two")
-    assert second.startswith("second: exit status 7 after 0 s: bad")
+    assert re.fullmatch(r"first: ok after \d+ s: two", first)
+    assert re.fullmatch(r"second: exit status 7 after \d+ s: bad", second)
     log = (report.folder / "log.txt").read_text()
     assert log.index("one\ntwo\n") < log.index("=== second: ") < log.index("bad\n")
     assert report.has_failed
 
 
+WAIT_FOR_LOG = """
+import pathlib, sys
+print("begun")
+while "begun\\n" not in pathlib.Path(sys.argv[1]).read_text():
+    pass
+"""
+
+
 def test_what_a_part_prints_is_saved_while_it_runs(report):
-    code = f"print('begun'); import time; time.sleep(0.5); print(open({str(report.folder)!r} + "
-    assert report.run("part", python(code + "'/log.txt').read().count('begun\\n'))"), 50) == 0
-    assert summary(report)[-1].endswith(": 1")
+    log = str(report.folder / "log.txt")
+    assert report.run("part", [*python(WAIT_FOR_LOG), log], 50) == 0
 
 
-def test_a_part_that_hangs_is_stopped_with_its_children(report):
-    child = "import time; print('child', flush=True); time.sleep(60)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    assert report.run("hangs", python(code), 1) is None
-    assert summary(report)[-1].startswith("hangs: out of time after 1 s")
+INTERRUPTED = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+try:
+    {first}
+    print("pid", child.pid, flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("3 failed, 5 passed")
+"""
+
+
+def assert_is_gone(report):
+    (pid,) = re.findall(r"^pid (\d+)$", (report.folder / "log.txt").read_text(), re.M)
+    status = Path(f"/proc/{pid}/stat")
+    for _ in range(1000):  # a signal takes its time
+        if not status.exists() or status.read_text().split()[2] in "ZX":  # a zombie, dead
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_a_part_that_runs_out_of_time_can_say_what_failed(report):
+    assert report.run("tests", python(INTERRUPTED.format(first="")), 5) is None
+    assert re.fullmatch(r"tests: out of time after \d+ s: 3 failed, 5 passed", summary(report)[-1])
+    assert report.has_failed
+    assert_is_gone(report)
+
+
+def test_a_part_that_does_not_heed_an_interrupt_is_killed_with_its_children(report, monkeypatch):
+    monkeypatch.setattr(gpu_report, "GRACE_SECONDS", 1)
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    assert report.run("hangs", python(INTERRUPTED.format(first=deaf)), 5) is None
+    assert re.fullmatch(r"hangs: out of time after \d+ s: pid \d+", summary(report)[-1])
     assert not report.has_failed
+    assert_is_gone(report)
 
 
 def test_a_part_without_time_does_not_start(tmp_path):
@@ -59,39 +100,52 @@ def test_a_part_without_time_does_not_start(tmp_path):
     assert summary(report) == ["late: no time left"]
 
 
-def test_tests_that_fail_before_they_are_stopped_are_no_success(report):
-    code = "print('3 failed, 5 passed', flush=True); import time; time.sleep(60)"
-    assert report.run("tests", python(code), 1) is None
-    assert report.has_failed
+def test_a_log_that_is_too_large_to_return_is_cut(report, monkeypatch):
+    monkeypatch.setattr(gpu_report, "LOG_BYTES", 1000)
+    report.run("loud", python("print('x' * 10**6); print('end')"), 50)
+    assert (report.folder / "log.txt").stat().st_size < 10**5
+    assert summary(report)[-1].endswith(": end")
 
 
-@pytest.mark.parametrize(("statuses", "runs"), [([0], 1), ([1], 1), ([LOST, LOST, 0], 3)])
+@pytest.mark.parametrize(
+    ("statuses", "runs"), [([0], 1), ([1], 1), ([None], 1), ([LOST, -6, 0], 3)]
+)
 def test_benchmarks_go_on_in_a_new_process_where_a_kernel_cost_one_its_gpu(
     report, monkeypatch, statuses, runs
 ):
     commands = []
 
-    def run(part, command, seconds):
+    def run(part, command, seconds, **environment):
         commands.append(command)
         return statuses[len(commands) - 1]
 
     monkeypatch.setattr(report, "run", run)
-    report.bench(90, ["--batch", "8"])
+    report.bench("bench", ["--batch", "8"], 90, resume=False)
     assert len(commands) == runs
-    assert all("--resume" in c and c[-2:] == ["--batch", "8"] for c in commands)
+    assert ["--resume" in c for c in commands] == [False, *[True] * (runs - 1)]
+    assert all(c[-2:] == ["--batch", "8"] for c in commands)
 
 
-def test_benchmarks_do_not_try_for_ever(report, monkeypatch):
-    commands = []
-    monkeypatch.setattr(report, "run", lambda *a: commands.append(a) or LOST)
-    report.bench(90, [])
-    assert len(commands) == 5
+def test_benchmarks_that_always_fail_end_with_their_time(report, monkeypatch):
+    now_s = 0.0
+
+    def run(part, command, seconds, **environment):
+        nonlocal now_s
+        now_s += 20
+        return LOST
+
+    monkeypatch.setattr(report, "end_s", 1000.0)
+    monkeypatch.setattr(report, "run", run)
+    monkeypatch.setattr(gpu_report.time, "monotonic", lambda: now_s)
+    report.bench("bench", [], 100, resume=False)
+    assert now_s == 80
+    assert summary(report) == ["bench: no time left"]
 
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A small tree with a source and two libraries, which "load" where they are not empty."""
-    for name in ("csrc/cuda/kernel.cu", "setup.py", "preact_kernels/_cpu.so"):
+    """A small tree with a source and two libraries, which load unless there is a file `broken`."""
+    for name in ("csrc/cuda/kernel.cu", "setup.py", "pyproject.toml", "preact_kernels/_cpu.so"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
@@ -101,48 +155,78 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "LIBRARIES", libraries)
     monkeypatch.setattr(gpu_report, "LISTING", tmp_path / "build" / "libraries.sha256")
     monkeypatch.setattr(gpu_report, "LOAD", "import os; os.path.exists('broken') and exit(1)")
+    assert not gpu_report.is_built()
+    (tmp_path / "build").mkdir()
+    gpu_report.LISTING.write_bytes(gpu_report.listing())
     return tmp_path
 
 
 def test_libraries_of_these_sources_are_taken_as_they_are(tree):
-    assert not gpu_report.is_built()
-    gpu_report.list_libraries()
     assert gpu_report.is_built()
 
 
-@pytest.mark.parametrize("name", ["csrc/cuda/kernel.cu", "setup.py", "preact_kernels/_cuda.so"])
+@pytest.mark.parametrize(
+    "name", ["csrc/cuda/kernel.cu", "csrc/new.h", "setup.py", "preact_kernels/_cuda.so"]
+)
 def test_libraries_of_other_sources_are_built_again(tree, name):
-    gpu_report.list_libraries()
     (tree / name).write_text("changed")
     assert not gpu_report.is_built()
 
 
 def test_libraries_that_do_not_load_are_built_again(tree):
-    gpu_report.list_libraries()
     (tree / "broken").touch()
     assert not gpu_report.is_built()
 
 
 def test_every_file_of_tests_that_is_named_exists():
-    for name in (*gpu_report.TELLING, *gpu_report.WITHOUT_GPU):
+    for name in (*itertools.chain(*gpu_report.TELLING), *gpu_report.WITHOUT_GPU):
         assert os.path.exists(gpu_report.ROOT / "tests" / f"{name}.py")
 
 
-def test_the_parts_run_in_order_and_leave_few_files(tmp_path, monkeypatch):
-    parts = []
+@pytest.fixture
+def parts(monkeypatch):
+    """The parts of a run on a machine with a GPU, of which none does anything."""
+    found = []
 
-    def run(self, part, command, seconds):
-        parts.append(part)
-        self.note(part, "ok")
+    def run(self, part, command, seconds, **environment):
+        found.append(part)
         return 0
 
-    earlier = tmp_path / "earlier"
-    earlier.mkdir()
-    (earlier / "a-gpu.csv").write_text("rows")
     monkeypatch.setattr(Report, "run", run)
     monkeypatch.setattr(gpu_report, "is_built", lambda: True)
-    out = tmp_path / "out"
+    monkeypatch.setattr(gpu_report.torch.cuda, "is_available", lambda: True)
+    return found
+
+
+FIRST_TESTS = ["tests 1", "tests 2", "tests 3", "tests 4"]
+MEASURED = ["bench", "bench of cuda", "hotspots", "other tests"]
+
+
+def test_the_most_telling_parts_come_first(parts, tmp_path):
+    assert gpu_report.main([str(tmp_path)]) == 0
+    assert parts == ["libraries", *FIRST_TESTS, *MEASURED]
+    assert sorted(os.listdir(tmp_path)) == ["log.txt", "summary.txt"]
+
+
+def test_a_report_that_resumes_keeps_the_rows_of_the_earlier_one(parts, tmp_path):
+    earlier, out = tmp_path / "earlier", tmp_path / "out"
+    earlier.mkdir()
+    for name in ("a-gpu.csv", "a-gpu-lost.txt", "log.txt"):
+        (earlier / name).write_text("rows")
     assert gpu_report.main([str(out), "--resume", str(earlier)]) == 0
-    assert parts == ["libraries", "tests", "bench 1", "hotspots", "other tests"]
-    files = sorted(str(p.relative_to(out)) for p in out.rglob("*"))
-    assert files == ["a-gpu.csv", "log.txt", "summary.txt"]
+    assert parts == ["libraries", *MEASURED]
+    assert sorted(os.listdir(out)) == ["a-gpu-lost.txt", "a-gpu.csv", "log.txt", "summary.txt"]
+    assert (out / "log.txt").read_text() == ""
+
+
+def test_a_report_can_resume_in_its_own_folder(parts, tmp_path):
+    (tmp_path / "a-gpu.csv").write_text("rows")
+    assert gpu_report.main([str(tmp_path), "--resume", str(tmp_path)]) == 0
+    assert (tmp_path / "a-gpu.csv").read_text() == "rows"
+
+
+def test_a_folder_to_resume_from_that_is_not_there_is_named(parts, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu_report.main([str(tmp_path / "out"), "--resume", str(tmp_path / "nowhere")])
+    assert "--resume: expected a folder, got " in capsys.readouterr().err
+    assert parts == []

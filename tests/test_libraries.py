@@ -1,6 +1,7 @@
 """The compiled libraries load beside this torch, and their schemas are those of the ops above."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -17,11 +18,10 @@ PACKAGE = Path(importlib.util.find_spec("preact_kernels").origin).parent
 # that add no bias, and leaves to PyTorch what PyTorch does as well.
 OPTIONAL_ARGUMENTS = {"stride", "padding", "dilation", "groups", "conv_bias"}
 OPTIONAL_OPS = {"running_stats_update"}
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 LIBRARIES = {
-    "cpu": None if shutil.which("c++") else "no C++ compiler",
-    "cuda": None
-    if torch.version.cuda and (shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc"))
-    else "no nvcc, or a torch without CUDA, beside which the library does not load",
+    "cpu": (shutil.which("c++"), "no C++ compiler"),
+    "cuda": (torch.version.cuda and NVCC, "no nvcc, or a torch without CUDA that cannot load it"),
 }
 # In a process of its own: tests/cuda_on_host registers ops of the same names.
 LOAD = """
@@ -45,8 +45,12 @@ def arguments_and_results(schema):
 def schemas(request):
     """Name to schema of the library's ops; None for one that it lacks."""
     library = request.param
-    if LIBRARIES[library]:
-        pytest.skip(LIBRARIES[library])
+    is_expected, reason = LIBRARIES[library]
+    for variable in ("PREACT_KERNELS_NATIVE", f"PREACT_KERNELS_{library.upper()}"):
+        if os.environ.get(variable) == "0":
+            pytest.skip(f"{variable}=0")
+    if not is_expected:
+        pytest.skip(reason)
     command = [sys.executable, "-c", LOAD, PACKAGE / f"_{library}.so", f"preact_kernels_{library}"]
     process = subprocess.run([*command, *SCHEMAS], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-2000:]

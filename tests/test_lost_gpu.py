@@ -1,4 +1,4 @@
-"""A worker of the tests that lost its GPU is replaced, and the tests behind it run."""
+"""A worker whose GPU context is broken is replaced, and the tests behind it run."""
 
 import os
 import subprocess
@@ -37,4 +37,5 @@ def test_a_worker_that_lost_its_gpu_is_replaced(tmp_path):
     )
     assert "1 failed, 1 passed" in process.stdout
     assert "crashed while running 'test_two.py::test_that_strays'" in process.stdout
-    assert "test_that_strays cost its worker the GPU: CUDA error: an illegal" in process.stderr
+    assert "test_that_strays lost the GPU of its worker" in process.stderr
+    assert "RuntimeError: CUDA error: an illegal memory access" in process.stderr

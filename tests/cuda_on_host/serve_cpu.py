@@ -40,7 +40,7 @@ def missing() -> str:
 def install() -> bool:
     """Whether `cuda` runs on the host from now on: where there is no GPU, but a compiler.
 
-    With a GPU it never does: where the library lacks, the tests of `cuda` say so and are skipped.
+    With a GPU it never does: where the library is missing, its tests are skipped and say so.
     """
     if torch.cuda.is_available() or shutil.which(build.CXX[0]) is None:
         return False
