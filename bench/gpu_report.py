@@ -152,9 +152,11 @@ class Report:
         status = process.wait()
         text = end.decode(errors="replace").replace("\r", "\n").strip()
         how = "out of time" if is_late else "ok" if status == 0 else f"exit status {status}"
-        last = text.rpartition("\n")[2][-200:]
+        lines = text.splitlines() or [""]
+        counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # of pytest
+        last = [*lines, *counts][-1].strip("= ")[-200:]
         self.note(part, f"{how} after {time.monotonic() - start_s:.0f} s: {last}")
-        self.has_failed |= (status != 0 and not is_late) or bool(re.search(r"\b\d+ failed", text))
+        self.has_failed |= (status != 0 and not is_late) or bool(re.search(r"\d failed", text))
         return None if is_late else status
 
     def tests(self, part: str, names: Sequence[str], seconds: float) -> None:

@@ -64,7 +64,8 @@ try:
     print("pid", child.pid, flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
-    print("3 failed, 5 passed")
+    print("=== 3 failed, 5 passed ===")
+    print("a warning of a worker")
 """
 
 
