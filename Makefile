@@ -115,7 +115,7 @@ check-gpu:
 	    $(PYTHON) -m pytest -q -rfEs --tb short -p no:cacheprovider -p no:xdist \
 	    -m "not slow and not not_under_sanitizer" tests/test_cuda.py tests/test_cuda_conv.py \
 	    $(ARGS) || failed="$$failed $$tool (exit status $$?)"; \
-	done; test -z "$$failed" || { echo "not passed:$$failed; 124 is out of time" >&2; exit 1; }
+	done; test -z "$$failed" || { echo "not passed:$$failed; 124 and 137 are out of time" >&2; exit 1; }
 
 # What setting up took is taken from the time to measure.
 bench: $(BUILD)

@@ -309,8 +309,8 @@ def run(plan: Plan, session: Session, lost_tasks: Path) -> tuple[list[str], bool
     Args:
         plan: makes the tasks.
         session: what they share.
-        lost_tasks: a file of the titles that a run which resumes must not try again: they cost an
-            earlier one its GPU, by no contender that has a row to say so.
+        lost_tasks: a file of titles of tasks that broke the GPU context of an earlier run and have
+            no row that says so; a resumed run skips them.
 
     Returns:
         What was left out, and why; and whether a failed kernel cost this process its GPU.
@@ -338,7 +338,7 @@ def run(plan: Plan, session: Session, lost_tasks: Path) -> tuple[list[str], bool
                     left_out += task.run() or []
             except measure.DeviceLost as lost:
                 left_out.append(f"{task.title}, and all that follows: {FAILED}: {lost}")
-                if lost.contender == task.title:
+                if not lost.is_recorded:
                     with lost_tasks.open("a") as file:
                         file.write(f"{task.title}\n")
                 return left_out, True

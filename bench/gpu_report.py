@@ -1,9 +1,9 @@
-"""Everything that one run on a GPU machine has to bring back: `python -m bench.gpu_report FOLDER`.
+"""Builds, tests and measures on a GPU machine: `python -m bench.gpu_report FOLDER`.
 
 Uses the machine's Python as it is, with torch, pytest and what the benchmarks need, and no network.
-In order: the compiled libraries (built before from the same sources, or built now), the tests that
-need a GPU most, the benchmarks, the CUDA library beside the default backend, the hottest kernels,
-and the other tests if time is left. FOLDER gets `summary.txt` (a line a part), `log.txt` (what
+In order: the compiled libraries (built before from the same sources, or built now), the tests of
+the kernels, the benchmarks, the CUDA library beside the default backend, the hottest kernels, and
+the other tests if time is left. FOLDER gets `summary.txt` (a line a part), `log.txt` (what
 every part printed) and the CSV files of the benchmarks, all written while the parts run. A part
 that fails or runs out of time stops no other. `python -m bench.report --results FOLDER` makes
 tables and plots.
@@ -30,14 +30,14 @@ from bench.measure import ROOT
 
 LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.so")]
 LISTING = ROOT / "build" / "libraries.sha256"  # hashes of the libraries and their sources
-TELLING = (
+KERNEL_TESTS = (
     ("test_cuda", "test_cuda_conv"),
     ("test_triton", "test_graphs"),
     ("test_bn_stats", "test_bn_relu", "test_bn_relu_conv", "test_residual_add"),
     ("test_preact_stage", "test_memory_mode", "test_preact_block", "test_running_statistics",
      "test_determinism", "test_training"),
 )  # fmt: skip
-"""Tests that need a GPU most, the most telling first; a group is one run of pytest."""
+"""Tests of the kernels, the most important first; a group is one run of pytest."""
 WITHOUT_GPU = (
     "test_cuda_on_host", "test_cuda_build", "test_versions", "test_bench", "test_gpu_report",
     "test_lost_gpu",
@@ -55,7 +55,7 @@ import preact_kernels as pk
 print("torch", torch.__version__, "with the backends", *pk.available_backends())
 sys.exit(torch.cuda.is_available() and "cuda" not in pk.available_backends())
 """
-"""Loads the libraries, that of CUDA if torch has it; fails if it does not serve the GPU."""
+"""Loads both libraries (only the CPU one if torch has no CUDA); fails if a GPU is not served."""
 
 
 def listing() -> bytes:
@@ -131,6 +131,7 @@ class Report:
             log.write(f"\n=== {part}: {' '.join(command)}\n".encode())
             while True:
                 left_s = max(0.0, deadline_s - time.monotonic())
+                has_ended = process.poll() is not None
                 if select.select([process.stdout], [], [], min(left_s, 1.0))[0]:
                     printed = os.read(process.stdout.fileno(), 2**16)
                     if not printed:
@@ -140,7 +141,7 @@ class Report:
                     sys.stdout.buffer.write(printed)
                     sys.stdout.flush()
                     end = (end + printed)[-2000:]
-                elif process.poll() is not None or (is_late and not left_s):
+                elif has_ended or (is_late and not left_s):
                     break
                 elif not left_s:
                     is_late = True
@@ -160,7 +161,7 @@ class Report:
         return None if is_late else status
 
     def tests(self, part: str, names: Sequence[str], seconds: float) -> None:
-        """The quick tests of some files, in several processes where pytest-xdist is there."""
+        """Runs the quick tests of some files, in several processes if pytest-xdist is there."""
         processes = []
         if importlib.util.find_spec("xdist"):
             count = min(8, os.cpu_count() or 1)  # they share one GPU
@@ -175,10 +176,10 @@ class Report:
     def bench(
         self, part: str, options: Sequence[str], seconds: float, *, resume: bool, **environment: str
     ) -> None:
-        """The benchmarks, in a new process each time that a failed kernel cost one its GPU."""
+        """Runs the benchmarks; restarts them after a lost GPU, and once after a signal."""
         end_s = time.monotonic() + min(seconds, self.left_s())
-        status = LOST
-        while status is not None and (status == LOST or status < 0):
+        may_crash = True
+        while True:
             left_s = end_s - time.monotonic()
             if left_s < 30:
                 self.note(part, "no time left")
@@ -188,6 +189,10 @@ class Report:
                 "--time-limit", str(int(left_s - 10)), *["--resume"] * resume, *options,
             ]  # fmt: skip
             status = self.run(part, command, left_s, **environment)
+            has_crashed = status is not None and status < 0
+            if status != LOST and not (has_crashed and may_crash):
+                return
+            may_crash = may_crash and not has_crashed
             resume = True
 
 
@@ -205,12 +210,16 @@ def main(given: Sequence[str] | None = None) -> int:
         "--resume",
         type=Path,
         metavar="EARLIER",
-        help="folder of an earlier report of this commit: keeps its rows, skips the first tests",
+        help="folder of an earlier report of this commit: keeps its rows, skips tests that ended",
     )
     parser.add_argument("--only-build", action="store_true", help="build for another machine")
     a, options = parser.parse_known_args(given)  # the rest is for `python -m bench`
     if a.resume and not a.resume.is_dir():
         parser.error(f"--resume: expected a folder, got {a.resume}")
+    ended = set()  # tests that ran to their end in the earlier report
+    if a.resume and (a.resume / "summary.txt").exists():
+        summary = (a.resume / "summary.txt").read_text()
+        ended = set(re.findall(r"^(tests \d+): (?:ok|exit status)", summary, re.MULTILINE))
     report = Report(a.folder.resolve(), a.seconds)
     if a.resume and a.resume.resolve() != report.folder:
         for path in [*a.resume.glob("*.csv"), *a.resume.glob("*-lost.txt")]:
@@ -225,30 +234,33 @@ def main(given: Sequence[str] | None = None) -> int:
             LISTING.write_bytes(listing())
     report.run("libraries", [sys.executable, "-c", LOAD], 60)
     if not a.only_build:
-        measure_all(report, options, a.test_seconds, resume=bool(a.resume))
+        measure_all(report, options, a.test_seconds, ended, resume=bool(a.resume))
     print((report.folder / "summary.txt").read_text())
     return int(report.has_failed)
 
 
 def measure_all(
-    report: Report, options: Sequence[str], test_seconds: float, *, resume: bool
+    report: Report, options: Sequence[str], test_seconds: float, ended: set[str], *, resume: bool
 ) -> None:
-    """Tests and benchmarks, the most telling first."""
+    """Runs tests and benchmarks, the most important first."""
     tests_end_s = time.monotonic() + test_seconds
-    for index, names in enumerate(() if resume else TELLING):
-        share_s = (tests_end_s - time.monotonic()) / (len(TELLING) - index)
-        report.tests(f"tests {index + 1}", names, share_s)
+    groups = {f"tests {index}": names for index, names in enumerate(KERNEL_TESTS, start=1)}
+    groups = {part: names for part, names in groups.items() if part not in ended}
+    for index, (part, names) in enumerate(groups.items()):
+        share_s = (tests_end_s - time.monotonic()) / (len(groups) - index)
+        report.tests(part, names, share_s)
     has_gpu = torch.cuda.is_available()
     beside_s = 60 if has_gpu else 0
     report.bench("bench", options, report.left_s() - beside_s - 45, resume=resume)
     if has_gpu:
-        options = ["--networks", "resnet-1001", "--batch", "128"]
-        options += ["--contenders", "fused-store", "fused-graph", "fused-rebuild"]
+        foremost = ["--networks", "resnet-1001", "--batch", "128"]
+        foremost += ["--contenders", "fused-store", "fused-graph", "fused-rebuild"]
         report.bench(
-            "bench of cuda", options, beside_s, resume=resume, PREACT_KERNELS_BACKEND="cuda"
-        )
+            "bench of cuda", [*options, *foremost], beside_s, resume=resume,
+            PREACT_KERNELS_BACKEND="cuda",
+        )  # fmt: skip
     report.run("hotspots", [sys.executable, "-m", "bench.hotspots"], 45)
-    ran = {name for names in TELLING for name in names}
+    ran = {name for names in KERNEL_TESTS for name in names}
     others = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py"))
     others = [name for name in others if name not in ran and name not in WITHOUT_GPU]
     report.tests("other tests", others, report.left_s() - GRACE_SECONDS)

@@ -69,11 +69,14 @@ class DeviceLost(RuntimeError):
     Args:
         contender: who ran when it failed.
         reason: what CUDA says.
+
+    Attributes:
+        is_recorded: whether the contender's row says so, so that a resumed run does not try again.
     """
 
     def __init__(self, contender: str, reason: str) -> None:
         super().__init__(f"{contender}: {reason}")
-        self.contender, self.reason = contender, reason
+        self.contender, self.reason, self.is_recorded = contender, reason, False
 
 
 @contextlib.contextmanager
@@ -169,10 +172,10 @@ def source_digest() -> str:
 
 
 def commit() -> str:
-    """The short hash of the checked-out commit, or of the sources where they are not a commit's.
+    """The short hash of the checked-out commit.
 
-    `1a2b3c4d5e`, `1a2b3c4d5e-dirty-0f1e2d3c4b` where tracked files differ, `sources-0f1e2d3c4b` for
-    a tree without its history, of which PREACT_KERNELS_COMMIT can say the commit.
+    `1a2b3c4d5e-dirty-0f1e2d3c4b`, with a hash of the sources, if tracked files differ;
+    `sources-0f1e2d3c4b` without git history. PREACT_KERNELS_COMMIT overrides it.
     """
     if os.environ.get("PREACT_KERNELS_COMMIT"):
         return os.environ["PREACT_KERNELS_COMMIT"]

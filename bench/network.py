@@ -119,10 +119,16 @@ class Session:
         row.median_ms = row.p20_ms = row.p80_ms = row.images_per_s = row.x_of_floor = None
         self.rows.put(row)
 
-    def fail(self, contender: Contender, network: Network, batch: int, reason: str) -> None:
-        """Records that a contender failed, unless it has a time from before."""
-        if _wanted(self.row(contender, network, batch)):
+    def fail(self, contender: Contender, network: Network, batch: int, reason: str) -> bool:
+        """Records that a contender failed, unless its row already has a complete time.
+
+        Returns:
+            Whether it was recorded.
+        """
+        is_wanted = _wanted(self.row(contender, network, batch))
+        if is_wanted:
             self.refuse(contender, network, batch, f"failed: {reason}")
+        return is_wanted
 
 
 def measure_group(
@@ -155,7 +161,7 @@ def measure_group(
     except measure.DeviceLost as lost:
         for contender in contenders:
             if contender.name == lost.contender:
-                session.fail(contender, network, batch, lost.reason)
+                lost.is_recorded = session.fail(contender, network, batch, lost.reason)
         raise
 
 
@@ -163,25 +169,25 @@ def _measure_group(
     session: Session, contenders: list[Contender], network: Network, batch: int, rounds: int
 ) -> list[str]:
     device, dtype = session.device, session.dtype
-    verdicts = session.judge(contenders, network)
     now_s = time.monotonic()
     last_start_s = now_s + 0.7 * (session.deadline_s - now_s)  # the rest is for times in turn
     left_out = []
+    if device.type == "cpu":  # at once, as each judging takes seconds; on a GPU, each in its turn
+        session.judge(contenders, network)
     state = network.state()
     stream = data.batches(session.images, batch, seed=2, size=network.image_size)
     drawn = [next(stream) for _ in range(4)]
     steps: dict[str, TrainingStep] = {}
     rows: dict[str, Row] = {}
+    wanted: dict[str, tuple[str, str]] = {}  # correct, note
     for contender in tqdm(contenders, desc=f"{network.name}: first steps", leave=False):
         row = session.row(contender, network, batch)
-        verdict = verdicts[contender.name]
-        if not verdict.may_show_speed:
-            session.refuse(contender, network, batch, verdict.note)
-            continue
-        if _wanted(row):
-            row.correct, row.note, row.median_ms = verdict.correct, verdict.note, None
         if steps and time.monotonic() > last_start_s:
             left_out.append(f"{contender.name} on {network.name}, batch {batch}: no time left")
+            continue
+        verdict = session.judge([contender], network)[contender.name]
+        if not verdict.may_show_speed:
+            session.refuse(contender, network, batch, verdict.note)
             continue
         try:
             start_s = time.perf_counter()
@@ -197,12 +203,16 @@ def _measure_group(
         except measure.DeviceLost:
             raise
         except Exception as error:  # one contender that fails is a result, not the end of the run
-            session.fail(contender, network, batch, correctness.first_line(error))
-            left_out.append(f"{contender.name} on {network.name}, batch {batch}: {error}")
+            reason = correctness.first_line(error)
+            session.fail(contender, network, batch, reason)
+            left_out.append(f"{contender.name} on {network.name}, batch {batch}: {reason}")
             continue
         if _wanted(row):
             first_step = f"built and first step in {first_s:.1f} s"
-            row.note = "; ".join(filter(None, [row.note, first_step]))
+            note = "; ".join(filter(None, [verdict.note, first_step]))
+            wanted[contender.name] = verdict.correct, note
+            if row.median_ms is None:
+                row.correct, row.note = verdict.correct, note
             session.rows.put(row)
         steps[contender.name], rows[contender.name] = step, row
     if not steps:
@@ -211,11 +221,11 @@ def _measure_group(
     if session.ceilings is not None:
         cost = floors.network_cost(network, batch, dtype)
         floor_ms = session.ceilings.floor_ms(*cost, dtype)
-    wanted = {name: row.note for name, row in rows.items() if _wanted(row)}
 
     def put(times: dict[str, measure.Timing], note: str) -> None:
-        for name, first_note in wanted.items():
+        for name, (correct, first_note) in wanted.items():
             rows[name].set_timing(times[name], floor_ms)
+            rows[name].correct = correct
             rows[name].note = "; ".join(filter(None, [first_note, note]))
         session.rows.put(*(rows[name] for name in wanted))
 

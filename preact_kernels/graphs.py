@@ -78,8 +78,12 @@ class _CapturedStep(_Step):
         self.constants = [_constants(group) for group in self.optimizer.param_groups]
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.graph = torch.cuda.CUDAGraph()
-        with _capture_errors(), _capture(self.graph, device):
-            self.loss = self._whole()
+        try:
+            with _capture_errors(), _capture(self.graph, device):
+                self.loss = self._whole()
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)  # memory that nothing was written to
+            raise
         self.optimizer_state = self.optimizer.state
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         self.captured_gradients = [(p, p.grad) for p in trained]
@@ -201,12 +205,14 @@ def _capture(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None
             yield
     except BaseException:
         if torch.cuda.current_stream(device) != stream:  # `torch.cuda.graph` could not end it
-            _broken_graphs.append(graph)
             torch.cuda.set_stream(stream)
             end_allocation_to_pool(stream.device_index, pool)
             # The end of another capture is what tells the generator that none is under way.
-            with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            other = torch.cuda.CUDAGraph()
+            _broken_graphs.extend((graph, other))
+            with contextlib.suppress(RuntimeError), torch.cuda.graph(other):
                 torch.zeros(1, device=device)
+            torch.cuda.set_stream(stream)
         raise
 
 

@@ -152,7 +152,7 @@ def on_backend(name):
 
 
 def _missing():
-    """Backends that a GPU should have and this one has not, to be skipped by name."""
+    """Unavailable backends on a GPU machine, as skipped parameters that give the reason."""
     for row in backends.BACKENDS if torch.cuda.is_available() else ():
         if not row.is_available():
             reason = f"backend {row.name} is not available: {row.obstacle() or 'not installed'}"

@@ -329,10 +329,23 @@ def test_a_contender_that_costs_the_process_its_gpu_is_named_and_not_tried_again
         gpu = LostGPU(patch)
         with pytest.raises(measure.DeviceLost, match="fused-store: CUDA error: an illegal"):
             measured(session, names, patch, fused_store={"prepare": gpu.stray})
+        gpu.is_lost = False
     _, rows = measured(session, names, monkeypatch)
     assert rows["eager-channels-last"].median_ms > 0
     assert rows["fused-store"].median_ms is None
     assert rows["fused-store"].note.startswith("failed: CUDA error: an illegal memory access")
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_a_lost_gpu_is_recorded_in_a_row_unless_that_has_a_time(is_timed, tmp_path, monkeypatch):
+    session = session_in(tmp_path)
+    if is_timed:
+        measured(session, ["fused-store"], monkeypatch)
+    gpu = LostGPU(monkeypatch)
+    names = ["fused-store", "fused-rebuild"]
+    with pytest.raises(measure.DeviceLost, match="fused-store") as lost:
+        measured(session, names, monkeypatch, fused_store={"prepare": gpu.stray})
+    assert lost.value.is_recorded != is_timed
 
 
 def test_a_contender_that_fails_later_keeps_the_time_that_it_has(tmp_path, monkeypatch):
@@ -346,7 +359,7 @@ def test_a_contender_that_fails_later_keeps_the_time_that_it_has(tmp_path, monke
             raise RuntimeError("out of memory")
 
     left_out, rows = measured(session, names, monkeypatch, fused_store={"prepare": fail})
-    assert left_out == ["fused-store on resnet-20, batch 4: out of memory"]
+    assert left_out == ["fused-store on resnet-20, batch 4: RuntimeError: out of memory"]
     assert rows["fused-store"].median_ms == before["fused-store"].median_ms
     assert rows["fused-rebuild"].median_ms > 0
 

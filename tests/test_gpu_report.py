@@ -109,7 +109,8 @@ def test_a_log_that_is_too_large_to_return_is_cut(report, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("statuses", "runs"), [([0], 1), ([1], 1), ([None], 1), ([LOST, -6, 0], 3)]
+    ("statuses", "runs"),
+    [([0], 1), ([1], 1), ([None], 1), ([LOST, -6, LOST, 0], 4), ([-11, -11, 0], 2)],
 )
 def test_benchmarks_go_on_in_a_new_process_where_a_kernel_cost_one_its_gpu(
     report, monkeypatch, statuses, runs
@@ -180,7 +181,7 @@ def test_libraries_that_do_not_load_are_built_again(tree):
 
 
 def test_every_file_of_tests_that_is_named_exists():
-    for name in (*itertools.chain(*gpu_report.TELLING), *gpu_report.WITHOUT_GPU):
+    for name in (*itertools.chain(*gpu_report.KERNEL_TESTS), *gpu_report.WITHOUT_GPU):
         assert os.path.exists(gpu_report.ROOT / "tests" / f"{name}.py")
 
 
@@ -199,23 +200,31 @@ def parts(monkeypatch):
     return found
 
 
-FIRST_TESTS = ["tests 1", "tests 2", "tests 3", "tests 4"]
+KERNEL_TESTS = ["tests 1", "tests 2", "tests 3", "tests 4"]
 MEASURED = ["bench", "bench of cuda", "hotspots", "other tests"]
 
 
-def test_the_most_telling_parts_come_first(parts, tmp_path):
+def test_the_most_important_parts_come_first(parts, tmp_path):
     assert gpu_report.main([str(tmp_path)]) == 0
-    assert parts == ["libraries", *FIRST_TESTS, *MEASURED]
+    assert parts == ["libraries", *KERNEL_TESTS, *MEASURED]
     assert sorted(os.listdir(tmp_path)) == ["log.txt", "summary.txt"]
 
 
-def test_a_report_that_resumes_keeps_the_rows_of_the_earlier_one(parts, tmp_path):
+SUMMARY = """build: ok after 60 s: done
+tests 1: ok after 20 s: 700 passed in 18 s
+tests 2: out of time after 40 s: 3 failed, 200 passed in 39 s
+tests 3: exit status 1 after 20 s: 1 failed, 100 passed in 19 s
+"""
+
+
+def test_a_report_that_resumes_keeps_the_rows_and_the_tests_that_ended(parts, tmp_path):
     earlier, out = tmp_path / "earlier", tmp_path / "out"
     earlier.mkdir()
     for name in ("a-gpu.csv", "a-gpu-lost.txt", "log.txt"):
         (earlier / name).write_text("rows")
+    (earlier / "summary.txt").write_text(SUMMARY)
     assert gpu_report.main([str(out), "--resume", str(earlier)]) == 0
-    assert parts == ["libraries", *MEASURED]
+    assert parts == ["libraries", "tests 2", "tests 4", *MEASURED]
     assert sorted(os.listdir(out)) == ["a-gpu-lost.txt", "a-gpu.csv", "log.txt", "summary.txt"]
     assert (out / "log.txt").read_text() == ""
 

@@ -287,6 +287,7 @@ def test_a_capture_that_fails_gives_back_what_it_took(breaks, error, message, mo
         _CapturedStep(model, cuda.loss_fn, optimizer, x, target, None)
     assert cuda.now is cuda.main
     assert (cuda.mode, cuda.pools, cuda.is_capturing) == (0, set(), False)
+    assert all(p.grad is None for p in model.parameters())
     if breaks == "synchronises":  # without a GPU, the body of a capture runs
         assert_same_bits(model.state_dict(), before)
 
@@ -331,6 +332,7 @@ for attempt in range(2):
     else:
         raise SystemExit("captured")
     assert torch.cuda.current_stream() == stream
+    assert all(p.grad is None for p in model.parameters())
     assert F.dropout(torch.ones(1000).cuda()).sum() > 0
     torch.cuda.synchronize()
 for step in (*steps, capture()):  # weights do not change: losses differ by what is dropped
