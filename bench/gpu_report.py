@@ -216,10 +216,10 @@ def main(given: Sequence[str] | None = None) -> int:
     a, options = parser.parse_known_args(given)  # the rest is for `python -m bench`
     if a.resume and not a.resume.is_dir():
         parser.error(f"--resume: expected a folder, got {a.resume}")
-    ended = set()  # tests that ran to their end in the earlier report
+    ended = {}  # tests that ran to their end in the earlier report, and their line there
     if a.resume and (a.resume / "summary.txt").exists():
         summary = (a.resume / "summary.txt").read_text()
-        ended = set(re.findall(r"^(tests \d+): (?:ok|exit status)", summary, re.MULTILINE))
+        ended = dict(re.findall(r"^(tests \d+): ((?:ok|exit status).*)", summary, re.MULTILINE))
     report = Report(a.folder.resolve(), a.seconds)
     if a.resume and a.resume.resolve() != report.folder:
         for path in [*a.resume.glob("*.csv"), *a.resume.glob("*-lost.txt")]:
@@ -240,9 +240,16 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def measure_all(
-    report: Report, options: Sequence[str], test_seconds: float, ended: set[str], *, resume: bool
+    report: Report,
+    options: Sequence[str],
+    test_seconds: float,
+    ended: dict[str, str],
+    *,
+    resume: bool,
 ) -> None:
     """Runs tests and benchmarks, the most important first."""
+    for part, line in ended.items():
+        report.note(part, line)
     tests_end_s = time.monotonic() + test_seconds
     groups = {f"tests {index}": names for index, names in enumerate(KERNEL_TESTS, start=1)}
     groups = {part: names for part, names in groups.items() if part not in ended}

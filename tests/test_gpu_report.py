@@ -225,6 +225,8 @@ def test_a_report_that_resumes_keeps_the_rows_and_the_tests_that_ended(parts, tm
     (earlier / "summary.txt").write_text(SUMMARY)
     assert gpu_report.main([str(out), "--resume", str(earlier)]) == 0
     assert parts == ["libraries", "tests 2", "tests 4", *MEASURED]
+    kept = (out / "summary.txt").read_text().splitlines()
+    assert kept[1:] == [SUMMARY.splitlines()[i] for i in (1, 3)]  # for a run that resumes this one
     assert sorted(os.listdir(out)) == ["a-gpu-lost.txt", "a-gpu.csv", "log.txt", "summary.txt"]
     assert (out / "log.txt").read_text() == ""
 
