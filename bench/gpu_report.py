@@ -39,8 +39,8 @@ KERNEL_TESTS = (
 )  # fmt: skip
 """Tests of the kernels, the most important first; a group is one run of pytest."""
 WITHOUT_GPU = (
-    "test_cuda_on_host", "test_cuda_build", "test_versions", "test_bench", "test_gpu_report",
-    "test_lost_gpu",
+    "test_cuda_on_host", "test_cuda_build", "test_versions", "test_bench", "test_bench_data",
+    "test_gpu_report", "test_lost_gpu",
 )  # fmt: skip
 """Tests that a GPU does not change."""
 GRACE_SECONDS = 20  # for a part that was interrupted
