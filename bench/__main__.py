@@ -313,7 +313,7 @@ def run(plan: Plan, session: Session, lost_tasks: Path) -> tuple[list[str], bool
             no row that says so; a resumed run skips them.
 
     Returns:
-        What was left out, and why; and whether a failed kernel cost this process its GPU.
+        What was left out, and why; and whether a failed kernel broke the GPU context.
     """
     left_out = []
     tasks = list(plan.tasks())
@@ -380,8 +380,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmarks.
 
     Returns:
-        1 where a fused contender is wrong or a part failed; `LOST` where a failed kernel cost this
-        process its GPU, and another run with --resume can measure the rest.
+        1 if a fused contender is wrong or a part failed; `LOST` if a failed kernel broke the GPU
+        context, so that only a new process, with --resume, can measure the rest.
     """
     start_s = time.monotonic()
     a = arguments(given)
@@ -435,7 +435,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     status = main()
-    if status == LOST:  # what the interpreter does at its end would meet the same error
+    if status == LOST:  # a normal exit would call CUDA again
         sys.stdout.flush()
         os._exit(LOST)
     sys.exit(status)

@@ -114,7 +114,7 @@ def judge(
         correct, and the verdict says what it raised.
 
     Raises:
-        DeviceLost: the exception cost this process its GPU.
+        DeviceLost: a contender broke the GPU context.
     """
     network = judged_network(network, dtype)
     state = network.state()

@@ -78,7 +78,7 @@ def is_built() -> bool:
 
 
 class Report:
-    """The files of a run, and the time that it has.
+    """Writes the files of a run and keeps its time limit.
 
     Args:
         folder: for the files; made where it is missing.
@@ -104,9 +104,9 @@ class Report:
     def run(
         self, part: str, command: Sequence[str], seconds: float, **environment: str
     ) -> int | None:
-        """Runs a command for `seconds` at most, its output to the screen and to the log.
+        """Runs a command for at most `seconds`; shows its output and appends it to the log.
 
-        Out of time, it is interrupted, and killed with its children after `GRACE_SECONDS`.
+        At the limit the command is interrupted, and `GRACE_SECONDS` later killed with its children.
 
         Returns:
             Its exit status; None where there was no time to start or to finish.
@@ -147,6 +147,9 @@ class Report:
                     is_late = True
                     deadline_s += GRACE_SECONDS
                     process.send_signal(signal.SIGINT)
+        if not is_late:  # its output may end before the process does
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # children that are left too
         process.stdout.close()

@@ -64,7 +64,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class DeviceLost(RuntimeError):
-    """A kernel failed on a GPU, and so does every later call of this process.
+    """A kernel failed and broke the GPU context: every later CUDA call of this process fails.
 
     Args:
         contender: who ran when it failed.
@@ -81,10 +81,10 @@ class DeviceLost(RuntimeError):
 
 @contextlib.contextmanager
 def running(contender: str, device: torch.device) -> Iterator[None]:
-    """What `contender` does on `device`; an error that costs this process its GPU is its own.
+    """Attributes an error of the body that breaks the GPU context to `contender`.
 
     Raises:
-        DeviceLost: in place of such an error.
+        DeviceLost: in place of such an error; other errors pass through.
     """
     try:
         yield

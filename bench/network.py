@@ -113,7 +113,7 @@ class Session:
         return {c.name: self.verdicts[c.name, judged] for c in contenders}
 
     def refuse(self, contender: Contender, network: Network, batch: int, note: str) -> None:
-        """Records that a contender has wrong results or none, and so no time."""
+        """Records that a contender has no time, because its results are wrong or missing."""
         row = self.row(contender, network, batch)
         row.correct, row.note = "no", note
         row.median_ms = row.p20_ms = row.p80_ms = row.images_per_s = row.x_of_floor = None
@@ -151,7 +151,7 @@ def measure_group(
         What there was no time for, in words.
 
     Raises:
-        DeviceLost: a contender failed in a way that cost this process its GPU.
+        DeviceLost: a contender broke the GPU context.
     """
     contenders = [c for c in contenders if session.row(c, network, batch).correct != "no"]
     if not any(_wanted(session.row(c, network, batch)) for c in contenders):
@@ -172,7 +172,7 @@ def _measure_group(
     now_s = time.monotonic()
     last_start_s = now_s + 0.7 * (session.deadline_s - now_s)  # the rest is for times in turn
     left_out = []
-    if device.type == "cpu":  # at once, as each judging takes seconds; on a GPU, each in its turn
+    if device.type == "cpu":  # together: each call computes the truth again, which is slow there
         session.judge(contenders, network)
     state = network.state()
     stream = data.batches(session.images, batch, seed=2, size=network.image_size)

@@ -166,7 +166,7 @@ def ops_table(rows: Sequence[Row], form: str = "github") -> str:
 
 
 def comparable(row: Row) -> bool:
-    """Whether a time is of right results, of all rounds, and met no drift of the machine."""
+    """Whether a time can be compared: right results, all rounds measured, no drift."""
     return row.correct == "yes" and DRIFTED not in row.note and UNFINISHED not in row.note
 
 

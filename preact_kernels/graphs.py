@@ -172,7 +172,7 @@ def _capture_errors() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Of a capture that broke, the last error is that it cannot be ended.
+        # After a broken capture the last error only says that it cannot be ended.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         raise ValueError(
             "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
@@ -207,7 +207,7 @@ def _capture(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None
         if torch.cuda.current_stream(device) != stream:  # `torch.cuda.graph` could not end it
             torch.cuda.set_stream(stream)
             end_allocation_to_pool(stream.device_index, pool)
-            # The end of another capture is what tells the generator that none is under way.
+            # Only the end of a capture tells the generator that no capture is under way.
             other = torch.cuda.CUDAGraph()
             _broken_graphs.extend((graph, other))
             with contextlib.suppress(RuntimeError), torch.cuda.graph(other):

@@ -43,6 +43,11 @@ def test_every_part_leaves_its_output_and_a_line(report):
     assert report.has_failed
 
 
+def test_a_part_that_closes_its_output_early_keeps_its_exit_status(report):
+    code = "import os, time; os.close(1); os.close(2); time.sleep(0.5); os._exit(7)"
+    assert report.run("part", python(code), 50) == 7
+
+
 WAIT_FOR_LOG = """
 import pathlib, sys
 print("begun")

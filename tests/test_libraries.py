@@ -1,4 +1,4 @@
-"""The compiled libraries load beside this torch, and their schemas are those of the ops above."""
+"""The compiled libraries load with this torch, and their schemas match `ops/schema.py`."""
 
 import importlib.util
 import os
@@ -14,8 +14,8 @@ import torch
 from preact_kernels.ops.schema import SCHEMAS
 
 PACKAGE = Path(importlib.util.find_spec("preact_kernels").origin).parent
-# What the ops above have and a library need not: it does convolutions of one geometry, by kernels
-# that add no bias, and leaves to PyTorch what PyTorch does as well.
+# A library may lack these: its convolutions have one geometry and no bias, and PyTorch can update
+# running statistics.
 OPTIONAL_ARGUMENTS = {"stride", "padding", "dilation", "groups", "conv_bias"}
 OPTIONAL_OPS = {"running_stats_update"}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")

@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def has_autocast(device_type: str) -> bool:
-    """Whether autocast exists for a device type.
+    """Whether autocast exists for a device type: for all that are used here but `meta`.
 
-    `torch.amp.is_autocast_available` says the same, but Dynamo of torch 2.11 cannot trace it.
+    Dynamo of torch 2.11 cannot trace `torch.amp.is_autocast_available`.
     """
     return device_type != "meta"
 

@@ -92,7 +92,7 @@ class PreActStageFunction(torch.autograd.Function):
         y, *saved = ctx.saved_tensors
         blocks, kernels = ctx.blocks, ctx.kernels
         unit_count = len(ctx.inv_counts)
-        # Dynamo of torch 2.11 takes what a star unpacks for a tuple.
+        # A list: Dynamo of torch 2.11 makes `*saved` a tuple.
         kept, rest = list(saved[: ctx.kept_count]), saved[ctx.kept_count :]
         flat = rest[2 * unit_count :]
         none = (None,) * 3
