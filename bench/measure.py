@@ -211,7 +211,7 @@ class Machine:
     def of(cls, device: torch.device, command: str | None = None) -> "Machine":
         """The facts of this process on `device`."""
         import preact_kernels as pk
-        from preact_kernels.ops import backend
+        from preact_kernels.ops import dispatch
 
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
@@ -219,8 +219,8 @@ class Machine:
             threads = torch.get_num_threads()
             capability = torch.backends.cpu.get_cpu_capability()
             name = f"{cpu_model()} {capability} ({threads} thread{'s' if threads > 1 else ''})"
-        if backend.current() != "auto":  # measured beside the default, not in its place
-            name += f", backend {backend.current()}"
+        if dispatch.current() != "auto":  # measured beside the default, not in its place
+            name += f", backend {dispatch.current()}"
         versions = [
             f"torch {torch.__version__}",
             f"python {platform.python_version()}",

@@ -8,9 +8,15 @@ from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
 from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBottleneck
 from preact_kernels.modules.preact_stage import PreActStage
-from preact_kernels.ops.backend import BackendError, available_backends, set_backend, use_backend
 from preact_kernels.ops.bn_relu import bn_relu
 from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d
+from preact_kernels.ops.dispatch import (
+    BackendError,
+    available_backends,
+    backend_for,
+    set_backend,
+    use_backend,
+)
 from preact_kernels.ops.residual_add import residual_add
 from preact_kernels.planning import MemoryPlan, plan_memory
 
@@ -26,6 +32,7 @@ __all__ = [
     "PreActResNet",
     "PreActStage",
     "available_backends",
+    "backend_for",
     "bn_relu",
     "bn_relu_conv2d",
     "graphed_step",

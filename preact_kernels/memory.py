@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from preact_kernels.torch_compat import storage_id
+
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
     """Bytes that one forward of `model` keeps for the backward.
@@ -41,13 +43,13 @@ def saved_storages(
 
     The storages are held, so that no address is used twice while the result is.
     """
-    state = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    state = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}
     saved: dict[int, dict[tuple, int]] = {}  # by storage, and by what part of it
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        key = storage._cdata
+        key = storage_id(t)
         if key not in state:
             storages[key] = storage
             part = (t.storage_offset(), t.shape, t.stride())

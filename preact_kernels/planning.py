@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.preact_stage import PreActStage
-from preact_kernels.ops import checks, layout
+from preact_kernels.modules.run_blocks import geometry_of
+from preact_kernels.ops import layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
+from preact_kernels.torch_compat import BatchNorm, FakeTensorMode, storage_id
 
 _MIB = 2**20
 
@@ -186,7 +187,7 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]
         stage_x, stage_y = ends[name]
         # In another layout the stage's own output is not what others keep.
         is_nhwc = stage_y.is_contiguous(memory_format=torch.channels_last)
-        is_shared = is_nhwc and stage_y.untyped_storage()._cdata in outside
+        is_shared = is_nhwc and storage_id(stage_y) in outside
         # The meta device is much faster, but has no autocast, and formats of its own for plain
         # convolutions.
         is_plain = any(has_hooks(b) or not b.is_fusable() for b in stage)
@@ -199,7 +200,7 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]
                 _set_mode(shapes, memory)
                 kept, y = saved_storages(shapes, own)
                 if is_shared:
-                    kept.pop(y.untyped_storage()._cdata, None)
+                    kept.pop(storage_id(y), None)
                 size = sum(size for size, _ in kept.values())
                 some.append(StageOption(memory, size, _extra_bytes(shapes, own, memory)))
         if stage_y.requires_grad:
@@ -238,7 +239,7 @@ def _sizes(block: nn.Module, shape: Sequence[int]) -> list[Sequence[int]]:
     """Shapes behind every convolution of a block."""
     shapes = []
     for _, conv in block.units():
-        shape = checks.output_shape(shape, conv.weight, conv.stride, conv.padding, conv.dilation)
+        shape = geometry_of(conv).output_shape(shape, conv.weight.shape)
         shapes.append(shape)
     return shapes
 
@@ -256,7 +257,7 @@ def _copy_of_shapes(model: nn.Module, device: torch.device | None = None) -> nn.
         fakes[id(t)] = nn.Parameter(fake, t.requires_grad) if is_parameter else fake
     model = copy.deepcopy(model, fakes)
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             module.momentum = 0.1  # None asks how many batches there were
             if isinstance(module, nn.SyncBatchNorm):
                 module.__class__ = nn.BatchNorm2d  # which asks no other process

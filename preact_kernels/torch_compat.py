@@ -1,9 +1,13 @@
-"""The oldest torch that works, and private functions of torch."""
+"""The oldest torch that works, and every private name of torch that the package uses."""
 
 import contextlib
 import re
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.nn.modules.module import _has_any_global_hook
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 
@@ -12,6 +16,28 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
         f"preact_kernels needs torch {'.'.join(map(str, OLDEST_TORCH))} or later, "
         f"got torch {torch.__version__}"
     )
+
+# One call, and on a GPU one launch, for a list of tensors. No public function does this.
+foreach_add_ = torch._foreach_add_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_neg = torch._foreach_neg
+
+# The common base of all batch norms, of which planning replaces the momentum.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+# Whether hooks are registered for all modules: a fused module must then call its children.
+has_global_module_hook = _has_any_global_hook
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def storage_id(t: Tensor) -> int:
+    """A number that tensors share while they share a storage, on the meta device too."""
+    return t.untyped_storage()._cdata
 
 
 def end_allocation_to_pool(device_index: int, pool: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.ops import backend as backends
+from preact_kernels.ops import dispatch as backends
 
 # What each backend promises. A dtype that is missing must be refused (`test_backend.py`).
 SERVED_DTYPES = {

@@ -15,7 +15,7 @@ else:
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda
-from preact_kernels.ops import backend as backends
+from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, device_of
 from tests.cuda_on_host import serve_cpu
 from tests.lost_gpu import pytest_runtest_makereport as pytest_runtest_makereport
@@ -155,7 +155,7 @@ def _missing():
     """Unavailable backends on a GPU machine, as skipped parameters that give the reason."""
     for row in backends.BACKENDS if torch.cuda.is_available() else ():
         if not row.is_available():
-            reason = f"backend {row.name} is not available: {row.obstacle() or 'not installed'}"
+            reason = f"backend {row.name} is not available: {row.load_error()}"
             yield pytest.param(row.name, id=row.name, marks=pytest.mark.skip(reason))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.ops import backend as backends
+from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, batch_norm_inputs, device_of
 from tests.cuda_on_host import serve_cpu
 
@@ -157,7 +157,7 @@ def known_to_fresh_processes():
 
 @pytest.mark.parametrize("name", ["auto", *known_to_fresh_processes()])
 def test_the_environment_chooses(name):
-    code = "from preact_kernels.ops import backend; print(backend.current())"
+    code = "from preact_kernels.ops import dispatch as backend; print(backend.current())"
     assert run_python(code, PREACT_KERNELS_BACKEND=name).stdout.strip() == name
 
 
@@ -169,11 +169,10 @@ def test_an_unknown_name_in_the_environment_is_named():
 
 
 WITHOUT_A_LIBRARY = """
-import sys, types
-native = types.ModuleType("preact_kernels.kernels.native")
-native.cpu_is_available = lambda: False
-native.cpu_load_error = lambda: "no such library"
-sys.modules[native.__name__] = native
+import sys
+from pathlib import Path
+import preact_kernels.kernels.cpu as cpu
+cpu._LIBRARY = Path("/nowhere/_cpu.so")
 import preact_kernels as pk
 print(pk.available_backends())
 try:
@@ -188,5 +187,6 @@ def test_a_backend_that_is_missing_is_refused_and_not_replaced():
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         "('reference',)",
-        "backend 'cpu' is not available here (no such library); available: 'reference'",
+        "backend 'cpu' is not available here (the package was installed without its compiled "
+        "library); available: 'reference'",
     ]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from preact_kernels.ops import backend as backends
+from preact_kernels.ops import dispatch as backends
 from tests.cases import (
     CONV_CASES,
     ConvCase,

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.ops import backend as backends
+from preact_kernels.kernels.contract import Conv, Norm
+from preact_kernels.ops import dispatch as backends
 from tests.cases import device_of
 from tests.oracle import unit_roundoff
 
@@ -62,8 +63,9 @@ def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(mean_ove
     x = samples(mean_over_std, (4, 16, 128, 128)).abs()
     zero, one = torch.zeros(16), torch.ones(16)
     weight = torch.eye(16).view(16, 16, 1, 1)
-    y, mean, var = kernels(backend, x.dtype).bn_relu_conv_forward(
-        x, zero, one, one, zero, 0.0, weight, None, None, [1, 1], [0, 0], [1, 1], 1, True
+    norm, conv = Norm(zero, one, one, zero, 0.0), Conv((1, 1), (0, 0), (1, 1), 1)
+    y, (mean, var) = kernels(backend, x.dtype).bn_relu_conv_forward(
+        x, norm, weight, conv, with_stats=True
     )
     true_var, true_mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
     assert relative_error(y, x.double()) <= unit_roundoff(x.dtype) * 2
@@ -74,7 +76,7 @@ def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(mean_ove
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_statistics_that_an_addition_yields_are_of_the_rounded_sum(dtype, backend):
     x, branch = samples(1000, dtype=dtype), samples(0, dtype=dtype)
-    y, mean, var = kernels(backend, dtype).residual_add_forward(x, branch, True)
+    y, (mean, var) = kernels(backend, dtype).residual_add_forward(x, branch, True)
     true_var, true_mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
     assert relative_error(mean, true_mean) <= allowed()
     assert relative_error(var, true_var) <= allowed()

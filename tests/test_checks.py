@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from preact_kernels.ops import backend as backends
+from preact_kernels.ops import dispatch as backends
 from tests.cases import ConvCase, conv_inputs, device_of, random_block, random_stage
 from tests.oracle import assert_same_bits
 
@@ -350,7 +350,7 @@ def test_running_statistics_stay_when_a_kernel_fails(module, backend, monkeypatc
     before = {n: t.clone() for n, t in module.named_buffers()}
     kernels = backends.select(backend, device_of(backend), torch.float32)
 
-    def fails(*args):
+    def fails(*args, **options):
         raise MemoryError
 
     monkeypatch.setattr(kernels, "bn_relu_forward", fails)
@@ -365,10 +365,10 @@ def narrow_reference(monkeypatch):
     """A backend that serves float32 alone, chosen by name."""
     row = backends._by_name["reference"]._replace(dtypes=(torch.float32,))
     monkeypatch.setitem(backends._by_name, "reference", row)
-    backends.select.cache_clear()
+    backends._serving.cache_clear()
     with pk.use_backend("reference"):
         yield
-    backends.select.cache_clear()
+    backends._serving.cache_clear()
 
 
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)

@@ -172,13 +172,13 @@ def kernel_arguments(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     x, y = images(2, 8, 5, 6), images(2, 16, 5, 6)
     vectors = [torch.rand(8, dtype=wide) + 0.5 for _ in range(4)]
-    behind = [torch.rand(16, dtype=wide) + 0.5 for _ in range(3)]
+    behind = [torch.rand(16, dtype=wide) + 0.5 for _ in range(4)]
     norm = (*vectors, 1e-5)
     sums, sums_behind = torch.randn(2, 8, dtype=wide), torch.randn(2, 16, dtype=wide)
     weight, bias = torch.randn(16, 8, 3, 3).to(dtype), torch.randn(16).to(dtype)
     conv = ([1, 1], [1, 1], [1, 1], 1)
     strided = ([2, 1], [1, 0], [1, 2], 1)
-    whole = (None, None, None, None, None, 0.0, None, 0.0)
+    whole = (None, None, None, None, None, None, 0.0, None, 0.0)
     folded = (y, *behind, 1e-5, sums_behind, 1 / 60)
     backward = (x, *norm, weight, *conv)
     return {
@@ -186,15 +186,16 @@ def kernel_arguments(dtype):
         "running_stats_update": [([vectors[0], vectors[1]], [vectors[2], vectors[3]], 0.1)],
         "bn_relu_forward": [(x, *norm)],
         "bn_relu_backward_sums": [(x, x, *norm)],
+        "bn_relu_backward_mask": [(x, x, *norm)],
         "bn_relu_backward_input": [(x, x, *norm, sums, 1 / 60)],
         "bn_input_gradient": [
-            (None, x, x.clone(), *vectors[:3], 1e-5, sums, 1 / 60),
-            (x, x.clone(), x.clone(), *vectors[:3], 1e-5, sums, 0.0),
+            (x, None, x.clone(), *norm, sums, 1 / 60),
+            (x, x.clone(), x.clone(), *norm, sums, 0.0),
         ],
         "bn_relu_conv_forward": [
-            (x, *norm, weight, None, None, *conv, False),
-            (x, *norm, weight, bias, y, *conv, True),
-            (x, *norm, weight, bias, None, *strided, True),
+            (x, *norm, weight, *conv, None, None, False),
+            (x, *norm, weight, *conv, bias, y, True),
+            (x, *norm, weight, *strided, bias, None, True),
         ],
         "bn_relu_conv_backward": [
             (y, *whole, *backward, True, True, False),

@@ -18,11 +18,12 @@ from torch import Tensor
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
+from preact_kernels.kernels.contract import Conv, Fold, Norm, Wanted
 from tests.cases import device_of, in_dtype, random_stage
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.cuda_on_host import build, serve_cpu
 from tests.oracle import assert_same_bits, assert_within_budget, evaluate
-from tests.test_preact_stage import recorded_calls
+from tests.test_preact_stage import recorded_calls, unit_by_unit
 
 if serve_cpu.missing():
     pytest.skip(f"backend cuda: {serve_cpu.missing()}", allow_module_level=True)
@@ -106,61 +107,95 @@ def nhwc(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last)
 
 
-def conv(case: Case) -> tuple:
+def kernels():
+    return cuda.kernels()
+
+
+def conv(case: Case) -> Conv:
     padding = case.side // 2
-    return (1, 1), (padding, padding), (1, 1), 1
+    return Conv((1, 1), (padding, padding), (1, 1), 1)
 
 
-def forward_inputs(case: Case, dtype: torch.dtype, has_residual: bool = True) -> dict:
-    """What `bn_relu_conv_forward` takes, up to the residual."""
-    n, h, w, c, k, side = case
-    return {
-        "x": nhwc(torch.randn(n, c, h, w, device=DEVICE).to(dtype)),
-        "mean": torch.randn(c, device=DEVICE) / 3,
-        "var": torch.rand(c, device=DEVICE) + 0.5,
-        "bn_weight": torch.randn(c, device=DEVICE),
-        "bn_bias": torch.randn(c, device=DEVICE) / 2,
-        "eps": EPS,
-        "conv_weight": (torch.randn(k, c, side, side, device=DEVICE) / (c * side**2) ** 0.5).to(
-            dtype
-        ),
-        "conv_bias": None,
-        "residual": nhwc(torch.randn(n, k, h, w, device=DEVICE).to(dtype))
-        if has_residual
-        else None,
-    }
+def random_norm(channels: int, eps: float = EPS) -> Norm:
+    return Norm(
+        mean=torch.randn(channels, device=DEVICE) / 3,
+        var=torch.rand(channels, device=DEVICE) + 0.5,
+        weight=torch.randn(channels, device=DEVICE),
+        bias=torch.randn(channels, device=DEVICE) / 2,
+        eps=eps,
+    )
 
 
-def backward_inputs(case: Case, dtype: torch.dtype, fold: str = "skip") -> dict:
-    """What `bn_relu_conv_backward` takes, up to the weight.
+def images(n: int, c: int, case: Case, dtype: torch.dtype) -> Tensor:
+    return nhwc(torch.randn(n, c, case.height, case.width, device=DEVICE).to(dtype))
+
+
+class Forward(NamedTuple):
+    """The tensors that `bn_relu_conv_forward` takes."""
+
+    x: Tensor
+    norm: Norm
+    conv_weight: Tensor
+    residual: Tensor | None
+
+
+class Backward(NamedTuple):
+    """The tensors that `bn_relu_conv_backward` takes."""
+
+    dy: Tensor
+    fold: Fold | None
+    x: Tensor
+    norm: Norm
+    conv_weight: Tensor
+
+
+def forward_inputs(case: Case, dtype: torch.dtype, has_residual: bool = True) -> Forward:
+    n, _, _, c, k, side = case
+    weight = torch.randn(k, c, side, side, device=DEVICE) / (c * side**2) ** 0.5
+    residual = images(n, k, case, dtype) if has_residual else None
+    return Forward(images(n, c, case, dtype), random_norm(c), weight.to(dtype), residual)
+
+
+def backward_inputs(case: Case, dtype: torch.dtype, fold: str = "skip") -> Backward:
+    """Tensors with a fold that is "none", "evaluation", "z" (without skip) or "skip"."""
+    n, h, w, _, k, _ = case
+    x, norm, conv_weight, _ = forward_inputs(case, dtype)
+    dy, z, skip = (images(n, k, case, dtype) for _ in range(3))
+    if fold == "none":
+        return Backward(dy, None, x, norm, conv_weight)
+    sums = torch.randn(2, k, device=DEVICE) * (n * h * w) ** 0.5
+    inv_count = 0.0 if fold == "evaluation" else 1 / (n * h * w)
+    folded = Fold(skip if fold == "skip" else None, z, random_norm(k, 1e-3), sums, inv_count)
+    return Backward(dy, folded, x, norm, conv_weight)
+
+
+def mapped(inputs, change):
+    """The same named tuple, with `change` of every tensor inside."""
+    if isinstance(inputs, Tensor):
+        return change(inputs)
+    if isinstance(inputs, tuple):
+        return type(inputs)(*(mapped(t, change) for t in inputs))
+    return inputs
+
+
+def call(backend, case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
+    """The results by name, without those that are None.
 
     Args:
+        backend: `Kernels`.
         case: shape.
-        dtype: of activations and weight.
-        fold: "none", "evaluation", "z" (without skip) or "skip".
+        inputs: tensors.
+        options: whether statistics are wanted, or a `Wanted`.
     """
-    n, h, w, _, k, _ = case
-    given = forward_inputs(case, dtype)
-    del given["conv_bias"], given["residual"]
-    dy, z, skip = (nhwc(torch.randn(n, k, h, w, device=DEVICE).to(dtype)) for _ in range(3))
-    names = ("skip", "z", "z_mean", "z_var", "z_weight", "z_eps", "z_sums", "z_inv_count")
-    if fold == "none":
-        return {"dy": dy, **dict.fromkeys(names), "z_eps": 0.0, "z_inv_count": 0.0, **given}
-    values = (
-        skip if fold == "skip" else None,
-        z,
-        torch.randn(k, device=DEVICE) / 3,
-        torch.rand(k, device=DEVICE) + 0.5,
-        torch.randn(k, device=DEVICE),
-        1e-3,
-        torch.randn(2, k, device=DEVICE) * (n * h * w) ** 0.5,
-        0.0 if fold == "evaluation" else 1 / (n * h * w),
-    )
-    return {"dy": dy, **dict(zip(names, values, strict=True)), **given}
-
-
-def mapped(inputs: dict, change) -> dict:
-    return {n: change(t) if isinstance(t, Tensor) else t for n, t in inputs.items()}
+    if isinstance(inputs, Backward):
+        found = backend.bn_relu_conv_backward(*inputs, conv(case), options)._asdict()
+    else:
+        x, norm, weight, residual = inputs
+        y, statistics = backend.bn_relu_conv_forward(
+            x, norm, weight, conv(case), residual=residual, with_stats=options
+        )
+        found = {"y": y, **(statistics._asdict() if statistics else {})}
+    return {n: t for n, t in found.items() if t is not None}
 
 
 def as_tf32(t: Tensor) -> Tensor:
@@ -180,46 +215,38 @@ class RoundedOperands(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def eager(function, inputs: dict, *rest):
+def eager(case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
     """The reference in the dtype of the inputs."""
-    if inputs["x"].dtype != torch.float32:
-        return function(*inputs.values(), *rest)
+    if inputs.x.dtype != torch.float32:
+        return call(reference, case, inputs, options)
     with RoundedOperands():
-        return function(*inputs.values(), *rest)
+        return call(reference, case, inputs, options)
 
 
-BATCHED = ("x", "residual", "dy", "z", "skip")
+def reversed_batch(inputs):
+    return mapped(inputs, lambda t: nhwc(t.flip(0)) if t.dim() == 4 and t.shape[0] > 0 else t)
 
 
-def reversed_batch(inputs: dict) -> dict:
-    return {n: nhwc(t.flip(0)) if n in BATCHED and t is not None else t for n, t in inputs.items()}
+ALL = Wanted(True, True, True)
 
 
-FORWARD = ("y", "mean", "var")
-BACKWARD = ("g", "conv_weight", "sums", "dz")
-
-
-def check(function: str, names: tuple, inputs: dict, *rest, empty: tuple = ()) -> dict:
+def check(case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
     """Asserts the budget for every result, which has the dtype of eager's; returns the results."""
-    found = dict(zip(names, getattr(cuda, function)(*inputs.values(), *rest), strict=True))
-    plain = getattr(reference, function)
-    truth = dict(zip(names, plain(*mapped(inputs, Tensor.double).values(), *rest), strict=True))
-    errors = dict.fromkeys(names, 0.0)
+    found = call(kernels(), case, inputs, options)
+    truth = call(reference, case, mapped(inputs, Tensor.double), options)
+    errors = dict.fromkeys(truth, 0.0)
+    weight = inputs.conv_weight
     for order in (lambda t: t, reversed_batch):
-        run = dict(zip(names, eager(plain, order(inputs), *rest), strict=True))
-        if "y" in run:  # of each other's batch
-            run |= {n: run[n].flip(0) for n in ("y",) if order is reversed_batch}
-        elif order is reversed_batch:
-            run |= {n: run[n].flip(0) for n in ("g", "dz") if run[n].numel()}
+        run = eager(case, order(inputs)._replace(conv_weight=weight), options)
+        if order is reversed_batch:
+            run |= {n: run[n].flip(0) for n in ("y", "g", "dy") if n in run}
         assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in run.items()}
-        for name in names:
-            error = (run[name].double() - truth[name]).norm() if run[name].numel() else 0
-            errors[name] = max(errors[name], float(error))
-    assert {n for n in names if not found[n].numel()} == set(empty)
-    if "y" in found and "mean" not in empty:  # statistics are of y as stored
-        stored = found["y"].double()
-        truth |= dict(zip(("mean", "var"), reference.bn_stats(stored), strict=True))
-        plain = dict(zip(("mean", "var"), reference.bn_stats(found["y"]), strict=True))
+        for name in truth:
+            error = float((run[name].double() - truth[name]).norm())
+            errors[name] = max(errors[name], error)
+    if "mean" in found:  # statistics are of y as stored
+        truth |= reference.bn_stats(found["y"].double())._asdict()
+        plain = reference.bn_stats(found["y"])._asdict()
         errors |= {n: float((t.double() - truth[n]).norm()) for n, t in plain.items()}
     assert_within_budget(found, truth, errors)
     return found
@@ -228,35 +255,32 @@ def check(function: str, names: tuple, inputs: dict, *rest, empty: tuple = ()) -
 @every_dtype
 @every_case
 def test_forward_and_statistics_keep_the_budget(case, dtype):
-    check("bn_relu_conv_forward", FORWARD, forward_inputs(case, dtype), *conv(case), True)
+    check(case, forward_inputs(case, dtype), True)
 
 
 @every_dtype
 @every_case
 def test_backward_of_a_folded_gradient_keeps_the_budget(case, dtype):
-    inputs = backward_inputs(case, dtype)
-    check("bn_relu_conv_backward", BACKWARD, inputs, *conv(case), True, True, True)
+    check(case, backward_inputs(case, dtype), ALL)
 
 
 @typical
 @pytest.mark.parametrize(("residual", "stats"), [(False, False), (False, True), (True, False)])
 def test_forward_with_and_without_residual_and_statistics(case, residual, stats):
-    inputs = forward_inputs(case, torch.bfloat16, residual)
-    empty = () if stats else ("mean", "var")
-    check("bn_relu_conv_forward", FORWARD, inputs, *conv(case), stats, empty=empty)
+    found = check(case, forward_inputs(case, torch.bfloat16, residual), stats)
+    assert ("mean" in found) == stats
 
 
 @typical
 @pytest.mark.parametrize("fold", ["none", "evaluation", "z", "skip"])
 @pytest.mark.parametrize("needs", [*itertools.product([False, True], repeat=3)], ids=str)
 def test_every_combination_of_flags(case, fold, needs):
-    needs_g, needs_conv_weight, needs_dz = needs
-    if fold == "none" and needs_dz:
-        pytest.skip("there is no dz")
-    inputs = backward_inputs(case, torch.bfloat16, fold)
-    empty = ["g", "sums"] * (not needs_g) + ["conv_weight"] * (not needs_conv_weight)
-    empty += ["dz"] * (not needs_dz)
-    check("bn_relu_conv_backward", BACKWARD, inputs, *conv(case), *needs, empty=tuple(empty))
+    wanted = Wanted(*needs)
+    if fold == "none" and wanted.dy:
+        pytest.skip("there is nothing to unfold")
+    found = check(case, backward_inputs(case, torch.bfloat16, fold), wanted)
+    names = ["g", "sums"] * wanted.input + ["conv_weight"] * wanted.weight + ["dy"] * wanted.dy
+    assert list(found) == names
 
 
 @pytest.mark.parametrize("side", [1, 3])
@@ -267,9 +291,7 @@ def test_schedules_change_no_bit(side, seed):
     arriving = backward_inputs(case, torch.bfloat16)
 
     def results():
-        y = cuda.bn_relu_conv_forward(*given.values(), *conv(case), True)
-        dx = cuda.bn_relu_conv_backward(*arriving.values(), *conv(case), True, True, True)
-        return dict(zip(FORWARD + BACKWARD, (*y, *dx), strict=True))
+        return call(kernels(), case, given, True) | call(kernels(), case, arriving, ALL)
 
     expected = results()
     set_schedule(seed)
@@ -281,9 +303,8 @@ def test_schedules_change_no_bit(side, seed):
 def test_any_number_of_multiprocessors(case, multiprocessors):
     set_schedule(multiprocessors=multiprocessors)
     dtype = torch.bfloat16
-    check("bn_relu_conv_forward", FORWARD, forward_inputs(case, dtype), *conv(case), True)
-    arriving = backward_inputs(case, dtype)
-    check("bn_relu_conv_backward", BACKWARD, arriving, *conv(case), True, True, True)
+    check(case, forward_inputs(case, dtype), True)
+    check(case, backward_inputs(case, dtype), ALL)
 
 
 @every_dtype
@@ -293,18 +314,15 @@ def test_weights_stored_nhwc_and_tensors_that_begin_anywhere(case, dtype):
         memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
         return memory[1:].view(t.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2).copy_(t)
 
-    for names, inputs, rest in (
-        (FORWARD, forward_inputs(case, dtype), (True,)),
-        (BACKWARD, backward_inputs(case, dtype), (True, True, True)),
+    for inputs, options in (
+        (forward_inputs(case, dtype), True),
+        (backward_inputs(case, dtype), ALL),
     ):
-        function = "bn_relu_conv_forward" if names is FORWARD else "bn_relu_conv_backward"
-        expected = check(function, names, inputs, *conv(case), *rest)
-        for change in (nhwc, moved):
-            other = inputs | {"conv_weight": change(inputs["conv_weight"])}
-            if change is moved:
-                other |= {n: moved(other[n]) for n in BATCHED if n in other}
-            found = getattr(cuda, function)(*other.values(), *conv(case), *rest)
-            assert_same_bits(dict(zip(names, found, strict=True)), expected)
+        expected = check(case, inputs, options)
+        stored_nhwc = inputs._replace(conv_weight=nhwc(inputs.conv_weight))
+        strayed = mapped(inputs, lambda t: moved(t) if t.dim() == 4 else t)
+        for other in (stored_nhwc, strayed):
+            assert_same_bits(call(kernels(), case, other, options), expected)
 
 
 @typical
@@ -313,38 +331,38 @@ def test_nan_passes_through(case):
     given, arriving = forward_inputs(case, dtype), backward_inputs(case, dtype)
     middle = (0, 3, case.height // 2, case.width // 2)
     for inputs in (given, arriving):
-        inputs["x"][middle] = torch.nan
-    y, _, _ = cuda.bn_relu_conv_forward(*given.values(), *conv(case), False)
-    expected, _, _ = reference.bn_relu_conv_forward(*given.values(), *conv(case), False)
+        inputs.x[middle] = torch.nan
+    y = call(kernels(), case, given, False)["y"]
+    expected = call(reference, case, given, False)["y"]
     assert expected.isnan().any()
     assert torch.equal(y.isnan(), expected.isnan())
-    found = cuda.bn_relu_conv_backward(*arriving.values(), *conv(case), True, True, False)
-    expected = reference.bn_relu_conv_backward(*arriving.values(), *conv(case), True, True, False)
-    g, dconv_weight, sums, _ = expected
-    assert not g.isnan().any()  # a NaN lets the gradient pass, and does not join it
-    assert dconv_weight.isnan().any()
-    assert sums.isnan().any()
-    for a, b in zip(found[:3], expected[:3], strict=True):
-        assert torch.equal(a.isnan(), b.isnan())
-    torch.testing.assert_close(found[0][middle], g[middle], rtol=0.02, atol=0)
+    wanted = Wanted(True, True)
+    found = call(kernels(), case, arriving, wanted)
+    expected = call(reference, case, arriving, wanted)
+    assert not expected["g"].isnan().any()  # a NaN lets the gradient pass, and does not join it
+    assert expected["conv_weight"].isnan().any()
+    assert expected["sums"].isnan().any()
+    for name, t in expected.items():
+        assert torch.equal(found[name].isnan(), t.isnan())
+    torch.testing.assert_close(found["g"][middle], expected["g"][middle], rtol=0.02, atol=0)
 
 
 @typical
 @pytest.mark.parametrize("value", [3.0, -1e4])
 def test_statistics_of_constant_channels_are_exact(case, value):
     inputs = forward_inputs(case, torch.float32)
-    inputs["conv_weight"].zero_()
-    inputs["residual"].fill_(value)
-    _, mean, var = cuda.bn_relu_conv_forward(*inputs.values(), *conv(case), True)
-    assert torch.equal(mean, torch.full_like(mean, value))
-    assert torch.equal(var, torch.zeros_like(var))
+    inputs.conv_weight.zero_()
+    inputs.residual.fill_(value)
+    found = call(kernels(), case, inputs, True)
+    assert torch.equal(found["mean"], torch.full_like(found["mean"], value))
+    assert torch.equal(found["var"], torch.zeros_like(found["var"]))
 
 
 @typical
 def test_statistics_of_large_means_keep_the_budget(case):
     inputs = forward_inputs(case, torch.float32)
-    inputs["residual"] += 1000
-    check("bn_relu_conv_forward", FORWARD, inputs, *conv(case), True)
+    inputs.residual.add_(1000)
+    check(case, inputs, True)
 
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
@@ -356,12 +374,10 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     stage = random_stage(kind, 16, memory=memory)
     stage = in_dtype(stage, torch.bfloat16).train(training).to(DEVICE)
     inputs = {"x": torch.randn(3, 10, 7, 6, device=DEVICE).bfloat16()}
-    names = ("preact_stage_forward", "preact_stage_backward")
+    names = ("block_run_forward", "block_run_backward")
     with pk.use_backend("cuda"):
-        with pytest.MonkeyPatch.context() as units:
-            units.setattr(cuda, "serves_preact_stage", lambda *_: False)
-            expected = evaluate(stage, inputs)
-        calls = [recorded_calls(cuda, name, monkeypatch) for name in names]
+        expected = unit_by_unit(evaluate, stage, inputs)
+        calls = [recorded_calls(kernels(), name, monkeypatch) for name in names]
         assert_same_bits(evaluate(stage, inputs), expected)
     assert [len(c) for c in calls] == [1, 1]
 
@@ -386,37 +402,39 @@ SERVED = {
 @every_dtype
 @pytest.mark.parametrize("shape", SERVED, ids=str)
 def test_which_weights_are_served(shape, dtype):
-    weight = torch.empty(shape, dtype=dtype, device=DEVICE)
-    padding = [side // 2 for side in shape[2:]]
-    is_served = cuda.serves_bn_relu_conv(weight, [1, 1], padding, [1, 1], 1)
+    same = Conv((1, 1), tuple(side // 2 for side in shape[2:]), (1, 1), 1)
+
+    def is_served(conv):
+        return kernels().serves_conv(shape, conv, dtype, torch.device(DEVICE))
+
     if IS_CUDA_ON_HOST or dtype != torch.float32:  # else a question of shared memory
-        assert is_served == SERVED[shape]
-    for stride, dilation, groups in (([2, 2], [1, 1], 1), ([1, 1], [1, 1], 2)):
-        assert not cuda.serves_bn_relu_conv(weight, stride, padding, dilation, groups)
-    assert not cuda.serves_bn_relu_conv(weight, [1, 1], [p + 1 for p in padding], [1, 1], 1)
+        assert is_served(same) == SERVED[shape]
+    padded = tuple(p + 1 for p in same.padding)
+    for change in ({"stride": (2, 2)}, {"groups": 2}, {"padding": padded}):
+        assert not is_served(same._replace(**change))
 
 
 def test_float32_is_served_only_where_tf32_is_allowed(monkeypatch):
-    weight = torch.empty(16, 64, 1, 1, device=DEVICE)
-    arguments = ([1, 1], [0, 0], [1, 1], 1)
-    assert cuda.serves_bn_relu_conv(weight, *arguments)
+    rest = Conv((1, 1), (0, 0), (1, 1), 1), torch.float32, torch.device(DEVICE)
+    assert kernels().serves_conv((16, 64, 1, 1), *rest)
     monkeypatch.setattr(cuda, "_may_round_to_tf32", lambda: False)
-    assert not cuda.serves_bn_relu_conv(weight, *arguments)
-    assert cuda.serves_bn_relu_conv(weight.bfloat16(), *arguments)
+    assert not kernels().serves_conv((16, 64, 1, 1), *rest)
+    assert kernels().serves_conv((16, 64, 1, 1), rest[0], torch.bfloat16, rest[2])
 
 
 def test_the_library_names_what_it_does_not_take():
     inputs = forward_inputs(Case(1, 2, 2, 16, 16, 1), torch.bfloat16)
-    del inputs["conv_bias"]
     forward = torch.ops.preact_kernels_cuda.bn_relu_conv_forward
+    weight, residual, norm = inputs.conv_weight, inputs.residual, inputs.norm
     for change, message in (
-        ({"conv_weight": inputs["conv_weight"][:8]}, "conv_weight: expected 16, 32, ... or 256"),
-        ({"conv_weight": inputs["conv_weight"].float()}, "conv_weight: expected the dtype of x"),
-        ({"residual": inputs["residual"][:, :8]}, "residual: expected"),
-        ({"mean": inputs["mean"][:8]}, "mean: expected 16 values, got 8"),
+        ({"conv_weight": weight[:8]}, "conv_weight: expected 16, 32, ... or 256"),
+        ({"conv_weight": weight.float()}, "conv_weight: expected the dtype of x"),
+        ({"residual": residual[:, :8]}, "residual: expected"),
+        ({"norm": norm._replace(mean=norm.mean[:8])}, "mean: expected 16 values, got 8"),
     ):
+        x, changed, *rest = inputs._replace(**change)
         with pytest.raises(RuntimeError, match=message):
-            forward(*(inputs | change).values(), True)
+            forward(x, *changed, *rest, True)
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import (
 )
 
 import preact_kernels as pk
-from preact_kernels.kernels import cuda, native
-from preact_kernels.ops import backend as backends
+from preact_kernels.kernels import cpu
 from preact_kernels.ops import block_runs
+from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.memory_mode import MemoryMode
 from tests.cases import device_of, in_dtype, random_block, random_stage
 from tests.oracle import assert_same_bits, check, evaluate, plain_copy, unit_roundoff
@@ -79,7 +79,7 @@ def test_many_bare_blocks_in_native_calls_give_the_bits_of_their_units(options, 
     inputs = {"x": images(channels=stage[0].bn1.num_features)}
     results = evaluate(stage, inputs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "serves_preact_stage", lambda *_: False)
+        patch.setattr(block_runs, "run_keys", unit_by_unit)
         assert_same_bits(results, evaluate(stage, inputs))
 
 
@@ -90,6 +90,11 @@ def test_four_bare_blocks_equal_the_plain_ones(options, kind, training, wide_dty
     stage = in_dtype(bare_stage(kind, **options), wide_dtype).train(training)
     problems = [{"x": images(wide_dtype, stage[0].bn1.num_features)} for _ in range(2)]
     check(stage, plain_copy(stage), problems)
+
+
+def unit_by_unit(kernels, blocks):
+    """In place of `run_keys`: no blocks run in one call."""
+    return [None] * len(blocks.specs)
 
 
 def record_rebuilt(record, monkeypatch):
@@ -105,8 +110,7 @@ def record_rebuilt(record, monkeypatch):
         return x
 
     monkeypatch.setattr(block_runs, "rebuilt_input", recorded)
-    for kernels in (native, cuda):
-        monkeypatch.setattr(kernels, "serves_preact_stage", lambda *_: False)
+    monkeypatch.setattr(block_runs, "run_keys", unit_by_unit)
 
 
 def rebuilt(stage, x, monkeypatch):
@@ -169,7 +173,7 @@ def peak_bytes(call):
     return max(held)
 
 
-@pytest.mark.skipif(not native.cpu_is_available(), reason="the CPU library was not built")
+@pytest.mark.skipif(bool(cpu.load_error()), reason="the CPU library was not built")
 @pytest.mark.parametrize("memory", ["rebuild", "checkpoint"])
 def test_a_native_run_holds_no_more_of_many_blocks_than_of_few(memory):
     x = images(channels=64).repeat(8, 1, 4, 4).contiguous(memory_format=torch.channels_last)
@@ -181,7 +185,7 @@ def test_a_native_run_holds_no_more_of_many_blocks_than_of_few(memory):
             y = stage(x)
             calls = []
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(native, "preact_stage_backward", counted(calls))
+                patch.setattr(cpu.kernels(), "block_run_backward", counted(calls))
                 peaks.append(peak_bytes(y.sum().backward))
         assert calls
         peaks[-1] -= sum(p.nbytes for p in stage.parameters())  # their gradients
@@ -191,7 +195,7 @@ def test_a_native_run_holds_no_more_of_many_blocks_than_of_few(memory):
 
 
 def counted(calls):
-    function = native.preact_stage_backward
+    function = cpu.kernels().block_run_backward
 
     def call(*arguments):
         calls.append(len(arguments))

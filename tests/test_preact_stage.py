@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.kernels import native
-from preact_kernels.ops import backend as backends
+from preact_kernels.kernels import cpu
+from preact_kernels.ops import block_runs
+from preact_kernels.ops import dispatch as backends
 from tests.cases import Repeated, device_of, in_dtype, random_block, random_stage
 from tests.oracle import assert_same_bits, check, evaluate, gradient_like, plain_copy
 
@@ -132,9 +133,7 @@ def test_frozen_weights_run_no_weight_gradient(backend, monkeypatch):
         block.conv2.requires_grad_(False)
     calls = count_calls(backend, "bn_relu_conv_backward", monkeypatch)
     stage(images()).sum().backward()
-    schema = torch.ops.preact_kernels.bn_relu_conv_backward.default._schema
-    wanted = [argument.name for argument in schema.arguments].index("needs_conv_weight")
-    assert sum(not arguments[wanted] for arguments in calls) == 4
+    assert sum(not arguments[-1].weight for arguments in calls) == 4
 
 
 def count_calls(backend, name, monkeypatch):
@@ -145,9 +144,9 @@ def count_calls(backend, name, monkeypatch):
 def recorded_calls(kernels, name, monkeypatch):
     function, calls = getattr(kernels, name), []
 
-    def recorded(*arguments):
+    def recorded(*arguments, **options):
         calls.append(arguments)
-        return function(*arguments)
+        return function(*arguments, **options)
 
     monkeypatch.setattr(kernels, name, recorded)
     return calls
@@ -210,11 +209,11 @@ def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, mo
     kernels = backends.select(backend, device_of(backend), torch.float32)
     function, calls = kernels.bn_relu_conv_forward, []
 
-    def fails_at_the_sixth(*arguments):
+    def fails_at_the_sixth(*arguments, **options):
         calls.append(arguments)
         if len(calls) == 6:
             raise MemoryError
-        return function(*arguments)
+        return function(*arguments, **options)
 
     monkeypatch.setattr(kernels, "bn_relu_conv_forward", fails_at_the_sixth)
     with pytest.raises(MemoryError):
@@ -222,9 +221,7 @@ def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, mo
     assert_same_bits(dict(stage.named_buffers()), before)
 
 
-needs_native = pytest.mark.skipif(
-    not native.cpu_is_available(), reason="the compiled library is not installed"
-)
+needs_native = pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
 DIRECT_WIDTH = 16  # channels that the library's convolutions serve on every instruction set
 
 
@@ -240,7 +237,7 @@ def direct_stage(kind="bottleneck", **options):
 def unit_by_unit(function, *args, **kwargs):
     """A call for which the library has no whole runs of blocks."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(native, "serves_preact_stage", lambda *_: False)
+        monkeypatch.setattr(block_runs, "run_keys", lambda _, blocks: [None] * len(blocks.specs))
         return function(*args, **kwargs)
 
 
@@ -257,8 +254,8 @@ def test_a_native_run_of_blocks_gives_the_bits_of_its_units(
     inputs = {"x": images(dtype)}
     with pk.use_backend("cpu"):
         expected = unit_by_unit(evaluate, stage, inputs)
-        names = ("preact_stage_forward", "preact_stage_backward")
-        forward, backward = (recorded_calls(native, n, monkeypatch) for n in names)
+        names = ("block_run_forward", "block_run_backward")
+        forward, backward = (recorded_calls(cpu.kernels(), n, monkeypatch) for n in names)
         assert_same_bits(evaluate(stage, inputs), expected)
     assert forward and backward
     assert len(backward) == (2 if "segments" in memory else 1)  # two where the third block is kept
@@ -281,14 +278,12 @@ def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training)
 @pytest.mark.parametrize("wants_x", [True, False])
 def test_a_native_run_stops_at_a_frozen_parameter(memory, frozen, wants_x, monkeypatch):
     stage = direct_stage(**memory)
-    calls = recorded_calls(native, "preact_stage_backward", monkeypatch)
+    calls = recorded_calls(cpu.kernels(), "block_run_backward", monkeypatch)
     with pk.use_backend("cpu"):
         frozen = [frozen] if wants_x else ["x", frozen]
         check(stage, plain_copy(stage), {"x": images()}, frozen=frozen)
-    schema = torch.ops.preact_kernels_cpu.preact_stage_backward.default._schema
-    eps = [argument.name for argument in schema.arguments].index("eps")
-    # The units of the other block with a bare shortcut.
-    assert calls and all(len(arguments[eps]) == 3 for arguments in calls)
+    # The units of the other block without a projection.
+    assert calls and all(len(run.eps) == 3 for _, _, run, *_ in calls)
 
 
 @needs_native

@@ -1,127 +1,206 @@
-"""The compiled CPU library, loaded when first asked for, under the function names of `reference`.
+"""The ops of a compiled library under the named arguments of the contract.
 
-Beside those it has `preact_stage_forward` and `preact_stage_backward` (csrc/cpu/ops.h), for blocks
-in a row whose units `serves_preact_stage`.
-
-Its direct convolutions serve stride 1, "same" padding of an odd kernel, one group, channels that
-fill vectors, and weights that stay in the second-level cache. Every other convolution is
-PyTorch's, on an activation that the library rebuilds and that is freed at once.
+`cpu.py` and `cuda.py` load one library each. Convolutions that `serves_conv` refuses are
+PyTorch's, on an activation that the library computes and that is freed at once.
 """
 
-import functools
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels import pytorch_conv
+from preact_kernels.kernels import pytorch_conv, running_stats
+from preact_kernels.kernels.contract import (
+    BatchStatistics,
+    BlockRun,
+    BlockRunGradients,
+    BlockRunOutput,
+    Conv,
+    ConvGradients,
+    Fold,
+    Norm,
+    Output,
+    Wanted,
+)
 
-_LIBRARY = Path(__file__).parent.parent / "_cpu.so"
-# Above this, PyTorch's blocking over channels wins; measured on AVX-512 with 1 MiB of L2 a core.
-_MOST_WEIGHT_BYTES = 256 * 1024
-
-
-@functools.cache
-def _load() -> str:
-    """Loads the library; the reason why it cannot be, or nothing."""
-    if not _LIBRARY.exists():
-        return "the package was installed without its compiled library"
-    try:
-        torch.ops.load_library(str(_LIBRARY))
-    except OSError as error:
-        return f"{_LIBRARY.name} does not load: {error}"
-    return ""
+_NO_FOLD = (None, None, None, None, None, 0.0, None, 0.0)
 
 
-def cpu_is_available() -> bool:
-    """Whether the library is there and loads."""
-    return not _load()
+def _flat(fold: Fold | None) -> tuple:
+    """`skip, x, mean, var, weight, eps, sums, inv_count`, as the library takes a fold."""
+    if fold is None:
+        return _NO_FOLD
+    skip, x, norm, sums, inv_count = fold
+    return skip, x, norm.mean, norm.var, norm.weight, norm.eps, sums, inv_count
 
 
-def cpu_load_error() -> str:
-    """Why the library is not available; empty where it is."""
-    return _load()
+class NativeKernels:
+    """Implements `BlockKernels` with the ops of one namespace of `torch.ops`.
 
+    Args:
+        ops: the namespace, with its library loaded.
+    """
 
-def __getattr__(name: str):
-    """The library's own ops; kept as module attributes once asked for."""
-    if name.startswith("_") or _load():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    op = getattr(torch.ops.preact_kernels_cpu, name).default
-    globals()[name] = op
-    return op
+    has_conv_bias: bool  # whether the fused convolution takes a bias
 
+    def __init__(self, ops) -> None:
+        self._ops = ops
 
-@functools.cache
-def _channel_multiple() -> int:
-    return torch.ops.preact_kernels_cpu.vector_bytes() // 4
+    def serves_conv(
+        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        """Whether the library's fused convolutions serve a weight."""
+        raise NotImplementedError
 
+    def running_stats_update(
+        self, running: list[Tensor], batch: list[Tensor], momentum: float
+    ) -> None:
+        """See `Kernels`."""
+        running_stats.running_stats_update(running, batch, momentum)
 
-def serves_preact_stage(conv_weight: Tensor, stride, padding, dilation, groups: int) -> bool:
-    """Whether the direct convolutions, and so whole runs of blocks, serve a unit of this weight."""
-    out_channels, in_channels, kernel_h, kernel_w = conv_weight.shape
-    multiple = _channel_multiple()
-    return (
-        groups == 1
-        and conv_weight.dtype != torch.float64
-        and stride[0] == stride[1] == 1
-        and dilation[0] == dilation[1] == 1
-        and kernel_h == 2 * padding[0] + 1
-        and kernel_w == 2 * padding[1] + 1
-        and kernel_h * kernel_w <= 49
-        and out_channels % multiple == 0
-        and in_channels % multiple == 0
-        and conv_weight.numel() * 4 <= _MOST_WEIGHT_BYTES
-    )
+    def bn_stats(self, x: Tensor) -> BatchStatistics:
+        """See `Kernels`."""
+        return BatchStatistics(*self._ops.bn_stats.default(x))
 
+    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
+        """See `Kernels`."""
+        return self._ops.bn_relu_forward.default(x, *norm)
 
-_is_direct = serves_preact_stage
+    def bn_relu_backward_sums(self, dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        """See `Kernels`."""
+        return self._ops.bn_relu_backward_sums.default(dy, x, *norm)
 
+    def bn_relu_backward_mask(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """See `Kernels`."""
+        return self._ops.bn_relu_backward_mask.default(dy, x, *norm)
 
-@functools.cache
-def _surroundings() -> pytorch_conv.Surroundings:
-    return pytorch_conv.Surroundings.of_library(torch.ops.preact_kernels_cpu)
+    def bn_relu_backward_input(
+        self, dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
+    ) -> Tensor:
+        """See `Kernels`."""
+        return self._ops.bn_relu_backward_input.default(dy, x, *norm, sums, inv_count)
 
+    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
+        """See `Kernels`."""
+        skip, *rest = _flat(fold)
+        return self._ops.bn_input_gradient.default(skip, g, *rest)
 
-def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """See `reference.running_stats_update`."""
-    if all(t.dtype == torch.float32 and t.is_contiguous() for t in running):
-        torch.ops.preact_kernels_cpu.running_stats_update.default(running, batch, momentum)
-        torch.autograd.graph.increment_version(running)  # which an op of one's own does not
-    else:
-        for r, b in zip(running, batch, strict=True):
-            r.copy_((1 - momentum) * r.double() + momentum * b.double())
-
-
-def bn_relu_conv_forward(
-    x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual,
-    stride, padding, dilation, groups, with_stats,
-):  # fmt: skip
-    """See `reference.bn_relu_conv_forward`."""
-    if _is_direct(conv_weight, stride, padding, dilation, groups):
-        return torch.ops.preact_kernels_cpu.bn_relu_conv_forward.default(
-            x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual, with_stats
+    def bn_relu_conv_forward(
+        self,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        *,
+        conv_bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        with_stats: bool = False,
+    ) -> Output:
+        """See `Kernels`."""
+        has_kernel = conv_bias is None or self.has_conv_bias
+        if has_kernel and self.serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+            bias = (conv_bias,) if self.has_conv_bias else ()
+            y, mean, var = self._ops.bn_relu_conv_forward.default(
+                x, *norm, conv_weight, *bias, residual, with_stats
+            )
+            return Output(y, BatchStatistics(mean, var) if with_stats else None)
+        return pytorch_conv.bn_relu_conv_forward(
+            self,
+            x,
+            norm,
+            conv_weight,
+            conv,
+            conv_bias=conv_bias,
+            residual=residual,
+            with_stats=with_stats,
         )
-    return pytorch_conv.bn_relu_conv_forward(
-        _surroundings(), x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual,
-        stride, padding, dilation, groups, with_stats,
-    )  # fmt: skip
 
+    def bn_relu_conv_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        wanted: Wanted,
+    ) -> ConvGradients:
+        """See `Kernels`."""
+        if not self.serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+            return pytorch_conv.bn_relu_conv_backward(
+                self, dy, fold, x, norm, conv_weight, conv, wanted
+            )
+        g, dconv_weight, sums, unfolded = self._ops.bn_relu_conv_backward.default(
+            dy, *_flat(fold), x, *norm, conv_weight, *wanted
+        )
+        return ConvGradients(
+            g if wanted.input else None,
+            sums if wanted.input else None,
+            dconv_weight if wanted.weight else None,
+            unfolded if wanted.dy else None,
+        )
 
-def bn_relu_conv_backward(
-    dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-    x, mean, var, bn_weight, bn_bias, eps, conv_weight,
-    stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
-):  # fmt: skip
-    """See `reference.bn_relu_conv_backward`."""
-    if _is_direct(conv_weight, stride, padding, dilation, groups):
-        return torch.ops.preact_kernels_cpu.bn_relu_conv_backward.default(
-            dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-            x, mean, var, bn_weight, bn_bias, eps, conv_weight,
-            needs_g, needs_conv_weight, needs_dz,
-        )  # fmt: skip
-    return pytorch_conv.bn_relu_conv_backward(
-        _surroundings(), dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-        x, mean, var, bn_weight, bn_bias, eps, conv_weight,
-        stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
-    )  # fmt: skip
+    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
+        """See `Kernels`."""
+        y, mean, var = self._ops.residual_add_forward.default(x, branch, with_stats)
+        return Output(y, BatchStatistics(mean, var) if with_stats else None)
+
+    def block_run_forward(
+        self,
+        x: Tensor,
+        run: BlockRun,
+        x_statistics: BatchStatistics | None,
+        known: Sequence[Tensor] | None,
+        *,
+        with_stats: bool,
+        keep_inputs: bool,
+        keep_block_inputs: bool,
+    ) -> BlockRunOutput:
+        """See `BlockKernels`."""
+        parameters, eps, units_per_block = run
+        y, mean, var, *rest = self._ops.preact_stage_forward.default(
+            x,
+            x_statistics or (),
+            parameters,
+            known or (),
+            eps,
+            units_per_block,
+            with_stats,
+            keep_inputs,
+            keep_block_inputs,
+        )
+        statistics = BatchStatistics(mean, var) if with_stats else None
+        count = 0 if known else 2 * len(eps)
+        kept = iter(rest[count:])
+        keeps = [keep_inputs if i % units_per_block else keep_block_inputs for i in range(len(eps))]
+        inputs = [next(kept) if keep else None for keep in keeps]
+        return BlockRunOutput(y, statistics, list(known) if known else rest[:count], inputs)
+
+    def block_run_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        run: BlockRun,
+        inputs: Sequence[Tensor | None],
+        statistics: Sequence[Tensor],
+        inv_count: float,
+        y: Tensor | None,
+    ) -> BlockRunGradients:
+        """See `BlockKernels`."""
+        parameters, eps, units_per_block = run
+        # Negating the weights of a block's last unit negates each product, and so each sum.
+        stride = 3 * units_per_block
+        negated = torch._foreach_neg(parameters[stride - 1 :: stride]) if y is not None else ()
+        g, block_dy, x, *rest = self._ops.preact_stage_backward.default(
+            dy,
+            *_flat(fold),
+            [h for h in inputs if h is not None],
+            statistics,
+            parameters,
+            eps,
+            inv_count,
+            units_per_block,
+            y,
+            negated,
+        )
+        return BlockRunGradients(g, block_dy, x, rest[::2], rest[1::2])

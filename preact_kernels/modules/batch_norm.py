@@ -1,16 +1,16 @@
-"""How the fused modules read an `nn.BatchNorm2d` child, and count its batches.
+"""How the fused modules read an `nn.BatchNorm2d` child.
 
-A child is read, never called, so a fused module stands aside (`is_bare_norm`) for a child whose
-call does more than its type says: hooks, another type, a bias where none is served.
+A fused module reads its children and does not call them. It calls them (`is_bare_norm`) where a
+call does more than their type says: hooks, or another type.
 """
-
-from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from preact_kernels.ops.bn_stats import is_recomputation, update_running_statistics
+from preact_kernels import torch_compat
+from preact_kernels.ops.autocast import is_autocast
+from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.running_stats import RunningStatistics
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -21,7 +21,7 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or _has_any_global_hook()
+        or torch_compat.has_global_module_hook()
     )
 
 
@@ -50,62 +50,31 @@ def process_group(bn: nn.Module):
     return group if torch.distributed.get_world_size(group) > 1 else None
 
 
-def _momentum(bn: nn.Module) -> float:
-    """Weight of the coming batch; the cumulative average where momentum is None."""
-    if bn.momentum is not None:
-        return bn.momentum
-    return 1.0 / (float(bn.num_batches_tracked) + 1.0)
-
-
-def bn_arguments(bn: nn.Module) -> dict:
-    """The batch-norm arguments of `pk.bn_relu` and `pk.bn_relu_conv2d` for a child."""
+def batch_norm_arguments(bn: nn.Module) -> BatchNorm:
+    """The arguments of a child's call, and the buffers that the call updates."""
     training = uses_batch(bn)
-    tracks = not training or (bn.training and bn.track_running_stats)
-    return {
-        "bn_weight": bn.weight,
-        "bn_bias": bn.bias,
-        "running_mean": bn.running_mean if tracks else None,
-        "running_var": bn.running_var if tracks else None,
-        "training": training,
-        "momentum": _momentum(bn) if training and tracks and bn.running_mean is not None else 0.0,
-        "eps": bn.eps,
-        "process_group": process_group(bn),
+    tracked = None
+    if bn.training and bn.track_running_stats and bn.running_mean is not None:
+        tracked = RunningStatistics(
+            bn.running_mean, bn.running_var, bn.momentum, bn.num_batches_tracked
+        )
+    mean, var = (None, None) if training else (bn.running_mean, bn.running_var)
+    return BatchNorm(bn.weight, bn.bias, mean, var, training, bn.eps, process_group(bn), tracked)
+
+
+def plain_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
+    """`bn(x)`; in the dtype of `x` where that is wider than the parameters of `bn`."""
+    tensors = {**dict(bn.named_parameters()), **dict(bn.named_buffers())}
+    wide = {
+        n: t.to(x.dtype)
+        for n, t in tensors.items()
+        if t.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
     }
-
-
-def tracks_batches(bn: nn.Module) -> bool:
-    """Whether a call of `bn` updates its running statistics."""
-    return bn.training and bn.track_running_stats and bn.running_mean is not None
-
-
-def count_batches(norms: Iterable[nn.Module]) -> None:
-    """One more batch for every child that tracks them, unless a backward runs it again."""
-    if is_recomputation():
-        return
-    counters = [
-        bn.num_batches_tracked
-        for bn in norms
-        if tracks_batches(bn) and bn.num_batches_tracked is not None
-    ]
-    if counters:
-        torch._foreach_add_(counters, 1)
-
-
-def track(norms: Sequence[nn.Module], batch: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Updates running statistics and counters of the children that track, once.
-
-    Args:
-        norms: the children that normalised with their batch.
-        batch: mean and unbiased variance of each of these batches.
-    """
-    if len(set(map(id, norms))) < len(norms):  # used more than once: in order
-        for bn, stats in zip(norms, batch, strict=True):
-            track([bn], [stats])
-        return
-    tracked = [(bn, stats) for bn, stats in zip(norms, batch, strict=True) if tracks_batches(bn)]
-    update_running_statistics(
-        [(bn.running_mean, bn.running_var) for bn, _ in tracked],
-        [stats for _, stats in tracked],
-        [_momentum(bn) for bn, _ in tracked],
-    )
-    count_batches(bn for bn, _ in tracked)
+    if not wide or is_autocast(x):
+        return bn(x)
+    y = torch.func.functional_call(bn, wide, (x,))
+    with torch.no_grad():
+        for name, buffer in bn.named_buffers():
+            if name in wide:
+                buffer.copy_(wide[name])
+    return y

@@ -3,12 +3,12 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import bn_arguments, count_batches, is_bare_norm
-from preact_kernels.ops.bn_relu import bn_relu
+from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm
+from preact_kernels.ops.bn_relu import bn_relu_of
 
 
 class BNReLU2d(nn.Module):
-    """Batch norm and ReLU that keep neither result for the backward.
+    """Batch norm and ReLU; saves only the input for backward.
 
     Equals `F.relu(bn(x))` for its child `bn`, an `nn.BatchNorm2d` (or the `nn.SyncBatchNorm`
     that `convert_sync_batchnorm` puts there).
@@ -38,6 +38,4 @@ class BNReLU2d(nn.Module):
         """`[N, C, H, W]` to the same shape, dtype and memory format."""
         if not (self.fused and is_bare_norm(self.bn)):
             return F.relu(self.bn(x), inplace=is_bare_norm(self.bn))
-        y = bn_relu(x, **bn_arguments(self.bn))
-        count_batches([self.bn])
-        return y
+        return bn_relu_of(x, batch_norm_arguments(self.bn))

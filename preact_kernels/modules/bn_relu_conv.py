@@ -3,17 +3,12 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import (
-    bn_arguments,
-    count_batches,
-    is_bare_conv,
-    is_bare_norm,
-)
-from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d
+from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_conv, is_bare_norm
+from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
 
 
 class BNReLUConv2d(nn.Module):
-    """Batch norm, ReLU and convolution (and a residual add) that keep the input alone.
+    """Batch norm, ReLU, convolution and residual add; saves only the input for backward.
 
     Equals `conv(F.relu(bn(x)))`, `+ residual` where given, for its children `bn`, an
     `nn.BatchNorm2d` (or `nn.SyncBatchNorm`), and `conv`, an `nn.Conv2d`.
@@ -81,16 +76,7 @@ class BNReLUConv2d(nn.Module):
         if not (self.fused and is_bare_norm(bn) and is_bare_conv(conv)):
             y = conv(F.relu(bn(x), inplace=is_bare_norm(bn)))
             return y if residual is None else y + residual
-        y = bn_relu_conv2d(
-            x,
-            conv.weight,
-            conv_bias=conv.bias,
-            stride=conv.stride,
-            padding=conv.padding,
-            dilation=conv.dilation,
-            groups=conv.groups,
-            residual=residual,
-            **bn_arguments(bn),
+        arguments = ConvArguments(
+            conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups
         )
-        count_batches([bn])
-        return y
+        return bn_relu_conv2d_of(x, batch_norm_arguments(bn), arguments, residual)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import is_bare_conv, is_bare_norm
-from preact_kernels.modules.preact_stage import run_blocks
+from preact_kernels.modules.batch_norm import is_bare_conv, is_bare_norm, plain_batch_norm
+from preact_kernels.modules.run_blocks import run_blocks
 from preact_kernels.ops.autocast import is_autocast
 
 
@@ -50,7 +50,7 @@ class PreActBlock(nn.Module):
         x = self.in_stream(x)
         h, shortcut = x, x
         for index, (bn, conv) in enumerate(self.units()):
-            a = F.relu(bn(h), inplace=is_bare_norm(bn))
+            a = F.relu(plain_batch_norm(bn, h), inplace=is_bare_norm(bn))
             if self.residual_dtype is not None and not is_autocast(a):
                 a = a.to(conv.weight.dtype)
             if index == 0 and "shortcut" in self._modules:

@@ -1,22 +1,14 @@
 """`PreActStage`: blocks that run as one autograd node."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.modules.batch_norm import (
-    has_hooks,
-    process_group,
-    track,
-    uses_batch,
-)
-from preact_kernels.ops import checks
-from preact_kernels.ops.autocast import compute_dtype, is_autocast
-from preact_kernels.ops.block_runs import Block, Conv, Unit
-from preact_kernels.ops.bn_relu import affine_parameters
-from preact_kernels.ops.memory_mode import MEMORY_MODES, STORE, MemoryMode
-from preact_kernels.ops.preact_stage import preact_stage
+from preact_kernels.modules.batch_norm import has_hooks
+from preact_kernels.modules.preact_block import PreActBlock
+from preact_kernels.modules.run_blocks import run_blocks
+from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
 
 
 class PreActStage(nn.Sequential):
@@ -64,7 +56,7 @@ class PreActStage(nn.Sequential):
         if not blocks:
             raise ValueError("blocks: expected at least one block, got none")
         for index, block in enumerate(blocks):
-            if not hasattr(block, "is_fusable"):
+            if not isinstance(block, PreActBlock):
                 raise TypeError(
                     f"blocks: expected pre-activation blocks, got {type(block).__name__} "
                     f"at index {index}"
@@ -86,7 +78,7 @@ class PreActStage(nn.Sequential):
         memory = MemoryMode(self.memory, self.segments, self.anchor_every)
         run = []
         for block in self:
-            if hasattr(block, "is_fusable") and block.is_fusable() and not has_hooks(block):
+            if isinstance(block, PreActBlock) and block.is_fusable() and not has_hooks(block):
                 run.append(block)
                 continue
             x = block(run_blocks(run, x, memory) if run else x)
@@ -142,75 +134,3 @@ def check_residual_dtype(residual_dtype: object) -> None:
         raise TypeError(f"residual_dtype: expected a torch.dtype or None, got {kind}")
     if residual_dtype not in (None, torch.float32):
         raise ValueError(f"residual_dtype: expected torch.float32 or None, got {residual_dtype}")
-
-
-def run_blocks(blocks: Sequence[nn.Module], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
-    """Runs fusable blocks as one autograd node, and updates their running statistics once."""
-    checks.check_activation("x", x)
-    dtype = compute_dtype(x)
-    if blocks[0].residual_dtype is not None:
-        dtype = dtype if is_autocast(x) else blocks[0].conv1.weight.dtype
-        x = blocks[0].in_stream(x)
-    is_spread = x.numel() == 0 and any(process_group(bn) for b in blocks for bn, _ in b.units())
-    is_mixed = x.dtype != dtype and blocks[0].residual_dtype is None
-    if is_mixed or (x.numel() == 0 and not is_spread):
-        for index, block in enumerate(blocks):  # precisions that mix, or nothing to compute
-            if is_mixed and x.dtype == dtype and x.numel():
-                return run_blocks(blocks[index:], x, memory)
-            x = block.plain_forward(x)
-        return x
-
-    numbers, tensors, norms = [], [], []
-    shape = x.shape
-    for block in blocks:
-        units, block_shape = [], shape
-        for bn, conv in block.units():
-            training = uses_batch(bn)
-            unit = Unit(bn.eps, training, _conv_numbers(conv), process_group(bn))
-            if training:
-                if unit.process_group is None:
-                    checks.check_samples(shape)
-                norms.append(bn)
-            units.append(unit)
-            weight = _conv_weight(conv, shape, x, dtype)
-            _check_norm(bn, shape, x)
-            tensors.extend(affine_parameters(x, bn.num_features, bn.weight, bn.bias))
-            tensors.append(weight)
-            tensors.extend((None, None) if training else (bn.running_mean, bn.running_var))
-            shape = checks.output_shape(shape, weight, *unit.conv[:3])
-        shortcut = block._modules.get("shortcut")
-        numbers.append(Block(tuple(units), None if shortcut is None else _conv_numbers(shortcut)))
-        tensors.append(None if shortcut is None else _conv_weight(shortcut, block_shape, x, dtype))
-    y, statistics = preact_stage(x, tuple(numbers), tensors, memory)
-    track(norms, statistics)
-    return y
-
-
-def _check_norm(bn: nn.Module, shape: Sequence[int], x: Tensor) -> None:
-    if bn.num_features != shape[1]:
-        raise ValueError(
-            f"x: expected {bn.num_features} channels to match the block's batch norm, "
-            f"got {shape[1]}"
-        )
-    if bn.weight is not None and bn.weight.dtype != x.dtype:
-        checks.check_parameter_dtype("bn_weight", bn.weight, x)
-
-
-def _conv_numbers(conv: nn.Conv2d) -> Conv:
-    return conv.stride, conv.padding, conv.dilation, conv.groups
-
-
-def _conv_weight(conv: nn.Conv2d, shape: Sequence[int], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`, once it is known to fit an input of `shape`."""
-    weight = conv.weight
-    if conv.in_channels != shape[1]:
-        raise ValueError(
-            f"x: expected {conv.in_channels} channels to match the block, got {shape[1]}"
-        )
-    if weight.device != x.device:
-        raise ValueError(f"x: expected device {weight.device} to match the block, got {x.device}")
-    if weight.dtype == dtype:
-        return weight
-    if not is_autocast(x):
-        checks.check_parameter_dtype("conv_weight", weight, x)
-    return weight.to(dtype)

@@ -1,30 +1,38 @@
-"""Runs of pre-activation blocks, forward and backward, on the kernels of one backend.
+"""Pre-activation blocks in a row, forward and backward, on the kernels of one backend.
 
-The only place that knows how statistics pass from the kernel that writes a tensor to the one
-that normalises it, and how gradients pass folded from unit to unit; but for a backend that runs
-plain blocks in one call, which does both the same way (tests/test_preact_stage.py holds the two
-together, bit by bit). What is kept between forward and backward is `preact_stage.py`'s to say.
+The only place that knows how statistics pass from the kernel that writes a tensor to the one that
+normalises it, and how gradients pass folded from unit to unit. A backend that runs several plain
+blocks in one call does both the same way; tests/test_preact_stage.py compares the bits.
+`preact_stage.py` decides what is saved between forward and backward.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from preact_kernels.kernels.contract import (
+    BatchStatistics,
+    BlockRun,
+    Conv,
+    Fold,
+    Kernels,
+    Norm,
+    Wanted,
+)
 from preact_kernels.ops.bn_relu import differentiable_bn_relu
-from preact_kernels.ops.bn_relu_conv import WHOLE_GRADIENT
-from preact_kernels.ops.bn_stats import Statistics, statistics_of, sums_over_group
+from preact_kernels.ops.bn_stats import (
+    Statistics,
+    batch_statistics,
+    running_statistics,
+    sums_over_group,
+)
 
-Conv = tuple[
-    tuple[int, int], tuple[int, int], tuple[int, int], int
-]  # stride, padding, dilation, groups
 
-
-class Unit(NamedTuple):
-    """The numbers of one BN-ReLU-Conv."""
+class UnitSpec(NamedTuple):
+    """One BN-ReLU-Conv, without its tensors."""
 
     eps: float
     training: bool  # normalise with the statistics of the batch
@@ -32,13 +40,13 @@ class Unit(NamedTuple):
     process_group: object = None
 
 
-class Block(NamedTuple):
-    """The numbers of one residual block: its units, and the projection where it has one.
+class BlockSpec(NamedTuple):
+    """One residual block, without its tensors.
 
-    The projection is fed with the activation of the first unit.
+    A projection reads the activation of the first unit.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[UnitSpec, ...]
     shortcut: Conv | None
 
     @property
@@ -47,346 +55,366 @@ class Block(NamedTuple):
         return self.shortcut is None and len(self.units) > 1
 
 
-class UnitTensors(NamedTuple):
-    """The tensors of one BN-ReLU-Conv; running statistics in evaluation mode only."""
+class Blocks:
+    """Blocks in a row, and a value for each of their tensors.
 
-    bn_weight: Tensor
-    bn_bias: Tensor
-    conv_weight: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
+    The values are tensors, gradients, or whether a gradient is wanted.
+
+    Args:
+        specs: the blocks.
+        values: bn_weight, bn_bias and conv_weight of every unit; then conv_weight of every
+            projection; then running mean and variance of every unit in evaluation mode.
+
+    Attributes:
+        specs: as given.
+        units: of all blocks, in order.
+        first_unit: index of each block's first unit, and the number of units.
+        parameters: three values for every unit.
+        shortcuts: one value for every block; None without a projection.
+        running: two values for every unit in evaluation mode.
+    """
+
+    def __init__(self, specs: Sequence[BlockSpec], values: Sequence) -> None:
+        self.specs = specs
+        self.units = [u for s in specs for u in s.units]
+        self.first_unit = list(itertools.accumulate((len(s.units) for s in specs), initial=0))
+        rest = iter(values)
+        self.parameters = list(itertools.islice(rest, 3 * len(self.units)))
+        self.shortcuts = [None if s.shortcut is None else next(rest) for s in specs]
+        self.running = list(rest)
+
+    def flat(self) -> list:
+        """The values in the order in which they were given."""
+        shortcuts = zip(self.shortcuts, self.specs, strict=True)
+        projected = (value for value, spec in shortcuts if spec.shortcut is not None)
+        return [*self.parameters, *projected, *self.running]
+
+    def statistics(self, x: Tensor) -> list[Statistics | None]:
+        """The statistics of units in evaluation mode; None for those that take their batch's."""
+        running = iter(self.running)
+        return [
+            None if u.training else running_statistics(x, next(running), next(running))
+            for u in self.units
+        ]
+
+    def norm(self, unit: int, statistics: Statistics) -> Norm:
+        """What normalises the input of a unit."""
+        bn_weight, bn_bias = self.parameters[3 * unit : 3 * unit + 2]
+        return Norm(statistics.mean, statistics.var, bn_weight, bn_bias, self.units[unit].eps)
+
+    def conv_weight(self, unit: int) -> Tensor:
+        """The weight of a unit's convolution."""
+        return self.parameters[3 * unit + 2]
+
+    def run(self, begin: int, end: int) -> BlockRun:
+        """Plain blocks of equal length, as a backend takes them."""
+        first, last = self.first_unit[begin], self.first_unit[end]
+        parameters = self.parameters[3 * first : 3 * last]
+        return BlockRun(
+            parameters, [u.eps for u in self.units[first:last]], len(self.specs[begin].units)
+        )
 
 
-class BlockTensors(NamedTuple):
-    """The tensors of one block, in the order in which they lie in the flat list."""
+def run_keys(kernels: Kernels, blocks: Blocks) -> list[tuple | None]:
+    """For every block a key that is equal for blocks which can run in one call.
 
-    units: tuple[UnitTensors, ...]
-    shortcut: Tensor | None
+    None for a block that runs unit by unit: it has a projection, a process group, or a convolution
+    without a fused kernel, or the backend has no such call.
+    """
+    if not hasattr(kernels, "block_run_forward"):
+        return [None] * len(blocks.specs)
 
-
-def unflatten(blocks: Sequence[Block], flat: Sequence[Tensor | None]) -> list[BlockTensors]:
-    """The flat list of all tensors, block by block."""
-    width = len(UnitTensors._fields)
-    tensors, at = [], 0
-    for block in blocks:
-        units = []
-        for _ in block.units:
-            units.append(UnitTensors(*flat[at : at + width]))
-            at += width
-        tensors.append(BlockTensors(tuple(units), flat[at]))
-        at += 1
-    return tensors
-
-
-def bounds_of(blocks: Sequence[Block]) -> list[int]:
-    """Where the tensors of each block begin in the flat list, and its end."""
-    sizes = [len(UnitTensors._fields) * len(b.units) + 1 for b in blocks]
-    return [0, *itertools.accumulate(sizes)]
-
-
-def native_kind(kernels, block: Block, tensors: BlockTensors) -> tuple[int, bool] | None:
-    """What the blocks of one native call have in common; None for a block that has no such call."""
-    serves = getattr(kernels, "serves_preact_stage", None)
-    training = block.units[0].training
-    if serves is None or block.shortcut is not None:
-        return None
-    for unit, t in zip(block.units, tensors.units, strict=True):
-        if unit.training != training or unit.process_group is not None:
+    def key(index: int) -> tuple | None:
+        spec, first = blocks.specs[index], blocks.first_unit[index]
+        if spec.shortcut is not None:
             return None
-        if not serves(t.conv_weight, *unit.conv):
-            return None
-    return len(block.units), training
+        for unit, u in enumerate(spec.units, first):
+            weight = blocks.conv_weight(unit)
+            if u.training != spec.units[0].training or u.process_group is not None:
+                return None
+            if not kernels.serves_conv(weight.shape, u.conv, weight.dtype, weight.device):
+                return None
+        return len(spec.units), spec.units[0].training
+
+    return [key(i) for i in range(len(blocks.specs))]
 
 
-def runs_of(kinds: Sequence[tuple | None]) -> list[tuple[int, int]]:
-    """Begin and end of each run of blocks of one kind; a block of no kind is a run of its own."""
-    runs, begin = [], 0
-    for i in range(1, len(kinds) + 1):
-        if i == len(kinds) or kinds[i] is None or kinds[i] != kinds[begin]:
-            runs.append((begin, i))
-            begin = i
-    return runs
+def runs(keys: Sequence[tuple | None], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each run of blocks with equal keys; a key of None is a run of its own."""
+    start = begin
+    for i in range(begin + 1, end + 1):
+        if i == end or keys[i] is None or keys[i] != keys[start]:
+            yield start, i
+            start = i
 
 
-def blocks_forward(
-    kernels,
-    blocks: Sequence[Block],
-    tensors: Sequence[BlockTensors],
+def forward(
+    kernels: Kernels,
+    blocks: Blocks,
+    keys: Sequence[tuple | None],
+    span: tuple[int, int],
     x: Tensor,
-    known: Sequence[Statistics] | None,
-    carried: tuple[Tensor, Tensor] | None,
-    with_stats: bool,
+    x_statistics: BatchStatistics | None,
+    statistics: list[Statistics | None],
     keeps: Sequence[bool] | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor | None], list[Statistics]]:
-    """Runs blocks in a row, as few calls as the backend allows.
+) -> tuple[Tensor, BatchStatistics | None, list[Tensor | None]]:
+    """Runs some of the blocks, in as few calls as the backend allows.
 
     Args:
         kernels: the backend's functions.
-        blocks: their numbers.
-        tensors: their tensors.
-        x: the input of the first.
-        known: the statistics of every unit when this is a recomputation.
-        carried: mean and variance of `x`, where known.
-        with_stats: whether mean and variance of the output are wanted.
-        keeps: for every block whether its input is wanted beside those of its other units; None
-            where no input is.
+        blocks: all blocks.
+        keys: of all blocks (`run_keys`).
+        span: first block, and the one behind the last.
+        x: input of the first block.
+        x_statistics: of `x`, where known.
+        statistics: of the units of all blocks. Those that are None are filled in.
+        keeps: whether the input of each block in the span is returned, beside those of its other
+            units; None returns no input at all.
 
     Returns:
-        The output, its mean and variance or None, the inputs of all units, None where a block's is
-        not wanted, and the statistics of every unit.
+        The output, its statistics where a unit behind the span takes them, and the inputs of the
+        units in the span.
     """
-    kinds = [native_kind(kernels, b, t) for b, t in zip(blocks, tensors, strict=True)]
+    begin, end = span
     if keeps is not None:  # the same for all blocks of a call
-        kinds = [k and (*k, is_kept) for k, is_kept in zip(kinds, keeps, strict=True)]
-    inputs, statistics, at = [], [], 0
-    for begin, end in runs_of(kinds):
-        units = sum(len(b.units) for b in blocks[begin:end])
-        forward = _block_forward if kinds[begin] is None else _native_forward
-        x, carried, run_inputs, run_statistics = forward(
-            kernels,
-            blocks[begin:end],
-            tensors[begin:end],
-            x,
-            known[at : at + units] if known else None,
-            carried,
-            with_stats if end == len(blocks) else not known and blocks[end].units[0].training,
-            None if keeps is None else keeps[begin],
-        )
-        inputs += run_inputs
-        statistics += run_statistics
-        at += units
-    return x, carried, inputs, statistics
-
-
-def _parameters(tensors: Sequence[BlockTensors]) -> list[Tensor]:
-    """What the native calls take of every unit, in one list."""
-    return [p for t in tensors for u in t.units for p in u[:3]]
-
-
-def _native_forward(kernels, blocks, tensors, x, known, carried, with_stats, keep):
-    """`blocks_forward` in one call, for blocks of one kind that `keep` their inputs alike."""
-    units = [u for b in blocks for u in b.units]
-    if not known and not units[0].training:
-        known = [
-            statistics_of(kernels, x, t.running_mean, t.running_var, False)
-            for b in tensors
-            for t in b.units
-        ]
-    y, mean, var, *rest = kernels.preact_stage_forward(
-        x,
-        carried or (),
-        _parameters(tensors),
-        [t for s in known for t in s[:2]] if known else (),
-        [u.eps for u in units],
-        len(blocks[0].units),
-        with_stats,
-        keep is not None,
-        keep is True,
-    )
-    if not known:
-        inv_count = 1.0 / (x.shape[0] * x.shape[2] * x.shape[3])
-        known = [Statistics(*rest[2 * i : 2 * i + 2], inv_count) for i in range(len(units))]
-        rest = rest[2 * len(units) :]
-    if keep is False:
-        for first in range(0, len(units), len(blocks[0].units)):
-            rest.insert(first, None)
-    return y, (mean, var) if with_stats else None, rest, known
-
-
-def _block_forward(kernels, blocks, tensors, x, known, carried, with_stats, keep):
-    """`blocks_forward` unit by unit, for one block."""
-    (block,), (tensors,) = blocks, tensors
-    h, inputs, statistics = x, [], []
-    last = len(block.units) - 1
-    for index, (unit, t) in enumerate(zip(block.units, tensors.units, strict=True)):
-        if known:
-            stats = known[index]
-        else:
-            stats = statistics_of(
-                kernels,
-                h,
-                t.running_mean,
-                t.running_var,
-                unit.training,
-                unit.process_group,
-                carried,
+        keys = [k and (*k, keep) for k, keep in zip(keys[begin:end], keeps, strict=True)]
+    else:
+        keys = keys[begin:end]
+    inputs: list[Tensor | None] = []
+    for i, j in runs(keys, 0, end - begin):
+        first, last = blocks.first_unit[begin + i], blocks.first_unit[begin + j]
+        keep = keeps is not None and keeps[i]
+        if keys[i] is None:
+            x, x_statistics, run_inputs = _block_forward(
+                kernels, blocks, begin + i, x, x_statistics, statistics, (keep, keeps is not None)
             )
-        norm = (stats.mean, stats.var, t.bn_weight, t.bn_bias, unit.eps)
-        if keep is not None:
-            inputs.append(h if keep or index > 0 else None)
-        statistics.append(stats)
-        if index == 0:
-            shortcut = x
-            if block.shortcut is not None:
-                shortcut, _, _ = kernels.bn_relu_conv_forward(
-                    x, *norm, tensors.shortcut, None, None, *block.shortcut, False
-                )
-        wanted = with_stats if index == last else not known and block.units[index + 1].training
-        h, mean, var = kernels.bn_relu_conv_forward(
-            h, *norm, t.conv_weight, None, shortcut if index == last else None, *unit.conv, wanted
+        else:
+            known = statistics[first] is not None
+            output = kernels.block_run_forward(
+                x,
+                blocks.run(begin + i, begin + j),
+                x_statistics,
+                [t for s in statistics[first:last] for t in s[:2]] if known else None,
+                with_stats=_takes_batch(statistics, last),
+                keep_inputs=keeps is not None,
+                keep_block_inputs=keep,
+            )
+            if not known:
+                inv_count = 1.0 / (x.shape[0] * x.shape[2] * x.shape[3])
+                found = output.unit_statistics
+                statistics[first:last] = [
+                    Statistics(mean, var, inv_count)
+                    for mean, var in zip(found[::2], found[1::2], strict=True)
+                ]
+            x, x_statistics, run_inputs = output.y, output.statistics, output.inputs
+        inputs += run_inputs
+    return x, x_statistics, inputs
+
+
+def _takes_batch(statistics: Sequence[Statistics | None], unit: int) -> bool:
+    """Whether there is such a unit, and its statistics are still those of the batch to come."""
+    return unit < len(statistics) and statistics[unit] is None
+
+
+def _block_forward(
+    kernels: Kernels,
+    blocks: Blocks,
+    index: int,
+    x: Tensor,
+    x_statistics: BatchStatistics | None,
+    statistics: list[Statistics | None],
+    keeps: tuple[bool, bool],
+) -> tuple[Tensor, BatchStatistics | None, list[Tensor | None]]:
+    """`forward` of one block, unit by unit; `keeps` its input, and those of its other units."""
+    spec, first = blocks.specs[index], blocks.first_unit[index]
+    last = first + len(spec.units) - 1
+    h = shortcut = x
+    inputs: list[Tensor | None] = []
+    for unit, u in enumerate(spec.units, first):
+        inputs.append(h if keeps[unit > first] else None)
+        found = statistics[unit]
+        if found is None:
+            found = batch_statistics(kernels, h, u.process_group, x_statistics)
+            statistics[unit] = found
+        norm = blocks.norm(unit, found)
+        if unit == first and spec.shortcut is not None:
+            shortcut = kernels.bn_relu_conv_forward(
+                x, norm, blocks.shortcuts[index], spec.shortcut
+            ).y
+        h, x_statistics = kernels.bn_relu_conv_forward(
+            h,
+            norm,
+            blocks.conv_weight(unit),
+            u.conv,
+            residual=shortcut if unit == last else None,
+            with_stats=_takes_batch(statistics, unit + 1),
         )
-        carried = (mean, var) if wanted else None
-    return h, carried, inputs, statistics
+    return h, x_statistics, inputs
 
 
 def rebuilt_input(
-    kernels, block: Block, tensors: BlockTensors, z: Tensor, stats: Statistics, y: Tensor
+    kernels: Kernels, blocks: Blocks, index: int, z: Tensor, statistics: Statistics, y: Tensor
 ) -> Tensor:
-    """The input of a block out of its output: `x = y - F(z)`, F being its last unit.
+    """The input of a block from its output: `x = y - F(z)`, where F is its last unit.
 
-    One call of the forward's kernel: with the weights negated each product, and so each sum in the
-    same order, is the forward's with its sign changed, to the bit.
+    One call of the forward's kernel: negating the weights negates each product, and so each sum in
+    the same order, to the bit.
 
     Args:
         kernels: the backend's functions.
-        block: its numbers.
-        tensors: its tensors.
-        z: the input of its last unit.
-        stats: the statistics of that.
-        y: the output of the block.
+        blocks: all blocks.
+        index: the block.
+        z: input of its last unit.
+        statistics: of that unit.
+        y: output of the block.
     """
-    unit, t = block.units[-1], tensors.units[-1]
-    norm = (stats.mean, stats.var, t.bn_weight, t.bn_bias, unit.eps)
-    x, _, _ = kernels.bn_relu_conv_forward(z, *norm, -t.conv_weight, None, y, *unit.conv, False)
-    return x
+    unit = blocks.first_unit[index + 1] - 1
+    norm = blocks.norm(unit, statistics)
+    weight, conv = -blocks.conv_weight(unit), blocks.units[unit].conv
+    return kernels.bn_relu_conv_forward(z, norm, weight, conv, residual=y).y
 
 
-class Pending(NamedTuple):
-    """A gradient on its way back: whole, or still folded as a batch norm's input gradient.
-
-    Folded it is `[skip +] A*g + B*x + C` (`kernels.bn_input_gradient`); the kernel that consumes
-    it forms it as it loads.
-    """
+class FoldedGradient(NamedTuple):
+    """A gradient on its way back: `g` alone, or with a fold `[skip +] A*g + B*x + C`."""
 
     g: Tensor
-    fold: tuple = WHOLE_GRADIENT  # skip, x, mean, var, bn_weight, eps, sums, inv_count
+    fold: Fold | None = None
 
-    def is_folded(self) -> bool:
-        """Whether there is a batch norm's input to add."""
-        return self.fold[1] is not None
-
-    def whole(self, kernels) -> Tensor:
-        """The gradient itself."""
-        if not self.is_folded():
-            return self.g
-        skip, *fold = self.fold
-        return kernels.bn_input_gradient(skip, self.g, *fold)
+    def unfold(self, kernels: Kernels) -> Tensor:
+        """The gradient as one tensor."""
+        return self.g if self.fold is None else kernels.bn_input_gradient(self.g, self.fold)
 
 
-def native_backward(kernels, blocks, tensors, inputs, statistics, y, arriving, needed, needs_input):
-    """`block_backward` in one call for several blocks, every gradient of which is wanted.
+class Backward(NamedTuple):
+    """What the backward of a span of blocks works on."""
 
-    The inputs of all blocks are kept, or those of all are rebuilt.
-    """
-    units = [u for b in blocks for u in b.units]
-    negated = ()
-    if inputs[0] is None:
-        negated = torch._foreach_neg([t.units[-1].conv_weight for t in tensors])
-    g, dy, x, *rest = kernels.preact_stage_backward(
-        arriving.g,
-        *arriving.fold,
-        [h for h in inputs if h is not None],
-        [t for s in statistics for t in s[:2]],
-        _parameters(tensors),
-        [u.eps for u in units],
-        statistics[0].inv_count,
-        len(blocks[0].units),
-        y if negated else None,
-        negated,
-    )
-    grads = []
-    for i in range(len(units)):
-        dbn_bias, dbn_weight = rest[2 * i + 1].unbind()
-        grads += (dbn_weight, dbn_bias, rest[2 * i], None, None)
-        if (i + 1) % len(blocks[0].units) == 0:
-            grads.append(None)
-    first, weight = statistics[0], tensors[0].units[0].bn_weight
-    fold = (dy, x, first.mean, first.var, weight, units[0].eps, rest[1], first.inv_count)
-    return x, Pending(g, fold), grads
+    kernels: Kernels
+    blocks: Blocks
+    statistics: Sequence[Statistics]  # of every unit
+    needed: Blocks  # whether the gradient of each tensor is wanted
+    gradients: Blocks  # receives them
 
+    def run(
+        self,
+        span: tuple[int, int],
+        inputs: Sequence[Tensor | None],
+        y: Tensor | None,
+        dy: FoldedGradient,
+    ) -> tuple[Tensor, FoldedGradient]:
+        """Gradients of a run of plain blocks in one call, where all are wanted.
 
-def block_backward(
-    kernels,
-    blocks: Sequence[Block],
-    tensors: Sequence[BlockTensors],
-    inputs: Sequence[Tensor | None],
-    statistics: Sequence[Statistics],
-    y: Tensor | None,
-    arriving: Pending,
-    needed: Sequence[BlockTensors],
-    needs_input: bool,
-) -> tuple[Tensor, Pending | None, list[Tensor | None]]:
-    """Gradients of one block, unit by unit.
+        Args:
+            span: first block, and the one behind the last.
+            inputs: of their units; those of the blocks are None where they are rebuilt from `y`.
+            y: output of the last block.
+            dy: gradient of `y`.
 
-    Args:
-        kernels: the backend's functions.
-        blocks: the numbers of the block.
-        tensors: its tensors.
-        inputs: of its units; None for its own input where that is to be rebuilt.
-        statistics: of its units.
-        y: its output, to rebuild its input from.
-        arriving: the gradient of that.
-        needed: which gradients are wanted.
-        needs_input: whether that of its input is.
+        Returns:
+            The input of the first block, and its gradient.
+        """
+        begin, end = span
+        first, last = self.blocks.first_unit[begin], self.blocks.first_unit[end]
+        statistics = self.statistics[first:last]
+        found = self.kernels.block_run_backward(
+            dy.g,
+            dy.fold,
+            self.blocks.run(begin, end),
+            inputs,
+            [t for s in statistics for t in s[:2]],
+            statistics[0].inv_count,
+            y if inputs[0] is None else None,
+        )
+        for unit, conv_weight, sums in zip(
+            range(first, last), found.conv_weights, found.sums, strict=True
+        ):
+            self._set_gradients(unit, conv_weight, sums)
+        norm = self.blocks.norm(first, statistics[0])
+        fold = Fold(found.dy, found.x, norm, found.sums[0], statistics[0].inv_count)
+        return found.x, FoldedGradient(found.g, fold)
 
-    Returns:
-        The input of the block, the gradient of that, still folded, and those of its tensors, in
-        their flat order. Between units too the gradient stays folded.
-    """
-    (block,), (tensors,), (needed,) = blocks, tensors, needed
-    x, *inner = inputs
-    if x is None:
-        x = rebuilt_input(kernels, block, tensors, inner[-1], statistics[-1], y)
-    inputs = [x, *inner]
-    last = len(block.units) - 1
-    wanted = [any(w[:3]) for w in needed.units]
-    first = 0 if needs_input or needed.shortcut else wanted.index(True)
-    dy, dshortcut, grads = None, None, [None] * len(UnitTensors._fields) * first
-    for index in range(last, first - 1, -1):
-        unit, t, h, stats = (
-            block.units[index], tensors.units[index], inputs[index], statistics[index],
-        )  # fmt: skip
-        norm = (stats.mean, stats.var, t.bn_weight, t.bn_bias, unit.eps)
-        wants = needed.units[index]
-        needs_g = index > first or needs_input or wants.bn_weight or wants.bn_bias
-        needs_dz = index == last and arriving.is_folded()
-        g, dconv_weight, sums, dz = kernels.bn_relu_conv_backward(
-            arriving.g, *arriving.fold, h, *norm, t.conv_weight, *unit.conv,
-            needs_g, wants.conv_weight, needs_dz,
-        )  # fmt: skip
-        if index == last:
-            dy = dz if needs_dz else arriving.g
-        if index == 0 and block.shortcut is not None and (needs_g or needed.shortcut):
-            shortcut_g, dshortcut, shortcut_sums, _ = kernels.bn_relu_conv_backward(
-                dy, *WHOLE_GRADIENT, h, *norm, tensors.shortcut, *block.shortcut,
-                needs_g, needed.shortcut, False,
-            )  # fmt: skip
+    def block(
+        self,
+        index: int,
+        inputs: Sequence[Tensor | None],
+        y: Tensor | None,
+        dy: FoldedGradient,
+        needs_input: bool,
+    ) -> tuple[Tensor, FoldedGradient]:
+        """Gradients of one block, unit by unit.
+
+        Args:
+            index: the block.
+            inputs: of its units; its own is None where it is rebuilt from `y`.
+            y: output of the block.
+            dy: gradient of `y`.
+            needs_input: whether the gradient of the block's input is wanted.
+
+        Returns:
+            The input of the block, and its gradient, of no meaning where it is not wanted.
+        """
+        kernels, blocks = self.kernels, self.blocks
+        spec, begin = blocks.specs[index], blocks.first_unit[index]
+        last = begin + len(spec.units) - 1
+        x, *inner = inputs
+        if x is None:
+            assert y is not None
+            x = rebuilt_input(kernels, blocks, index, inner[-1], self.statistics[last], y)
+        inputs = [x, *inner]
+        needs_shortcut = bool(self.needed.shortcuts[index])
+        first = begin
+        if not (needs_input or needs_shortcut):  # begin where there is a gradient to compute
+            first = next(u for u in range(begin, last + 1) if any(self._needs(u)))
+        block_dy = dy.g
+        for unit in range(last, first - 1, -1):
+            h, found = inputs[unit - begin], self.statistics[unit]
+            norm = blocks.norm(unit, found)
+            needs_weight, needs_bias, needs_conv_weight = self._needs(unit)
+            needs_g = unit > first or needs_input or needs_weight or needs_bias
+            wanted = Wanted(needs_g, needs_conv_weight, unit == last and dy.fold is not None)
+            g, sums, dconv_weight, unfolded = kernels.bn_relu_conv_backward(
+                dy.g, dy.fold, h, norm, blocks.conv_weight(unit), blocks.units[unit].conv, wanted
+            )
+            if wanted.dy:
+                block_dy = unfolded
+            if unit == begin and spec.shortcut is not None and (needs_g or needs_shortcut):
+                shortcut = kernels.bn_relu_conv_backward(
+                    block_dy,
+                    None,
+                    h,
+                    norm,
+                    blocks.shortcuts[index],
+                    spec.shortcut,
+                    Wanted(needs_g, needs_shortcut),
+                )
+                self.gradients.shortcuts[index] = shortcut.conv_weight
+                if needs_g:
+                    g, sums = g.add_(shortcut.g), sums.add_(shortcut.sums)
+            self._set_gradients(unit, dconv_weight, sums)
             if needs_g:
-                g, sums = g.add_(shortcut_g), sums.add_(shortcut_sums)
-        dbn_bias, dbn_weight = sums.unbind() if needs_g else (None, None)
-        at = len(UnitTensors._fields) * first
-        grads[at:at] = (dbn_weight, dbn_bias, dconv_weight, None, None)
-        if unit.process_group is not None and needs_g:
-            sums = sums_over_group(sums, unit.process_group)
-        skip = dy if index == 0 and block.shortcut is None else None
-        fold = (skip, h, stats.mean, stats.var, t.bn_weight, unit.eps, sums, stats.inv_count)
-        arriving = Pending(g, fold)
-    return x, arriving if needs_input else None, [*grads, dshortcut]
+                sums = sums_over_group(sums, blocks.units[unit].process_group)
+                skip = block_dy if unit == begin and spec.shortcut is None else None
+                dy = FoldedGradient(g, Fold(skip, h, norm, sums, found.inv_count))
+        return x, dy
+
+    def _needs(self, unit: int) -> Sequence[bool]:
+        return self.needed.parameters[3 * unit : 3 * unit + 3]
+
+    def _set_gradients(self, unit: int, conv_weight: Tensor | None, sums: Tensor | None) -> None:
+        dbn_bias, dbn_weight = (None, None) if sums is None else sums.unbind()
+        self.gradients.parameters[3 * unit : 3 * unit + 3] = dbn_weight, dbn_bias, conv_weight
 
 
-def differentiable_forward(blocks, tensors, statistics, x: Tensor) -> Tensor:
-    """The blocks in PyTorch's differentiable operations: what a double backward goes through."""
-    statistics, stream = iter(statistics), x.dtype
-    for block, t in zip(blocks, tensors, strict=True):
+def differentiable_forward(blocks: Blocks, statistics: Sequence[Statistics], x: Tensor) -> Tensor:
+    """The blocks in PyTorch's differentiable operations, for a double backward."""
+    stream = x.dtype
+    for index, spec in enumerate(blocks.specs):
         h = x
-        for index, unit in enumerate(block.units):
-            u, s = t.units[index], next(statistics)
-            a = differentiable_bn_relu(
-                h, u.bn_weight, u.bn_bias, s.mean, s.var, unit.training, unit.eps,
-                unit.process_group,
-            ).to(u.conv_weight.dtype)  # fmt: skip
-            if index == 0 and block.shortcut is not None:
-                x = F.conv2d(a, t.shortcut, None, *block.shortcut)
-            h = F.conv2d(a, u.conv_weight, None, *unit.conv)
+        for unit, u in enumerate(spec.units, blocks.first_unit[index]):
+            weight = blocks.conv_weight(unit)
+            norm = blocks.norm(unit, statistics[unit])
+            a = differentiable_bn_relu(h, norm, u.training, u.process_group).to(weight.dtype)
+            if h is x and spec.shortcut is not None:
+                x = F.conv2d(a, blocks.shortcuts[index], None, *spec.shortcut)
+            h = F.conv2d(a, weight, None, *u.conv)
         x = x.to(stream) + h.to(stream)
     return x

@@ -1,84 +1,82 @@
-"""`bn_relu_conv2d`: batch norm, ReLU and convolution that keep the input alone."""
+"""`bn_relu_conv2d`: batch norm, ReLU and convolution; saves only the input for backward."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from preact_kernels.ops import checks, layout, schema
+from preact_kernels.kernels.contract import Fold, Norm, Wanted
+from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.autocast import compute_dtype
-from preact_kernels.ops.bn_relu import (
-    affine_parameters,
-    differentiable_bn_relu,
-    gradients,
-    normalise,
-)
-from preact_kernels.ops.bn_stats import follow_batch, statistics_of, sums_over_group
+from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.bn_relu import Unit, differentiable_bn_relu, gradients, normalise
+from preact_kernels.ops.bn_stats import sums_over_group
 
-# Arguments of `bn_relu_conv_backward` for a gradient that arrives whole, not folded.
-WHOLE_GRADIENT = (None, None, None, None, None, 0.0, None, 0.0)
+
+class ConvArguments(NamedTuple):
+    """The arguments of one convolution, as `F.conv2d` takes them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    stride: int | tuple[int, int]
+    padding: int | tuple[int, int] | str
+    dilation: int | tuple[int, int]
+    groups: int
 
 
 class BNReLUConvFunction(torch.autograd.Function):
-    """y = conv(relu(bn(x))) [+ residual] for given statistics; no activation is kept."""
+    """y = conv(relu(bn(x))) [+ conv_bias] [+ residual] for given statistics.
+
+    Tensor arguments: x, bn_weight, bn_bias, conv_weight, conv_bias, residual, mean, var.
+    """
 
     @staticmethod
-    def forward(
-        ctx, x, bn_weight, bn_bias, conv_weight, conv_bias, residual, mean, var,
-        inv_count, eps, conv, process_group,
-    ):  # fmt: skip
-        kernels = schema.kernels_for(x)
-        ctx.kernels = kernels
-        ctx.inv_count, ctx.eps, ctx.conv, ctx.process_group = inv_count, eps, conv, process_group
+    def forward(ctx, unit, *tensors):
+        x, bn_weight, bn_bias, conv_weight, conv_bias, residual, mean, var = tensors
+        ctx.unit = unit
         ctx.save_for_backward(x, bn_weight, bn_bias, conv_weight, conv_bias, mean, var)
-        y, _, _ = kernels.bn_relu_conv_forward(
-            x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual, *conv, False
+        output = unit.kernels.bn_relu_conv_forward(
+            x,
+            Norm(mean, var, bn_weight, bn_bias, unit.eps),
+            conv_weight,
+            unit.conv,
+            conv_bias=conv_bias,
+            residual=residual,
         )
-        return y
+        return output.y
 
     @staticmethod
     def backward(ctx, dy):
         x, bn_weight, bn_bias, conv_weight, conv_bias, mean, var = ctx.saved_tensors
-        (
-            needs_x,
-            needs_bn_weight,
-            needs_bn_bias,
-            needs_conv_weight,
-            needs_conv_bias,
-            needs_residual,
-        ) = ctx.needs_input_grad[:6]
+        unit, needed = ctx.unit, ctx.needs_input_grad[1:]
+        needs_x, needs_bn_weight, needs_bn_bias, needs_weight, needs_bias, needs_residual = needed[
+            :6
+        ]
+        norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
+        dresidual = dy if needs_residual else None
         if torch.is_grad_enabled():
             with torch.autocast(x.device.type, enabled=False):
-                a = differentiable_bn_relu(
-                    x, bn_weight, bn_bias, mean, var, ctx.inv_count != 0, ctx.eps, ctx.process_group
-                )
-                y = F.conv2d(a, conv_weight, conv_bias, *ctx.conv)
+                a = differentiable_bn_relu(x, norm, unit.inv_count != 0, unit.process_group)
+                y = F.conv2d(a, conv_weight, conv_bias, *unit.conv)
             inputs = (x, bn_weight, bn_bias, conv_weight, conv_bias)
-            grads = gradients(y, inputs, ctx.needs_input_grad, dy)
-            return *grads, dy if needs_residual else None, *(None,) * 6
+            return None, *gradients(y, inputs, needed[:5], dy), dresidual, None, None
         dense_dy = layout.nhwc(dy)
         dx = dbn_weight = dbn_bias = dconv_weight = None
-        needs_g = needs_x or needs_bn_weight or needs_bn_bias
-        if needs_g or needs_conv_weight:
-            g, dconv_weight, sums, _ = ctx.kernels.bn_relu_conv_backward(
-                dense_dy, *WHOLE_GRADIENT, x, mean, var, bn_weight, bn_bias, ctx.eps,
-                conv_weight, *ctx.conv, needs_g, needs_conv_weight, False,
-            )  # fmt: skip
-        if needs_g:
-            dbn_bias, dbn_weight = sums.unbind()
+        wanted = Wanted(needs_x or needs_bn_weight or needs_bn_bias, needs_weight)
+        if any(wanted):
+            found = unit.kernels.bn_relu_conv_backward(
+                dense_dy, None, x, norm, conv_weight, unit.conv, wanted
+            )
+            dconv_weight = found.conv_weight
+        if wanted.input:
+            dbn_bias, dbn_weight = found.sums.unbind()
         if needs_x:
-            dx = ctx.kernels.bn_input_gradient(
-                None, g, x, mean, var, bn_weight, ctx.eps,
-                sums_over_group(sums, ctx.process_group), ctx.inv_count,
-            )  # fmt: skip
-        return (
-            dx,
-            dbn_weight,
-            dbn_bias,
-            dconv_weight if needs_conv_weight else None,
-            dense_dy.sum((0, 2, 3)) if needs_conv_bias else None,
-            dy if needs_residual else None,
-            *(None,) * 6,
-        )
+            sums = sums_over_group(found.sums, unit.process_group)
+            fold = Fold(None, x, norm, sums, unit.inv_count)
+            dx = unit.kernels.bn_input_gradient(found.g, fold)
+        dconv_bias = dense_dy.sum((0, 2, 3)) if needs_bias else None
+        return None, dx, dbn_weight, dbn_bias, dconv_weight, dconv_bias, dresidual, None, None
 
 
 def bn_relu_conv2d(
@@ -100,7 +98,7 @@ def bn_relu_conv2d(
     eps: float = 1e-5,
     process_group=None,
 ) -> Tensor:
-    """Batch norm, ReLU and convolution (and a residual add) that keep `x` alone.
+    """Batch norm, ReLU, convolution and residual add; saves only `x` for backward.
 
     Equals `F.conv2d(F.relu(F.batch_norm(x, running_mean, running_var, bn_weight, bn_bias,
     training, momentum, eps)), conv_weight, conv_bias, stride, padding, dilation, groups)`,
@@ -124,65 +122,59 @@ def bn_relu_conv2d(
         training: normalise with the statistics of the batch.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
-        process_group: statistics are those of the batch spread over this `torch.distributed`
-            group, as in `torch.nn.SyncBatchNorm`.
+        process_group: a `torch.distributed` group over which the batch is spread, as in
+            `torch.nn.SyncBatchNorm`.
 
     Returns:
         `[N, K, H', W']` in the dtype of `x` and the memory format that `F.conv2d` gives.
 
     Raises:
         TypeError: an argument is not a tensor, or has a dtype that is not served.
-        ValueError: a shape or a device does not match, or there is one value a channel in
+        ValueError: a shape or a device does not match, or there is one value per channel in
             training mode.
         BackendError: the backend that was named cannot serve `x`.
     """
-    checks.check_batch_norm(
-        x, bn_weight, bn_bias, running_mean, running_var, training, momentum, eps, process_group
-    )
-    stride, same_padding, dilation = checks.check_conv(
-        x, conv_weight, conv_bias, stride, padding, dilation, groups
-    )
-    if same_padding is None:
-        shape = [x.shape[0], conv_weight.shape[0], *x.shape[2:]]
-    else:
-        shape = checks.output_shape(x.shape, conv_weight, stride, same_padding, dilation)
+    checks.check_number("momentum", momentum)
+    bn = BatchNorm(bn_weight, bn_bias, running_mean, running_var, training, eps, process_group)
+    conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
+    return bn_relu_conv2d_of(x, bn.tracking(momentum), conv, residual)
+
+
+def bn_relu_conv2d_of(
+    x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None
+) -> Tensor:
+    """`bn_relu_conv2d` with named arguments."""
+    bn.check(x)
+    geometry = checks.check_conv(x, *conv)
     if residual is not None:
+        if geometry is None:  # padding "same"
+            shape = [x.shape[0], conv.weight.shape[0], *x.shape[2:]]
+        else:
+            shape = geometry.output_shape(x.shape, conv.weight.shape)
         checks.check_residual(residual, "residual", shape, x)
     dtype = compute_dtype(x)
-    is_served = (
-        same_padding is not None
-        and x.dtype == dtype
-        and (residual is None or residual.dtype == dtype)
-        and (x.numel() > 0 or process_group is not None)
-    )
-    conv_weight = conv_weight.to(dtype)
-    conv_bias = None if conv_bias is None else conv_bias.to(dtype).contiguous()
-    if not is_served:
-        a, stats = normalise(
-            x, bn_weight, bn_bias, running_mean, running_var, training, eps, process_group
-        )
-        same_padding = padding if same_padding is None else same_padding
-        y = F.conv2d(a.to(dtype), conv_weight, conv_bias, stride, same_padding, dilation, groups)
+    conv_weight = conv.weight.to(dtype)
+    conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
+    kernels = dispatch.kernels_for(x)
+    if (
+        geometry is None
+        or x.dtype != dtype
+        or (residual is not None and residual.dtype != dtype)
+        or (x.numel() == 0 and bn.process_group is None)
+    ):
+        a, statistics = normalise(kernels, x, bn)
+        y = F.conv2d(a.to(dtype), conv_weight, conv_bias, *conv[2:])
         y = y if residual is None else y + residual
-        follow_batch(stats, running_mean, running_var, momentum)
+        bn.update(kernels, statistics)
         return y
 
     channels_last = layout.is_channels_last(x) or layout.is_channels_last(conv_weight)
     x = layout.nhwc(x)
-    weight, bias = affine_parameters(x, x.shape[1], bn_weight, bn_bias)
-    kernels = schema.kernels_for(x)
-    stats = statistics_of(kernels, x.detach(), running_mean, running_var, training, process_group)
+    mean, var, inv_count = statistics = bn.statistics(kernels, x.detach())
+    unit = Unit(kernels, bn.eps, inv_count, bn.process_group, geometry)
+    residual = None if residual is None else layout.nhwc(residual)
     y = BNReLUConvFunction.apply(
-        x,
-        weight,
-        bias,
-        conv_weight,
-        conv_bias,
-        None if residual is None else layout.nhwc(residual),
-        *stats,
-        eps,
-        (stride, same_padding, dilation, groups),
-        process_group,
+        unit, x, *bn.affine(x, x.shape[1]), conv_weight, conv_bias, residual, mean, var
     )
-    follow_batch(stats, running_mean, running_var, momentum)
+    bn.update(kernels, statistics)
     return layout.restored(y, channels_last)

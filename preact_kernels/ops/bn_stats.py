@@ -1,13 +1,11 @@
-"""Which statistics a batch norm uses, and the update of its running statistics."""
+"""Which statistics a batch norm uses: its batch's, a process group's, or the running ones."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.reference.bn_stats import statistics_dtype
-from preact_kernels.ops import schema
+from preact_kernels.kernels.contract import BatchStatistics, Kernels, statistics_dtype
 
 
 class Statistics(NamedTuple):
@@ -15,34 +13,27 @@ class Statistics(NamedTuple):
 
     mean: Tensor  # [C], statistics dtype
     var: Tensor  # [C], biased, statistics dtype
-    inv_count: float  # one over the samples a channel; 0 where mean and var are constants
+    inv_count: float  # one over the samples per channel; 0 where mean and var are constants
 
 
-def statistics_of(
-    kernels,
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    process_group=None,
-    carried: tuple[Tensor, Tensor] | None = None,
+def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Statistics:
+    """The statistics of evaluation mode, in the statistics dtype of `x`."""
+    dtype = statistics_dtype(x.dtype)
+    return Statistics(running_mean.to(dtype).contiguous(), running_var.to(dtype).contiguous(), 0.0)
+
+
+def batch_statistics(
+    kernels: Kernels, x: Tensor, process_group=None, known: BatchStatistics | None = None
 ) -> Statistics:
-    """The statistics that normalise `x`.
+    """The statistics of the batch.
 
     Args:
         kernels: the backend's functions.
         x: `[N, C, H, W]`, dense NHWC.
-        running_mean: `[C]`, used in evaluation mode.
-        running_var: `[C]`, used in evaluation mode.
-        training: statistics of the batch, not the running ones.
         process_group: the batch is spread over this group (`torch.nn.SyncBatchNorm`).
-        carried: mean and variance of `x`, where the kernel that wrote `x` yielded them.
+        known: the statistics of `x`, where the kernel that wrote `x` returned them.
     """
-    if not training:
-        dtype = statistics_dtype(x.dtype)
-        running = (t.to(dtype).contiguous() for t in (running_mean, running_var))
-        return Statistics(*running, 0.0)
-    mean, var = carried or kernels.bn_stats(x)
+    mean, var = known or kernels.bn_stats(x)
     count = x.shape[0] * x.shape[2] * x.shape[3]
     if process_group is not None:
         return _over_group(mean, var, count, process_group)
@@ -72,53 +63,3 @@ def sums_over_group(sums: Tensor, process_group) -> Tensor:
     sums = sums.clone()
     torch.distributed.all_reduce(sums, group=process_group)
     return sums
-
-
-def unbiased_variances(statistics: Sequence[Statistics]) -> list[Tensor]:
-    """`var * m / (m - 1)`: what running variances follow."""
-    if not statistics:
-        return []
-    factors = [1.0 / (1.0 - s.inv_count) if s.inv_count < 1 else 1.0 for s in statistics]
-    return list(torch._foreach_mul([s.var for s in statistics], factors))
-
-
-def is_recomputation() -> bool:
-    """Whether this forward is run by a backward, which has seen its batch once before."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def follow_batch(
-    stats: Statistics | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-) -> None:
-    """Moves one batch norm's running statistics, where it has some, towards those of its batch."""
-    if stats is not None and stats.inv_count and running_mean is not None:
-        (unbiased,) = unbiased_variances([stats])
-        update_running_statistics(
-            [(running_mean, running_var)], [(stats.mean, unbiased)], [momentum]
-        )
-
-
-def update_running_statistics(
-    running: Sequence[tuple[Tensor, Tensor]],
-    batch: Sequence[tuple[Tensor, Tensor]],
-    momenta: Sequence[float],
-) -> None:
-    """Moves running means and variances towards those of the batch, in place.
-
-    `running = (1 - momentum) * running + momentum * batch` for many batch norms at once, where
-    `batch` holds means and unbiased variances. Does nothing when a backward runs this forward again
-    (`torch.utils.checkpoint`).
-    """
-    if not running or is_recomputation():
-        return
-    by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-    for targets, values, momentum in zip(running, batch, momenta, strict=True):
-        all_targets, all_values = by_momentum.setdefault(momentum, ([], []))
-        all_targets.extend(targets)
-        all_values.extend(values)
-    kernels = schema.kernels_for(running[0][0])
-    for momentum, (targets, values) in by_momentum.items():
-        kernels.running_stats_update(targets, values, momentum)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from preact_kernels.kernels.contract import Conv
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -71,44 +73,6 @@ def check_number(name: str, value: object, *, minimum: float | None = None) -> N
         raise ValueError(f"{name}: expected at least {minimum}, got {value}")
 
 
-def check_batch_norm(
-    x: object,
-    bn_weight: object,
-    bn_bias: object,
-    running_mean: object,
-    running_var: object,
-    training: object,
-    momentum: object,
-    eps: object,
-    process_group: object,
-) -> None:
-    """The arguments of a batch norm, as `torch.nn.functional.batch_norm` takes them."""
-    check_activation("x", x)
-    if not isinstance(training, bool):
-        raise TypeError(f"training: expected a bool, got {type(training).__name__}")
-    check_number("momentum", momentum)
-    check_number("eps", eps, minimum=0)
-    if training and eps == 0:
-        raise ValueError("eps: expected a positive number when training, got 0")
-    for name, value in (
-        ("bn_weight", bn_weight),
-        ("bn_bias", bn_bias),
-        ("running_mean", running_mean),
-        ("running_var", running_var),
-    ):
-        if value is not None:
-            check_per_channel(name, value, x)
-    if (running_mean is None) != (running_var is None):
-        missing = "running_mean" if running_mean is None else "running_var"
-        raise ValueError(
-            f"{missing}: expected a tensor beside the other running statistic, got None"
-        )
-    if not training and running_mean is None:
-        raise ValueError("running_mean: expected a tensor in evaluation mode, got None")
-    if training and process_group is None:
-        check_samples(x.shape)
-
-
 def check_samples(shape: Sequence[int]) -> None:
     """More than one value a channel: what eager asks of a batch norm in training mode."""
     if shape[0] * shape[2] * shape[3] == 1:
@@ -117,7 +81,7 @@ def check_samples(shape: Sequence[int]) -> None:
         )
 
 
-def pair(name: str, value: object, *, minimum: int) -> list[int]:
+def pair(name: str, value: object, *, minimum: int) -> tuple[int, int]:
     """An int, or a sequence of two, as two ints of at least `minimum`."""
     values = [value, value] if isinstance(value, int) else value
     if (
@@ -128,7 +92,28 @@ def pair(name: str, value: object, *, minimum: int) -> list[int]:
         raise TypeError(f"{name}: expected an int or a pair of ints, got {value!r}")
     if min(values) < minimum:
         raise ValueError(f"{name}: expected at least {minimum}, got {value!r}")
-    return list(values)
+    return tuple(values)
+
+
+def check_conv_weight(conv_weight: Tensor, groups: object) -> None:
+    """A weight `[K, C / groups, R, S]` and a number of groups that fit."""
+    if conv_weight.dim() != 4:
+        raise ValueError(
+            "conv_weight: expected 4 dimensions [out_channels, in_channels / groups, R, S], "
+            f"got shape {list(conv_weight.shape)}"
+        )
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"groups: expected an int, got {type(groups).__name__}")
+    if groups < 1:
+        raise ValueError(f"groups: expected at least 1, got {groups}")
+    out_channels, _, *kernel_size = conv_weight.shape
+    if out_channels % groups or out_channels == 0:
+        raise ValueError(
+            f"conv_weight: expected out_channels to be a positive multiple of groups {groups}, "
+            f"got {out_channels}"
+        )
+    if min(kernel_size) < 1:
+        raise ValueError(f"conv_weight: expected a kernel of at least 1x1, got {kernel_size}")
 
 
 def check_conv(
@@ -139,36 +124,20 @@ def check_conv(
     padding: object,
     dilation: object,
     groups: object,
-) -> tuple[list[int], list[int] | None, list[int]]:
+) -> Conv | None:
     """The arguments of a convolution.
 
     Returns:
-        stride, padding and dilation as pairs. The padding of `"same"` is None where it differs
-        between the two sides of an axis.
+        The geometry; None for padding `"same"` that differs between the two sides of an axis.
     """
     check_like("conv_weight", conv_weight, "x", x)
-    if conv_weight.dim() != 4:
-        raise ValueError(
-            "conv_weight: expected 4 dimensions [out_channels, in_channels / groups, R, S], "
-            f"got shape {list(conv_weight.shape)}"
-        )
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"groups: expected an int, got {type(groups).__name__}")
-    if groups < 1:
-        raise ValueError(f"groups: expected at least 1, got {groups}")
-    out_channels, in_channels_a_group, *kernel_size = conv_weight.shape
-    if in_channels_a_group * groups != x.shape[1]:
+    check_conv_weight(conv_weight, groups)
+    out_channels, in_channels_per_group, *kernel_size = conv_weight.shape
+    if in_channels_per_group * groups != x.shape[1]:
         expected = f"{x.shape[1]}" if groups == 1 else f"{x.shape[1]} / {groups} groups"
         raise ValueError(
-            f"conv_weight: expected in_channels {expected} to match x, got {in_channels_a_group}"
+            f"conv_weight: expected in_channels {expected} to match x, got {in_channels_per_group}"
         )
-    if out_channels % groups or out_channels == 0:
-        raise ValueError(
-            f"conv_weight: expected out_channels to be a positive multiple of groups {groups}, "
-            f"got {out_channels}"
-        )
-    if min(kernel_size) < 1:
-        raise ValueError(f"conv_weight: expected a kernel of at least 1x1, got {kernel_size}")
     check_parameter_dtype("conv_weight", conv_weight, x)
     if conv_bias is not None:
         check_like("conv_bias", conv_bias, "x", x)
@@ -187,41 +156,32 @@ def check_conv(
     extents = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
     if isinstance(padding, str):
         padding = _named_padding(padding, stride, extents)
+        if padding is None:
+            return None
     else:
         padding = pair("padding", padding, minimum=0)
-    if padding is not None:
-        for axis, name in ((0, "height"), (1, "width")):
-            padded = x.shape[2 + axis] + 2 * padding[axis]
-            if padded <= extents[axis]:
-                raise ValueError(
-                    f"x: expected a padded {name} of at least {extents[axis] + 1} for the "
-                    f"kernel, got {padded}"
-                )
-    return stride, padding, dilation
+    for axis, name in ((0, "height"), (1, "width")):
+        padded = x.shape[2 + axis] + 2 * padding[axis]
+        if padded <= extents[axis]:
+            raise ValueError(
+                f"x: expected a padded {name} of at least {extents[axis] + 1} for the "
+                f"kernel, got {padded}"
+            )
+    return Conv(stride, padding, dilation, groups)
 
 
-def _named_padding(padding: str, stride: list[int], extents: list[int]) -> list[int] | None:
+def _named_padding(
+    padding: str, stride: tuple[int, int], extents: list[int]
+) -> tuple[int, int] | None:
     if padding == "valid":
-        return [0, 0]
+        return (0, 0)
     if padding != "same":
         raise ValueError(f"padding: expected 'valid', 'same', an int or a pair, got {padding!r}")
-    if stride != [1, 1]:
-        raise ValueError(f"padding: expected stride 1 beside 'same', got stride {stride}")
-    return [e // 2 for e in extents] if all(e % 2 == 0 for e in extents) else None
-
-
-def output_shape(
-    shape: Sequence[int],
-    conv_weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-) -> list[int]:
-    """`[N, K, H', W']` of a convolution of an input of `shape`."""
-    out_channels, _, kernel_h, kernel_w = conv_weight.shape
-    height = (shape[2] + 2 * padding[0] - dilation[0] * (kernel_h - 1) - 1) // stride[0] + 1
-    width = (shape[3] + 2 * padding[1] - dilation[1] * (kernel_w - 1) - 1) // stride[1] + 1
-    return [shape[0], out_channels, height, width]
+    if stride != (1, 1):
+        raise ValueError(f"padding: expected stride 1 beside 'same', got stride {list(stride)}")
+    if any(e % 2 for e in extents):
+        return None
+    return (extents[0] // 2, extents[1] // 2)
 
 
 def check_residual(residual: object, name: str, shape: Sequence[int], like: Tensor) -> None:

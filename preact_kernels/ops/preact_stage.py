@@ -1,83 +1,75 @@
-"""A list of pre-activation blocks as one autograd node.
+"""Pre-activation blocks in a row as one autograd node.
 
-The only place that knows what each memory mode (`memory_mode.py`) keeps and what runs again; how
-blocks run, and rebuild their inputs, is in `block_runs.py`.
+The only place that knows what each memory mode (`memory_mode.py`) saves and what runs again.
+`block_runs.py` runs the blocks and rebuilds their inputs.
 """
 
 import bisect
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from preact_kernels.ops import layout, schema
+from preact_kernels.kernels.contract import Kernels
+from preact_kernels.ops import block_runs, layout
 from preact_kernels.ops.autocast import has_autocast
-from preact_kernels.ops.block_runs import (
-    Block,
-    BlockTensors,
-    Pending,
-    block_backward,
-    blocks_forward,
-    bounds_of,
-    differentiable_forward,
-    native_backward,
-    native_kind,
-    runs_of,
-    unflatten,
-)
+from preact_kernels.ops.block_runs import Backward, Blocks, BlockSpec, FoldedGradient
 from preact_kernels.ops.bn_relu import gradients
-from preact_kernels.ops.bn_stats import Statistics, unbiased_variances
-from preact_kernels.ops.memory_mode import STORE, MemoryMode
-from preact_kernels.ops.mixed_precision import MixedKernels
+from preact_kernels.ops.bn_stats import Statistics
+from preact_kernels.ops.memory_mode import MemoryMode
+from preact_kernels.ops.running_stats import unbiased
 
 
-def _kernels_for(x: Tensor, tensors: Sequence[BlockTensors]):
-    """The backend's functions, for a residual stream that may be wider than the convolutions."""
-    kernels, weight = schema.kernels_for(x), tensors[0].units[0].conv_weight
-    if weight.dtype == x.dtype:
-        return kernels
-    return MixedKernels(kernels, schema.kernels_for(weight) if x.numel() else kernels, x.dtype)
+class StageCall(NamedTuple):
+    """What a call of a stage passes to `PreActStageFunction` beside tensors."""
+
+    kernels: Kernels
+    specs: Sequence[BlockSpec]
+    memory: MemoryMode
 
 
 class PreActStageFunction(torch.autograd.Function):
-    """All blocks; further outputs: means, then unbiased variances, of units that took a batch's.
+    """Blocks in a row, on given tensors.
 
-    Kept for the backward: statistics, and the inputs that `MemoryMode` says; the output too where
-    the last block's input is rebuilt from it. What runs again does so from the same statistics.
+    Tensor arguments: `x`, `[N, C, H, W]` dense NHWC in the dtype of the residual stream, then the
+    values of `Blocks`. Batch-norm parameters are in the statistics dtype; conv weights have the
+    dtype of `x`, or a half precision beside a float32 stream.
+
+    Returns `y`, then the mean and then the unbiased variance of each unit that normalised with its
+    batch. Saves the statistics and the inputs that the memory mode names, and `y` where the last
+    block's input is rebuilt from it. What runs again in the backward uses the same statistics.
     """
 
     @staticmethod
-    def forward(ctx, x, blocks, memory, *flat):
-        tensors = unflatten(blocks, flat)
-        kernels = _kernels_for(x, tensors)
-        starts = memory.segment_starts(len(blocks))
-        kept, statistics, h, carried = [], [], x, None
-        for begin, end in itertools.pairwise([*starts, len(blocks)]):
+    def forward(ctx, call, x, *tensors):
+        kernels, specs, memory = call
+        blocks = Blocks(specs, tensors)
+        keys = block_runs.run_keys(kernels, blocks)
+        starts = memory.segment_starts(len(specs))
+        statistics = blocks.statistics(x)
+        kept, h, h_statistics = [], x, None
+        for span in itertools.pairwise([*starts, len(specs)]):
             keeps = None
             if memory.name == "checkpoint":
                 kept.append(h)
             else:
-                keeps = memory.keeps_input([b.can_rebuild for b in blocks[begin:end]], x.dtype)
-            h, carried, inputs, segment_statistics = blocks_forward(
-                kernels, blocks[begin:end], tensors[begin:end], h, None, carried,
-                end < len(blocks) and blocks[end].units[0].training, keeps,
-            )  # fmt: skip
-            kept += inputs
-            statistics += segment_statistics
+                keeps = memory.keeps_input([s.can_rebuild for s in specs[slice(*span)]], x.dtype)
+            h, h_statistics, inputs = block_runs.forward(
+                kernels, blocks, keys, span, h, h_statistics, statistics, keeps
+            )
+            if keeps is not None:
+                kept += inputs
         is_rebuilt_from_y = keeps is not None and not keeps[-1]
-        ctx.kernels, ctx.blocks, ctx.memory, ctx.starts = kernels, blocks, memory, starts
+        ctx.call, ctx.keys, ctx.starts, ctx.kept_count = call, keys, starts, len(kept)
         ctx.inv_counts = [s.inv_count for s in statistics]
-        ctx.kept_count = len(kept)
-        of_batch = [s for s in statistics if s.inv_count]
-        outputs = [s.mean for s in of_batch] + unbiased_variances(of_batch)
         ctx.device_type = x.device.type
+        batch = unbiased([s for s in statistics if s.inv_count])
+        outputs = [*(b.mean for b in batch), *(b.var for b in batch)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs)
-        ctx.save_for_backward(
-            h if is_rebuilt_from_y else None,
-            *kept, *(t for s in statistics for t in s[:2]), *flat,
-        )  # fmt: skip
+        flat = [t for s in statistics for t in s[:2]]
+        ctx.save_for_backward(h if is_rebuilt_from_y else None, *kept, *flat, *tensors)
         return h, *outputs
 
     @staticmethod
@@ -90,103 +82,81 @@ class PreActStageFunction(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, dy):
         y, *saved = ctx.saved_tensors
-        blocks, kernels = ctx.blocks, ctx.kernels
-        unit_count = len(ctx.inv_counts)
-        # A list: Dynamo of torch 2.11 makes `*saved` a tuple.
-        kept, rest = list(saved[: ctx.kept_count]), saved[ctx.kept_count :]
-        flat = rest[2 * unit_count :]
-        none = (None,) * 3
+        kernels, specs, memory = ctx.call
+        # Lists: Dynamo of torch 2.11 makes `*saved` a tuple.
+        kept, saved = list(saved[: ctx.kept_count]), list(saved[ctx.kept_count :])
+        count = 2 * len(ctx.inv_counts)
+        tensors = saved[count:]
         if dy is None:
-            return *none, *(None for _ in flat)
-        tensors = unflatten(blocks, flat)
+            return None, None, *(None for _ in tensors)
         statistics = [
-            Statistics(rest[2 * i], rest[2 * i + 1], ctx.inv_counts[i]) for i in range(unit_count)
+            Statistics(*pair)
+            for pair in zip(saved[:count:2], saved[1:count:2], ctx.inv_counts, strict=True)
         ]
-        needs_x, flat_needed = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        needs_x, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            # Under names of their own, as one tensor may have several places.
-            x, *flat = (None if t is None else t.view_as(t) for t in (kept[0], *flat))
-            tensors = unflatten(blocks, flat)
-            y = differentiable_forward(blocks, tensors, statistics, x)
-            dx, *grads = gradients(y, (x, *flat), (needs_x, *flat_needed), dy)
-            return dx, *none[1:], *grads
+            # Views, as one tensor may have several places.
+            x, *tensors = (None if t is None else t.view_as(t) for t in (kept[0], *tensors))
+            y = block_runs.differentiable_forward(Blocks(specs, tensors), statistics, x)
+            return None, *gradients(y, (x, *tensors), (needs_x, *needed), dy)
 
-        needed = unflatten(blocks, flat_needed)
-        bounds = bounds_of(blocks)
-        unit_bounds = [0, *itertools.accumulate(len(b.units) for b in blocks)]
-        first = 0 if needs_x else bisect.bisect(bounds, flat_needed.index(True)) - 1
-        # Where every gradient is wanted.
-        kinds = [
-            native_kind(kernels, blocks[i], tensors[i])
-            if (needs_x or i > first) and all(w for u in needed[i].units for w in u[:3])
-            else None
-            for i in range(len(blocks))
+        state = Backward(
+            kernels,
+            Blocks(specs, tensors),
+            statistics,
+            Blocks(specs, needed),
+            Blocks(specs, [None] * len(tensors)),
+        )
+        first = 0 if needs_x else _first_trained(state.needed)
+        keys = [
+            key if (needs_x or i > first) and _needs_all(state.needed, i) else None
+            for i, key in enumerate(ctx.keys)
         ]
-        grads = [None] * len(flat)
-        stream = kept[0].dtype
-        arriving = Pending(layout.nhwc(dy))
-        end = len(blocks)
+        first_unit, stream = state.blocks.first_unit, kept[0].dtype
+        gradient, end = FoldedGradient(layout.nhwc(dy)), len(specs)
         for start in reversed(ctx.starts):
             if end <= first:
                 break
-            origin = unit_bounds[start]
-            inputs = kept
-            if ctx.memory.name == "checkpoint":
-                can_rebuild = [b.can_rebuild for b in blocks[start:end]]
-                y, _, inputs, _ = blocks_forward(
-                    kernels, blocks[start:end], tensors[start:end], kept.pop(),
-                    statistics[origin : unit_bounds[end]], None, False,
-                    ctx.memory.keeps_input(can_rebuild, stream),
-                )  # fmt: skip
-            runs = runs_of([
-                kinds[i] and (*kinds[i], inputs[unit_bounds[i] - origin] is None)
-                for i in range(start, end)
-            ])  # fmt: skip
-            for i, j in reversed(runs):
-                i, j = start + i, start + j
+            inputs, origin = kept, first_unit[start]
+            if memory.name == "checkpoint":
+                keeps = memory.keeps_input([s.can_rebuild for s in specs[start:end]], stream)
+                x, span = kept.pop(), (start, end)
+                y, _, inputs = block_runs.forward(
+                    kernels, state.blocks, ctx.keys, span, x, None, statistics, keeps
+                )
+                del x
+            for i in range(start, end):  # in one run all inputs of blocks are kept, or none
+                if keys[i] is not None:
+                    keys[i] = (*keys[i], inputs[first_unit[i] - origin] is not None)
+            for i, j in reversed(list(block_runs.runs(keys, start, end))):
                 if j <= first:
                     break
-                begin = unit_bounds[i] - origin
-                backward = block_backward if kinds[i] is None else native_backward
-                y, arriving, grads[bounds[i] : bounds[j]] = backward(
-                    kernels, blocks[i:j], tensors[i:j], inputs[begin:],
-                    statistics[unit_bounds[i] : unit_bounds[j]], y, arriving, needed[i:j],
-                    needs_x or i > first,
-                )  # fmt: skip
-                del inputs[begin:]
+                at = first_unit[i] - origin
+                if keys[i] is None:
+                    needs_input = needs_x or i > first
+                    y, gradient = state.block(i, inputs[at:], y, gradient, needs_input)
+                else:
+                    y, gradient = state.run((i, j), inputs[at:], y, gradient)
+                del inputs[at:]
             end = start
+        grads = state.gradients.flat()
         return (
-            arriving.whole(kernels) if needs_x else None,
-            *none[1:],
-            *(g if n else None for g, n in zip(grads, flat_needed, strict=True)),
+            None,
+            gradient.unfold(kernels) if needs_x else None,
+            *(g if n else None for g, n in zip(grads, needed, strict=True)),
         )
 
 
-def preact_stage(
-    x: Tensor,
-    blocks: Sequence[Block],
-    tensors: Sequence[Tensor | None],
-    memory: MemoryMode = STORE,
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Runs `blocks` on `x` as one autograd node.
+def _needs_all(needed: Blocks, index: int) -> bool:
+    """Whether every gradient of a block is wanted."""
+    first, last = needed.first_unit[index : index + 2]
+    return all(needed.parameters[3 * first : 3 * last])
 
-    Args:
-        x: `[N, C, H, W]`; any strides; its dtype is that of the residual stream.
-        blocks: numbers of every block.
-        tensors: the fields of `BlockTensors` of every block in one list: batch-norm parameters
-            in the statistics dtype, weights in the dtype of `x`, or all in a half precision beside
-            a float32 stream.
-        memory: what is kept for the backward.
 
-    Returns:
-        `[N, C', H', W']` in the dtype and memory format of `x`, and mean and unbiased variance of
-        every unit that normalised with its batch, in order.
-    """
-    channels_last = layout.is_channels_last(x) or any(
-        layout.is_channels_last(t) for t in tensors if t is not None and t.dim() == 4
-    )
-    y, *of_batch = PreActStageFunction.apply(layout.nhwc(x), blocks, memory, *tensors)
-    count = len(of_batch) // 2
-    return layout.restored(y, channels_last), list(
-        zip(of_batch[:count], of_batch[count:], strict=True)
-    )
+def _first_trained(needed: Blocks) -> int:
+    """Index of the first block with a gradient to compute."""
+    ends = needed.first_unit[1:]
+    units = [i // 3 for i, n in enumerate(needed.parameters) if n]
+    found = [bisect.bisect_right(ends, u) for u in units[:1]]
+    found += [i for i, n in enumerate(needed.shortcuts) if n][:1]
+    return min(found)

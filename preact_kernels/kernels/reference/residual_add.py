@@ -2,12 +2,11 @@
 
 from torch import Tensor
 
-from preact_kernels.kernels.reference.bn_stats import optional_stats
+from preact_kernels.kernels.contract import Output
+from preact_kernels.kernels.reference.bn_stats import bn_stats
 
 
-def residual_add_forward(
-    x: Tensor, branch: Tensor, with_stats: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y = x + branch, and the mean and biased variance of y (empty without `with_stats`)."""
+def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
+    """`y = x + branch`, and its statistics where wanted."""
     y = x + branch
-    return y, *optional_stats(y, with_stats)
+    return Output(y, bn_stats(y) if with_stats else None)

@@ -1,0 +1,78 @@
+"""The CPU backend: loads the compiled library when it is first asked for.
+
+Its direct convolutions serve stride 1, "same" padding of an odd kernel, one group, channels that
+fill vectors, and weights that stay in the second-level cache.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from preact_kernels.kernels.contract import Conv
+from preact_kernels.kernels.native import NativeKernels
+
+_LIBRARY = Path(__file__).parent.parent / "_cpu.so"
+# Above this, PyTorch's blocking over channels wins; measured on AVX-512 with 1 MiB of L2 a core.
+_MOST_WEIGHT_BYTES = 256 * 1024
+_MOST_TAPS = 49
+
+
+class CPUKernels(NativeKernels):
+    """The compiled CPU library."""
+
+    has_conv_bias = True
+
+    @functools.cached_property
+    def _channel_multiple(self) -> int:
+        return self._ops.vector_bytes() // 4
+
+    def serves_conv(
+        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        """Whether the direct convolutions serve a weight."""
+        stride, padding, dilation, groups = conv
+        out_channels, in_channels, kernel_h, kernel_w = weight_shape
+        taps = kernel_h * kernel_w
+        return (
+            groups == 1
+            and dtype != torch.float64
+            and stride[0] == stride[1] == 1
+            and dilation[0] == dilation[1] == 1
+            and kernel_h == 2 * padding[0] + 1
+            and kernel_w == 2 * padding[1] + 1
+            and taps <= _MOST_TAPS
+            and out_channels % self._channel_multiple == 0
+            and in_channels % self._channel_multiple == 0
+            and out_channels * in_channels * taps * 4 <= _MOST_WEIGHT_BYTES
+        )
+
+    def running_stats_update(
+        self, running: list[Tensor], batch: list[Tensor], momentum: float
+    ) -> None:
+        """See `Kernels`."""
+        if all(t.dtype == torch.float32 and t.is_contiguous() for t in running):
+            self._ops.running_stats_update.default(running, batch, momentum)
+            torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
+        else:
+            super().running_stats_update(running, batch, momentum)
+
+
+@functools.cache
+def load_error() -> str:
+    """Loads the library. Returns why it is not available, or an empty string."""
+    if not _LIBRARY.exists():
+        return "the package was installed without its compiled library"
+    try:
+        torch.ops.load_library(str(_LIBRARY))
+    except OSError as error:
+        return f"{_LIBRARY.name} does not load: {error}"
+    return ""
+
+
+@functools.cache
+def kernels() -> CPUKernels:
+    """The backend's functions; the library must be available."""
+    return CPUKernels(torch.ops.preact_kernels_cpu)

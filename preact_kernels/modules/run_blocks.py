@@ -1,0 +1,122 @@
+"""Runs the blocks of a stage, or one block, as one autograd node."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from preact_kernels.kernels.contract import Conv
+from preact_kernels.kernels.mixed_precision import MixedKernels
+from preact_kernels.modules.batch_norm import batch_norm_arguments, process_group
+from preact_kernels.ops import checks, dispatch, layout, running_stats
+from preact_kernels.ops.autocast import compute_dtype, is_autocast
+from preact_kernels.ops.block_runs import BlockSpec, UnitSpec
+from preact_kernels.ops.memory_mode import STORE, MemoryMode
+from preact_kernels.ops.preact_stage import PreActStageFunction, StageCall
+
+if TYPE_CHECKING:
+    from preact_kernels.modules.preact_block import PreActBlock
+
+
+def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
+    """Runs fusable blocks on `x`, and updates their running statistics once.
+
+    Args:
+        blocks: of one residual dtype; `is_fusable()` holds for each.
+        x: `[N, C, H, W]`, any strides.
+        memory: what is saved for backward.
+
+    Returns:
+        The output of the last block, in the dtype of the residual stream.
+    """
+    checks.check_activation("x", x)
+    dtype = compute_dtype(x)
+    if blocks[0].residual_dtype is not None:
+        dtype = dtype if is_autocast(x) else blocks[0].conv1.weight.dtype
+        x = blocks[0].in_stream(x)
+    elif x.dtype != dtype:  # autocast: plain until a projection has rounded the stream
+        for index, block in enumerate(blocks):
+            if x.dtype == dtype and x.numel():
+                return run_blocks(blocks[index:], x, memory)
+            x = block.plain_forward(x)
+        return x
+    if x.numel() == 0 and not any(process_group(bn) for b in blocks for bn, _ in b.units()):
+        for block in blocks:
+            x = block.plain_forward(x)
+        return x
+
+    specs, parameters, shortcuts, running, tracked = [], [], [], [], []
+    shape: Sequence[int] = x.shape
+    for block in blocks:
+        units, block_shape = [], shape
+        for module, conv in block.units():
+            bn = batch_norm_arguments(module)
+            _check_norm(module, shape, x, dtype)
+            weight = _conv_weight(conv, shape, x, dtype)
+            parameters += (*bn.affine(x, module.num_features), weight)
+            if bn.training:
+                if bn.process_group is None:
+                    checks.check_samples(shape)
+                tracked.append(bn.tracked)
+            else:
+                running += (bn.mean, bn.var)
+            geometry = geometry_of(conv)
+            units.append(UnitSpec(bn.eps, bn.training, geometry, bn.process_group))
+            shape = geometry.output_shape(shape, weight.shape)
+        projection = block._modules.get("shortcut")
+        if projection is None:
+            specs.append(BlockSpec(tuple(units), None))
+        else:
+            specs.append(BlockSpec(tuple(units), geometry_of(projection)))
+            shortcuts.append(_conv_weight(projection, block_shape, x, dtype))
+
+    kernels = dispatch.kernels_for(x)
+    call_kernels = kernels
+    if dtype != x.dtype:
+        narrow = dispatch.kernels_for(parameters[2]) if x.numel() else kernels
+        call_kernels = MixedKernels(kernels, narrow, x.dtype)
+    weights = (*parameters[2::3], *shortcuts)
+    channels_last = any(map(layout.is_channels_last, (x, *weights)))
+    y, *batch = PreActStageFunction.apply(
+        StageCall(call_kernels, tuple(specs), memory),
+        layout.nhwc(x),
+        *parameters,
+        *shortcuts,
+        *running,
+    )
+    count = len(tracked)
+    statistics = map(running_stats.UnbiasedStatistics, batch[:count], batch[count:])
+    running_stats.update(kernels, tracked, list(statistics))
+    return layout.restored(y, channels_last)
+
+
+def _check_norm(bn: nn.Module, shape: Sequence[int], x: Tensor, weight_dtype: torch.dtype) -> None:
+    if bn.num_features != shape[1]:
+        raise ValueError(
+            f"x: expected {bn.num_features} channels to match the block's batch norm, "
+            f"got {shape[1]}"
+        )
+    if bn.weight is not None and bn.weight.dtype not in (x.dtype, weight_dtype):
+        checks.check_parameter_dtype("bn_weight", bn.weight, x)
+
+
+def geometry_of(conv: nn.Conv2d) -> Conv:
+    """The geometry of a convolution."""
+    return Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _conv_weight(conv: nn.Conv2d, shape: Sequence[int], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, once it is known to fit an input of `shape`."""
+    weight = conv.weight
+    if conv.in_channels != shape[1]:
+        raise ValueError(
+            f"x: expected {conv.in_channels} channels to match the block, got {shape[1]}"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"x: expected device {weight.device} to match the block, got {x.device}")
+    if weight.dtype == dtype:
+        return weight
+    if not is_autocast(x):
+        checks.check_parameter_dtype("conv_weight", weight, x)
+    return weight.to(dtype)

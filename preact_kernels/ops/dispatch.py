@@ -1,0 +1,277 @@
+"""Which backend serves a call: a table, a choice by name, and `"auto"`."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from preact_kernels.kernels import cpu, cuda, reference
+from preact_kernels.kernels.contract import Conv, Kernels
+from preact_kernels.ops import checks, schema
+from preact_kernels.torch_compat import FakeTensor
+
+
+class BackendError(RuntimeError):
+    """The backend that was named cannot serve the call; the message says which argument it is."""
+
+
+class Backend(NamedTuple):
+    """One row of the table: a backend's functions, and what they serve."""
+
+    name: str
+    kernels: Callable[[], Kernels]
+    device_types: tuple[str, ...]  # empty: any
+    dtypes: tuple[torch.dtype, ...]
+    load_error: Callable[[], str]  # why it is not available, or an empty string
+    only_by_name: bool = False  # "auto" skips it
+
+    def is_available(self) -> bool:
+        """Whether this machine can run the backend."""
+        return not self.load_error()
+
+
+# As Triton reads it.
+_TRUE = ("1", "true", "on", "yes", "y")
+_IS_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
+
+
+def _triton_load_error() -> str:
+    """Triton needs to be installed, and a GPU that it serves or its interpreter."""
+    if not _IS_TRITON_INTERPRETED:
+        if not torch.cuda.is_available() or torch.version.hip is not None:
+            return "no NVIDIA GPU"
+        refusal = cuda.architecture_refusal(torch.device("cuda"))
+        if refusal:
+            return refusal
+    return "" if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def _triton_kernels() -> Kernels:
+    from preact_kernels.kernels import triton
+
+    return triton
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
+_TRITON_DEVICE = "cpu" if _IS_TRITON_INTERPRETED else "cuda"
+
+# In order of preference: "auto" takes the first that is available and serves the call.
+BACKENDS = (
+    Backend(
+        "cpu",
+        cpu.kernels,
+        ("cpu",),
+        (torch.float32, torch.bfloat16, torch.float64),
+        cpu.load_error,
+    ),
+    Backend(
+        "triton",
+        _triton_kernels,
+        (_TRITON_DEVICE,),
+        _SINGLE_AND_HALF,
+        _triton_load_error,
+        only_by_name=_IS_TRITON_INTERPRETED,
+    ),
+    # Behind Triton until both have been measured side by side on a GPU: it serves machines without
+    # Triton.
+    Backend("cuda", cuda.kernels, ("cuda",), _SINGLE_AND_HALF, cuda.load_error),
+    Backend("reference", lambda: reference, (), _FLOATS, lambda: ""),
+)
+
+_by_name = {backend.name: backend for backend in BACKENDS}
+_current = "auto"
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names of the backends that this machine can run, the specification first.
+
+    Returns:
+        For example `("reference", "cpu")`, or `("reference", "cuda", "triton", "cpu")` with a GPU.
+    """
+    return tuple(b.name for b in reversed(BACKENDS) if b.is_available())
+
+
+def _validated(name: str) -> str:
+    if name != "auto" and name not in _by_name:
+        known = ", ".join(repr(n) for n in ("auto", *_by_name))
+        raise ValueError(f"backend: expected one of {known}, got {name!r}")
+    if name != "auto" and not _by_name[name].is_available():
+        usable = ", ".join(repr(n) for n in available_backends())
+        reason = _by_name[name].load_error()
+        raise BackendError(
+            f"backend {name!r} is not available here ({reason}); available: {usable}"
+        )
+    return name
+
+
+def set_backend(name: str) -> None:
+    """Sends every following call to the backend `name`; `"auto"` takes the fastest that serves it.
+
+    Args:
+        name: one of `available_backends()`, or `"auto"`.
+
+    Raises:
+        ValueError: no backend has that name.
+        BackendError: the backend is known and cannot run on this machine.
+    """
+    global _current
+    _current = _validated(name)
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the context, sends every call to the backend `name`.
+
+    The backward of a call runs on the backend that ran its forward.
+
+    Args:
+        name: one of `available_backends()`, or `"auto"`.
+
+    Raises:
+        ValueError: no backend has that name.
+        BackendError: the backend is known and cannot run on this machine.
+    """
+    global _current
+    previous, _current = _current, _validated(name)
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+def _refusal(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
+    if backend.device_types and device_type not in backend.device_types:
+        return f"x: expected a tensor on {' or '.join(backend.device_types)}, got {device_type}"
+    if dtype not in backend.dtypes:
+        names = ", ".join(str(d).removeprefix("torch.") for d in backend.dtypes)
+        return f"x: expected dtype {names}, got {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
+    """The row of the table that serves `name` ("auto" or a backend's), a device and a dtype.
+
+    Raises:
+        BackendError: the backend that was named cannot serve the device or the dtype.
+    """
+    if name != "auto":
+        refusal = _refusal(_by_name[name], device_type, dtype)
+        if refusal:
+            raise BackendError(f"backend {name!r} cannot serve this call: {refusal}")
+        return _by_name[name]
+    for backend in BACKENDS:
+        if backend.only_by_name or _refusal(backend, device_type, dtype):
+            continue
+        if backend.is_available():
+            return backend
+        _warn_of_missing_library(backend)
+    raise BackendError(f"no backend serves dtype {dtype} on {device_type}")
+
+
+def _warn_of_missing_library(backend: Backend) -> None:
+    """Says once that an installed library would have served a call."""
+    if backend.name == "cpu":
+        warnings.warn(
+            f"preact_kernels runs without its compiled CPU library: {backend.load_error()}. "
+            "Install a C++ compiler and reinstall with: "
+            "pip install --no-build-isolation --force-reinstall --no-deps preact_kernels",
+            stacklevel=2,
+        )
+
+
+def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
+    """The functions of the backend that serves `name`, a device and a dtype.
+
+    Raises:
+        BackendError: the backend that was named cannot serve the device or the dtype.
+    """
+    return _serving(name, device_type, dtype).kernels()
+
+
+_registered = schema.RegisteredKernels()
+
+
+def kernels_for(x: Tensor) -> Kernels:
+    """The kernels that serve `x`: those of a backend, or the registered ops while tracing.
+
+    Raises:
+        BackendError: the backend that was named cannot serve the device or the dtype.
+    """
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
+        return _registered
+    if x.numel() == 0:  # the share of one process of a group
+        return reference
+    return select(_current, x.device.type, x.dtype)
+
+
+schema.register(lambda x: select(_current, x.device.type, x.dtype))
+
+
+def backend_for(
+    conv_weight: Tensor,
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> str:
+    """Says which backend runs a BN-ReLU-Conv unit, and whether its convolution is fused.
+
+    Args:
+        conv_weight: `[K, C / groups, R, S]`; its values are not read.
+        stride: of the convolution, pixels.
+        padding: of the convolution, pixels.
+        dilation: of the convolution, pixels.
+        groups: of the convolution.
+        dtype: of the activations; None takes that of `conv_weight`.
+        device: of the activations; None takes that of `conv_weight`.
+
+    Returns:
+        For example `"cpu: fused convolution"` or `"cpu: PyTorch convolution"`. In the second case
+        only batch norm and ReLU are fused.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
+        BackendError: the backend that was named cannot serve the dtype or the device.
+    """
+    checks.check_tensor("conv_weight", conv_weight)
+    checks.check_conv_weight(conv_weight, groups)
+    conv = Conv(
+        checks.pair("stride", stride, minimum=1),
+        checks.pair("padding", padding, minimum=0),
+        checks.pair("dilation", dilation, minimum=1),
+        groups,
+    )
+    device = torch.device(device or conv_weight.device)
+    dtype = dtype or conv_weight.dtype
+    backend = _serving(_current, device.type, dtype)
+    is_fused = backend.kernels().serves_conv(conv_weight.shape, conv, dtype, device)
+    return f"{backend.name}: {'fused' if is_fused else 'PyTorch'} convolution"
+
+
+def current() -> str:
+    """The name in force: "auto" or a backend's."""
+    return _current
+
+
+def _from_environment() -> None:
+    name = os.environ.get("PREACT_KERNELS_BACKEND")
+    if name:
+        try:
+            set_backend(name)
+        except (ValueError, BackendError) as error:
+            raise type(error)(f"PREACT_KERNELS_BACKEND: {error}") from None
+
+
+_from_environment()
