@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -104,14 +104,15 @@ def _set_mode(stage: PreActStage, memory: str) -> None:
 
 
 def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
-    """Chooses the memory mode of each stage: the least to move that keeps within `budget` bytes.
+    """Chooses the memory mode of each stage: the fastest combination that fits in `budget` bytes.
 
-    Nothing is computed and nothing of `model` changes: shapes alone pass through a copy of it, in
-    its present mode (training or evaluation, under autocast or not), and what that keeps is counted
-    as `pk.saved_bytes` counts it. Every mode is taken with its own numbers of segments and anchors.
-    The cost of a mode is the bytes that it moves beyond `"store"`: `"rebuild"` reads y and z and
-    writes x once more for each block whose input is rebuilt, `"checkpoint"` runs the forward once
-    more besides. The choice is exact: of all combinations, the cheapest that fits.
+    Runs a copy of the model on shapes alone, in its present mode (training or evaluation, with or
+    without autocast), and counts saved bytes as `pk.saved_bytes` does. Nothing is computed, and
+    `model` does not change. Modes have their default numbers of segments and anchors.
+
+    The cost of a mode is the memory traffic that it adds to `"store"`: `"rebuild"` reads y and z
+    and writes x for each block whose input it rebuilds; `"checkpoint"` also runs the forward
+    again. All combinations of modes are compared: `3 ** stages`.
 
     Args:
         model: has at least one `PreActStage`.
@@ -134,35 +135,26 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     if next(_stages(model), None) is None:
         raise ValueError("model: expected at least one PreActStage, got none")
     other_bytes, options = _options(model, x)
-    frontier = _frontier(options)
-    fitting = [point for point in frontier if other_bytes + point[0] <= budget]
+    combinations = list(itertools.product(*options))
+    fitting = [c for c in combinations if other_bytes + _saved(c) <= budget]
     if not fitting:
-        smallest = other_bytes + min(point[0] for point in frontier)
+        smallest = other_bytes + min(map(_saved, combinations))
         raise ValueError(f"budget: expected at least {smallest} bytes, got {budget}")
-    kept, extra_bytes, chosen = min(fitting, key=lambda point: (point[1], point[0]))
+    chosen = min(fitting, key=lambda c: (_extra(c), _saved(c)))
     stages = tuple(
         StagePlan(name, len(stage), tuple(some), choice)
         for (name, stage), some, choice in zip(_stages(model), options, chosen, strict=True)
     )
-    return MemoryPlan(budget, other_bytes + kept, other_bytes, extra_bytes, stages)
+    predicted = other_bytes + _saved(chosen)
+    return MemoryPlan(budget, predicted, other_bytes, _extra(chosen), stages)
 
 
-def _frontier(
-    options: Sequence[Sequence[StageOption]],
-) -> list[tuple[int, int, tuple[StageOption, ...]]]:
-    """Saved bytes, extra bytes and choices of all combinations that no other one beats in both."""
-    frontier = [(0, 0, ())]
-    for some in options:
-        sums = sorted(
-            ((kept + o.saved_bytes, extra + o.extra_bytes, (*chosen, o))
-            for kept, extra, chosen in frontier for o in some),
-            key=lambda point: point[:2],
-        )  # fmt: skip
-        frontier = []
-        for point in sums:
-            if not frontier or point[1] < frontier[-1][1]:
-                frontier.append(point)
-    return frontier
+def _saved(options: Iterable[StageOption]) -> int:
+    return sum(o.saved_bytes for o in options)
+
+
+def _extra(options: Iterable[StageOption]) -> int:
+    return sum(o.extra_bytes for o in options)
 
 
 def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]:

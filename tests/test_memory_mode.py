@@ -242,6 +242,31 @@ def test_a_wide_residual_stream_beside_half_precision(options, half, kind, backe
     assert results["dx"].dtype == half
 
 
+@every_mode
+def test_a_wide_residual_stream_beside_batch_norms_in_half_precision(options, backend):
+    stage = short_stage("basic", residual_dtype=torch.float32, **options).bfloat16()
+    problems = [{"x": images(torch.bfloat16)} for _ in range(8)]
+    results = check(stage, plain_copy(stage), problems)
+    assert results["y"].dtype == torch.float32
+    assert results["0.bn1.running_mean"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_network_with_a_wide_stream_can_be_in_half_precision_throughout(half, training):
+    network = pk.preact_resnet(20, residual_dtype=torch.float32).to(half).train(training)
+    plain = pk.preact_resnet(20, residual_dtype=torch.float32, fused=False).to(half)
+    plain.load_state_dict(network.state_dict())
+    plain.train(training)
+    x = torch.randn(4, 3, 16, 16).to(half)
+    logits = [n(x) for n in (network, plain)]
+    assert logits[0].dtype == logits[1].dtype == half
+    assert (logits[0] - logits[1]).norm() <= 0.05 * logits[1].norm()
+    logits[0].float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in network.parameters())
+    assert network.norm.bn.num_batches_tracked == int(training)
+
+
 @pytest.mark.parametrize("memory", ["store", "rebuild"])
 def test_a_wide_residual_stream_under_autocast(memory, backend):
     stage = random_stage(residual_dtype=torch.float32, memory=memory)

@@ -1,5 +1,7 @@
 """Pre-activation ResNets: "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027)."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from preact_kernels.modules.preact_stage import (
     check_residual_dtype,
 )
 
-_BLOCKS = {"basic": PreActBasicBlock, "bottleneck": PreActBottleneck}
+_BLOCKS = ("basic", "bottleneck")
 
 
 class _Variant(NamedTuple):
@@ -48,62 +50,33 @@ _DEEPEST_BASIC = 110  # where a depth fits both forms, the paper's choice of blo
 class PreActResNet(nn.Module):
     """A stem, stages of pre-activation blocks, and BN-ReLU, mean pool and linear at the end.
 
+    Convolutions are He-initialised by fan-out. `preact_resnet` builds the networks of the paper.
+
     Args:
-        block: `PreActBasicBlock` or `PreActBottleneck`.
-        counts: blocks of each stage.
-        channels: inner channels of each stage.
-        stem_channels: channels behind the first convolution.
-        has_large_stem: a 7x7 convolution of stride 2 and a 3x3 max pool of stride 2, not a 3x3.
+        stem: the first convolution.
+        pool: what follows it.
+        stages: `PreActStage`s, or `nn.Sequential`s of blocks.
+        channels: channels of the last stage's output.
         num_classes: outputs.
-        stride_on: which convolution of a bottleneck carries the stride.
-        memory: see `PreActStage`.
-        segments: see `PreActStage`.
-        anchor_every: see `PreActStage`.
-        residual_dtype: see `PreActStage`.
-        fused: False runs plain `torch.nn` modules with the same keys.
+        fused: False calls the children of every block as plain `torch.nn` modules.
     """
 
     def __init__(
         self,
-        block: type[PreActBlock],
-        counts: tuple[int, ...],
-        channels: tuple[int, ...],
-        stem_channels: int,
-        has_large_stem: bool,
+        stem: nn.Conv2d,
+        pool: nn.Module,
+        stages: Iterable[nn.Sequential],
+        channels: int,
         num_classes: int,
-        stride_on: str,
-        memory: str,
-        segments: int | None,
-        anchor_every: int | None,
-        residual_dtype: torch.dtype | None,
-        fused: bool,
+        *,
+        fused: bool = True,
     ) -> None:
         super().__init__()
-        if has_large_stem:
-            self.stem = nn.Conv2d(3, stem_channels, 7, 2, 3, bias=False)
-            self.pool = nn.MaxPool2d(3, 2, 1)
-        else:
-            self.stem = nn.Conv2d(3, stem_channels, 3, 1, 1, bias=False)
-            self.pool = nn.Identity()
-        options = {"stride_on": stride_on} if block is PreActBottleneck else {}
-        stages, in_channels = [], stem_channels
-        for index, (count, width) in enumerate(zip(counts, channels, strict=True)):
-            blocks = []
-            for i in range(count):
-                stride = 2 if index > 0 and i == 0 else 1
-                blocks.append(block(in_channels, width, stride, **options))
-                in_channels = width * block.expansion
-            stage = PreActStage(
-                blocks,
-                memory,
-                segments and min(segments, count),
-                anchor_every=anchor_every and min(anchor_every, count),
-                residual_dtype=residual_dtype,
-            )
-            stages.append(stage if fused else nn.Sequential(*blocks))
+        self.stem = stem
+        self.pool = pool
         self.stages = nn.Sequential(*stages)
-        self.norm = BNReLU2d(in_channels)
-        self.fc = nn.Linear(in_channels, num_classes)
+        self.norm = BNReLU2d(channels)
+        self.fc = nn.Linear(channels, num_classes)
         self.fused = fused
         for module in self.modules():
             if isinstance(module, PreActBlock | BNReLU2d):
@@ -171,27 +144,38 @@ def preact_resnet(
     _check_choice("variant", variant, tuple(_VARIANTS))
     _check_choice("stride_on", stride_on, ("conv1", "conv2"))
     if block is not None:
-        _check_choice("block", block, tuple(_BLOCKS))
+        _check_choice("block", block, _BLOCKS)
     block, counts = _layout(depth, variant, block, width)
     check_memory(memory, segments, anchor_every, max(counts))
     check_residual_dtype(residual_dtype)
     if not fused and memory != "store":
         raise ValueError(f"memory: expected 'store' beside fused=False, got {memory!r}")
     family = _VARIANTS[variant]
-    return PreActResNet(
-        _BLOCKS[block],
-        counts,
-        tuple(c * width for c in family.channels),
-        family.stem_channels,
-        family.has_large_stem,
-        num_classes,
-        stride_on,
-        memory,
-        segments,
-        anchor_every,
-        residual_dtype,
-        fused,
-    )
+    if family.has_large_stem:
+        stem = nn.Conv2d(3, family.stem_channels, 7, 2, 3, bias=False)
+        pool: nn.Module = nn.MaxPool2d(3, 2, 1)
+    else:
+        stem = nn.Conv2d(3, family.stem_channels, 3, 1, 1, bias=False)
+        pool = nn.Identity()
+    build: Callable[..., PreActBlock] = PreActBasicBlock
+    if block == "bottleneck":
+        build = partial(PreActBottleneck, stride_on=stride_on)
+    stages, channels = [], family.stem_channels
+    for index, count in enumerate(counts):
+        blocks = []
+        for i in range(count):
+            stride = 2 if index > 0 and i == 0 else 1
+            blocks.append(build(channels, family.channels[index] * width, stride))
+            channels = family.channels[index] * width * blocks[-1].expansion
+        stage = PreActStage(
+            blocks,
+            memory,
+            segments and min(segments, count),
+            anchor_every=anchor_every and min(anchor_every, count),
+            residual_dtype=residual_dtype,
+        )
+        stages.append(stage if fused else nn.Sequential(*blocks))
+    return PreActResNet(stem, pool, stages, channels, num_classes, fused=fused)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from preact_kernels import torch_compat
-from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.running_stats import RunningStatistics
+
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -50,8 +51,11 @@ def process_group(bn: nn.Module):
     return group if torch.distributed.get_world_size(group) > 1 else None
 
 
-def batch_norm_arguments(bn: nn.Module) -> BatchNorm:
-    """The arguments of a child's call, and the buffers that the call updates."""
+def batch_norm_arguments(bn: nn.Module, x: Tensor) -> BatchNorm:
+    """The arguments of a child's call, and the buffers that the call updates.
+
+    Half-precision tensors are widened beside a float32 `x`: the end of a float32 residual stream.
+    """
     training = uses_batch(bn)
     tracked = None
     if bn.training and bn.track_running_stats and bn.running_mean is not None:
@@ -59,18 +63,17 @@ def batch_norm_arguments(bn: nn.Module) -> BatchNorm:
             bn.running_mean, bn.running_var, bn.momentum, bn.num_batches_tracked
         )
     mean, var = (None, None) if training else (bn.running_mean, bn.running_var)
-    return BatchNorm(bn.weight, bn.bias, mean, var, training, bn.eps, process_group(bn), tracked)
+    vectors = [bn.weight, bn.bias, mean, var]
+    if x.dtype == torch.float32:
+        vectors = [v.float() if v is not None and v.dtype in HALVES else v for v in vectors]
+    return BatchNorm(*vectors, training, bn.eps, process_group(bn), tracked)
 
 
 def plain_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
-    """`bn(x)`; in the dtype of `x` where that is wider than the parameters of `bn`."""
+    """`bn(x)`; a float32 `x` is normalised in float32 beside half-precision parameters too."""
     tensors = {**dict(bn.named_parameters()), **dict(bn.named_buffers())}
-    wide = {
-        n: t.to(x.dtype)
-        for n, t in tensors.items()
-        if t.dtype in (torch.bfloat16, torch.float16) and x.dtype == torch.float32
-    }
-    if not wide or is_autocast(x):
+    wide = {n: t.float() for n, t in tensors.items() if t.dtype in HALVES}
+    if not wide or x.dtype != torch.float32:
         return bn(x)
     y = torch.func.functional_call(bn, wide, (x,))
     with torch.no_grad():

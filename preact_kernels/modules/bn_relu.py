@@ -3,7 +3,11 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm
+from preact_kernels.modules.batch_norm import (
+    batch_norm_arguments,
+    is_bare_norm,
+    plain_batch_norm,
+)
 from preact_kernels.ops.bn_relu import bn_relu_of
 
 
@@ -37,5 +41,5 @@ class BNReLU2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the same shape, dtype and memory format."""
         if not (self.fused and is_bare_norm(self.bn)):
-            return F.relu(self.bn(x), inplace=is_bare_norm(self.bn))
-        return bn_relu_of(x, batch_norm_arguments(self.bn))
+            return F.relu(plain_batch_norm(self.bn, x), inplace=is_bare_norm(self.bn))
+        return bn_relu_of(x, batch_norm_arguments(self.bn, x))

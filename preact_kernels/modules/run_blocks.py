@@ -51,7 +51,7 @@ def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = 
     for block in blocks:
         units, block_shape = [], shape
         for module, conv in block.units():
-            bn = batch_norm_arguments(module)
+            bn = batch_norm_arguments(module, x)
             _check_norm(module, shape, x, dtype)
             weight = _conv_weight(conv, shape, x, dtype)
             parameters += (*bn.affine(x, module.num_features), weight)
