@@ -89,7 +89,7 @@ class _CapturedStep(_Step):
         self.captured_gradients = [(p, p.grad) for p in trained]
 
     def _whole(self) -> Tensor:
-        without_cache = contextlib.nullcontext()
+        without_cache: contextlib.AbstractContextManager = contextlib.nullcontext()
         if torch.is_autocast_enabled("cuda"):
             # Autocast's cache of weights would hold copies made outside the graph.
             dtype = torch.get_autocast_dtype("cuda")

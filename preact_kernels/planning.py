@@ -7,12 +7,14 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.batch_norm import has_hooks
+from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage
 from preact_kernels.modules.run_blocks import geometry_of
 from preact_kernels.ops import layout
@@ -158,18 +160,19 @@ def _extra(options: Iterable[StageOption]) -> int:
 
 
 def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]:
-    """Bytes kept outside the stages, and the modes of each stage, out of shapes alone.
+    """Bytes saved outside the stages, and the options of each stage, from shapes alone.
 
-    A stage keeps its first input in every mode, and the output where the last block's input is
-    rebuilt from it. So what a stage keeps is its own but for an output that others keep anyway,
-    and a pass through the rest of the model, with stages that keep their first input, tells.
+    Every mode saves the input of the stage, and some save its output. To count no tensor twice, the
+    rest of the model runs with each stage replaced by a function that saves only its input; an
+    output that the rest saves is then left out of the stage's own bytes.
     """
     ends: dict[str, tuple[Tensor, Tensor]] = {}
     fake_mode = FakeTensorMode()
     with fake_mode:
         rest = _copy_of_shapes(model)
         for name, stage in _stages(rest):
-            stage.forward = functools.partial(_ends_of_stage, ends, name, stage)
+            run = functools.partial(_ends_of_stage, ends, name, stage)
+            stage.forward = run  # type: ignore[method-assign]
         outside, _ = saved_storages(rest, _shape_of(x).requires_grad_(x.requires_grad))
     other_bytes = sum(size for size, _ in outside.values())
     options = []
@@ -177,12 +180,12 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]
         if name not in ends:
             raise ValueError(f"model: expected each PreActStage to run once, {name!r} did not run")
         stage_x, stage_y = ends[name]
-        # In another layout the stage's own output is not what others keep.
+        # In another layout the rest saves a copy of the output, not the output itself.
         is_nhwc = stage_y.is_contiguous(memory_format=torch.channels_last)
         is_shared = is_nhwc and storage_id(stage_y) in outside
-        # The meta device is much faster, but has no autocast, and formats of its own for plain
-        # convolutions.
-        is_plain = any(has_hooks(b) or not b.is_fusable() for b in stage)
+        # The meta device is much faster. It has no autocast, and other memory formats than real
+        # devices in plain convolutions.
+        is_plain = any(has_hooks(b) or not b.is_fusable() for b in _blocks(stage))
         device = stage_x.device if is_plain or is_autocast(stage_x) else torch.device("meta")
         some = []
         with contextlib.nullcontext() if device.type == "meta" else fake_mode:
@@ -202,7 +205,7 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]
 
 
 class _Ends(torch.autograd.Function):
-    """A stage from outside: keeps its input, and has an output."""
+    """In place of a stage: saves its input, and returns a tensor of its output's shape."""
 
     @staticmethod
     def forward(ctx, x, parameter, shape, channels_last):
@@ -214,11 +217,11 @@ class _Ends(torch.autograd.Function):
 def _ends_of_stage(ends: dict, name: str, stage: PreActStage, x: Tensor) -> Tensor:
     if name in ends:
         raise ValueError(f"model: expected each PreActStage to run once, {name!r} runs again")
-    x = stage[0].in_stream(x)
+    x = _blocks(stage)[0].in_stream(x)
     weights = [m.weight for m in stage.modules() if isinstance(m, nn.Conv2d)]
     channels_last = any(map(layout.is_channels_last, (x, *weights)))
-    shape = x.shape
-    for block in stage:
+    shape: Sequence[int] = x.shape
+    for block in _blocks(stage):
         shape = _sizes(block, shape)[-1]
     trained = next((p for p in stage.parameters() if p.requires_grad), None)
     x = layout.nhwc(x)
@@ -227,9 +230,13 @@ def _ends_of_stage(ends: dict, name: str, stage: PreActStage, x: Tensor) -> Tens
     return y
 
 
-def _sizes(block: nn.Module, shape: Sequence[int]) -> list[Sequence[int]]:
-    """Shapes behind every convolution of a block."""
-    shapes = []
+def _blocks(stage: PreActStage) -> list[PreActBlock]:
+    return cast(list[PreActBlock], list(stage))
+
+
+def _sizes(block: PreActBlock, shape: Sequence[int]) -> list[Sequence[int]]:
+    """Output shapes of the convolutions of a block."""
+    shapes: list[Sequence[int]] = []
     for _, conv in block.units():
         shape = geometry_of(conv).output_shape(shape, conv.weight.shape)
         shapes.append(shape)
@@ -240,8 +247,11 @@ def _shape_of(t: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)
 
 
-def _copy_of_shapes(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A copy whose tensors have no values, and whose batch norms ask for none."""
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def _copy_of_shapes(model: _Model, device: torch.device | None = None) -> _Model:
+    """A copy whose tensors have no values, and whose batch norms read none."""
     fakes = {}
     for t in (*model.parameters(), *model.buffers()):
         fake = _shape_of(t, device)
@@ -250,23 +260,25 @@ def _copy_of_shapes(model: nn.Module, device: torch.device | None = None) -> nn.
     model = copy.deepcopy(model, fakes)
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            module.momentum = 0.1  # None asks how many batches there were
-            if isinstance(module, nn.SyncBatchNorm):
-                module.__class__ = nn.BatchNorm2d  # which asks no other process
+            module.momentum = 0.1  # None reads the number of batches
+            if isinstance(module, nn.SyncBatchNorm):  # without communication
+                module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
     return model
 
 
 def _extra_bytes(stage: PreActStage, x: Tensor, memory: str) -> int:
-    """Bytes that the backward moves beyond those of mode `"store"`."""
+    """Memory traffic of a step beyond that of mode `"store"`, bytes."""
     mode = MemoryMode(memory)
-    inner_size = compute_dtype(x).itemsize if is_autocast(x) else stage[0].conv1.weight.itemsize
-    shape, wide, inner = x.shape, [x.numel() * x.element_size()], []
-    for block in stage:
+    blocks, itemsize = _blocks(stage), x.element_size()
+    inner_size = compute_dtype(x).itemsize if is_autocast(x) else blocks[0].conv1.weight.itemsize
+    shape: Sequence[int] = x.shape
+    wide, inner = [x.numel() * itemsize], []
+    for block in blocks:
         shapes = _sizes(block, shape)
         shape = shapes.pop()
-        wide.append(math.prod(shape) * x.element_size())
+        wide.append(math.prod(shape) * itemsize)
         inner.append([math.prod(s) * inner_size for s in shapes])
-    can_rebuild = [b._modules.get("shortcut") is None for b in stage]
+    can_rebuild = [b.projection() is None for b in blocks]
     starts = mode.segment_starts(len(stage))
     extra = 0
     for start, end in itertools.pairwise([*starts, len(stage)]):

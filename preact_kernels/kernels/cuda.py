@@ -19,7 +19,7 @@ OLDEST_CAPABILITY = (8, 0)  # of those that setup.py compiles for
 
 def _may_round_to_tf32() -> bool:
     """Whether PyTorch may round the operands of float32 convolutions to TF32."""
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 class CUDAKernels(NativeKernels):

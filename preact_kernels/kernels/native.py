@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv, running_stats
 from preact_kernels.kernels.contract import (
     BatchStatistics,
@@ -190,7 +191,8 @@ class NativeKernels:
         parameters, eps, units_per_block = run
         # Negating the weights of a block's last unit negates each product, and so each sum.
         stride = 3 * units_per_block
-        negated = torch._foreach_neg(parameters[stride - 1 :: stride]) if y is not None else ()
+        last = list(parameters[stride - 1 :: stride])
+        negated = torch_compat.foreach_neg(last) if y is not None else ()
         g, block_dy, x, *rest = self._ops.preact_stage_backward.default(
             dy,
             *_flat(fold),

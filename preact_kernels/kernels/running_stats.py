@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from preact_kernels import torch_compat
+
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
     """`running = (1 - momentum) * running + momentum * batch`, in place, for many vectors.
@@ -10,8 +12,8 @@ def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: f
     Two launches for any number of float32 vectors on a GPU.
     """
     if all(r.is_cuda and r.dtype == torch.float32 for r in running):
-        torch._foreach_mul_(running, 1 - momentum)
-        torch._foreach_add_(running, batch, alpha=momentum)
+        torch_compat.foreach_mul_(running, 1 - momentum)
+        torch_compat.foreach_add_(running, batch, alpha=momentum)
         return
     for r, b in zip(running, batch, strict=True):
         r.copy_((1 - momentum) * r.double() + momentum * b.double())

@@ -51,7 +51,7 @@ def process_group(bn: nn.Module):
     return group if torch.distributed.get_world_size(group) > 1 else None
 
 
-def batch_norm_arguments(bn: nn.Module, x: Tensor) -> BatchNorm:
+def batch_norm_arguments(bn: nn.BatchNorm2d, x: Tensor) -> BatchNorm:
     """The arguments of a child's call, and the buffers that the call updates.
 
     Half-precision tensors are widened beside a float32 `x`: the end of a float32 residual stream.
@@ -59,14 +59,16 @@ def batch_norm_arguments(bn: nn.Module, x: Tensor) -> BatchNorm:
     training = uses_batch(bn)
     tracked = None
     if bn.training and bn.track_running_stats and bn.running_mean is not None:
+        assert bn.running_var is not None
         tracked = RunningStatistics(
             bn.running_mean, bn.running_var, bn.momentum, bn.num_batches_tracked
         )
     mean, var = (None, None) if training else (bn.running_mean, bn.running_var)
-    vectors = [bn.weight, bn.bias, mean, var]
-    if x.dtype == torch.float32:
-        vectors = [v.float() if v is not None and v.dtype in HALVES else v for v in vectors]
-    return BatchNorm(*vectors, training, bn.eps, process_group(bn), tracked)
+    weight, bias, mean, var = (
+        v.float() if v is not None and v.dtype in HALVES and x.dtype == torch.float32 else v
+        for v in (bn.weight, bn.bias, mean, var)
+    )
+    return BatchNorm(weight, bias, mean, var, training, bn.eps, process_group(bn), tracked)
 
 
 def plain_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:

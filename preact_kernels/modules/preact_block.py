@@ -1,6 +1,7 @@
 """The residual blocks of "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027)."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,17 @@ class PreActBlock(nn.Module):
     residual_dtype: torch.dtype | None = None  # see PreActStage, which sets it
     expansion: int
     unit_count: int
+    conv1: nn.Conv2d
 
-    def units(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+    def units(self) -> Iterator[tuple[nn.BatchNorm2d, nn.Conv2d]]:
         """The pairs of batch norm and convolution, in order."""
         children = self._modules
         for i in range(1, self.unit_count + 1):
-            yield children[f"bn{i}"], children[f"conv{i}"]
+            yield cast(nn.BatchNorm2d, children[f"bn{i}"]), cast(nn.Conv2d, children[f"conv{i}"])
+
+    def projection(self) -> nn.Conv2d | None:
+        """The convolution of the shortcut; None where the shortcut is the input."""
+        return cast("nn.Conv2d | None", self._modules.get("shortcut"))
 
     def is_fusable(self) -> bool:
         """Whether reading the children's parameters is the same as calling the children."""
@@ -36,8 +42,8 @@ class PreActBlock(nn.Module):
         for bn, conv in self.units():
             if not (is_bare_norm(bn) and _is_served(conv)):
                 return False
-        shortcut = self._modules.get("shortcut")
-        return shortcut is None or _is_served(shortcut)
+        projection = self.projection()
+        return projection is None or _is_served(projection)
 
     def in_stream(self, x: Tensor) -> Tensor:
         """`x` in the dtype of the residual stream."""
@@ -48,13 +54,13 @@ class PreActBlock(nn.Module):
     def plain_forward(self, x: Tensor) -> Tensor:
         """The block by calls of its children: what the fused one equals."""
         x = self.in_stream(x)
-        h, shortcut = x, x
+        h, shortcut, projection = x, x, self.projection()
         for index, (bn, conv) in enumerate(self.units()):
             a = F.relu(plain_batch_norm(bn, h), inplace=is_bare_norm(bn))
             if self.residual_dtype is not None and not is_autocast(a):
                 a = a.to(conv.weight.dtype)
-            if index == 0 and "shortcut" in self._modules:
-                shortcut = self.shortcut(a)
+            if index == 0 and projection is not None:
+                shortcut = projection(a)
             h = conv(a)
         return self.in_stream(shortcut) + h
 

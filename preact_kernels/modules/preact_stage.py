@@ -1,6 +1,7 @@
 """`PreActStage`: blocks that run as one autograd node."""
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class PreActStage(nn.Sequential):
 
     def __init__(
         self,
-        blocks: Iterable[nn.Module],
+        blocks: Iterable[PreActBlock],
         memory: str = "store",
         segments: int | None = None,
         *,
@@ -87,9 +88,9 @@ class PreActStage(nn.Sequential):
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """A block, or a stage of some of the blocks, shared, in the same memory mode."""
-        blocks = list(self)[index]
         if not isinstance(index, slice):
-            return blocks
+            return list(self)[index]
+        blocks = cast(list[PreActBlock], list(self)[index])
         segments = self.segments if self.memory == "checkpoint" else None
         anchor_every = self.anchor_every if self.memory != "store" else None
         segments, anchor_every = (n and min(n, len(blocks)) for n in (segments, anchor_every))

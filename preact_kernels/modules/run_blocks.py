@@ -1,19 +1,19 @@
 """Runs the blocks of a stage, or one block, as one autograd node."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from preact_kernels.kernels.contract import Conv
-from preact_kernels.kernels.mixed_precision import MixedKernels
 from preact_kernels.modules.batch_norm import batch_norm_arguments, process_group
-from preact_kernels.ops import checks, dispatch, layout, running_stats
+from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.block_runs import BlockSpec, UnitSpec
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
 from preact_kernels.ops.preact_stage import PreActStageFunction, StageCall
+from preact_kernels.ops.running_stats import RunningStatistics, UnbiasedStatistics, update
 
 if TYPE_CHECKING:
     from preact_kernels.modules.preact_block import PreActBlock
@@ -46,7 +46,11 @@ def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = 
             x = block.plain_forward(x)
         return x
 
-    specs, parameters, shortcuts, running, tracked = [], [], [], [], []
+    specs: list[BlockSpec] = []
+    parameters: list[Tensor] = []
+    shortcuts: list[Tensor] = []
+    running: list[Tensor | None] = []
+    tracked: list[RunningStatistics | None] = []
     shape: Sequence[int] = x.shape
     for block in blocks:
         units, block_shape = [], shape
@@ -64,34 +68,32 @@ def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = 
             geometry = geometry_of(conv)
             units.append(UnitSpec(bn.eps, bn.training, geometry, bn.process_group))
             shape = geometry.output_shape(shape, weight.shape)
-        projection = block._modules.get("shortcut")
+        projection = block.projection()
         if projection is None:
             specs.append(BlockSpec(tuple(units), None))
         else:
             specs.append(BlockSpec(tuple(units), geometry_of(projection)))
             shortcuts.append(_conv_weight(projection, block_shape, x, dtype))
 
-    kernels = dispatch.kernels_for(x)
-    call_kernels = kernels
-    if dtype != x.dtype:
-        narrow = dispatch.kernels_for(parameters[2]) if x.numel() else kernels
-        call_kernels = MixedKernels(kernels, narrow, x.dtype)
+    kernels = dispatch.kernels_for(x, parameters[2])
     weights = (*parameters[2::3], *shortcuts)
     channels_last = any(map(layout.is_channels_last, (x, *weights)))
     y, *batch = PreActStageFunction.apply(
-        StageCall(call_kernels, tuple(specs), memory),
+        StageCall(kernels, tuple(specs), memory),
         layout.nhwc(x),
         *parameters,
         *shortcuts,
         *running,
     )
     count = len(tracked)
-    statistics = map(running_stats.UnbiasedStatistics, batch[:count], batch[count:])
-    running_stats.update(kernels, tracked, list(statistics))
+    statistics = map(UnbiasedStatistics, batch[:count], batch[count:])
+    update(kernels, tracked, list(statistics))
     return layout.restored(y, channels_last)
 
 
-def _check_norm(bn: nn.Module, shape: Sequence[int], x: Tensor, weight_dtype: torch.dtype) -> None:
+def _check_norm(
+    bn: nn.BatchNorm2d, shape: Sequence[int], x: Tensor, weight_dtype: torch.dtype
+) -> None:
     if bn.num_features != shape[1]:
         raise ValueError(
             f"x: expected {bn.num_features} channels to match the block's batch norm, "
@@ -103,7 +105,8 @@ def _check_norm(bn: nn.Module, shape: Sequence[int], x: Tensor, weight_dtype: to
 
 def geometry_of(conv: nn.Conv2d) -> Conv:
     """The geometry of a convolution."""
-    return Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
+    stride, padding, dilation = cast(Any, (conv.stride, conv.padding, conv.dilation))
+    return Conv(stride, padding, dilation, conv.groups)
 
 
 def _conv_weight(conv: nn.Conv2d, shape: Sequence[int], x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """The arguments of one batch norm, and what each call derives from them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class BatchNorm(NamedTuple):
     process_group: object = None
     tracked: RunningStatistics | None = None  # buffers to update
 
-    def check(self, x: object) -> None:
+    def check(self, x: Any) -> None:
         """Raises the errors that `pk.bn_relu` documents."""
         checks.check_activation("x", x)
         if not isinstance(self.training, bool):

@@ -8,13 +8,14 @@ blocks in one call does both the same way; tests/test_preact_stage.py compares t
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import (
     BatchStatistics,
+    BlockKernels,
     BlockRun,
     Conv,
     Fold,
@@ -79,8 +80,8 @@ class Blocks:
         self.units = [u for s in specs for u in s.units]
         self.first_unit = list(itertools.accumulate((len(s.units) for s in specs), initial=0))
         rest = iter(values)
-        self.parameters = list(itertools.islice(rest, 3 * len(self.units)))
-        self.shortcuts = [None if s.shortcut is None else next(rest) for s in specs]
+        self.parameters: list[Any] = list(itertools.islice(rest, 3 * len(self.units)))
+        self.shortcuts: list[Any] = [None if s.shortcut is None else next(rest) for s in specs]
         self.running = list(rest)
 
     def flat(self) -> list:
@@ -190,11 +191,11 @@ def forward(
             )
         else:
             known = statistics[first] is not None
-            output = kernels.block_run_forward(
+            output = cast(BlockKernels, kernels).block_run_forward(
                 x,
                 blocks.run(begin + i, begin + j),
                 x_statistics,
-                [t for s in statistics[first:last] for t in s[:2]] if known else None,
+                _flat(statistics[first:last]) if known else None,
                 with_stats=_takes_batch(statistics, last),
                 keep_inputs=keeps is not None,
                 keep_block_inputs=keep,
@@ -209,6 +210,11 @@ def forward(
             x, x_statistics, run_inputs = output.y, output.statistics, output.inputs
         inputs += run_inputs
     return x, x_statistics, inputs
+
+
+def _flat(statistics: Sequence[Any]) -> list[Tensor]:
+    """Mean and variance of each."""
+    return [t for s in statistics for t in s[:2]]
 
 
 def _takes_batch(statistics: Sequence[Statistics | None], unit: int) -> bool:
@@ -315,12 +321,12 @@ class Backward(NamedTuple):
         begin, end = span
         first, last = self.blocks.first_unit[begin], self.blocks.first_unit[end]
         statistics = self.statistics[first:last]
-        found = self.kernels.block_run_backward(
+        found = cast(BlockKernels, self.kernels).block_run_backward(
             dy.g,
             dy.fold,
             self.blocks.run(begin, end),
             inputs,
-            [t for s in statistics for t in s[:2]],
+            _flat(statistics),
             statistics[0].inv_count,
             y if inputs[0] is None else None,
         )
@@ -358,15 +364,17 @@ class Backward(NamedTuple):
         x, *inner = inputs
         if x is None:
             assert y is not None
-            x = rebuilt_input(kernels, blocks, index, inner[-1], self.statistics[last], y)
-        inputs = [x, *inner]
+            x = rebuilt_input(
+                kernels, blocks, index, cast(Tensor, inner[-1]), self.statistics[last], y
+            )
+        filled: list[Any] = [x, *inner]
         needs_shortcut = bool(self.needed.shortcuts[index])
         first = begin
         if not (needs_input or needs_shortcut):  # begin where there is a gradient to compute
             first = next(u for u in range(begin, last + 1) if any(self._needs(u)))
         block_dy = dy.g
         for unit in range(last, first - 1, -1):
-            h, found = inputs[unit - begin], self.statistics[unit]
+            h, found = filled[unit - begin], self.statistics[unit]
             norm = blocks.norm(unit, found)
             needs_weight, needs_bias, needs_conv_weight = self._needs(unit)
             needs_g = unit > first or needs_input or needs_weight or needs_bias
@@ -374,7 +382,7 @@ class Backward(NamedTuple):
             g, sums, dconv_weight, unfolded = kernels.bn_relu_conv_backward(
                 dy.g, dy.fold, h, norm, blocks.conv_weight(unit), blocks.units[unit].conv, wanted
             )
-            if wanted.dy:
+            if unfolded is not None:
                 block_dy = unfolded
             if unit == begin and spec.shortcut is not None and (needs_g or needs_shortcut):
                 shortcut = kernels.bn_relu_conv_backward(
@@ -388,9 +396,10 @@ class Backward(NamedTuple):
                 )
                 self.gradients.shortcuts[index] = shortcut.conv_weight
                 if needs_g:
-                    g, sums = g.add_(shortcut.g), sums.add_(shortcut.sums)
+                    cast(Tensor, g).add_(cast(Tensor, shortcut.g))
+                    cast(Tensor, sums).add_(cast(Tensor, shortcut.sums))
             self._set_gradients(unit, dconv_weight, sums)
-            if needs_g:
+            if g is not None and sums is not None:
                 sums = sums_over_group(sums, blocks.units[unit].process_group)
                 skip = block_dy if unit == begin and spec.shortcut is None else None
                 dy = FoldedGradient(g, Fold(skip, h, norm, sums, found.inv_count))

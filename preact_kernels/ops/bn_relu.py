@@ -61,8 +61,8 @@ def differentiable_bn_relu(x: Tensor, norm: Norm, training: bool, process_group)
     """relu(bn(x)) in PyTorch's differentiable operations, for a double backward."""
     if process_group is not None:
         raise NotImplementedError("double backward through a SyncBatchNorm is not supported")
-    running = (None, None) if training else (norm.mean, norm.var)
-    return F.relu(F.batch_norm(x, *running, norm.weight, norm.bias, training, 0.0, norm.eps))
+    mean, var = (None, None) if training else (norm.mean, norm.var)
+    return F.relu(F.batch_norm(x, mean, var, norm.weight, norm.bias, training, 0.0, norm.eps))
 
 
 def gradients(y: Tensor, inputs, needed, dy: Tensor) -> list[Tensor | None]:
@@ -134,9 +134,9 @@ def normalise(kernels: Kernels, x: Tensor, bn: BatchNorm) -> tuple[Tensor, Stati
     """
     weight, bias = bn.affine(x, x.shape[1])
     if x.numel() == 0 and bn.process_group is None:
-        running = (None, None) if bn.training else (bn.mean, bn.var)
-        y = F.relu(F.batch_norm(x, *running, weight, bias, bn.training, 0.0, bn.eps))
-        return y, None
+        mean, var = (None, None) if bn.training else (bn.mean, bn.var)
+        y = F.batch_norm(x, mean, var, weight, bias, bn.training, 0.0, bn.eps)
+        return F.relu(y), None
     channels_last = layout.is_channels_last(x)
     x = layout.nhwc(x)
     mean, var, inv_count = statistics = bn.statistics(kernels, x.detach())

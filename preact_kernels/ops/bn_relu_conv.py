@@ -1,6 +1,6 @@
 """`bn_relu_conv2d`: batch norm, ReLU and convolution; saves only the input for backward."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ class ConvArguments(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    stride: int | tuple[int, int]
-    padding: int | tuple[int, int] | str
-    dilation: int | tuple[int, int]
+    stride: int | tuple[int, ...]
+    padding: int | tuple[int, ...] | str
+    dilation: int | tuple[int, ...]
     groups: int
 
 
@@ -163,7 +163,8 @@ def bn_relu_conv2d_of(
         or (x.numel() == 0 and bn.process_group is None)
     ):
         a, statistics = normalise(kernels, x, bn)
-        y = F.conv2d(a.to(dtype), conv_weight, conv_bias, *conv[2:])
+        geometry_arguments: Any = conv[2:]
+        y = F.conv2d(a.to(dtype), conv_weight, conv_bias, *geometry_arguments)
         y = y if residual is None else y + residual
         bn.update(kernels, statistics)
         return y

@@ -1,6 +1,7 @@
 """Argument checks: each names the argument, what was expected and what was given."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_tensor(name: str, value: object) -> None:
+def check_tensor(name: str, value: Any) -> None:
     """A floating point tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
@@ -26,14 +27,14 @@ def check_tensor(name: str, value: object) -> None:
         )
 
 
-def check_activation(name: str, x: object) -> None:
+def check_activation(name: str, x: Any) -> None:
     """A floating point tensor `[N, C, H, W]`."""
     check_tensor(name, x)
     if x.dim() != 4:
         raise ValueError(f"{name}: expected 4 dimensions [N, C, H, W], got shape {list(x.shape)}")
 
 
-def check_like(name: str, value: object, like_name: str, like: Tensor) -> None:
+def check_like(name: str, value: Any, like_name: str, like: Tensor) -> None:
     """The device of another tensor."""
     check_tensor(name, value)
     if value.device != like.device:
@@ -54,7 +55,7 @@ def check_parameter_dtype(name: str, value: Tensor, x: Tensor) -> None:
         )
 
 
-def check_per_channel(name: str, value: object, x: Tensor) -> None:
+def check_per_channel(name: str, value: Any, x: Tensor) -> None:
     """A vector with one value for each channel of `x`."""
     check_like(name, value, "x", x)
     if value.shape != (x.shape[1],):
@@ -65,7 +66,7 @@ def check_per_channel(name: str, value: object, x: Tensor) -> None:
     check_parameter_dtype(name, value, x)
 
 
-def check_number(name: str, value: object, *, minimum: float | None = None) -> None:
+def check_number(name: str, value: Any, *, minimum: float | None = None) -> None:
     """A real number, at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
@@ -81,7 +82,7 @@ def check_samples(shape: Sequence[int]) -> None:
         )
 
 
-def pair(name: str, value: object, *, minimum: int) -> tuple[int, int]:
+def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
     """An int, or a sequence of two, as two ints of at least `minimum`."""
     values = [value, value] if isinstance(value, int) else value
     if (
@@ -95,7 +96,7 @@ def pair(name: str, value: object, *, minimum: int) -> tuple[int, int]:
     return tuple(values)
 
 
-def check_conv_weight(conv_weight: Tensor, groups: object) -> None:
+def check_conv_weight(conv_weight: Tensor, groups: Any) -> None:
     """A weight `[K, C / groups, R, S]` and a number of groups that fit."""
     if conv_weight.dim() != 4:
         raise ValueError(
@@ -118,12 +119,12 @@ def check_conv_weight(conv_weight: Tensor, groups: object) -> None:
 
 def check_conv(
     x: Tensor,
-    conv_weight: object,
-    conv_bias: object,
-    stride: object,
-    padding: object,
-    dilation: object,
-    groups: object,
+    conv_weight: Any,
+    conv_bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: Any,
 ) -> Conv | None:
     """The arguments of a convolution.
 
@@ -184,7 +185,7 @@ def _named_padding(
     return (extents[0] // 2, extents[1] // 2)
 
 
-def check_residual(residual: object, name: str, shape: Sequence[int], like: Tensor) -> None:
+def check_residual(residual: Any, name: str, shape: Sequence[int], like: Tensor) -> None:
     """A floating point tensor of the output's shape on the device of `like`."""
     check_like(name, residual, "x", like)
     if list(residual.shape) != list(shape):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from preact_kernels.kernels import cpu, cuda, reference
 from preact_kernels.kernels.contract import Conv, Kernels
+from preact_kernels.kernels.mixed_precision import MixedKernels
 from preact_kernels.ops import checks, schema
 from preact_kernels.torch_compat import FakeTensor
 
@@ -177,12 +178,12 @@ def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
 
 
 def _warn_of_missing_library(backend: Backend) -> None:
-    """Says once that an installed library would have served a call."""
-    if backend.name == "cpu":
+    """Says once that a compiled library would have served a call."""
+    if backend.name in ("cpu", "cuda") and torch.version.hip is None:
         warnings.warn(
-            f"preact_kernels runs without its compiled CPU library: {backend.load_error()}. "
-            "Install a C++ compiler and reinstall with: "
-            "pip install --no-build-isolation --force-reinstall --no-deps preact_kernels",
+            f"preact_kernels: the backend {backend.name!r} is not available "
+            f"({backend.load_error()}), and a slower one runs instead. To build its library, run "
+            "`pip install --no-build-isolation --force-reinstall --no-deps .` in the sources.",
             stacklevel=2,
         )
 
@@ -199,12 +200,19 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
 _registered = schema.RegisteredKernels()
 
 
-def kernels_for(x: Tensor) -> Kernels:
+def kernels_for(x: Tensor, conv_weight: Tensor | None = None) -> Kernels:
     """The kernels that serve `x`: those of a backend, or the registered ops while tracing.
 
+    Args:
+        x: the input.
+        conv_weight: a weight of the call; in another dtype where precisions are mixed.
+
     Raises:
-        BackendError: the backend that was named cannot serve the device or the dtype.
+        BackendError: the backend that was named cannot serve the device or a dtype.
     """
+    if conv_weight is not None and conv_weight.dtype != x.dtype:
+        wide = kernels_for(x)
+        return MixedKernels(wide, kernels_for(conv_weight) if x.numel() else wide, x.dtype)
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
         return _registered
     if x.numel() == 0:  # the share of one process of a group

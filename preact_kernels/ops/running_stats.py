@@ -71,6 +71,7 @@ def _update(
             continue
         momentum = r.momentum
         if momentum is None:
+            assert r.batch_count is not None
             momentum = 1.0 / (float(r.batch_count) + 1.0)
         targets, values = by_momentum.setdefault(momentum, ([], []))
         targets += (r.mean, r.var)

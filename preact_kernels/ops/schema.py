@@ -9,6 +9,7 @@ A schema takes tensors and numbers, not named tuples: `RegisteredKernels` flatte
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -85,14 +86,13 @@ def _flat_output(output: Output) -> tuple[Tensor, ...]:
 def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
     """Calls a function of `kernels` with the arguments of a schema, and flattens its results."""
     if name == "bn_relu_forward":
-        x, *norm = arguments
-        return kernels.bn_relu_forward(x, Norm(*norm))
+        return kernels.bn_relu_forward(arguments[0], Norm(*arguments[1:]))
     if name in ("bn_relu_backward_sums", "bn_relu_backward_mask", "bn_relu_backward_input"):
         dy, x = arguments[:2]
         return getattr(kernels, name)(dy, x, Norm(*arguments[2:7]), *arguments[7:])
     if name == "bn_input_gradient":
         g, *fold = arguments
-        return kernels.bn_input_gradient(g, _fold(*fold))
+        return kernels.bn_input_gradient(g, cast(Fold, _fold(*fold)))
     if name == "bn_relu_conv_forward":
         x, *rest = arguments
         conv_bias, residual, with_stats = rest[10:]
