@@ -3,9 +3,10 @@
 import dataclasses
 import gc
 import itertools
+import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -280,6 +281,24 @@ def _times(
     drift = f"{DRIFTED}: {ANCHOR} took {now_ms:.1f} ms beside this, {before_ms:.1f} ms before"
     tqdm.write(f"  {title}: {drift}")
     return times, drift
+
+
+def relative_times(rows: Sequence[Row]) -> dict[str, float]:
+    """Step times as multiples of the anchor's time in the same group, by contender.
+
+    Where the machine drifted, the note of a row holds the time that the anchor took beside it.
+
+    Args:
+        rows: of one network, batch, dtype and device. Without the anchor the result is empty.
+    """
+    anchor_ms = next((r.median_ms for r in rows if r.contender == ANCHOR), None)
+    ratios = {}
+    for row in rows:
+        if anchor_ms is None or row.median_ms is None or UNFINISHED in row.note:
+            continue
+        drift = re.search(rf"{DRIFTED}: {ANCHOR} took ([\d.]+) ms beside this", row.note)
+        ratios[row.contender] = row.median_ms / (float(drift[1]) if drift else anchor_ms)
+    return ratios
 
 
 def _wanted(row: Row) -> bool:

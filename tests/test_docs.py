@@ -1,0 +1,33 @@
+"""The documentation: links lead somewhere, and every environment variable is described."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/results/*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    paths = [link for link in links if not link.startswith("http")]
+    assert [path for path in paths if not (page.parent / path).exists()] == []
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
+def test_every_environment_variable_is_described():
+    sources = [ROOT / "setup.py"]
+    for folder, pattern in (("preact_kernels", "*.py"), ("bench", "*.py"), ("csrc", "*.cpp")):
+        sources += (ROOT / folder).rglob(pattern)
+    text = "".join(path.read_text() for path in sources)
+    read = set(re.findall(r"""(?:environ.*|getenv\(|= )"(PREACT_KERNELS_[A-Z_]+)\"""", text))
+    read -= {"PREACT_KERNELS_NVCC"}  # set by setup.py for its own compiler script
+    described = set(
+        re.findall(r"`(PREACT_KERNELS_[A-Z_]+)=", (ROOT / "docs/backends.md").read_text())
+    )
+    assert read == described
