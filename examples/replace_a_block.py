@@ -24,11 +24,19 @@ class PlainBlock(nn.Module):
 
 
 class FusedBlock(PlainBlock):
-    """The same parameters; each BatchNorm-ReLU-Conv, and the addition, is one operation."""
+    """The same parameters; each BatchNorm-ReLU-Conv is one operation, with the addition inside."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        # A tuple is not registered, so that the keys of the state_dict stay the same.
+        self.units = (
+            pk.BNReLUConv2d.from_modules(self.bn1, self.conv1),
+            pk.BNReLUConv2d.from_modules(self.bn2, self.conv2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        h = pk.BNReLUConv2d.from_modules(self.bn1, self.conv1)(x)
-        return pk.BNReLUConv2d.from_modules(self.bn2, self.conv2)(h, residual=x)
+        first, second = self.units
+        return second(first(x), residual=x)
 
 
 def conv3x3(channels: int) -> nn.Conv2d:
@@ -48,35 +56,32 @@ def network(block: type[nn.Module]) -> nn.Sequential:
     )
 
 
-def gradients(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of all parameters, in float64."""
+def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The gradient of all parameters."""
     F.cross_entropy(model(images), labels).backward()
-    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def main() -> None:
     """Compares kept bytes, gradients and running statistics of the two networks."""
     torch.manual_seed(0)
-    plain, fused, truth = network(PlainBlock), network(FusedBlock), network(PlainBlock).double()
+    # In float64 the comparison is exact to some 1e-15; float32, bfloat16 and float16 work as well.
+    plain, fused = network(PlainBlock).double(), network(FusedBlock).double()
     fused.load_state_dict(plain.state_dict())  # strict: the keys are the same
-    truth.load_state_dict(plain.state_dict())
-    images, labels = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+    images, labels = torch.randn(16, 3, 32, 32).double(), torch.randint(10, (16,))
 
     kept = [pk.saved_bytes(model, images) / 2**20 for model in (plain, fused)]
     print(f"kept for the backward: plain {kept[0]:.1f} MiB, fused {kept[1]:.1f} MiB")
     assert kept[1] < 0.6 * kept[0]
 
-    exact = gradients(truth, images.double(), labels)
-    errors = [
-        float((gradients(model, images, labels) - exact).norm() / exact.norm())
-        for model in (plain, fused)
-    ]
-    print(f"gradient, distance from float64: plain {errors[0]:.1e}, fused {errors[1]:.1e}")
-    assert errors[1] <= 2 * errors[0] + torch.finfo(torch.float32).eps
+    expected, found = (gradient(model, images, labels) for model in (plain, fused))
+    difference = float((found - expected).norm() / expected.norm())
+    print(f"gradients differ by {difference:.1e}")
+    assert difference < 1e-12
 
-    for name, expected in plain.state_dict().items():  # running statistics too
-        torch.testing.assert_close(fused.state_dict()[name], expected, msg=name)
-    print("same keys, gradients and running statistics")
+    for name, value in plain.state_dict().items():  # running statistics too
+        torch.testing.assert_close(fused.state_dict()[name], value)
+    print("running statistics agree")
 
 
 if __name__ == "__main__":
