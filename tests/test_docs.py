@@ -1,4 +1,4 @@
-"""The documentation: links lead somewhere, and every environment variable is described."""
+"""Documentation and workflows: links, commands and environment variables exist."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/results/*.md")]
 
 
@@ -31,3 +32,20 @@ def test_every_environment_variable_is_described():
         re.findall(r"`(PREACT_KERNELS_[A-Z_]+)=", (ROOT / "docs/backends.md").read_text())
     )
     assert read == described
+
+
+@pytest.mark.parametrize("page", [*PAGES, *WORKFLOWS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_make_target_that_is_named_exists(page):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"\.PHONY:((?:.*\\\n)*.*)", makefile)[1].replace("\\", "").split())
+    named = set(re.findall(r"(?:^|run: |`)make ([a-z-]+)", page.read_text(), re.M))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_valid_yaml(path):
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load(path.read_text())
+    assert {"name", True, "permissions", "jobs"} <= workflow.keys()  # YAML 1.1 reads `on` as True
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] and job["runs-on"] and job["steps"]
