@@ -95,9 +95,15 @@ def session_in(folder):
     curves = Records(folder / "curves.csv", CurvePoint, keep=False)
     ceilings = Ceilings(10.0, {"float32": 100.0})
     return network.Session(
-        CPU, torch.float32, images, Machine("cpu", "v", "c", "d", "x"), ceilings, rows, curves,
+        device=CPU,
+        dtype=torch.float32,
+        images=images,
+        machine=Machine("cpu", "v", "c", "d", "x"),
+        ceilings=ceilings,
+        rows=rows,
+        curves=curves,
         resume=False,
-    )  # fmt: skip
+    )
 
 
 def test_wrong_results_get_no_speed(tmp_path, monkeypatch):
@@ -313,9 +319,13 @@ def planned(*options, device):
     a.usable = [c for c in BY_NAME.values() if c.name != "inplace-abn"]
     ceilings = Ceilings(1000.0, {"float32": 1e5})
     session = types.SimpleNamespace(
-        device=a.device, dtype=torch.float32, rows=[], verdicts={}, ceilings=ceilings,
+        device=a.device,
+        dtype=torch.float32,
+        rows=[],
+        verdicts={},
+        ceilings=ceilings,
         network=Network.named,
-    )  # fmt: skip
+    )
     return list(Plan(a, session).tasks())
 
 
@@ -323,11 +333,14 @@ def test_on_a_gpu_compilers_come_after_the_rest_of_the_first_batch():
     tasks = planned("--depths", "1001", "164", "--batch", "128", "64", device="cuda")
     titles = [task.title for task in tasks]
     first = [
-        "resnet-1001, batch 128: uncompiled", "resnet-1001, batch 128: compiled",
-        "resnet-1001, batch 128: compiled and captured", "resnet-1001, batch 64: uncompiled",
-        "resnet-1001, batch 64: compiled", "resnet-1001, batch 64: compiled and captured",
+        "resnet-1001, batch 128: uncompiled",
+        "resnet-1001, batch 128: compiled",
+        "resnet-1001, batch 128: compiled and captured",
+        "resnet-1001, batch 64: uncompiled",
+        "resnet-1001, batch 64: compiled",
+        "resnet-1001, batch 64: compiled and captured",
         "resnet-1001, batch 128: memory rivals",
-    ]  # fmt: skip
+    ]
     assert titles[:7] == first
     assert tasks[0].needs_s() < 30  # no more than it takes to have a first result
     assert len(titles) == len(set(titles))
