@@ -136,9 +136,6 @@ class Contender:
         return images.to(device, dtype).contiguous(memory_format=layout)
 
 
-# torch.compile, block by block --------------------------------------------------------------------
-
-
 @functools.cache
 def _inductor(memory_budget: float) -> Callable:
     """A torch.compile backend: Inductor under an activation memory budget.
@@ -176,9 +173,6 @@ def _compiler_missing(device: torch.device) -> str | None:
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile: Triton is not installed"
     return None
-
-
-# torch.utils.checkpoint ---------------------------------------------------------------------------
 
 
 class CheckpointedBlocks(nn.Sequential):
@@ -229,9 +223,6 @@ def _checkpoint_blocks(model: nn.Module, every: str, policy: Callable | None = N
         model.stages[index] = CheckpointedBlocks(list(stage), length, context_fn)
 
 
-# InPlace-ABN --------------------------------------------------------------------------------------
-
-
 def _inplace_abn_missing(device: torch.device) -> str | None:
     if importlib.util.find_spec("inplace_abn") is None:
         return "InPlace-ABN: the package inplace_abn is not installed"
@@ -262,9 +253,6 @@ def _use_inplace_abn(model: nn.Module) -> None:
                 new.load_state_dict(old.state_dict(), strict=False)
                 setattr(block, f"bn{index}", new.to(old.weight.device))
             block.forward = functools.partial(forward, block)
-
-
-# The table ----------------------------------------------------------------------------------------
 
 
 def _gpu_only(device: torch.device) -> str | None:

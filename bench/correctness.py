@@ -135,7 +135,7 @@ def judge(
                     found = run(contender, dtype)
             except measure.DeviceLost:
                 raise
-            except Exception as error:  # a rival that fails is a result, not the end of the run
+            except Exception as error:  # a failed rival does not end the run
                 if contender in eager:
                     raise
                 verdicts[contender.name] = Verdict("no", f"failed: {first_line(error)}", {})

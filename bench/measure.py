@@ -36,9 +36,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Time -------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Median, 20th and 80th percentile of a set of times, in ms."""
@@ -149,9 +146,6 @@ def time_in_turn(
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
-# Machine ----------------------------------------------------------------------------------------
-
-
 def cpu_model() -> str:
     """The processor's name according to Linux."""
     with contextlib.suppress(OSError):
@@ -239,9 +233,6 @@ class Machine:
         return dataclasses.replace(record, **dataclasses.asdict(self))
 
 
-# Ceilings ---------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
     """Measured limits of the machine: copy bandwidth and the rate of large matrix products.
@@ -315,9 +306,6 @@ def _launches_us(device: torch.device, repeats: int, count: int = 1000) -> tuple
     with torch.cuda.graph(graph):
         calls()
     return tuple(1e3 * ms / count for ms in (plain_ms, _best_ms(graph.replay, device, repeats)))
-
-
-# Memory -----------------------------------------------------------------------------------------
 
 
 def _status_bytes(field: str) -> int | None:

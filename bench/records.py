@@ -18,11 +18,11 @@ class Row:
     shape: str  # of the input, NxCxHxW; for a convolution also " -> K"
     batch: int
     dtype: str  # of the activations: "float32", "bfloat16", ...
-    memory_mode: str  # what is kept for the backward, in a few words
+    memory_mode: str  # what it keeps for the backward
     median_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
-    saved_bytes: int | None = None  # kept by one forward for the backward, parameters left out
+    saved_bytes: int | None = None  # kept for the backward, without parameters
     peak_bytes: int | None = None  # above what the process holds between steps
     peak_raw_bytes: int | None = None  # all resident (CPU) or allocated (GPU) memory
     floor_ms: float | None = None  # see bench/floors.py

@@ -6,7 +6,6 @@ Everything comes from the CSV files in `bench/results`. Each generated block lie
 
 import argparse
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -240,7 +239,7 @@ def comparable(row: Row) -> bool:
 
 
 def best_rivals(rows: Sequence[Row]) -> list[str]:
-    """A line a network: the fastest rival over the fastest fused contender."""
+    """One line per network: the fastest rival over the fastest fused contender."""
     lines = []
     for group in _groups([r for r in rows if r.level == "network" and r.median_ms is not None]):
         ours = [r for r in group if not is_rival(r.contender) and comparable(r)]
@@ -333,8 +332,9 @@ def rewrite_blocks(text: str, contents: dict[str, str]) -> str:
                 raise ValueError(f"expected the marker {marker} once, found {text.count(marker)}")
         if text.index(start) > text.index(end):
             raise ValueError(f"expected {start} before {end}")
-        pattern = re.escape(start) + ".*?" + re.escape(end)
-        text = re.sub(pattern, lambda _: f"{start}\n{content}\n{end}", text, flags=re.DOTALL)  # noqa: B023
+        before, rest = text.split(start)
+        after = rest.split(end)[1]
+        text = f"{before}{start}\n{content}\n{end}{after}"
     return text
 
 
