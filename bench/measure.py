@@ -212,7 +212,7 @@ class Machine:
             threads = torch.get_num_threads()
             capability = torch.backends.cpu.get_cpu_capability()
             name = f"{cpu_model()} {capability} ({threads} thread{'s' if threads > 1 else ''})"
-        if backend.current() != "auto":  # not the results of the default
+        if backend.current() != "auto":  # measured beside the default, not in its place
             name += f", backend {backend.current()}"
         versions = [
             f"torch {torch.__version__}",
