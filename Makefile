@@ -1,57 +1,59 @@
 # make test        lint, then the quick tests
 # make test-full   lint, then every test
+# make bench       the benchmarks; without a GPU, the CUDA library is not built for them
+# make report      tables and plots of README.md and docs/benchmarks.md, from bench/results/
+# make lint        ruff and clang-format, changes nothing
+# make format      the same, changes files
 # make compile-triton
-#                  every Triton kernel compiled for GPUs that need not be here, and a report
+#                  compiles every Triton kernel for several GPUs, without a GPU, and reports spills
 # make check-oldest
-#                  installs the package with the oldest torch, in an environment of its own (5 GB),
-#                  loads both libraries, and runs the quick tests
+#                  builds and runs the quick tests with the oldest torch, in an environment of its
+#                  own (5 GB)
 # make check-torch TORCH=2.12.1
-#                  the same with another torch; make check-newest with the newest that was tested
-# make check-gpu   the CUDA kernels' tests under compute-sanitizer, on a GPU: memory errors, races;
+#                  the same with another torch; make check-newest with the newest tested one
+# make check-gpu   tests of the CUDA kernels under compute-sanitizer, on a GPU;
 #                  SANITIZERS="memcheck" selects tools
-# make bench       the benchmarks
-# make report      the README's tables and plots out of bench/results/
-# make lint        ruff and clang-format, changing nothing
-# make format      the same, changing files
 # make gpu-report OUT=folder
-#                  build, quick tests, benchmarks and the hottest kernels, saved in a folder
-#                  (bench/gpu_report.py); ARGS="--resume folder" keeps what that folder has
-# check-gpu and gpu-report use $(PYTHON) as it is, with torch and pytest installed, and no network.
-# make clean       removes what was built, keeps the virtual environment
+#                  builds, tests and measures on a GPU machine (bench/gpu_report.py);
+#                  ARGS="--resume folder" keeps the results in that folder
+# make clean       removes build products, keeps the virtual environment
 #
-# ARGS="..." goes to pytest, to the benchmarks or to the report.
+# check-gpu and gpu-report use $(PYTHON) with torch and pytest installed, and no network.
+# ARGS="..." is passed to pytest, the benchmarks or the report.
 
 PYTHON ?= python3
 VENV ?= .venv
-# Processes that run tests: few where they share a GPU.
-JOBS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 2 || nproc)
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
+# Test processes: few if they share a GPU.
+JOBS ?= $(if $(GPUS),2,$(shell nproc))
 ARGS ?=
 OUT ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
-# Folders are listed too: their times change when a file goes.
+# With folders: their times change when a file is deleted.
 CSRC := $(shell find csrc 2>/dev/null)
 CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard tests/cuda_on_host/*))
 
-# Stamps, each made again when what it depends on changes.
+# Stamp files. CPU_BUILD is the CPU library alone, BUILD both libraries.
 REQUIREMENTS := $(VENV)/.requirements
 EDITABLE := $(VENV)/.editable
+CPU_BUILD := $(VENV)/.build-cpu
 BUILD := $(VENV)/.build
 
-# The versions that pyproject.toml names, the oldest first.
+# The tested versions in pyproject.toml, oldest first.
 tested = $(shell sed -n 's/^tested-$(1) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 OLDEST_TORCH := $(firstword $(call tested,torch))
 NEWEST_TORCH := $(lastword $(call tested,torch))
 TORCH ?= $(OLDEST_TORCH)
 
-# Beside the Triton of requirements-dev.txt, in a folder of its own.
+# A second Triton, in its own folder; requirements-dev.txt has the first.
 NEWEST_TRITON_VERSION := $(lastword $(call tested,triton))
 NEWEST_CAPABILITIES ?= 90
 COMPILE_ARGS ?= --quick
 NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
 
-# Seconds for all of bench.
+# Time limit of `make bench`.
 BENCH_SECONDS ?= 560
 START := $(shell date +%s)
 
@@ -69,13 +71,13 @@ test-full: COMPILE_ARGS =
 test-full: lint $(BUILD) compile-triton cuda-on-host
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-# The kernels as the oldest and the newest Triton that are served compile them, without a GPU.
+# With the oldest and the newest supported Triton.
 compile-triton: $(BUILD) $(NEWEST_TRITON)
 	@$(BIN)/python -m tests.compile_triton $(COMPILE_ARGS) --out build/triton/oldest.csv
 	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.compile_triton $(COMPILE_ARGS) \
 	  --capabilities $(NEWEST_CAPABILITIES) --out build/triton/newest.csv
 
-# The CUDA kernels as the tests run them without a GPU; pytest would compile them as it starts.
+# The CUDA kernels for the host, which pytest would otherwise compile at start-up.
 cuda-on-host: $(BUILD)
 	@$(BIN)/python -m tests.cuda_on_host.build
 
@@ -85,8 +87,8 @@ check-oldest:
 check-newest:
 	@$(MAKE) check-torch TORCH=$(NEWEST_TORCH)
 
-# In a copy of the tree, so that nothing that was built with another torch is found. Without
-# test_cuda_build.py, which reads what nvcc says of sources that do not depend on torch.
+# In a copy of the tree, which has no libraries built with another torch. Skips test_cuda_build.py:
+# what nvcc reports does not depend on torch.
 CHECK := $(VENV)-torch-$(TORCH)
 CHECK_PYTHON := $(abspath $(CHECK))/bin/python
 check-torch: $(CHECK)/.requirements
@@ -106,7 +108,7 @@ $(VENV)-torch-%/.requirements: requirements-test.txt
 	  torch==$* "setuptools>=77" -r requirements-test.txt
 	@touch $@
 
-# Without caching, tensors do not share blocks of memory, and an access past the end of one is seen.
+# Without the caching allocator, compute-sanitizer sees accesses past the end of a tensor.
 check-gpu:
 	@failed=; for tool in $(SANITIZERS); do \
 	  echo "compute-sanitizer --tool $$tool, $(SANITIZER_SECONDS) s at most"; \
@@ -117,12 +119,12 @@ check-gpu:
 	    $(ARGS) || failed="$$failed $$tool (exit status $$?)"; \
 	done; test -z "$$failed" || { echo "not passed:$$failed; 124 and 137 are out of time" >&2; exit 1; }
 
-# What setting up took is taken from the time to measure.
-bench: $(BUILD)
+# The time limit includes setting up.
+bench: $(if $(GPUS),$(BUILD),$(CPU_BUILD))
 	@$(BIN)/python -m bench \
 	  --time-limit $$(($(START) + $(BENCH_SECONDS) - $$(date +%s))) $(ARGS)
 
-report: $(BUILD)
+report: $(EDITABLE)
 	@$(BIN)/python -m bench.report $(ARGS)
 
 lint: $(REQUIREMENTS)
@@ -144,18 +146,25 @@ $(REQUIREMENTS): requirements-dev.txt requirements-test.txt
 	@$(PIP_INSTALL) -r requirements-dev.txt
 	@touch $@
 
-# Editable and uncompiled: the next rule compiles in place, and only what changed.
+# Editable and uncompiled: the rules below compile in place, and only what changed.
 $(EDITABLE): $(REQUIREMENTS) setup.py pyproject.toml
 	@echo "Installing preact_kernels in $(VENV)"
 	@PREACT_KERNELS_NATIVE=0 $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
-# PATH is for ninja, which compiles in parallel. Where nothing could be compiled, setup.py says why
-# and there is no stamp, so that the next run tries again.
+# PATH is for ninja, which compiles in parallel. If nothing could be compiled, setup.py says why in a
+# line "preact_kernels: ...", and no stamp is made, so that the next run tries again.
+COMPILE = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py -q build_ext --inplace \
+  >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
+
 $(BUILD): $(EDITABLE) $(CSRC)
 	@echo "Compiling csrc"
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py -q build_ext --inplace \
-	  >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
+	@$(COMPILE)
+	@grep '^preact_kernels: ' $(VENV)/build.log || touch $@ $(CPU_BUILD)
+
+$(CPU_BUILD): $(EDITABLE) $(CSRC)
+	@echo "Compiling csrc/cpu"
+	@export PREACT_KERNELS_CUDA=$${PREACT_KERNELS_CUDA:-0}; $(COMPILE)
 	@grep '^preact_kernels: ' $(VENV)/build.log || touch $@
 
 $(NEWEST_TRITON): $(REQUIREMENTS)
@@ -168,6 +177,6 @@ gpu-report:
 	@$(PYTHON) -m bench.gpu_report "$(OUT)" $(ARGS)
 
 clean:
-	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD)
+	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD) $(CPU_BUILD)
 	@rm -rf .benchmarks .hypothesis .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +

@@ -1,12 +1,11 @@
 """Network benchmarks: `python -m bench`.
 
-Measured in order of importance until the time limit: the machine's ceilings, correctness, the
-first network (the deepest, of --depths) with the main contenders in turn and what they keep for
-the backward, training curves, peak memory, the rivals on memory, other networks, torch.compile
-under memory budgets, the ops, wide networks (on a GPU), the rivals on other networks, and bytes
-kept against depth. On a GPU the first batch with all contenders but compilers comes first, then
-compilers, other batches, and the rivals on memory. What did not fit is listed at the end. Results
-go to a CSV file a device, tables to the screen and plots beside the CSV.
+Measures in order of importance until the time limit: limits of the machine, correctness, the first
+network (the deepest, of --depths) with the main contenders and the bytes they keep, training
+curves, peak memory, rivals on memory, other networks, torch.compile under memory budgets, ops, wide
+networks (on a GPU), rivals on other networks, and kept bytes against depth. On a GPU, contenders
+that need no compiler come first, then compilers, other batches, and rivals on memory. Lists at the
+end what did not fit. Writes one CSV file per device, prints tables and saves plots beside the CSV.
 """
 
 import argparse
@@ -41,23 +40,20 @@ from bench.network import Session
 from bench.records import CurvePoint, Records, Row, slug
 
 FAILED = "failed"
-LOST = 3  # an exit status
+LOST = 3  # exit status: a kernel broke the GPU context
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A part of the run: what it is, about how long it takes, and a call that does it.
-
-    The call returns what it had to leave out, in words.
-    """
+    """A part of the run."""
 
     title: str
-    needs_s: Callable[[], float]
-    run: Callable[[], list[str] | None]
+    needs_s: Callable[[], float]  # estimated
+    run: Callable[[], list[str] | None]  # returns what it left out
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, with the defaults that depend on the device filled in."""
+    """Parses the command line and sets the defaults that depend on the device."""
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=__doc__,
@@ -132,14 +128,14 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Plan:
-    """The tasks of a run in their order, and how long each is likely to take."""
+    """The tasks of a run, in order, and estimates of their times."""
 
     def __init__(self, a: argparse.Namespace, session: Session) -> None:
         self.a, self.session = a, session
         self.main_groups = MAIN_GROUPS[session.device.type]
 
     def step_s(self, name: str, net: Network, batch: int) -> float:
-        """About how long one training step takes: as measured, or scaled, or a first guess."""
+        """Estimated time of one training step, scaled from the nearest measurement if any."""
         launches_s = (0.3 if self.session.device.type == "cuda" else 0.1) * net.depth / 1001
         cost = floors.network_cost(net, batch, self.session.dtype)
         floor_s = self.session.ceilings.floor_ms(*cost, self.session.dtype) / 1e3
@@ -160,7 +156,7 @@ class Plan:
         judged = judged_network(net, self.session.dtype)
         new = [c for c in contenders if (c.name, judged) not in self.session.verdicts]
         judging_s = sum(2 * self.step_s(c.name, judged, 16) for c in new)
-        on_gpu = self.session.device.type == "cuda"  # where batches differ from the judged one
+        on_gpu = self.session.device.type == "cuda"  # its batches differ from the checked one
         compiling_s = sum(
             (60 if c.name == "compile-blocks" else 20) * ((c in new) + on_gpu)
             for c in contenders
@@ -188,7 +184,7 @@ class Plan:
         rounds = self.a.steps * (3 if net.family == "resnet" and net.depth < 300 else 1)
         if group not in self.main_groups and self.session.device.type == "cpu":
             rounds = max(3, rounds // 2)
-        # On a GPU, what runs out of time leaves out its last contenders and keeps the first.
+        # On a GPU, a group that runs out of time leaves out its last contenders.
         needed = contenders[:2] if session.device.type == "cuda" else contenders
         yield Task(
             f"{net.name}, batch {batch}: {group}",
@@ -257,7 +253,7 @@ class Plan:
             yield from self._counts()
 
     def _counts(self) -> Iterator[Task]:
-        """Memory against depth, of single images."""
+        """Kept bytes of single images, against depth."""
         session = self.session
         contenders = [c for c in self.a.usable if c.name in COUNTED_BY_DEPTH]
         for depth in DEPTHS_COUNTED if contenders else ():
@@ -269,7 +265,7 @@ class Plan:
             )
 
     def _ops(self) -> list[str]:
-        """Runs `pytest bench/ops.py` in a process of its own."""
+        """Runs `pytest bench/ops.py` in another process."""
         missing = [m for m in ("pytest", "pytest_benchmark") if not importlib.util.find_spec(m)]
         if missing:
             return [f"ops: {' and '.join(missing)} not installed"]
@@ -282,11 +278,13 @@ class Plan:
             return []
         dtype = next(k for k, v in measure.DTYPES.items() if v == self.session.dtype)
         command = [
-            sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:cacheprovider",
-            "-o", "addopts=", "--benchmark-disable-gc",
-            "--bench-device", device, "--bench-dtype", dtype, "--bench-out", str(self.a.out),
-            "--bench-command", self.session.machine.command,
-        ]  # fmt: skip
+            *(sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:cacheprovider"),
+            *("-o", "addopts=", "--benchmark-disable-gc"),
+            f"--bench-device={device}",
+            f"--bench-dtype={dtype}",
+            f"--bench-out={self.a.out}",
+            f"--bench-command={self.session.machine.command}",
+        ]
         left_s = self.session.deadline_s - time.monotonic()
         try:
             done = subprocess.run(
@@ -295,7 +293,7 @@ class Plan:
         except subprocess.TimeoutExpired:
             return ["the rest of the ops: no time left"]
         finally:
-            self.session.rows.read_again()  # that process wrote its rows into the same file
+            self.session.rows.read_again()  # the process wrote to the same file
         if done.returncode:
             failed = [line for line in done.stdout.splitlines() if line.startswith(("FAIL", "ERR"))]
             reason = failed or [done.stdout[-500:] + done.stderr[-500:]]
@@ -304,16 +302,16 @@ class Plan:
 
 
 def run(plan: Plan, session: Session, lost_tasks: Path) -> tuple[list[str], bool]:
-    """Runs the tasks that fit into the time limit.
+    """Runs the tasks that fit in the time limit.
 
     Args:
-        plan: makes the tasks.
-        session: what they share.
-        lost_tasks: a file of titles of tasks that broke the GPU context of an earlier run and have
-            no row that says so; a resumed run skips them.
+        plan: the tasks.
+        session: their state.
+        lost_tasks: file with the titles of tasks that broke the GPU context in an earlier run,
+            where no row says so. A resumed run skips them.
 
     Returns:
-        What was left out, and why; and whether a failed kernel broke the GPU context.
+        What was left out and why, and whether a kernel broke the GPU context.
     """
     left_out = []
     tasks = list(plan.tasks())
@@ -342,18 +340,18 @@ def run(plan: Plan, session: Session, lost_tasks: Path) -> tuple[list[str], bool
                     with lost_tasks.open("a") as file:
                         file.write(f"{task.title}\n")
                 return left_out, True
-            except Exception as error:  # the rest is worth having; the exit status tells
+            except Exception as error:  # run the other tasks; the exit status will be 1
                 left_out.append(f"{task.title}: {FAILED}: {first_line(error)}")
             tqdm.write(f"{task.title}: {time.monotonic() - start_s:.0f} s")
             gc.collect()
             if session.device.type == "cuda":
-                torch.compiler.reset()  # what was compiled for other shapes slows every look-up
+                torch.compiler.reset()  # code for other shapes slows every look-up
                 torch.cuda.empty_cache()
     return left_out, False
 
 
 def show(device: str, folder: Path, *, with_plots: bool) -> None:
-    """Prints the tables of one device, the best rivals, and the plots it wrote."""
+    """Prints tables, best rivals and plots of one device."""
     try:
         rows, points = report.load(folder)[device]
     except (FileNotFoundError, KeyError):
@@ -380,8 +378,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmarks.
 
     Returns:
-        1 if a fused contender is wrong or a part failed; `LOST` if a failed kernel broke the GPU
-        context, so that only a new process, with --resume, can measure the rest.
+        1 if a fused contender is wrong or a part failed; `LOST` if a kernel broke the GPU context,
+        and a new process with --resume can measure the rest.
     """
     start_s = time.monotonic()
     a = arguments(given)

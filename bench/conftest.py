@@ -1,4 +1,4 @@
-"""Options and the results file of `pytest bench/ops.py`."""
+"""Options and results of `pytest bench/ops.py`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from bench.records import Records, Row, slug
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where to measure, and where to write."""
+    """Adds the options."""
     group = parser.getgroup("preact_kernels ops")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     group.addoption("--bench-device", default=default, help="cpu or cuda")
     group.addoption("--bench-dtype", default=None, help="fp32, bf16 or fp16")
     group.addoption("--bench-batch", type=int, default=None, help="images (16, or 128 on a GPU)")
     group.addoption("--bench-out", default="bench/out", help="directory of the CSV file")
-    group.addoption("--bench-command", default=None, help="the command that rows are said to be of")
+    group.addoption("--bench-command", default=None, help="the command in the rows")
 
 
 @dataclasses.dataclass(frozen=True)
 class OpSettings:
-    """Where and on what the ops of this run are measured."""
+    """What the ops of this run are measured on."""
 
     device: torch.device
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class OpSettings:
 
 @pytest.fixture(scope="session")
 def settings(request: pytest.FixtureRequest) -> OpSettings:
-    """The run's settings; the ceilings are measured once."""
+    """Settings of the run; measures the ceilings once."""
     device = torch.device(request.config.getoption("--bench-device"))
     on_gpu = device.type == "cuda"
     dtype = request.config.getoption("--bench-dtype") or ("bf16" if on_gpu else "fp32")
@@ -51,7 +51,7 @@ def settings(request: pytest.FixtureRequest) -> OpSettings:
 
 @pytest.fixture(scope="session")
 def record(request: pytest.FixtureRequest, settings: OpSettings) -> Callable[[Row], None]:
-    """Adds a finished row to the CSV file of the device, at once."""
+    """Writes a row to the CSV file of the device."""
     folder = Path(request.config.getoption("--bench-out"))
     records = Records(folder / f"{slug(settings.machine.device)}.csv", Row, keep=True)
     return lambda row: records.put(settings.machine.stamp(row))

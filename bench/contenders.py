@@ -1,9 +1,9 @@
-"""Who is compared: ways to run the same network from the same weights.
+"""The contenders: ways to train the same network from the same weights.
 
-Every baseline is `pk.preact_resnet(..., fused=False)`, plain `torch.nn` modules with in-place
-ReLU, in the memory format that serves it best; every rival is applied to that network as its own
-documentation says. Half precision means convolutions, linear layer and activations in that
-dtype, batch-norm parameters and statistics in float32: no contender pays for casts of weights.
+The baseline is `pk.preact_resnet(..., fused=False)`: plain `torch.nn` modules with in-place ReLU.
+Each rival is applied to it as its own documentation recommends. In half precision, convolutions,
+the linear layer and activations have that dtype, and batch-norm parameters and statistics are
+float32, so that no contender casts weights.
 """
 
 import dataclasses
@@ -27,22 +27,16 @@ State = dict[str, Tensor]
 
 
 class Family(NamedTuple):
-    """Networks that differ in depth alone.
+    """Networks that differ only in depth."""
 
-    options: of `pk.preact_resnet`.
-    image_size: pixels, height and width.
-    classes: outputs; None takes those of the images.
-    suffix: ends the names.
-    """
-
-    options: dict
-    image_size: int = 32
-    classes: int | None = None
-    suffix: str = ""
+    options: dict  # of `pk.preact_resnet`
+    image_size: int = 32  # height and width, in pixels
+    classes: int | None = None  # outputs; None: the classes of the images
+    suffix: str = ""  # of the names
 
 
 FAMILIES = {
-    "resnet": Family({}),  # the paper's for CIFAR
+    "resnet": Family({}),  # for CIFAR
     "wrn": Family({"block": "basic", "width": 10}, suffix="-10"),
     "imagenet-resnet": Family({"variant": "imagenet"}, image_size=224, classes=1000),
 }
@@ -50,15 +44,15 @@ FAMILIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A pre-activation ResNet by its depth, the number of classes of the images, and its family."""
+    """A pre-activation ResNet."""
 
     depth: int
-    classes: int = 10
-    family: str = "resnet"
+    classes: int = 10  # of the images
+    family: str = "resnet"  # a key of FAMILIES
 
     @classmethod
     def named(cls, name: str, classes: int = 10) -> "Network":
-        """The network of a name, for example `"resnet-1001"`, `"wrn-28-10"`.
+        """The network called `name`, for example `"resnet-1001"` or `"wrn-28-10"`.
 
         Raises:
             ValueError: no family has such a name.
@@ -81,7 +75,7 @@ class Network:
         return FAMILIES[self.family].image_size
 
     def model(self, **options) -> nn.Module:
-        """The network, in the modes of `options` (of `pk.preact_resnet`)."""
+        """The network, with further `options` of `pk.preact_resnet`."""
         family = FAMILIES[self.family]
         return pk.preact_resnet(
             self.depth, family.classes or self.classes, **family.options, **options
@@ -89,13 +83,13 @@ class Network:
 
     @property
     def block(self) -> str:
-        """`"basic"` or `"bottleneck"`, as `pk.preact_resnet` chooses by depth."""
+        """`"basic"` or `"bottleneck"`, which `pk.preact_resnet` chooses by depth."""
         with torch.device("meta"):
             model = self.model(fused=False)
         return "basic" if isinstance(model.stages[0][0], pk.PreActBasicBlock) else "bottleneck"
 
     def state(self, seed: int = 0) -> State:
-        """He-initialised weights, the same for a seed: what every contender starts from."""
+        """He-initialised weights, the same for all contenders."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.model(fused=False).state_dict()
@@ -103,27 +97,17 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A named way to run a network.
-
-    name: as in tables and on the command line.
-    memory_mode: what it keeps for the backward, in a few words.
-    fused: the memory mode of `pk.preact_resnet`, or None for a plain network.
-    channels_last: the memory format of weights and images.
-    prepare: changes the finished plain network in place.
-    graphed: the whole training step is captured in a CUDA graph.
-    hooks_see_all: whether saved-tensor hooks see everything that is kept.
-    same_function: False where it computes something else by design.
-    requires: a device to the reason why this contender cannot run there, or None.
-    """
+    """A way to train a network."""
 
     name: str
-    memory_mode: str
-    fused: str | None = None
-    channels_last: bool = True
-    prepare: Callable[[nn.Module], None] | None = None
-    graphed: bool = False
-    hooks_see_all: bool = True
-    same_function: bool = True
+    memory_mode: str  # what it keeps for the backward
+    fused: str | None = None  # memory mode of `pk.preact_resnet`; None: a plain network
+    channels_last: bool = True  # weights and images
+    prepare: Callable[[nn.Module], None] | None = None  # changes the model in place
+    graphed: bool = False  # captures the training step in a CUDA graph
+    hooks_see_all: bool = True  # saved-tensor hooks see everything that is kept
+    same_function: bool = True  # False: computes something else by design
+    # Why it cannot run on a device, or None.
     requires: Callable[[torch.device], str | None] = lambda device: None
 
     def build(
@@ -147,20 +131,17 @@ class Contender:
         return model.train()
 
     def input(self, images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """`images` as this contender's network takes them."""
+        """`images` in the dtype, device and memory format of the model."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return images.to(device, dtype).contiguous(memory_format=layout)
 
 
-# torch.compile, block by block --------------------------------------------------------------------
-
-
 @functools.cache
 def _inductor(memory_budget: float) -> Callable:
-    """Inductor under an activation memory budget, as a backend of its own.
+    """A torch.compile backend: Inductor under an activation memory budget.
 
-    Dynamo finds compiled code by the code object and the backend: one backend a budget lets all
-    blocks of a network share what was compiled, and keeps networks of other budgets apart.
+    Dynamo caches compiled code by code object and backend. With one backend per budget, all blocks
+    of a network share compiled code, and networks with other budgets do not.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
@@ -175,8 +156,8 @@ def _inductor(memory_budget: float) -> Callable:
 def _compile_blocks(model: nn.Module, memory_budget: float = 1.0) -> None:
     from torch._dynamo import config
 
-    # All blocks run one code object, in as many variants as there are block shapes and batches;
-    # beyond the limit Dynamo would go on uncompiled, so that is made an error.
+    # All blocks share one code object, with a variant per block shape and batch. Beyond the limit
+    # Dynamo would run uncompiled: fail instead.
     config.recompile_limit = max(config.recompile_limit, 256)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 1024)
     config.fail_on_recompile_limit_hit = True
@@ -194,14 +175,10 @@ def _compiler_missing(device: torch.device) -> str | None:
     return None
 
 
-# torch.utils.checkpoint ---------------------------------------------------------------------------
-
-
 class CheckpointedBlocks(nn.Sequential):
-    """Blocks in a row, each run of `every` blocks under `torch.utils.checkpoint`.
+    """Blocks of which every `every` consecutive ones are under `torch.utils.checkpoint`.
 
-    The recomputation updates the running statistics of the plain modules a second time: that is
-    what checkpointing does to them.
+    Recomputation updates the running statistics a second time, as it does in plain modules.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], every: int, context_fn=None) -> None:
@@ -246,9 +223,6 @@ def _checkpoint_blocks(model: nn.Module, every: str, policy: Callable | None = N
         model.stages[index] = CheckpointedBlocks(list(stage), length, context_fn)
 
 
-# InPlace-ABN --------------------------------------------------------------------------------------
-
-
 def _inplace_abn_missing(device: torch.device) -> str | None:
     if importlib.util.find_spec("inplace_abn") is None:
         return "InPlace-ABN: the package inplace_abn is not installed"
@@ -256,10 +230,10 @@ def _inplace_abn_missing(device: torch.device) -> str | None:
 
 
 def _use_inplace_abn(model: nn.Module) -> None:
-    """InPlaceABN in place of every inner norm and ReLU.
+    """Replaces every batch norm and ReLU by InPlaceABN, except for the first of each block.
 
-    The first norm of a block stays: its input is the residual stream, which the addition needs
-    and InPlaceABN would overwrite. A ReLU cannot be inverted, so the package has a leaky one.
+    The input of the first is the residual stream, which InPlaceABN would overwrite. InPlaceABN has
+    a leaky ReLU, because it inverts the activation.
     """
     from inplace_abn import InPlaceABN
 
@@ -279,9 +253,6 @@ def _use_inplace_abn(model: nn.Module) -> None:
                 new.load_state_dict(old.state_dict(), strict=False)
                 setattr(block, f"bn{index}", new.to(old.weight.device))
             block.forward = functools.partial(forward, block)
-
-
-# The table ----------------------------------------------------------------------------------------
 
 
 def _gpu_only(device: torch.device) -> str | None:
@@ -343,49 +314,53 @@ ALL = (
 
 BY_NAME = {c.name: c for c in ALL}
 
-ANCHOR = "fused-store"  # takes part in every group, so that groups can be compared
+ANCHOR = "fused-store"  # in every group, so that groups can be compared
+
+_FUSED = ("fused-store", "fused-rebuild", "fused-checkpoint")
 
 GROUPS = {
-    "main": (
-        "eager-nchw", "eager-channels-last", "compile-blocks", "fused-store", "fused-rebuild",
-        "fused-checkpoint",
-    ),
+    "main": ("eager-nchw", "eager-channels-last", "compile-blocks", *_FUSED),
     "uncompiled": (
-        "eager-channels-last", "eager-graph", "fused-store", "fused-graph", "fused-rebuild",
+        "eager-channels-last",
+        "eager-graph",
+        "fused-store",
+        "fused-graph",
+        "fused-rebuild",
         "fused-checkpoint",
     ),
     "compiled": ("fused-store", "eager-nchw", "compile-blocks"),
     "compiled and captured": ("fused-store", "fused-graph", "compile-graph"),
     "memory rivals": (
-        "fused-store", "checkpoint-block", "checkpoint-sqrt", "selective-convs",
-        "selective-inner-convs", "inplace-abn",
+        "fused-store",
+        "checkpoint-block",
+        "checkpoint-sqrt",
+        "selective-convs",
+        "selective-inner-convs",
+        "inplace-abn",
     ),
     "compile budgets": ("fused-store", "compile-budget-0.5", "compile-budget-0.3"),
-    "wide networks": (
-        "eager-channels-last", "compile-blocks", "fused-store", "fused-rebuild", "fused-checkpoint",
-    ),
-}  # fmt: skip
-"""Contenders that are timed in turn with one another, in order of importance."""
+    "wide networks": ("eager-channels-last", "compile-blocks", *_FUSED),
+}
+"""Contenders that are timed in turn, the most important first."""
 
 MAIN_GROUPS = {"cpu": ("main",), "cuda": ("uncompiled", "compiled", "compiled and captured")}
-"""Who is measured on every network, by device. Compilers for a GPU take minutes: they come last."""
-
+"""Groups that are measured on every network. On a GPU, compiling takes minutes and comes last."""
 
 WIDE_NETWORKS = (("imagenet-resnet-50", 256), ("imagenet-resnet-200", 64), ("wrn-28-10", 128))
-"""Networks, and batches of them, that are measured on a GPU beside the deep narrow ones."""
+"""Networks and batches that a GPU also measures."""
 
-COUNTED_BY_DEPTH = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
+COUNTED_BY_DEPTH = ("eager-channels-last", *_FUSED)
 DEPTHS_COUNTED = (29, 83, 164, 326, 1001, 2999, 10_001)
-"""Who is counted, for memory against depth, on which networks of bottlenecks."""
+"""Contenders and depths of the plot of memory against depth."""
 
 
 def is_rival(name: str) -> bool:
-    """Whether a contender is something other than this package."""
+    """Whether a contender does not use the fused kernels."""
     return BY_NAME[name].fused is None
 
 
 def available(names: Sequence[str], device: torch.device) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders that can run on `device`, and the reasons of those that cannot.
+    """The contenders that can run on `device`, and for the others why not.
 
     Raises:
         ValueError: a name is unknown.

@@ -1,11 +1,10 @@
-"""No speed without the right results: every contender against plain PyTorch in float64.
+"""Compares every contender with plain PyTorch in float64 before it is timed.
 
-A result may deviate from float64 by twice what eager PyTorch itself deviates in the same dtype,
-plus one rounding of that dtype, as relative norms. Judged are the losses of the images of a
-batch, the logits, and the gradient of all parameters. Eager's own deviation is the larger one of
-its two memory formats. A network of 164 layers is judged in float32; it amplifies one rounding
-of half precision to 90 degrees of its gradient, so those dtypes are judged on the smallest
-network that has every kind of block; so are networks of other families, in every dtype.
+The relative error of the losses, the logits and the gradient of all parameters may be at most twice
+that of eager PyTorch in the same dtype (the larger one of its two memory formats), plus one
+rounding of the dtype. In float32 this is checked on up to 110 or 164 layers. In half precision,
+rounding turns the gradient of so deep a network by up to 90 degrees, so the smallest network with
+every kind of block is checked instead, as for other families in every dtype.
 """
 
 import dataclasses
@@ -24,25 +23,25 @@ SMALLEST = {
     "wrn": {"basic": 16},
     "imagenet-resnet": {"basic": 18, "bottleneck": 50},
 }
-"""Depths of the smallest networks of a family with every kind of block."""
+"""Depths of the smallest networks with every kind of block, by family."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a contender's results are right, and how far they are from float64."""
+    """Whether the results of a contender are correct, and their errors."""
 
     correct: str  # "yes", "no" or "another function"
-    note: str  # empty, or what is wrong
-    deviations: dict[str, float]  # relative norms, by quantity
+    note: str  # what is wrong, or ""
+    deviations: dict[str, float]  # relative error by quantity
 
     @property
     def may_show_speed(self) -> bool:
-        """Whether a time of this contender may be shown."""
+        """Whether the contender may be timed."""
         return self.correct != "no"
 
 
 def judged_network(network: Network, dtype: torch.dtype) -> Network:
-    """The network on which contenders are judged before `network` is timed."""
+    """The network on which contenders are checked before `network` is timed."""
     block = network.block
     depth = SMALLEST[network.family][block]
     if network.family == "resnet" and dtype not in (torch.float16, torch.bfloat16):
@@ -63,12 +62,12 @@ def results(
     """Losses `[N]`, logits `[N, classes]` and the flat gradient of one pass, in float64.
 
     Args:
-        contender: who runs.
-        network: what is run.
+        contender: what runs `network`.
+        network: what to run.
         state: its weights.
-        images: `[N, 3, H, W]` float32, of the network's size.
+        images: `[N, 3, H, W]` float32, of the network's image size.
         labels: `[N]` int64.
-        device: where.
+        device: where to run.
         dtype: of the activations.
     """
     model = contender.build(network, state, device, dtype)
@@ -77,7 +76,7 @@ def results(
     losses = F.cross_entropy(wide, labels.to(device), reduction="none")
     losses.mean().backward()
     gradient = torch.cat([p.grad.double().flatten() for p in model.parameters()])
-    measure.synchronize(device)  # so that a kernel that fails is this contender's
+    measure.synchronize(device)  # attributes a failed kernel to this contender
     return losses.detach().double(), logits.detach().double(), gradient
 
 
@@ -87,7 +86,7 @@ def deviation(found: Tensor, truth: Tensor) -> float:
 
 
 def first_line(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says."""
+    """The type of an error and the start of its message."""
     return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]}"
 
 
@@ -99,19 +98,18 @@ def judge(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Verdict]:
-    """Verdicts on contenders that are about to be timed on `network`.
+    """Checks contenders that will be timed on `network`.
 
     Args:
-        contenders: whom to judge.
+        contenders: what to check.
         network: what they will be timed on; see `judged_network`.
-        images_source: where the one batch comes from.
-        batch: images in it.
-        device: where they run.
+        images_source: source of the batch.
+        batch: images in the batch.
+        device: where to run.
         dtype: of the activations.
 
     Returns:
-        Name of the contender to verdict. A contender that fails with an exception is not
-        correct, and the verdict says what it raised.
+        Verdicts by name. If a contender raises, its verdict is "no" and names the exception.
 
     Raises:
         DeviceLost: a contender broke the GPU context.
@@ -137,7 +135,7 @@ def judge(
                     found = run(contender, dtype)
             except measure.DeviceLost:
                 raise
-            except Exception as error:  # a rival that fails is a result, not the end of the run
+            except Exception as error:  # a failed rival does not end the run
                 if contender in eager:
                     raise
                 verdicts[contender.name] = Verdict("no", f"failed: {first_line(error)}", {})

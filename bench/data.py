@@ -1,11 +1,10 @@
-"""Real images to measure and train on: CIFAR-10/100 that the user has, or scikit-learn's digits.
+"""Images to train on: CIFAR-10 or CIFAR-100 from a folder of yours, or scikit-learn's digits.
 
-Nothing is downloaded. CIFAR is read in its binary distribution
+Nothing is downloaded. CIFAR is read in its binary format
 (https://www.cs.toronto.edu/~kriz/cifar.html): records of one label byte (CIFAR-100: a coarse and
-a fine one) and 3,072 pixels, red, green and blue planes of 32x32. The publisher gives MD5 sums of
-the archives, so an archive is checked against its sum; extracted files, for which no sums are
-published, are checked by structure: whole records, labels in range, equal parts, and, at the
-published sizes, as many images of every class as the publisher says.
+a fine one) and 3,072 pixels, in red, green and blue planes of 32x32. An archive is checked against
+its published MD5 sum. Extracted files have no published sums, so their structure is checked: whole
+records, labels in range, files of equal length, and the same number of images in every class.
 """
 
 import hashlib
@@ -25,20 +24,13 @@ _PIXELS = 3 * 32 * 32
 
 
 class Images(NamedTuple):
-    """A labelled set.
+    """A labelled data set."""
 
-    images: `[N, 3, 32, 32]` float32, of mean 0 and standard deviation 1 a channel.
-    labels: `[N]` int64.
-    classes: how many there are.
-    may_flip: whether a mirrored image keeps its label.
-    name: "cifar-10", "cifar-100" or "digits".
-    """
-
-    images: Tensor
-    labels: Tensor
+    images: Tensor  # [N, 3, 32, 32] float32, mean 0 and standard deviation 1 per channel
+    labels: Tensor  # [N] int64
     classes: int
-    may_flip: bool
-    name: str
+    may_flip: bool  # a mirrored image keeps its label
+    name: str  # "cifar-10", "cifar-100" or "digits"
 
 
 class _Distribution(NamedTuple):
@@ -48,68 +40,64 @@ class _Distribution(NamedTuple):
     archive_md5: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    label_bytes: int  # the last one is the label that is read
+    label_bytes: int  # per record; the last one is read
     classes: int
-    records: int  # in each published file of the training set
 
 
 _CIFAR = (
     _Distribution(
-        "cifar-10",
-        "cifar-10-batches-bin",
-        "cifar-10-binary.tar.gz",
-        "c32a1d4ab5d03f1284b67883e8d87530",
-        tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
-        ("test_batch.bin",),
-        1,
-        10,
-        10_000,
+        name="cifar-10",
+        folder="cifar-10-batches-bin",
+        archive="cifar-10-binary.tar.gz",
+        archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
+        train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+        test=("test_batch.bin",),
+        label_bytes=1,
+        classes=10,
     ),
     _Distribution(
-        "cifar-100",
-        "cifar-100-binary",
-        "cifar-100-binary.tar.gz",
-        "03b5dce01913d631647c71ecec9e9cb8",
-        ("train.bin",),
-        ("test.bin",),
-        2,
-        100,
-        50_000,
+        name="cifar-100",
+        folder="cifar-100-binary",
+        archive="cifar-100-binary.tar.gz",
+        archive_md5="03b5dce01913d631647c71ecec9e9cb8",
+        train=("train.bin",),
+        test=("test.bin",),
+        label_bytes=2,
+        classes=100,
     ),
 )
 _PUBLISHED_TRAIN, _PUBLISHED_TEST = 50_000, 10_000
 
 
 def load(directory: str | Path | None = None, *, train: bool = True) -> Images:
-    """CIFAR from `directory`, or the digits where none is named.
+    """CIFAR from `directory`, or the digits without one.
 
     Args:
-        directory: see `load_cifar`; None takes the environment variable `PREACT_KERNELS_DATA`,
-            and the digits where that is not set either.
+        directory: see `load_cifar`; the default is the environment variable `PREACT_KERNELS_DATA`.
         train: the training set; False: the test set (of the digits, the last 297 scans).
 
     Raises:
-        FileNotFoundError: a directory was named and holds no CIFAR files.
-        ValueError: a file is truncated or is not what its name says.
+        FileNotFoundError: the directory has no CIFAR files.
+        ValueError: a file is truncated or is not CIFAR.
     """
     directory = directory or os.environ.get(ENVIRONMENT_VARIABLE)
     return load_cifar(directory, train=train) if directory else load_digits(train=train)
 
 
 def load_cifar(directory: str | Path, *, train: bool = True) -> Images:
-    """CIFAR-10 or CIFAR-100 in its binary distribution.
+    """CIFAR-10 or CIFAR-100 in the binary format.
 
     Args:
-        directory: holds `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`
-            (CIFAR-100: `train.bin` and `test.bin`), or the folder or the archive they come in.
+        directory: has `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin` (CIFAR-100:
+            `train.bin` and `test.bin`), or the published folder or archive.
         train: the training set; False: the test set.
 
     Returns:
-        The images, normalised by the mean and the standard deviation of the set that was read.
+        The images, normalised by their own mean and standard deviation.
 
     Raises:
         FileNotFoundError: the directory or a file is missing.
-        ValueError: a file is truncated or is not what its name says.
+        ValueError: a file is truncated or is not CIFAR.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
@@ -140,13 +128,10 @@ def _from_files(kind: _Distribution, folder: Path, train: bool) -> Images:
 
 
 def _from_archive(kind: _Distribution, path: Path, train: bool) -> Images:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "md5") if hasattr(hashlib, "file_digest") else None
-        if found is None:  # Python 3.10
-            found = hashlib.md5(file.read())
-    if found.hexdigest() != kind.archive_md5:
+    found = hashlib.md5(path.read_bytes()).hexdigest()
+    if found != kind.archive_md5:
         raise ValueError(
-            f"{path}: expected MD5 {kind.archive_md5}, got {found.hexdigest()}: "
+            f"{path}: expected MD5 {kind.archive_md5}, got {found}: "
             "truncated, or not the published archive"
         )
     contents = {}
@@ -226,12 +211,12 @@ def _normalised(images: Tensor) -> Tensor:
 
 
 def augmented(images: Tensor, generator: torch.Generator, *, may_flip: bool) -> Tensor:
-    """Each image translated by up to 4 pixels (zeros move in), and mirrored half of the time.
+    """Images shifted by up to 4 pixels, filled with zeros, and mirrored with probability 1/2.
 
     Args:
         images: `[N, 3, H, W]`.
-        generator: of the CPU; decides the translations and the flips.
-        may_flip: whether to mirror at all.
+        generator: on the CPU.
+        may_flip: False: never mirror.
 
     Returns:
         `[N, 3, H, W]`.
@@ -254,23 +239,18 @@ def batches(
     batch: int,
     *,
     seed: int = 0,
-    augment: bool = True,
-    epochs: int | None = None,
     size: int = 32,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled batches, the same for a seed; an incomplete last batch of an epoch is left out.
+    """Shuffled batches; the incomplete last batch of each epoch is dropped.
 
     Args:
-        data: what to draw from.
-        batch: images a batch.
-        seed: of the shuffling and the augmentation.
-        augment: see `augmented`.
-        epochs: passes over the data; None goes on for ever.
-        size: height and width in pixels, to which images are resized bilinearly.
+        data: the source.
+        batch: images per batch.
+        seed: of shuffling and augmentation.
+        size: height and width in pixels; images are resized bilinearly.
 
     Yields:
-        Images `[batch, 3, size, size]` float32, contiguous and owning their memory, and labels
-        `[batch]` int64.
+        Images `[batch, 3, size, size]` float32 and labels `[batch]` int64, without end.
 
     Raises:
         ValueError: the set is smaller than one batch.
@@ -278,16 +258,12 @@ def batches(
     if not 1 <= batch <= len(data.labels):
         raise ValueError(f"batch: expected 1 to {len(data.labels)} ({data.name}), got {batch}")
     generator = torch.Generator().manual_seed(seed)
-    epoch = 0
-    while epochs is None or epoch < epochs:
+    while True:
         order = torch.randperm(len(data.labels), generator=generator)
         for indices in order.split(batch):
             if len(indices) < batch:
                 continue
-            images = data.images[indices]
-            if augment:
-                images = augmented(images, generator, may_flip=data.may_flip)
+            images = augmented(data.images[indices], generator, may_flip=data.may_flip)
             if images.shape[-1] != size:
                 images = F.interpolate(images, size=(size, size), mode="bilinear")
             yield images, data.labels[indices]
-        epoch += 1

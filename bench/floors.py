@@ -1,7 +1,7 @@
-"""The least a step or an op can cost: bytes that must move, and FLOPs.
+"""Lower bounds for a step or an op: bytes that must move, and FLOPs.
 
-Bytes follow the plan of the fused kernels, one block at a time and without credit for caches.
-With C elements a pixel in a bottleneck 4C -> C -> C -> 4C the passes are, in units of C:
+Bytes follow the plan of the fused kernels, block by block, without caches. The passes of a
+bottleneck 4C -> C -> C -> 4C, in units of C elements per pixel:
 
     forward   F1  x 4 -> z1 1          F2  z1 1 -> z2 1        F3  z2 1, x 4 -> y 4          16
     backward  B3  dy 4, z2 1 -> g3 1                                                          6
@@ -41,8 +41,8 @@ def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tupl
     Args:
         block: a `pk.PreActBasicBlock` or `pk.PreActBottleneck`.
         batch: images.
-        height: of the square input, pixels.
-        itemsize: bytes an element.
+        height: of the square input, in pixels.
+        itemsize: bytes per element.
 
     Returns:
         The cost, and the height of the output.
@@ -59,7 +59,7 @@ def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tupl
     shortcut = getattr(block, "shortcut", None)
 
     elements = sum(inputs) + sum(outputs)  # every unit reads its input and writes its output
-    elements += y if shortcut is not None else x  # the last one reads what is added
+    elements += y if shortcut is not None else x  # the last one reads the shortcut
     for index in reversed(range(1, len(units))):
         if index == len(units) - 1:
             elements += y + 2 * inputs[index]  # dy, z -> g
@@ -81,11 +81,12 @@ def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tupl
 def network_cost(network: Network, batch: int, dtype: torch.dtype) -> Cost:
     """One training step of a pre-activation ResNet: forward, backward and SGD.
 
-    Stem: image read and output written; its weight gradient reads both. Where a max pool follows:
-    its input read and its output written, and their gradients the other way. Final BN-ReLU and mean
-    pool: x read in the forward; x read twice and dx written in the backward (the incoming
-    gradient is one value a channel). Parameters, 4 bytes each: read in the forward and in the
-    backward, gradient written and read, parameter and momentum read and written: 8 passes.
+    - Stem: reads the image and writes its output; the weight gradient reads both.
+    - Max pool, if there is one: reads its input and writes its output; the same for gradients.
+    - Final BN-ReLU and mean pool: reads x; the backward reads x twice and writes dx (the incoming
+      gradient is one value per channel).
+    - Parameters, 4 bytes each, 8 passes: read in the forward and in the backward, gradient written
+      and read, parameter and momentum read and written.
     """
     with torch.device("meta"):
         model = network.model(fused=False)
@@ -109,10 +110,10 @@ def network_cost(network: Network, batch: int, dtype: torch.dtype) -> Cost:
 
 
 def bn_relu_cost(x_elements: int, itemsize: int, backward: bool) -> Cost:
-    """`pk.bn_relu` in training mode, on its own.
+    """`pk.bn_relu` in training mode.
 
-    Forward: x read for the statistics, x read and y written (3 passes). Backward: dy and x read
-    for the two sums, dy and x read and dx written (5).
+    Forward, 3 passes: reads x for the statistics, reads x, writes y. Backward, 5 passes: reads dy
+    and x for the sums, reads dy and x, writes dx.
     """
     passes = 3 + (5 if backward else 0)
     return Cost(passes * x_elements * itemsize, 0.0)
@@ -127,20 +128,19 @@ def bn_relu_conv_cost(
     has_residual: bool,
     backward: bool,
 ) -> Cost:
-    """`pk.bn_relu_conv2d` in training mode, on its own.
+    """`pk.bn_relu_conv2d` in training mode.
 
-    Forward: x read for the statistics, x read and y written, and the residual read. Backward:
-    dy and x read for sums and weight gradient, then either dy and x read again and dx written,
-    or g kept in between (g written; g and x read, dx written): whichever moves less. The
-    gradient of the residual is dy itself.
+    Forward: reads x for the statistics, reads x and the residual, writes y. Backward: reads dy and
+    x for the sums and the weight gradient; then either reads dy and x and writes dx, or writes g
+    before and reads g and x and writes dx, whichever moves less. The residual's gradient is dy.
 
     Args:
         x_elements: elements of the input.
         y_elements: elements of the output.
         flops: of one forward of the convolution.
-        itemsize: bytes an element.
-        has_residual: whether a residual is added.
-        backward: count the backward too.
+        itemsize: bytes per element.
+        has_residual: a residual is added.
+        backward: include the backward.
     """
     elements = 2 * x_elements + y_elements + (y_elements if has_residual else 0)
     if backward:

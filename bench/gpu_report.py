@@ -1,12 +1,11 @@
 """Builds, tests and measures on a GPU machine: `python -m bench.gpu_report FOLDER`.
 
-Uses the machine's Python as it is, with torch, pytest and what the benchmarks need, and no network.
-In order: the compiled libraries (built before from the same sources, or built now), the tests of
-the kernels, the benchmarks, the CUDA library beside the default backend, the hottest kernels, and
-the other tests if time is left. FOLDER gets `summary.txt` (a line a part), `log.txt` (what
-every part printed) and the CSV files of the benchmarks, all written while the parts run. A part
-that fails or runs out of time stops no other. `python -m bench.report --results FOLDER` makes
-tables and plots.
+Uses the Python of the machine with torch, pytest and the packages of the benchmarks, and no
+network. The parts, in order: compiled libraries (existing ones of the same sources, or built now),
+tests of the kernels, benchmarks, benchmarks of the CUDA backend, the hottest kernels, and the other
+tests if time is left. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the
+CSV files of the benchmarks, all written while the parts run. If a part fails or runs out of time,
+the next one starts. `python -m bench.report --results FOLDER` writes tables and plots.
 """
 
 import argparse
@@ -29,21 +28,33 @@ from bench.__main__ import LOST
 from bench.measure import ROOT
 
 LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.so")]
-LISTING = ROOT / "build" / "libraries.sha256"  # hashes of the libraries and their sources
+LISTING = ROOT / "build" / "libraries.sha256"  # hashes of libraries and sources
 KERNEL_TESTS = (
     ("test_cuda", "test_cuda_conv"),
     ("test_triton", "test_graphs"),
     ("test_bn_stats", "test_bn_relu", "test_bn_relu_conv", "test_residual_add"),
-    ("test_preact_stage", "test_memory_mode", "test_preact_block", "test_running_statistics",
-     "test_determinism", "test_training"),
-)  # fmt: skip
-"""Tests of the kernels, the most important first; a group is one run of pytest."""
+    (
+        "test_preact_stage",
+        "test_memory_mode",
+        "test_preact_block",
+        "test_running_statistics",
+        "test_determinism",
+        "test_training",
+    ),
+)
+"""Tests of the kernels, the most important first. Each group is one run of pytest."""
 WITHOUT_GPU = (
-    "test_cuda_on_host", "test_cuda_build", "test_versions", "test_bench", "test_bench_data",
-    "test_gpu_report", "test_lost_gpu",
-)  # fmt: skip
-"""Tests that a GPU does not change."""
-GRACE_SECONDS = 20  # for a part that was interrupted
+    "test_cuda_on_host",
+    "test_cuda_build",
+    "test_versions",
+    "test_docs",
+    "test_bench",
+    "test_bench_data",
+    "test_gpu_report",
+    "test_lost_gpu",
+)
+"""Tests that do not depend on a GPU."""
+GRACE_SECONDS = 20  # between interrupting and killing a part
 LOG_BYTES = 12 * 2**20
 
 LOAD = f"""
@@ -55,11 +66,11 @@ import preact_kernels as pk
 print("torch", torch.__version__, "with the backends", *pk.available_backends())
 sys.exit(torch.cuda.is_available() and "cuda" not in pk.available_backends())
 """
-"""Loads both libraries (only the CPU one if torch has no CUDA); fails if a GPU is not served."""
+"""Loads both libraries, or one if torch has no CUDA; fails if there is a GPU without backend."""
 
 
 def listing() -> bytes:
-    """Hashes of the libraries and of everything that they are built from."""
+    """Hashes of the libraries and of their sources."""
     sources = sorted(str(p) for p in (ROOT / "csrc").rglob("*") if p.is_file())
     paths = [*sources, ROOT / "setup.py", ROOT / "pyproject.toml", *LIBRARIES]
     names = [os.path.relpath(path, ROOT) for path in paths]
@@ -67,7 +78,7 @@ def listing() -> bytes:
 
 
 def is_built() -> bool:
-    """Whether the libraries were built from these sources, as noted in `LISTING`, and load."""
+    """Whether the libraries load and were built from these sources, according to `LISTING`."""
     if not LISTING.exists() or LISTING.read_bytes() != listing():
         return False
     load = [sys.executable, "-c", LOAD]
@@ -78,10 +89,10 @@ def is_built() -> bool:
 
 
 class Report:
-    """Writes the files of a run and keeps its time limit.
+    """Runs parts within a time limit and writes their files.
 
     Args:
-        folder: for the files; made where it is missing.
+        folder: for the files; created if missing.
         seconds: for the whole run.
     """
 
@@ -93,7 +104,7 @@ class Report:
             (folder / name).write_text("")
 
     def left_s(self) -> float:
-        """Seconds that are left of the run."""
+        """Seconds left of the run."""
         return self.end_s - time.monotonic()
 
     def note(self, part: str, words: str) -> None:
@@ -104,12 +115,12 @@ class Report:
     def run(
         self, part: str, command: Sequence[str], seconds: float, **environment: str
     ) -> int | None:
-        """Runs a command for at most `seconds`; shows its output and appends it to the log.
+        """Runs a command for at most `seconds`; prints its output and appends it to the log.
 
-        At the limit the command is interrupted, and `GRACE_SECONDS` later killed with its children.
+        At the limit, interrupts the command, and `GRACE_SECONDS` later kills it and its children.
 
         Returns:
-            Its exit status; None where there was no time to start or to finish.
+            Its exit status; None if there was no time to start or to finish.
         """
         seconds = min(seconds, self.left_s())
         if seconds < 1:
@@ -117,7 +128,7 @@ class Report:
             return None
         start_s = time.monotonic()
         deadline_s, is_late, end = start_s + seconds, False, b""
-        scripts = os.path.dirname(sys.executable)  # where ninja may be
+        scripts = os.path.dirname(sys.executable)  # has ninja, in a virtual environment
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
         process = subprocess.Popen(
             command,
@@ -147,11 +158,11 @@ class Report:
                     is_late = True
                     deadline_s += GRACE_SECONDS
                     process.send_signal(signal.SIGINT)
-        if not is_late:  # its output may end before the process does
+        if not is_late:  # the output can end before the process
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # children that are left too
+            os.killpg(process.pid, signal.SIGKILL)  # with its children
         process.stdout.close()
         status = process.wait()
         text = end.decode(errors="replace").replace("\r", "\n").strip()
@@ -164,22 +175,20 @@ class Report:
         return None if is_late else status
 
     def tests(self, part: str, names: Sequence[str], seconds: float) -> None:
-        """Runs the quick tests of some files, in several processes if pytest-xdist is there."""
+        """Runs the quick tests of some files, in several processes if pytest-xdist is installed."""
         processes = []
         if importlib.util.find_spec("xdist"):
             count = min(8, os.cpu_count() or 1)  # they share one GPU
             processes = ["-n", str(count), "--max-worker-restart", str(4 * count)]
-        options = [
-            "-v", "-rfEs", "--tb", "short", "--maxfail", "100", "-p", "no:cacheprovider",
-            "-m", "not slow", *processes,
-        ]  # fmt: skip
+        options = ["-v", "-rfEs", "--tb=short", "--maxfail=100", "-p", "no:cacheprovider"]
+        options += ["-m", "not slow", *processes]
         files = [f"tests/{name}.py" for name in names]
         self.run(part, [sys.executable, "-m", "pytest", *options, *files], seconds)
 
     def bench(
         self, part: str, options: Sequence[str], seconds: float, *, resume: bool, **environment: str
     ) -> None:
-        """Runs the benchmarks; restarts them after a lost GPU, and once after a signal."""
+        """Runs the benchmarks; restarts them after a lost GPU, and once after a crash."""
         end_s = time.monotonic() + min(seconds, self.left_s())
         may_crash = True
         while True:
@@ -187,10 +196,8 @@ class Report:
             if left_s < 30:
                 self.note(part, "no time left")
                 return
-            command = [
-                sys.executable, "-m", "bench", "--out", str(self.folder), "--no-plots",
-                "--time-limit", str(int(left_s - 10)), *["--resume"] * resume, *options,
-            ]  # fmt: skip
+            command = [sys.executable, "-m", "bench", "--out", str(self.folder), "--no-plots"]
+            command += ["--time-limit", str(int(left_s - 10)), *["--resume"] * resume, *options]
             status = self.run(part, command, left_s, **environment)
             has_crashed = status is not None and status < 0
             if status != LOST and not (has_crashed and may_crash):
@@ -200,7 +207,7 @@ class Report:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs every part; returns 1 where one failed."""
+    """Runs every part; returns 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_report",
         description=__doc__,
@@ -216,10 +223,10 @@ def main(given: Sequence[str] | None = None) -> int:
         help="folder of an earlier report of this commit: keeps its rows, skips tests that ended",
     )
     parser.add_argument("--only-build", action="store_true", help="build for another machine")
-    a, options = parser.parse_known_args(given)  # the rest is for `python -m bench`
+    a, options = parser.parse_known_args(given)  # options: for `python -m bench`
     if a.resume and not a.resume.is_dir():
         parser.error(f"--resume: expected a folder, got {a.resume}")
-    ended = {}  # tests that ran to their end in the earlier report, and their line there
+    ended = {}  # lines of the tests that ran to their end in the earlier report
     if a.resume and (a.resume / "summary.txt").exists():
         summary = (a.resume / "summary.txt").read_text()
         ended = dict(re.findall(r"^(tests \d+): ((?:ok|exit status).*)", summary, re.MULTILINE))
@@ -265,10 +272,9 @@ def measure_all(
     if has_gpu:
         foremost = ["--networks", "resnet-1001", "--batch", "128"]
         foremost += ["--contenders", "fused-store", "fused-graph", "fused-rebuild"]
-        report.bench(
-            "bench of cuda", [*options, *foremost], beside_s, resume=resume,
-            PREACT_KERNELS_BACKEND="cuda",
-        )  # fmt: skip
+        options = [*options, *foremost]
+        environment = {"PREACT_KERNELS_BACKEND": "cuda"}
+        report.bench("bench of cuda", options, beside_s, resume=resume, **environment)
     report.run("hotspots", [sys.executable, "-m", "bench.hotspots"], 45)
     ran = {name for names in KERNEL_TESTS for name in names}
     others = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py"))

@@ -1,7 +1,7 @@
-"""Where the time of a training step goes, kernel by kernel: `python -m bench.hotspots`.
+"""Time of a training step by kernel: `python -m bench.hotspots`.
 
-On a GPU the kernels of the device, on a CPU PyTorch's operations without what they call. The step
-is timed without the profiler, beside what its kernels add up to and the least it can take.
+On a GPU these are the kernels of the device, on a CPU PyTorch's operations, each without those that
+it calls. Also prints the step time without the profiler, the sum of the kernels, and the floor.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from bench.network import TrainingStep
 def hotspots(
     contender: str, network: Network, batch: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[tuple[str, int, float]], float]:
-    """Profiles one training step of a contender, after two to warm up.
+    """Profiles one training step of a contender after warm-up.
 
     Returns:
-        Name, calls and ms of every kernel, the longest first; and the step's ms without profiler.
+        Name, calls and ms of every kernel, longest first; and ms of the step without profiler.
     """
     chosen = BY_NAME[contender]
     images = data.load_digits()
@@ -48,7 +48,7 @@ def hotspots(
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Prints the longest kernels and what they make up of a step."""
+    """Prints the longest kernels and their share of the step."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m bench.hotspots", description=__doc__)
     parser.add_argument("contender", nargs="?", default="fused-store", choices=list(BY_NAME))

@@ -1,4 +1,4 @@
-"""What is measured and how: times in turn, the machine, its ceilings, memory of a process."""
+"""Measures times in turn, the machine and its ceilings, and the memory of a process."""
 
 import contextlib
 import ctypes
@@ -36,9 +36,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Time -------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Median, 20th and 80th percentile of a set of times, in ms."""
@@ -50,7 +47,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples_ms: list[float]) -> "Timing":
-        """The three figures of at least one time."""
+        """Of at least one time."""
         if len(samples_ms) == 1:
             return cls(samples_ms[0], samples_ms[0], samples_ms[0], 1)
         fifths = statistics.quantiles(samples_ms, n=5, method="inclusive")
@@ -58,7 +55,7 @@ class Timing:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for a GPU; nothing to wait for on a CPU."""
+    """Waits for a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -67,11 +64,11 @@ class DeviceLost(RuntimeError):
     """A kernel failed and broke the GPU context: every later CUDA call of this process fails.
 
     Args:
-        contender: who ran when it failed.
-        reason: what CUDA says.
+        contender: which one ran.
+        reason: the CUDA error.
 
     Attributes:
-        is_recorded: whether the contender's row says so, so that a resumed run does not try again.
+        is_recorded: the contender's row says so, and a resumed run does not try it again.
     """
 
     def __init__(self, contender: str, reason: str) -> None:
@@ -81,10 +78,10 @@ class DeviceLost(RuntimeError):
 
 @contextlib.contextmanager
 def running(contender: str, device: torch.device) -> Iterator[None]:
-    """Attributes an error of the body that breaks the GPU context to `contender`.
+    """Attributes an error that breaks the GPU context to `contender`.
 
     Raises:
-        DeviceLost: in place of such an error; other errors pass through.
+        DeviceLost: instead of such an error; other errors pass through.
     """
     try:
         yield
@@ -99,7 +96,7 @@ def running(contender: str, device: torch.device) -> Iterator[None]:
 
 
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
-    """The time of one call in ms: between CUDA events on a GPU, by the clock on a CPU."""
+    """Time of one call in ms: between CUDA events on a GPU, by the clock on a CPU."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
@@ -122,19 +119,18 @@ def time_in_turn(
     title: str = "",
     after_round: Callable[[dict[str, Timing]], None] = lambda times: None,
 ) -> dict[str, Timing]:
-    """Times every call once a round, A B C A B C ..., so that drift meets all of them alike.
+    """Times every call once per round, A B C A B C ..., so that drift affects all alike.
 
     Args:
-        calls: name to call; already warm.
-        rounds: how many rounds.
+        calls: by name; already warm.
+        rounds: number of rounds.
         device: where the calls run.
-        deadline_s: value of `time.monotonic()` after which no further round starts; the first
-            round is always run.
-        title: what the progress bar says.
+        deadline_s: value of `time.monotonic()` after which no round starts, except the first.
+        title: of the progress bar.
         after_round: called with the times so far.
 
     Returns:
-        Name to `Timing`.
+        Timings by name.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     with tqdm(total=rounds * len(calls), desc=title, leave=False) as bar:
@@ -150,11 +146,8 @@ def time_in_turn(
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
-# Machine ----------------------------------------------------------------------------------------
-
-
 def cpu_model() -> str:
-    """The processor's name as Linux gives it."""
+    """The processor's name according to Linux."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -188,7 +181,7 @@ def commit() -> str:
 
     try:
         head = git("rev-parse", "--short=10", "HEAD")
-        # Results are written while the commit is measured, and are not what is measured.
+        # Not the results, which are written while the commit is measured.
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     except (OSError, subprocess.TimeoutExpired):
         head = ""
@@ -199,7 +192,7 @@ def commit() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What every row says about where it was measured."""
+    """Where results were measured: the last columns of every row."""
 
     device: str
     versions: str
@@ -209,7 +202,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: torch.device, command: str | None = None) -> "Machine":
-        """The facts of this process on `device`."""
+        """Of this process on `device`."""
         import preact_kernels as pk
         from preact_kernels.ops import dispatch
 
@@ -236,18 +229,15 @@ class Machine:
         return cls(name, ", ".join(versions), commit(), date, command)
 
     def stamp(self, record):
-        """`record` with these facts filled in."""
+        """`record` with these columns set."""
         return dataclasses.replace(record, **dataclasses.asdict(self))
-
-
-# Ceilings ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do at best: copy bandwidth and the rate of a large matrix product.
+    """Measured limits of the machine: copy bandwidth and the rate of large matrix products.
 
-    On a GPU also what the smallest kernel takes, one after another and in a CUDA graph.
+    On a GPU also the time of the smallest kernel, launched one by one and in a CUDA graph.
     """
 
     copy_gb_s: float
@@ -276,8 +266,8 @@ def _best_ms(call: Callable[[], object], device: torch.device, repeats: int) -> 
 def measure_ceilings(device: torch.device, *, repeats: int = 25) -> Ceilings:
     """Measures copy bandwidth (bytes read and written) and matrix rates.
 
-    The copied tensors are larger than any cache: 256 MiB on a CPU, 2 GiB on a GPU. float32
-    products run as PyTorch's convolutions do by default: in TF32 on a GPU that has it.
+    Copied tensors are larger than any cache: 256 MiB on a CPU, 2 GiB on a GPU. float32 products
+    use TF32 if PyTorch's convolutions do.
     """
     on_gpu = device.type == "cuda"
     dtypes = (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,)
@@ -318,9 +308,6 @@ def _launches_us(device: torch.device, repeats: int, count: int = 1000) -> tuple
     return tuple(1e3 * ms / count for ms in (plain_ms, _best_ms(graph.replay, device, repeats)))
 
 
-# Memory -----------------------------------------------------------------------------------------
-
-
 def _status_bytes(field: str) -> int | None:
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -330,23 +317,23 @@ def _status_bytes(field: str) -> int | None:
 
 
 def resident_bytes() -> int:
-    """Resident size of this process, after unused heap pages went back to the system."""
+    """Resident size of this process, after returning unused heap pages to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     return _status_bytes("VmRSS") or peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """The largest resident size that this process had since the last `reset_peak`.
+    """Peak resident size of this process since the last `reset_peak`.
 
-    Read from VmHWM: `ru_maxrss` of a child starts from the size of the process that forked it.
+    From VmHWM, because `ru_maxrss` of a child starts at the size of its parent.
     """
     high = _status_bytes("VmHWM")
     return high if high is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def reset_peak() -> bool:
-    """Sets the peak resident size to the present one; False where the system does not allow it."""
+    """Sets the peak resident size to the current one; False if the system does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -355,10 +342,7 @@ def reset_peak() -> bool:
 
 
 def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes that `call` allocates and that its result keeps alive.
-
-    Sees what saved-tensor hooks do not: tensors that a Python object holds on to.
-    """
+    """Bytes that `call` allocates and its result keeps alive, also outside autograd."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -375,10 +359,10 @@ def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 
 def run_child(arguments: list[str], timeout_s: float) -> dict:
-    """Runs `python -m <arguments>` in a process of its own; returns the JSON of its last line.
+    """Runs `python -m <arguments>` in another process; returns the JSON of its last line.
 
     Raises:
-        RuntimeError: the process failed, with the end of what it wrote.
+        RuntimeError: the process failed; the message has the end of its output.
         subprocess.TimeoutExpired: it took longer than `timeout_s`.
     """
     done = subprocess.run(

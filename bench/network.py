@@ -1,11 +1,12 @@
-"""Network level: training steps in turn, bytes kept for the backward, peak memory."""
+"""Network benchmarks: training steps in turn, bytes kept for the backward, peak memory."""
 
 import dataclasses
 import gc
 import itertools
+import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,18 @@ from bench.contenders import ANCHOR, Contender, Network
 from bench.correctness import Verdict
 from bench.records import Records, Row
 
-DRIFTED = "the machine drifted"  # begins the note on times that an earlier group's differ from
-UNFINISHED = "stopped before its last round"  # the note on times of a run that was cut short
+DRIFTED = "the machine drifted"  # in the note of times that do not compare with earlier groups
+UNFINISHED = "stopped before its last round"  # in the note of incomplete times
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 
 
 class TrainingStep:
-    """Forward, cross entropy, backward and a step of SGD with momentum, all tensors at once.
+    """Forward, cross entropy, backward and a step of SGD with momentum.
 
     Args:
-        model: in training mode, on its device.
-        batches: images and labels on that device, used in turn.
-        graphed: capture the step in a CUDA graph and replay it.
+        model: in training mode.
+        batches: images and labels on the device of the model, used in turn.
+        graphed: capture the step in a CUDA graph.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Session:
-    """What all measurements of one run share."""
+    """State that all measurements of one run share."""
 
     device: torch.device
     dtype: torch.dtype
@@ -76,34 +77,32 @@ class Session:
     verdicts: dict[tuple, Verdict] = dataclasses.field(default_factory=dict)
 
     def network(self, name: str) -> Network:
-        """The network of that name for this run's images."""
+        """The network called `name`, with the classes of this run's images."""
         return Network.named(name, self.images.classes)
 
     def row(self, contender: Contender, network: Network, batch: int) -> Row:
-        """The row of a contender: as measured before where this run resumes, or a new one."""
+        """The row of a contender: of an earlier run if this one resumes, or a new one."""
         size = network.image_size
         new = self.machine.stamp(
             Row(
-                "network",
-                contender.name,
-                network.name,
-                f"{batch}x3x{size}x{size}",
-                batch,
-                measure.dtype_name(self.dtype),
-                contender.memory_mode,
+                level="network",
+                contender=contender.name,
+                case=network.name,
+                shape=f"{batch}x3x{size}x{size}",
+                batch=batch,
+                dtype=measure.dtype_name(self.dtype),
+                memory_mode=contender.memory_mode,
             )
         )
         return self.rows.get(new.key, self.machine.commit) or new
 
     def judge(self, contenders: list[Contender], network: Network) -> dict[str, Verdict]:
-        """Verdicts on contenders; each is judged once a run and judged network."""
+        """Verdicts by contender. Each contender is checked once per checked network."""
         judged = correctness.judged_network(network, self.dtype)
         unknown = [c for c in contenders if (c.name, judged) not in self.verdicts]
         if unknown:
-            found = correctness.judge(
-                unknown, network, self.images, min(16, len(self.images.labels)), self.device,
-                self.dtype,
-            )  # fmt: skip
+            batch = min(16, len(self.images.labels))
+            found = correctness.judge(unknown, network, self.images, batch, self.device, self.dtype)
             self.verdicts.update({(name, judged): verdict for name, verdict in found.items()})
             for contender in unknown:
                 verdict = found[contender.name]
@@ -113,14 +112,14 @@ class Session:
         return {c.name: self.verdicts[c.name, judged] for c in contenders}
 
     def refuse(self, contender: Contender, network: Network, batch: int, note: str) -> None:
-        """Records that a contender has no time, because its results are wrong or missing."""
+        """Records that a contender has no time because its results are wrong or missing."""
         row = self.row(contender, network, batch)
         row.correct, row.note = "no", note
         row.median_ms = row.p20_ms = row.p80_ms = row.images_per_s = row.x_of_floor = None
         self.rows.put(row)
 
     def fail(self, contender: Contender, network: Network, batch: int, reason: str) -> bool:
-        """Records that a contender failed, unless its row already has a complete time.
+        """Records that a contender failed, unless its row has a complete time.
 
         Returns:
             Whether it was recorded.
@@ -134,21 +133,21 @@ class Session:
 def measure_group(
     session: Session, contenders: list[Contender], network: Network, batch: int, rounds: int
 ) -> list[str]:
-    """Times contenders in turn on one network, and counts what each keeps for the backward.
+    """Times contenders in turn, and counts the bytes that each keeps for the backward.
 
-    A contender whose results are wrong gets a row that says so, and no time; a run that resumes
-    does not try it again. Rows that such a run already has are left as they are; the group's anchor
-    is timed again with the rest. Rows are written after every round.
+    A contender with wrong results gets a row that says so, and no time. A run that resumes skips
+    such contenders, keeps complete rows, and times the anchor again beside the rest. Rows are
+    written after every round.
 
     Args:
-        session: what the run shares; rows go to `session.rows`.
-        contenders: who takes part.
-        network: what is trained.
-        batch: images a step.
-        rounds: timed steps of each contender.
+        session: its `rows` get the results.
+        contenders: of one group.
+        network: what to train.
+        batch: images per step.
+        rounds: timed steps per contender.
 
     Returns:
-        What there was no time for, in words.
+        What there was no time for.
 
     Raises:
         DeviceLost: a contender broke the GPU context.
@@ -170,9 +169,9 @@ def _measure_group(
 ) -> list[str]:
     device, dtype = session.device, session.dtype
     now_s = time.monotonic()
-    last_start_s = now_s + 0.7 * (session.deadline_s - now_s)  # the rest is for times in turn
+    last_start_s = now_s + 0.7 * (session.deadline_s - now_s)  # leaves 30% for timing
     left_out = []
-    if device.type == "cpu":  # together: each call computes the truth again, which is slow there
+    if device.type == "cpu":  # one call: each computes the truth again, which is slow on a CPU
         session.judge(contenders, network)
     state = network.state()
     stream = data.batches(session.images, batch, seed=2, size=network.image_size)
@@ -202,7 +201,7 @@ def _measure_group(
                     row.peak_bytes, row.peak_raw_bytes = _gpu_peak(step, device)
         except measure.DeviceLost:
             raise
-        except Exception as error:  # one contender that fails is a result, not the end of the run
+        except Exception as error:  # a failed contender does not end the run
             reason = correctness.first_line(error)
             session.fail(contender, network, batch, reason)
             left_out.append(f"{contender.name} on {network.name}, batch {batch}: {reason}")
@@ -253,15 +252,14 @@ def _times(
     title: str,
     after_round: Callable[[dict[str, measure.Timing]], None],
 ) -> tuple[dict[str, measure.Timing], str]:
-    """Times in turn, and a note where the machine is not what it was for an earlier group.
+    """Times in turn, and a note if the machine drifted since an earlier group.
 
-    The anchor, timed in every group, tells; a group that meets a drift of over 10% is timed
-    once more.
+    It drifted if the time of the anchor changed by over 10%. Such a group is timed a second time.
     """
     is_anchored = ANCHOR in rows and not _wanted(rows[ANCHOR])
     before_ms = rows[ANCHOR].median_ms if is_anchored else None
     for _ in range(2):
-        now_s = time.monotonic()  # a slow machine takes rounds from a group, not groups from a run
+        now_s = time.monotonic()  # a slow machine gets fewer rounds, not fewer groups
         times = measure.time_in_turn(
             steps,
             rounds=rounds,
@@ -282,6 +280,24 @@ def _times(
     return times, drift
 
 
+def relative_times(rows: Sequence[Row]) -> dict[str, float]:
+    """Step times as multiples of the anchor's time in the same group, by contender.
+
+    Where the machine drifted, the note of a row holds the time that the anchor took beside it.
+
+    Args:
+        rows: of one network, batch, dtype and device. Without the anchor the result is empty.
+    """
+    anchor_ms = next((r.median_ms for r in rows if r.contender == ANCHOR), None)
+    ratios = {}
+    for row in rows:
+        if anchor_ms is None or row.median_ms is None or UNFINISHED in row.note:
+            continue
+        drift = re.search(rf"{DRIFTED}: {ANCHOR} took ([\d.]+) ms beside this", row.note)
+        ratios[row.contender] = row.median_ms / (float(drift[1]) if drift else anchor_ms)
+    return ratios
+
+
 def _wanted(row: Row) -> bool:
     is_timed = row.median_ms is not None and UNFINISHED not in row.note
     return not is_timed and row.correct != "no"
@@ -300,16 +316,16 @@ def _gpu_peak(step: TrainingStep, device: torch.device) -> tuple[int, int]:
 
 
 def kept_bytes(contender: Contender, model: nn.Module, images: Tensor) -> int:
-    """Bytes that one forward keeps for the backward, parameters left out.
+    """Bytes that one forward keeps for the backward, without parameters.
 
-    `pk.saved_bytes` counts what autograd saves. Selective checkpointing holds its tensors in a
-    dictionary that autograd does not see: there, what the forward allocates and its result keeps
-    alive is counted (the same figure, but for the input and the logits).
+    `pk.saved_bytes` counts what autograd saves. Selective checkpointing holds tensors that autograd
+    does not see; for it, this counts the memory that the result of the forward keeps allocated,
+    which differs by the input and the logits.
 
     Args:
-        contender: who runs `model`; the model has run before.
-        model: in training mode.
-        images: its input, `[N, 3, H, W]`.
+        contender: of `model`.
+        model: in training mode; has run before.
+        images: `[N, 3, H, W]`.
     """
     if contender.hooks_see_all:
         return pk.saved_bytes(model, images)
@@ -317,12 +333,12 @@ def kept_bytes(contender: Contender, model: nn.Module, images: Tensor) -> int:
 
 
 def count_kept_bytes(session: Session, contenders: list[Contender], network: Network) -> None:
-    """What contenders keep for the backward of one image, by one forward each and no step.
+    """Counts the bytes that a forward of one image keeps; runs no training step.
 
     Args:
-        session: what the run shares; rows without a time go to `session.rows`.
-        contenders: who takes part.
-        network: what runs.
+        session: its `rows` get rows without times.
+        contenders: what to count.
+        network: what to run.
     """
     batch = 1
     images, _ = next(data.batches(session.images, batch, seed=2, size=network.image_size))
@@ -339,17 +355,17 @@ def count_kept_bytes(session: Session, contenders: list[Contender], network: Net
 def measure_peaks(
     session: Session, contenders: list[Contender], network: Network, batch: int, timeout_s: float
 ) -> list[str]:
-    """Peak resident memory of a training step on a CPU, each contender in a process of its own.
+    """Measures the peak resident memory of a training step on a CPU, in one process per contender.
 
     Args:
-        session: what the run shares; figures go to the rows that `measure_group` made.
-        contenders: who takes part; without a time in `session.rows` a contender is left out.
-        network: what is trained.
-        batch: images a step.
-        timeout_s: for one process.
+        session: its `rows` get the results. Contenders without a time there are skipped.
+        contenders: what to measure.
+        network: what to train.
+        batch: images per step.
+        timeout_s: per process.
 
     Returns:
-        What was left out, in words.
+        What was left out.
     """
     left_out = []
     for contender in tqdm(contenders, desc=f"{network.name}: peak memory", leave=False):
@@ -360,13 +376,17 @@ def measure_peaks(
         if time.monotonic() + needs_s > session.deadline_s:
             left_out.append(f"peak memory of {contender.name} on {network.name}: no time left")
             continue
-        arguments = [
-            "bench.peak", contender.name, "--network", network.name, "--batch", str(batch),
-            "--dtype", measure.dtype_name(session.dtype), "--classes", str(network.classes),
-        ]  # fmt: skip
+        options = {
+            "--network": network.name,
+            "--batch": batch,
+            "--dtype": measure.dtype_name(session.dtype),
+            "--classes": network.classes,
+        }
+        arguments = [str(word) for option in options.items() for word in option]
         try:
-            over_s = session.deadline_s - time.monotonic() + 20
-            found = measure.run_child(arguments, min(timeout_s, over_s))
+            left_s = session.deadline_s - time.monotonic() + 20
+            command = ["bench.peak", contender.name, *arguments]
+            found = measure.run_child(command, min(timeout_s, left_s))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             why = correctness.first_line(error)
             left_out.append(f"peak memory of {contender.name} on {network.name}: {why}")

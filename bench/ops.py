@@ -1,12 +1,12 @@
-"""Op level: `pytest bench/ops.py`. The fused ops against the eager channels_last sequence.
+"""Op benchmarks: the fused ops against the eager channels_last sequence, `pytest bench/ops.py`.
 
-Shapes are those of the stages of ResNet-1001. A benchmark whose results fail the tolerance
-(twice eager's own deviation from float64, plus one rounding) fails, and records no time. Both
-contenders run in turn, a round each.
+Shapes are those of the stages of ResNet-1001. A benchmark whose results miss the budget (twice
+eager's own error against float64, plus one rounding) fails and records no time. Rounds of the two
+contenders alternate.
 
-The inputs of one benchmark are many and used in turn, so that a call finds none of them in a
-GPU's L2; on a CPU they are limited to a few, since there a network finds them in its caches too.
-On a GPU a benchmark is one replay of a CUDA graph of many calls: kernels, without launches.
+On a GPU, calls cycle through enough inputs that none is in the L2 cache, and a CUDA graph replays
+many calls, which leaves out launches. On a CPU there are three inputs: in a network, too, they come
+from the caches.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ import preact_kernels as pk
 from bench import floors, measure
 from bench.records import Row
 
-STAGES = ((16, 32), (32, 16), (64, 8))  # inner channels and pixels a side
-ROUNDS_S = 0.5  # about how long the rounds of one benchmark take
+STAGES = ((16, 32), (32, 16), (64, 8))  # inner channels; height and width in pixels
+ROUNDS_S = 0.5  # approximate time of the rounds of one benchmark
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op at one shape: `out` is None for `bn_relu`."""
+    """One op at one shape."""
 
     op: str
     channels: int
     size: int
-    out: int | None = None
+    out: int | None = None  # output channels; None for `bn_relu`
     kernel: int = 1
     has_residual: bool = False
 
@@ -66,11 +66,7 @@ CASES = [
 
 
 def inputs(case: Case, batch: int, device: torch.device, dtype: torch.dtype, seed: int) -> dict:
-    """Fresh tensors by name.
-
-    `x`, `dy`, batch-norm parameters and running statistics; where the case has them, the weight
-    (scaled as He initialisation does) and the residual.
-    """
+    """New tensors by name: `x`, `dy`, batch norm, and the He-scaled weight and the residual."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, layout=torch.contiguous_format) -> Tensor:
@@ -100,7 +96,7 @@ def inputs(case: Case, batch: int, device: torch.device, dtype: torch.dtype, see
 
 
 def fused(case: Case, t: dict) -> Tensor:
-    """The op of the package."""
+    """The fused op."""
     norm = (t["bn_weight"], t["bn_bias"], t["running_mean"], t["running_var"])
     if case.out is None:
         return pk.bn_relu(t["x"], *norm, training=True)
@@ -111,7 +107,7 @@ def fused(case: Case, t: dict) -> Tensor:
 
 
 def eager(case: Case, t: dict) -> Tensor:
-    """The same in plain PyTorch."""
+    """The op in plain PyTorch."""
     h = F.batch_norm(
         t["x"], t["running_mean"], t["running_var"], t["bn_weight"], t["bn_bias"], training=True
     )
@@ -123,7 +119,7 @@ def eager(case: Case, t: dict) -> Tensor:
 
 
 def run(forward: Callable, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:
-    """The output, and the gradients of all inputs where `backward` is set."""
+    """The output, and with `backward` the gradients of all inputs."""
     y = forward(case, t)
     if not backward:
         return (y,)
@@ -132,12 +128,12 @@ def run(forward: Callable, case: Case, t: dict, backward: bool) -> tuple[Tensor,
 
 
 def assert_correct(case: Case, settings, forward: Callable) -> None:
-    """`forward` deviates from float64 by at most twice what eager does, plus one rounding."""
+    """The error of `forward` is at most twice that of eager, plus one rounding."""
     t = inputs(case, settings.batch, settings.device, settings.dtype, seed=0)
 
     def copy(dtype: torch.dtype | None) -> dict:
-        return {k: v.detach().to(dtype, copy=True).requires_grad_(v.requires_grad)
-                for k, v in t.items()}  # fmt: skip
+        copies = {name: v.detach().to(dtype, copy=True) for name, v in t.items()}
+        return {name: v.requires_grad_(t[name].requires_grad) for name, v in copies.items()}
 
     truth = run(eager, case, copy(torch.float64), True)
     own = run(eager, case, copy(None), True)
@@ -151,7 +147,7 @@ def assert_correct(case: Case, settings, forward: Callable) -> None:
 
 
 def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.device):
-    """A function to time, and how many calls it makes."""
+    """A function to time, and the number of calls that it makes."""
     if device.type != "cuda":
         turn = itertools.cycle(sets)
         return (lambda: call(next(turn))), 1
@@ -169,14 +165,14 @@ def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.d
         graph.replay()
         torch.cuda.synchronize(device)
 
-    replay.kept = kept  # results live as long as the graph that writes them
+    replay.kept = kept  # the graph writes to these tensors
     return replay, len(sets)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
-    """Times the fused op; before each of its rounds, as set-up, one of the eager sequence."""
+    """Times the fused op, with a round of the eager sequence as the set-up of each round."""
     device, dtype, batch = settings.device, settings.dtype, settings.batch
     assert_correct(case, settings, fused)
 
@@ -211,14 +207,14 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
         ("fused", benchmark.stats.stats.data),
     ):
         row = Row(
-            "op",
-            name,
-            f"{case.title}, {'forward + backward' if backward else 'forward'}",
-            f"{batch}x{case.channels}x{case.size}x{case.size}"
+            level="op",
+            contender=name,
+            case=f"{case.title}, {'forward + backward' if backward else 'forward'}",
+            shape=f"{batch}x{case.channels}x{case.size}x{case.size}"
             + (f" -> {case.out}" if case.out else ""),
-            batch,
-            measure.dtype_name(dtype),
-            "x" if name == "fused" else "x and activation",
+            batch=batch,
+            dtype=measure.dtype_name(dtype),
+            memory_mode="x" if name == "fused" else "x and activation",
             correct="yes",
         )
         timing = measure.Timing.of([s * 1e3 / calls for s in samples_s])

@@ -1,8 +1,8 @@
-"""Peak resident memory of one contender's training step: `python -m bench.peak fused-store ...`.
+"""Peak resident memory of a training step: `python -m bench.peak fused-store ...`.
 
-A process of its own, because a peak belongs to a process. The figure is taken above what the
-process holds between two steps: interpreter and libraries, weights, the optimiser's state and
-compiled code are left out; activations, gradients and workspace are in.
+Runs one contender in its own process. The result is the peak above what the process holds between
+steps: it includes activations, gradients and workspace, but not libraries, weights, optimizer state
+and compiled code.
 """
 
 import argparse
@@ -19,12 +19,11 @@ from bench.network import TrainingStep
 def peak_of_step(
     contender: str, network: Network, batch: int, dtype: torch.dtype, steps: int
 ) -> dict[str, int | bool]:
-    """Runs a warm-up step, forgets the peak, and runs `steps` more.
+    """Runs a warm-up step, resets the peak, and runs `steps` more.
 
     Returns:
-        `peak_bytes` above the resident size between two steps, `peak_raw_bytes` with everything,
-        and `was_reset`: False where the system does not let a process forget its peak, so that
-        the warm-up step is in the figure.
+        `peak_bytes` above the resident size between steps, `peak_raw_bytes` in all, and
+        `was_reset`: False if the peak could not be reset and so includes the warm-up.
     """
     device = torch.device("cpu")
     chosen = BY_NAME[contender]
@@ -45,7 +44,7 @@ def peak_of_step(
 
 
 def main() -> None:
-    """Prints the figures of one contender as one line of JSON."""
+    """Prints the result as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.peak", description=__doc__)
     parser.add_argument("contender", choices=list(BY_NAME))
     parser.add_argument("--network", default="resnet-164")

@@ -1,6 +1,6 @@
-"""The figures of a set of results, as PNG."""
+"""Plots of results, as PNG files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -9,8 +9,9 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from bench.contenders import BY_NAME, Network
+from bench.contenders import ANCHOR, BY_NAME, Network
 from bench.measure import MIB
+from bench.network import relative_times
 from bench.records import CurvePoint, Row, slug
 
 _COLORS = (*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2])
@@ -19,7 +20,7 @@ _ORDER = {name: index for index, name in enumerate(BY_NAME)}
 
 
 def _style(contender: str) -> dict:
-    """The same colour and marker for a contender in every figure; the package's lines are bold."""
+    """One colour and marker per contender in all plots; bold lines for this package."""
     index = _ORDER.get(contender, len(_ORDER))
     is_ours = contender in BY_NAME and BY_NAME[contender].fused is not None
     return {
@@ -54,21 +55,27 @@ def _contenders(rows: Sequence[Row]) -> list[str]:
     return sorted({r.contender for r in rows}, key=lambda name: _ORDER.get(name, len(_ORDER)))
 
 
-def _against_depth(
-    rows: Sequence[Row],
-    value: Callable[[Row], float],
-    ylabel: str,
-    title: str,
-    path: Path,
-    floor: Callable[[Row], float | None] | None = None,
-) -> Path:
-    figure, axes = plt.subplots(figsize=(8.5, 4.5))
+def _time_against_depth(rows: Sequence[Row], title: str, path: Path) -> Path:
+    figure, axes = _depth_axes(rows, "training step, ms")
     for name in _contenders(rows):
-        points = sorted((_depth(r), value(r)) for r in rows if r.contender == name)
+        points = sorted((_depth(r), r.median_ms) for r in rows if r.contender == name)
         axes.plot(*zip(*points, strict=True), label=name, **_style(name))
-    if floor is not None:
-        points = sorted({(_depth(r), floor(r)) for r in rows if floor(r) is not None})
-        axes.plot(*zip(*points, strict=True), "--", color="0.4", label="floor")
+    floors = sorted({(_depth(r), r.floor_ms) for r in rows if r.floor_ms is not None})
+    if floors:
+        axes.plot(*zip(*floors, strict=True), "--", color="0.4", label="floor")
+    return _saved(figure, axes, path, title)
+
+
+def _memory_against_depth(rows: Sequence[Row], title: str, path: Path) -> Path:
+    figure, axes = _depth_axes(rows, "kept for the backward, MiB")
+    for name in _contenders(rows):
+        points = sorted((_depth(r), r.saved_bytes / MIB) for r in rows if r.contender == name)
+        axes.plot(*zip(*points, strict=True), label=name, **_style(name))
+    return _saved(figure, axes, path, title)
+
+
+def _depth_axes(rows: Sequence[Row], ylabel: str):
+    figure, axes = plt.subplots(figsize=(8.5, 4.5))
     depths = sorted({_depth(r) for r in rows})
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -77,18 +84,19 @@ def _against_depth(
     axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:,.4g}"))
     axes.set_xlabel("layers")
     axes.set_ylabel(ylabel)
-    return _saved(figure, axes, path, title)
+    return figure, axes
 
 
 def _memory_against_time(rows: Sequence[Row], title: str, path: Path) -> Path:
     figure, axes = plt.subplots(figsize=(8.5, 4.5))
-    for name in _contenders(rows):
+    times = relative_times(rows)
+    for name in filter(times.get, _contenders(rows)):
         row = next(r for r in rows if r.contender == name)
         style = {**_style(name), "linestyle": "none"}
-        axes.plot(row.median_ms, row.saved_bytes / MIB, label=name, **style)
+        axes.plot(times[name], row.saved_bytes / MIB, label=name, **style)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("training step, ms")
+    axes.set_xlabel(f"training step, multiple of {ANCHOR}'s time in the same group")
     axes.set_ylabel("kept for the backward, MiB")
     return _saved(figure, axes, path, title)
 
@@ -116,65 +124,55 @@ def _losses(points: Sequence[CurvePoint], title: str, path: Path) -> Path:
     return _saved(figure, below, path, "")
 
 
-def write_plots(rows: Sequence[Row], points: Sequence[CurvePoint], folder: Path) -> dict:
-    """Writes every figure that the results of one device allow.
+def _network_plots(rows: Sequence[Row], stem: Path, title: str) -> dict[str, list[Path]]:
+    """The plots of one batch, dtype and family, by block of the report."""
+    written: dict[str, list[Path]] = {"network": [], "memory": []}
+    timed = [r for r in rows if r.median_ms is not None]
+    counted = [r for r in rows if r.saved_bytes is not None]
+    by_depth = _family(rows[0]) == "resnet"
+    if timed and by_depth:
+        path = stem.with_name(f"{stem.name}-time-against-depth.png")
+        written["network"].append(_time_against_depth(timed, title, path))
+    if counted and by_depth:
+        path = stem.with_name(f"{stem.name}-memory-against-depth.png")
+        written["memory"].append(_memory_against_depth(counted, title, path))
+    both = [r for r in counted if r.median_ms is not None]
+    deepest_first = sorted({(-_depth(r), r.case) for r in both if r.contender == ANCHOR})
+    cases = [case for _, case in deepest_first]
+    if by_depth:
+        cases = [case for depth, case in deepest_first if -depth >= 164] or cases[:1]
+    for case in cases:
+        path = stem.with_name(f"{stem.name}-{case}-memory-against-time.png")
+        some = [r for r in both if r.case == case]
+        written["memory"].append(_memory_against_time(some, f"{case}, {title}", path))
+    return written
+
+
+def write_plots(
+    rows: Sequence[Row], points: Sequence[CurvePoint], folder: Path
+) -> dict[str, list[Path]]:
+    """Writes every plot that the results of one device allow.
 
     Args:
         rows: of one device.
         points: of training curves on that device.
-        folder: where to.
+        folder: for the PNG files.
 
     Returns:
-        Lists of written files by block of the README: "network", "memory" and "training".
+        The files by block of the report: "network", "memory" and "training".
     """
     written: dict[str, list[Path]] = {"network": [], "memory": [], "training": []}
-    networks = [
-        r for r in rows
-        if r.level == "network" and (r.median_ms is not None or r.saved_bytes is not None)
-    ]  # fmt: skip
-    of = {id(r): (r.device, r.batch, r.dtype, _family(r)) for r in networks}
-    for device, batch, dtype, family in sorted(set(of.values())):
-        some = [r for r in networks if of[id(r)] == (device, batch, dtype, family)]
-        stem, title = f"{slug(device)}-batch-{batch}-{dtype}", f"{device}, batch {batch}, {dtype}"
-        by_depth = family == "resnet"
-        timed = [r for r in some if r.median_ms is not None]
-        if timed and by_depth:
-            written["network"].append(
-                _against_depth(
-                    timed,
-                    lambda r: r.median_ms,
-                    "training step, ms",
-                    title,
-                    folder / f"{stem}-time-against-depth.png",
-                    lambda r: r.floor_ms,
-                )
-            )
-        counted = [r for r in some if r.saved_bytes is not None]
-        if counted and by_depth:
-            written["memory"].append(
-                _against_depth(
-                    counted,
-                    lambda r: r.saved_bytes / MIB,
-                    "kept for the backward, MiB",
-                    title,
-                    folder / f"{stem}-memory-against-depth.png",
-                )
-            )
-        both = [r for r in counted if r.median_ms is not None]
-        cases = sorted({(-_depth(r), r.case) for r in both})
-        if by_depth:
-            cases = [c for c in cases if -c[0] >= 164] or cases[:1]
-        for _, case in cases:
-            written["memory"].append(
-                _memory_against_time(
-                    [r for r in both if r.case == case],
-                    f"{case}, {title}",
-                    folder / f"{stem}-{case}-memory-against-time.png",
-                )
-            )
+    groups: dict[tuple, list[Row]] = {}
+    for r in rows:
+        if r.level == "network" and (r.median_ms is not None or r.saved_bytes is not None):
+            groups.setdefault((r.device, r.batch, r.dtype, _family(r)), []).append(r)
+    for (device, batch, dtype, _), group in sorted(groups.items()):
+        stem = folder / f"{slug(device)}-batch-{batch}-{dtype}"
+        by_block = _network_plots(group, stem, f"{device}, batch {batch}, {dtype}")
+        for name, paths in by_block.items():
+            written[name] += paths
     for case, device in sorted({(p.case, p.device) for p in points}):
         curve = [p for p in points if (p.case, p.device) == (case, device)]
-        written["training"].append(
-            _losses(curve, f"{case}, {device}", folder / f"{slug(device)}-{case}-losses.png")
-        )
+        path = folder / f"{slug(device)}-{case}-losses.png"
+        written["training"].append(_losses(curve, f"{case}, {device}", path))
     return written

@@ -1,4 +1,4 @@
-"""Rows of results: one dataclass, one CSV file a device, the same columns for ops and networks."""
+"""Rows of results: one CSV file per device, with the same columns for ops and networks."""
 
 import csv
 import dataclasses
@@ -10,27 +10,27 @@ from pathlib import Path
 
 @dataclasses.dataclass
 class Row:
-    """One contender on one network or op; None where a figure was not measured."""
+    """One contender on one network or op. None: not measured."""
 
     level: str  # "network" or "op"
     contender: str
     case: str  # the network ("resnet-1001") or the op ("bn_relu_conv2d 1x1 forward")
-    shape: str  # of the input, NxCxHxW, and of the weight for an op that has one
+    shape: str  # of the input, NxCxHxW; for a convolution also " -> K"
     batch: int
     dtype: str  # of the activations: "float32", "bfloat16", ...
-    memory_mode: str  # what is kept for the backward, in a few words
+    memory_mode: str  # what it keeps for the backward
     median_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
-    saved_bytes: int | None = None  # kept by one forward for the backward, parameters left out
-    peak_bytes: int | None = None  # above what the process holds between two steps
-    peak_raw_bytes: int | None = None  # resident (CPU) or allocated (GPU), everything counted
-    floor_ms: float | None = None  # bytes over copy bandwidth or FLOPs over matrix rate
+    saved_bytes: int | None = None  # kept for the backward, without parameters
+    peak_bytes: int | None = None  # above what the process holds between steps
+    peak_raw_bytes: int | None = None  # all resident (CPU) or allocated (GPU) memory
+    floor_ms: float | None = None  # see bench/floors.py
     x_of_floor: float | None = None
     images_per_s: float | None = None
     gb_per_s: float | None = None  # modelled bytes over median time
     gflop_per_s: float | None = None
-    correct: str = ""  # "yes", "no", "another function", or empty: not checked
+    correct: str = ""  # "yes", "no", "another function", or "" (not checked)
     note: str = ""
     commit: str = ""
     device: str = ""
@@ -40,13 +40,12 @@ class Row:
 
     @property
     def key(self) -> tuple:
-        """What makes two rows measurements of the same thing."""
-        return (
-            self.level, self.contender, self.case, self.shape, self.batch, self.dtype, self.device
-        )  # fmt: skip
+        """Equal for two measurements of the same thing."""
+        what = self.level, self.contender, self.case, self.shape
+        return *what, self.batch, self.dtype, self.device
 
     def set_timing(self, timing, floor_ms: float | None) -> None:
-        """Fills in the times (a `bench.measure.Timing`), and what follows from them."""
+        """Sets the times from a `bench.measure.Timing`, and what is derived from them."""
         self.median_ms, self.p20_ms, self.p80_ms = timing.median_ms, timing.p20_ms, timing.p80_ms
         self.images_per_s = self.batch / (timing.median_ms / 1e3)
         if floor_ms is not None:
@@ -63,7 +62,7 @@ class CurvePoint:
     batch: int
     step: int
     loss: float
-    truth: str  # the contender that the deviation is taken from
+    truth: str  # the contender that it is compared with
     deviation: float  # |loss - loss of truth| / |loss of truth|
     commit: str = ""
     device: str = ""
@@ -73,12 +72,12 @@ class CurvePoint:
 
     @property
     def key(self) -> tuple:
-        """What makes two points measurements of the same thing."""
+        """Equal for two measurements of the same thing."""
         return self.case, self.contender, self.dtype, self.batch, self.step, self.device
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file name: lower case, digits and hyphens."""
+    """`text` as part of a file name: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
@@ -93,15 +92,15 @@ def _parsed(text: str, annotation: str) -> object:
 
 
 class Records:
-    """The records of one CSV file, written back after every change.
+    """The records of one CSV file, which is rewritten after every change.
 
     Args:
-        path: the file; read where it exists and `keep` is set.
+        path: the CSV file.
         record: `Row` or `CurvePoint`.
-        keep: go on from what the file holds; otherwise start empty.
+        keep: start with the records of the file, if it exists; otherwise start empty.
 
     Raises:
-        ValueError: the file has other columns than `record`.
+        ValueError: the columns of the file are not those of `record`.
     """
 
     def __init__(self, path: Path, record: type, keep: bool) -> None:
@@ -111,7 +110,7 @@ class Records:
             self._by_key = {r.key: r for r in read(self.path, record)}
 
     def read_again(self) -> None:
-        """Takes up what another process wrote into the file."""
+        """Adds the records that another process wrote to the file."""
         if self.path.exists():
             self._by_key |= {r.key: r for r in read(self.path, self.record)}
 
@@ -119,18 +118,18 @@ class Records:
         return iter(self._by_key.values())
 
     def get(self, key: tuple, commit: str):
-        """The record of that key, measured at that commit, or None."""
+        """The record with this key, if it was measured at this commit; else None."""
         found = self._by_key.get(key)
         return found if found is not None and found.commit == commit else None
 
     def put(self, *records) -> None:
-        """Adds records, in place of those with the same key, and writes the file."""
+        """Adds records, replaces those with the same key, and writes the file."""
         for record in records:
             self._by_key[record.key] = record
         self.write()
 
     def write(self) -> None:
-        """Writes the file whole, or not at all."""
+        """Writes the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         with partial.open("w", newline="") as file:
@@ -148,7 +147,7 @@ def read(path: Path, record: type) -> list:
     """The records of a CSV file.
 
     Raises:
-        ValueError: the file has other columns than `record`.
+        ValueError: the columns of the file are not those of `record`.
     """
     fields = {f.name: f.type for f in dataclasses.fields(record)}
     with Path(path).open(newline="") as file:

@@ -1,12 +1,11 @@
-"""Tables and plots from the CSV files, and the README's generated blocks: `python -m bench.report`.
+"""Write the tables and plots of README.md and docs/benchmarks.md: `python -m bench.report`.
 
-A block lies between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; NAME is network, memory,
-training or ops.
+Everything comes from the CSV files in `bench/results`. Each generated block lies between
+`<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `PAGES` lists the blocks of each page.
 """
 
 import argparse
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,17 +14,17 @@ from tabulate import tabulate
 from bench import plots
 from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival
 from bench.measure import MIB, ROOT
-from bench.network import DRIFTED, UNFINISHED
+from bench.network import DRIFTED, UNFINISHED, relative_times
 from bench.records import CurvePoint, Row, read
 
-BLOCKS = ("network", "memory", "training", "ops")
-_TRAINING = "-training.csv"
-_COMMANDS = {
-    "network": "python -m bench --out bench/results",
-    "memory": "python -m bench --out bench/results",
-    "training": "python -m bench --out bench/results",
-    "ops": "pytest bench/ops.py --bench-out bench/results",
+PAGES = {
+    "README.md": ("headline",),
+    "docs/benchmarks.md": ("network", "memory", "training", "ops"),
 }
+HEADLINE_NETWORK = "resnet-1001"
+_TRAINING = "-training.csv"
+_NETWORK_COMMAND = "python -m bench --out bench/results"
+_OPS_COMMAND = "pytest bench/ops.py --bench-out bench/results"
 _ORDER = {name: index for index, name in enumerate(BY_NAME)}
 
 
@@ -74,8 +73,13 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
     ]
 
 
+def _table(lines: Sequence[dict[str, object]], form: str) -> str:
+    """A table with one column per key; empty without lines."""
+    return tabulate(lines, "keys", form, disable_numparse=True) if lines else ""
+
+
 def network_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Step times: median and percentiles, images a second, distance from the floor."""
+    """Step times: median and percentiles, images per second, multiple of the floor."""
     lines = []
     wanted = [r for r in rows if r.level == "network" and (r.correct or r.median_ms is not None)]
     for group in _groups(wanted):
@@ -91,35 +95,89 @@ def network_table(rows: Sequence[Row], form: str = "github") -> str:
                 times += ", another function"
             times += "".join(f", {doubt}" for doubt in doubts)
             lines.append(
-                [r.case, r.batch, r.dtype, r.contender, times, _number(ratio, ".2f"),
-                 _number(r.images_per_s), _number(r.x_of_floor, ".2f")]
-            )  # fmt: skip
-    headers = [
-        "network", "batch", "dtype", "contender", "step, ms: median (p20-p80)",
-        f"x of {ANCHOR}", "images/s", "x of floor",
-    ]  # fmt: skip
-    return tabulate(lines, headers, form, disable_numparse=True) if lines else ""
+                {
+                    "network": r.case,
+                    "batch": r.batch,
+                    "dtype": r.dtype,
+                    "contender": r.contender,
+                    "step, ms: median (p20-p80)": times,
+                    f"x of {ANCHOR}": _number(ratio, ".2f"),
+                    "images/s": _number(r.images_per_s),
+                    "x of floor": _number(r.x_of_floor, ".2f"),
+                }
+            )
+    return _table(lines, form)
 
 
 def memory_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Bytes kept for the backward and peak memory, with the share of eager's."""
+    """Bytes kept for the backward, also as a share of eager's, and peak memory."""
     lines = []
     for group in _groups([r for r in rows if r.level == "network"]):
-        eager = next((r.saved_bytes for r in group if r.contender == "eager-channels-last"), None)
-        for r in group:
-            if r.saved_bytes is None:
-                continue
-            share = r.saved_bytes / eager if eager else None
-            lines.append(
-                [r.case, r.batch, r.dtype, r.contender, r.memory_mode, _mib(r.saved_bytes),
-                 _number(share, ".3f"), _mib(r.peak_bytes), _mib(r.peak_raw_bytes),
-                 _number(r.median_ms)]
-            )  # fmt: skip
-    headers = [
-        "network", "batch", "dtype", "contender", "keeps", "kept for the backward, MiB",
-        "of eager", "peak of a step, MiB", "peak of the process, MiB", "step, ms",
-    ]  # fmt: skip
-    return tabulate(lines, headers, form, disable_numparse=True) if lines else ""
+        eager = _eager_bytes(group)
+        lines += [
+            {
+                "network": r.case,
+                "batch": r.batch,
+                "dtype": r.dtype,
+                "contender": r.contender,
+                "keeps": r.memory_mode,
+                "kept for the backward, MiB": _mib(r.saved_bytes),
+                "of eager": _number(r.saved_bytes / eager if eager else None, ".3f"),
+                "peak of a step, MiB": _mib(r.peak_bytes),
+                "peak of the process, MiB": _mib(r.peak_raw_bytes),
+                "step, ms": _number(r.median_ms),
+            }
+            for r in group
+            if r.saved_bytes is not None
+        ]
+    return _table(lines, form)
+
+
+def _eager_bytes(group: Sequence[Row]) -> int | None:
+    return next((r.saved_bytes for r in group if r.contender == "eager-channels-last"), None)
+
+
+def _headline_group(rows: Sequence[Row]) -> list[Row]:
+    """Rows of `HEADLINE_NETWORK` in the batch and dtype with the most contenders."""
+    groups = _groups([r for r in rows if r.case == HEADLINE_NETWORK and r.saved_bytes])
+    return max(groups, key=len, default=[])
+
+
+def headline_table(rows: Sequence[Row], form: str = "github") -> str:
+    """Time and kept bytes of `HEADLINE_NETWORK`: every fused contender and the best rivals.
+
+    A rival is left out if another rival is as fast and keeps as little.
+    """
+    group = [r for r in _headline_group(rows) if r.correct == "yes"]
+    times, eager = relative_times(group), _eager_bytes(group)
+    group = [r for r in group if r.contender in times]
+    rivals = {(times[r.contender], r.saved_bytes) for r in group if is_rival(r.contender)}
+    lines = []
+    for r in sorted(group, key=lambda r: -r.saved_bytes):
+        time, kept = times[r.contender], r.saved_bytes
+        name = r.contender
+        if not is_rival(name):
+            name = f"**{name}**"
+        elif any(t <= time and k <= kept for t, k in rivals - {(time, kept)}):
+            continue
+        if r.contender == ANCHOR:
+            anchor_ms = f"{r.median_ms:,.0f} ms"
+        lines.append(
+            {
+                f"{r.case}, batch {r.batch}, {r.dtype}": name,
+                "keeps": r.memory_mode,
+                "kept for the backward, MiB": _mib(kept),
+                "of eager": _number(kept / eager if eager else None, ".3f"),
+                "step time": _number(time, ".2f"),
+            }
+        )
+    if not lines:
+        return ""
+    return f"{_table(lines, form)}\n\nStep times are multiples of {ANCHOR}'s, {anchor_ms}."
+
+
+def _headline_speed(rows: Sequence[Row]) -> float:
+    return max((r.images_per_s or 0.0 for r in _headline_group(rows)), default=0.0)
 
 
 def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
@@ -129,17 +187,23 @@ def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
         curve = sorted(
             (p for p in points if (p.case, p.contender) == (case, contender)), key=lambda p: p.step
         )
-        is_truth = contender == curve[0].truth
+        first, last = curve[0], curve[-1]
+        is_truth = contender == first.truth
         lines.append(
-            [case, contender, curve[0].dtype, len(curve), f"{curve[0].loss:.4f}",
-             f"{curve[-1].loss:.4f}", curve[0].truth,
-             "" if is_truth else f"{max(p.deviation for p in curve):.1e}"]
-        )  # fmt: skip
-    headers = [
-        "network", "contender", "dtype", "steps", "first loss", "last loss", "against",
-        "largest relative deviation",
-    ]  # fmt: skip
-    return tabulate(lines, headers, form, disable_numparse=True) if lines else ""
+            {
+                "network": case,
+                "contender": contender,
+                "dtype": first.dtype,
+                "steps": len(curve),
+                "first loss": f"{first.loss:.4f}",
+                "last loss": f"{last.loss:.4f}",
+                "against": first.truth,
+                "largest relative deviation": (
+                    "" if is_truth else f"{max(p.deviation for p in curve):.1e}"
+                ),
+            }
+        )
+    return _table(lines, form)
 
 
 def ops_table(rows: Sequence[Row], form: str = "github") -> str:
@@ -154,15 +218,19 @@ def ops_table(rows: Sequence[Row], form: str = "github") -> str:
         if ours is None or eager is None:
             continue
         lines.append(
-            [case, shape, dtype, f"{eager.median_ms:.3f}", f"{ours.median_ms:.3f}",
-             f"{eager.median_ms / ours.median_ms:.2f}", _number(ours.gb_per_s),
-             _number(ours.gflop_per_s, ",.0f"), _number(ours.x_of_floor, ".2f")]
-        )  # fmt: skip
-    headers = [
-        "op", "input", "dtype", "eager channels_last, ms", "fused, ms", "eager / fused",
-        "fused, GB/s", "fused, GFLOP/s", "x of floor",
-    ]  # fmt: skip
-    return tabulate(lines, headers, form, disable_numparse=True) if lines else ""
+            {
+                "op": case,
+                "input": shape,
+                "dtype": dtype,
+                "eager channels_last, ms": f"{eager.median_ms:.3f}",
+                "fused, ms": f"{ours.median_ms:.3f}",
+                "eager / fused": f"{eager.median_ms / ours.median_ms:.2f}",
+                "fused, GB/s": _number(ours.gb_per_s),
+                "fused, GFLOP/s": _number(ours.gflop_per_s, ",.0f"),
+                "x of floor": _number(ours.x_of_floor, ".2f"),
+            }
+        )
+    return _table(lines, form)
 
 
 def comparable(row: Row) -> bool:
@@ -171,7 +239,7 @@ def comparable(row: Row) -> bool:
 
 
 def best_rivals(rows: Sequence[Row]) -> list[str]:
-    """A line a network: the fastest rival over the fastest fused contender."""
+    """One line per network: the fastest rival over the fastest fused contender."""
     lines = []
     for group in _groups([r for r in rows if r.level == "network" and r.median_ms is not None]):
         ours = [r for r in group if not is_rival(r.contender) and comparable(r)]
@@ -197,41 +265,57 @@ def _origin(records: Sequence[Row | CurvePoint]) -> str:
     )
 
 
+def _plots(name: str, by_block: dict[str, list[Path]]) -> list[Path]:
+    """The plots of a block; the headline shows memory against time of its network."""
+    if name != "headline":
+        return by_block.get(name, [])
+    wanted = f"{HEADLINE_NETWORK}-memory-against-time"
+    return [path for path in by_block.get("memory", []) if path.stem.endswith(wanted)][:1]
+
+
 def block(
     name: str,
     devices: dict[str, tuple[list[Row], list[CurvePoint]]],
-    figures: dict[str, dict],
-    relative_to: Path,
+    figures: dict[str, dict[str, list[Path]]],
+    page: Path,
 ) -> str:
-    """The Markdown of one README block, a section a device.
+    """The Markdown of one block, a section per device.
 
     Args:
-        name: one of `BLOCKS`.
-        devices: what `load` gives.
-        figures: what `plots.write_plots` gives, by device.
-        relative_to: the directory that links to figures start from.
+        name: one of those in `PAGES`.
+        devices: what `load` returns.
+        figures: what `plots.write_plots` returns, by device.
+        page: the file that gets the block; links to figures start from its folder.
     """
+    make_table = {
+        "headline": headline_table,
+        "network": network_table,
+        "memory": memory_table,
+        "training": training_table,
+        "ops": ops_table,
+    }[name]
+    if name == "headline":  # one device: the fastest
+        fastest = max(devices, key=lambda device: _headline_speed(devices[device][0]))
+        devices = {fastest: devices[fastest]}
     sections = []
     for device, (rows, points) in devices.items():
         level = "op" if name == "ops" else "network"
         records = points if name == "training" else [r for r in rows if r.level == level]
-        table = {
-            "network": network_table,
-            "memory": memory_table,
-            "training": training_table,
-            "ops": ops_table,
-        }[name](records)
+        table = make_table(records)
         if not table:
-            sections.append(f"**{device}**: not measured yet; `{_COMMANDS[name]}` does.")
+            command = _OPS_COMMAND if name == "ops" else _NETWORK_COMMAND
+            sections.append(f"**{device}**: not measured yet; run `{command}`.")
             continue
         parts = [f"**{device}**", table]
         if name == "network":
             parts.append("\n".join(f"- {line}" for line in best_rivals(records)))
         parts += [
-            f"![{path.stem}]({os.path.relpath(path, relative_to)})"
-            for path in figures[device].get(name, [])
+            f"![{path.stem}]({os.path.relpath(path, page.parent)})"
+            for path in _plots(name, figures[device])
         ]
-        sections.append("\n\n".join([*filter(None, parts), f"<sub>{_origin(records)}</sub>"]))
+        if name != "headline":
+            parts.append(f"<sub>{_origin(records)}</sub>")
+        sections.append("\n\n".join(filter(None, parts)))
     return "\n\n".join(sections)
 
 
@@ -239,39 +323,45 @@ def rewrite_blocks(text: str, contents: dict[str, str]) -> str:
     """`text` with the content of each block replaced.
 
     Raises:
-        ValueError: a marker is missing, there twice, or in the wrong order.
+        ValueError: a marker is missing, occurs twice, or comes in the wrong order.
     """
     for name, content in contents.items():
         start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
         for marker in (start, end):
             if text.count(marker) != 1:
-                raise ValueError(
-                    f"README: expected the marker {marker} once, found {text.count(marker)}"
-                )
+                raise ValueError(f"expected the marker {marker} once, found {text.count(marker)}")
         if text.index(start) > text.index(end):
-            raise ValueError(f"README: expected {start} before {end}")
-        pattern = re.escape(start) + ".*?" + re.escape(end)
-        text = re.sub(pattern, lambda _: f"{start}\n{content}\n{end}", text, flags=re.DOTALL)  # noqa: B023
+            raise ValueError(f"expected {start} before {end}")
+        before, rest = text.split(start)
+        after = rest.split(end)[1]
+        text = f"{before}{start}\n{content}\n{end}{after}"
     return text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes plots beside the CSV files, and the README's blocks."""
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    """Writes the plots beside the CSV files, and the blocks of every page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     a = parser.parse_args(arguments)
     try:
-        text = a.readme.read_text()
-        rewrite_blocks(text, dict.fromkeys(BLOCKS, ""))  # markers first: no plots for nothing
+        texts = {a.root / name: (a.root / name).read_text() for name in PAGES}
+        blocks = {a.root / name: names for name, names in PAGES.items()}
+        for page, names in blocks.items():  # check the markers before plotting
+            rewrite_blocks(texts[page], dict.fromkeys(names, ""))
         devices = load(a.results)
         figures = {d: plots.write_plots(*records, a.results) for d, records in devices.items()}
-        blocks = {name: block(name, devices, figures, a.readme.parent) for name in BLOCKS}
-        a.readme.write_text(rewrite_blocks(text, blocks))
+        for page, names in blocks.items():
+            contents = {name: block(name, devices, figures, page) for name in names}
+            page.write_text(rewrite_blocks(texts[page], contents))
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench.report: {error}") from error
     count = sum(len(paths) for by_block in figures.values() for paths in by_block.values())
-    print(f"{a.readme}: {len(BLOCKS)} blocks of {len(devices)} device(s); {count} plots")
+    print(f"{', '.join(PAGES)}: results of {len(devices)} device(s), {count} plots")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training curves: the same batches from the same weights, fused, eager and in float64."""
+"""Training curves: fused, eager and float64 on the same batches from the same weights."""
 
 import torch
 from tqdm import tqdm
@@ -14,7 +14,7 @@ TRUTH = "float64"
 def losses(
     session: Session, contender: str, network: Network, batch: int, steps: int, dtype: torch.dtype
 ) -> list[float]:
-    """The loss of each of `steps` training steps; batches and weights are the same for all."""
+    """The loss of each of `steps` training steps."""
     chosen = BY_NAME[contender]
     model = chosen.build(network, network.state(), session.device, dtype)
     stream = data.batches(session.images, batch, seed=3, size=network.image_size)
@@ -30,21 +30,33 @@ def losses(
 def measure_curves(
     session: Session, network: Network, batch: int, steps: int, *, with_float64: bool
 ) -> None:
-    """Records the losses of `fused-store` and `eager-channels-last`, and how far they part.
+    """Records the losses of `fused-store` and `eager-channels-last`, and their deviations.
 
     Args:
-        session: what the run shares; points go to `session.curves`.
-        network: what is trained.
-        batch: images a step.
-        steps: how many.
-        with_float64: also train in float64 and take deviations from there; otherwise from eager.
+        session: its `curves` get the points.
+        network: what to train.
+        batch: images per step.
+        steps: number of steps.
+        with_float64: also train in float64, and compare with that; otherwise compare with eager.
     """
     eager, fused = "eager-channels-last", "fused-store"
     name = measure.dtype_name(session.dtype)
-    new = session.machine.stamp(
-        CurvePoint(network.name, fused, name, batch, steps - 1, 0.0, eager, 0.0)
-    )
-    if session.curves.get(new.key, session.machine.commit):
+
+    def point(contender: str, step: int, loss: float, truth: str, exact: float) -> CurvePoint:
+        found = CurvePoint(
+            case=network.name,
+            contender=contender,
+            dtype="float64" if contender == TRUTH else name,
+            batch=batch,
+            step=step,
+            loss=loss,
+            truth=truth,
+            deviation=abs(loss - exact) / abs(exact),
+        )
+        return session.machine.stamp(found)
+
+    last = point(fused, steps - 1, loss=1.0, truth=eager, exact=1.0)
+    if session.curves.get(last.key, session.machine.commit):
         return
     curves = {c: losses(session, c, network, batch, steps, session.dtype) for c in (fused, eager)}
     truth = eager
@@ -52,24 +64,15 @@ def measure_curves(
         truth = TRUTH
         curves[TRUTH] = losses(session, eager, network, batch, steps, torch.float64)
     points = [
-        CurvePoint(
-            network.name,
-            contender,
-            "float64" if contender == TRUTH else name,
-            batch,
-            step,
-            loss,
-            truth,
-            abs(loss - curves[truth][step]) / abs(curves[truth][step]),
-        )
+        point(contender, step, loss, truth, exact=curves[truth][step])
         for contender, curve in curves.items()
         for step, loss in enumerate(curve)
     ]
-    session.curves.put(*map(session.machine.stamp, points))
+    session.curves.put(*points)
     for contender in (fused, eager):
         largest = max(p.deviation for p in points if p.contender == contender)
         if contender != truth:
             tqdm.write(
-                f"  {network.name}, {steps} steps: the losses of {contender} part from those of "
-                f"{truth} by {largest:.1e} at most"
+                f"  {network.name}, {steps} steps: the losses of {contender} deviate from those of "
+                f"{truth} by at most {largest:.1e}"
             )

@@ -95,9 +95,15 @@ def session_in(folder):
     curves = Records(folder / "curves.csv", CurvePoint, keep=False)
     ceilings = Ceilings(10.0, {"float32": 100.0})
     return network.Session(
-        CPU, torch.float32, images, Machine("cpu", "v", "c", "d", "x"), ceilings, rows, curves,
+        device=CPU,
+        dtype=torch.float32,
+        images=images,
+        machine=Machine("cpu", "v", "c", "d", "x"),
+        ceilings=ceilings,
+        rows=rows,
+        curves=curves,
         resume=False,
-    )  # fmt: skip
+    )
 
 
 def test_wrong_results_get_no_speed(tmp_path, monkeypatch):
@@ -313,9 +319,13 @@ def planned(*options, device):
     a.usable = [c for c in BY_NAME.values() if c.name != "inplace-abn"]
     ceilings = Ceilings(1000.0, {"float32": 1e5})
     session = types.SimpleNamespace(
-        device=a.device, dtype=torch.float32, rows=[], verdicts={}, ceilings=ceilings,
+        device=a.device,
+        dtype=torch.float32,
+        rows=[],
+        verdicts={},
+        ceilings=ceilings,
         network=Network.named,
-    )  # fmt: skip
+    )
     return list(Plan(a, session).tasks())
 
 
@@ -323,11 +333,14 @@ def test_on_a_gpu_compilers_come_after_the_rest_of_the_first_batch():
     tasks = planned("--depths", "1001", "164", "--batch", "128", "64", device="cuda")
     titles = [task.title for task in tasks]
     first = [
-        "resnet-1001, batch 128: uncompiled", "resnet-1001, batch 128: compiled",
-        "resnet-1001, batch 128: compiled and captured", "resnet-1001, batch 64: uncompiled",
-        "resnet-1001, batch 64: compiled", "resnet-1001, batch 64: compiled and captured",
+        "resnet-1001, batch 128: uncompiled",
+        "resnet-1001, batch 128: compiled",
+        "resnet-1001, batch 128: compiled and captured",
+        "resnet-1001, batch 64: uncompiled",
+        "resnet-1001, batch 64: compiled",
+        "resnet-1001, batch 64: compiled and captured",
         "resnet-1001, batch 128: memory rivals",
-    ]  # fmt: skip
+    ]
     assert titles[:7] == first
     assert tasks[0].needs_s() < 30  # no more than it takes to have a first result
     assert len(titles) == len(set(titles))
@@ -383,41 +396,97 @@ def test_the_peak_of_a_step_counts_what_it_keeps():
     assert found["peak_raw_bytes"] > found["peak_bytes"] > 0
 
 
-def rows_of_two_families():
-    machine, rows = Machine("a cpu", "torch 2", "abc", "today", "python -m bench"), []
-    for case, batch in (("resnet-164", 16), ("resnet-20", 16), ("imagenet-resnet-50", 16)):
-        for name, ms, kept in (("eager-channels-last", 20.0, 400), ("fused-store", 10.0, 200)):
-            row = Row("network", name, case, "16x3x32x32", batch, "float32", "x", ms, ms, ms, kept)
-            rows.append(machine.stamp(dataclasses.replace(row, correct="yes", images_per_s=1.0)))
-    return rows
-
-
-def test_a_report_has_a_table_and_the_figures_of_every_family(tmp_path):
-    records = Records(tmp_path / "a-cpu.csv", Row, keep=False)
-    records.put(*rows_of_two_families())
-    readme = tmp_path / "README.md"
-    readme.write_text(
-        "\n".join(f"<!-- bench:{b} -->\nold\n<!-- /bench:{b} -->" for b in report.BLOCKS)
+def timed_row(contender, case, ms, kept, note=""):
+    machine = Machine("a cpu", "torch 2", "abc", "today", "python -m bench")
+    row = Row(
+        level="network",
+        contender=contender,
+        case=case,
+        shape="16x3x32x32",
+        batch=16,
+        dtype="float32",
+        memory_mode="x",
+        median_ms=ms,
+        p20_ms=ms,
+        p80_ms=ms,
+        saved_bytes=kept,
+        correct="yes",
+        images_per_s=1.0,
+        note=note,
     )
-    report.main(["--results", str(tmp_path), "--readme", str(readme)])
-    text = readme.read_text()
-    assert "old" not in text
+    return machine.stamp(row)
+
+
+def rows_of_two_families():
+    return [
+        timed_row(name, case, ms, kept)
+        for case in ("resnet-164", "resnet-20", "imagenet-resnet-50")
+        for name, ms, kept in (("eager-channels-last", 20.0, 400), ("fused-store", 10.0, 200))
+    ]
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """Folder with README.md and docs/benchmarks.md, whose blocks say `old`."""
+    (tmp_path / "docs").mkdir()
+    for page, names in report.PAGES.items():
+        blocks = [f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->" for name in names]
+        (tmp_path / page).write_text("\n".join(blocks))
+    return tmp_path
+
+
+def test_a_report_has_a_table_and_the_plots_of_every_family(pages):
+    results = pages / "bench" / "results"
+    records = Records(results / "a-cpu.csv", Row, keep=False)
+    records.put(*rows_of_two_families(), timed_row("fused-store", "resnet-1001", 10.0, 200))
+    report.main(["--results", str(results), "--root", str(pages)])
+    readme = (pages / "README.md").read_text()
+    text = (pages / "docs" / "benchmarks.md").read_text()
+    assert "old" not in readme + text
     places = [
         text.index(f"| {case} ") for case in ("resnet-164", "resnet-20", "imagenet-resnet-50")
     ]
     assert places == sorted(places)
     assert "takes 2.00 times as long as fused-store" in text
     assert "0.500" in text
-    figures = {p.name for p in tmp_path.glob("*.png")}
-    assert figures == {
-        f"a-cpu-batch-16-float32-{name}.png"
-        for name in (
-            "time-against-depth", "memory-against-depth", "resnet-164-memory-against-time",
-            "imagenet-resnet-50-memory-against-time",
-        )
-    }  # fmt: skip
+    plots = [
+        "time-against-depth",
+        "memory-against-depth",
+        "resnet-1001-memory-against-time",
+        "resnet-164-memory-against-time",
+        "imagenet-resnet-50-memory-against-time",
+    ]
+    plots = [f"a-cpu-batch-16-float32-{name}.png" for name in plots]
+    assert sorted(path.name for path in results.glob("*.png")) == sorted(plots)
+    assert all(f"](../bench/results/{name})" in text for name in plots)
+    assert f"](bench/results/{plots[2]})" in readme
 
 
-def test_a_readme_without_its_markers_is_left_alone(tmp_path):
+def test_the_headline_shows_rivals_that_no_other_rival_beats():
+    case = "resnet-1001"
+    drifted = f"{network.DRIFTED}: fused-store took 5.0 ms beside this, 10.0 ms before"
+    rows = [
+        timed_row("eager-nchw", case, 20.0, 400 * 2**20),
+        timed_row("eager-channels-last", case, 15.0, 400 * 2**20),
+        timed_row("fused-store", case, 10.0, 200 * 2**20),
+        timed_row("checkpoint-block", case, 14.0, 100 * 2**20, drifted),
+        timed_row("selective-convs", case, 16.0, 300 * 2**20, drifted),
+        timed_row("fused-rebuild", case, 11.0, 50 * 2**20),
+    ]
+    lines = [line.split("|")[1:-1] for line in report.headline_table(rows).splitlines()[2:6]]
+    assert [[cell.strip() for cell in line if cell.strip() != "x"] for line in lines] == [
+        ["eager-channels-last", "400", "1.000", "1.50"],
+        ["**fused-store**", "200", "0.500", "1.00"],
+        ["checkpoint-block", "100", "0.250", "2.80"],
+        ["**fused-rebuild**", "50", "0.125", "1.10"],
+    ]
+
+
+def test_a_page_without_its_markers_is_left_alone(pages):
     with pytest.raises(ValueError, match="expected the marker <!-- bench:ops --> once, found 0"):
         report.rewrite_blocks("text", {"ops": "table"})
+    (pages / "docs" / "benchmarks.md").write_text("text")
+    before = (pages / "README.md").read_text()
+    with pytest.raises(SystemExit, match=r"bench\.report: expected the marker"):
+        report.main(["--root", str(pages)])
+    assert (pages / "README.md").read_text() == before

@@ -2,12 +2,16 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import preact_kernels as pk
 from preact_kernels.torch_compat import OLDEST_TORCH
 
 ROOT = Path(__file__).parents[1]
@@ -91,3 +95,56 @@ def test_building_with_an_older_setuptools_is_an_error_in_one_line(tmp_path):
         "pip install 'setuptools>=77'\n"
     )
     assert process.returncode == 1
+
+
+BUILD_WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # importing it is an error
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+"""
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """Folder with an sdist and a wheel, built from a copy of the tree without importing torch."""
+    tree = tmp_path_factory.mktemp("sdist") / "tree"
+    built = shutil.ignore_patterns(".git", ".venv*", "build", "out", "*.so", "*.egg-info", "__pyc*")
+    shutil.copytree(ROOT, tree, ignore=built)
+    (tree / "preact_kernels" / "_cpu.so").touch()  # built in place; not for an uncompiled wheel
+    environment = {**os.environ, "PREACT_KERNELS_NATIVE": "0"}
+    command = [sys.executable, "-c", BUILD_WITHOUT_TORCH]
+    process = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return tree / "dist"
+
+
+def test_the_sdist_has_the_version_and_what_building_and_testing_need(distributions):
+    stem = f"preact_kernels-{pk.__version__}"
+    with tarfile.open(distributions / f"{stem}.tar.gz") as archive:
+        names = {name.removeprefix(f"{stem}/") for name in archive.getnames()}
+    assert {
+        "csrc/cuda/nvcc.sh",
+        "preact_kernels/py.typed",
+        "tests/conftest.py",
+        "tests/cuda_on_host/device.h",
+        "bench/report.py",
+        "docs/benchmarks.md",
+        "examples/memory_budget.py",
+        "requirements-test.txt",
+        "Makefile",
+    } <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_the_wheel_has_the_version_and_is_typed(distributions):
+    (wheel,) = distributions.glob(f"preact_kernels-{pk.__version__}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "preact_kernels/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {
+        "preact_kernels",
+        f"preact_kernels-{pk.__version__}.dist-info",
+    }
+    assert not [name for name in names if name.endswith(".so")]
