@@ -1,7 +1,8 @@
 """Builds the compiled libraries; everything else about the package is in pyproject.toml.
 
 PREACT_KERNELS_NATIVE=0 compiles nothing. PREACT_KERNELS_CUDA=0 leaves the CUDA library out and =1
-insists on it; by default it is built where nvcc is found. Neither needs a GPU or the network.
+insists on it; by default it is built where nvcc is found. TORCH_CUDA_ARCH_LIST names the GPUs to
+build for. Nothing needs a GPU or the network.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ OLDEST_SETUPTOOLS, OLDEST_TORCH = (
 TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 FLAGS = ["-O3", "-std=c++17", TARGET]
 CUDA_FLAGS = ["-DUSE_CUDA", "-Xcompiler=-fvisibility=hidden"]
-CUDA_ARCHITECTURES = ["80", "90a", "100"]
+# Without TORCH_CUDA_ARCH_LIST. The last comes as PTX too, for later GPUs.
+CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 
 
 def require(name, found, oldest):
@@ -64,7 +66,7 @@ def cpu_extension():
 
     return CppExtension(
         "preact_kernels._cpu",
-        ["csrc/library.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
+        sorted(glob("csrc/cpu/*.cpp")),
         depends=HEADERS,
         include_dirs=INCLUDE_DIRS.copy(),
         # The last: GCC 12 warns of its own AVX-512 header.
@@ -73,7 +75,30 @@ def cpu_extension():
     )
 
 
-def find_cuda_obstacle(nvcc):
+def cuda_targets(names):
+    """Return nvcc's flags for architectures such as "8.0;9.0+PTX", separated by semicolons or spaces.
+
+    Raises:
+        ValueError: an architecture is not a number, such as "Hopper", or is older than 8.0.
+    """
+    cubins, ptx = [], []
+    for name in names.replace(";", " ").split():
+        found = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", name)
+        if not found or int(found[1]) < 8:
+            raise ValueError(
+                "TORCH_CUDA_ARCH_LIST: expected compute capabilities from 8.0 on, "
+                f'such as "8.0;9.0+PTX", got "{name}"'
+            )
+        arch = found[1] + found[2]
+        cubins.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
+        if found[3]:
+            ptx.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
+    if not cubins:
+        raise ValueError("TORCH_CUDA_ARCH_LIST: expected at least one compute capability, got none")
+    return list(dict.fromkeys(cubins + ptx))
+
+
+def find_cuda_obstacle(nvcc, targets):
     """Return why `nvcc` (a path or None) cannot compile the CUDA library, or None."""
     if nvcc is None:
         return "nvcc was not found"
@@ -82,9 +107,14 @@ def find_cuda_obstacle(nvcc):
     def says(flag):
         return subprocess.run([nvcc, flag], capture_output=True, text=True, check=False).stdout
 
-    newest = f"compute_{CUDA_ARCHITECTURES[-1]}"
-    if newest not in says("--list-gpu-arch"):
-        return f"{nvcc} does not know {newest}: CUDA 12.8 or later is needed"
+    known = says("--list-gpu-arch").split()
+    for target in targets:
+        wanted = re.search(r"compute_\w+", target)[0]
+        if wanted.rstrip("af") not in known:
+            return (
+                f"{nvcc} does not know {wanted}: take a later CUDA (12.8 for compute_100), or name "
+                "other architectures in TORCH_CUDA_ARCH_LIST"
+            )
     release = re.search(r"release (\d+)", says("--version"))
     of_torch = (torch.version.cuda or "").partition(".")[0]
     if of_torch and release and release[1] != of_torch:
@@ -105,7 +135,11 @@ def cuda_extension():
     home = os.environ.get("CUDA_HOME")
     paths = ([f"{home}/bin/nvcc"] if home else []) + ["nvcc", "/usr/local/cuda/bin/nvcc"]
     nvcc = next(filter(None, map(shutil.which, paths)), None)
-    obstacle = find_cuda_obstacle(nvcc)
+    try:
+        targets = cuda_targets(os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES)
+    except ValueError as error:
+        sys.exit(f"preact_kernels: {error}")
+    obstacle = find_cuda_obstacle(nvcc, targets)
     if obstacle:
         if wanted == "1":
             sys.exit(f"preact_kernels: PREACT_KERNELS_CUDA=1, but {obstacle}")
@@ -120,9 +154,6 @@ def cuda_extension():
     os.environ["PYTORCH_NVCC"] = f"sh {shlex.quote(os.path.abspath('csrc/cuda/nvcc.sh'))}"
     # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
     headers = hashlib.sha256(b"".join(Path(h).read_bytes() for h in HEADERS)).hexdigest()[:16]
-    newest = CUDA_ARCHITECTURES[-1]
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHITECTURES]
-    targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
     return Extension(
         "preact_kernels._cuda",
         sources,

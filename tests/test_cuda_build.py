@@ -8,12 +8,15 @@ import csv
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import setuptools
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "build" / "cuda" / "ptxas.csv"
@@ -30,7 +33,7 @@ if os.environ.get("PREACT_KERNELS_CUDA") == "0":
     pytest.skip("PREACT_KERNELS_CUDA=0", allow_module_level=True)
 
 SOURCES = sorted(path.name for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
-WITHOUT_KERNELS = {"library.cu", "preact_stage.cu"}
+WITHOUT_KERNELS = {"library.cu"}
 ENTRY = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)' for '(?P<architecture>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -78,7 +81,7 @@ def rows():
     process = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=ROOT,
-        env={**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
+        env={**os.environ, "TORCH_CUDA_ARCH_LIST": "", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=False,
@@ -102,7 +105,7 @@ def test_every_kernel_is_compiled_for_every_architecture(rows):
         kernels.setdefault((row["source"], row["kernel"]), set()).add(row["architecture"])
     assert kernels
     assert {source for source, _ in kernels} == set(SOURCES) - WITHOUT_KERNELS
-    assert all(found == {"sm_80", "sm_90a", "sm_100"} for found in kernels.values())
+    assert all(found == {"sm_80", "sm_90", "sm_100"} for found in kernels.values())
 
 
 def test_no_kernel_spills(rows):
@@ -116,6 +119,50 @@ def test_no_kernel_spills(rows):
 
 def test_kernels_take_their_shared_memory_at_launch(rows):
     assert not [r["kernel"] for r in rows if r["static shared bytes"]]
+
+
+@pytest.fixture
+def setup_file(monkeypatch):
+    """The functions of setup.py, which builds nothing."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "egg_info"])
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
+    for name in ("PREACT_KERNELS_NVCC", "PYTORCH_NVCC"):  # cuda_extension sets them
+        monkeypatch.setenv(name, "nvcc")
+    monkeypatch.setenv("PREACT_KERNELS_CUDA", "1")
+    return runpy.run_path("setup.py")
+
+
+ARCHITECTURES = {
+    "": ["80,sm_80", "90,sm_90", "100,sm_100", "100,compute_100"],
+    "9.0": ["90,sm_90"],
+    "8.0;9.0+PTX": ["80,sm_80", "90,sm_90", "90,compute_90"],
+    "8.0+PTX 8.6; 12.0a": ["80,sm_80", "86,sm_86", "120a,sm_120a", "80,compute_80"],
+}
+
+
+@pytest.mark.parametrize("names", ARCHITECTURES, ids=repr)
+def test_torch_cuda_arch_list_chooses_the_architectures(names, setup_file, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
+    flags = setup_file["cuda_extension"]().extra_compile_args["nvcc"]
+    found = [f.removeprefix("-gencode=arch=compute_") for f in flags if "-gencode" in f]
+    assert found == [a.replace(",", ",code=") for a in ARCHITECTURES[names]]
+
+
+@pytest.mark.parametrize("names", ["Hopper", "90", "9.0+PTX;7.5", "9.0-PTX", ";"])
+def test_an_architecture_that_cannot_be_built_is_named(names, setup_file, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
+    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST: expected .*, got ") as raised:
+        setup_file["cuda_extension"]()
+    wrong = {"9.0+PTX;7.5": '"7.5"', ";": "none"}.get(names, f'"{names}"')
+    assert str(raised.value).endswith(f"got {wrong}")
+
+
+def test_an_architecture_that_nvcc_lacks_is_named(setup_file, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;99.0")
+    with pytest.raises(SystemExit, match="does not know compute_990"):
+        setup_file["cuda_extension"]()
 
 
 SPILL = """

@@ -1,4 +1,4 @@
-// Per-channel numbers of a batch norm, and statistics from tile partials.
+// Coefficients of a batch norm for each channel, and sums over tiles.
 #pragma once
 
 #include <algorithm>
@@ -10,31 +10,8 @@
 
 namespace preact_kernels {
 
-// The tensors of one batch norm, as the ops take them: all [C] in the statistics dtype.
-template <class A>
-struct BatchNorm {
-  const A* mean;
-  const A* var;
-  const A* weight;
-  const A* bias;
-  double eps;
-};
-
-// The batch norm in front of `x`, once its tensors are seen to fit.
-template <class T>
-BatchNorm<Accumulate<T>> batch_norm(const Tensor& x, const Tensor& mean, const Tensor& var,
-                                    const Tensor& weight, const Tensor& bias, double eps,
-                                    int64_t channels) {
-  using A = Accumulate<T>;
-  check_statistics("mean", mean, channels, x);
-  check_statistics("var", var, channels, x);
-  check_statistics("bn_weight", weight, channels, x);
-  check_statistics("bn_bias", bias, channels, x);
-  return {data<A>(mean), data<A>(var), data<A>(weight), data<A>(bias), eps};
-}
-
-// p = (x - mean) * scale + bias. The mean is subtracted first, here and below, so that nothing
-// cancels where it is large beside the deviation.
+// p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where the mean is
+// large compared with the deviation.
 template <class A>
 struct Normalisation {
   const A* mean;
@@ -42,45 +19,63 @@ struct Normalisation {
   std::vector<A> scale;
   std::vector<double> rstd;
 
-  Normalisation(const BatchNorm<A>& bn, int64_t channels)
-      : mean(bn.mean), bias(bn.bias), scale(channels), rstd(channels) {
+  Normalisation(const Norm& norm, int64_t channels)
+      : mean(data<A>(norm.mean)), bias(data<A>(norm.bias)), scale(channels), rstd(channels) {
+    const A *var = data<A>(norm.var), *weight = data<A>(norm.weight);
     for (int64_t c = 0; c < channels; ++c) {
-      rstd[c] = 1 / std::sqrt(double(bn.var[c]) + bn.eps);
-      scale[c] = static_cast<A>(bn.weight[c] * rstd[c]);
+      rstd[c] = 1 / std::sqrt(double(var[c]) + norm.eps);
+      scale[c] = static_cast<A>(weight[c] * rstd[c]);
     }
   }
 };
 
-// dx = a*g + b*(x - mean) + c: the gradient of a batch norm's input. In evaluation mode it is a*g
-// alone, and x is not read: what is not finite there must not spread.
+// The coefficients of a fold: A*g + B*(x - mean) + C. In evaluation mode it is A*g, and x is not
+// read, so that a value of x that is not finite does not spread.
 template <class A>
 struct InputGradient {
   std::vector<A> a, b, c;
   const A* mean;
-  bool constant;  // mean and variance are
+  bool in_training;
 
-  // sums: [2, channels], sum(g) and sum(g * xhat).
-  InputGradient(const BatchNorm<A>& bn, const A* sums, double inv_count, int64_t channels)
-      : a(channels), b(channels), c(channels), mean(bn.mean), constant(inv_count == 0) {
+  InputGradient(const Fold& fold, int64_t channels)
+      : a(channels),
+        b(channels),
+        c(channels),
+        mean(data<A>(fold.norm.mean)),
+        in_training(fold.inv_count != 0) {
+    const A *var = data<A>(fold.norm.var), *weight = data<A>(fold.norm.weight);
+    const A* sums = data<A>(fold.sums);
     for (int64_t i = 0; i < channels; ++i) {
-      const double rstd = 1 / std::sqrt(double(bn.var[i]) + bn.eps);
-      const double scale = bn.weight[i] * rstd;
+      const double rstd = 1 / std::sqrt(double(var[i]) + fold.norm.eps);
+      const double scale = weight[i] * rstd;
       a[i] = static_cast<A>(scale);
-      if (constant) continue;
-      b[i] = static_cast<A>(-scale * rstd * sums[channels + i] * inv_count);
-      c[i] = static_cast<A>(-scale * sums[i] * inv_count);
+      if (!in_training) continue;
+      b[i] = static_cast<A>(-scale * rstd * sums[channels + i] * fold.inv_count);
+      c[i] = static_cast<A>(-scale * sums[i] * fold.inv_count);
     }
   }
 };
 
-// Sums of each channel over tiles of pixels, for mean and variance. They are taken around a pivot,
-// the mean of the tile's first k pixels: it lies so near the mean of all n that sum(d)^2 / n, which
-// is subtracted at the end, is usually 1 / k of what remains, and never more than n / k times that.
+// The tensors of a fold and its result.
+template <class T>
+struct FoldPointers {
+  const T *skip, *g, *x;
+  T* dx;
+
+  FoldPointers from(int64_t offset) const {
+    return {skip == nullptr ? nullptr : skip + offset, g + offset, x + offset, dx + offset};
+  }
+};
+
+// Sums of each channel over tiles of pixels, for mean and variance. A tile sums d = x - pivot,
+// where the pivot is the mean of its first k pixels. The pivot is close to the mean of all n
+// pixels: sum(d)^2 / n, which is subtracted at the end, is usually 1 / k of the difference, and
+// never more than n / k times the difference.
 template <class A>
 struct TileStatistics {
   int64_t channels;
   std::vector<int64_t> pixels;  // of each tile
-  A* partials;                  // [tiles, 3, channels]: pivot, sum(d), sum(d^2) for d = x - pivot
+  A* partials;                  // [tiles, 3, channels]: pivot, sum(d), sum(d^2)
 
   TileStatistics(int64_t tiles, int64_t channels)
       : channels(channels),
@@ -115,14 +110,14 @@ struct TileStatistics {
     }
     for (int64_t c = 0; c < channels; ++c) {
       mean_out[c] = static_cast<A>(mean[c]);
-      // Not std::max: a NaN must stay one.
+      // Not std::max: NaN must stay NaN.
       var_out[c] = static_cast<A>(squares[c] < 0 ? 0 : squares[c] / count);
     }
   }
 };
 
-// Sums over tiles of a masked gradient g: sum(g) and sum(g * (x - mean)), [tiles, 2, channels].
-// Kept in float64, as a rounding here would be one of the result.
+// Sums of g and of g * (x - mean) over tiles, [tiles, 2, channels]. In float64, because rounding
+// here would round the result.
 template <class A>
 struct TileSums {
   int64_t tiles, channels;
@@ -135,7 +130,7 @@ struct TileSums {
 
   double* tile(int64_t index) { return partials + index * 2 * channels; }
 
-  // out = [sum(g), sum(g * xhat)], added up in order in float64.
+  // out = [sum(g), sum(g * xhat)]. Adds the tiles in order, in float64.
   void merge(const Normalisation<A>& norm, A* out) {
     std::vector<double> total(2 * channels);
     for (int64_t t = 0; t < tiles; ++t) {

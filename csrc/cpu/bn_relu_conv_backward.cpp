@@ -1,10 +1,8 @@
 #include <cstring>
-#include <memory>
 
 #include "batch_norm.h"
 #include "conv_strips.h"
 #include "isa.h"
-#include "ops.h"
 #include "tiles.h"
 
 #define PK_KERNELS "bn_relu_conv_backward_kernels.h"
@@ -14,28 +12,28 @@ namespace preact_kernels {
 
 namespace {
 
-// The gradient of a weight [K, C, R, S], added up in partials [tap][narrow][wide] by runs of
-// strips: `wide` are the input channels where they fill the vectors of a tile, so that rows leave
-// as the weight has them, NHWC.
+// The gradient of a weight [K, C, R, S]. Each run of strips adds into a partial gradient
+// [tap][narrow][wide], where `wide` are the input channels if they fill the vectors of a tile: rows
+// are then contiguous in an NHWC weight.
 template <class T>
 struct WeightGradient {
   using A = Accumulate<T>;
-  const ConvSize& conv;
+  const Conv& conv;
   const Tensor& out;
   const bool input_last;
   const int64_t weights, runs;
   A* partials;
 
-  WeightGradient(const ConvSize& conv, const Tensor& out, int64_t strips)
+  WeightGradient(const Conv& conv, const Tensor& out, int64_t strips)
       : conv(conv),
         out(out),
         input_last(conv.in_channels >= conv.out_channels ||
-                   conv.in_channels * int64_t(sizeof(A)) >= 4 * vector_bytes(isa())),
+                   conv.in_channels * int64_t(sizeof(A)) >= 4 * vector_bytes()),
         weights(conv.taps() * conv.in_channels * conv.out_channels),
         runs(run_count(strips)),
         partials(thread_buffer<A, Use::kWeightGradients>(runs * weights)) {}
 
-  // More than threads, so that they can share evenly, where the partials stay in the caches.
+  // More runs than threads, for an even load, as long as the partials stay in the caches.
   int64_t run_count(int64_t strips) const {
     constexpr int64_t kMostValues = 128 * 1024;
     const int64_t threads = torch::stable::get_num_threads();
@@ -74,89 +72,46 @@ struct WeightGradient {
 
 }  // namespace
 
-ParameterGradients empty_parameter_gradients(const Tensor& x, const Tensor& conv_weight,
-                                             bool needs_g, bool needs_conv_weight) {
-  return {needs_conv_weight ? torch::stable::empty_like(conv_weight) : absent(x),
-          needs_g ? empty_sums(x, conv_weight.sizes()[1]) : empty_statistics(x, 0)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
-    const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
-    const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
-    const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
-    double z_inv_count, const Tensor& x, const Tensor& mean, const Tensor& var,
-    const Tensor& bn_weight, const Tensor& bn_bias, double eps, const Tensor& conv_weight,
-    bool needs_g, bool needs_conv_weight, bool needs_dz) {
-  const ParameterGradients gradients =
-      empty_parameter_gradients(x, conv_weight, needs_g, needs_conv_weight);
-  const auto [g, dz] = bn_relu_conv_backward_into(
-      gradients, dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count, x, mean, var,
-      bn_weight, bn_bias, eps, conv_weight, needs_g, needs_conv_weight, needs_dz);
-  return {g, gradients.conv_weight, gradients.sums, dz};
-}
-
-std::tuple<Tensor, Tensor> bn_relu_conv_backward_into(
-    const ParameterGradients& gradients, const Tensor& dy, const std::optional<Tensor>& skip,
-    const std::optional<Tensor>& z, const std::optional<Tensor>& z_mean,
-    const std::optional<Tensor>& z_var, const std::optional<Tensor>& z_weight, double z_eps,
-    const std::optional<Tensor>& z_sums, double z_inv_count, const Tensor& x, const Tensor& mean,
-    const Tensor& var, const Tensor& bn_weight, const Tensor& bn_bias, double eps,
-    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz) {
-  const ConvSize conv = check_conv(x, conv_weight);
-  const Activation out_size = check_activation("dy", dy);
-  STD_TORCH_CHECK(out_size.images == conv.images && out_size.channels == conv.out_channels &&
-                      out_size.height == conv.height && out_size.width == conv.width &&
-                      dy.scalar_type() == x.scalar_type(),
-                  "dy: expected the shape of the convolution's output and the dtype of x");
-  if (z.has_value()) check_like("z", *z, "dy", dy);
-  STD_TORCH_CHECK(!z.has_value() || (z_mean.has_value() && z_var.has_value() &&
-                                     z_weight.has_value() && z_sums.has_value()),
-                  "z: expected z_mean, z_var, z_weight and z_sums beside it");
-  if (skip.has_value()) check_like("skip", *skip, "dy", dy);
-  STD_TORCH_CHECK(z.has_value() || !(skip.has_value() || needs_dz),
-                  "z: expected a tensor beside skip or needs_dz");
-  const Tensor g =
-      needs_g ? empty_nhwc(x, {conv.images, conv.in_channels, conv.height, conv.width}) : absent(x);
-  const Tensor dz = needs_dz ? empty_nhwc(dy, out_size) : absent(x);
+void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
+                                  const std::optional<Fold>& fold, const Tensor& x,
+                                  const Norm& norm, const Tensor& conv_weight,
+                                  const UnitGradients& gradients) {
+  const Wanted& wanted = gradients.wanted;
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
-    const Normalisation<A> norm(
-        batch_norm<T>(x, mean, var, bn_weight, bn_bias, eps, conv.in_channels), conv.in_channels);
-    std::unique_ptr<InputGradient<A>> fold;
-    if (z.has_value()) {
-      check_statistics("z_sums", *z_sums, 2 * conv.out_channels, x);
-      fold = std::make_unique<InputGradient<A>>(
-          batch_norm<T>(x, *z_mean, *z_var, *z_weight, *z_weight, z_eps, conv.out_channels),
-          data<A>(*z_sums), z_inv_count, conv.out_channels);
-    }
-    const PackedWeights<A> packed =
-        needs_g ? packed_weights<T>(conv, conv_weight, true) : PackedWeights<A>{};
-    const Arriving<T, A> arriving{data<T>(dy), skip.has_value() ? data<T>(*skip) : nullptr,
-                                  z.has_value() ? data<T>(*z) : nullptr,
-                                  needs_dz ? mutable_data<T>(dz) : nullptr, fold.get()};
-    const T* from = data<T>(x);
-    T* to = needs_g ? mutable_data<T>(g) : nullptr;
-    // Long strips for a 1x1 kernel, whose weight's gradient has one product a pixel.
+    const Normalisation<A> normalisation(norm, conv.in_channels);
+    std::optional<InputGradient<A>> coefficients;
+    if (fold.has_value()) coefficients.emplace(*fold, conv.out_channels);
+    // The strips of a 1x1 kernel are long: its weight gradient has one product a pixel.
     const Strips strips(conv, conv.taps() == 1 ? 2 * kStripValues : kStripValues);
-    TileSums<A> partial_sums(needs_g ? strips.count : 0, conv.in_channels);
+    WeightGradient<T> dweight(conv, gradients.conv_weight, wanted.weight ? strips.count : 0);
+    const ConvBackward<T> op{
+        conv,
+        {{fold.has_value() ? data<T>(fold->skip) : nullptr, data<T>(dy),
+          fold.has_value() ? data<T>(fold->x) : nullptr,
+          wanted.dy ? mutable_data<T>(*gradients.dy) : nullptr},
+         coefficients.has_value() ? &*coefficients : nullptr},
+        data<T>(x),
+        normalisation,
+        wanted.g ? packed_weights<T>(conv, conv_weight, true) : PackedWeights<A>{},
+        wanted.g ? mutable_data<T>(*gradients.g) : nullptr,
+        dweight.input_last};
+    TileSums<A> partial_sums(wanted.g ? strips.count : 0, conv.in_channels);
     const int64_t scratch = strips.scratch_values(conv.in_channels) +
                             strips.scratch_values(conv.out_channels) + 2 * conv.in_channels;
-    WeightGradient<T> dweight(conv, gradients.conv_weight, needs_conv_weight ? strips.count : 0);
-    // Each run of strips adds up a gradient of the weight of its own.
-    const int64_t runs = needs_conv_weight ? dweight.runs : strips.count;
+    // Each run of strips has its own partial weight gradient.
+    const int64_t runs = wanted.weight ? dweight.runs : strips.count;
     for_tiles(runs, [&](int64_t run) {
-      A* partial = needs_conv_weight ? dweight.cleared(run) : nullptr;
+      A* partial = wanted.weight ? dweight.cleared(run) : nullptr;
       for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
-        PK_CALL(strip_backward, strips[i], conv, arriving, from, norm, packed, to,
-                needs_g ? partial_sums.tile(i) : nullptr, partial, dweight.input_last,
+        PK_CALL(strip_backward, op, strips[i], wanted.g ? partial_sums.tile(i) : nullptr, partial,
                 thread_buffer<A, Use::kScratch>(scratch));
       }
     });
-    if (needs_g) partial_sums.merge(norm, mutable_data<A>(gradients.sums));
-    if (needs_conv_weight) dweight.merge();
+    if (wanted.g) partial_sums.merge(normalisation, mutable_data<A>(gradients.sums));
+    if (wanted.weight) dweight.merge();
   });
-  return {g, dz};
 }
 
 }  // namespace preact_kernels

@@ -2,7 +2,7 @@
 
 #include "conv_product.h"
 
-// One operand of a product over pixels: rows of them `pitch` values apart.
+// One operand of a product over pixels: rows of pixels that are `pitch` values apart.
 template <class A>
 struct PixelRows {
   const A* values;
@@ -55,46 +55,48 @@ PK_INLINE void strip_weight_gradient(const PixelRows<A>& narrow, const PixelRows
   });
 }
 
-// One strip of the backward: g = dgrad(dy) * [p > 0] with its sums, where `g` is given, and the
-// strip's share of the weight's gradient, where `dweight` is given:
-// [tap][K][C] where `input_last`, else [tap][C][K].
+// One strip of the backward: g = dgrad(dy) * [p > 0] with its sums where op.g is given, and the
+// strip's part of the weight gradient where `dweight` is given.
 template <class T, class A>
-void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, A>& arriving,
-                    const T* x, const Normalisation<A>& norm, const PackedWeights<A>& packed, T* g,
-                    double* tile_sums, A* dweight, bool input_last, A* scratch) {
+void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_sums, A* dweight,
+                    A* scratch) {
+  const Conv& conv = op.conv;
+  const Normalisation<A>& norm = op.norm;
+  const T* x = op.x;
+  T* g = op.g;
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const int64_t dy_pitch = (strip.width + 2 * conv.halo_w()) * outputs;
   const int64_t a_pitch = (strip.width + 2 * conv.halo_w()) * channels;
   const A* gradient = scratch;
-  const bool folded = arriving.coefficients != nullptr;
-  bool in_place = false;  // what arrives lies in memory as the product wants it, or may be put so
+  bool in_place = false;  // the product reads dy in the tensor, not in scratch memory
   if constexpr (std::is_same_v<T, A>) {
-    in_place = conv.taps() == 1 && (!folded || arriving.dz != nullptr);
+    const bool folded = op.dy.coefficients != nullptr;
+    T* unfolded = op.dy.tensors.dx;
+    in_place = conv.taps() == 1 && (!folded || unfolded != nullptr);
     if (in_place) {
-      gradient = (folded ? arriving.dz : arriving.dy) + strip.first_pixel * outputs;
+      const int64_t at = strip.first_pixel * outputs;
+      gradient = (folded ? unfolded : op.dy.tensors.g) + at;
       if (folded) {
-        unfold(arriving, false, arriving.dz + strip.first_pixel * outputs, strip.first_pixel,
-               strip.width, outputs);
+        unfold(op.dy, false, unfolded + at, strip.first_pixel, strip.width, outputs);
       }
     }
   }
   if (!in_place) {
     const int64_t end = strip.first_pixel + strip.rows * strip.width;
     fill_bordered(scratch, strip, conv, outputs, [&](A* row, int64_t pixel) PK_LAMBDA {
-      unfold(arriving, pixel >= strip.first_pixel && pixel < end, row, pixel, strip.width, outputs);
+      unfold(op.dy, pixel >= strip.first_pixel && pixel < end, row, pixel, strip.width, outputs);
     });
     scratch += dy_pitch * (strip.rows + 2 * conv.halo_h());
   }
-  // A 1x1 kernel meets every p once more in the product's epilogue, which leaves relu(p) there.
+  // The epilogue of a 1x1 kernel computes every p, and stores relu(p) here.
   A* activation = scratch;
   const bool normalised = g != nullptr && conv.taps() == 1 && dweight != nullptr;
   if (g != nullptr) {
-    const Taps taps(conv, dy_pitch, outputs);
     const T* from = x + strip.first_pixel * channels;
     T* to = g + strip.first_pixel * channels;
     A* sums = scratch + a_pitch * (strip.rows + 2 * conv.halo_h());
     std::fill(sums, sums + 2 * channels, A(0));
-    strip_product(gradient, dy_pitch, strip, conv, taps, outputs, channels, packed,
+    strip_product(gradient, strip, conv, op.packed,
                   [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t c) PK_LAMBDA {
 #pragma GCC unroll 4
                     for (int v = 0; v < decltype(vectors)::value; ++v) {
@@ -133,8 +135,7 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
   const PixelRows<A> dy{gradient + conv.halo_h() * dy_pitch + conv.halo_w() * outputs, dy_pitch,
                         outputs};
   for (int64_t t = 0; t < conv.taps(); ++t) {
-    // Only pixels from which the tap meets the image: the border's zeros must not meet a dy that is
-    // not finite.
+    // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
     const int64_t tap_row = t / conv.kernel_w, tap_column = t % conv.kernel_w;
     const int64_t down = strip.row + tap_row - conv.halo_h(), right = tap_column - conv.halo_w();
     const int64_t row = std::max<int64_t>(0, -down), column = std::max<int64_t>(0, -right);
@@ -143,7 +144,7 @@ void strip_backward(const Strip& strip, const ConvSize& conv, const Arriving<T, 
     if (rows <= 0 || width <= 0) continue;
     const PixelRows<A> a = bordered.from(row + tap_row, column + tap_column);
     const PixelRows<A> d = dy.from(row, column);
-    strip_weight_gradient(input_last ? d : a, input_last ? a : d, rows, width,
+    strip_weight_gradient(op.input_last ? d : a, op.input_last ? a : d, rows, width,
                           dweight + t * channels * outputs);
   }
 }

@@ -2,25 +2,23 @@
 
 #include "conv_product.h"
 
-// y = conv(relu(p)) [+ bias] [+ residual] for one strip, and where `statistics` are given those of
-// the strip's y as stored (TileStatistics), taken while y is in registers.
+// y = conv(relu(p)) [+ conv_bias] [+ residual] for one strip. Where `statistics` are given, also
+// those of the strip's y as stored (TileStatistics), computed while y is in registers.
 template <class T, class A>
-void strip_forward(const Strip& strip, const ConvSize& conv, const T* x,
-                   const Normalisation<A>& norm, const PackedWeights<A>& packed, const T* bias,
-                   const T* residual, T* y, A* statistics, A* scratch) {
+void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, A* scratch) {
+  const Conv& conv = op.conv;
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
+  const T *x = op.x, *bias = op.conv_bias;
   fill_bordered(scratch, strip, conv, channels, [&](A* row, int64_t pixel) PK_LAMBDA {
-    normalise(x + pixel * channels, row, strip.width, channels, norm);
+    normalise(x + pixel * channels, row, strip.width, channels, op.norm);
   });
-  const int64_t pitch = (strip.width + 2 * conv.halo_w()) * channels;
-  const Taps taps(conv, pitch, channels);
-  T* out = y + strip.first_pixel * outputs;
+  T* out = op.y + strip.first_pixel * outputs;
   A* sum = statistics + outputs;
   A* square = sum + outputs;
   if (statistics != nullptr) std::fill(sum, square + outputs, A(0));
-  const T* added = residual == nullptr ? nullptr : residual + strip.first_pixel * outputs;
+  const T* added = op.residual == nullptr ? nullptr : op.residual + strip.first_pixel * outputs;
   strip_product(
-      scratch, pitch, strip, conv, taps, channels, outputs, packed,
+      scratch, strip, conv, op.packed,
       [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t k) PK_LAMBDA {
         if (bias != nullptr) {
 #pragma GCC unroll 4

@@ -1,6 +1,5 @@
 #include "batch_norm.h"
 #include "isa.h"
-#include "ops.h"
 #include "tiles.h"
 
 #define PK_KERNELS "bn_stats_kernels.h"
@@ -8,10 +7,7 @@
 
 namespace preact_kernels {
 
-std::tuple<Tensor, Tensor> bn_stats(const Tensor& x) {
-  const Activation size = check_activation("x", x);
-  const Tensor mean = empty_statistics(x, size.channels);
-  const Tensor var = empty_statistics(x, size.channels);
+void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -23,16 +19,19 @@ std::tuple<Tensor, Tensor> bn_stats(const Tensor& x) {
       PK_CALL(tile_statistics, from + tiles.first(tile) * size.channels, tiles.length(tile),
               size.channels, statistics.tile(tile));
     });
-    statistics.merge(mutable_data<A>(mean), mutable_data<A>(var));
+    statistics.merge(mutable_data<A>(of_x.mean), mutable_data<A>(of_x.var));
   });
-  return {mean, var};
 }
 
+// Blocks do not count themselves on a CPU.
+void allocate_counters(const Tensor&, std::vector<BatchStatistics>&) {}
+
+// running = (1 - momentum) * running + momentum * batch, contiguous float32, for many vectors.
 void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
                           double momentum) {
   STD_TORCH_CHECK(running.size() == batch.size(), "batch: expected ", running.size(),
                   " tensors to match running, got ", batch.size());
-  for (size_t i = 0; i < running.size(); ++i) {  // all of them before anything is written
+  for (size_t i = 0; i < running.size(); ++i) {  // check all before writing any
     STD_TORCH_CHECK(running[i].is_cpu() && running[i].is_contiguous() &&
                         running[i].scalar_type() == ScalarType::Float,
                     "running: expected contiguous float32 CPU tensors");

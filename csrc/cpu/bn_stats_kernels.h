@@ -1,7 +1,7 @@
 // Statistics of a tile of pixels. Included once for each instruction set.
 
-// statistics = [pivot, sum(d), sum(d^2)] of each channel, for d = x - pivot (TileStatistics). Sums
-// are taken of runs of pixels first and then of runs: an error grows with the length of a sum.
+// statistics = [pivot, sum(d), sum(d^2)] of each channel, for d = x - pivot (TileStatistics). Adds
+// runs of pixels first and then the sums of runs, because the error grows with the length of a sum.
 // The pivot is the mean of the first run.
 template <class T>
 void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics) {

@@ -1,22 +1,23 @@
-// What the direct convolutions share. Included once for each instruction set.
+// Parts of the direct convolutions. Included once for each instruction set.
 //
-// A strip is some rows of one image (for a 1x1 kernel: some pixels of the whole batch). Its
-// operand is first formed in a scratch buffer, normalised once, with a border of zeros where the
-// kernel reaches over the image; the products then run over the buffer with a tile of pixels by
-// channels in registers. One operand of each product is a vector of channels, the other a single
-// value that is broadcast:
-//   forward   y[p][k]     += a[p + tap][c]  * w[tap][c][k]
-//   dgrad     da[p][c]    += dy[p - tap][k] * w[tap][k][c]
-//   wgrad     dw[tap][c][k] += a[p + tap][c] * dy[p][k]
+// A strip is some rows of one image (for a 1x1 kernel: some pixels of the batch). Its operand is
+// written to a scratch buffer, normalised once, with a border of zeros where the kernel reaches
+// beyond the image. The products then read the buffer with a tile of pixels by channels in
+// registers. One operand of each product is a vector of channels, the other a broadcast value:
+//   forward   y[p][k]       += a[p + tap][c]  * w[tap][c][k]
+//   dgrad     da[p][c]      += dy[p - tap][k] * w[tap][k][c]
+//   wgrad     dw[tap][c][k] += a[p + tap][c]  * dy[p][k]
+
+#include "normalise_kernels.h"
 
 constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
-// Rows of accumulators beside `vectors` vectors of the other operand.
+// The most rows of accumulators that fit beside `vectors` vectors of the other operand.
 constexpr int max_tile_rows(int vectors) { return (kRegisters - 4) / vectors; }
 
-// Writes operand(pixel, channel, ...) for the strip and its border to `out`
-// [rows + 2 * halo_h][width + 2 * halo_w][channels].
+// Fills `out` [rows + 2 * halo_h][width + 2 * halo_w][channels]: operand(row, pixel) writes the
+// rows of the image, and the border is zero.
 template <class A, class Operand>
-PK_INLINE void fill_bordered(A* out, const Strip& strip, const ConvSize& conv, int64_t channels,
+PK_INLINE void fill_bordered(A* out, const Strip& strip, const Conv& conv, int64_t channels,
                              const Operand& operand) {
   const int64_t pitch = (strip.width + 2 * conv.halo_w()) * channels;
   const int64_t side = conv.halo_w() * channels;
@@ -33,49 +34,28 @@ PK_INLINE void fill_bordered(A* out, const Strip& strip, const ConvSize& conv, i
   }
 }
 
-// out = relu((x - mean) * scale + bias), `pixels` of them.
+// out = the output gradient of `pixels` pixels, as stored in type T. With `stores`, also stores the
+// unfolded gradient where it is wanted.
 template <class T, class A>
-PK_INLINE void normalise(const T* x, A* out, int64_t pixels, int64_t channels,
-                         const Normalisation<A>& norm) {
-  for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
-    constexpr int kVectors = decltype(vectors)::value;
-    Vector<A> m[kVectors], s[kVectors], b[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      m[v] = load(norm.mean + c + v * kLanes<A>, lanes);
-      s[v] = load(norm.scale.data() + c + v * kLanes<A>, lanes);
-      b[v] = load(norm.bias + c + v * kLanes<A>, lanes);
-    }
-    for (int64_t p = 0; p < pixels; ++p) {
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = p * channels + c + v * kLanes<A>;
-        store(out + at, relu((load(x + at, lanes) - m[v]) * s[v] + b[v]), lanes);
-      }
-    }
-  });
-}
-
-// out = the gradient that arrives at `pixels` pixels from the first on, as stored in type T; also
-// left in `dz` where `keep` says so.
-template <class T, class A>
-PK_INLINE void unfold(const Arriving<T, A>& arriving, bool keep, A* out, int64_t first_pixel,
+PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, A* out, int64_t first_pixel,
                       int64_t pixels, int64_t channels) {
   const int64_t offset = first_pixel * channels;
-  const T* dy = arriving.dy + offset;
+  const T* g = dy.tensors.g + offset;
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
-    const InputGradient<A>* fold = arriving.coefficients;
+    const InputGradient<A>* fold = dy.coefficients;
     if (fold == nullptr) {
       for (int64_t p = 0; p < pixels; ++p) {
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = p * channels + first + v * kLanes<A>;
-          store(out + at, load(dy + at, lanes), lanes);
+          store(out + at, load(g + at, lanes), lanes);
         }
       }
       return;
     }
-    const T* z = arriving.z + offset;
-    const T* skip = arriving.skip == nullptr ? nullptr : arriving.skip + offset;
-    T* dz = keep && arriving.dz != nullptr ? arriving.dz + offset : nullptr;
+    const T* x = dy.tensors.x + offset;
+    const T* skip = dy.tensors.skip == nullptr ? nullptr : dy.tensors.skip + offset;
+    T* stored = stores && dy.tensors.dx != nullptr ? dy.tensors.dx + offset : nullptr;
     Vector<A> m[kVectors], a[kVectors], b[kVectors], c[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = first + v * kLanes<A>;
@@ -87,11 +67,11 @@ PK_INLINE void unfold(const Arriving<T, A>& arriving, bool keep, A* out, int64_t
     for (int64_t p = 0; p < pixels; ++p) {
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = p * channels + first + v * kLanes<A>;
-        const Vector<A> centred = fold->constant ? Vector<A>{} : load(z + at, lanes) - m[v];
-        Vector<A> value = a[v] * load(dy + at, lanes) + (b[v] * centred + c[v]);
+        const Vector<A> centred = fold->in_training ? load(x + at, lanes) - m[v] : Vector<A>{};
+        Vector<A> value = a[v] * load(g + at, lanes) + (b[v] * centred + c[v]);
         if (skip != nullptr) value += load(skip + at, lanes);
-        value = as_stored(dy, value);
-        if (dz != nullptr) store(dz + at, value, lanes);
+        value = as_stored(g, value);
+        if (stored != nullptr) store(stored + at, value, lanes);
         store(out + at, value, lanes);
       }
     }
@@ -122,7 +102,7 @@ PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t
   finish(acc);
 }
 
-// Rows of a tile that kernels are compiled for, the most first; between them, tiles are split.
+// The numbers of rows that tiles are compiled for, largest first.
 template <int kCount>
 struct TileRows;
 template <>
@@ -137,7 +117,7 @@ static constexpr auto& kTileRows = TileRows<kRegisters>::values;
 
 static_assert(kTileRows[std::size(kTileRows) - 1] == 1, "any number of rows must be reached");
 
-// Rows of the next tile where `left` are left: equal parts as far as kTileRows has them.
+// Rows of the next tile where `left` rows are left: equal parts as far as kTileRows allows.
 template <int kMost>
 PK_INLINE int64_t next_rows(int64_t left) {
   const int64_t parts = (left + kMost - 1) / kMost;
@@ -148,7 +128,7 @@ PK_INLINE int64_t next_rows(int64_t left) {
   return 1;
 }
 
-// Calls body(rows) with `rows`, one of kTileRows of at most kMost, as a constant.
+// Calls body(rows) with `rows` as a constant: one of kTileRows, at most kMost.
 template <int kMost, int kIndex = 0, class Body>
 PK_INLINE void with_rows(int64_t rows, const Body& body) {
   if constexpr (kIndex < std::size(kTileRows)) {
@@ -181,59 +161,64 @@ PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
   }
 }
 
-// Vectors of output channels in a tile: wide tiles for 1x1 kernels; two vectors for others, whose
-// weights pass through the first-level cache for every tile.
-PK_INLINE int tile_vectors(const ConvSize& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
+// Vectors of output channels in a tile. Kernels larger than 1x1 use two: every tile reads all their
+// weights through the first-level cache.
+PK_INLINE int tile_vectors(const Conv& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
 
-// Tiles between a product and the one whose operands it prefetches.
+// A product prefetches operands of the tile this far ahead.
 constexpr int kAhead = 4;
 
-// Whether a tile may begin in one row of the image and end in the next: its pixels then need an
-// address each, for which there are registers where accumulators are few.
+// Whether a tile may begin in one row of the image and end in the next. Each pixel then needs its
+// own address, and registers are free for that only where accumulators are few.
 constexpr bool kTilesCrossRows = kRegisters < 32;
 
-// out[p][k] for the pixels of a strip out of a bordered operand. The border's zeros must not
-// meet weights that are not finite: where there are such, no tap outside the image is taken.
+// Computes out[p][k] for the pixels of a strip from its bordered operand, and calls
+// finish(vectors, rows, accumulators, pixel, k) for each tile. 0 * NaN is NaN: where a weight is
+// not finite, taps outside the image are left out.
 template <class A, class Finish>
-PK_INLINE void strip_product(const A* in, int64_t pitch, const Strip& strip, const ConvSize& conv,
-                             const Taps& taps, int64_t in_channels, int64_t out_channels,
+PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
                              const PackedWeights<A>& packed, const Finish& finish) {
+  const int64_t in_channels = packed.in_channels;
+  const int64_t pitch = (strip.width + 2 * conv.halo_w()) * in_channels;
+  const Taps taps(conv, pitch, in_channels);
   const int64_t pixels = strip.rows * strip.width;
-  for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
-    constexpr int kVectors = decltype(vectors)::value;
-    constexpr int kMost = max_tile_rows(kVectors);
-    const A* w = packed.values + k * conv.taps() * in_channels;
-    int64_t pixel = 0, row = 0, column = 0;
-    const A* from = in;
-    const auto advance = [&]() PK_LAMBDA {
-      ++pixel;
-      from += in_channels;
-      if (++column == strip.width) {
-        column = 0;
-        from = in + ++row * pitch;
-      }
-    };
-    while (!packed.finite && pixel < pixels) {
-      product_tile<A, 1, kVectors>(
-          from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels, w,
-          [&](auto& acc) { finish(vectors, std::integral_constant<int, 1>{}, acc, pixel, k); });
-      advance();
-    }
-    while (pixel < pixels) {
-      const int64_t left = kTilesCrossRows ? pixels - pixel : strip.width - column;
-      with_rows<kMost>(next_rows<kMost>(left), [&](auto count) PK_LAMBDA {
-        constexpr int kRows = decltype(count)::value;
-        const A* first = from;
-        const int64_t first_pixel = pixel;
-        int64_t at[kRows];
-        for (int i = 0; i < kRows; ++i) {
-          at[i] = kTilesCrossRows ? from - first : i * in_channels;
+  for_vector_blocks<A>(
+      packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
+        constexpr int kVectors = decltype(vectors)::value;
+        constexpr int kMost = max_tile_rows(kVectors);
+        const A* w = packed.values + k * conv.taps() * in_channels;
+        int64_t pixel = 0, row = 0, column = 0;
+        const A* from = in;
+        const auto advance = [&]() PK_LAMBDA {
+          ++pixel;
+          from += in_channels;
+          if (++column == strip.width) {
+            column = 0;
+            from = in + ++row * pitch;
+          }
+        };
+        while (!packed.finite && pixel < pixels) {
+          product_tile<A, 1, kVectors>(
+              from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels,
+              w,
+              [&](auto& acc) { finish(vectors, std::integral_constant<int, 1>{}, acc, pixel, k); });
           advance();
         }
-        product_tile<A, kRows, kVectors>(
-            first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
-            [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_pixel, k); });
+        while (pixel < pixels) {
+          const int64_t left = kTilesCrossRows ? pixels - pixel : strip.width - column;
+          with_rows<kMost>(next_rows<kMost>(left), [&](auto count) PK_LAMBDA {
+            constexpr int kRows = decltype(count)::value;
+            const A* first = from;
+            const int64_t first_pixel = pixel;
+            int64_t at[kRows];
+            for (int i = 0; i < kRows; ++i) {
+              at[i] = kTilesCrossRows ? from - first : i * in_channels;
+              advance();
+            }
+            product_tile<A, kRows, kVectors>(
+                first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
+                [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_pixel, k); });
+          });
+        }
       });
-    }
-  });
 }

@@ -7,8 +7,18 @@
 
 namespace preact_kernels {
 
+void check_conv_is_served(const Conv& conv) {
+  const int64_t lanes = vector_bytes() / static_cast<int64_t>(sizeof(float));
+  STD_TORCH_CHECK(
+      conv.out_channels > 0 && conv.out_channels % lanes == 0 && conv.in_channels % lanes == 0,
+      "conv_weight: expected channels in multiples of ", lanes, ", got ", conv.out_channels,
+      " and ", conv.in_channels);
+  STD_TORCH_CHECK(conv.kernel_h % 2 == 1 && conv.kernel_w % 2 == 1 && conv.taps() <= Taps::kMost,
+                  "conv_weight: expected an odd kernel of at most ", Taps::kMost, " taps");
+}
+
 template <class T>
-PackedWeights<Accumulate<T>> packed_weights(const ConvSize& conv, const Tensor& conv_weight,
+PackedWeights<Accumulate<T>> packed_weights(const Conv& conv, const Tensor& conv_weight,
                                             bool transposed) {
   using A = Accumulate<T>;
   const ConvWeight<T> weight(conv_weight, transposed);
@@ -19,11 +29,12 @@ PackedWeights<Accumulate<T>> packed_weights(const ConvSize& conv, const Tensor& 
   for_rows(in_channels, conv.taps() * out_channels, [&](int64_t row) {
     PK_CALL(pack, packed, conv, in_channels, out_channels, weight, row);
   });
-  // A 1x1 kernel has no border.
-  return {packed, conv.taps() == 1 || PK_CALL(all_finite, packed, count)};
+  // A 1x1 kernel has no border: its products never read these weights outside the image.
+  const bool finite = conv.taps() == 1 || PK_CALL(all_finite, packed, count);
+  return {packed, in_channels, out_channels, finite};
 }
 
-template PackedWeights<float> packed_weights<float>(const ConvSize&, const Tensor&, bool);
-template PackedWeights<float> packed_weights<BFloat16>(const ConvSize&, const Tensor&, bool);
+template PackedWeights<float> packed_weights<float>(const Conv&, const Tensor&, bool);
+template PackedWeights<float> packed_weights<BFloat16>(const Conv&, const Tensor&, bool);
 
 }  // namespace preact_kernels

@@ -16,7 +16,7 @@ bool all_finite(const A* values, int64_t count) {
 
 // packed[block of k][tap][c][k in block] = weight[k][c][tap] for input channel c.
 template <class T, class A>
-void pack(A* packed, const ConvSize& conv, int64_t in_channels, int64_t out_channels,
+void pack(A* packed, const Conv& conv, int64_t in_channels, int64_t out_channels,
           const ConvWeight<T>& weight, int64_t c) {
   for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
     constexpr int kWidth = decltype(vectors)::value * kLanes<A>;

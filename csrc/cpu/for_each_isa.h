@@ -1,6 +1,6 @@
-// Compiles the header PK_KERNELS once for each instruction set, each in a namespace of its own.
-// No include guard: every op's .cpp includes it once, after the standard headers it needs, so that
-// no code of theirs is compiled for an instruction set that the machine may lack.
+// Compiles the header PK_KERNELS once for each instruction set, each time in its own namespace.
+// There is no include guard: every op's .cpp includes this file once, after the standard headers,
+// so that no standard code is compiled for an instruction set that the machine may lack.
 
 #if defined(__clang__)
 #define PK_PRAGMA(text) _Pragma(#text)

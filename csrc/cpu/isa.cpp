@@ -3,8 +3,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "ops.h"
-
 namespace preact_kernels {
 namespace {
 
@@ -37,8 +35,8 @@ Isa isa() {
   return isa;
 }
 
-int vector_bytes(Isa isa) {
-  switch (isa) {
+int64_t vector_bytes() {
+  switch (isa()) {
     case Isa::kAvx512:
       return 64;
     case Isa::kAvx2:
@@ -47,7 +45,5 @@ int vector_bytes(Isa isa) {
       return 16;
   }
 }
-
-int64_t vector_bytes() { return vector_bytes(isa()); }
 
 }  // namespace preact_kernels

@@ -1,20 +1,22 @@
-// Instruction sets: every kernel is compiled once for each, and chosen at run time.
+// Instruction sets. Every kernel is compiled for each of them; the choice is made at run time.
 #pragma once
+
+#include <cstdint>
 
 namespace preact_kernels {
 
 enum class Isa { kGeneric, kAvx2, kAvx512 };
 
-// The best that this processor has, or less where PREACT_KERNELS_CPU_ISA (generic, avx2, avx512)
-// says so. Read once.
+// The best instruction set of this processor, or a lesser one that PREACT_KERNELS_CPU_ISA names
+// (generic, avx2, avx512). Read once.
 Isa isa();
 
 // Bytes of a vector register of that instruction set.
-int vector_bytes(Isa isa);
+int64_t vector_bytes();
 
 }  // namespace preact_kernels
 
-// Calls `function<...>(...)` of the namespace of the instruction set in force.
+// Calls `function<...>(...)` in the namespace of the chosen instruction set.
 #if defined(__x86_64__)
 #define PK_CALL(function, ...)                                                               \
   (::preact_kernels::isa() == ::preact_kernels::Isa::kAvx512 ? avx512::function(__VA_ARGS__) \

@@ -1,5 +1,5 @@
-// Vectors of one instruction set, by the compiler's vector extensions.
-// Included by for_each_isa.h inside that instruction set's namespace: no includes, no guard.
+// Vectors of one instruction set, built on the compiler's vector extensions.
+// Included by for_each_isa.h in the namespace of that instruction set: no includes, no guard.
 
 template <class A>
 struct VectorOf;
@@ -37,7 +37,7 @@ PK_INLINE void store(A* to, Vector<A> v) {
   __builtin_memcpy(to, &v, sizeof v);
 }
 
-// Rounds to nearest even; a NaN stays one.
+// Rounds to nearest even. NaN stays NaN.
 PK_INLINE void store(BFloat16* to, Vector<float> v) {
   const FullBits bits = reinterpret_cast<FullBits>(v);
   const FullBits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -47,7 +47,7 @@ PK_INLINE void store(BFloat16* to, Vector<float> v) {
   __builtin_memcpy(to, &half, sizeof half);
 }
 
-// The first `lanes` values, zeros behind them.
+// Loads the first `lanes` values; the other lanes are 0.
 template <class T>
 PK_INLINE Vector<Accumulate<T>> load(const T* from, int lanes) {
   if (lanes == kLanes<Accumulate<T>>) return load(from);
@@ -64,7 +64,7 @@ PK_INLINE void store(T* to, Vector<Accumulate<T>> v, int lanes) {
   for (int i = 0; i < lanes; ++i) to[i] = values[i];
 }
 
-// What `store` leaves in memory.
+// The value that `store` writes to memory.
 PK_INLINE Vector<float> as_stored(const float*, Vector<float> v) { return v; }
 PK_INLINE Vector<double> as_stored(const double*, Vector<double> v) { return v; }
 PK_INLINE Vector<float> as_stored(const BFloat16*, Vector<float> v) {
@@ -73,7 +73,7 @@ PK_INLINE Vector<float> as_stored(const BFloat16*, Vector<float> v) {
   return load(values);
 }
 
-// max(v, 0); a NaN stays one, as the instruction returns its second operand then.
+// max(v, 0). NaN stays NaN: the instruction then returns its second operand.
 #if defined(__x86_64__)
 PK_INLINE Vector<float> relu(Vector<float> v) { return PK_MAX_PS(Vector<float>{}, v); }
 PK_INLINE Vector<double> relu(Vector<double> v) { return PK_MAX_PD(Vector<double>{}, v); }
@@ -84,20 +84,21 @@ PK_INLINE V relu(V v) {
 }
 #endif
 
-// A pivot that leaves what is not finite where it is.
+// v, or 0 where v is not finite: a pivot must be finite.
 template <class V>
 PK_INLINE V finite_or_zero(V v) {
   return v - v == 0 ? v : V{};
 }
 
-// value where p > 0 or p is NaN, else 0: the gradient of relu(p) as PyTorch has it.
+// value where p > 0 or p is NaN, else 0: the gradient of relu(p), as in PyTorch.
 template <class V>
 PK_INLINE V where_active(V p, V value) {
   return p <= 0 ? V{} : value;
 }
 
-// Runs body(vectors, first channel, lanes) over all channels: blocks of 4 full vectors, of one,
-// and at last one that is partly filled. `vectors` and, but for the last, `lanes` are constants.
+// Calls body(vectors, first channel, lanes) for blocks that cover all channels: first blocks of 4
+// vectors, then of 1, then one partly filled vector. `vectors` is a constant, and so is `lanes`
+// except in the last call.
 template <class A, class Body>
 PK_INLINE void for_channel_blocks(int64_t channels, const Body& body) {
   constexpr int lanes = kLanes<A>;

@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call.
+// Memory that a thread keeps between calls.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace preact_kernels {
 
-// What a buffer is for: one thread may need one of each at a time.
+// The purpose of a buffer. A thread may use one buffer of each purpose at a time.
 enum class Use { kScratch, kWeights, kWeightGradients, kPartials };
 
-// `values` values of the calling thread, not initialised: a buffer that grows and is kept, as calls
-// are many and short.
+// Returns `values` uninitialised values of the calling thread. The buffer grows and is kept,
+// because calls are many and short.
 template <class A, Use kUse>
 A* thread_buffer(int64_t values) {
   struct Buffer {

@@ -1,18 +1,15 @@
-// Cutting pixels into tiles, and tiles over threads.
+// Tiles of pixels, and loops over tiles on several threads.
 #pragma once
-
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <atomic>
 
-#include "../tensors.h"
 #include "types.h"
 
 namespace preact_kernels {
 
-// Rows of `channels` values cut into tiles that stay in the first-level cache, but of so many
-// pixels that a tile's sums are little beside the tile.
+// Tiles of pixels, `channels` values each. A tile fits in the first-level cache and is much larger
+// than its sums.
 struct PixelTiles {
   int64_t pixels, size, count;
 
@@ -25,9 +22,9 @@ struct PixelTiles {
   int64_t length(int64_t tile) const { return std::min(size, pixels - first(tile)); }
 };
 
-// Runs body(tile) for every tile, spread over the threads of PyTorch. Each takes the tiles of its
-// own range in order, so that what it wrote last is near, and then helps with the ranges of others:
-// on a shared machine no two threads are equally fast.
+// Runs body(tile) for every tile on PyTorch's threads. A thread takes the tiles of its own range in
+// order, because neighbours share cache lines, and then tiles of other ranges, because threads are
+// not equally fast on a shared machine.
 template <class Body>
 void for_tiles(int64_t count, const Body& body) {
   constexpr int64_t kMostRanges = 64;
@@ -60,7 +57,7 @@ void for_tiles(int64_t count, const Body& body) {
   });
 }
 
-// Runs body(row) for every row of `values`, spread over the threads where that is worth it.
+// Runs body(row) for every row of `values` values, on several threads where there are enough rows.
 template <class Body>
 void for_rows(int64_t rows, int64_t values, const Body& body) {
   constexpr int64_t kLeastValues = 8 * 1024;

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../tensors.h"
+#include "../host/launch.h"
 
 #define PK_INLINE inline __attribute__((always_inline))
 #define PK_LAMBDA __attribute__((always_inline))
@@ -29,7 +29,7 @@ template <>
 struct AccumulateOf<BFloat16> {
   using type = float;
 };
-// Type of sums and statistics beside storage type T.
+// The type of sums and statistics for storage type T.
 template <class T>
 using Accumulate = typename AccumulateOf<T>::type;
 
@@ -42,7 +42,7 @@ inline float widened(BFloat16 value) {
   return result;
 }
 
-// Rounds to nearest even; a NaN stays one.
+// Rounds to nearest even. NaN stays NaN.
 template <class T>
 T narrowed(Accumulate<T> value) {
   if constexpr (std::is_same_v<T, BFloat16>) {

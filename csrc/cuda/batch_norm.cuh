@@ -1,65 +1,151 @@
-// Device functions: one batch norm and ReLU, and its input gradient, for some channels of a thread.
+// Batch norm and ReLU, and the input gradient, for the channels of one thread.
 #pragma once
 
-#include "device.cuh"
+#include "conv_operand.cuh"
 
 namespace preact_kernels::cuda {
 
-// The tensors of one batch norm, all [C] float32.
-struct BatchNorm {
-  const float* mean;
-  const float* var;
-  const float* weight;
-  const float* bias;
+// A batch norm; every pointer is to [C] float32.
+struct NormPointers {
+  const float *mean, *var, *weight;
+  const float* bias;  // null where only the input gradient is computed
   float eps;
+};
+
+// A fold (../args.h): [skip +] A*g + B*(x - mean) + C.
+struct FoldPointers {
+  const void* skip;  // or null
+  const void* x;     // null where nothing is folded
+  NormPointers norm;
+  const float* sums;  // [2, C]: sum(g), sum(g * xhat)
+  float inv_count;    // 0 in evaluation mode: x is then not read, so that NaN does not spread
 };
 
 __device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqrtf(var + eps); }
 
-// Zero where p <= 0, so that NaN stays, as in PyTorch.
+// 0 where p <= 0. NaN stays NaN, as in PyTorch.
 __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
 
-// p = (x - mean) * scale + bias. The mean is subtracted first, here and below, so that nothing
-// cancels where it is large beside the deviation.
+// Marks a constructor that reads values which `prepare` wrote to shared memory.
+struct FromShared {};
+
+// p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where the mean is
+// large compared with the deviation.
 template <int kWidth>
 struct Normalisation {
+  static constexpr int kRows = 3;
+
   float mean[kWidth], scale[kWidth], bias[kWidth];
 
-  __device__ Normalisation(const BatchNorm& bn, int channel, bool is_channel) {
+  // Zeros for a thread without channels.
+  __device__ Normalisation(const NormPointers& norm, int channel, bool is_channel) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      mean[i] = is_channel ? bn.mean[channel + i] : 0.0f;
-      const float rstd = is_channel ? reciprocal_std(bn.var[channel + i], bn.eps) : 0.0f;
-      scale[i] = is_channel ? bn.weight[channel + i] * rstd : 0.0f;
-      bias[i] = is_channel ? bn.bias[channel + i] : 0.0f;
+      const int c = channel + i;
+      mean[i] = is_channel ? norm.mean[c] : 0.0f;
+      scale[i] = is_channel ? scale_of(norm, c) : 0.0f;
+      bias[i] = is_channel ? norm.bias[c] : 0.0f;
     }
   }
+
+  __device__ Normalisation(FromShared, const float* shared, int channels, int first) {
+    load_floats(mean, shared + first);
+    load_floats(scale, shared + channels + first);
+    load_floats(bias, shared + 2 * channels + first);
+  }
+
+  // Fills `shared` [kRows][channels] with all threads of a block.
+  static __device__ void prepare(const NormPointers& norm, int channels, float* shared) {
+    for (int c = threadIdx.x; c < channels; c += kThreads) {
+      shared[c] = norm.mean[c];
+      shared[channels + c] = scale_of(norm, c);
+      shared[2 * channels + c] = norm.bias[c];
+    }
+  }
+
   __device__ float operator()(float x, int i) const { return (x - mean[i]) * scale[i] + bias[i]; }
+
+  // relu(p) of 16 bytes of x, as operands: rounded as PyTorch stores it.
+  template <class T>
+  __device__ FullVector<T> activation(FullVector<T> x) const {
+    float p[kWidth];
+    x.unpack(p);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) p[j] = relu((*this)(p[j], j));
+    x.pack(p);
+    return as_operand<T>(x);
+  }
+
+ private:
+  static __device__ float scale_of(const NormPointers& norm, int c) {
+    return norm.weight[c] * reciprocal_std(norm.var[c], norm.eps);
+  }
 };
 
-// Gradient of a batch norm's input, per channel: a*g + b*(x - mean) + c. In evaluation mode
-// (inv_count 0) it is a*g alone, and x is not read: what is not finite there must not spread.
-struct InputGradientSums {
-  const float* sums;  // [2, C]: sum(g), sum(g * xhat)
-  float inv_count;
-};
-
+// The coefficients of a fold, a*g + b*(x - mean) + c. In evaluation mode b and c are zero.
 template <int kWidth>
 struct InputGradient {
+  static constexpr int kRows = 4;
+
   float a[kWidth], b[kWidth], c[kWidth], mean[kWidth];
 
-  __device__ InputGradient(const BatchNorm& bn, const InputGradientSums& of, int channels,
-                           int channel, bool is_channel) {
-    const bool in_training = is_channel && of.inv_count != 0;
+  // Zeros for a thread without channels.
+  __device__ InputGradient(const FoldPointers& fold, int channels, int channel, bool is_channel) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const int at = channel + i;
-      const float rstd = is_channel ? reciprocal_std(bn.var[at], bn.eps) : 0.0f;
-      a[i] = is_channel ? bn.weight[at] * rstd : 0.0f;
-      mean[i] = in_training ? bn.mean[at] : 0.0f;
-      b[i] = in_training ? -a[i] * rstd * (of.sums[channels + at] * of.inv_count) : 0.0f;
-      c[i] = in_training ? -a[i] * (of.sums[at] * of.inv_count) : 0.0f;
+      a[i] = b[i] = c[i] = mean[i] = 0;
+      if (is_channel) compute(fold, channels, channel + i, a[i], b[i], c[i], mean[i]);
     }
+  }
+
+  __device__ InputGradient(FromShared, const float* shared, int channels, int first) {
+    load_floats(a, shared + first);
+    load_floats(b, shared + channels + first);
+    load_floats(c, shared + 2 * channels + first);
+    load_floats(mean, shared + 3 * channels + first);
+  }
+
+  // Fills `shared` [kRows][channels] with all threads of a block.
+  static __device__ void prepare(const FoldPointers& fold, int channels, float* shared) {
+    for (int i = threadIdx.x; i < channels; i += kThreads) {
+      compute(fold, channels, i, shared[i], shared[channels + i], shared[2 * channels + i],
+              shared[3 * channels + i]);
+    }
+  }
+
+  // The gradient of the 16 bytes at `at`, rounded as PyTorch stores it.
+  template <class T>
+  __device__ FullVector<T> operator()(const FoldPointers& fold, const T* g, int64_t at) const {
+    FullVector<T> vector;
+    float dy[kWidth], more[kWidth];
+    vector.load(g + at);
+    vector.unpack(dy);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) dy[j] *= a[j];
+    if (fold.inv_count != 0) {
+      vector.load(static_cast<const T*>(fold.x) + at);
+      vector.unpack(more);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) dy[j] += (more[j] - mean[j]) * b[j] + c[j];
+    }
+    if (fold.skip != nullptr) {
+      vector.load(static_cast<const T*>(fold.skip) + at);
+      vector.unpack(more);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) dy[j] += more[j];
+    }
+    vector.pack(dy);
+    return vector;
+  }
+
+ private:
+  static __device__ void compute(const FoldPointers& fold, int channels, int at, float& a, float& b,
+                                 float& c, float& mean) {
+    const float rstd = reciprocal_std(fold.norm.var[at], fold.norm.eps);
+    a = fold.norm.weight[at] * rstd;
+    b = -a * rstd * (fold.sums[channels + at] * fold.inv_count);
+    c = -a * (fold.sums[at] * fold.inv_count);
+    mean = fold.norm.mean[at];
   }
 };
 

@@ -10,7 +10,7 @@ template <class T>
 struct BnReluParams {
   PixelRows rows;
   const T* x;
-  BatchNorm bn;
+  NormPointers norm;
   T* y;
 };
 
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, kBnReluBlocks)
     bn_relu_forward_kernel(BnReluParams<T> p) {
   constexpr int kSteps = kBnReluSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
-  const Normalisation<kWidth> norm(p.bn, thread.channel, thread.is_used);
+  const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
     Vector<T, kWidth> x[kSteps];
     load_rows(x, p.x + at, stride, steps);
@@ -41,35 +41,35 @@ __global__ void __launch_bounds__(kThreads, kBnReluBlocks)
 template <class T>
 struct BnReluMaskParams {
   PixelRows rows;
-  const T* da;
+  const T* dy;
   const T* x;
-  BatchNorm bn;
+  NormPointers norm;
   T* g;  // not used where g is not stored
   GridSums memory;
   float* sums;  // [2, channels]: sum(g), sum(g * xhat)
 };
 
-constexpr int kMaskSteps = 3, kMaskBlocks = 2;  // what registers hold
+constexpr int kMaskSteps = 3, kMaskBlocks = 2;  // limited by registers
 
-// g = da * [p > 0], stored with kStore, and its sums.
+// g = dy * [p > 0], stored with kStore, and its sums.
 template <class T, int kWidth, bool kStore>
 __global__ void __launch_bounds__(kThreads, kMaskBlocks)
     bn_relu_backward_mask_kernel(BnReluMaskParams<T> p) {
   constexpr int kSteps = kMaskSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
-  const Normalisation<kWidth> norm(p.bn, thread.channel, thread.is_used);
+  const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
   double sums[2 * kWidth] = {};
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
-    Vector<T, kWidth> x[kSteps], da[kSteps];
+    Vector<T, kWidth> x[kSteps], dy[kSteps];
     load_rows(x, p.x + at, stride, steps);
-    load_rows(da, p.da + at, stride, steps);
+    load_rows(dy, p.dy + at, stride, steps);
     float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       if (s < steps) {
         float value[kWidth], g[kWidth];
         x[s].unpack(value);
-        da[s].unpack(g);
+        dy[s].unpack(g);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
           if (rounded<T>(norm(value[i], i)) <= 0) g[i] = 0;
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks)
           sum_g_x[i] += g[i] * (value[i] - norm.mean[i]);
         }
         if (kStore) {
-          da[s].pack(g);
-          da[s].store(p.g + at + s * stride);
+          dy[s].pack(g);
+          dy[s].store(p.g + at + s * stride);
         }
       }
     }
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks)
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const int channel = thread.channel + i;
-    const double rstd = reciprocal_std(p.bn.var[channel], p.bn.eps);
+    const double rstd = reciprocal_std(p.norm.var[channel], p.norm.eps);
     p.sums[channel] = static_cast<float>(sums[i]);
     p.sums[p.rows.channels + channel] = static_cast<float>(sums[kWidth + i] * rstd);
   }
@@ -101,49 +101,45 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks)
 template <class T>
 struct BnInputGradientParams {
   PixelRows rows;
-  const T* dy;  // added, with kAdd
   const T* g;
-  const T* x;
-  BatchNorm bn;  // bias for the mask alone
-  InputGradientSums gradient;
+  FoldPointers fold;  // skip with kHasSkip, the norm's bias with kMask
   T* dx;
 };
 
 constexpr int kInputGradientSteps = 4, kInputGradientBlocks = 2;
 
-// dx = [dy +] A*g + B*(x - mean) + C; with kMask, g is first masked by [p > 0].
-template <class T, int kWidth, bool kMask, bool kAdd>
+// dx = [skip +] A*g + B*(x - mean) + C; with kMask, g is first masked by [p > 0].
+template <class T, int kWidth, bool kMask, bool kHasSkip>
 __global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
     bn_input_gradient_kernel(BnInputGradientParams<T> p) {
   constexpr int kSteps = kInputGradientSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
-  const InputGradient<kWidth> fold(p.bn, p.gradient, p.rows.channels, thread.channel,
-                                   thread.is_used);
-  float mean[kWidth], bias[kWidth];
+  const InputGradient<kWidth> fold(p.fold, p.rows.channels, thread.channel, thread.is_used);
+  float bias[kWidth];
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    mean[i] = kMask && thread.is_used ? p.bn.mean[thread.channel + i] : fold.mean[i];
-    bias[i] = kMask && thread.is_used ? p.bn.bias[thread.channel + i] : 0.0f;
+    bias[i] = kMask && thread.is_used ? p.fold.norm.bias[thread.channel + i] : 0.0f;
   }
-  const bool in_training = p.gradient.inv_count != 0;
+  const bool in_training = p.fold.inv_count != 0;
+  const T* from = static_cast<const T*>(p.fold.x);
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
-    Vector<T, kWidth> x[kSteps], g[kSteps], dy[kSteps];
+    Vector<T, kWidth> x[kSteps], g[kSteps], skip[kSteps];
     load_rows(g, p.g + at, stride, steps);
-    if (kMask || in_training) load_rows(x, p.x + at, stride, steps);
-    if (kAdd) load_rows(dy, p.dy + at, stride, steps);
+    if (kMask || in_training) load_rows(x, from + at, stride, steps);
+    if (kHasSkip) load_rows(skip, static_cast<const T*>(p.fold.skip) + at, stride, steps);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       float value[kWidth], gradient[kWidth], added[kWidth];
       x[s].unpack(value);
       g[s].unpack(gradient);
-      if (kAdd) dy[s].unpack(added);
+      if (kHasSkip) skip[s].unpack(added);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float centred = value[i] - mean[i];
+        const float centred = value[i] - fold.mean[i];
         if (kMask && rounded<T>(centred * fold.a[i] + bias[i]) <= 0) gradient[i] = 0;
         gradient[i] *= fold.a[i];
         if (in_training) gradient[i] += centred * fold.b[i] + fold.c[i];
-        if (kAdd) gradient[i] += added[i];
+        if (kHasSkip) gradient[i] += added[i];
       }
       g[s].pack(gradient);
       if (s < steps) g[s].store(p.dx + at + s * stride);
@@ -151,11 +147,11 @@ __global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
   });
 }
 
-// In each launch a block owns some channels and every gridDim.x-th tile of pixels: see `walk`.
+// In each launch a block owns some channels and every gridDim.x-th tile of pixels (grid_for).
 
 template <class T>
-Walk walk_of_bn_relu_forward(int64_t pixels, int64_t channels, bool vectors) {
-  return walk(pixels, channels, vectors ? kFullWidth<T> : 1, kBnReluSteps, 32, kBnReluBlocks);
+Grid grid_of_bn_relu_forward(int64_t pixels, int64_t channels, bool vectors) {
+  return grid_for(pixels, channels, vectors ? kFullWidth<T> : 1, kBnReluSteps, 32, kBnReluBlocks);
 }
 template <class T>
 void launch_bn_relu_forward(const BnReluParams<T>& params, dim3 blocks, bool vectors,
@@ -165,10 +161,10 @@ void launch_bn_relu_forward(const BnReluParams<T>& params, dim3 blocks, bool vec
          kThreads, 0, stream, params);
 }
 
-// A block has few channels, so that a last block has little to add up.
+// A block has few channels, so that the last block has few partial sums to add.
 template <class T>
-Walk walk_of_bn_relu_backward_mask(int64_t pixels, int64_t channels, bool vectors) {
-  return walk(pixels, channels, vectors ? kFullWidth<T> : 1, kMaskSteps, 8, kMaskBlocks);
+Grid grid_of_bn_relu_backward_mask(int64_t pixels, int64_t channels, bool vectors) {
+  return grid_for(pixels, channels, vectors ? kFullWidth<T> : 1, kMaskSteps, 8, kMaskBlocks);
 }
 template <class T, bool kStore>
 void launch_bn_relu_backward_mask(const BnReluMaskParams<T>& params, dim3 blocks, bool vectors,
@@ -184,16 +180,16 @@ void launch_bn_relu_backward_mask(const BnReluMaskParams<T>& params, dim3 blocks
 }
 
 template <class T>
-Walk walk_of_bn_input_gradient(int64_t pixels, int64_t channels, bool vectors) {
-  return walk(pixels, channels, vectors ? kFullWidth<T> : 1, kInputGradientSteps, 32,
-              kInputGradientBlocks);
+Grid grid_of_bn_input_gradient(int64_t pixels, int64_t channels, bool vectors) {
+  return grid_for(pixels, channels, vectors ? kFullWidth<T> : 1, kInputGradientSteps, 32,
+                  kInputGradientBlocks);
 }
-template <class T, bool kMask, bool kAdd>
+template <class T, bool kMask, bool kHasSkip>
 void launch_bn_input_gradient(const BnInputGradientParams<T>& params, dim3 blocks, bool vectors,
                               cudaStream_t stream) {
   launch("bn_input_gradient",
-         vectors ? bn_input_gradient_kernel<T, kFullWidth<T>, kMask, kAdd>
-                 : bn_input_gradient_kernel<T, 1, kMask, kAdd>,
+         vectors ? bn_input_gradient_kernel<T, kFullWidth<T>, kMask, kHasSkip>
+                 : bn_input_gradient_kernel<T, 1, kMask, kHasSkip>,
          blocks, kThreads, 0, stream, params);
 }
 

@@ -1,21 +1,20 @@
 // BN-ReLU-Conv of narrow channels, backward: both gradients in one pass over the incoming one.
 #pragma once
 
-#include "block_norm.cuh"
+#include "conv_tile.cuh"
 
 namespace preact_kernels::cuda {
 
 // Activations are dense in NHWC order and aligned to 16 bytes, statistics [channels].
 struct BnReluConvBackward {
-  const void* dy;  // the gradient that arrives, or the g of the fold
-  Fold fold;
+  const void* dy;  // with a fold: the g that the fold applies to
+  FoldPointers fold;
   const void* x;
-  BatchNorm norm;
+  NormPointers norm;
   ConvWeight weight;
-  void* g;   // null where g and its sums are not wanted
-  void* dz;  // where the unfolded gradient is stored, or null
-  float*
-      partials;  // [blocks, weight + sums]: [taps][K][C] and [2][C], each part where it is wanted
+  void* g;            // null where g and its sums are not wanted
+  void* unfolded_dy;  // null where it is not wanted
+  float* partials;    // [blocks, weight + sums]: [taps][K][C] and [2][C], where they are wanted
   bool needs_conv_weight;
   int in_channels, out_channels;
   TileGrid grid;
@@ -131,9 +130,9 @@ int backward_shared_bytes(const TileGrid& grid, int in_channels, int out_channel
   const int pixels = Tile<C>::pixels(grid);
   const int operands = Tile<C>::kTaps * out_channels * in_row +
                        Tile<C>::halo_pixels(grid) * out_row + pixels * in_row;
-  const int norms = (BlockNormalisation<kWidth>::kRows * in_channels +
-                     BlockInputGradient<kWidth>::kRows * out_channels) *
-                    4;
+  const int norms =
+      (Normalisation<kWidth>::kRows * in_channels + InputGradient<kWidth>::kRows * out_channels) *
+      4;
   const int bytes = operands + norms + pixels * (in_channels + kSumsPadding) * 4;
   // In the end: sums of every thread, or a weight's gradient that warps share.
   const int weights = Tile<C>::kTaps * in_channels * out_channels;
@@ -165,26 +164,26 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
   T* activation = dy_tile + halo_pixels * dy_pitch;
   float* da = reinterpret_cast<float*>(activation + pixels * pitch);
   float* norm = da + pixels * sums_pitch;
-  float* fold = norm + BlockNormalisation<kWidth>::kRows * channels;
+  float* fold = norm + Normalisation<kWidth>::kRows * channels;
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
   const T* x = static_cast<const T*>(conv.x) + in.channel;
   const T* dy = static_cast<const T*>(conv.dy);
   T* g = static_cast<T*>(conv.g) + in.channel;
-  const bool needs_g = conv.g != nullptr, is_folded = conv.fold.z != nullptr;
+  const bool needs_g = conv.g != nullptr, is_folded = conv.fold.x != nullptr;
   WeightGradient<T, C, GROUPS> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 
   load_weights<T, kTaps>(conv.weight, weights, out_channels, channels);
-  BlockNormalisation<kWidth>::prepare(conv.norm, channels, norm);
-  if (is_folded) BlockInputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
+  Normalisation<kWidth>::prepare(conv.norm, channels, norm);
+  if (is_folded) InputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
   __syncthreads();
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
     const Tile<C> tile(conv.grid, index);
     FullVector<T> own_x[kTileVectors<T, C>];
     if (in.is_active) {
-      const BlockNormalisation<kWidth> in_norm(norm, channels, in.channel);
+      const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
 #pragma unroll
       for (int i = 0; i < kTileVectors<T, C>; ++i) {
         const int p = in.lane + i * in.lanes;
@@ -208,15 +207,15 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         if (pixel >= 0) {
           const int64_t at = pixel * out_channels + out.channel;
           gradient = form(at);
-          if (conv.dz != nullptr && Tile<C>::is_interior(p)) {
-            gradient.store(static_cast<T*>(conv.dz) + at);
+          if (conv.unfolded_dy != nullptr && Tile<C>::is_interior(p)) {
+            gradient.store(static_cast<T*>(conv.unfolded_dy) + at);
           }
         }
         as_operand<T>(gradient).store(dy_tile + p * dy_pitch + out.channel);
       }
     };
     if (out.is_active && is_folded) {
-      const BlockInputGradient<kWidth> gradient(fold, out_channels, out.channel);
+      const InputGradient<kWidth> gradient(FromShared{}, fold, out_channels, out.channel);
       load_dy([&](int64_t at) { return gradient(conv.fold, dy, at); });
     } else if (out.is_active) {
       load_dy([&](int64_t at) {

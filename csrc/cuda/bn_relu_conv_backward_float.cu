@@ -2,8 +2,8 @@
 
 namespace preact_kernels::cuda {
 
-template ConvLaunch plan_bn_relu_conv_backward<float>(const ConvShape&, bool);
-template void launch_bn_relu_conv_backward<float>(const ConvShape&, const ConvLaunch&,
+template ConvLaunch plan_bn_relu_conv_backward<float>(const Conv&, bool);
+template void launch_bn_relu_conv_backward<float>(const Conv&, const ConvLaunch&,
                                                   const BnReluConvBackward&, cudaStream_t);
 
 }  // namespace preact_kernels::cuda

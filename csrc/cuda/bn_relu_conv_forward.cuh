@@ -1,7 +1,6 @@
 // BN-ReLU-Conv of narrow channels, forward: y = conv(relu(p)) [+ residual] and y's statistics.
 #pragma once
 
-#include "block_norm.cuh"
 #include "channel_statistics.cuh"
 
 namespace preact_kernels::cuda {
@@ -9,7 +8,7 @@ namespace preact_kernels::cuda {
 // Activations are dense in NHWC order and aligned to 16 bytes, statistics [channels].
 struct BnReluConvForward {
   const void* x;
-  BatchNorm norm;
+  NormPointers norm;
   ConvWeight weight;
   const void* residual;  // of the shape of y, or null
   void* y;
@@ -23,7 +22,7 @@ int forward_shared_bytes(const TileGrid& grid, int in_channels, int out_channels
   const int operands = (Tile<C>::kTaps * out_channels + Tile<C>::halo_pixels(grid)) *
                        (in_channels * int(sizeof(T)) + 16);
   const int sums = Tile<C>::pixels(grid) * (out_channels + kSumsPadding) * 4;
-  const int norm = BlockNormalisation<kFullWidth<T>>::kRows * in_channels * 4;
+  const int norm = Normalisation<kFullWidth<T>>::kRows * in_channels * 4;
   const int bytes = operands + sums + norm, least = kStatisticsBytes<kFullWidth<T>>;
   return bytes > least ? bytes : least;
 }
@@ -68,13 +67,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   const int blocks = gridDim.x;
   if (int(blockIdx.x) < conv.grid.tiles) load_x(blockIdx.x);
   load_weights<T, kTaps>(conv.weight, weights, out_channels, channels);
-  BlockNormalisation<kWidth>::prepare(conv.norm, channels, norm);
+  Normalisation<kWidth>::prepare(conv.norm, channels, norm);
   __syncthreads();
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += blocks) {
     const Tile<C> tile(conv.grid, index);
     if (in.is_active) {
-      const BlockNormalisation<kWidth> in_norm(norm, channels, in.channel);
+      const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
 #pragma unroll
       for (int i = 0; i < kHaloVectors<T, C>; ++i) {
         const int p = in.lane + i * in.lanes;

@@ -2,8 +2,8 @@
 
 namespace preact_kernels::cuda {
 
-template ConvLaunch plan_bn_relu_conv_forward<BFloat16>(const ConvShape&);
-template void launch_bn_relu_conv_forward<BFloat16>(const ConvShape&, const ConvLaunch&,
+template ConvLaunch plan_bn_relu_conv_forward<BFloat16>(const Conv&);
+template void launch_bn_relu_conv_forward<BFloat16>(const Conv&, const ConvLaunch&,
                                                     const BnReluConvForward&, cudaStream_t);
 
 }  // namespace preact_kernels::cuda

@@ -2,8 +2,8 @@
 
 namespace preact_kernels::cuda {
 
-template ConvLaunch plan_bn_relu_conv_forward<float>(const ConvShape&);
-template void launch_bn_relu_conv_forward<float>(const ConvShape&, const ConvLaunch&,
+template ConvLaunch plan_bn_relu_conv_forward<float>(const Conv&);
+template void launch_bn_relu_conv_forward<float>(const Conv&, const ConvLaunch&,
                                                  const BnReluConvForward&, cudaStream_t);
 
 }  // namespace preact_kernels::cuda

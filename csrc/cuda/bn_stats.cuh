@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks) bn_stats_kernel(B
   statistics.finish(thread, p.statistics);
 }
 
-// A block owns some channels and every gridDim.x-th tile of pixels: see `walk_of_statistics`.
+// A block owns some channels and every gridDim.x-th tile of pixels: see `grid_of_statistics`.
 template <class T>
 void launch_bn_stats(const BnStatsParams<T>& params, dim3 blocks, bool vectors,
                      cudaStream_t stream) {

@@ -7,11 +7,11 @@ namespace preact_kernels::cuda {
 
 // Calls `body` with C and GROUPS of the kernel.
 template <class Body>
-auto for_weight_groups(const ConvShape& shape, const Body& body) {
-  return for_channel_class(shape, [&](auto c) {
+auto for_weight_groups(const Conv& conv, const Body& body) {
+  return for_channel_class(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
     if constexpr (C == 0) {
-      const int groups = shape.in_channels / 16 * (shape.out_channels / 16);
+      const int groups = conv.in_channels / 16 * (conv.out_channels / 16);
       if (groups > 2 * kWarps) return body(c, std::integral_constant<int, 8>());
     }
     return body(c, std::integral_constant<int, C == 16 || C == 32 ? 1 : 2>());
@@ -19,20 +19,19 @@ auto for_weight_groups(const ConvShape& shape, const Body& body) {
 }
 
 template <class T>
-ConvLaunch plan_bn_relu_conv_backward(const ConvShape& shape, bool needs_conv_weight) {
-  return for_weight_groups(shape, [&](auto c, auto groups) {
+ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight) {
+  return for_weight_groups(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value;
-    ConvLaunch plan{tile_grid<T, C>(shape)};
-    plan.shared_bytes =
-        backward_shared_bytes<T, C>(plan.grid, shape.in_channels, shape.out_channels);
+    ConvLaunch plan{tile_grid<T, C>(conv)};
+    plan.shared_bytes = backward_shared_bytes<T, C>(plan.grid, conv.in_channels, conv.out_channels);
     plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes,
                                     kBackwardBlocks<C, decltype(groups)::value>);
     if (needs_conv_weight) {
       // No more than make partial weight gradients as large as x and dy, but for one a
       // multiprocessor: those of small images lie in the cache.
-      const int channels = shape.in_channels + shape.out_channels;
-      const int64_t bytes = shape.images * shape.height * shape.width * channels * sizeof(T);
-      const int64_t weights = int64_t(Tile<C>::kTaps) * shape.in_channels * shape.out_channels;
+      const int channels = conv.in_channels + conv.out_channels;
+      const int64_t bytes = conv.images * conv.height * conv.width * channels * sizeof(T);
+      const int64_t weights = int64_t(Tile<C>::kTaps) * conv.in_channels * conv.out_channels;
       const int64_t most = std::max<int64_t>(multiprocessors(), bytes / (4 * weights));
       plan.blocks = int(std::min<int64_t>(plan.blocks, most));
     }
@@ -41,9 +40,9 @@ ConvLaunch plan_bn_relu_conv_backward(const ConvShape& shape, bool needs_conv_we
 }
 
 template <class T>
-void launch_bn_relu_conv_backward(const ConvShape& shape, const ConvLaunch& plan,
+void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, cudaStream_t stream) {
-  for_weight_groups(shape, [&](auto c, auto groups) {
+  for_weight_groups(conv, [&](auto c, auto groups) {
     launch("bn_relu_conv_backward",
            bn_relu_conv_backward_kernel<T, decltype(c)::value, decltype(groups)::value>,
            dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params);

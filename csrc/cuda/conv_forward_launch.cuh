@@ -6,21 +6,20 @@
 namespace preact_kernels::cuda {
 
 template <class T>
-ConvLaunch plan_bn_relu_conv_forward(const ConvShape& shape) {
-  return for_channel_class(shape, [&](auto c) {
+ConvLaunch plan_bn_relu_conv_forward(const Conv& conv) {
+  return for_channel_class(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
-    ConvLaunch plan{tile_grid<T, C>(shape)};
-    plan.shared_bytes =
-        forward_shared_bytes<T, C>(plan.grid, shape.in_channels, shape.out_channels);
+    ConvLaunch plan{tile_grid<T, C>(conv)};
+    plan.shared_bytes = forward_shared_bytes<T, C>(plan.grid, conv.in_channels, conv.out_channels);
     plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes, kForwardBlocks<C>);
     return plan;
   });
 }
 
 template <class T>
-void launch_bn_relu_conv_forward(const ConvShape& shape, const ConvLaunch& plan,
+void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream) {
-  for_channel_class(shape, [&](auto c) {
+  for_channel_class(conv, [&](auto c) {
     launch("bn_relu_conv_forward", bn_relu_conv_forward_kernel<T, decltype(c)::value>,
            dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params);
   });

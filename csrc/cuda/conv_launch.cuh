@@ -4,17 +4,11 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../args.h"
 #include "bn_relu_conv_backward.cuh"
 #include "bn_relu_conv_forward.cuh"
 
 namespace preact_kernels::cuda {
-
-// One convolution with stride 1 and the padding that keeps the image's size.
-struct ConvShape {
-  int64_t images, height, width;
-  int in_channels, out_channels;
-  int side;  // of the kernel: 1 or 3
-};
 
 struct ConvLaunch {
   TileGrid grid;
@@ -23,41 +17,41 @@ struct ConvLaunch {
 
 // Defined for BFloat16, Half and float, each in a file of its own.
 template <class T>
-ConvLaunch plan_bn_relu_conv_forward(const ConvShape& shape);
+ConvLaunch plan_bn_relu_conv_forward(const Conv& conv);
 template <class T>
-void launch_bn_relu_conv_forward(const ConvShape& shape, const ConvLaunch& plan,
+void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream);
 template <class T>
-ConvLaunch plan_bn_relu_conv_backward(const ConvShape& shape, bool needs_conv_weight);
+ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight);
 template <class T>
-void launch_bn_relu_conv_backward(const ConvShape& shape, const ConvLaunch& plan,
+void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, cudaStream_t stream);
 
 // Calls `body` with C of the kernels: a 3x3 convolution's channels, or 0.
 template <class Body>
-auto for_channel_class(const ConvShape& shape, const Body& body) {
-  if (shape.side == 1) return body(std::integral_constant<int, 0>());
-  if (shape.in_channels == 16) return body(std::integral_constant<int, 16>());
-  if (shape.in_channels == 32) return body(std::integral_constant<int, 32>());
+auto for_channel_class(const Conv& conv, const Body& body) {
+  if (conv.taps() == 1) return body(std::integral_constant<int, 0>());
+  if (conv.in_channels == 16) return body(std::integral_constant<int, 16>());
+  if (conv.in_channels == 32) return body(std::integral_constant<int, 32>());
   return body(std::integral_constant<int, 64>());
 }
 
 template <class T, int C>
-TileGrid tile_grid(const ConvShape& shape) {
+TileGrid tile_grid(const Conv& conv) {
   TileGrid grid{};
   if constexpr (C == 0) {
     // As many pixels as let each thread hold its share of either tensor in registers.
     const int vector = kFullWidth<T>;
-    const int most = std::max(shape.in_channels, shape.out_channels) / vector;
+    const int most = int(std::max(conv.in_channels, conv.out_channels)) / vector;
     grid.block_pixels = std::min(256, kThreads / most * kTileVectors<T, 0> / 16 * 16);
     grid.height = 1;
-    grid.width = int(shape.images * shape.height * shape.width);
+    grid.width = int(conv.pixels());
     grid.tiles = int((int64_t(grid.width) + grid.block_pixels - 1) / grid.block_pixels);
   } else {
-    grid.height = int(shape.height), grid.width = int(shape.width);
+    grid.height = int(conv.height), grid.width = int(conv.width);
     grid.tiles_down = (grid.height + Tile<C>::kHeight - 1) / Tile<C>::kHeight;
     grid.tiles_across = (grid.width + Tile<C>::kWidth - 1) / Tile<C>::kWidth;
-    grid.tiles = int(shape.images * grid.tiles_down * grid.tiles_across);
+    grid.tiles = int(conv.images * grid.tiles_down * grid.tiles_across);
     grid.block_pixels = Tile<C>::kPixels;
   }
   return grid;

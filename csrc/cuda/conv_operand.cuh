@@ -1,14 +1,14 @@
-// Values as the tensor cores take them: dtypes, 16-byte vectors of them, fragments of a warp.
+// Operands of the tensor cores: dtypes, 16-byte vectors, fragments of a warp.
 //
 // One matrix product of a warp is 16 x 8 over a depth of 32 bytes: 16 values of half precision, 8
-// of TF32. A fragment is what each lane holds of an operand; g = lane / 4 and t = lane % 4 below.
+// of TF32. A fragment is the part of an operand that a lane holds.
 #pragma once
 
 #include "pixel_rows.cuh"
 
 namespace preact_kernels::cuda {
 
-// What a row of float sums in shared memory has beyond its columns: spreads the rows over banks.
+// Padding of a row of float sums in shared memory, which spreads the rows over banks.
 constexpr int kSumsPadding = 8;
 
 // Depth of one product.
@@ -64,7 +64,7 @@ __device__ void load_b_by_columns(uint32_t (&b)[2][2], const T* first, int pitch
   b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
 
-// The same stored [k][n]: `row(i)` points to the first of the 16 columns of row k = i.
+// The same operand stored [k][n]: `row(i)` points to the first of the 16 columns of row k = i.
 template <class T, class Row>
 __device__ void load_b_by_rows(uint32_t (&b)[2][2], Row row) {
   const int lane = threadIdx.x % 32;

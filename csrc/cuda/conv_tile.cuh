@@ -6,7 +6,7 @@
 // rectangle of one image; the tile that its taps shift over has a border of one pixel, the halo.
 #pragma once
 
-#include "conv_operand.cuh"
+#include "batch_norm.cuh"
 
 namespace preact_kernels::cuda {
 

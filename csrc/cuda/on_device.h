@@ -1,8 +1,8 @@
-// What every op does before its launches: the device and stream of a tensor, storage types, memory
-// that blocks of a grid share.
+// Parts of every launch: the device and stream of a tensor, storage types, pointers, and memory
+// that the blocks of a grid share.
 #pragma once
 
-#include "../tensors.h"
+#include "../host/launch.h"
 #include "batch_norm.cuh"
 #include "device.cuh"
 #include "reduction.cuh"
@@ -15,7 +15,7 @@
 
 namespace preact_kernels::cuda {
 
-// While it lives, the device of `x` is the current one, and `stream` that device's current stream.
+// Makes the device of `x` the current one during its lifetime. `stream` is its current stream.
 class OnDeviceOf {
  public:
 #if defined(PK_CUDA_ON_HOST)
@@ -48,31 +48,24 @@ auto for_dtype(const Tensor& x, const Body& body) {
   return body(BFloat16{});
 }
 
-// The batch norm in front of `x`, once its tensors are seen to fit. Without a bias, none is read.
-inline BatchNorm batch_norm(const Tensor& x, const Tensor& mean, const Tensor& var,
-                            const Tensor& weight, const Tensor* bias, double eps,
-                            int64_t channels) {
-  check_statistics("mean", mean, channels, x);
-  check_statistics("var", var, channels, x);
-  check_statistics("bn_weight", weight, channels, x);
-  if (bias) check_statistics("bn_bias", *bias, channels, x);
-  return {data<float>(mean), data<float>(var), data<float>(weight),
-          bias ? data<float>(*bias) : nullptr, static_cast<float>(eps)};
+// Pointers into the tensors of a batch norm; null for a bias that is absent.
+inline NormPointers pointers(const Norm& norm) {
+  return {data<float>(norm.mean), data<float>(norm.var), data<float>(norm.weight),
+          data<float>(norm.bias), static_cast<float>(norm.eps)};
 }
 
-inline InputGradientSums input_gradient_sums(const Tensor& x, const Tensor& sums, double inv_count,
-                                             int64_t channels) {
-  check_statistics("sums", sums, 2 * channels, x);
-  return {data<float>(sums), static_cast<float>(inv_count)};
+inline FoldPointers pointers(const Fold& fold) {
+  return {data<char>(fold.skip), data<char>(fold.x), pointers(fold.norm), data<float>(fold.sums),
+          static_cast<float>(fold.inv_count)};
 }
 
-// Memory for `count` bytes; torch's caching allocator takes it back in the order of the stream.
+// Memory of `count` bytes. torch's caching allocator reuses it in the order of the stream.
 inline Tensor empty_bytes(const Tensor& like, int64_t count) {
   return torch::stable::empty({&count, 1}, ScalarType::Byte, std::nullopt, like.device());
 }
 
-// `GridSums` for a grid of `blocks`, and the tensor that owns the memory: it must outlive the
-// launch, no more.
+// `GridSums` for a grid of `blocks`, and the tensor that owns the memory, which may be freed after
+// the launch.
 struct OwnedGridSums {
   Tensor owner;
   GridSums sums;

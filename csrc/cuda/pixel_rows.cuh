@@ -1,9 +1,9 @@
-// How the memory-bound kernels walk a matrix [pixels, channels]: 16 bytes an access where channels
-// fill them, one number else.
+// Work distribution of the memory-bound kernels over a matrix [pixels, channels]. An access is 16
+// bytes where the channels are a multiple of that, else one number.
 //
-// A thread keeps its channels and goes down the pixels, so that what a kernel needs of a channel
-// stays in registers. Neighbouring threads take neighbouring vectors of a pixel, then the next
-// pixel. The number of blocks depends on the shape and the device alone, and so do the sums.
+// A thread keeps its channels and loops over pixels, so that the coefficients of its channels stay
+// in registers. Neighbouring threads take neighbouring vectors of a pixel, then the next pixel. The
+// number of blocks, and so the order of sums, depends only on the shape and the device.
 #pragma once
 
 #include "device.cuh"
@@ -15,11 +15,11 @@ constexpr int kThreads = 256;
 struct PixelRows {
   int64_t pixels;
   int channels;
-  int columns;       // vectors of a pixel that a block takes; the grid's y axis goes on from there
-  int block_pixels;  // pixels that a block takes at a time: one a thread, kThreads / columns
+  int columns;       // vectors of a pixel that one block takes; blockIdx.y selects which
+  int block_pixels;  // pixels that a block takes at a time: kThreads / columns, one a thread
 };
 
-// kWidth numbers of type T, as one access loads and stores them.
+// kWidth numbers of type T that one access loads or stores.
 template <class T, int kWidth>
 struct Vector {
   static_assert(kWidth == 1);
@@ -65,7 +65,7 @@ struct Vector<T, 8> {
   }
 };
 
-// A value as T holds it.
+// A value rounded to T.
 template <class T>
 __device__ inline float rounded(float value) {
   return to_float(from_float<T>(value));
@@ -84,11 +84,11 @@ __device__ inline void load_rows(Vector<T, kWidth> (&to)[kSteps], const T* from,
   }
 }
 
-// The share of a thread: kSteps pixels of kWidth channels at a time.
+// The pixels and channels of a thread: kSteps pixels of kWidth channels at a time.
 template <int kWidth, int kSteps>
 struct ThreadRows {
   int row, channel;  // the first channel
-  bool is_used;      // else the thread has no pixels, and `channel` is none
+  bool is_used;      // whether the thread has pixels, and `channel` is one
   const PixelRows& of;
 
   __device__ explicit ThreadRows(const PixelRows& of) : of(of) {
@@ -111,15 +111,15 @@ struct ThreadRows {
   }
 };
 
-// The grid of a kernel: its shape, and what it walks.
-struct Walk {
+// The blocks of a kernel, and what each thread takes.
+struct Grid {
   PixelRows rows;
   dim3 blocks;
 };
 
-// Blocks for channels in vectors of `width`, of which a block takes at most `most_columns`.
-inline Walk walk(int64_t pixels, int64_t channels, int width, int steps, int most_columns,
-                 int blocks_per_multiprocessor) {
+// A grid for channels in vectors of `width`; a block takes at most `most_columns` vectors.
+inline Grid grid_for(int64_t pixels, int64_t channels, int width, int steps, int most_columns,
+                     int blocks_per_multiprocessor) {
   const int vectors = static_cast<int>(channels / width);
   const int blocks_y = (vectors + most_columns - 1) / most_columns;
   const int columns = (vectors + blocks_y - 1) / blocks_y;
@@ -132,7 +132,7 @@ inline Walk walk(int64_t pixels, int64_t channels, int width, int steps, int mos
           dim3(static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y))};
 }
 
-// Whether 16-byte accesses serve: channels fill them, and memory is aligned (null counts as such).
+// Whether accesses may be 16 bytes: channels are a multiple, and memory is aligned (null is).
 template <class T, class... Pointers>
 bool fills_vectors(int64_t channels, const Pointers*... pointers) {
   const bool aligned[] = {reinterpret_cast<uintptr_t>(pointers) % 16 == 0 ...};

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
   if (kStats) statistics.finish(thread, p.statistics);
 }
 
-// A block owns some channels and every gridDim.x-th tile of pixels: see `walk_of_statistics`.
+// A block owns some channels and every gridDim.x-th tile of pixels: see `grid_of_statistics`.
 template <class T, bool kStats>
 void launch_residual_add_forward(const ResidualAddParams<T>& params, dim3 blocks, bool vectors,
                                  cudaStream_t stream) {

@@ -16,9 +16,9 @@ constexpr int kStatisticsBlocks = 2;  // a multiprocessor
 
 // A block has few channels, so that a last block has little to add up.
 template <class T>
-Walk walk_of_statistics(int64_t pixels, int64_t channels, bool vectors) {
-  return walk(pixels, channels, vectors ? kFullWidth<T> : 1, kStatisticsSteps, 8,
-              kStatisticsBlocks);
+Grid grid_of_statistics(int64_t pixels, int64_t channels, bool vectors) {
+  return grid_for(pixels, channels, vectors ? kFullWidth<T> : 1, kStatisticsSteps, 8,
+                  kStatisticsBlocks);
 }
 
 // What a kernel that yields statistics of its output is given.

@@ -66,7 +66,9 @@ def build(name: str, sanitize: bool = False) -> Path:
         link_flags += SANITIZE
     folder = OUT / (name + "_sanitized" * sanitize)
     folder.mkdir(parents=True, exist_ok=True)
-    headers = [*HERE.glob("*.h"), *ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*.*h")]
+    headers = [*HERE.glob("*.h")]
+    for folder_of_headers in (".", "host", "cuda"):
+        headers += (ROOT / "csrc" / folder_of_headers).glob("*.*h")
     around = _digest(*CXX, *compile_flags, *(h.read_text() for h in sorted(headers)))
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # processes that test side by side

@@ -1,18 +1,17 @@
-// Checks at the native entry points: each names the argument, what was expected and what was given.
+// Checks of the arguments of native ops. Each message names the argument, what was expected and
+// what was given.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <cstdint>
+#include "../args.h"
 
 namespace preact_kernels {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
-// The device whose tensors the library serves that is being compiled.
+// The device that the library being compiled serves.
 #if defined(USE_CUDA)
 constexpr const char* kDevice = "CUDA";
 inline bool is_served(const Tensor& t) { return t.is_cuda(); }
@@ -21,13 +20,10 @@ constexpr const char* kDevice = "CPU";
 inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif
 
-// Sizes of an activation [N, C, H, W].
-struct Activation {
-  int64_t images, channels, height, width;
-  int64_t pixels() const { return images * height * width; }
-};
+// Throws unless the library has direct kernels for this convolution. Each library defines it.
+void check_conv_is_served(const Conv& conv);
 
-// A tensor [N, C, H, W] whose memory is dense in NHWC order.
+// Checks that a tensor is [N, C, H, W] with dense NHWC memory.
 inline Activation check_activation(const char* name, const Tensor& t) {
   STD_TORCH_CHECK(t.dim() == 4, name, ": expected 4 dimensions [N, C, H, W], got ", t.dim());
   STD_TORCH_CHECK(is_served(t), name, ": expected a ", kDevice, " tensor");
@@ -49,7 +45,7 @@ inline void check_same_device(const char* name, const Tensor& t, const Tensor& l
                   ": expected a tensor on the device of x");
 }
 
-// The same sizes, dtype and device as another activation.
+// Checks that an activation has the sizes, dtype and device of another.
 inline void check_like(const char* name, const Tensor& t, const char* like_name,
                        const Tensor& like) {
   check_activation(name, t);
@@ -63,12 +59,12 @@ inline void check_like(const char* name, const Tensor& t, const char* like_name,
                   like_name);
 }
 
-// float64 beside float64 activations, float32 beside others.
+// The dtype of statistics: float64 for float64 activations, float32 for all others.
 inline ScalarType statistics_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// `count` contiguous values in the statistics dtype of `x`.
+// Checks for `count` contiguous values in the statistics dtype of `x`.
 inline void check_statistics(const char* name, const Tensor& t, int64_t count, const Tensor& x) {
   STD_TORCH_CHECK(is_served(t) && t.is_contiguous(), name, ": expected a contiguous ", kDevice,
                   " tensor");
@@ -76,6 +72,43 @@ inline void check_statistics(const char* name, const Tensor& t, int64_t count, c
   STD_TORCH_CHECK(t.numel() == count, name, ": expected ", count, " values, got ", t.numel());
   STD_TORCH_CHECK(t.scalar_type() == statistics_dtype(x.scalar_type()), name,
                   ": expected the statistics dtype (float32, or float64 beside float64)");
+}
+
+// Checks the batch norm of `x`.
+inline void check_norm(const Norm& norm, int64_t channels, const Tensor& x) {
+  check_statistics("mean", norm.mean, channels, x);
+  check_statistics("var", norm.var, channels, x);
+  check_statistics("bn_weight", norm.weight, channels, x);
+  if (norm.bias.has_value()) check_statistics("bn_bias", *norm.bias, channels, x);
+}
+
+// Checks a fold against its own x, whose sizes the caller has checked.
+inline void check_fold(const Fold& fold, int64_t channels) {
+  if (fold.skip.has_value()) check_like("skip", *fold.skip, "x", fold.x);
+  check_norm(fold.norm, channels, fold.x);
+  check_statistics("sums", fold.sums, 2 * channels, fold.x);
+}
+
+// The number of output channels of a weight [K, C, R, S].
+inline int64_t check_out_channels(const Tensor& conv_weight) {
+  STD_TORCH_CHECK(conv_weight.dim() == 4, "conv_weight: expected 4 dimensions [K, C, R, S], got ",
+                  conv_weight.dim());
+  return conv_weight.sizes()[0];
+}
+
+// Checks that the library serves the convolution of `x`.
+inline Conv check_conv(const Tensor& x, const Tensor& conv_weight) {
+  const Activation size = check_activation("x", x);
+  const int64_t out_channels = check_out_channels(conv_weight);
+  check_same_device("conv_weight", conv_weight, x);
+  STD_TORCH_CHECK(conv_weight.scalar_type() == x.scalar_type(),
+                  "conv_weight: expected the dtype of x");
+  const auto shape = conv_weight.sizes();
+  STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
+                  " to match x, got ", shape[1]);
+  const Conv conv{size.images, size.height, size.width, shape[1], out_channels, shape[2], shape[3]};
+  check_conv_is_served(conv);
+  return conv;
 }
 
 }  // namespace preact_kernels

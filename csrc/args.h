@@ -1,0 +1,55 @@
+// The arguments of every kernel, named once. preact_kernels/kernels/contract.py is the same list.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace preact_kernels {
+
+using torch::stable::Tensor;
+
+// Sizes of an activation [N, C, H, W].
+struct Activation {
+  int64_t images, channels, height, width;
+  int64_t pixels() const { return images * height * width; }
+};
+
+// A batch norm. Every tensor is [C], in the statistics dtype.
+struct Norm {
+  Tensor mean, var, weight;
+  std::optional<Tensor> bias;  // absent where only the input gradient is computed
+  double eps;
+};
+
+// Sizes of a convolution with stride 1, one group, an odd kernel and "same" padding.
+struct Conv {
+  int64_t images, height, width, in_channels, out_channels, kernel_h, kernel_w;
+
+  int64_t taps() const { return kernel_h * kernel_w; }
+  int64_t halo_h() const { return kernel_h / 2; }
+  int64_t halo_w() const { return kernel_w / 2; }
+  int64_t pixels() const { return images * height * width; }
+  Activation input() const { return {images, in_channels, height, width}; }
+  Activation output() const { return {images, out_channels, height, width}; }
+};
+
+// Turns g, the gradient behind a ReLU mask, into the gradient of the batch norm's input:
+// [skip +] A*g + B*(x - mean) + C. The gradient is folded until a kernel computes this.
+struct Fold {
+  std::optional<Tensor> skip;
+  Tensor x;  // the input of the batch norm
+  Norm norm;
+  Tensor sums;       // [2, C]: sum(g), sum(g * xhat)
+  double inv_count;  // 1 / (N*H*W), or 0 in evaluation mode: B and C are then 0
+};
+
+// Which gradients of bn_relu_conv the caller asks for.
+struct Wanted {
+  bool g;       // with its sums
+  bool weight;  // of the convolution
+  bool dy;      // the gradient of the convolution's output, unfolded
+};
+
+}  // namespace preact_kernels

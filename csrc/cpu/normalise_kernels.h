@@ -1,0 +1,33 @@
+// Batch norm and ReLU of some pixels. Included once for each instruction set.
+
+// Mean, scale and bias of the channels that a block of vectors covers.
+template <class A, int kVectors>
+struct NormVectors {
+  Vector<A> mean[kVectors], scale[kVectors], bias[kVectors];
+
+  template <class Lanes>
+  PK_INLINE NormVectors(const Normalisation<A>& norm, int64_t channel, Lanes lanes, bool has_bias) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = channel + v * kLanes<A>;
+      mean[v] = load(norm.mean + at, lanes);
+      scale[v] = load(norm.scale.data() + at, lanes);
+      bias[v] = has_bias ? load(norm.bias + at, lanes) : Vector<A>{};
+    }
+  }
+};
+
+// y = relu(p) for p = (x - mean) * scale + bias.
+template <class T, class Y, class A>
+PK_INLINE void normalise(const T* x, Y* y, int64_t pixels, int64_t channels,
+                         const Normalisation<A>& norm) {
+  for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
+    constexpr int kVectors = decltype(vectors)::value;
+    const NormVectors<A, kVectors> n(norm, c, lanes, true);
+    for (int64_t p = 0; p < pixels; ++p) {
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t at = p * channels + c + v * kLanes<A>;
+        store(y + at, relu((load(x + at, lanes) - n.mean[v]) * n.scale[v] + n.bias[v]), lanes);
+      }
+    }
+  });
+}

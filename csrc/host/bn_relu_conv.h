@@ -1,0 +1,50 @@
+// BN-ReLU-Conv on tensors: checks, allocation, launch.
+#pragma once
+
+#include "launch.h"
+
+namespace preact_kernels {
+
+inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tensor& conv_weight,
+                                   const std::optional<Tensor>& conv_bias,
+                                   const std::optional<Tensor>& residual,
+                                   const BatchStatistics& of_y) {
+  const Conv conv = check_conv(x, conv_weight);
+  check_norm(norm, conv.in_channels, x);
+  const Tensor y = empty_nhwc(x, conv.output());
+  if (residual.has_value()) check_like("residual", *residual, "y", y);
+  if (conv_bias.has_value()) {
+    check_same_device("conv_bias", *conv_bias, x);
+    STD_TORCH_CHECK(conv_bias->is_contiguous() && conv_bias->numel() == conv.out_channels &&
+                        conv_bias->scalar_type() == x.scalar_type(),
+                    "conv_bias: expected ", conv.out_channels, " values in the dtype of x");
+  }
+  launch_bn_relu_conv_forward(conv, x, norm, conv_weight, conv_bias, residual, y, of_y);
+  return y;
+}
+
+// Fills `gradients`, whose parameter gradients are allocated. With a fold, `dy` is the g that the
+// fold applies to.
+inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& fold,
+                                  const Tensor& x, const Norm& norm, const Tensor& conv_weight,
+                                  UnitGradients& gradients) {
+  const Conv conv = check_conv(x, conv_weight);
+  const Activation size = check_activation("dy", dy);
+  check_same_device("dy", dy, x);
+  STD_TORCH_CHECK(size.images == conv.images && size.channels == conv.out_channels &&
+                      size.height == conv.height && size.width == conv.width &&
+                      dy.scalar_type() == x.scalar_type(),
+                  "dy: expected the shape of the convolution's output and the dtype of x");
+  check_norm(norm, conv.in_channels, x);
+  if (fold.has_value()) {
+    check_like("fold.x", fold->x, "dy", dy);
+    check_fold(*fold, conv.out_channels);
+  }
+  STD_TORCH_CHECK(fold.has_value() || !gradients.wanted.dy,
+                  "dy: expected a fold where the unfolded gradient is wanted");
+  gradients.g = gradients.wanted.g ? empty_nhwc(x, conv.input()) : absent(x);
+  gradients.dy = gradients.wanted.dy ? empty_nhwc(dy, size) : absent(x);
+  launch_bn_relu_conv_backward(conv, dy, fold, x, norm, conv_weight, gradients);
+}
+
+}  // namespace preact_kernels

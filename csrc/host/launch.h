@@ -1,0 +1,40 @@
+// The functions that each library defines for its device: csrc/cpu/*.cpp and csrc/cuda/*.cu.
+// Arguments were checked and outputs allocated by the caller.
+#pragma once
+
+#include "tensors.h"
+
+namespace preact_kernels {
+
+void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x);
+
+// y = x + branch, and the statistics of y where they are wanted.
+void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
+                                 const Tensor& y, const BatchStatistics& of_y);
+
+// y = relu(p) for p = (x - mean) * scale + bias.
+void launch_bn_relu_forward(const Activation& size, const Tensor& x, const Norm& norm,
+                            const Tensor& y);
+
+// g = dy * [p > 0] where `g` is given, and sums [2, C] of g and of g * xhat.
+void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+                                  const Norm& norm, const Tensor* g, const Tensor& sums);
+
+// dx = [skip +] A*g + B*(x - mean) + C. Where the norm has a bias, g is dy and is masked first.
+void launch_bn_input_gradient(const Activation& size, const Tensor& g, const Fold& fold,
+                              const Tensor& dx);
+
+// y = conv(relu(p)) [+ conv_bias] [+ residual], and the statistics of y where they are wanted.
+void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& norm,
+                                 const Tensor& conv_weight, const std::optional<Tensor>& conv_bias,
+                                 const std::optional<Tensor>& residual, const Tensor& y,
+                                 const BatchStatistics& of_y);
+
+// g = dgrad(dy) * [p > 0] with its sums, the gradient of the weight, and dy itself: each where it
+// is wanted. With a fold, `dy` is the g that the fold applies to.
+void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
+                                  const std::optional<Fold>& fold, const Tensor& x,
+                                  const Norm& norm, const Tensor& conv_weight,
+                                  const UnitGradients& gradients);
+
+}  // namespace preact_kernels

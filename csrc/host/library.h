@@ -1,0 +1,166 @@
+// Schemas and entry points of the native ops, which both libraries register.
+//
+// An entry point takes what the dispatcher passes, one positional argument after the other, and
+// names it. The ops of preact_kernels/ops/schema.py choose between the libraries.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include "preact_stage.h"
+
+#define PK_NORM "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps"
+#define PK_FOLD                                                                \
+  "Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, Tensor? z_weight, " \
+  "float z_eps, Tensor? z_sums, float z_inv_count"
+
+namespace preact_kernels::entry {
+
+// The fold of a gradient, or none where `x` is absent.
+inline std::optional<Fold> fold_of(const std::optional<Tensor>& skip,
+                                   const std::optional<Tensor>& x,
+                                   const std::optional<Tensor>& mean,
+                                   const std::optional<Tensor>& var,
+                                   const std::optional<Tensor>& weight, double eps,
+                                   const std::optional<Tensor>& sums, double inv_count) {
+  if (!x.has_value()) {
+    STD_TORCH_CHECK(!skip.has_value(), "skip: expected none without a fold");
+    return std::nullopt;
+  }
+  STD_TORCH_CHECK(mean.has_value() && var.has_value() && weight.has_value() && sums.has_value(),
+                  "fold: expected mean, var, weight and sums beside x");
+  return Fold{skip, *x, {*mean, *var, *weight, std::nullopt, eps}, *sums, inv_count};
+}
+
+inline Tensor bn_relu_forward(const Tensor& x, const Tensor& mean, const Tensor& var,
+                              const Tensor& bn_weight, const Tensor& bn_bias, double eps) {
+  return preact_kernels::bn_relu_forward(x, {mean, var, bn_weight, bn_bias, eps});
+}
+
+inline Tensor bn_relu_backward_sums(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                    const Tensor& var, const Tensor& bn_weight,
+                                    const Tensor& bn_bias, double eps) {
+  return preact_kernels::bn_relu_backward_mask(dy, x, {mean, var, bn_weight, bn_bias, eps},
+                                               nullptr);
+}
+
+// For convolutions that the library leaves to PyTorch.
+inline std::tuple<Tensor, Tensor> bn_relu_backward_mask(const Tensor& dy, const Tensor& x,
+                                                        const Tensor& mean, const Tensor& var,
+                                                        const Tensor& bn_weight,
+                                                        const Tensor& bn_bias, double eps) {
+  const Tensor g = empty_nhwc(x, check_activation("x", x));
+  const Norm norm{mean, var, bn_weight, bn_bias, eps};
+  return {g, preact_kernels::bn_relu_backward_mask(dy, x, norm, &g)};
+}
+
+inline Tensor bn_relu_backward_input(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                     const Tensor& var, const Tensor& bn_weight,
+                                     const Tensor& bn_bias, double eps, const Tensor& sums,
+                                     double inv_count) {
+  const Norm norm{mean, var, bn_weight, bn_bias, eps};
+  return preact_kernels::bn_input_gradient(dy, {std::nullopt, x, norm, sums, inv_count});
+}
+
+inline Tensor bn_input_gradient(const std::optional<Tensor>& skip, const Tensor& g, const Tensor& x,
+                                const Tensor& mean, const Tensor& var, const Tensor& bn_weight,
+                                double eps, const Tensor& sums, double inv_count) {
+  return preact_kernels::bn_input_gradient(
+      g, *fold_of(skip, x, mean, var, bn_weight, eps, sums, inv_count));
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
+    const Tensor& x, const Tensor& mean, const Tensor& var, const Tensor& bn_weight,
+    const Tensor& bn_bias, double eps, const Tensor& conv_weight,
+    const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual,
+    bool with_stats) {
+  std::vector<BatchStatistics> of_y{
+      empty_batch_statistics(x, with_stats, check_out_channels(conv_weight))};
+  allocate_counters(x, of_y);
+  const Tensor y = preact_kernels::bn_relu_conv_forward(x, {mean, var, bn_weight, bn_bias, eps},
+                                                        conv_weight, conv_bias, residual, of_y[0]);
+  return {y, of_y[0].mean, of_y[0].var};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward_without_bias(
+    const Tensor& x, const Tensor& mean, const Tensor& var, const Tensor& bn_weight,
+    const Tensor& bn_bias, double eps, const Tensor& conv_weight,
+    const std::optional<Tensor>& residual, bool with_stats) {
+  return bn_relu_conv_forward(x, mean, var, bn_weight, bn_bias, eps, conv_weight, std::nullopt,
+                              residual, with_stats);
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
+    const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
+    const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
+    const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
+    double z_inv_count, const Tensor& x, const Tensor& mean, const Tensor& var,
+    const Tensor& bn_weight, const Tensor& bn_bias, double eps, const Tensor& conv_weight,
+    bool needs_g, bool needs_conv_weight, bool needs_dz) {
+  UnitGradients gradients =
+      empty_parameter_gradients(x, conv_weight, {needs_g, needs_conv_weight, needs_dz});
+  preact_kernels::bn_relu_conv_backward(
+      dy, fold_of(skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count), x,
+      {mean, var, bn_weight, bn_bias, eps}, conv_weight, gradients);
+  return {*gradients.g, gradients.conv_weight, gradients.sums, *gradients.dy};
+}
+
+inline std::vector<Tensor> preact_stage_backward(
+    const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
+    const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
+    const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
+    double z_inv_count, const std::vector<Tensor>& inputs, const std::vector<Tensor>& statistics,
+    const std::vector<Tensor>& parameters, const std::vector<double>& eps, double inv_count,
+    int64_t units_per_block, const std::optional<Tensor>& y, const std::vector<Tensor>& negated) {
+  return preact_kernels::preact_stage_backward(
+      dy, fold_of(skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count),
+      {inputs, statistics, parameters, eps, inv_count, units_per_block, y, negated});
+}
+
+}  // namespace preact_kernels::entry
+
+namespace preact_kernels {
+
+// Defines the ops that both libraries have with the same schema.
+template <class Library>
+void define_ops(Library& m) {
+  m.def("bn_stats(Tensor x) -> (Tensor, Tensor)");
+  m.def(
+      "residual_add_forward(Tensor x, Tensor branch, bool with_stats)"
+      " -> (Tensor, Tensor, Tensor)");
+  m.def("bn_relu_forward(Tensor x, " PK_NORM ") -> Tensor");
+  m.def("bn_relu_backward_sums(Tensor dy, Tensor x, " PK_NORM ") -> Tensor");
+  m.def("bn_relu_backward_mask(Tensor dy, Tensor x, " PK_NORM ") -> (Tensor, Tensor)");
+  m.def("bn_relu_backward_input(Tensor dy, Tensor x, " PK_NORM
+        ", Tensor sums, float inv_count) -> Tensor");
+  m.def(
+      "bn_input_gradient(Tensor? dy, Tensor g, Tensor x, Tensor mean, Tensor var, "
+      "Tensor bn_weight, float eps, Tensor sums, float inv_count) -> Tensor");
+  m.def("bn_relu_conv_backward(Tensor dy, " PK_FOLD ", Tensor x, " PK_NORM
+        ", Tensor conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz)"
+        " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "preact_stage_forward(Tensor x, Tensor[] x_statistics, Tensor[] parameters, "
+      "Tensor[] known, float[] eps, int units_per_block, bool with_stats, bool keep_inputs, "
+      "bool keep_block_inputs) -> Tensor[]");
+  m.def("preact_stage_backward(Tensor dy, " PK_FOLD
+        ", Tensor[] inputs, Tensor[] statistics, "
+        "Tensor[] parameters, float[] eps, float inv_count, int units_per_block, Tensor? y, "
+        "Tensor[] negated) -> Tensor[]");
+}
+
+// Registers their entry points.
+template <class Library>
+void implement_ops(Library& m) {
+  m.impl("bn_stats", TORCH_BOX(&bn_stats));
+  m.impl("residual_add_forward", TORCH_BOX(&residual_add_forward));
+  m.impl("bn_relu_forward", TORCH_BOX(&entry::bn_relu_forward));
+  m.impl("bn_relu_backward_sums", TORCH_BOX(&entry::bn_relu_backward_sums));
+  m.impl("bn_relu_backward_mask", TORCH_BOX(&entry::bn_relu_backward_mask));
+  m.impl("bn_relu_backward_input", TORCH_BOX(&entry::bn_relu_backward_input));
+  m.impl("bn_input_gradient", TORCH_BOX(&entry::bn_input_gradient));
+  m.impl("bn_relu_conv_backward", TORCH_BOX(&entry::bn_relu_conv_backward));
+  m.impl("preact_stage_forward", TORCH_BOX(&preact_stage_forward));
+  m.impl("preact_stage_backward", TORCH_BOX(&entry::preact_stage_backward));
+}
+
+}  // namespace preact_kernels

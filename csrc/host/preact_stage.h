@@ -1,0 +1,146 @@
+// Pre-activation blocks in a row, with no return to Python between their convolutions.
+#pragma once
+
+#include <tuple>
+
+#include "bn_relu.h"
+#include "bn_relu_conv.h"
+
+namespace preact_kernels {
+
+// Tensors of each unit in a flat list: bn_weight, bn_bias, conv_weight, or mean, var.
+constexpr size_t kParameters = 3;
+constexpr size_t kStatistics = 2;
+
+inline void check_count(const char* name, const std::vector<Tensor>& tensors, size_t expected) {
+  STD_TORCH_CHECK(tensors.size() == expected, name, ": expected ", expected, " tensors, got ",
+                  tensors.size());
+}
+
+inline void check_units(const std::vector<Tensor>& parameters, const std::vector<double>& eps,
+                        int64_t units_per_block) {
+  STD_TORCH_CHECK(units_per_block > 0 && !eps.empty() && eps.size() % units_per_block == 0,
+                  "eps: expected whole blocks of ", units_per_block, " units, got ", eps.size());
+  check_count("parameters", parameters, kParameters * eps.size());
+}
+
+// Blocks of `units_per_block` units with identity shortcuts, as ops/preact_stage.py runs them.
+//   parameters    bn_weight, bn_bias and conv_weight of every unit
+//   known         mean and var of every unit; none where each unit uses those of its batch
+//   x_statistics  mean and var of x where the caller has them; none with `known`
+// Returns y and its mean and var (without values unless `with_stats`); mean and var of every unit
+// unless they are known; the inputs of the first units of blocks where `keep_block_inputs`, and of
+// all other units where `keep_inputs`. The first unit's are x and x_statistics themselves.
+inline std::vector<Tensor> preact_stage_forward(
+    const Tensor& x, const std::vector<Tensor>& x_statistics, const std::vector<Tensor>& parameters,
+    const std::vector<Tensor>& known, const std::vector<double>& eps, int64_t units_per_block,
+    bool with_stats, bool keep_inputs, bool keep_block_inputs) {
+  check_units(parameters, eps, units_per_block);
+  if (!known.empty()) check_count("known", known, kStatistics * eps.size());
+  if (!x_statistics.empty()) check_count("x_statistics", x_statistics, kStatistics);
+  std::vector<Tensor> inputs, statistics;
+  Tensor h = x, shortcut = x, mean, var;
+  if (!x_statistics.empty()) {
+    mean = x_statistics[0], var = x_statistics[1];
+  } else if (known.empty()) {
+    std::tie(mean, var) = bn_stats(x);
+  }
+  // Small results are allocated ahead of large ones, which would otherwise leave holes of awkward
+  // sizes.
+  std::vector<BatchStatistics> of_outputs;
+  for (size_t i = 0; i < eps.size(); ++i) {
+    const bool are_wanted = i + 1 == eps.size() ? with_stats : known.empty();
+    const int64_t channels = check_out_channels(parameters[kParameters * i + 2]);
+    of_outputs.push_back(empty_batch_statistics(x, are_wanted, channels));
+  }
+  allocate_counters(x, of_outputs);
+  for (size_t i = 0; i < eps.size(); ++i) {
+    const size_t place = i % units_per_block;
+    const bool ends_block = place + 1 == static_cast<size_t>(units_per_block);
+    if (place == 0) shortcut = h;
+    if (place == 0 ? keep_block_inputs : keep_inputs) inputs.push_back(h);
+    if (known.empty()) {
+      statistics.push_back(mean);
+      statistics.push_back(var);
+    } else {
+      mean = known[kStatistics * i], var = known[kStatistics * i + 1];
+    }
+    const Tensor* p = &parameters[kParameters * i];
+    h = bn_relu_conv_forward(h, {mean, var, p[0], p[1], eps[i]}, p[2], std::nullopt,
+                             ends_block ? std::optional<Tensor>(shortcut) : std::nullopt,
+                             of_outputs[i]);
+    mean = of_outputs[i].mean, var = of_outputs[i].var;
+  }
+  std::vector<Tensor> results{h, mean, var};
+  results.insert(results.end(), statistics.begin(), statistics.end());
+  results.insert(results.end(), inputs.begin(), inputs.end());
+  return results;
+}
+
+// What the backward of a stage keeps or was given.
+struct StageTensors {
+  std::vector<Tensor> inputs, statistics, parameters;
+  std::vector<double> eps;
+  double inv_count;
+  int64_t units_per_block;
+  std::optional<Tensor> y;      // the output; the inputs of blocks are then rebuilt: x = y - F(x)
+  std::vector<Tensor> negated;  // with y: the weight of each block's last unit, its sign changed
+};
+
+// The backward of a stage. With a fold, `dy` is the g that the fold applies to.
+// stage.inputs are the inputs of all units, or, where blocks are rebuilt, of all but their first.
+// Returns g of the first unit and dy of the first block, where dx = dy + the input gradient of the
+// first batch norm; the input of the first block; dconv_weight and the sums of every unit.
+inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional<Fold> fold,
+                                                 const StageTensors& stage) {
+  const size_t units = stage.eps.size();
+  check_units(stage.parameters, stage.eps, stage.units_per_block);
+  const size_t rebuilt = stage.y.has_value() ? units / stage.units_per_block : 0;
+  const size_t kept = units - rebuilt;
+  STD_TORCH_CHECK(kept > 0, "y: expected none beside blocks of one unit");
+  check_count("inputs", stage.inputs, kept);
+  check_count("negated", stage.negated, rebuilt);
+  check_count("statistics", stage.statistics, kStatistics * units);
+  // Small results are allocated ahead of large ones, as in the forward.
+  std::vector<Tensor> results(3);
+  std::vector<UnitGradients> gradients;
+  for (size_t i = 0; i < units; ++i) {
+    const Tensor& conv_weight = stage.parameters[kParameters * i + 2];
+    gradients.push_back(empty_parameter_gradients(dy, conv_weight, {true, true, false}));
+    results.push_back(gradients[i].conv_weight);
+    results.push_back(gradients[i].sums);
+  }
+  const BatchStatistics no_statistics = empty_batch_statistics(dy, false, 0);
+  Tensor g = dy, block_dy = dy, x = stage.y.value_or(stage.inputs[0]);
+  size_t left = kept;
+  for (size_t i = units; i-- > 0;) {
+    const size_t place = i % stage.units_per_block;
+    const bool ends_block = place + 1 == static_cast<size_t>(stage.units_per_block);
+    const Tensor* p = &stage.parameters[kParameters * i];
+    const Tensor* moments = &stage.statistics[kStatistics * i];
+    const Norm norm{moments[0], moments[1], p[0], p[1], stage.eps[i]};
+    if (ends_block && rebuilt) {  // x is the output of this block
+      x = bn_relu_conv_forward(stage.inputs[left - 1], norm,
+                               stage.negated[i / stage.units_per_block], std::nullopt, x,
+                               no_statistics);
+    }
+    const Tensor& h = place == 0 && rebuilt ? x : stage.inputs[--left];
+    UnitGradients& unit = gradients[i];
+    unit.wanted.dy = ends_block && fold.has_value();
+    bn_relu_conv_backward(g, fold, h, norm, p[2], unit);
+    if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : g;
+    g = *unit.g;
+    unit.g = unit.dy = std::nullopt;
+    fold = {place == 0 ? std::optional<Tensor>(block_dy) : std::nullopt,
+            h,
+            {norm.mean, norm.var, norm.weight, std::nullopt, norm.eps},
+            unit.sums,
+            stage.inv_count};
+  }
+  results[0] = g;
+  results[1] = block_dy;
+  results[2] = rebuilt ? x : stage.inputs[0];
+  return results;
+}
+
+}  // namespace preact_kernels

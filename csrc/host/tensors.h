@@ -1,0 +1,81 @@
+// Memory of tensors: pointers into arguments, and allocation of results.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <vector>
+
+#include "checks.h"
+
+namespace preact_kernels {
+
+template <class T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+template <class T>
+const T* data(const std::optional<Tensor>& t) {
+  return t.has_value() ? data<T>(*t) : nullptr;
+}
+template <class T>
+T* mutable_data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
+  const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
+  return torch::stable::empty({sizes, 4}, like.scalar_type(), std::nullopt, like.device(),
+                              std::nullopt, torch::headeronly::MemoryFormat::ChannelsLast);
+}
+
+inline Tensor empty_statistics(const Tensor& like, int64_t count) {
+  return torch::stable::empty({&count, 1}, statistics_dtype(like.scalar_type()), std::nullopt,
+                              like.device());
+}
+
+inline Tensor empty_sums(const Tensor& like, int64_t channels) {
+  const int64_t sizes[] = {2, channels};
+  return torch::stable::empty({sizes, 2}, statistics_dtype(like.scalar_type()), std::nullopt,
+                              like.device());
+}
+
+// A tensor without values, for an output that is not wanted.
+inline Tensor absent(const Tensor& like) {
+  const int64_t none = 0;
+  return torch::stable::empty({&none, 1}, like.scalar_type(), std::nullopt, like.device());
+}
+
+// Mean and biased variance of a tensor; without values where they are not wanted.
+struct BatchStatistics {
+  Tensor mean, var;
+  bool are_wanted;
+  unsigned* counter = nullptr;  // zero; for the blocks of a fused convolution on a GPU
+  std::optional<Tensor> counter_owner = std::nullopt;
+};
+
+inline BatchStatistics empty_batch_statistics(const Tensor& like, bool are_wanted,
+                                              int64_t channels) {
+  const int64_t count = are_wanted ? channels : 0;
+  return {empty_statistics(like, count), empty_statistics(like, count), are_wanted};
+}
+
+// Gives a counter to all statistics that are wanted. Each library defines it.
+void allocate_counters(const Tensor& like, std::vector<BatchStatistics>& statistics);
+
+// Results of a unit's backward; without values where they are not wanted.
+struct UnitGradients {
+  Wanted wanted;
+  Tensor conv_weight, sums;
+  std::optional<Tensor> g, dy;  // allocated by bn_relu_conv_backward
+};
+
+// Allocates the gradient of the weight and the sums. A stage does so ahead of its large tensors,
+// which would otherwise leave holes of awkward sizes between those that stay.
+inline UnitGradients empty_parameter_gradients(const Tensor& like, const Tensor& conv_weight,
+                                               const Wanted& wanted) {
+  check_out_channels(conv_weight);
+  return {wanted, wanted.weight ? torch::stable::empty_like(conv_weight) : absent(like),
+          wanted.g ? empty_sums(like, conv_weight.sizes()[1]) : empty_statistics(like, 0)};
+}
+
+}  // namespace preact_kernels
