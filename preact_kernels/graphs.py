@@ -1,4 +1,4 @@
-"""A whole training step as one call, and on a GPU as one CUDA graph."""
+"""A training step as one call; on a GPU, as one CUDA graph."""
 
 import contextlib
 import warnings
@@ -10,20 +10,20 @@ from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RMSprop
 
 from preact_kernels.torch_compat import end_allocation_to_pool
 
-# Zeros are the state of these before their first step (of SGD without dampening).
+# Zero is the initial state of these optimizers (SGD: without dampening).
 _BEGIN_WITH_ZEROS = (SGD, Adam, AdamW, RMSprop, Adadelta, Adamax)
 _WARM_UP_STEPS = 3
 
 
 class _Step:
-    """Forward, loss, backward and a step of the optimiser, as they come."""
+    """Forward, loss, backward and optimizer step, not captured."""
 
     def __init__(self, model, loss_fn, optimizer, example_input, example_target, scaler) -> None:
         self.model, self.loss_fn, self.optimizer, self.scaler = model, loss_fn, optimizer, scaler
         self.examples = {"input": example_input, "target": example_target}
 
     def gradients(self, x: Tensor, target: Tensor) -> Tensor:
-        """The loss; gradients are in the parameters."""
+        """Runs forward and backward; returns the loss."""
         loss = self.loss_fn(self.model(x), target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -32,7 +32,7 @@ class _Step:
         return loss.detach()
 
     def update(self) -> None:
-        """The step of the optimiser."""
+        """Runs the optimizer."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -40,7 +40,7 @@ class _Step:
             self.scaler.update()
 
     def check(self, **tensors: Tensor) -> None:
-        """Tensors like the examples."""
+        """Checks that tensors are like the examples."""
         for name, t in tensors.items():
             example = self.examples[name]
             if not isinstance(t, Tensor):
@@ -52,7 +52,7 @@ class _Step:
                     raise ValueError(f"{name}: expected {what} {expected} as captured, got {got}")
 
     def __call__(self, input: Tensor, target: Tensor) -> Tensor:
-        """One step on a batch; returns its loss."""
+        """Runs one step on a batch; returns its loss."""
         self.check(input=input, target=target)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.gradients(input, target)
@@ -61,7 +61,7 @@ class _Step:
 
 
 class _CapturedStep(_Step):
-    """The same, replayed."""
+    """The same step, captured once and replayed."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -82,7 +82,7 @@ class _CapturedStep(_Step):
             with _capture_errors(), _capture(self.graph, device):
                 self.loss = self._whole()
         except BaseException:
-            self.optimizer.zero_grad(set_to_none=True)  # memory that nothing was written to
+            self.optimizer.zero_grad(set_to_none=True)  # their memory was never written
             raise
         self.optimizer_state = self.optimizer.state
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
@@ -91,7 +91,7 @@ class _CapturedStep(_Step):
     def _whole(self) -> Tensor:
         without_cache: contextlib.AbstractContextManager = contextlib.nullcontext()
         if torch.is_autocast_enabled("cuda"):
-            # Autocast's cache of weights would hold copies made outside the graph.
+            # Cached casts of weights would come from outside the graph.
             dtype = torch.get_autocast_dtype("cuda")
             without_cache = torch.autocast("cuda", dtype, cache_enabled=False)
         with without_cache:
@@ -111,16 +111,16 @@ class _CapturedStep(_Step):
                     self.optimizer.zero_grad(set_to_none=True)
                     self._whole()
                 self.optimizer.zero_grad(set_to_none=True)
-                # nn.SyncBatchNorm synchronises, but not while it is captured.
+                # nn.SyncBatchNorm synchronises outside captures only.
                 if not any(isinstance(m, nn.SyncBatchNorm) for m in self.model.modules()):
                     with _capture_errors(), _no_synchronization():
                         self._whole()
-                self.optimizer.zero_grad(set_to_none=True)  # the graph's gradients are its own
+                self.optimizer.zero_grad(set_to_none=True)  # the graph allocates its own
         finally:
             torch.cuda.current_stream(device).wait_stream(side)
 
     def _follow_options(self) -> None:
-        """Learning rates in tensors are followed; whatever else was captured must be as it was."""
+        """Applies changed tensor learning rates; raises if a captured option changed."""
         groups = len(self.optimizer.param_groups)
         if groups != len(self.rates):
             raise ValueError(
@@ -145,7 +145,7 @@ class _CapturedStep(_Step):
                     )
 
     def __call__(self, input: Tensor, target: Tensor) -> Tensor:
-        """One step on a batch; returns its loss."""
+        """Runs one step on a batch; returns its loss."""
         self.check(input=input, target=target)
         if self.model.training != self.is_training:
             raise ValueError(
@@ -158,7 +158,7 @@ class _CapturedStep(_Step):
         self.static["target"].copy_(target, non_blocking=True)
         self.graph.replay()
         if self.scaler is not None:
-            for p, gradient in self.captured_gradients:  # zero_grad takes them away
+            for p, gradient in self.captured_gradients:  # the user may have called zero_grad
                 p.grad = gradient
             self.update()
         return self.loss.clone()
@@ -166,13 +166,13 @@ class _CapturedStep(_Step):
 
 @contextlib.contextmanager
 def _capture_errors() -> Iterator[None]:
-    """Raises what a capture does not allow as a `ValueError` that names the arguments."""
+    """Turns errors of a capture into a `ValueError` that names the arguments."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # After a broken capture the last error only says that it cannot be ended.
+        # The last error of a broken capture only says that it cannot end.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         raise ValueError(
             "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
@@ -183,7 +183,7 @@ def _capture_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_synchronization() -> Iterator[None]:
-    """Makes a synchronisation of any thread a `RuntimeError`, before it can break a capture."""
+    """Makes synchronisation a `RuntimeError`, in every thread."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -192,22 +192,22 @@ def _no_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-_broken_graphs: list[torch.cuda.CUDAGraph] = []  # allocators may still refer to them
+_broken_graphs: list[torch.cuda.CUDAGraph] = []  # kept alive: allocators may refer to them
 
 
 @contextlib.contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """Captures the body. After an error, stream, allocator and generator are usable again."""
+    """Captures the body. After an error, restores stream, allocator and generator."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.current_stream(device)
     try:
         with torch.cuda.graph(graph, pool=pool):
             yield
     except BaseException:
-        if torch.cuda.current_stream(device) != stream:  # `torch.cuda.graph` could not end it
+        if torch.cuda.current_stream(device) != stream:  # `torch.cuda.graph` did not restore it
             torch.cuda.set_stream(stream)
             end_allocation_to_pool(stream.device_index, pool)
-            # Only the end of a capture tells the generator that no capture is under way.
+            # The generator leaves capture mode only when a capture ends.
             other = torch.cuda.CUDAGraph()
             _broken_graphs.extend((graph, other))
             with contextlib.suppress(RuntimeError), torch.cuda.graph(other):
@@ -217,7 +217,7 @@ def _capture(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None
 
 
 class _State:
-    """Parameters, buffers and the optimiser's state, to be put back in place after a warm-up."""
+    """Copies of parameters, buffers and optimizer state, to restore after a warm-up."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         tensors = (*model.parameters(), *model.buffers())
@@ -230,7 +230,7 @@ class _State:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Everything as it was; state that is new is that before the first step."""
+        """Restores all values in place; new optimizer state becomes zero."""
         for t, value in self.values:
             t.copy_(value)
         for p, state in self.optimizer.state.items():
@@ -241,18 +241,18 @@ class _State:
 
 
 def _constants(group: dict) -> dict:
-    """The options of a parameter group that a graph holds as constants."""
+    """Options of a parameter group that are constants of the graph."""
     return {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
 
 
 def _check_capturable(optimizer: Optimizer, scaler: object) -> None:
     if scaler is not None:
-        return  # its step stays outside the graph
+        return  # the optimizer runs outside the graph
     kind = type(optimizer)
     if kind is torch.optim.LBFGS:
         raise ValueError("optimizer: expected one that steps without a closure, got LBFGS")
     for group in optimizer.param_groups:
-        has_option = "capturable" in group  # then `step` insists on it, fused or not
+        has_option = "capturable" in group  # required even if fused
         can_be_captured = isinstance(optimizer, SGD) or group.get("fused")
         if not (group["capturable"] if has_option else can_be_captured):
             expected = f"{kind.__name__}(capturable=True)" if has_option else "one to be captured"
@@ -284,28 +284,27 @@ def graphed_step(
     *,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A training step on batches of one shape, on a GPU captured in a CUDA graph.
+    """A training step on batches of one shape; on a GPU, captured in a CUDA graph.
 
     `step(input, target)` equals `optimizer.zero_grad(); loss = loss_fn(model(input), target);
-    loss.backward(); optimizer.step()`, and returns the loss, detached. On a CPU it runs just that.
-    On a GPU the batch is copied into fixed places and one launch replays everything, with the same
-    kernels on the same memory. The steps that warm it up, on a stream of their own, leave
-    parameters, buffers, the optimiser's state and random numbers as they were. Autocast is as it
-    is here, whatever it is around the step.
+    loss.backward(); optimizer.step()`, and returns the detached loss. On a CPU it runs that code.
+    On a GPU it copies the batch into fixed memory and replays the graph with one launch. Warm-up
+    steps run on another stream; parameters, buffers, optimizer state and random state are restored
+    after them. The step uses the autocast state of this call, not of the later ones.
 
     Gradients stay in `p.grad` until the next call. A learning rate given as a tensor on the GPU may
-    change between calls, in place, by a scheduler or by assignment; all other options are constants
-    of the graph, and changing one is an error.
+    change between calls: in place, by a scheduler or by assignment. All other options are constants
+    of the graph; changing one raises an error.
 
     Args:
-        model: on one device, in the mode (training or evaluation) in which it is to run.
-        loss_fn: of the model's output and the target, one element.
-        optimizer: of the model's parameters. On a GPU with `capturable=True` where it has that
-            option; SGD with `fused=True` where lr is a tensor.
-        example_input: a batch like those to come.
+        model: on one device, in the mode (training or evaluation) that the step uses.
+        loss_fn: takes the model's output and the target; returns one element.
+        optimizer: of the model's parameters. On a GPU it needs `capturable=True` if it has that
+            option; SGD with a tensor lr needs `fused=True`.
+        example_input: a batch with the shape and dtype of later ones.
         example_target: its target.
-        scaler: scales the loss, skips steps with gradients that are not finite, and adapts; its
-            step, which decides on the host, follows the graph.
+        scaler: scales the loss. It decides on the host whether to step, so the optimizer runs
+            after the graph.
 
     Returns:
         The step.

@@ -1,4 +1,4 @@
-"""What a forward keeps for the backward."""
+"""Bytes that a forward saves for backward."""
 
 import torch
 from torch import Tensor, nn
@@ -7,11 +7,11 @@ from preact_kernels.torch_compat import storage_id
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Bytes that one forward of `model` keeps for the backward.
+    """Bytes that one forward of `model` saves for backward.
 
-    Counted from the tensors that autograd really saves, each storage once and of a view no more
-    than the view; parameters and buffers of the model are left out. Runs one forward in the model's
-    present mode; buffers (running statistics) and random state are put back afterwards.
+    Counts the tensors that autograd saves: each storage once, and of a view only the view's bytes.
+    Parameters and buffers of the model do not count. Runs one forward in the model's present mode,
+    then restores buffers (running statistics) and random state.
 
     Args:
         model: any module.
@@ -29,7 +29,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 
 
 def check_model_and_input(model: object, x: object) -> None:
-    """A module and a tensor."""
+    """Raises unless given a module and a tensor."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(x, Tensor):
@@ -39,13 +39,13 @@ def check_model_and_input(model: object, x: object) -> None:
 def saved_storages(
     model: nn.Module, x: Tensor
 ) -> tuple[dict[int, tuple[int, torch.UntypedStorage]], Tensor]:
-    """What `saved_bytes` counts: by storage its bytes and itself, and what the forward returned.
+    """What `saved_bytes` counts: bytes and storage, by storage id; and the model's output.
 
-    The storages are held, so that no address is used twice while the result is.
+    The result holds the storages, so that no id is used twice.
     """
     state = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}
-    saved: dict[int, dict[tuple, int]] = {}  # by storage, and by what part of it
+    saved: dict[int, dict[tuple, int]] = {}  # by storage, then by view
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()

@@ -27,12 +27,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_bare_norm(bn: nn.Module) -> bool:
-    """Whether reading the parameters of a batch norm is the same as calling it."""
+    """Whether a fused module may read the parameters of `bn` in place of calling it."""
     return type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not has_hooks(bn)
 
 
 def is_bare_conv(conv: nn.Module) -> bool:
-    """Whether reading the weights of a convolution is the same as calling it."""
+    """Whether a fused module may read the weights of `conv` in place of calling it."""
     return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and not has_hooks(conv)
 
 

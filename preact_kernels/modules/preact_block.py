@@ -36,7 +36,7 @@ class PreActBlock(nn.Module):
         return cast("nn.Conv2d | None", self._modules.get("shortcut"))
 
     def is_fusable(self) -> bool:
-        """Whether reading the children's parameters is the same as calling the children."""
+        """Whether the fused block may read the children's parameters in place of calling them."""
         if not self.fused:
             return False
         for bn, conv in self.units():
@@ -52,7 +52,7 @@ class PreActBlock(nn.Module):
         return x.to(torch.promote_types(self.residual_dtype, self.conv1.weight.dtype))
 
     def plain_forward(self, x: Tensor) -> Tensor:
-        """The block by calls of its children: what the fused one equals."""
+        """Calls the children; the fused block computes the same."""
         x = self.in_stream(x)
         h, shortcut, projection = x, x, self.projection()
         for index, (bn, conv) in enumerate(self.units()):

@@ -1,4 +1,4 @@
-"""`PreActStage`: blocks that run as one autograd node."""
+"""`PreActStage`: consecutive blocks as one autograd node."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -13,30 +13,29 @@ from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
 
 
 class PreActStage(nn.Sequential):
-    """Pre-activation blocks in a row, as one autograd node.
+    """Consecutive pre-activation blocks as one autograd node.
 
-    Equals `nn.Sequential(*blocks)`, with the same keys in its `state_dict`. Statistics pass from
-    the kernel that writes a tensor to the one that normalises it, and gradients stay folded
-    from unit to unit. A block that has hooks, or children of other types, is called as a module.
+    Equals `nn.Sequential(*blocks)`, with the same keys in its `state_dict`. The kernel that writes
+    a tensor also computes its statistics, and batch norm's input gradient is evaluated by the
+    kernel that reads it. A block with hooks, or with children of other types, is called as a module.
 
     Args:
         blocks: `PreActBasicBlock`s or `PreActBottleneck`s; at least one.
-        memory: what is kept for the backward: `"store"` keeps the input of every convolution's
-            batch norm; `"rebuild"` the same but for the inputs of most blocks, each of which the
-            backward gets from the block's output, `x = y - F(z)`, by one more call of the block's
-            last convolution; `"checkpoint"` the input of every segment of blocks, which run again
-            in the backward from the statistics of the forward, and keep there what `"rebuild"`
-            keeps. In both, blocks with a projection, and the first of a stage or a segment, keep
-            their inputs. A float32 input under autocast is in no mode until a block with a
-            projection rounds it: the blocks before that run as plain modules.
+        memory: what is saved for backward. `"store"` saves the input of every batch norm.
+            `"rebuild"` leaves out the inputs of most blocks; the backward computes each from the
+            block's output, `x = y - F(z)`, by one more call of the block's last convolution.
+            `"checkpoint"` saves the input of every segment of blocks; the backward runs the segment
+            again with the statistics of the forward, and saves what `"rebuild"` does. The inputs of
+            blocks with a projection, and of the first block of a stage or segment, are always
+            saved. Under autocast, memory modes apply only after the first projection: the blocks
+            before it run as plain modules on the float32 input.
         segments: how many, in mode `"checkpoint"`; None takes about `sqrt(len(blocks) / 2)`.
-        anchor_every: in modes `"rebuild"` and `"checkpoint"` one block in so many keeps its input
-            too; with 1 nothing is rebuilt. None takes 8 where the residual stream is bfloat16 or
-            float16, and none in wider dtypes.
+        anchor_every: in modes `"rebuild"` and `"checkpoint"`, one block in so many saves its input
+            too; 1 rebuilds nothing. None takes 8 if the residual stream is bfloat16 or float16,
+            and saves no more in wider dtypes.
         residual_dtype: `torch.float32` keeps the residual stream, and so the output, in float32
-            beside convolutions in bfloat16 or float16 (those of the weights, or of autocast):
-            `x + F(x).float()`. Wider weights keep their own. None: the stream has the dtype of
-            the convolutions.
+            beside convolutions in bfloat16 or float16 (the dtype of the weights, or of autocast):
+            `x + F(x).float()`. With None the stream has the dtype of the convolutions.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -70,7 +69,7 @@ class PreActStage(nn.Sequential):
         self.anchor_every = anchor_every
         self.residual_dtype = residual_dtype
         for block in blocks:
-            block.residual_dtype = residual_dtype  # for calls of its own
+            block.residual_dtype = residual_dtype  # also if called alone
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the output of the last block."""
@@ -87,7 +86,7 @@ class PreActStage(nn.Sequential):
         return run_blocks(run, x, memory) if run else x
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """A block, or a stage of some of the blocks, shared, in the same memory mode."""
+        """A block, or a stage that shares some of the blocks, in the same memory mode."""
         if not isinstance(index, slice):
             return list(self)[index]
         blocks = cast(list[PreActBlock], list(self)[index])
@@ -103,14 +102,14 @@ class PreActStage(nn.Sequential):
         )
 
     def extra_repr(self) -> str:
-        """Memory mode, and what differs from its defaults."""
+        """Memory mode and options."""
         names = ("segments", "anchor_every", "residual_dtype")
         given = [f", {n}={getattr(self, n)}" for n in names if getattr(self, n)]
         return f"memory={self.memory!r}{''.join(given)}"
 
 
 def check_memory(memory: object, segments: object, anchor_every: object, count: int) -> None:
-    """A memory mode, and numbers of segments and of blocks an anchor for `count` blocks."""
+    """Checks a memory mode and its options for `count` blocks."""
     if memory not in MEMORY_MODES:
         expected = " or ".join(repr(m) for m in MEMORY_MODES)
         raise ValueError(f"memory: expected {expected}, got {memory!r}")
@@ -129,7 +128,7 @@ def check_memory(memory: object, segments: object, anchor_every: object, count: 
 
 
 def check_residual_dtype(residual_dtype: object) -> None:
-    """A dtype of the residual stream."""
+    """Checks the dtype of the residual stream."""
     if residual_dtype is not None and not isinstance(residual_dtype, torch.dtype):
         kind = type(residual_dtype).__name__
         raise TypeError(f"residual_dtype: expected a torch.dtype or None, got {kind}")

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def has_autocast(device_type: str) -> bool:
-    """Whether autocast exists for a device type: for all that are used here but `meta`.
+    """Whether a device type has autocast. Of those used here, only `meta` has none.
 
     Dynamo of torch 2.11 cannot trace `torch.amp.is_autocast_available`.
     """
@@ -19,5 +19,5 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a convolution of `x` runs: autocast's where it is on, else that of `x`."""
+    """The dtype in which a convolution of `x` runs: that of autocast if it is on, else of `x`."""
     return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype

@@ -17,7 +17,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """A floating point tensor."""
+    """Checks for a floating point tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in FLOATS:
@@ -28,14 +28,14 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_activation(name: str, x: Any) -> None:
-    """A floating point tensor `[N, C, H, W]`."""
+    """Checks for a floating point tensor `[N, C, H, W]`."""
     check_tensor(name, x)
     if x.dim() != 4:
         raise ValueError(f"{name}: expected 4 dimensions [N, C, H, W], got shape {list(x.shape)}")
 
 
 def check_like(name: str, value: Any, like_name: str, like: Tensor) -> None:
-    """The device of another tensor."""
+    """Checks for a tensor on the device of another one."""
     check_tensor(name, value)
     if value.device != like.device:
         raise ValueError(
@@ -44,7 +44,7 @@ def check_like(name: str, value: Any, like_name: str, like: Tensor) -> None:
 
 
 def check_parameter_dtype(name: str, value: Tensor, x: Tensor) -> None:
-    """The dtype of `x`, or float32 beside half-precision activations."""
+    """Checks for the dtype of `x`, or float32 beside half-precision activations."""
     allowed = [x.dtype]
     if x.dtype in (torch.bfloat16, torch.float16):
         allowed.append(torch.float32)
@@ -56,7 +56,7 @@ def check_parameter_dtype(name: str, value: Tensor, x: Tensor) -> None:
 
 
 def check_per_channel(name: str, value: Any, x: Tensor) -> None:
-    """A vector with one value for each channel of `x`."""
+    """Checks for a vector with one value for each channel of `x`."""
     check_like(name, value, "x", x)
     if value.shape != (x.shape[1],):
         raise ValueError(
@@ -67,7 +67,7 @@ def check_per_channel(name: str, value: Any, x: Tensor) -> None:
 
 
 def check_number(name: str, value: Any, *, minimum: float | None = None) -> None:
-    """A real number, at least `minimum`."""
+    """Checks for a real number of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if minimum is not None and not value >= minimum:
@@ -75,7 +75,7 @@ def check_number(name: str, value: Any, *, minimum: float | None = None) -> None
 
 
 def check_samples(shape: Sequence[int]) -> None:
-    """More than one value a channel: what eager asks of a batch norm in training mode."""
+    """Checks for more than one value per channel, as eager does in training mode."""
     if shape[0] * shape[2] * shape[3] == 1:
         raise ValueError(
             f"x: expected more than 1 value per channel when training, got input size {shape}"
@@ -83,7 +83,7 @@ def check_samples(shape: Sequence[int]) -> None:
 
 
 def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
-    """An int, or a sequence of two, as two ints of at least `minimum`."""
+    """Converts an int or a pair to two ints of at least `minimum`."""
     values = [value, value] if isinstance(value, int) else value
     if (
         not isinstance(values, list | tuple)
@@ -97,7 +97,7 @@ def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
 
 
 def check_conv_weight(conv_weight: Tensor, groups: Any) -> None:
-    """A weight `[K, C / groups, R, S]` and a number of groups that fit."""
+    """Checks a weight `[K, C / groups, R, S]` and its groups."""
     if conv_weight.dim() != 4:
         raise ValueError(
             "conv_weight: expected 4 dimensions [out_channels, in_channels / groups, R, S], "
@@ -126,7 +126,7 @@ def check_conv(
     dilation: Any,
     groups: Any,
 ) -> Conv | None:
-    """The arguments of a convolution.
+    """Checks the arguments of a convolution.
 
     Returns:
         The geometry; None for padding `"same"` that differs between the two sides of an axis.
@@ -186,7 +186,7 @@ def _named_padding(
 
 
 def check_residual(residual: Any, name: str, shape: Sequence[int], like: Tensor) -> None:
-    """A floating point tensor of the output's shape on the device of `like`."""
+    """Checks for a floating point tensor of the output's shape on the device of `like`."""
     check_like(name, residual, "x", like)
     if list(residual.shape) != list(shape):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The memory modes of a stage: which inputs it keeps for the backward."""
+"""The memory modes of a stage: which inputs it saves for backward."""
 
 import math
 from collections.abc import Sequence
@@ -8,29 +8,29 @@ import torch
 
 MEMORY_MODES = ("store", "rebuild", "checkpoint")
 
-# Rebuilding one input in half precision adds one rounding to it; see the README for what that does.
+# In half precision each rebuilt input has one more rounding error (docs/memory.md).
 _HALF_PRECISION_ANCHORS = 8
 
 
 class MemoryMode(NamedTuple):
-    """What a stage keeps for the backward.
+    """What a stage saves for backward.
 
-    `store`: the input of every unit. `rebuild`: the same without the inputs x of most blocks, each
-    of which the backward gets from the block's output, `x = y - F(z)` with F the block's last unit
-    and z the input of that. `checkpoint`: the input of every segment of blocks, which run again in
-    the backward and keep there what `rebuild` keeps.
+    `store` saves the input of every unit. `rebuild` leaves out the inputs x of most blocks; the
+    backward computes each from the block's output, `x = y - F(z)`, where F is the block's last unit
+    and z its input. `checkpoint` saves the input of every segment of blocks; the backward runs the
+    segment again and saves what `rebuild` does.
     """
 
     name: str = "store"
     segments: int | None = None  # None: `segment_starts` chooses
-    anchor_every: int | None = None  # one x in so many blocks is kept; None: by dtype
+    anchor_every: int | None = None  # save x of one block in so many; None: by dtype
 
     def segment_starts(self, count: int) -> list[int]:
-        """Indices of the blocks that begin a segment, of equal length up to one block.
+        """Index of the first block of each segment. Lengths differ by at most one block.
 
-        None takes the number nearest `sqrt(count / 2)`: for bottlenecks, whose x is four times as
-        wide as what is between their convolutions, it makes `4 * segments + 2 * count / segments`,
-        the inputs of segments and the inside of one, the least. Other modes have one segment.
+        By default there are about `sqrt(count / 2)` segments. For bottlenecks, whose x is four
+        times as wide as their inner tensors, this minimises the inputs of all segments and the
+        inner tensors of one, `4 * segments + 2 * count / segments`. Other modes have one segment.
         """
         if self.name != "checkpoint":
             return [0]
@@ -38,14 +38,14 @@ class MemoryMode(NamedTuple):
         return [count * s // segments for s in range(segments)]
 
     def keeps_input(self, can_rebuild: Sequence[bool], dtype: torch.dtype) -> list[bool]:
-        """For every block of a segment, whether its input is kept.
+        """Whether the input of each block of a segment is saved.
 
-        The first always is: a double backward goes through it.
+        The first always is: a double backward starts from it.
 
         Args:
             can_rebuild: for every block, whether its input follows from its output.
-            dtype: of the residual stream. In half precision every eighth input is an anchor unless
-                `anchor_every` says otherwise; wider streams need none.
+            dtype: of the residual stream. In half precision every eighth input is saved, to bound
+                the rounding errors, unless `anchor_every` says otherwise.
         """
         count = len(can_rebuild)
         if self.name == "store":
