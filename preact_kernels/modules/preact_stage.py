@@ -16,8 +16,8 @@ class PreActStage(nn.Sequential):
     """Consecutive pre-activation blocks as one autograd node.
 
     Equals `nn.Sequential(*blocks)`, with the same keys in its `state_dict`. The kernel that writes
-    a tensor also computes its statistics, and batch norm's input gradient is evaluated by the
-    kernel that reads it. A block with hooks, or with children of other types, is called as a module.
+    a tensor also computes its statistics, and the kernel that reads the gradient of a batch norm's
+    input evaluates it. A block with hooks, or children of other types, is called as a module.
 
     Args:
         blocks: `PreActBasicBlock`s or `PreActBottleneck`s; at least one.
