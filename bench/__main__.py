@@ -202,7 +202,7 @@ class Plan:
         yield Task(
             f"{net.name}, batch {batch}: peak memory of {group}",
             lambda: 15 + 4 * self.step_s("eager-nchw", net, batch),
-            lambda: network.measure_peaks(session, contenders, net, batch, 120),
+            lambda: network.measure_peaks(session, contenders, net, batch),
         )
 
     def _curves(self, net: Network, batch: int) -> Iterator[Task]:

@@ -258,12 +258,12 @@ class Ceilings:
         return text
 
 
-def _best_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _best_ms(call: Callable[[], object], device: torch.device) -> float:
     call()
-    return min(time_once_ms(call, device) for _ in range(repeats))
+    return min(time_once_ms(call, device) for _ in range(25))
 
 
-def measure_ceilings(device: torch.device, *, repeats: int = 25) -> Ceilings:
+def measure_ceilings(device: torch.device) -> Ceilings:
     """Measures copy bandwidth (bytes read and written) and matrix rates.
 
     Copied tensors are larger than any cache: 256 MiB on a CPU, 2 GiB on a GPU. float32 products
@@ -271,41 +271,41 @@ def measure_ceilings(device: torch.device, *, repeats: int = 25) -> Ceilings:
     """
     on_gpu = device.type == "cuda"
     dtypes = (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,)
-    copy_gb_s = _copy_gb_s(2**31 if on_gpu else 2**28, device, repeats)
+    copy_gb_s = _copy_gb_s(2**31 if on_gpu else 2**28, device)
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
     try:
         size = 8192 if on_gpu else 2048
-        rates = {dtype_name(d): _matmul_gflop_s(size, d, device, repeats) for d in dtypes}
+        rates = {dtype_name(d): _matmul_gflop_s(size, d, device) for d in dtypes}
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
-    return Ceilings(copy_gb_s, rates, *(_launches_us(device, repeats) if on_gpu else ()))
+    return Ceilings(copy_gb_s, rates, *(_launches_us(device) if on_gpu else ()))
 
 
-def _copy_gb_s(size_bytes: int, device: torch.device, repeats: int) -> float:
+def _copy_gb_s(size_bytes: int, device: torch.device) -> float:
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size_bytes / _best_ms(lambda: target.copy_(source), device, repeats) / 1e6
+    return 2 * size_bytes / _best_ms(lambda: target.copy_(source), device) / 1e6
 
 
-def _matmul_gflop_s(size: int, dtype: torch.dtype, device: torch.device, repeats: int) -> float:
+def _matmul_gflop_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     b, out = torch.randn_like(a), torch.empty_like(a)
-    return 2 * size**3 / _best_ms(lambda: torch.mm(a, b, out=out), device, repeats) / 1e6
+    return 2 * size**3 / _best_ms(lambda: torch.mm(a, b, out=out), device) / 1e6
 
 
-def _launches_us(device: torch.device, repeats: int, count: int = 1000) -> tuple[float, float]:
+def _launches_us(device: torch.device, count: int = 1000) -> tuple[float, float]:
     value = torch.zeros(1, device=device)
 
     def calls() -> None:
         for _ in range(count):
             value.add_(1)
 
-    plain_ms = _best_ms(calls, device, repeats)
+    plain_ms = _best_ms(calls, device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         calls()
-    return tuple(1e3 * ms / count for ms in (plain_ms, _best_ms(graph.replay, device, repeats)))
+    return tuple(1e3 * ms / count for ms in (plain_ms, _best_ms(graph.replay, device)))
 
 
 def _status_bytes(field: str) -> int | None:
@@ -332,13 +332,10 @@ def peak_resident_bytes() -> int:
     return high if high is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def reset_peak() -> bool:
-    """Sets the peak resident size to the current one; False if the system does not allow it."""
-    try:
+def reset_peak() -> None:
+    """Sets the peak resident size to the current one, if the system allows it."""
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:

@@ -353,7 +353,7 @@ def count_kept_bytes(session: Session, contenders: list[Contender], network: Net
 
 
 def measure_peaks(
-    session: Session, contenders: list[Contender], network: Network, batch: int, timeout_s: float
+    session: Session, contenders: list[Contender], network: Network, batch: int
 ) -> list[str]:
     """Measures the peak resident memory of a training step on a CPU, in one process per contender.
 
@@ -362,7 +362,6 @@ def measure_peaks(
         contenders: what to measure.
         network: what to train.
         batch: images per step.
-        timeout_s: per process.
 
     Returns:
         What was left out.
@@ -386,7 +385,7 @@ def measure_peaks(
         try:
             left_s = session.deadline_s - time.monotonic() + 20
             command = ["bench.peak", contender.name, *arguments]
-            found = measure.run_child(command, min(timeout_s, left_s))
+            found = measure.run_child(command, min(120, left_s))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             why = correctness.first_line(error)
             left_out.append(f"peak memory of {contender.name} on {network.name}: {why}")

@@ -17,13 +17,12 @@ from bench.network import TrainingStep
 
 
 def peak_of_step(
-    contender: str, network: Network, batch: int, dtype: torch.dtype, steps: int
-) -> dict[str, int | bool]:
-    """Runs a warm-up step, resets the peak, and runs `steps` more.
+    contender: str, network: Network, batch: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """Runs a warm-up step, resets the peak, and runs another step.
 
     Returns:
-        `peak_bytes` above the resident size between steps, `peak_raw_bytes` in all, and
-        `was_reset`: False if the peak could not be reset and so includes the warm-up.
+        `peak_bytes` above the resident size between steps, and `peak_raw_bytes` in all.
     """
     device = torch.device("cpu")
     chosen = BY_NAME[contender]
@@ -36,11 +35,10 @@ def peak_of_step(
     step.optimizer.zero_grad(set_to_none=True)
     gc.collect()
     between_steps = measure.resident_bytes()
-    was_reset = measure.reset_peak()
-    for _ in range(steps):
-        step()
+    measure.reset_peak()
+    step()
     peak = measure.peak_resident_bytes()
-    return {"peak_bytes": peak - between_steps, "peak_raw_bytes": peak, "was_reset": was_reset}
+    return {"peak_bytes": peak - between_steps, "peak_raw_bytes": peak}
 
 
 def main() -> None:
@@ -50,12 +48,11 @@ def main() -> None:
     parser.add_argument("--network", default="resnet-164")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     a = parser.parse_args()
     dtype = getattr(torch, a.dtype)
     network = Network.named(a.network, a.classes)
-    print(json.dumps(peak_of_step(a.contender, network, a.batch, dtype, a.steps)))
+    print(json.dumps(peak_of_step(a.contender, network, a.batch, dtype)))
 
 
 if __name__ == "__main__":
