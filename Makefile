@@ -130,6 +130,7 @@ report: $(EDITABLE)
 lint: $(REQUIREMENTS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --no-error-summary
 	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
 format: $(REQUIREMENTS)
