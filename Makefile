@@ -2,7 +2,7 @@
 # make test-full   lint, then every test
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
 # make report      tables and plots of README.md and docs/benchmarks.md, from bench/results/
-# make lint        ruff and clang-format, changes nothing
+# make lint        ruff, clang-format and mypy, changes nothing
 # make format      the same, changes files
 # make compile-triton
 #                  compiles every Triton kernel for several GPUs, without a GPU, and reports spills
