@@ -45,11 +45,13 @@ struct WeightGradient {
   }
 
   // d[tap][k][c] += the sum over the tile's pixels p of dy[p at the opposite tap][k] * a[p][c].
-  // Summing over the pixels of a needs a border around dy only.
-  __device__ void add(const T* dy, const T* activation, int pixels, int out_channels,
-                      int channels) {
+  // Only dy has a border. With kMasks, pairs with a pixel outside the image are left out; without,
+  // they add 0 * 0 if both operands are finite.
+  template <bool kMasks>
+  __device__ void add(const Tile<C>& tile, const T* dy, const T* activation, int pixels,
+                      int out_channels, int channels) {
     const int dy_pitch = out_channels + kFullWidth<T>, pitch = channels + kFullWidth<T>;
-    // Where the groups of a warp lie below each other, they have the second operand in common.
+    // The groups of a warp share the second operand where they lie below each other.
     const bool is_column = kWarps % in_groups == 0;
 #pragma unroll 1
     for (int p = slice * kStep<T>; p < pixels; p += slices * kStep<T>) {
@@ -64,13 +66,20 @@ struct WeightGradient {
         }
 #pragma unroll
         for (int tap = 0; tap < kTaps; ++tap) {
+          const int r = kSide - 1 - tap / kSide, s = kSide - 1 - tap % kSide;
           uint32_t a[4];
-          load_a_by_rows<T>(a, [=](int i) {
-            const int r = kSide - 1 - tap / kSide, s = kSide - 1 - tap % kSide;
-            return dy + Tile<C>::halo_row(p + i, r, s) * dy_pitch + k;
-          });
-          mma<T>(d[j][tap][0], a, b[0]);
-          mma<T>(d[j][tap][1], a, b[1]);
+          load_a_by_rows<T>(
+              a, [=](int i) { return dy + Tile<C>::halo_row(p + i, r, s) * dy_pitch + k; });
+          if constexpr (kMasks) {
+            const auto is_pair = [&](int i) { return tile.is_pair(p + i, r, s); };
+            uint32_t masked[2][2] = {{b[0][0], b[0][1]}, {b[1][0], b[1][1]}};
+            mask_depth<T>(a, masked, is_pair);
+            mma<T>(d[j][tap][0], a, masked[0]);
+            mma<T>(d[j][tap][1], a, masked[1]);
+          } else {
+            mma<T>(d[j][tap][0], a, b[0]);
+            mma<T>(d[j][tap][1], a, b[1]);
+          }
         }
       }
     }
@@ -181,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
     const Tile<C> tile(conv.grid, index);
+    NonFinite<T> non_finite;
     FullVector<T> own_x[kTileVectors<T, C>];
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
@@ -193,6 +203,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         if (pixel >= 0) {
           own_x[i].load(x + pixel * channels);
           a = in_norm.template activation<T>(own_x[i]);
+          if constexpr (kTaps > 1) non_finite.add(a);
         }
         a.store(activation + p * pitch + in.channel);
       }
@@ -207,6 +218,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         if (pixel >= 0) {
           const int64_t at = pixel * out_channels + out.channel;
           gradient = form(at);
+          if constexpr (kTaps > 1) non_finite.add(gradient);
           if (conv.unfolded_dy != nullptr && Tile<C>::is_interior(p)) {
             gradient.store(static_cast<T*>(conv.unfolded_dy) + at);
           }
@@ -224,11 +236,18 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         return gradient;
       });
     }
-    __syncthreads();  // both tiles are there
+    // Both tiles are there. The padding of a 1x1 kernel is no pixel.
+    const bool masks = kTaps > 1 ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
     if (needs_g) {
       multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da);
     }
-    if (conv.needs_conv_weight) dweight.add(dy_tile, activation, pixels, out_channels, channels);
+    if (conv.needs_conv_weight) {
+      if (kTaps > 1 && masks) {
+        dweight.template add<true>(tile, dy_tile, activation, pixels, out_channels, channels);
+      } else {
+        dweight.template add<false>(tile, dy_tile, activation, pixels, out_channels, channels);
+      }
+    }
     __syncthreads();  // da is there, and both tiles are no longer wanted by other threads
     if (!needs_g || !in.is_active) continue;
 #pragma unroll

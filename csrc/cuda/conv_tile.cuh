@@ -65,6 +65,10 @@ struct Tile {
   static __device__ int halo_row(int i, int r, int s) {
     return (i / kWidth + r) * kHaloWidth + i % kWidth + s;
   }
+  // Whether pixel i and the pixel at its tap r, s are both in the image.
+  __device__ bool is_pair(int i, int r, int s) const {
+    return pixel(i) >= 0 && halo_pixel(halo_row(i, r, s)) >= 0;
+  }
 };
 
 template <>
@@ -83,6 +87,7 @@ struct Tile<0> {
   __device__ int64_t halo_pixel(int i) const { return pixel(i); }
   static __device__ bool is_interior(int) { return true; }
   static __device__ int halo_row(int i, int, int) { return i; }
+  __device__ bool is_pair(int i, int, int) const { return pixel(i) >= 0; }
 };
 
 // How the threads share the 16-byte vectors of a tile: each has one column of them, and every

@@ -43,6 +43,10 @@ struct Vector<float, 4> {
   __device__ void pack(const float (&from)[4]) {
     value = make_float4(from[0], from[1], from[2], from[3]);
   }
+  __device__ void words(uint32_t (&to)[4]) const {
+    to[0] = __float_as_uint(value.x), to[1] = __float_as_uint(value.y);
+    to[2] = __float_as_uint(value.z), to[3] = __float_as_uint(value.w);
+  }
 };
 
 template <class T>
@@ -62,6 +66,9 @@ struct Vector<T, 8> {
   __device__ void pack(const float (&from)[8]) {
     value = make_uint4(pack_pair<T>(from[0], from[1]), pack_pair<T>(from[2], from[3]),
                        pack_pair<T>(from[4], from[5]), pack_pair<T>(from[6], from[7]));
+  }
+  __device__ void words(uint32_t (&to)[4]) const {
+    to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
   }
 };
 
