@@ -344,7 +344,9 @@ def weight_gradient_inside_the_image(activation: Tensor, dy: Tensor) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize("name", ["x", "dy"])
 @pytest.mark.parametrize(
-    "case", [Case(2, 17, 9, 16, 16, 3), Case(1, 8, 16, 32, 32, 3), Case(1, 9, 5, 64, 64, 3)], ids=str
+    "case",
+    [Case(2, 17, 9, 16, 16, 3), Case(1, 8, 16, 32, 32, 3), Case(1, 9, 5, 64, 64, 3)],
+    ids=str,
 )
 def test_padding_takes_no_part_in_the_gradient_of_the_weight(case, name, dtype):
     inputs = backward_inputs(case, dtype, "none")

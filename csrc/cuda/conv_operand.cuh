@@ -4,6 +4,7 @@
 // of TF32. A fragment is the part of an operand that a lane holds.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "pixel_rows.cuh"
@@ -111,15 +112,15 @@ __device__ void mask_depth(uint32_t (&a)[4], uint32_t (&b)[2][2], Keeps keeps) {
   }
 }
 
-// Whether any of some values is NaN or infinite: then their exponent has all bits set, and adding
-// one to it carries into the sign bit.
+// Finds values that are NaN or infinite: all bits of their exponent are set, so that adding one to
+// the exponent carries into the sign bit.
 template <class T>
 struct NonFinite {
   uint32_t carries = 0;
 
   __device__ void add(const FullVector<T>& vector) {
     uint32_t words[4];
-    vector.words(words);
+    memcpy(words, &vector.value, sizeof words);
     constexpr uint32_t kOne = sizeof(T) == 4                ? 0x00800000u
                               : std::is_same_v<T, BFloat16> ? 0x00800080u
                                                             : 0x04000400u;

@@ -6,6 +6,7 @@
 // number of blocks, and so the order of sums, depends only on the shape and the device.
 #pragma once
 
+#include "../args.h"
 #include "device.cuh"
 
 namespace preact_kernels::cuda {
@@ -43,10 +44,6 @@ struct Vector<float, 4> {
   __device__ void pack(const float (&from)[4]) {
     value = make_float4(from[0], from[1], from[2], from[3]);
   }
-  __device__ void words(uint32_t (&to)[4]) const {
-    to[0] = __float_as_uint(value.x), to[1] = __float_as_uint(value.y);
-    to[2] = __float_as_uint(value.z), to[3] = __float_as_uint(value.w);
-  }
 };
 
 template <class T>
@@ -66,9 +63,6 @@ struct Vector<T, 8> {
   __device__ void pack(const float (&from)[8]) {
     value = make_uint4(pack_pair<T>(from[0], from[1]), pack_pair<T>(from[2], from[3]),
                        pack_pair<T>(from[4], from[5]), pack_pair<T>(from[6], from[7]));
-  }
-  __device__ void words(uint32_t (&to)[4]) const {
-    to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
   }
 };
 
@@ -125,8 +119,9 @@ struct Grid {
 };
 
 // A grid for channels in vectors of `width`; a block takes at most `most_columns` vectors.
-inline Grid grid_for(int64_t pixels, int64_t channels, int width, int steps, int most_columns,
+inline Grid grid_for(const Activation& size, int width, int steps, int most_columns,
                      int blocks_per_multiprocessor) {
+  const int64_t pixels = size.pixels(), channels = size.channels;
   const int vectors = static_cast<int>(channels / width);
   const int blocks_y = (vectors + most_columns - 1) / most_columns;
   const int columns = (vectors + blocks_y - 1) / blocks_y;
