@@ -76,7 +76,7 @@ def cpu_extension():
 
 
 def cuda_targets(names):
-    """Return nvcc's flags for architectures such as "8.0;9.0+PTX", separated by semicolons or spaces.
+    """Return nvcc's flags for architectures such as "8.0;9.0+PTX"; a space separates too.
 
     Raises:
         ValueError: an architecture is not a number, such as "Hopper", or is older than 8.0.
@@ -153,15 +153,16 @@ def cuda_extension():
     os.environ["PREACT_KERNELS_NVCC"] = os.environ.get("PYTORCH_NVCC", nvcc)
     os.environ["PYTORCH_NVCC"] = f"sh {shlex.quote(os.path.abspath('csrc/cuda/nvcc.sh'))}"
     # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
-    headers = hashlib.sha256(b"".join(Path(h).read_bytes() for h in HEADERS)).hexdigest()[:16]
+    headers = [h for h in HEADERS if not h.startswith("csrc/cpu/")]
+    digest = hashlib.sha256(b"".join(Path(h).read_bytes() for h in headers)).hexdigest()[:16]
     return Extension(
         "preact_kernels._cuda",
         sources,
-        depends=HEADERS,
+        depends=headers,
         include_dirs=INCLUDE_DIRS + cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         extra_compile_args={
-            "nvcc": [*FLAGS, f"-DPREACT_KERNELS_HEADERS={headers}", *CUDA_FLAGS, *targets]
+            "nvcc": [*FLAGS, f"-DPREACT_KERNELS_HEADERS={digest}", *CUDA_FLAGS, *targets]
         },
         extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
         language="c++",

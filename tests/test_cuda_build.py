@@ -81,7 +81,11 @@ def rows():
     process = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=ROOT,
-        env={**os.environ, "TORCH_CUDA_ARCH_LIST": "", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
+        env={
+            **os.environ,
+            "TORCH_CUDA_ARCH_LIST": "",
+            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -153,7 +157,7 @@ def test_torch_cuda_arch_list_chooses_the_architectures(names, setup_file, monke
 @pytest.mark.parametrize("names", ["Hopper", "90", "9.0+PTX;7.5", "9.0-PTX", ";"])
 def test_an_architecture_that_cannot_be_built_is_named(names, setup_file, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
-    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST: expected .*, got ") as raised:
+    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST: expected .*, got ") as raised:
         setup_file["cuda_extension"]()
     wrong = {"9.0+PTX;7.5": '"7.5"', ";": "none"}.get(names, f'"{names}"')
     assert str(raised.value).endswith(f"got {wrong}")

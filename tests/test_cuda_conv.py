@@ -347,6 +347,40 @@ def test_nan_passes_through(case):
     torch.testing.assert_close(found["g"][middle], expected["g"][middle], rtol=0.02, atol=0)
 
 
+def weight_gradient_inside_the_image(activation: Tensor, dy: Tensor) -> Tensor:
+    """Of a 3x3 convolution: no tap reads a pixel of the padding."""
+    height, width = dy.shape[2:]
+    gradient = dy.new_empty(dy.shape[1], activation.shape[1], 3, 3)
+    for r, s in itertools.product(range(3), repeat=2):
+        a = activation[:, :, max(r - 1, 0) : height + r - 1, max(s - 1, 0) : width + s - 1]
+        d = dy[:, :, max(1 - r, 0) : height + 1 - r, max(1 - s, 0) : width + 1 - s]
+        gradient[:, :, r, s] = torch.einsum("nkhw,nchw->kc", d, a)
+    return gradient
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["x", "dy"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(2, 17, 9, 16, 16, 3), Case(1, 8, 16, 32, 32, 3), Case(1, 9, 5, 64, 64, 3)],
+    ids=str,
+)
+def test_padding_takes_no_part_in_the_gradient_of_the_weight(case, name, dtype):
+    inputs = backward_inputs(case, dtype, "none")
+    inputs.norm.weight.abs_()
+    changed = getattr(inputs, name)
+    changed[-1, 3, 0, 0] = torch.inf
+    changed[0, 5, -1, -1] = torch.nan
+    found = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
+    wide = mapped(inputs, Tensor.double)
+    a = reference.bn_relu_forward(wide.x, wide.norm)
+    expected = weight_gradient_inside_the_image(a, wide.dy)
+    assert not expected.isfinite().all()
+    assert expected.isfinite().any()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.isinf(), expected.isinf())
+
+
 @typical
 @pytest.mark.parametrize("value", [3.0, -1e4])
 def test_statistics_of_constant_channels_are_exact(case, value):

@@ -20,6 +20,7 @@ PK_BEGIN_ISA("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 namespace preact_kernels::avx512 {
 constexpr int kVectorBytes = 64;
 constexpr int kRegisters = 32;
+constexpr bool kHasFma = true;
 #include "simd.h"
 #include PK_KERNELS
 }  // namespace preact_kernels::avx512
@@ -33,6 +34,7 @@ PK_BEGIN_ISA("avx2,fma")
 namespace preact_kernels::avx2 {
 constexpr int kVectorBytes = 32;
 constexpr int kRegisters = 16;
+constexpr bool kHasFma = true;
 #include "simd.h"
 #include PK_KERNELS
 }  // namespace preact_kernels::avx2
@@ -46,6 +48,7 @@ PK_END_ISA
 namespace preact_kernels::generic {
 constexpr int kVectorBytes = 16;
 constexpr int kRegisters = 16;
+constexpr bool kHasFma = false;
 #include "simd.h"
 #include PK_KERNELS
 }  // namespace preact_kernels::generic

@@ -35,15 +35,6 @@ Isa isa() {
   return isa;
 }
 
-int64_t vector_bytes() {
-  switch (isa()) {
-    case Isa::kAvx512:
-      return 64;
-    case Isa::kAvx2:
-      return 32;
-    default:
-      return 16;
-  }
-}
+int64_t vector_bytes() { return isa() == Isa::kAvx512 ? 64 : isa() == Isa::kAvx2 ? 32 : 16; }
 
 }  // namespace preact_kernels

@@ -23,8 +23,8 @@ struct PixelTiles {
 };
 
 // Runs body(tile) for every tile on PyTorch's threads. A thread takes the tiles of its own range in
-// order, because neighbours share cache lines, and then tiles of other ranges, because threads are
-// not equally fast on a shared machine.
+// order, so that its last results are still in its cache, and then tiles of other ranges, because
+// threads are not equally fast on a shared machine.
 template <class Body>
 void for_tiles(int64_t count, const Body& body) {
   constexpr int64_t kMostRanges = 64;

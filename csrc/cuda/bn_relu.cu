@@ -1,60 +1,225 @@
-#include "bn_relu.cuh"
+// Batch norm and ReLU forward and backward, and the gradient of a batch norm's input.
+
+#include "batch_norm.cuh"
 #include "on_device.h"
 
 namespace preact_kernels {
+namespace cuda {
+
+template <class T>
+struct BnReluParams {
+  PixelRows rows;
+  const T* x;
+  NormPointers norm;
+  T* y;
+};
+
+constexpr int kBnReluSteps = 4, kBnReluBlocks = 3;  // pixels at a time, blocks a multiprocessor
+
+// y = relu(p), p rounded to T first.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kBnReluBlocks)
+    bn_relu_forward_kernel(BnReluParams<T> p) {
+  constexpr int kSteps = kBnReluSteps;
+  const ThreadRows<kWidth, kSteps> thread(p.rows);
+  const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> x[kSteps];
+    load_rows(x, p.x + at, stride, steps);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      float value[kWidth];
+      x[s].unpack(value);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) value[i] = relu(norm(value[i], i));
+      x[s].pack(value);
+      if (s < steps) x[s].store(p.y + at + s * stride);
+    }
+  });
+}
+
+template <class T>
+struct BnReluMaskParams {
+  PixelRows rows;
+  const T* dy;
+  const T* x;
+  NormPointers norm;
+  T* g;  // not used where g is not stored
+  GridSums memory;
+  float* sums;  // [2, channels]: sum(g), sum(g * xhat)
+};
+
+constexpr int kMaskSteps = 3, kMaskBlocks = 2;  // limited by registers
+
+// g = dy * [p > 0], stored with kStore, and its sums.
+template <class T, int kWidth, bool kStore>
+__global__ void __launch_bounds__(kThreads, kMaskBlocks)
+    bn_relu_backward_mask_kernel(BnReluMaskParams<T> p) {
+  constexpr int kSteps = kMaskSteps;
+  const ThreadRows<kWidth, kSteps> thread(p.rows);
+  const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
+  double sums[2 * kWidth] = {};
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> x[kSteps], dy[kSteps];
+    load_rows(x, p.x + at, stride, steps);
+    load_rows(dy, p.dy + at, stride, steps);
+    float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (s < steps) {
+        float value[kWidth], g[kWidth];
+        x[s].unpack(value);
+        dy[s].unpack(g);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if (rounded<T>(norm(value[i], i)) <= 0) g[i] = 0;
+          sum_g[i] += g[i];
+          sum_g_x[i] += g[i] * (value[i] - norm.mean[i]);
+        }
+        if (kStore) {
+          dy[s].pack(g);
+          dy[s].store(p.g + at + s * stride);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      sums[i] += sum_g[i];
+      sums[kWidth + i] += sum_g_x[i];
+    }
+  });
+  if (!sum_over_grid(sums, thread, p.memory)) return;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const int channel = thread.channel + i;
+    const double rstd = reciprocal_std(p.norm.var[channel], p.norm.eps);
+    p.sums[channel] = static_cast<float>(sums[i]);
+    p.sums[p.rows.channels + channel] = static_cast<float>(sums[kWidth + i] * rstd);
+  }
+}
+
+template <class T>
+struct BnInputGradientParams {
+  PixelRows rows;
+  const T* g;
+  FoldPointers fold;  // skip with kHasSkip, the norm's bias with kMask
+  T* dx;
+};
+
+constexpr int kInputGradientSteps = 4, kInputGradientBlocks = 2;
+
+// dx = [skip +] A*g + B*(x - mean) + C; with kMask, g is first masked by [p > 0].
+template <class T, int kWidth, bool kMask, bool kHasSkip>
+__global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
+    bn_input_gradient_kernel(BnInputGradientParams<T> p) {
+  constexpr int kSteps = kInputGradientSteps;
+  const ThreadRows<kWidth, kSteps> thread(p.rows);
+  const InputGradient<kWidth> fold(p.fold, p.rows.channels, thread.channel, thread.is_used);
+  float bias[kWidth];
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    bias[i] = kMask && thread.is_used ? p.fold.norm.bias[thread.channel + i] : 0.0f;
+  }
+  const bool in_training = p.fold.inv_count != 0;
+  const T* from = static_cast<const T*>(p.fold.x);
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> x[kSteps], g[kSteps], skip[kSteps];
+    load_rows(g, p.g + at, stride, steps);
+    if (kMask || in_training) load_rows(x, from + at, stride, steps);
+    if (kHasSkip) load_rows(skip, static_cast<const T*>(p.fold.skip) + at, stride, steps);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      float value[kWidth], gradient[kWidth], added[kWidth];
+      x[s].unpack(value);
+      g[s].unpack(gradient);
+      if (kHasSkip) skip[s].unpack(added);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float centred = value[i] - fold.mean[i];
+        if (kMask && rounded<T>(centred * fold.a[i] + bias[i]) <= 0) gradient[i] = 0;
+        gradient[i] *= fold.a[i];
+        if (in_training) gradient[i] += centred * fold.b[i] + fold.c[i];
+        if (kHasSkip) gradient[i] += added[i];
+      }
+      g[s].pack(gradient);
+      if (s < steps) g[s].store(p.dx + at + s * stride);
+    }
+  });
+}
+
+}  // namespace cuda
 
 using namespace cuda;
+
+// In each launch a block owns some channels and every gridDim.x-th tile of pixels.
 
 void launch_bn_relu_forward(const Activation& size, const Tensor& x, const Norm& norm,
                             const Tensor& y) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
+    constexpr int kWidth = kFullWidth<T>;
     BnReluParams<T> params{{}, data<T>(x), pointers(norm), mutable_data<T>(y)};
     const bool vectors = fills_vectors<T>(size.channels, params.x, params.y);
-    const Grid grid = grid_of_bn_relu_forward<T>(size.pixels(), size.channels, vectors);
+    const Grid grid = grid_for(size, vectors ? kWidth : 1, kBnReluSteps, 32, kBnReluBlocks);
     params.rows = grid.rows;
-    launch_bn_relu_forward<T>(params, grid.blocks, vectors, on.stream);
+    launch("bn_relu_forward",
+           vectors ? bn_relu_forward_kernel<T, kWidth> : bn_relu_forward_kernel<T, 1>, grid.blocks,
+           kThreads, 0, on.stream, params);
   });
 }
 
+// A block has few channels, so that the last block has few partial sums to add.
 void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
                                   const Norm& norm, const Tensor* g, const Tensor& sums) {
   const OnDeviceOf on(x);
-  for_dtype(x, [&](auto value) {
+  const auto run = [&](auto stores_g, auto value) {
     using T = decltype(value);
-    T* stored = g == nullptr ? nullptr : mutable_data<T>(*g);
+    constexpr bool kStore = decltype(stores_g)::value;
+    constexpr int kWidth = kFullWidth<T>;
+    T* stored = kStore ? mutable_data<T>(*g) : nullptr;
     BnReluMaskParams<T> params{
         {}, data<T>(dy), data<T>(x), pointers(norm), stored, {}, mutable_data<float>(sums)};
     const bool vectors = fills_vectors<T>(size.channels, params.dy, params.x, params.g);
-    const Grid grid = grid_of_bn_relu_backward_mask<T>(size.pixels(), size.channels, vectors);
+    const Grid grid = grid_for(size, vectors ? kWidth : 1, kMaskSteps, 8, kMaskBlocks);
     const OwnedGridSums memory(x, grid.blocks, size.channels, on.stream);
     params.rows = grid.rows;
     params.memory = memory.sums;
-    if (stored != nullptr) {
-      launch_bn_relu_backward_mask<T, true>(params, grid.blocks, vectors, on.stream);
-    } else {
-      launch_bn_relu_backward_mask<T, false>(params, grid.blocks, vectors, on.stream);
-    }
+    launch("bn_relu_backward_mask",
+           vectors ? bn_relu_backward_mask_kernel<T, kWidth, kStore>
+                   : bn_relu_backward_mask_kernel<T, 1, kStore>,
+           grid.blocks, kThreads, kBlockSumBytes * 2 * (vectors ? kWidth : 1), on.stream, params);
+  };
+  for_dtype(x, [&](auto value) {
+    g != nullptr ? run(std::true_type{}, value) : run(std::false_type{}, value);
   });
 }
 
 void launch_bn_input_gradient(const Activation& size, const Tensor& g, const Fold& fold,
                               const Tensor& dx) {
   const OnDeviceOf on(g);
-  for_dtype(g, [&](auto value) {
+  const auto run = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);
+    constexpr bool kMask = decltype(masks)::value, kHasSkip = decltype(has_skip)::value;
+    constexpr int kWidth = kFullWidth<T>;
     BnInputGradientParams<T> params{{}, data<T>(g), pointers(fold), mutable_data<T>(dx)};
-    const T *skip = data<T>(fold.skip), *x = data<T>(fold.x);
-    const bool vectors = fills_vectors<T>(size.channels, skip, params.g, x, params.dx);
-    const Grid grid = grid_of_bn_input_gradient<T>(size.pixels(), size.channels, vectors);
+    const bool vectors =
+        fills_vectors<T>(size.channels, params.fold.skip, params.g, params.fold.x, params.dx);
+    const Grid grid =
+        grid_for(size, vectors ? kWidth : 1, kInputGradientSteps, 32, kInputGradientBlocks);
     params.rows = grid.rows;
+    launch("bn_input_gradient",
+           vectors ? bn_input_gradient_kernel<T, kWidth, kMask, kHasSkip>
+                   : bn_input_gradient_kernel<T, 1, kMask, kHasSkip>,
+           grid.blocks, kThreads, 0, on.stream, params);
+  };
+  for_dtype(g, [&](auto value) {
     if (fold.norm.bias.has_value()) {
-      launch_bn_input_gradient<T, true, false>(params, grid.blocks, vectors, on.stream);
-    } else if (skip != nullptr) {
-      launch_bn_input_gradient<T, false, true>(params, grid.blocks, vectors, on.stream);
+      run(std::true_type{}, std::false_type{}, value);
+    } else if (fold.skip.has_value()) {
+      run(std::false_type{}, std::true_type{}, value);
     } else {
-      launch_bn_input_gradient<T, false, false>(params, grid.blocks, vectors, on.stream);
+      run(std::false_type{}, std::false_type{}, value);
     }
   });
 }

@@ -145,13 +145,10 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
     const Tensor memory = empty_bytes(x, int64_t(plan.blocks) * width * 4);
     params.partials = static_cast<float*>(memory.mutable_data_ptr());
     launch_bn_relu_conv_backward<T>(conv, plan, params, on.stream);
-    SumPartials partials{};
-    partials.partials = params.partials;
-    partials.rows = plan.blocks;
-    partials.sum_values = wanted.g ? 2 * params.in_channels : 0;
-    partials.weight_values = width - partials.sum_values;
-    partials.out_channels = params.out_channels;
-    partials.channels = params.in_channels;
+    SumPartials partials{params.partials, plan.blocks, width,
+                         wanted.g ? 2 * params.in_channels : 0};
+    partials.weight_values -= partials.sum_values;
+    partials.out_channels = params.out_channels, partials.channels = params.in_channels;
     partials.side = int(conv.kernel_w);
     if (wanted.g) partials.sums = mutable_data<float>(gradients.sums);
     if (wanted.weight) {

@@ -1,4 +1,4 @@
-// BN-ReLU-Conv of narrow channels, backward: both gradients in one pass over the incoming one.
+// BN-ReLU-Conv of narrow channels, backward: the gradients of input and weight in one pass over dy.
 #pragma once
 
 #include "conv_tile.cuh"
@@ -25,8 +25,8 @@ struct BnReluConvBackward {
   }
 };
 
-// The weight's gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps.
-// With fewer groups than warps, several share a group, a slice of each tile's pixels a warp.
+// The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps. With
+// fewer groups than warps, several warps share a group, and each takes a slice of the pixels.
 template <class T, int C, int GROUPS>
 struct WeightGradient {
   static constexpr int kTaps = Tile<C>::kTaps, kSide = kTaps == 1 ? 1 : 3;
@@ -41,15 +41,17 @@ struct WeightGradient {
     slices = groups < kWarps ? kWarps / groups : 1;
     slice = slices == 1 ? 0 : warp / groups;
     first_group = slices == 1 ? warp : warp % groups;
-    if (slice >= slices) first_group = groups;  // a warp too many
+    if (slice >= slices) first_group = groups;  // this warp has no group
   }
 
   // d[tap][k][c] += the sum over the tile's pixels p of dy[p at the opposite tap][k] * a[p][c].
-  // Summing over the pixels of a needs a border around dy only.
-  __device__ void add(const T* dy, const T* activation, int pixels, int out_channels,
-                      int channels) {
+  // Only dy has a border. Operands are zero outside the image, and 0 * NaN is NaN: kMasks leaves
+  // out all pairs with a pixel outside the image.
+  template <bool kMasks>
+  __device__ void add(const Tile<C>& tile, const T* dy, const T* activation, int pixels,
+                      int out_channels, int channels) {
     const int dy_pitch = out_channels + kFullWidth<T>, pitch = channels + kFullWidth<T>;
-    // Where the groups of a warp lie below each other, they have the second operand in common.
+    // The groups of a warp share the second operand where they lie below each other.
     const bool is_column = kWarps % in_groups == 0;
 #pragma unroll 1
     for (int p = slice * kStep<T>; p < pixels; p += slices * kStep<T>) {
@@ -64,19 +66,26 @@ struct WeightGradient {
         }
 #pragma unroll
         for (int tap = 0; tap < kTaps; ++tap) {
+          const int r = kSide - 1 - tap / kSide, s = kSide - 1 - tap % kSide;
           uint32_t a[4];
-          load_a_by_rows<T>(a, [=](int i) {
-            const int r = kSide - 1 - tap / kSide, s = kSide - 1 - tap % kSide;
-            return dy + Tile<C>::halo_row(p + i, r, s) * dy_pitch + k;
-          });
-          mma<T>(d[j][tap][0], a, b[0]);
-          mma<T>(d[j][tap][1], a, b[1]);
+          load_a_by_rows<T>(
+              a, [=](int i) { return dy + Tile<C>::halo_row(p + i, r, s) * dy_pitch + k; });
+          if constexpr (kMasks) {
+            const auto is_pair = [&](int i) { return tile.is_pair(p + i, r, s); };
+            uint32_t masked[2][2] = {{b[0][0], b[0][1]}, {b[1][0], b[1][1]}};
+            mask_depth<T>(a, masked, is_pair);
+            mma<T>(d[j][tap][0], a, masked[0]);
+            mma<T>(d[j][tap][1], a, masked[1]);
+          } else {
+            mma<T>(d[j][tap][0], a, b[0]);
+            mma<T>(d[j][tap][1], a, b[1]);
+          }
         }
       }
     }
   }
 
-  // Visits every value that a warp holds, as pairs: (index in [taps][K][C], value, value).
+  // Calls visit(index in [taps][K][C], value, next value) for all values of a warp.
   template <class Visit>
   __device__ void for_pairs(int out_channels, int channels, Visit visit) const {
     const int lane = threadIdx.x % 32;
@@ -98,7 +107,7 @@ struct WeightGradient {
     }
   }
 
-  // Stores the block's share: slices are added up in order, in `shared` [taps][K][C].
+  // Stores the sum of a block in `partial`. Slices are added in order, in `shared` [taps][K][C].
   __device__ void store(int out_channels, int channels, float* shared, float* partial) const {
     if (slices == 1) {
       for_pairs(out_channels, channels,
@@ -134,7 +143,7 @@ int backward_shared_bytes(const TileGrid& grid, int in_channels, int out_channel
       (Normalisation<kWidth>::kRows * in_channels + InputGradient<kWidth>::kRows * out_channels) *
       4;
   const int bytes = operands + norms + pixels * (in_channels + kSumsPadding) * 4;
-  // In the end: sums of every thread, or a weight's gradient that warps share.
+  // After the last tile: sums of every thread, or a weight gradient that warps share.
   const int weights = Tile<C>::kTaps * in_channels * out_channels;
   const int shared_weights = out_channels / 16 * (in_channels / 16) < kWarps ? weights : 0;
   const int thread_sums = 2 * kWidth * kThreads;
@@ -142,14 +151,14 @@ int backward_shared_bytes(const TileGrid& grid, int in_channels, int out_channel
   return bytes > least ? bytes : least;
 }
 
-// How many blocks a multiprocessor holds, by registers.
+// Blocks of a multiprocessor, which registers limit.
 template <int C, int GROUPS>
 constexpr int kBackwardBlocks = C == 0 && GROUPS == 2 ? 2 : 1;
 
 // g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
-// relu(p)[p][c]. dy is formed as it is loaded where it is folded, and stored where dz is wanted. A
-// block owns every gridDim.x-th tile of pixels with all channels, and leaves partial sums.
+// relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
+// owns every gridDim.x-th tile of pixels with all channels, and stores partial sums.
 template <class T, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     bn_relu_conv_backward_kernel(const BnReluConvBackward conv) {
@@ -181,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
     const Tile<C> tile(conv.grid, index);
+    NonFinite<T> non_finite;
     FullVector<T> own_x[kTileVectors<T, C>];
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
@@ -193,6 +203,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         if (pixel >= 0) {
           own_x[i].load(x + pixel * channels);
           a = in_norm.template activation<T>(own_x[i]);
+          if constexpr (kTaps > 1) non_finite.add(a);
         }
         a.store(activation + p * pitch + in.channel);
       }
@@ -207,6 +218,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         if (pixel >= 0) {
           const int64_t at = pixel * out_channels + out.channel;
           gradient = form(at);
+          if constexpr (kTaps > 1) non_finite.add(gradient);
           if (conv.unfolded_dy != nullptr && Tile<C>::is_interior(p)) {
             gradient.store(static_cast<T*>(conv.unfolded_dy) + at);
           }
@@ -224,12 +236,19 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         return gradient;
       });
     }
-    __syncthreads();  // both tiles are there
+    // Both tiles are complete. A 1x1 kernel reads no padding.
+    const bool masks = kTaps > 1 ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
     if (needs_g) {
       multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da);
     }
-    if (conv.needs_conv_weight) dweight.add(dy_tile, activation, pixels, out_channels, channels);
-    __syncthreads();  // da is there, and both tiles are no longer wanted by other threads
+    if (conv.needs_conv_weight) {
+      if (kTaps > 1 && masks) {
+        dweight.template add<true>(tile, dy_tile, activation, pixels, out_channels, channels);
+      } else {
+        dweight.template add<false>(tile, dy_tile, activation, pixels, out_channels, channels);
+      }
+    }
+    __syncthreads();  // da is complete, and both tiles may be overwritten
     if (!needs_g || !in.is_active) continue;
 #pragma unroll
     for (int i = 0; i < kTileVectors<T, C>; ++i) {
@@ -243,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
       stored.load(activation + p * pitch + in.channel);
       stored.unpack(a);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = a[j] == 0 ? 0 : values[j];  // NaN lets it pass
+      for (int j = 0; j < kWidth; ++j) values[j] = a[j] == 0 ? 0 : values[j];  // a NaN passes it
       stored.pack(values);
       stored.store(g + pixel * channels);
       stored.unpack(values);
@@ -257,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     }
   }
 
-  // What follows lays out shared memory anew.
+  // From here on shared memory has another layout.
   const int weight_values = conv.needs_conv_weight ? kTaps * out_channels * channels : 0;
   float* shared = reinterpret_cast<float*>(dynamic_shared());
   float* partial = conv.partials + int64_t(blockIdx.x) * conv.partial_values(kTaps);

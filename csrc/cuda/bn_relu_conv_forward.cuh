@@ -27,12 +27,13 @@ int forward_shared_bytes(const TileGrid& grid, int in_channels, int out_channels
   return bytes > least ? bytes : least;
 }
 
-// How many blocks a multiprocessor holds: by shared memory for 64 channels, else by registers.
+// Blocks of a multiprocessor. Shared memory is the limit for 64 channels, registers for others.
 template <int C>
 constexpr int kForwardBlocks = C == 64 ? 1 : 2;
 
 // y[p][k] = the sum over taps and c of relu(p)[p at tap][c] * weight[k][c][tap] [+ residual[p][k]].
-// A block owns every gridDim.x-th tile of pixels with all channels, and keeps the weight at hand.
+// A block owns every gridDim.x-th tile of pixels with all channels. The weight stays in shared
+// memory.
 template <class T, int C>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     bn_relu_conv_forward_kernel(const BnReluConvForward conv) {
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   T* y = static_cast<T*>(conv.y) + out.channel;
   ThreadStatistics<kWidth> statistics;
 
-  // The x of a tile is on its way while the tile before is multiplied.
+  // Loads the x of the next tile while the current one is multiplied.
   FullVector<T> ahead[kHaloVectors<T, C>];
   const auto load_x = [&](int index) {
     const Tile<C> tile(conv.grid, index);
@@ -78,17 +79,17 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
       for (int i = 0; i < kHaloVectors<T, C>; ++i) {
         const int p = in.lane + i * in.lanes;
         if (p >= halo_pixels) break;
-        // Zero outside of the image, after the activation.
+        // The padding is zero after the activation.
         const bool exists = tile.halo_pixel(p) >= 0;
         FullVector<T> a{};
         if (exists) a = in_norm.template activation<T>(ahead[i]);
         a.store(activation + p * pitch + in.channel);
       }
     }
-    __syncthreads();  // the activation is there
+    __syncthreads();  // the activation is complete
     if (index + blocks < conv.grid.tiles) load_x(index + blocks);
     multiply_weights<T, C, false>(activation, weights, pixels, channels, out_channels, sums);
-    __syncthreads();  // the sums are there, and the activation is no longer wanted
+    __syncthreads();  // the sums are complete, and the activation may be overwritten
     if (out.is_active) {
 #pragma unroll
       for (int i = 0; i < kTileVectors<T, C>; ++i) {

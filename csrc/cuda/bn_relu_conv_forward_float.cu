@@ -1,9 +1,2 @@
+#define PK_DTYPE float
 #include "conv_forward_launch.cuh"
-
-namespace preact_kernels::cuda {
-
-template ConvLaunch plan_bn_relu_conv_forward<float>(const Conv&);
-template void launch_bn_relu_conv_forward<float>(const Conv&, const ConvLaunch&,
-                                                 const BnReluConvForward&, cudaStream_t);
-
-}  // namespace preact_kernels::cuda

@@ -1,21 +1,54 @@
-#include "bn_stats.cuh"
+// Mean and biased variance of each channel.
+
 #include "on_device.h"
+#include "statistics.cuh"
 
 namespace preact_kernels {
+namespace cuda {
+
+template <class T>
+struct BnStatsParams {
+  PixelRows rows;
+  const T* x;
+  StatisticsMemory statistics;
+};
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kStatisticsBlocks) bn_stats_kernel(BnStatsParams<T> p) {
+  const ThreadRows<kWidth, kStatisticsSteps> thread(p.rows);
+  Statistics<kWidth> statistics(thread, [&](float (&to)[kWidth], int64_t at) {
+    Vector<T, kWidth> x;
+    x.load(p.x + at);
+    x.unpack(to);
+  });
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> x[kStatisticsSteps];
+    load_rows(x, p.x + at, stride, steps);
+    statistics.add(x, steps);
+  });
+  statistics.finish(thread, p.statistics);
+}
+
+}  // namespace cuda
 
 using namespace cuda;
 
+// A block owns some channels and every gridDim.x-th tile of pixels.
 void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
+    constexpr int kWidth = kFullWidth<T>;
     const T* from = data<T>(x);
     const bool vectors = fills_vectors<T>(size.channels, from);
-    const Grid grid = grid_of_statistics<T>(size.pixels(), size.channels, vectors);
+    const Grid grid = grid_of_statistics(size, vectors ? kWidth : 1);
     const OwnedGridSums memory(x, grid.blocks, size.channels, on.stream);
-    const StatisticsMemory statistics{memory.sums, mutable_data<float>(of_x.mean),
-                                      mutable_data<float>(of_x.var)};
-    launch_bn_stats<T>({grid.rows, from, statistics}, grid.blocks, vectors, on.stream);
+    const BnStatsParams<T> params{
+        grid.rows,
+        from,
+        {memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)}};
+    launch("bn_stats", vectors ? bn_stats_kernel<T, kWidth> : bn_stats_kernel<T, 1>, grid.blocks,
+           kThreads, kBlockSumBytes * 2 * (vectors ? kWidth : 1), on.stream, params);
   });
 }
 

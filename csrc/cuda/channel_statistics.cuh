@@ -1,5 +1,5 @@
-// Mean and M2, the sum of squares around the mean, of channels: first of what each thread stored,
-// then of a block, then of the grid, merged in a fixed order.
+// Mean and M2, the sum of squares around the mean, of each channel: first of the values that a
+// thread stored, then of a block, then of the grid, merged in a fixed order.
 #pragma once
 
 #include "conv_tile.cuh"
@@ -7,17 +7,17 @@
 
 namespace preact_kernels::cuda {
 
-// Where the statistics of a tensor go, and the memory that this takes on the way.
+// Where the statistics of a tensor go, and the memory that its blocks share.
 struct StatisticsOutput {
-  float* partials;  // [blocks, 3 * channels + 1]: mean, what its rounding left, M2, count; or null
-  unsigned* finished;  // how many blocks have written theirs: 0 before the kernel
+  float* partials;     // [blocks, 3 * channels + 1]: mean, its rounding error, M2, count; or null
+  unsigned* finished;  // counts the blocks that wrote their partials; 0 before the kernel
   float *mean, *var;   // [channels]
 };
 
 // Statistics of the channels of one thread, merged tile by tile (Chan, Golub and LeVeque, 1979).
-// Means are kept as distances from the thread's first value, so that they are not rounded where
-// they are large beside the deviation. In a tile, sums are taken around its own first value, so
-// that a constant comes out exact and at most a few times M2 cancels.
+// A mean is stored as its distance from the thread's first value, which avoids rounding where the
+// mean is large compared with the deviation. A tile sums distances from its own first value, so
+// that a constant is exact and at most a few times M2 cancels.
 template <int kWidth>
 struct ThreadStatistics {
   float count = 0, pivot[kWidth] = {}, mean[kWidth] = {}, m2[kWidth] = {};
@@ -43,7 +43,7 @@ struct ThreadStatistics {
       const float tile_mean = tile_pivot[j] - pivot[j] + sum[j] * inv_count;
       const float delta = tile_mean - mean[j];
       m2[j] += square[j] - sum[j] * sum[j] * inv_count + delta * delta * (count * share);
-      // An infinity stays one, as in a sum.
+      // An infinite mean stays infinite, as in a sum.
       mean[j] = isfinite(delta) ? mean[j] + delta * share : mean[j] + tile_mean;
       sum[j] = square[j] = 0;
     }
@@ -56,8 +56,8 @@ struct MergedStatistics {
   double count, mean, m2;
 };
 
-// Merges rows, of which `row(index, c, mean, m2, count)` tells those of channel c, into statistics
-// of channel threadIdx.x. Every thread of the block calls it; `scratch` holds 4 doubles a thread.
+// Merges rows into statistics of channel threadIdx.x. row(index, c, mean, m2, count) reads channel
+// c of a row. Every thread of the block must call this; `scratch` holds 4 doubles a thread.
 template <class Row>
 __device__ MergedStatistics merge_statistics(int rows, int channels, Row row, double* scratch) {
   const int slices = kThreads / channels;
@@ -91,18 +91,17 @@ __device__ MergedStatistics merge_statistics(int rows, int channels, Row row, do
       n += other[0], sum += other[1], from_pivot += other[2], squares += other[3];
     }
     const double left = squares - from_pivot * from_pivot / n;
-    merged = {n, sum / n, left < 0 ? 0 : left};  // a NaN stays one
+    merged = {n, sum / n, left < 0 ? 0 : left};  // NaN stays NaN
   }
   __syncthreads();
   return merged;
 }
 
-// Bytes of shared memory that `finish_statistics` wants.
+// Bytes of shared memory that `finish_statistics` uses.
 template <int kWidth>
 constexpr int kStatisticsBytes = 4 * 8 * kThreads + (3 * kWidth + 1) * 4 * kThreads;
 
-// Stores the statistics of a block; the last block to do so those of all. `shared` may hold
-// anything that no thread still wants.
+// Stores the statistics of a block; the last block stores those of the grid. Overwrites `shared`.
 template <int kWidth>
 __device__ void finish_statistics(const ThreadStatistics<kWidth>& own, const ThreadColumn& column,
                                   int channels, const StatisticsOutput& output,

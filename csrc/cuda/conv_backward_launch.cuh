@@ -1,11 +1,11 @@
-// The backward's launcher, for a file to instantiate for its dtype.
+// The launcher of the backward, for the dtype PK_DTYPE of the file that includes it.
 #pragma once
 
 #include "conv_launch.cuh"
 
 namespace preact_kernels::cuda {
 
-// Calls `body` with C and GROUPS of the kernel.
+// Calls `body` with the template arguments C and GROUPS of the kernel.
 template <class Body>
 auto for_weight_groups(const Conv& conv, const Body& body) {
   return for_channel_class(conv, [&](auto c) {
@@ -27,8 +27,8 @@ ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight) 
     plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes,
                                     kBackwardBlocks<C, decltype(groups)::value>);
     if (needs_conv_weight) {
-      // No more than make partial weight gradients as large as x and dy, but for one a
-      // multiprocessor: those of small images lie in the cache.
+      // At least one block a multiprocessor, and no more than make the partial weight gradients as
+      // large as x and dy: for small images they are in the cache.
       const int channels = conv.in_channels + conv.out_channels;
       const int64_t bytes = conv.images * conv.height * conv.width * channels * sizeof(T);
       const int64_t weights = int64_t(Tile<C>::kTaps) * conv.in_channels * conv.out_channels;
@@ -48,5 +48,9 @@ void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
            dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params);
   });
 }
+
+template ConvLaunch plan_bn_relu_conv_backward<PK_DTYPE>(const Conv&, bool);
+template void launch_bn_relu_conv_backward<PK_DTYPE>(const Conv&, const ConvLaunch&,
+                                                     const BnReluConvBackward&, cudaStream_t);
 
 }  // namespace preact_kernels::cuda

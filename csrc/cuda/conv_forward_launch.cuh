@@ -1,4 +1,4 @@
-// The forward's launcher, for a file to instantiate for its dtype.
+// The launcher of the forward, for the dtype PK_DTYPE of the file that includes it.
 #pragma once
 
 #include "conv_launch.cuh"
@@ -24,5 +24,9 @@ void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
            dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params);
   });
 }
+
+template ConvLaunch plan_bn_relu_conv_forward<PK_DTYPE>(const Conv&);
+template void launch_bn_relu_conv_forward<PK_DTYPE>(const Conv&, const ConvLaunch&,
+                                                    const BnReluConvForward&, cudaStream_t);
 
 }  // namespace preact_kernels::cuda

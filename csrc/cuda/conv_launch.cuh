@@ -1,4 +1,4 @@
-// How a convolution of narrow channels is launched: which shapes, with what tiles and memory.
+// Launch configuration of the convolutions of narrow channels: tiles, blocks, shared memory.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct ConvLaunch {
   int blocks, shared_bytes;
 };
 
-// Defined for BFloat16, Half and float, each in a file of its own.
+// Defined for BFloat16, Half and float, each in its own file.
 template <class T>
 ConvLaunch plan_bn_relu_conv_forward(const Conv& conv);
 template <class T>
@@ -27,7 +27,8 @@ template <class T>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, cudaStream_t stream);
 
-// Calls `body` with C of the kernels: a 3x3 convolution's channels, or 0.
+// Calls `body` with the template argument C of the kernels: the channels of a 3x3 convolution, or
+// 0.
 template <class Body>
 auto for_channel_class(const Conv& conv, const Body& body) {
   if (conv.taps() == 1) return body(std::integral_constant<int, 0>());
@@ -40,7 +41,7 @@ template <class T, int C>
 TileGrid tile_grid(const Conv& conv) {
   TileGrid grid{};
   if constexpr (C == 0) {
-    // As many pixels as let each thread hold its share of either tensor in registers.
+    // As many pixels as keep the vectors of each thread, of either tensor, in registers.
     const int vector = kFullWidth<T>;
     const int most = int(std::max(conv.in_channels, conv.out_channels)) / vector;
     grid.block_pixels = std::min(256, kThreads / most * kTileVectors<T, 0> / 16 * 16);
@@ -57,9 +58,9 @@ TileGrid tile_grid(const Conv& conv) {
   return grid;
 }
 
-// Blocks of a persistent grid, `most` of them a multiprocessor if its shared memory holds them.
+// Blocks of a persistent grid: at most `most` a multiprocessor, as its shared memory allows.
 inline int persistent_blocks(int tiles, int shared_bytes, int most) {
-  constexpr int kReserved = 1024;  // of each block, by the system
+  constexpr int kReserved = 1024;  // bytes that the system takes of each block
   const int fit = multiprocessor_shared_bytes() / (shared_bytes + kReserved);
   return std::min(tiles, multiprocessors() * std::clamp(fit, 1, most));
 }

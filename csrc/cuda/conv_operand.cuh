@@ -4,6 +4,9 @@
 // of TF32. A fragment is the part of an operand that a lane holds.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
 #include "pixel_rows.cuh"
 
 namespace preact_kernels::cuda {
@@ -91,5 +94,43 @@ __device__ void load_a_by_rows(uint32_t (&a)[4], Row row) {
     ldmatrix_x4_trans(a, row(lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8);
   }
 }
+
+// Zeroes the depth elements k = i of both operands of two products where keeps(i) is false.
+template <class T, class Keeps>
+__device__ void mask_depth(uint32_t (&a)[4], uint32_t (&b)[2][2], Keeps keeps) {
+  const int lane = threadIdx.x % 32;
+  for (int half = 0; half < 2; ++half) {
+    uint32_t mask;
+    if constexpr (sizeof(T) == 4) {
+      mask = keeps(lane % 4 + 4 * half) ? 0xffffffffu : 0u;
+    } else {
+      const int first = lane % 4 * 2 + 8 * half;
+      mask = (keeps(first) ? 0xffffu : 0u) | (keeps(first + 1) ? 0xffff0000u : 0u);
+    }
+    a[2 * half] &= mask, a[2 * half + 1] &= mask;
+    b[0][half] &= mask, b[1][half] &= mask;
+  }
+}
+
+// Finds values that are NaN or infinite: all bits of their exponent are set, so that adding one to
+// the exponent carries into the sign bit.
+template <class T>
+struct NonFinite {
+  uint32_t carries = 0;
+
+  __device__ void add(const FullVector<T>& vector) {
+    uint32_t words[4];
+    memcpy(words, &vector.value, sizeof words);
+    constexpr uint32_t kOne = sizeof(T) == 4                ? 0x00800000u
+                              : std::is_same_v<T, BFloat16> ? 0x00800080u
+                                                            : 0x04000400u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) carries |= (words[i] & ~kSigns) + kOne;
+  }
+  __device__ bool any() const { return carries & kSigns; }
+
+ private:
+  static constexpr uint32_t kSigns = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
+};
 
 }  // namespace preact_kernels::cuda

@@ -1,9 +1,10 @@
-// Tiles of pixels in shared memory: where their pixels lie, what fills them, their products.
+// Tiles of pixels in shared memory: their pixels, their weights, their products.
 //
-// A tile is [pixels, channels], in the dtype of the activations or as TF32 in place of float32, and
-// each row is 16 bytes longer than its values, so that no eight rows of an ldmatrix share a bank.
-// A convolution is 1x1 over a run of pixels of any images, or 3x3 with stride and padding 1 over a
-// rectangle of one image; the tile that its taps shift over has a border of one pixel, the halo.
+// A tile is [pixels, channels], in the dtype of the activations (float32 as TF32). Each row is 16
+// bytes longer than its values, so that the eight rows of an ldmatrix use different banks. A 1x1
+// convolution takes a run of pixels of the batch, a 3x3 convolution (stride 1, padding 1) a
+// rectangle of one image. The tile that the taps of a 3x3 convolution read has a border of one
+// pixel, the halo.
 #pragma once
 
 #include "batch_norm.cuh"
@@ -12,18 +13,18 @@ namespace preact_kernels::cuda {
 
 constexpr int kWarps = kThreads / 32;
 
-// C below is the number of channels of a 3x3 convolution, as many in as out, and 0 for a 1x1
-// convolution, whose channels are arguments.
+// The template argument C is the number of channels of a 3x3 convolution (in and out), or 0 for a
+// 1x1 convolution, whose channels are function arguments.
 
-// Images, and how tiles of pixels cover them. A 1x1 convolution sees one image of one row.
+// The tiles of pixels of a batch. A 1x1 convolution treats the batch as one row.
 struct TileGrid {
   int height, width;
   int tiles_down, tiles_across;  // of one image
   int tiles;
-  int block_pixels;  // of one tile without its border; a multiple of 16
+  int block_pixels;  // pixels of a tile without its border; a multiple of 16
 };
 
-// One tile, and the places in the tensor of its pixels.
+// One tile, and the positions of its pixels in the tensor.
 template <int C>
 struct Tile {
   static constexpr int kTaps = 9, kBorder = 1;
@@ -46,7 +47,7 @@ struct Tile {
   static __host__ __device__ int pixels(const TileGrid&) { return kPixels; }
   static __host__ __device__ int halo_pixels(const TileGrid&) { return kHaloPixels; }
 
-  // The tensor's pixel `down` and `right` of the tile's first, or -1 outside of the image.
+  // The pixel of the tensor `down` and `right` of the tile's first, or -1 outside the image.
   __device__ int64_t at(int down, int right) const {
     const int r = row + down, c = column + right;
     const bool exists = unsigned(r) < unsigned(height) && unsigned(c) < unsigned(width);
@@ -56,7 +57,7 @@ struct Tile {
   __device__ int64_t halo_pixel(int i) const {
     return at(i / kHaloWidth - kBorder, i % kHaloWidth - kBorder);
   }
-  // Whether a pixel of the halo tile is one of the tile itself.
+  // Whether a pixel of the halo tile is inside the tile.
   static __device__ bool is_interior(int i) {
     return unsigned(i / kHaloWidth - kBorder) < unsigned(kHeight) &&
            unsigned(i % kHaloWidth - kBorder) < unsigned(kWidth);
@@ -64,6 +65,10 @@ struct Tile {
   // The row of the halo tile that tap r, s of pixel i reads.
   static __device__ int halo_row(int i, int r, int s) {
     return (i / kWidth + r) * kHaloWidth + i % kWidth + s;
+  }
+  // Whether pixel i and the pixel at its tap r, s are both in the image.
+  __device__ bool is_pair(int i, int r, int s) const {
+    return pixel(i) >= 0 && halo_pixel(halo_row(i, r, s)) >= 0;
   }
 };
 
@@ -83,10 +88,11 @@ struct Tile<0> {
   __device__ int64_t halo_pixel(int i) const { return pixel(i); }
   static __device__ bool is_interior(int) { return true; }
   static __device__ int halo_row(int i, int, int) { return i; }
+  __device__ bool is_pair(int i, int, int) const { return pixel(i) >= 0; }
 };
 
-// How the threads share the 16-byte vectors of a tile: each has one column of them, and every
-// `lanes`-th pixel. Threads beyond the last full lane have none.
+// The 16-byte vectors of a thread in a tile: one column of vectors, and every `lanes`-th pixel.
+// Threads after the last full lane have none.
 struct ThreadColumn {
   int lanes, lane, channel;
   bool is_active;
@@ -100,7 +106,7 @@ struct ThreadColumn {
   }
 };
 
-// Most vectors that fall to a thread: of a tile, and of the same with its border.
+// The most vectors of a thread, in a tile and in a tile with its border.
 template <class T, int C>
 constexpr int kTileVectors = C == 0 ? 2 * sizeof(T) : sizeof(T);
 template <class T, int C>
@@ -113,10 +119,10 @@ constexpr int kHaloVectors<T, 0> = kTileVectors<T, 0>;
 struct ConvWeight {
   const void* values;
   int64_t stride_k, stride_c, stride_r, stride_s;
-  bool has_vectors;  // 16 bytes at a time: stride_c is 1 and the others keep the alignment
+  bool has_vectors;  // whether loads may be 16 bytes: stride_c is 1, all vectors are aligned
 };
 
-// Fills `shared`, [taps][K][C + a vector].
+// Fills `shared` [taps][K][C + one vector].
 template <class T, int TAPS>
 __device__ void load_weights(const ConvWeight& weight, T* shared, int out_channels, int channels) {
   constexpr int kWidth = kFullWidth<T>;
@@ -144,13 +150,13 @@ __device__ void load_weights(const ConvWeight& weight, T* shared, int out_channe
   }
 }
 
-// sums[p][n] = the sum over taps and k of tile[p at that tap][k] * weights[tap][n][k], or, for the
-// input's gradient, of tile[p at the opposite tap][k] * weights[tap][k][n]; `depth` values k.
+// sums[p][n] = the sum over taps and k < depth of tile[p at that tap][k] * weights[tap][n][k], or,
+// for the input gradient, of tile[p at the opposite tap][k] * weights[tap][k][n].
 template <class T, int C, bool IS_GRADIENT>
 __device__ void multiply_weights(const T* tile, const T* weights, int block_pixels, int depth,
                                  int columns, float* sums) {
   constexpr int kSide = Tile<C>::kTaps == 1 ? 1 : 3;
-  constexpr int kColumns = C == 16 ? 16 : 32;  // of one warp at a time
+  constexpr int kColumns = C == 16 ? 16 : 32;  // that a warp computes at a time
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int pitch = depth + kFullWidth<T>;
   const int weight_pitch = (IS_GRADIENT ? columns : depth) + kFullWidth<T>;
@@ -164,7 +170,7 @@ __device__ void multiply_weights(const T* tile, const T* weights, int block_pixe
     float d[kColumns / 8][4] = {};
 #pragma unroll 1
     for (int r = 0; r < kSide; ++r) {
-#pragma unroll(C == 32 ? 1 : 3)  // three at once spill there
+#pragma unroll(C == 32 ? 1 : 3)  // unrolling by three spills for 32
       for (int s = 0; s < kSide; ++s) {
         const int row = IS_GRADIENT
                             ? Tile<C>::halo_row(first + lane % 16, kSide - 1 - r, kSide - 1 - s)

@@ -1,9 +1,9 @@
-// The only header through which kernels touch the machine: thin wrappers around PTX and launches.
+// The only header with PTX and CUDA runtime calls: thin wrappers that kernels and launchers use.
 //
-// Kernels are plain CUDA over raw pointers, with one parameter struct each. They take all their
-// shared memory from `dynamic_shared()`, name all 32 lanes in warp collectives, and reach every
-// barrier with every thread; then the same sources also run on the host, where PK_CUDA_ON_HOST puts
-// another header in the place of this one's contents (tests/cuda_on_host/device.h).
+// Kernels are plain CUDA over raw pointers, with one parameter struct each. All shared memory comes
+// from `dynamic_shared()`, warp collectives name all 32 lanes, and every thread reaches every
+// barrier. The same sources can therefore run on the host, where PK_CUDA_ON_HOST replaces the
+// contents of this header by tests/cuda_on_host/device.h.
 #pragma once
 
 #if defined(PK_CUDA_ON_HOST)
@@ -18,7 +18,7 @@
 #include <stdexcept>
 #include <string>
 
-#define PK_DISPATCH_KEY CUDA  // tensors on which kernels run
+#define PK_DISPATCH_KEY CUDA  // the dispatch key of the ops
 
 namespace preact_kernels::cuda {
 
@@ -29,7 +29,7 @@ __device__ inline float to_float(float value) { return value; }
 __device__ inline float to_float(BFloat16 value) { return __bfloat162float(value); }
 __device__ inline float to_float(Half value) { return __half2float(value); }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 template <class T>
 __device__ inline T from_float(float value);
 template <>
@@ -78,8 +78,9 @@ __device__ inline uint32_t shared_address(const void* smem) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
 
-// Lanes 8*m to 8*m + 7 name the rows of matrix m, eight 16-bit elements each, 16-byte aligned. Of
-// matrix m lane l gets elements 2*(l % 4) and the next of row l / 4; transposed, of column l / 4.
+// Lanes 8*m to 8*m + 7 hold the addresses of the rows of matrix m: eight 16-bit elements each,
+// 16-byte aligned. Lane l gets elements 2*(l % 4) and 2*(l % 4) + 1 of row l / 4 of each matrix, or
+// of column l / 4 if transposed.
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -89,18 +90,6 @@ __device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
 __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-__device__ inline void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(row))
-               : "memory");
-}
-__device__ inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
                : "r"(shared_address(row))
                : "memory");
 }
@@ -134,30 +123,14 @@ __device__ inline uint32_t to_tf32(float value) {
   return bits;
 }
 
-// Begins a copy of 16 bytes to shared memory, both ends 16-byte aligned; of zeros where not
-// `valid`, and then nothing is read.
-__device__ inline void cp_async_16(void* smem, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :
-               : "r"(shared_address(smem)), "l"(__cvta_generic_to_global(global)),
-                 "r"(valid ? 16 : 0)
-               : "memory");
-}
-__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until no more than the newest `kGroups` groups of this thread are in flight.
-template <int kGroups>
-__device__ inline void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" : : "n"(kGroups) : "memory");
-}
-
-// Throws what a call of the CUDA runtime returned, if it is an error.
+// Throws if a call of the CUDA runtime returned an error.
 inline void check_cuda(const char* name, cudaError_t status) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // so that no later call reports it again
+  cudaGetLastError();  // so that no later call reports it
   throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(status));
 }
 
-// Of the current device.
+// An attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   check_cuda("cudaGetDevice", cudaGetDevice(&device));
@@ -165,17 +138,17 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Shared memory of a multiprocessor, and the most that one block may have of it, in bytes.
+// Bytes of shared memory of a multiprocessor, and the most that one block may use.
 inline int multiprocessor_shared_bytes() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
 }
 inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Launches kernel(params) on a grid of `blocks` blocks; throws where the launch fails.
+// Launches kernel(params) on a grid of `blocks` blocks. Throws if the launch fails.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t stream, const Params& params) {
-  if (shared_bytes > 48 * 1024) {  // more than any kernel may take unasked
+  if (shared_bytes > 48 * 1024) {  // above this, a kernel must ask first
     check_cuda(name, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(shared_bytes)));
@@ -184,7 +157,7 @@ void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
   check_cuda(name, cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, threads,
                                     arguments, shared_bytes, stream));
 }
-// Zeros, in the order of the stream.
+// Fills memory with zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t stream) {
   check_cuda("cudaMemsetAsync", cudaMemsetAsync(memory, 0, bytes, stream));
 }

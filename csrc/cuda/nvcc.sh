@@ -1,4 +1,4 @@
-# nvcc, with what ptxas says of registers and spills left beside each object, in `<object>.ptxas`.
+# Calls nvcc, and writes ptxas's report of registers and spills to `<object>.ptxas`.
 for argument do
   [ "$previous" = -o ] && object=$argument
   previous=$argument

@@ -6,6 +6,7 @@
 // number of blocks, and so the order of sums, depends only on the shape and the device.
 #pragma once
 
+#include "../args.h"
 #include "device.cuh"
 
 namespace preact_kernels::cuda {
@@ -118,8 +119,9 @@ struct Grid {
 };
 
 // A grid for channels in vectors of `width`; a block takes at most `most_columns` vectors.
-inline Grid grid_for(int64_t pixels, int64_t channels, int width, int steps, int most_columns,
+inline Grid grid_for(const Activation& size, int width, int steps, int most_columns,
                      int blocks_per_multiprocessor) {
+  const int64_t pixels = size.pixels(), channels = size.channels;
   const int vectors = static_cast<int>(channels / width);
   const int blocks_y = (vectors + most_columns - 1) / most_columns;
   const int columns = (vectors + blocks_y - 1) / blocks_y;

@@ -1,8 +1,8 @@
-// Sums over all pixels, in float64 and in an order that the shape and the device alone decide.
+// Sums over all pixels, in float64. The order depends only on the shape and the device.
 //
-// Each thread adds up its pixels, each block its threads, by way of shared memory; the last block
-// of a column of the grid to finish, which an integer counter tells, adds up the blocks in order.
-// Nothing is added atomically: two runs give the same bits.
+// Each thread adds its pixels, and each block its threads, through shared memory. An integer
+// counter tells which block of a column of the grid finishes last: that block adds the blocks in
+// order. No sum is atomic, so two runs give the same bits.
 #pragma once
 
 #include "pixel_rows.cuh"
@@ -15,10 +15,10 @@ struct GridSums {
   unsigned* counter;  // [blocks in y], zeros before the kernel
 };
 
-// Whether this block is the last of its column of the grid to get here, and so sees what the
-// others have written. Every thread of the block must ask.
+// Whether this block is the last of its column of the grid to call this. It then sees all that the
+// other blocks wrote before. Every thread of the block must call it.
 __device__ inline bool is_last_block(unsigned* counter) {
-  __threadfence();  // what this thread has written comes before the count
+  __threadfence();  // writes of this thread come before the count
   __syncthreads();
   const bool is_last = threadIdx.x == 0 && atomicAdd(counter + blockIdx.y, 1u) == gridDim.x - 1;
   if (!__syncthreads_or(is_last)) return false;
@@ -26,22 +26,21 @@ __device__ inline bool is_last_block(unsigned* counter) {
   return true;
 }
 
-// Bytes of shared memory that `sum_over_block` takes.
-template <int kValues>
-constexpr size_t kBlockSumBytes = kValues * kThreads * sizeof(double);
+// Bytes of shared memory that `sum_over_block` uses for each value.
+constexpr size_t kBlockSumBytes = kThreads * sizeof(double);
 
-// Adds up `values` over the threads of a block that have the same column; row 0 gets the sums.
+// Adds `values` over the threads of a block with the same column. Row 0 gets the sums.
 template <int kValues>
 __device__ inline void sum_over_block(double (&values)[kValues], const PixelRows& rows) {
   double* shared = reinterpret_cast<double*>(dynamic_shared());  // [kValues, kThreads]
   const int thread = threadIdx.x, row = thread / rows.columns;
-  __syncthreads();  // an earlier sum has been read
+  __syncthreads();  // all threads have read an earlier sum
 #pragma unroll
   for (int i = 0; i < kValues; ++i) shared[i * kThreads + thread] = values[i];
   for (int left = rows.block_pixels; left > 1;) {
     const int half = (left + 1) / 2;
     __syncthreads();
-    if (row + half < left) {  // and so row < half
+    if (row + half < left) {  // implies row < half
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         shared[i * kThreads + thread] += shared[i * kThreads + thread + half * rows.columns];
@@ -54,8 +53,8 @@ __device__ inline void sum_over_block(double (&values)[kValues], const PixelRows
   for (int i = 0; i < kValues; ++i) values[i] = shared[i * kThreads + thread];
 }
 
-// Adds up two numbers a channel over the whole grid: values[i] and values[kWidth + i] for channel
-// i of the thread's. True in the threads that get the sums, one a column, of the last block.
+// Adds two numbers of each channel over the grid: values[i] and values[kWidth + i] for channel i of
+// the thread. Returns true in the threads that get the sums: one a column, in the last block.
 template <int kWidth, int kSteps>
 __device__ inline bool sum_over_grid(double (&values)[2 * kWidth],
                                      const ThreadRows<kWidth, kSteps>& thread,

@@ -1,27 +1,88 @@
+// The residual addition, with the statistics of the sum.
+
 #include "on_device.h"
-#include "residual_add.cuh"
+#include "statistics.cuh"
 
 namespace preact_kernels {
+namespace cuda {
+
+template <class T>
+struct ResidualAddParams {
+  PixelRows rows;
+  const T* x;
+  const T* branch;
+  T* y;
+  StatisticsMemory statistics;  // of y as stored
+};
+
+// y = x + branch; with kStats the mean and variance of y.
+template <class T, int kWidth, bool kStats>
+__global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
+    residual_add_forward_kernel(ResidualAddParams<T> p) {
+  constexpr int kSteps = kStatisticsSteps;
+  const ThreadRows<kWidth, kSteps> thread(p.rows);
+  const auto add = [](Vector<T, kWidth>& x, const Vector<T, kWidth>& branch) {
+    float sum[kWidth], added[kWidth];
+    x.unpack(sum);
+    branch.unpack(added);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) sum[i] += added[i];
+    x.pack(sum);
+  };
+  const auto sum_at = [&](float (&to)[kWidth], int64_t at) {
+    Vector<T, kWidth> x, branch;
+    x.load(p.x + at);
+    branch.load(p.branch + at);
+    add(x, branch);
+    x.unpack(to);
+  };
+  Statistics<kWidth> statistics(thread, sum_at);
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> y[kSteps], branch[kSteps];
+    load_rows(y, p.x + at, stride, steps);
+    load_rows(branch, p.branch + at, stride, steps);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (s < steps) {
+        add(y[s], branch[s]);
+        y[s].store(p.y + at + s * stride);
+      }
+    }
+    if (kStats) statistics.add(y, steps);
+  });
+  if (kStats) statistics.finish(thread, p.statistics);
+}
+
+}  // namespace cuda
 
 using namespace cuda;
 
+// A block owns some channels and every gridDim.x-th tile of pixels.
 void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
                                  const Tensor& y, const BatchStatistics& of_y) {
   const OnDeviceOf on(x);
-  for_dtype(x, [&](auto value) {
+  const auto run = [&](auto with_stats, auto value) {
     using T = decltype(value);
+    constexpr bool kStats = decltype(with_stats)::value;
+    constexpr int kWidth = kFullWidth<T>;
     ResidualAddParams<T> params{{}, data<T>(x), data<T>(branch), mutable_data<T>(y), {}};
     const bool vectors = fills_vectors<T>(size.channels, params.x, params.branch, params.y);
-    const Grid grid = grid_of_statistics<T>(size.pixels(), size.channels, vectors);
+    const Grid grid = grid_of_statistics(size, vectors ? kWidth : 1);
     params.rows = grid.rows;
-    if (of_y.are_wanted) {
-      const OwnedGridSums memory(x, grid.blocks, size.channels, on.stream);
-      params.statistics = {memory.sums, mutable_data<float>(of_y.mean),
+    std::optional<OwnedGridSums> memory;
+    if (kStats) {
+      memory.emplace(x, grid.blocks, size.channels, on.stream);
+      params.statistics = {memory->sums, mutable_data<float>(of_y.mean),
                            mutable_data<float>(of_y.var)};
-      launch_residual_add_forward<T, true>(params, grid.blocks, vectors, on.stream);
-    } else {
-      launch_residual_add_forward<T, false>(params, grid.blocks, vectors, on.stream);
     }
+    launch("residual_add_forward",
+           vectors ? residual_add_forward_kernel<T, kWidth, kStats>
+                   : residual_add_forward_kernel<T, 1, kStats>,
+           grid.blocks, kThreads, kStats ? kBlockSumBytes * 2 * (vectors ? kWidth : 1) : 0,
+           on.stream, params);
+  };
+  for_dtype(x, [&](auto value) {
+    of_y.are_wanted ? run(std::true_type{}, value) : run(std::false_type{}, value);
   });
 }
 

@@ -1,10 +1,12 @@
 // Mean and biased variance of each channel, in one pass.
 //
-// The few pixels that a thread holds at a time are a tile: its mean and its M2, the sum of squares
-// about that mean, come out of two passes over registers. Tiles are merged as sums of n*d and of
-// M2 + n*d*d, in float64, for d = (mean of the tile) - pivot. The pivot of a channel, the mean of
-// some pixels far apart, is the same for all tiles: means however far from zero cancel nothing, and
-// one outlier among those pixels does little.
+// A tile is the few pixels that a thread holds at a time. Its mean and its M2, the sum of squares
+// around that mean, are computed in two passes over registers. Tiles are merged in float64, as sums
+// of n*d and of M2 + n*d*d for d = (mean of the tile) - pivot. All tiles share the pivot of a
+// channel, the mean of some pixels that are far apart: so a large mean causes no cancellation, and
+// an outlier among those pixels has little effect. The convolutions merge otherwise
+// (channel_statistics.cuh): their blocks own all channels, and their threads have no float64
+// accumulators to spare.
 #pragma once
 
 #include "reduction.cuh"
@@ -14,14 +16,12 @@ namespace preact_kernels::cuda {
 constexpr int kStatisticsSteps = 4;   // pixels of a tile
 constexpr int kStatisticsBlocks = 2;  // a multiprocessor
 
-// A block has few channels, so that a last block has little to add up.
-template <class T>
-Grid grid_of_statistics(int64_t pixels, int64_t channels, bool vectors) {
-  return grid_for(pixels, channels, vectors ? kFullWidth<T> : 1, kStatisticsSteps, 8,
-                  kStatisticsBlocks);
+// A block has few channels, so that the last block has few partial sums to add.
+inline Grid grid_of_statistics(const Activation& size, int width) {
+  return grid_for(size, width, kStatisticsSteps, 8, kStatisticsBlocks);
 }
 
-// What a kernel that yields statistics of its output is given.
+// Where the statistics of a kernel go, and the memory that its blocks share.
 struct StatisticsMemory {
   GridSums sums;
   float* mean;  // [channels]; null where no statistics are wanted
@@ -33,7 +33,7 @@ struct Statistics {
   float pivot[kWidth];
   double sums[2 * kWidth];
 
-  // value(to, at): the values of the thread's channels of the pixel that begins at element `at`.
+  // value(to, at) reads the thread's channels of the pixel that begins at element `at`.
   template <class Thread, class Value>
   __device__ Statistics(const Thread& thread, const Value& value) {
     constexpr int kSamples = 8;
@@ -55,7 +55,7 @@ struct Statistics {
     }
   }
 
-  // One more tile: `count` > 0 pixels.
+  // Adds a tile of `count` > 0 pixels.
   template <class T, int kSteps>
   __device__ void add(const Vector<T, kWidth> (&tile)[kSteps], int count) {
     const float n = static_cast<float>(count), inv_n = 1.0f / n;
@@ -75,7 +75,7 @@ struct Statistics {
         rest += centred;
         squares += centred * centred;
       }
-      // What rounding left in the mean. An infinite one leaves NaN, and must stay what it is.
+      // The rounding error of the mean; none where the mean is infinite, which would give NaN.
       const float correction = isinf(mean) ? 0.0f : rest * inv_n;
       const float d = (mean - pivot[i]) + correction;
       sums[i] += n * d;
@@ -83,7 +83,7 @@ struct Statistics {
     }
   }
 
-  // Every thread of the grid must call it; the last block writes mean and variance.
+  // Every thread of the grid must call this. The last block writes mean and variance.
   template <int kSteps>
   __device__ void finish(const ThreadRows<kWidth, kSteps>& thread, const StatisticsMemory& memory) {
     if (!sum_over_grid(sums, thread, memory.sums)) return;
@@ -93,7 +93,7 @@ struct Statistics {
       const double d = sums[i] * inv_count;
       const double var = sums[kWidth + i] * inv_count - d * d;
       memory.mean[thread.channel + i] = static_cast<float>(pivot[i] + d);
-      memory.var[thread.channel + i] = static_cast<float>(var < 0 ? 0 : var);  // NaN stays
+      memory.var[thread.channel + i] = static_cast<float>(var < 0 ? 0 : var);  // NaN stays NaN
     }
   }
 };

@@ -1,5 +1,4 @@
-// Sums over the blocks of a backward, in a fixed order: a weight's gradient and a batch norm's
-// sums.
+// Sums over the blocks of a backward, in a fixed order: the gradient of a weight and the sums of g.
 #pragma once
 
 #include "device.cuh"
@@ -15,9 +14,9 @@ struct SumPartials {
   float* sums;  // [sum_values]
 };
 
-constexpr int kSumColumns = 32, kSumSlices = 8;  // of a block: threads along a row, and down
+constexpr int kSumColumns = 32, kSumSlices = 8;  // threads of a block: along a row, and down
 
-// Each block owns kSumColumns columns; a thread adds up every kSumSlices-th row, in float64.
+// Each block owns kSumColumns columns. A thread adds every kSumSlices-th row, in float64.
 template <class T>
 __global__ void __launch_bounds__(kSumColumns* kSumSlices)
     sum_partials_kernel(const SumPartials p) {

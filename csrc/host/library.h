@@ -8,10 +8,21 @@
 
 #include "preact_stage.h"
 
+// A norm and a fold, in schemas and in signatures.
 #define PK_NORM "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps"
 #define PK_FOLD                                                                \
   "Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, Tensor? z_weight, " \
   "float z_eps, Tensor? z_sums, float z_inv_count"
+
+#define PK_NORM_PARAMETERS \
+  const Tensor &mean, const Tensor &var, const Tensor &bn_weight, const Tensor &bn_bias, double eps
+#define PK_FOLD_PARAMETERS                                                         \
+  const std::optional<Tensor>&skip, const std::optional<Tensor>&fold_x,            \
+      const std::optional<Tensor>&fold_mean, const std::optional<Tensor>&fold_var, \
+      const std::optional<Tensor>&fold_weight, double fold_eps,                    \
+      const std::optional<Tensor>&fold_sums, double fold_inv_count
+#define PK_FOLD_ARGUMENTS \
+  skip, fold_x, fold_mean, fold_var, fold_weight, fold_eps, fold_sums, fold_inv_count
 
 namespace preact_kernels::entry {
 
@@ -31,32 +42,25 @@ inline std::optional<Fold> fold_of(const std::optional<Tensor>& skip,
   return Fold{skip, *x, {*mean, *var, *weight, std::nullopt, eps}, *sums, inv_count};
 }
 
-inline Tensor bn_relu_forward(const Tensor& x, const Tensor& mean, const Tensor& var,
-                              const Tensor& bn_weight, const Tensor& bn_bias, double eps) {
+inline Tensor bn_relu_forward(const Tensor& x, PK_NORM_PARAMETERS) {
   return preact_kernels::bn_relu_forward(x, {mean, var, bn_weight, bn_bias, eps});
 }
 
-inline Tensor bn_relu_backward_sums(const Tensor& dy, const Tensor& x, const Tensor& mean,
-                                    const Tensor& var, const Tensor& bn_weight,
-                                    const Tensor& bn_bias, double eps) {
+inline Tensor bn_relu_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS) {
   return preact_kernels::bn_relu_backward_mask(dy, x, {mean, var, bn_weight, bn_bias, eps},
                                                nullptr);
 }
 
 // For convolutions that the library leaves to PyTorch.
 inline std::tuple<Tensor, Tensor> bn_relu_backward_mask(const Tensor& dy, const Tensor& x,
-                                                        const Tensor& mean, const Tensor& var,
-                                                        const Tensor& bn_weight,
-                                                        const Tensor& bn_bias, double eps) {
+                                                        PK_NORM_PARAMETERS) {
   const Tensor g = empty_nhwc(x, check_activation("x", x));
   const Norm norm{mean, var, bn_weight, bn_bias, eps};
   return {g, preact_kernels::bn_relu_backward_mask(dy, x, norm, &g)};
 }
 
-inline Tensor bn_relu_backward_input(const Tensor& dy, const Tensor& x, const Tensor& mean,
-                                     const Tensor& var, const Tensor& bn_weight,
-                                     const Tensor& bn_bias, double eps, const Tensor& sums,
-                                     double inv_count) {
+inline Tensor bn_relu_backward_input(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS,
+                                     const Tensor& sums, double inv_count) {
   const Norm norm{mean, var, bn_weight, bn_bias, eps};
   return preact_kernels::bn_input_gradient(dy, {std::nullopt, x, norm, sums, inv_count});
 }
@@ -69,8 +73,7 @@ inline Tensor bn_input_gradient(const std::optional<Tensor>& skip, const Tensor&
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
-    const Tensor& x, const Tensor& mean, const Tensor& var, const Tensor& bn_weight,
-    const Tensor& bn_bias, double eps, const Tensor& conv_weight,
+    const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
     const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual,
     bool with_stats) {
   std::vector<BatchStatistics> of_y{
@@ -82,37 +85,30 @@ inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward_without_bias(
-    const Tensor& x, const Tensor& mean, const Tensor& var, const Tensor& bn_weight,
-    const Tensor& bn_bias, double eps, const Tensor& conv_weight,
+    const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
     const std::optional<Tensor>& residual, bool with_stats) {
   return bn_relu_conv_forward(x, mean, var, bn_weight, bn_bias, eps, conv_weight, std::nullopt,
                               residual, with_stats);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
-    const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
-    const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
-    const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
-    double z_inv_count, const Tensor& x, const Tensor& mean, const Tensor& var,
-    const Tensor& bn_weight, const Tensor& bn_bias, double eps, const Tensor& conv_weight,
-    bool needs_g, bool needs_conv_weight, bool needs_dz) {
+    const Tensor& dy, PK_FOLD_PARAMETERS, const Tensor& x, PK_NORM_PARAMETERS,
+    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz) {
   UnitGradients gradients =
       empty_parameter_gradients(x, conv_weight, {needs_g, needs_conv_weight, needs_dz});
-  preact_kernels::bn_relu_conv_backward(
-      dy, fold_of(skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count), x,
-      {mean, var, bn_weight, bn_bias, eps}, conv_weight, gradients);
+  preact_kernels::bn_relu_conv_backward(dy, fold_of(PK_FOLD_ARGUMENTS), x,
+                                        {mean, var, bn_weight, bn_bias, eps}, conv_weight,
+                                        gradients);
   return {*gradients.g, gradients.conv_weight, gradients.sums, *gradients.dy};
 }
 
 inline std::vector<Tensor> preact_stage_backward(
-    const Tensor& dy, const std::optional<Tensor>& skip, const std::optional<Tensor>& z,
-    const std::optional<Tensor>& z_mean, const std::optional<Tensor>& z_var,
-    const std::optional<Tensor>& z_weight, double z_eps, const std::optional<Tensor>& z_sums,
-    double z_inv_count, const std::vector<Tensor>& inputs, const std::vector<Tensor>& statistics,
-    const std::vector<Tensor>& parameters, const std::vector<double>& eps, double inv_count,
-    int64_t units_per_block, const std::optional<Tensor>& y, const std::vector<Tensor>& negated) {
+    const Tensor& dy, PK_FOLD_PARAMETERS, const std::vector<Tensor>& inputs,
+    const std::vector<Tensor>& statistics, const std::vector<Tensor>& parameters,
+    const std::vector<double>& eps, double inv_count, int64_t units_per_block,
+    const std::optional<Tensor>& y, const std::vector<Tensor>& negated) {
   return preact_kernels::preact_stage_backward(
-      dy, fold_of(skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count),
+      dy, fold_of(PK_FOLD_ARGUMENTS),
       {inputs, statistics, parameters, eps, inv_count, units_per_block, y, negated});
 }
 
