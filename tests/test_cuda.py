@@ -121,6 +121,7 @@ def check_op(op, given):
     return found
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
@@ -128,6 +129,7 @@ def test_every_op_equals_its_specification(op, dtype, shape):
     check_op(op, arguments(shape, dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", [op for op in OPS if "inv_count" in OPS[op]])
@@ -135,6 +137,7 @@ def test_input_gradients_in_evaluation_mode_equal_their_specification(op, dtype,
     check_op(op, arguments(shape, dtype, 0.0))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("offset", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
@@ -142,6 +145,7 @@ def test_memory_that_is_not_aligned_is_read_right(op, dtype, offset):
     check_op(op, arguments((2, 16, 3, 5), dtype, offset=offset))
 
 
+@pytest.mark.covering(2)
 @on_host
 @pytest.mark.parametrize("multiprocessors", [1, 3, 40])
 @pytest.mark.parametrize("op", OPS)
