@@ -251,6 +251,7 @@ def run_python(code, **environment):
     )
 
 
+@pytest.mark.not_under_sanitizer
 def test_without_a_gpu_the_named_backend_is_refused_and_auto_goes_on():
     code = """
 import torch
@@ -271,7 +272,7 @@ except pk.BackendError as error:
 def test_under_the_sanitizer_the_tests_of_this_file_pass():
     build.build("kernels", sanitize=True)
     arguments = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    arguments += ["-k", "not without_a_gpu"]
+    arguments += ["-m", "not not_under_sanitizer"]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         cwd=build.ROOT,

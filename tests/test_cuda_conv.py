@@ -249,7 +249,6 @@ def test_forward_with_and_without_residual_and_statistics(case, residual, stats)
     check("bn_relu_conv_forward", FORWARD, inputs, *conv(case), stats, empty=empty)
 
 
-@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_backward")
 @pytest.mark.covering(2)
 @typical
 @pytest.mark.parametrize("fold", ["none", "evaluation", "z", "skip"])

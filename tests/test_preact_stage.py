@@ -328,7 +328,7 @@ def test_a_native_run_of_batch_norms_in_different_modes(memory, frozen):
         check(stage, plain_copy(stage), {"x": images()})
 
 
-@runs_natively
+@pytest.mark.calls("preact_kernels_cpu::preact_stage_forward")
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
 @every_mode
