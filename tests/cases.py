@@ -1,5 +1,8 @@
 """Shapes, dtypes and inputs that every backend must get right."""
 
+import collections
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +25,35 @@ def device_of(name: str) -> str:
     """The device that the tensors of a backend must be on."""
     (backend,) = (b for b in backends.BACKENDS if b.name == name)
     return backend.device_types[0] if backend.device_types else "cpu"
+
+
+def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:
+    """Indices of cases in which every combination of `strength` arguments' values occurs.
+
+    With strength 1 each value occurs, with 2 each pair. Greedy: the next case is the one that adds
+    most combinations; of such cases, the one that adds most combinations of one argument more; of
+    such, the one whose values were taken least.
+
+    Args:
+        cases: for every case, a number by argument that stands for the argument's value.
+        strength: how many arguments are combined.
+    """
+    combinations = [
+        [set(itertools.combinations(sorted(case.items()), strength + more)) for more in (0, 1)]
+        for case in cases
+    ]
+    missing = [set().union(*(own[more] for own in combinations)) for more in (0, 1)]
+    chosen, taken = [], collections.Counter()
+    while missing[0]:
+        gains = [
+            (len(some & missing[0]), len(more & missing[1]), -sum(taken[v] for v in case.items()))
+            for case, (some, more) in zip(cases, combinations, strict=True)
+        ]
+        best = gains.index(max(gains))
+        chosen.append(best)
+        taken.update(cases[best].items())
+        missing = [m - c for c, m in zip(combinations[best], missing, strict=True)]
+    return chosen
 
 
 class ConvCase(NamedTuple):
@@ -92,11 +124,26 @@ CONV_CASES = (
     ConvCase("one_column", (2, 16, 9, 1), 16, padding=1, residual=True),
     ConvCase("batch_1", (1, 16, 7, 5), 16, padding=1),
     ConvCase("one_channel", (2, 1, 6, 6), 1, padding=1),
-    ConvCase("many_pixels", (2, 16, 33, 31), 16, padding=1, residual=True),
+    ConvCase("many_pixels", (1, 16, 29, 23), 16, padding=1, residual=True),
 )
 
-# The shapes of x for the ops without a convolution.
-SHAPES = tuple({c.x: None for c in CONV_CASES})
+# x of the ops without a convolution: channels and pixels that do and do not fill vectors and tiles.
+SHAPES = (
+    (2, 3, 6, 5),
+    (2, 10, 7, 6),
+    (3, 17, 5, 7),
+    (1, 48, 4, 5),
+    (2, 100, 4, 5),
+    (2, 16, 8, 8),
+    (6, 64, 1, 1),
+    (5, 16, 1, 1),
+    (2, 16, 1, 9),
+    (2, 16, 9, 1),
+    (1, 16, 7, 5),
+    (2, 1, 6, 6),
+    (2, 32, 3, 6),
+    (2, 16, 33, 31),
+)
 
 
 def enough(shape: tuple[int, ...]) -> int:
@@ -144,9 +191,17 @@ def plain_bn_relu(
 
 
 def plain_bn_relu_conv2d(
-    x, conv_weight, *args, conv_bias=None, residual=None,
-    stride=1, padding=0, dilation=1, groups=1, **norm
-):  # fmt: skip
+    x,
+    conv_weight,
+    *args,
+    conv_bias=None,
+    residual=None,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups=1,
+    **norm,
+):
     """What `pk.bn_relu_conv2d` equals."""
     a = plain_bn_relu(x, *args, **norm)
     y = F.conv2d(a, conv_weight, conv_bias, stride, padding, dilation, groups)
@@ -187,10 +242,16 @@ def written_out_block(block: nn.Module, x: Tensor) -> Tensor:
         bn, conv = getattr(block, f"bn{index}"), getattr(block, f"conv{index}")
         a = F.relu(
             F.batch_norm(
-                h, bn.running_mean, bn.running_var, bn.weight, bn.bias,
-                bn.training, bn.momentum, bn.eps,
+                h,
+                bn.running_mean,
+                bn.running_var,
+                bn.weight,
+                bn.bias,
+                bn.training,
+                bn.momentum,
+                bn.eps,
             )
-        )  # fmt: skip
+        )
         if index == 1 and hasattr(block, "shortcut"):
             shortcut = F.conv2d(a, block.shortcut.weight, None, block.shortcut.stride)
         h = F.conv2d(a, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)

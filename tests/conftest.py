@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import os
+import re
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
@@ -16,7 +18,7 @@ else:
 import preact_kernels as pk
 from preact_kernels.kernels import cuda
 from preact_kernels.ops import dispatch as backends
-from tests.cases import SERVED_DTYPES, device_of
+from tests.cases import SERVED_DTYPES, covering, device_of
 from tests.cuda_on_host import serve_cpu
 from tests.lost_gpu import pytest_runtest_makereport as pytest_runtest_makereport
 
@@ -32,44 +34,88 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-# What single kernels compute, as against what is common to all backends (checks, layouts, ...).
-OF_KERNELS = (
-    "test_backend",
-    "test_bn_relu",
-    "test_bn_relu_conv",
-    "test_bn_stats",
-    "test_cuda",
-    "test_residual_add",
-    "test_running_statistics",
-    "test_triton",
-)
+# Of the dtypes that a backend serves, those of each fixture's cases.
+DTYPES_OF = {
+    "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "training_dtype": (torch.float32, torch.bfloat16),
+    "wide_dtype": (torch.float32, torch.float64),
+}
 
 
-# Minutes of training and of processes, which one backend is enough for.
-OF_NETWORKS = ("test_sync_batch_norm", "test_training")
+def pytest_generate_tests(metafunc):
+    """Runs a test on the backends that its marker `backends` names; on every one without it."""
+    markers = metafunc.definition.iter_markers("parametrize")
+    parametrised = {name for marker in markers for name in argument_names(marker)}
+    marker = metafunc.definition.get_closest_marker("backends")
+    for fixture in ("backend", *DTYPES_OF):
+        if fixture in metafunc.fixturenames and fixture not in parametrised:
+            chosen = chosen_backends(marker)
+            cases = [c for n, marks in chosen.items() for c in cases_of(fixture, n, marks)]
+            metafunc.parametrize(fixture, [*cases, *_missing()], indirect=True)
+
+
+def argument_names(marker):
+    """The arguments that a marker `parametrize` gives values to."""
+    names = marker.args[0] if marker.args else marker.kwargs["argnames"]
+    return re.split(r"\s*,\s*", names) if isinstance(names, str) else names
+
+
+def chosen_backends(marker):
+    """The marks of a test's cases by backend: see the marker `backends` in pyproject.toml.
+
+    On a GPU machine each test also runs on the backend that "auto" takes for tensors on the GPU.
+    """
+    available = pk.available_backends()
+    named = marker.args if marker is not None and marker.args else available
+    slow = marker.kwargs.get("slow", ()) if marker is not None else ()
+    quick = [name for name in named if name in available and name not in slow]
+    if torch.cuda.is_available():
+        on_gpu = [row.name for row in backends.BACKENDS if "cuda" in row.device_types]
+        quick += [name for name in on_gpu if name in available][:1]
+    marks = dict.fromkeys(quick or ["reference"], ())
+    for name in slow:
+        if name in available and name not in marks:
+            runs_on_gpu = device_of(name) == "cuda"
+            marks[name] = () if runs_on_gpu else (pytest.mark.slow,)
+    return marks
+
+
+def cases_of(fixture, name, marks):
+    """The cases of one backend: its name, or its name with each dtype."""
+    if fixture == "backend":
+        return [pytest.param(name, id=name, marks=marks)]
+    return [
+        pytest.param((name, dtype), id=f"{name}-{str(dtype).removeprefix('torch.')}", marks=marks)
+        for dtype in DTYPES_OF[fixture]
+        if dtype in SERVED_DTYPES[name]
+    ]
 
 
 def pytest_collection_modifyitems(items):
-    """Marks as slow what GPU kernels on a CPU take long for and other backends show too.
-
-    Left of Triton are tests of kernels that train in float32 on small problems, and
-    `test_triton.py`; of CUDA the tests of its own. With a GPU nothing of theirs is marked.
-    """
-    names = (("triton", IS_INTERPRETED), ("cuda", IS_CUDA_ON_HOST))
-    on_cpu = {name for name, is_on_cpu in names if is_on_cpu}
-    rare = ("many_pixels", "nan", "finite", "evaluation", "module")
+    """Marks as slow the cases of a test marked `covering` that the quick suite does without."""
+    groups = {}
     for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        served = [params[n] for n in ("dtype", "training_dtype", "wide_dtype") if n in params]
-        served = [pair for pair in served if isinstance(pair, tuple)]
-        name, dtype = served[0] if served else (params.get("backend"), None)
-        module = item.module.__name__.rpartition(".")[2]
-        is_rare = dtype in (torch.bfloat16, torch.float16) or any(r in item.name for r in rare)
-        quick = OF_KERNELS if name == "triton" else ("test_backend", "test_cuda", "test_cuda_conv")
-        if name in on_cpu and (module not in quick or is_rare):
-            item.add_marker(pytest.mark.slow)
-        if name == "reference" and "cpu" in pk.available_backends() and module in OF_NETWORKS:
-            item.add_marker(pytest.mark.slow)
+        marker = item.get_closest_marker("covering")
+        if marker is not None and item.get_closest_marker("slow") is None:
+            key = item.parent.nodeid, item.originalname, backend_of(item)
+            groups.setdefault(key, []).append(item)
+    for (*_, backend), group in groups.items():
+        marker = group[0].get_closest_marker("covering")
+        strength = marker.kwargs.get(backend, marker.args[0])
+        cases = [{n: id(v) for n, v in item.callspec.params.items()} for item in group]
+        chosen = set(covering(cases, strength))
+        for index, item in enumerate(group):
+            if index not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+def backend_of(item):
+    """The backend that a case names in the arguments of its fixtures, or None."""
+    for fixture in ("backend", *DTYPES_OF):
+        value = item.callspec.params.get(fixture)
+        if isinstance(value, str | tuple):
+            return value if isinstance(value, str) else value[0]
+    return None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -142,6 +188,35 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = was_filling
 
 
+class CalledOps(TorchDispatchMode):
+    """The names of all ops that are called, as `namespace::name`."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name().partition(".")[0])
+        return function(*args, **kwargs or {})
+
+
+@pytest.fixture(autouse=True)
+def library_calls(request):
+    """Asserts that a test calls the ops that its marker `calls` names."""
+    marker = request.node.get_closest_marker("calls")
+    if marker is None:
+        yield
+        return
+    libraries = {name.partition("::")[0].removeprefix("preact_kernels_") for name in marker.args}
+    for row in backends.BACKENDS:
+        if row.name in libraries and not row.is_available():
+            pytest.skip(f"backend {row.name} is not available: {row.obstacle()}")
+    with CalledOps() as called:
+        yield
+    not_called = set(marker.args) - called.names
+    assert not not_called, f"not called: {', '.join(sorted(not_called))}"
+
+
 @contextlib.contextmanager
 def on_backend(name):
     """Every call is sent to that backend, and new tensors are on its device."""
@@ -159,24 +234,14 @@ def _missing():
             yield pytest.param(row.name, id=row.name, marks=pytest.mark.skip(reason))
 
 
-@pytest.fixture(params=[*pk.available_backends(), *_missing()])
+@pytest.fixture
 def backend(request, poisoned_memory):
     """Each backend in turn, with every call sent to it."""
     with on_backend(request.param):
         yield request.param
 
 
-def _served(*among):
-    served = [
-        pytest.param((name, dtype), id=f"{name}-{str(dtype).removeprefix('torch.')}")
-        for name in pk.available_backends()
-        for dtype in SERVED_DTYPES[name]
-        if not among or dtype in among
-    ]
-    return [*served, *_missing()]
-
-
-@pytest.fixture(params=_served())
+@pytest.fixture
 def dtype(request, poisoned_memory):
     """Each dtype that each backend serves, with every call sent to that backend."""
     name, dtype = request.param
@@ -184,7 +249,7 @@ def dtype(request, poisoned_memory):
         yield dtype
 
 
-@pytest.fixture(params=_served(torch.float32, torch.bfloat16))
+@pytest.fixture
 def training_dtype(request, poisoned_memory):
     """The two dtypes that networks are trained in, on each backend."""
     name, dtype = request.param
@@ -192,7 +257,7 @@ def training_dtype(request, poisoned_memory):
         yield dtype
 
 
-@pytest.fixture(params=_served(torch.float32, torch.float64))
+@pytest.fixture
 def wide_dtype(request, poisoned_memory):
     """The dtypes in which many layers in a row can be compared, on each backend."""
     name, dtype = request.param

@@ -17,6 +17,8 @@ from tests.cases import (
 )
 from tests.oracle import check, evaluate, plain_copy
 
+pytestmark = pytest.mark.backends("cpu")  # dtypes are chosen above the backends
+
 CASE = ConvCase("typical", (6, 16, 6, 5), 32, padding=1, conv_bias=True, residual=True)
 every_input = pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -52,6 +54,7 @@ def test_bn_relu_keeps_the_dtype_of_its_input(x_dtype, training, backend):
     assert results["running_mean"].dtype == torch.float32
 
 
+@pytest.mark.covering(2)
 @every_input
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)
@@ -68,6 +71,7 @@ def test_convolutions_run_in_the_autocast_dtype(x_dtype, residual, training, bac
     assert results["dconv_weight"].dtype == torch.float32
 
 
+@pytest.mark.covering(2)
 @every_input
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(

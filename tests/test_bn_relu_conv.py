@@ -17,7 +17,7 @@ from tests.cases import (
     plain_bn_relu_conv2d,
     randomised,
 )
-from tests.oracle import assert_same_bits, check, evaluate
+from tests.oracle import assert_same_bits, check, evaluate, same_bits
 
 TYPICAL = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
 every_case = pytest.mark.parametrize("case", CONV_CASES, ids=lambda c: c.name)
@@ -28,18 +28,16 @@ def check_op(inputs, frozen=(), **arguments):
     return check(fused, partial(plain_bn_relu_conv2d, **arguments), inputs, frozen=frozen)
 
 
+@pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
 @every_case
-def test_training_forward_backward_and_running_statistics(case, dtype):
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.covering(1, cpu=2)
+def test_forward_backward_and_running_statistics(case, training, dtype):
     problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
-    check_op(problems, training=True, **case.conv)
+    check_op(problems, training=training, **case.conv)
 
 
-@every_case
-def test_evaluation_forward_and_backward(case, dtype):
-    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
-    check_op(problems, training=False, **case.conv)
-
-
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mean_over_std", [30, 1000])
 def test_large_means(mean_over_std, training, dtype):
@@ -47,6 +45,7 @@ def test_large_means(mean_over_std, training, dtype):
     check_op(inputs, training=training, **TYPICAL.conv)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [0.0, 3.0, -1e4])
 def test_constant_channels(value, dtype):
     inputs = conv_inputs(TYPICAL, dtype)
@@ -54,6 +53,8 @@ def test_constant_channels(value, dtype):
     check_op(inputs, training=True, **TYPICAL.conv)
 
 
+@pytest.mark.covering(2)
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("missing", [("bn_weight",), ("bn_bias",), ("bn_weight", "bn_bias")])
 def test_without_affine_parameters(missing, training, dtype):
@@ -61,22 +62,27 @@ def test_without_affine_parameters(missing, training, dtype):
     check_op(inputs, training=training, **TYPICAL.conv)
 
 
+@pytest.mark.backends("cpu")
 def test_without_running_statistics(dtype):
     inputs = conv_inputs(TYPICAL, dtype) | {"running_mean": None, "running_var": None}
     check_op(inputs, training=True, **TYPICAL.conv)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("momentum", "eps"), [(0.0, 1e-8), (0.3, 1e-3), (1.0, 1.0)])
 def test_momentum_and_eps(momentum, eps, dtype):
     inputs = conv_inputs(TYPICAL, dtype)
     check_op(inputs, training=True, momentum=momentum, eps=eps, **TYPICAL.conv)
 
 
+@pytest.mark.backends("cpu")
 def test_parameters_in_the_dtype_of_half_precision_activations(training_dtype):
     inputs = conv_inputs(TYPICAL, training_dtype)
     check_op({n: t.to(training_dtype) for n, t in inputs.items()}, training=True, **TYPICAL.conv)
 
 
+@pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize(
     "wanted",
     ["x", "bn_weight", "bn_bias", "conv_weight", "conv_bias", "residual"],
@@ -89,28 +95,32 @@ def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
     assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{wanted}"]
 
 
+@pytest.mark.backends("cpu")
 def test_without_gradients_nothing_is_recorded(backend):
     inputs = conv_inputs(TYPICAL)
     results = check_op(inputs, list(inputs), training=True, **TYPICAL.conv)
     assert not results["y"].requires_grad
 
 
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("training", [True, False])
 def test_no_grad_gives_the_bits_of_a_recorded_forward(training, backend):
     inputs = conv_inputs(TYPICAL)
     call = partial(pk.bn_relu_conv2d, training=training, **TYPICAL.conv)
     expected = evaluate(call, inputs)["y"]
     with torch.no_grad():
-        assert torch.equal(call(**{n: t.clone() for n, t in inputs.items()}), expected)
+        assert same_bits(call(**{n: t.clone() for n, t in inputs.items()}), expected)
 
 
+@pytest.mark.backends("cpu")
 def test_evaluation_leaves_running_statistics_alone(backend):
     inputs = conv_inputs(TYPICAL)
     results = evaluate(partial(pk.bn_relu_conv2d, training=False, **TYPICAL.conv), inputs)
-    assert torch.equal(results["running_mean"], inputs["running_mean"])
-    assert torch.equal(results["running_var"], inputs["running_var"])
+    assert same_bits(results["running_mean"], inputs["running_mean"])
+    assert same_bits(results["running_var"], inputs["running_var"])
 
 
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("training", [True, False])
 def test_an_empty_batch_is_as_in_eager(training, dtype):
     inputs = conv_inputs(TYPICAL, dtype)
@@ -125,6 +135,8 @@ NAN, INF = float("nan"), float("inf")
 # An infinite bn_weight is left out: eager forms x * weight + (bias - mean * weight) and gets NaN
 # where (x - mean) * weight is an infinity.
 # 24 and 32 output channels are those that some and that all instruction sets serve directly.
+@pytest.mark.backends("cpu", "triton", "cuda")
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("out_channels", [24, 32])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
@@ -142,6 +154,8 @@ def test_nan_and_inf_spread_as_in_eager(where, value, training, out_channels, ba
 
 
 # Several strips an image, and taps that reach over each side of it.
+@pytest.mark.backends("cpu", "triton", "cuda")
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("tap", [0, 2, 6, 8])
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_weight_that_is_not_finite_stays_inside_the_image(tap, value, backend):
@@ -151,6 +165,8 @@ def test_a_weight_that_is_not_finite_stays_inside_the_image(tap, value, backend)
     assert_finite_as_in_eager(inputs, training=True, **case.conv)
 
 
+@pytest.mark.backends("cpu", "triton", "cuda")
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("pixel", [0, 4, 25, 29])
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_gradient_that_is_not_finite_stays_inside_the_image(pixel, value, backend):
@@ -161,6 +177,8 @@ def test_a_gradient_that_is_not_finite_stays_inside_the_image(pixel, value, back
     assert_finite_as_in_eager(inputs, dy, training=True, **case.conv)
 
 
+@pytest.mark.backends("cpu", "triton", "cuda")
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("where", ["x", "bn_weight", "conv_weight", "residual"])
 def test_nan_without_padding_spreads_as_in_eager(where, training, backend):
@@ -214,6 +232,8 @@ MODULES = {
 }
 
 
+@pytest.mark.covering(2)
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
 def test_module_equals_its_children_called_in_turn(options, training, training_dtype):
@@ -223,6 +243,7 @@ def test_module_equals_its_children_called_in_turn(options, training, training_d
     check(module, PlainBNReLUConv2d(module.bn, module.conv), {"x": x})
 
 
+@pytest.mark.backends("cpu")
 def test_module_adds_a_residual(training_dtype):
     module = randomised(pk.BNReLUConv2d(16, 24, 3, padding=1))
     module.conv.to(training_dtype)

@@ -17,6 +17,8 @@ from preact_kernels.ops import dispatch as backends
 from tests.cases import device_of
 from tests.oracle import unit_roundoff
 
+pytestmark = pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
+
 SAMPLES = (8, 4, 128, 128)  # 131,072 a channel
 M = SAMPLES[0] * SAMPLES[2] * SAMPLES[3]
 
@@ -39,6 +41,7 @@ def allowed(dtype=torch.float32):
     return math.sqrt(M) * unit_roundoff(dtype)
 
 
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("mean_over_std", [0.5, 30, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mean_and_variance_of_many_samples(mean_over_std, dtype, backend):
@@ -98,6 +101,7 @@ def test_unbiased_and_biased_variance_are_told_apart(backend):
     torch.testing.assert_close(var, x.var((0, 2, 3), correction=1))
 
 
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("count", [2, 3, 63, 64, 65, 1001])
 def test_any_number_of_samples(count, backend):
     x = samples(1000, (1, 17, 1, count))

@@ -11,6 +11,8 @@ from preact_kernels.ops import dispatch as backends
 from tests.cases import ConvCase, conv_inputs, device_of, random_block, random_stage
 from tests.oracle import assert_same_bits
 
+pytestmark = pytest.mark.backends("cpu")  # arguments are checked above the backends
+
 CASE = ConvCase("typical", (2, 8, 5, 6), 12, padding=1, conv_bias=True, residual=True)
 
 
@@ -316,6 +318,7 @@ WRONG_INPUTS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize(("x", "error"), WRONG_INPUTS.values(), ids=WRONG_INPUTS)
 def test_modules_refuse_a_wrong_input_and_keep_their_statistics(module, x, error, backend):

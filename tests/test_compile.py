@@ -13,6 +13,8 @@ from preact_kernels.ops import schema
 from tests.cases import ConvCase, conv_inputs, random_block, random_stage, randomised
 from tests.oracle import assert_same_bits, evaluate
 
+pytestmark = pytest.mark.backends("cpu")  # graphs hold ops, and ops find a backend
+
 CASE = ConvCase("typical", (2, 8, 5, 6), 16, padding=1, conv_bias=True, residual=True)
 WITHOUT_BIAS = ConvCase("plain", (2, 8, 5, 6), 16, 1)
 
@@ -143,6 +145,7 @@ def test_functional_call_reads_the_parameters_given(module, backend):
     assert torch.equal(torch.func.functional_call(module, state, (x,)), other(x))
 
 
+@pytest.mark.covering(1)
 @every_module
 @pytest.mark.parametrize(
     "copied",
@@ -206,6 +209,8 @@ def kernel_arguments(dtype):
     }
 
 
+@pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("name", schema.SCHEMAS)
 def test_registered_ops_keep_their_schemas_and_fakes(name, dtype):
     op = getattr(torch.ops.preact_kernels, name).default

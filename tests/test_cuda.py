@@ -129,6 +129,7 @@ def check_op(op, given):
     return found
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
@@ -136,6 +137,7 @@ def test_every_op_equals_its_specification(op, dtype, shape):
     check_op(op, arguments(shape, dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["bn_relu_backward_input", "bn_input_gradient"])
@@ -143,6 +145,7 @@ def test_input_gradients_in_evaluation_mode_equal_their_specification(op, dtype,
     check_op(op, arguments(shape, dtype, 0.0))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("offset", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
@@ -150,6 +153,7 @@ def test_memory_that_is_not_aligned_is_read_right(op, dtype, offset):
     check_op(op, arguments((2, 16, 3, 5), dtype, offset=offset))
 
 
+@pytest.mark.covering(2)
 @on_host
 @pytest.mark.parametrize("multiprocessors", [1, 3, 40])
 @pytest.mark.parametrize("op", OPS)
@@ -255,6 +259,7 @@ def run_python(code, **environment):
     )
 
 
+@pytest.mark.not_under_sanitizer
 def test_without_a_gpu_the_named_backend_is_refused_and_auto_goes_on():
     code = """
 import torch
@@ -275,7 +280,7 @@ except pk.BackendError as error:
 def test_under_the_sanitizer_the_tests_of_this_file_pass():
     build.build("kernels", sanitize=True)
     arguments = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    arguments += ["-k", "not without_a_gpu"]
+    arguments += ["-m", "not not_under_sanitizer"]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         cwd=build.ROOT,

@@ -252,18 +252,21 @@ def check(case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
 @every_dtype
 @every_case
 def test_forward_and_statistics_keep_the_budget(case, dtype):
     check(case, forward_inputs(case, dtype), True)
 
 
+@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_backward")
 @every_dtype
 @every_case
 def test_backward_of_a_folded_gradient_keeps_the_budget(case, dtype):
     check(case, backward_inputs(case, dtype), ALL)
 
 
+@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
 @typical
 @pytest.mark.parametrize(("residual", "stats"), [(False, False), (False, True), (True, False)])
 def test_forward_with_and_without_residual_and_statistics(case, residual, stats):
@@ -271,6 +274,7 @@ def test_forward_with_and_without_residual_and_statistics(case, residual, stats)
     assert ("mean" in found) == stats
 
 
+@pytest.mark.covering(2)
 @typical
 @pytest.mark.parametrize("fold", ["none", "evaluation", "z", "skip"])
 @pytest.mark.parametrize("needs", [*itertools.product([False, True], repeat=3)], ids=str)
@@ -399,6 +403,9 @@ def test_statistics_of_large_means_keep_the_budget(case):
     check(case, inputs, True)
 
 
+@pytest.mark.calls(
+    "preact_kernels_cuda::preact_stage_forward", "preact_kernels_cuda::preact_stage_backward"
+)
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("memory", ["store", "rebuild"])
@@ -433,6 +440,7 @@ SERVED = {
 }
 
 
+@pytest.mark.covering(1)
 @every_dtype
 @pytest.mark.parametrize("shape", SERVED, ids=str)
 def test_which_weights_are_served(shape, dtype):

@@ -18,6 +18,9 @@ from tests.cases import (
 )
 from tests.oracle import check, plain_copy
 
+# A double backward runs PyTorch's operators; a backend runs the forward alone.
+pytestmark = pytest.mark.backends("cpu")
+
 CASE = ConvCase("small", (2, 3, 3, 4), 4, padding=1, stride=(1, 2), conv_bias=True, residual=True)
 both_modes = pytest.mark.parametrize("training", [True, False])
 
@@ -56,6 +59,7 @@ def test_gradient_penalty_of_bn_relu(training, wide_dtype):
     check_penalty(fused, plain, lambda: batch_norm_inputs((4, 16, 5, 6), wide_dtype))
 
 
+@pytest.mark.covering(2)
 @both_modes
 @pytest.mark.parametrize("frozen", [(), ("x",), ("conv_weight", "conv_bias"), ("residual",)])
 def test_gradient_penalty_of_bn_relu_conv2d(frozen, training, wide_dtype):
@@ -64,6 +68,7 @@ def test_gradient_penalty_of_bn_relu_conv2d(frozen, training, wide_dtype):
     check_penalty(fused, plain, lambda: conv_inputs(CASE, wide_dtype), frozen=frozen)
 
 
+@pytest.mark.covering(2)
 @both_modes
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_gradient_penalty_of_a_stage(memory, training, wide_dtype):
@@ -135,9 +140,13 @@ def test_first_gradients_are_the_same_whether_or_not_they_are_recorded(backend):
 def test_a_residual_alone_has_a_second_derivative(backend):
     residual = torch.randn(2, 6, 5, 4, requires_grad=True)
     y = pk.bn_relu_conv2d(
-        torch.randn(2, 6, 5, 4), torch.randn(6, 6, 1, 1), None, None, residual=residual,
+        torch.randn(2, 6, 5, 4),
+        torch.randn(6, 6, 1, 1),
+        None,
+        None,
+        residual=residual,
         training=True,
-    )  # fmt: skip
+    )
     (first,) = torch.autograd.grad(y.square().sum(), residual, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), residual)
     assert torch.equal(second, torch.full_like(residual, 2))

@@ -12,6 +12,8 @@ import preact_kernels as pk
 from tests.cases import random_stage, randomised
 from tests.oracle import assert_same_bits, check, evaluate, plain_copy
 
+pytestmark = pytest.mark.backends("cpu")  # hooks are found above the backends
+
 CHILDREN = ["0", "0.bn1", "0.conv2", "1.shortcut", "2", "3.bn3", "3.conv3"]
 
 
@@ -58,6 +60,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.parametrize("child", CHILDREN)
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
@@ -111,6 +114,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_pruned_and_parametrised_children_are_called_in_turn(change, memory, backend):

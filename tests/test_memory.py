@@ -8,6 +8,8 @@ import preact_kernels as pk
 from tests.cases import in_dtype, random_stage, randomised
 from tests.oracle import assert_same_bits, plain_copy
 
+pytestmark = pytest.mark.backends("cpu")  # what is saved is chosen above the backends
+
 FLOAT = 4  # bytes
 
 

@@ -70,6 +70,10 @@ def test_segments_are_near_the_root_of_half_the_blocks(count, starts):
     assert len(MemoryMode("checkpoint").segment_starts(count)) == starts
 
 
+@pytest.mark.calls(
+    "preact_kernels_cpu::preact_stage_forward", "preact_kernels_cpu::preact_stage_backward"
+)
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("poisoned_memory")
 @every_mode
 @every_kind
@@ -83,6 +87,8 @@ def test_many_bare_blocks_in_native_calls_give_the_bits_of_their_units(options, 
         assert_same_bits(results, evaluate(stage, inputs))
 
 
+@pytest.mark.backends(slow=("triton", "cuda"))
+@pytest.mark.covering(1, cpu=2)
 @every_mode
 @every_kind
 @pytest.mark.parametrize("training", [True, False])
@@ -121,6 +127,7 @@ def rebuilt(stage, x, monkeypatch):
     return found
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_kind
 def test_rebuilding_forty_blocks_is_off_by_a_few_roundings(kind, wide_dtype, monkeypatch):
     stage = in_dtype(bare_stage(kind, 40, memory="rebuild"), wide_dtype)
@@ -136,6 +143,8 @@ def test_rebuilding_forty_blocks_is_off_by_a_few_roundings(kind, wide_dtype, mon
         assert (a - b).norm() <= 10 * torch.finfo(wide_dtype).eps * b.norm()
 
 
+@pytest.mark.covering(2)
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_kind
 def test_a_rebuilt_input_is_off_by_two_roundings(kind, dtype, monkeypatch):
     """That of the output, and its own: what is subtracted is what was added, to the bit."""
@@ -149,6 +158,7 @@ def test_a_rebuilt_input_is_off_by_two_roundings(kind, dtype, monkeypatch):
     assert ((found.double() - expected.double()).abs() <= 1.001 * allowed).all()
 
 
+@pytest.mark.backends("cpu")
 def test_no_more_than_two_rebuilt_inputs_are_held_at_once(backend, monkeypatch):
     alive, most = weakref.WeakSet(), 0
 
@@ -173,6 +183,9 @@ def peak_bytes(call):
     return max(held)
 
 
+@pytest.mark.calls(
+    "preact_kernels_cpu::preact_stage_forward", "preact_kernels_cpu::preact_stage_backward"
+)
 @pytest.mark.skipif(bool(cpu.load_error()), reason="the CPU library was not built")
 @pytest.mark.parametrize("memory", ["rebuild", "checkpoint"])
 def test_a_native_run_holds_no_more_of_many_blocks_than_of_few(memory):
@@ -204,6 +217,8 @@ def counted(calls):
     return call
 
 
+@pytest.mark.covering(2)
+@pytest.mark.backends("cpu")
 @every_mode
 @pytest.mark.parametrize("frozen", ["1.conv1", "3.", "0."])
 def test_partial_gradients_of_bare_blocks(options, frozen, backend):
@@ -213,6 +228,7 @@ def test_partial_gradients_of_bare_blocks(options, frozen, backend):
     check(stage, plain_copy(stage), problems, frozen=["x", *names])
 
 
+@pytest.mark.backends("cpu")
 @every_mode
 def test_evaluation_statistics_in_the_middle_of_a_stage(options, backend):
     stage = bare_stage(**options)
@@ -227,6 +243,8 @@ def short_stage(kind, **options):
     return pk.PreActStage([random_block(kind, 10, 8), random_block(kind, width, 8)], **options)
 
 
+@pytest.mark.covering(2)
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @pytest.mark.parametrize("options", [{}, MODES["rebuild"], MODES["checkpoint"]], ids=str)
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @every_kind
@@ -267,6 +285,7 @@ def test_a_network_with_a_wide_stream_can_be_in_half_precision_throughout(half, 
     assert network.norm.bn.num_batches_tracked == int(training)
 
 
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("memory", ["store", "rebuild"])
 def test_a_wide_residual_stream_under_autocast(memory, backend):
     stage = random_stage(residual_dtype=torch.float32, memory=memory)
@@ -279,6 +298,7 @@ def test_a_wide_residual_stream_under_autocast(memory, backend):
     assert all(p.grad.dtype == torch.float32 for p in stage.parameters())
 
 
+@pytest.mark.backends("cpu")
 def test_a_wide_residual_stream_changes_nothing_beside_wide_weights(wide_dtype):
     stage = in_dtype(random_stage(), wide_dtype)
     wide = pk.PreActStage(list(copy.deepcopy(stage)), residual_dtype=torch.float32)
@@ -286,6 +306,7 @@ def test_a_wide_residual_stream_changes_nothing_beside_wide_weights(wide_dtype):
     assert_same_bits(evaluate(wide, inputs), evaluate(stage, inputs))
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 def test_a_hooked_block_keeps_the_wide_stream(backend):
     stage = in_dtype(random_stage(width=8, residual_dtype=torch.float32), torch.bfloat16)
     plain = plain_copy(stage)
@@ -294,6 +315,7 @@ def test_a_hooked_block_keeps_the_wide_stream(backend):
     check(stage, plain, [{"x": images(torch.bfloat16)} for _ in range(8)])
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 def test_a_network_with_a_wide_stream_gives_logits_in_the_dtype_of_its_weights(backend):
     network = pk.preact_resnet(20, residual_dtype=torch.float32)
     plain = pk.preact_resnet(20, residual_dtype=torch.float32, fused=False)
@@ -309,6 +331,7 @@ def test_a_network_with_a_wide_stream_gives_logits_in_the_dtype_of_its_weights(b
     assert (logits[0] - logits[1]).norm() <= 0.05 * logits[1].norm()
 
 
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("memory", ["rebuild", "checkpoint"])
 def test_an_output_changed_in_place_is_an_error_and_not_a_wrong_gradient(memory, backend):
     stage, other = bare_stage(memory=memory), bare_stage(memory=memory)
@@ -342,6 +365,7 @@ class Selective(torch.nn.Module):
         return checkpoint(self.stage, x, use_reentrant=False, context_fn=contexts)
 
 
+@pytest.mark.backends("cpu")
 @every_mode
 def test_selective_checkpointing_updates_statistics_once(options, backend):
     stage, inputs = random_stage(**options), {"x": images()}
@@ -351,6 +375,7 @@ def test_selective_checkpointing_updates_statistics_once(options, backend):
     assert results["stage.3.bn1.num_batches_tracked"] == 1
 
 
+@pytest.mark.backends("cpu")
 @every_mode
 def test_a_backward_that_fails_midway_can_be_run_again(options, backend, monkeypatch):
     stage, x = bare_stage(**options), images(channels=32).requires_grad_()
@@ -381,6 +406,8 @@ def test_a_mode_is_checked_again_when_it_was_set():
         stage(images(channels=32))
 
 
+@pytest.mark.covering(2)
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_mode
 def test_modes_take_part_in_one_network(options, wide_dtype):
     """Stages of different modes behind one another, and a norm that keeps the last output."""

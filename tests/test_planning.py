@@ -10,6 +10,7 @@ from torch import nn
 import preact_kernels as pk
 from preact_kernels.ops.memory_mode import MEMORY_MODES
 from tests.cases import in_dtype, random_stage
+from tests.oracle import same_bits
 
 PLENTY = 10**15
 
@@ -154,7 +155,7 @@ def test_planning_changes_nothing():
     before = {n: t.clone() for n, t in model.state_dict().items()}
     state = torch.random.get_rng_state()
     pk.plan_memory(model, x, PLENTY)
-    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(same_bits(t, before[n]) for n, t in model.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), state)
     assert [(s.memory, s.segments) for s in model.stages] == [("checkpoint", 2)] * 3
     assert all("forward" not in vars(s) for s in model.stages)

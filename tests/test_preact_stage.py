@@ -44,6 +44,8 @@ def in_mode(stage, memory="store", segments=None, anchor_every=None):
     return stage
 
 
+@pytest.mark.backends(slow=("triton", "cuda"))
+@pytest.mark.covering(1, cpu=2)
 @every_mode
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @both_modes
@@ -54,6 +56,8 @@ def test_equals_its_blocks_called_in_turn(memory, kind, training, wide_dtype):
     assert all(t == int(training) for t in counters)
 
 
+@pytest.mark.backends(slow=("triton", "cuda"))
+@pytest.mark.covering(1, cpu=2)
 @every_exact_memory
 @both_modes
 def test_what_rebuilds_nothing_gives_the_bits_of_store(memory, training, dtype):
@@ -63,6 +67,7 @@ def test_what_rebuilds_nothing_gives_the_bits_of_store(memory, training, dtype):
     assert_same_bits(evaluate(in_mode(stage, **memory), inputs), expected)
 
 
+@pytest.mark.backends("cpu")
 @every_memory
 def test_two_backward_passes_add_up_and_update_statistics_once(memory, backend):
     stage = random_stage(**memory)
@@ -78,6 +83,7 @@ def test_two_backward_passes_add_up_and_update_statistics_once(memory, backend):
     assert_same_bits(dict(stage.named_buffers()), statistics)
 
 
+@pytest.mark.backends("cpu")
 @every_mode
 def test_gradients_accumulate_over_batches(memory, backend):
     stage = random_stage(**memory).eval()
@@ -90,6 +96,8 @@ def test_gradients_accumulate_over_batches(memory, backend):
         assert torch.equal(p.grad, expected[0][f"d{name}"] + expected[1][f"d{name}"])
 
 
+@pytest.mark.covering(2)
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_mode
 @pytest.mark.parametrize(
     "frozen",
@@ -105,6 +113,7 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other(memory, frozen, w
     check(stage, plain, {"x": images()}, frozen=frozen)
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_mode
 @pytest.mark.parametrize(
     "kept", ["0.conv1.weight", "1.shortcut.weight", "2.bn1.bias", "3.bn3.weight"]
@@ -116,6 +125,7 @@ def test_one_trained_parameter_alone(memory, kept, backend):
     assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{kept}"]
 
 
+@pytest.mark.backends("cpu")
 @every_memory
 def test_blocks_ahead_of_the_first_trained_one_run_no_backward(memory, backend, monkeypatch):
     stage = random_stage(**memory)
@@ -127,6 +137,7 @@ def test_blocks_ahead_of_the_first_trained_one_run_no_backward(memory, backend, 
     assert len(calls) == 2 * 3  # two bottlenecks with bare shortcuts
 
 
+@pytest.mark.backends("cpu")
 def test_frozen_weights_run_no_weight_gradient(backend, monkeypatch):
     stage = random_stage()
     for block in stage:
@@ -152,6 +163,7 @@ def recorded_calls(kernels, name, monkeypatch):
     return calls
 
 
+@pytest.mark.backends("cpu")
 @every_memory
 def test_no_grad_gives_the_bits_of_a_recorded_forward(memory, backend):
     stage, x = random_stage(**memory), images()
@@ -162,6 +174,7 @@ def test_no_grad_gives_the_bits_of_a_recorded_forward(memory, backend):
     assert torch.equal(y, expected)
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_mode
 def test_frozen_batch_norms_among_training_ones(memory, backend):
     stage = random_stage(**memory)
@@ -172,6 +185,7 @@ def test_frozen_batch_norms_among_training_ones(memory, backend):
     assert results["2.bn1.num_batches_tracked"] == results["3.bn1.num_batches_tracked"] == 1
 
 
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("momentum", [None, 0.3])
 @every_mode
 def test_running_statistics_follow_several_batches(memory, momentum, backend):
@@ -183,6 +197,7 @@ def test_running_statistics_follow_several_batches(memory, momentum, backend):
     assert results["module.3.bn2.num_batches_tracked"] == 3
 
 
+@pytest.mark.backends("cpu")
 @every_mode
 def test_a_block_that_occurs_twice_is_run_and_updated_twice(memory, wide_dtype):
     block = random_block("basic", 10, 10)
@@ -194,6 +209,7 @@ def test_a_block_that_occurs_twice_is_run_and_updated_twice(memory, wide_dtype):
     assert results["0.bn1.num_batches_tracked"] == 3
 
 
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_checkpointing_any_number_of_blocks(count, backend):
     blocks = [random_block("basic", 10, 10) for _ in range(count)]
@@ -202,6 +218,7 @@ def test_checkpointing_any_number_of_blocks(count, backend):
     assert_same_bits(evaluate(stage, inputs), evaluate(in_mode(stage), inputs))
 
 
+@pytest.mark.backends("cpu")
 @every_memory
 def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, monkeypatch):
     stage = random_stage(**memory)
@@ -222,6 +239,9 @@ def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, mo
 
 
 needs_native = pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+runs_natively = pytest.mark.calls(
+    "preact_kernels_cpu::preact_stage_forward", "preact_kernels_cpu::preact_stage_backward"
+)
 DIRECT_WIDTH = 16  # channels that the library's convolutions serve on every instruction set
 
 
@@ -241,6 +261,8 @@ def unit_by_unit(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
+@runs_natively
+@pytest.mark.covering(2)
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
 @every_memory
@@ -261,6 +283,7 @@ def test_a_native_run_of_blocks_gives_the_bits_of_its_units(
     assert len(backward) == (2 if "segments" in memory else 1)  # two where the third block is kept
 
 
+@runs_natively
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
@@ -271,6 +294,8 @@ def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training)
         check(stage, plain_copy(stage), {"x": images()})
 
 
+@runs_natively
+@pytest.mark.covering(2)
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
 @every_mode
@@ -286,6 +311,7 @@ def test_a_native_run_stops_at_a_frozen_parameter(memory, frozen, wants_x, monke
     assert calls and all(len(run.eps) == 3 for _, _, run, *_ in calls)
 
 
+@runs_natively
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
 @every_mode
@@ -297,6 +323,7 @@ def test_a_native_run_of_batch_norms_in_different_modes(memory, frozen):
         check(stage, plain_copy(stage), {"x": images()})
 
 
+@pytest.mark.calls("preact_kernels_cpu::preact_stage_forward")
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
 @every_mode
@@ -308,6 +335,7 @@ def test_a_native_run_behind_frozen_blocks(memory, blocks):
         check(stage, plain_copy(stage), {"x": images()}, frozen=["x", *names])
 
 
+@runs_natively
 @needs_native
 @every_mode
 def test_a_native_run_goes_back_twice(memory):
@@ -335,6 +363,7 @@ def test_a_slice_of_a_stage_is_a_stage_of_the_same_blocks():
     assert part.memory == "checkpoint"
 
 
+@pytest.mark.backends("cpu")
 def test_a_stage_split_by_a_hook_keeps_within_its_segments(backend):
     stage = pk.PreActStage([pk.PreActBasicBlock(6, 6) for _ in range(5)], "checkpoint", 5)
     expected = copy.deepcopy(stage)
@@ -346,6 +375,7 @@ def test_a_stage_split_by_a_hook_keeps_within_its_segments(backend):
         torch.testing.assert_close(found.grad, other.grad)
 
 
+@pytest.mark.backends("cpu")
 def test_a_recomputation_keeps_the_precision_of_its_forward(backend):
     stage, x = random_stage(memory="checkpoint"), images().requires_grad_()
     (expected,) = torch.autograd.grad(stage(x).sum(), x)

@@ -45,6 +45,8 @@ def cases(draw):
     )
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 @settings(
     max_examples=30,

@@ -19,6 +19,7 @@ from tests.oracle import (
     evaluate_all,
     gradient_like,
     plain_copy,
+    same_bits,
 )
 
 
@@ -119,12 +120,12 @@ def joined(first, second):
         elif name.startswith("d"):
             whole[name] = value + other
         else:
-            assert torch.equal(value, other), f"{name} differs between the processes"
+            assert same_bits(value, other), f"{name} differs between the processes"
             whole[name] = value
     return whole
 
 
-@pytest.mark.parametrize("backend", pk.available_backends())
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @pytest.mark.parametrize("batch", BATCHES)
 def test_two_processes_equal_one_with_the_whole_batch(batch, backend, tmp_path):
     first, second = run(work, tmp_path, batch, backend)

@@ -73,33 +73,40 @@ def check_training(record, depth, batch, size, steps=3, **options):
     assert truth[-1] != truth[0]
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 def test_29_layers(backend, record_property):
     check_training(record_property, 29, batch=8, size=16, steps=4)
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 def test_basic_blocks(backend, record_property):
     check_training(record_property, 20, batch=8, size=16, steps=4)
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 def test_29_layers_checkpointed(backend, record_property):
     check_training(record_property, 29, batch=8, size=16, memory="checkpoint")
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 def test_164_layers_of_small_images(backend, record_property):
     check_training(record_property, 164, batch=8, size=8, steps=2)
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["rebuild", "checkpoint"])
 def test_164_layers_in_modes_that_rebuild(memory, backend, record_property):
     check_training(record_property, 164, batch=8, size=8, steps=2, memory=memory)
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @pytest.mark.slow
 def test_164_layers(backend, record_property):
     check_training(record_property, 164, batch=16, size=32)
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @pytest.mark.slow
 def test_1001_layers_checkpointed(backend, record_property):
     check_training(record_property, 1001, batch=4, size=8, steps=1, memory="checkpoint")

@@ -49,6 +49,7 @@ def replace(monkeypatch, name, function):
         monkeypatch.setattr(module, name, function)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("programs", [1, 2, 7])
 def test_any_number_of_programs_merges_right(programs, kernel, monkeypatch):
@@ -74,6 +75,7 @@ def test_addresses_are_wide_before_two_to_the_31_elements():
 
 
 # Blocks of every capability, and both ways to a weight's gradient.
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("kernel", "channels", "out_channels"),
@@ -99,6 +101,7 @@ def test_a_stage_whose_gradients_stay_folded(kind):
     check(stage, plain_copy(stage), {"x": torch.randn(3, 10, 7, 6)}, draws=1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("depth", "block"), [(11, "bottleneck"), (20, "basic")])
 def test_a_network_forward_and_backward(depth, block):
     network = pk.preact_resnet(depth, block=block).to(DEVICE)
