@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from preact_kernels.kernels.contract import Conv, Fold, Norm, Wanted
+from preact_kernels.kernels.contract import Conv, Epilogue, Fold, Norm, Wanted
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
 
@@ -203,7 +203,7 @@ def launch_rare_convs(dtype: torch.dtype) -> None:
     bias = torch.empty(23, dtype=dtype, device="meta")
     conv = Conv((2, 2), (2, 2), (2, 2), 1)
     batch, running = folds(None, y)
-    kernels.bn_relu_conv_forward(x, norm, weight, conv, conv_bias=bias)
+    kernels.bn_relu_conv_forward(x, norm, weight, conv, Epilogue(bias))
     for fold, wanted in (
         (batch, Wanted(input=True, weight=True)),
         (running, Wanted(input=True, weight=False)),
@@ -211,7 +211,7 @@ def launch_rare_convs(dtype: torch.dtype) -> None:
     ):
         kernels.bn_relu_conv_backward(y, fold, x, norm, weight, conv, wanted)
     with wide_addresses():
-        kernels.bn_relu_conv_forward(x, norm, weight, conv, conv_bias=bias, with_stats=True)
+        kernels.bn_relu_conv_forward(x, norm, weight, conv, Epilogue(bias, with_stats=True))
         wanted = Wanted(input=True, weight=True)
         kernels.bn_relu_conv_backward(y, batch, x, norm, weight, conv, wanted)
 
@@ -228,7 +228,7 @@ def launch_conv(task: Task) -> None:
     conv = Conv((stride, stride), (kernel // 2, kernel // 2), (1, 1), 1)
     widens = out_channels > channels  # the last convolution of a bottleneck
     skip = y if widens else None
-    kernels.bn_relu_conv_forward(x, norm, weight, conv, residual=skip, with_stats=True)
+    kernels.bn_relu_conv_forward(x, norm, weight, conv, Epilogue(None, skip, True))
     fold, _ = folds(skip, y)
     wanted = Wanted(input=True, weight=True, dy=widens)
     kernels.bn_relu_conv_backward(y, fold, x, norm, weight, conv, wanted)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.kernels.contract import Conv, Norm
+from preact_kernels.kernels.contract import Conv, Epilogue, Norm
 from preact_kernels.ops import dispatch as backends
 from tests.cases import device_of
 from tests.oracle import unit_roundoff
@@ -68,7 +68,7 @@ def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(mean_ove
     weight = torch.eye(16).view(16, 16, 1, 1)
     norm, conv = Norm(zero, one, one, zero, 0.0), Conv((1, 1), (0, 0), (1, 1), 1)
     y, (mean, var) = kernels(backend, x.dtype).bn_relu_conv_forward(
-        x, norm, weight, conv, with_stats=True
+        x, norm, weight, conv, Epilogue(with_stats=True)
     )
     true_var, true_mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
     assert relative_error(y, x.double()) <= unit_roundoff(x.dtype) * 2

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
-from preact_kernels.kernels.contract import Conv, Fold, Norm, Wanted
+from preact_kernels.kernels.contract import Conv, Epilogue, Fold, Norm, Wanted
 from tests.cases import device_of, in_dtype, random_stage
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.cuda_on_host import build, serve_cpu
@@ -192,7 +192,7 @@ def call(backend, case: Case, inputs: Forward | Backward, options) -> dict[str, 
     else:
         x, norm, weight, residual = inputs
         y, statistics = backend.bn_relu_conv_forward(
-            x, norm, weight, conv(case), residual=residual, with_stats=options
+            x, norm, weight, conv(case), Epilogue(None, residual, options)
         )
         found = {"y": y, **(statistics._asdict() if statistics else {})}
     return {n: t for n, t in found.items() if t is not None}
@@ -476,7 +476,7 @@ def test_the_library_names_what_it_does_not_take():
     ):
         x, changed, *rest = inputs._replace(**change)
         with pytest.raises(RuntimeError, match=message):
-            forward(x, *changed, *rest, True)
+            forward(x, *changed, rest[0], None, rest[1], True)
 
 
 @pytest.mark.slow

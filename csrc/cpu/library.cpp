@@ -15,9 +15,6 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   define_ops(m);
   m.def("vector_bytes() -> int");
   m.def("running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()");
-  m.def("bn_relu_conv_forward(Tensor x, " PK_NORM
-        ", Tensor conv_weight, Tensor? conv_bias, Tensor? residual, bool with_stats)"
-        " -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
@@ -27,5 +24,4 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CPU, m) {
   implement_ops(m);
   m.impl("running_stats_update", TORCH_BOX(&running_stats_update));
-  m.impl("bn_relu_conv_forward", TORCH_BOX(&entry::bn_relu_conv_forward));
 }

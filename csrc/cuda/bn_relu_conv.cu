@@ -89,9 +89,10 @@ void allocate_counters(const Tensor& like, std::vector<BatchStatistics>& statist
 }
 
 void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x_, const Norm& norm,
-                                 const Tensor& conv_weight, const std::optional<Tensor>&,
+                                 const Tensor& conv_weight, const std::optional<Tensor>& conv_bias,
                                  const std::optional<Tensor>& residual_, const Tensor& y,
                                  const BatchStatistics& of_y) {
+  STD_TORCH_CHECK(!conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
   const OnDeviceOf on(x_);
   const Tensor x = aligned(x_);
   const std::optional<Tensor> residual = aligned(residual_);

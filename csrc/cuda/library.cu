@@ -12,12 +12,9 @@ using namespace preact_kernels;
 STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   define_ops(m);
   m.def("bn_relu_conv_is_served(Tensor conv_weight) -> bool");
-  m.def("bn_relu_conv_forward(Tensor x, " PK_NORM
-        ", Tensor conv_weight, Tensor? residual, bool with_stats) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, PK_DISPATCH_KEY, m) {
   implement_ops(m);
   m.impl("bn_relu_conv_is_served", TORCH_BOX(&bn_relu_conv_is_served));
-  m.impl("bn_relu_conv_forward", TORCH_BOX(&entry::bn_relu_conv_forward_without_bias));
 }

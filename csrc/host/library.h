@@ -10,9 +10,9 @@
 
 // A norm and a fold, in schemas and in signatures.
 #define PK_NORM "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps"
-#define PK_FOLD                                                                \
-  "Tensor? skip, Tensor? z, Tensor? z_mean, Tensor? z_var, Tensor? z_weight, " \
-  "float z_eps, Tensor? z_sums, float z_inv_count"
+#define PK_FOLD                                                                              \
+  "Tensor? skip, Tensor? fold_x, Tensor? fold_mean, Tensor? fold_var, Tensor? fold_weight, " \
+  "float fold_eps, Tensor? fold_sums, float fold_inv_count"
 
 #define PK_NORM_PARAMETERS \
   const Tensor &mean, const Tensor &var, const Tensor &bn_weight, const Tensor &bn_bias, double eps
@@ -65,11 +65,10 @@ inline Tensor bn_relu_backward_input(const Tensor& dy, const Tensor& x, PK_NORM_
   return preact_kernels::bn_input_gradient(dy, {std::nullopt, x, norm, sums, inv_count});
 }
 
-inline Tensor bn_input_gradient(const std::optional<Tensor>& skip, const Tensor& g, const Tensor& x,
-                                const Tensor& mean, const Tensor& var, const Tensor& bn_weight,
-                                double eps, const Tensor& sums, double inv_count) {
-  return preact_kernels::bn_input_gradient(
-      g, *fold_of(skip, x, mean, var, bn_weight, eps, sums, inv_count));
+inline Tensor bn_input_gradient(const Tensor& g, PK_FOLD_PARAMETERS) {
+  const std::optional<Fold> fold = fold_of(PK_FOLD_ARGUMENTS);
+  STD_TORCH_CHECK(fold.has_value(), "fold_x: expected a tensor, got none");
+  return preact_kernels::bn_input_gradient(g, *fold);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
@@ -84,22 +83,15 @@ inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
   return {y, of_y[0].mean, of_y[0].var};
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward_without_bias(
-    const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
-    const std::optional<Tensor>& residual, bool with_stats) {
-  return bn_relu_conv_forward(x, mean, var, bn_weight, bn_bias, eps, conv_weight, std::nullopt,
-                              residual, with_stats);
-}
-
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     const Tensor& dy, PK_FOLD_PARAMETERS, const Tensor& x, PK_NORM_PARAMETERS,
-    const Tensor& conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz) {
+    const Tensor& conv_weight, bool wants_input, bool wants_weight, bool wants_dy) {
   UnitGradients gradients =
-      empty_parameter_gradients(x, conv_weight, {needs_g, needs_conv_weight, needs_dz});
+      empty_parameter_gradients(x, conv_weight, {wants_input, wants_weight, wants_dy});
   preact_kernels::bn_relu_conv_backward(dy, fold_of(PK_FOLD_ARGUMENTS), x,
                                         {mean, var, bn_weight, bn_bias, eps}, conv_weight,
                                         gradients);
-  return {*gradients.g, gradients.conv_weight, gradients.sums, *gradients.dy};
+  return {*gradients.g, gradients.sums, gradients.conv_weight, *gradients.dy};
 }
 
 inline std::vector<Tensor> preact_stage_backward(
@@ -128,11 +120,12 @@ void define_ops(Library& m) {
   m.def("bn_relu_backward_mask(Tensor dy, Tensor x, " PK_NORM ") -> (Tensor, Tensor)");
   m.def("bn_relu_backward_input(Tensor dy, Tensor x, " PK_NORM
         ", Tensor sums, float inv_count) -> Tensor");
-  m.def(
-      "bn_input_gradient(Tensor? dy, Tensor g, Tensor x, Tensor mean, Tensor var, "
-      "Tensor bn_weight, float eps, Tensor sums, float inv_count) -> Tensor");
+  m.def("bn_input_gradient(Tensor g, " PK_FOLD ") -> Tensor");
+  m.def("bn_relu_conv_forward(Tensor x, " PK_NORM
+        ", Tensor conv_weight, Tensor? conv_bias, Tensor? residual, bool with_stats)"
+        " -> (Tensor, Tensor, Tensor)");
   m.def("bn_relu_conv_backward(Tensor dy, " PK_FOLD ", Tensor x, " PK_NORM
-        ", Tensor conv_weight, bool needs_g, bool needs_conv_weight, bool needs_dz)"
+        ", Tensor conv_weight, bool wants_input, bool wants_weight, bool wants_dy)"
         " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "preact_stage_forward(Tensor x, Tensor[] x_statistics, Tensor[] parameters, "
@@ -154,6 +147,7 @@ void implement_ops(Library& m) {
   m.impl("bn_relu_backward_mask", TORCH_BOX(&entry::bn_relu_backward_mask));
   m.impl("bn_relu_backward_input", TORCH_BOX(&entry::bn_relu_backward_input));
   m.impl("bn_input_gradient", TORCH_BOX(&entry::bn_input_gradient));
+  m.impl("bn_relu_conv_forward", TORCH_BOX(&entry::bn_relu_conv_forward));
   m.impl("bn_relu_conv_backward", TORCH_BOX(&entry::bn_relu_conv_backward));
   m.impl("preact_stage_forward", TORCH_BOX(&preact_stage_forward));
   m.impl("preact_stage_backward", TORCH_BOX(&entry::preact_stage_backward));

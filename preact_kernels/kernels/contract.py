@@ -33,7 +33,7 @@ class Norm(NamedTuple):
     mean: Tensor
     var: Tensor  # biased
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None  # None in a fold, which does not read it
     eps: float
 
 
@@ -76,6 +76,17 @@ class Wanted(NamedTuple):
     input: bool  # g and its sums
     weight: bool  # the gradient of the convolution's weight
     dy: bool = False  # the unfolded dy; only beside a fold
+
+
+class Epilogue(NamedTuple):
+    """What `bn_relu_conv_forward` does with the result of the convolution, in this order."""
+
+    conv_bias: Tensor | None = None  # [K], added
+    residual: Tensor | None = None  # shaped like y, added
+    with_stats: bool = False  # return the statistics of y
+
+
+NO_EPILOGUE = Epilogue()
 
 
 class BatchStatistics(NamedTuple):
@@ -170,10 +181,7 @@ class Kernels(Protocol):
         norm: Norm,
         conv_weight: Tensor,
         conv: Conv,
-        *,
-        conv_bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        with_stats: bool = False,
+        epilogue: Epilogue = NO_EPILOGUE,
     ) -> Output:
         """`y = conv(relu(p)) [+ conv_bias] [+ residual]`."""
 

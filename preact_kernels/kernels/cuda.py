@@ -7,6 +7,7 @@ what they hold on chip; nothing here has been measured on a GPU.
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ OLDEST_CAPABILITY = (8, 0)  # of those that setup.py compiles for
 
 def _may_round_to_tf32() -> bool:
     """Whether PyTorch may round the operands of float32 convolutions to TF32."""
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.conv.fp32_precision == "tf32"
 
 
 class CUDAKernels(NativeKernels):

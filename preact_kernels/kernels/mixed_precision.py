@@ -7,25 +7,14 @@ addition. Plain PyTorch computes the same: `F.conv2d(F.relu(bn(x)).to(half), ...
 pass over the stream for each step that a fused kernel would have merged.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels import pytorch_conv
-from preact_kernels.kernels.contract import (
-    BatchStatistics,
-    Conv,
-    ConvGradients,
-    Fold,
-    Kernels,
-    Norm,
-    Output,
-    Wanted,
-)
+from preact_kernels.kernels.contract import NO_EPILOGUE, Epilogue, Kernels
 
 
-class MixedKernels:
+class MixedKernels(Kernels):
     """The functions of `Kernels` for tensors of two dtypes.
 
     Args:
@@ -40,80 +29,45 @@ class MixedKernels:
     def _of(self, x: Tensor) -> Kernels:
         return self.wide if x.dtype == self.stream else self.narrow
 
-    def serves_conv(
-        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
-    ) -> bool:
-        """See `Kernels`."""
+    def serves_conv(self, weight_shape, conv, dtype, device):
         return dtype != self.stream and self.narrow.serves_conv(weight_shape, conv, dtype, device)
 
-    def running_stats_update(
-        self, running: list[Tensor], batch: list[Tensor], momentum: float
-    ) -> None:
-        """See `Kernels`."""
+    def running_stats_update(self, running, batch, momentum):
         self.wide.running_stats_update(running, batch, momentum)
 
-    def bn_stats(self, x: Tensor) -> BatchStatistics:
-        """See `Kernels`."""
+    def bn_stats(self, x):
         return self._of(x).bn_stats(x)
 
-    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
-        """See `Kernels`."""
+    def bn_relu_forward(self, x, norm):
         return self._of(x).bn_relu_forward(x, norm)
 
-    def bn_relu_backward_sums(self, dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """See `Kernels`."""
+    def bn_relu_backward_sums(self, dy, x, norm):
         return self._of(x).bn_relu_backward_sums(dy, x, norm)
 
-    def bn_relu_backward_mask(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """See `Kernels`."""
+    def bn_relu_backward_mask(self, dy, x, norm):
         return self._of(x).bn_relu_backward_mask(dy, x, norm)
 
-    def bn_relu_backward_input(
-        self, dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
-    ) -> Tensor:
-        """See `Kernels`."""
+    def bn_relu_backward_input(self, dy, x, norm, sums, inv_count):
         return self._of(x).bn_relu_backward_input(dy, x, norm, sums, inv_count)
 
-    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
-        """See `Kernels`."""
+    def bn_input_gradient(self, g, fold):
         return self._of(fold.x).bn_input_gradient(g, fold)
 
-    def bn_relu_conv_forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        *,
-        conv_bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        with_stats: bool = False,
-    ) -> Output:
-        """See `Kernels`; with a residual, `y` has the dtype of the stream."""
-        wants_inner = with_stats and residual is None
+    def bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue=NO_EPILOGUE):
+        """With a residual, `y` has the dtype of the stream."""
+        residual, with_stats = epilogue.residual, epilogue.with_stats
+        if residual is not None:
+            epilogue = Epilogue(epilogue.conv_bias)
         if x.dtype == conv_weight.dtype:
-            output = self.narrow.bn_relu_conv_forward(
-                x, norm, conv_weight, conv, conv_bias=conv_bias, with_stats=wants_inner
-            )
+            output = self.narrow.bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
         else:
-            output = pytorch_conv.bn_relu_conv_forward(
-                self, x, norm, conv_weight, conv, conv_bias=conv_bias, with_stats=wants_inner
-            )
+            output = pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
         if residual is None:
             return output
         return self.residual_add_forward(output.y, residual, with_stats)
 
-    def bn_relu_conv_backward(
-        self,
-        dy: Tensor,
-        fold: Fold | None,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        wanted: Wanted,
-    ) -> ConvGradients:
-        """See `Kernels`; `g` has the dtype of `x`, and `dy` that of the fold's `x`."""
+    def bn_relu_conv_backward(self, dy, fold, x, norm, conv_weight, conv, wanted):
+        """`g` has the dtype of `x`, and `dy` that of the fold's `x`."""
         is_mixed = x.dtype != conv_weight.dtype
         unfolded = None
         if fold is not None and (is_mixed or fold.x.dtype == self.stream):
@@ -131,6 +85,6 @@ class MixedKernels:
             )
         return gradients if unfolded is None else gradients._replace(dy=unfolded)
 
-    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
-        """See `Kernels`; the sum is in the dtype of the stream."""
+    def residual_add_forward(self, x, branch, with_stats):
+        """The sum is in the dtype of the stream."""
         return self.wide.residual_add_forward(x.to(self.stream), branch.to(self.stream), with_stats)

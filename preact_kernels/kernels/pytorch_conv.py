@@ -7,7 +7,16 @@ weight may have another dtype than `x`: the activation is then rounded to it.
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Kernels, Norm, Output, Wanted
+from preact_kernels.kernels.contract import (
+    Conv,
+    ConvGradients,
+    Epilogue,
+    Fold,
+    Kernels,
+    Norm,
+    Output,
+    Wanted,
+)
 
 
 def _nhwc(t: Tensor) -> Tensor:
@@ -15,17 +24,10 @@ def _nhwc(t: Tensor) -> Tensor:
 
 
 def bn_relu_conv_forward(
-    kernels: Kernels,
-    x: Tensor,
-    norm: Norm,
-    conv_weight: Tensor,
-    conv: Conv,
-    *,
-    conv_bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    with_stats: bool = False,
+    kernels: Kernels, x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue
 ) -> Output:
     """`Kernels.bn_relu_conv_forward`; `kernels` does everything but the convolution."""
+    conv_bias, residual, with_stats = epilogue
     a = kernels.bn_relu_forward(x, norm).to(conv_weight.dtype)
     y = _nhwc(torch.conv2d(a, conv_weight, conv_bias, *conv))
     del a

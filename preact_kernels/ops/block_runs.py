@@ -18,6 +18,7 @@ from preact_kernels.kernels.contract import (
     BlockKernels,
     BlockRun,
     Conv,
+    Epilogue,
     Fold,
     Kernels,
     Norm,
@@ -247,13 +248,10 @@ def _block_forward(
             shortcut = kernels.bn_relu_conv_forward(
                 x, norm, blocks.shortcuts[index], spec.shortcut
             ).y
+        residual = shortcut if unit == last else None
+        epilogue = Epilogue(residual=residual, with_stats=_takes_batch(statistics, unit + 1))
         h, x_statistics = kernels.bn_relu_conv_forward(
-            h,
-            norm,
-            blocks.conv_weight(unit),
-            u.conv,
-            residual=shortcut if unit == last else None,
-            with_stats=_takes_batch(statistics, unit + 1),
+            h, norm, blocks.conv_weight(unit), u.conv, epilogue
         )
     return h, x_statistics, inputs
 
@@ -277,7 +275,7 @@ def rebuilt_input(
     unit = blocks.first_unit[index + 1] - 1
     norm = blocks.norm(unit, statistics)
     weight, conv = -blocks.conv_weight(unit), blocks.units[unit].conv
-    return kernels.bn_relu_conv_forward(z, norm, weight, conv, residual=y).y
+    return kernels.bn_relu_conv_forward(z, norm, weight, conv, Epilogue(residual=y)).y
 
 
 class FoldedGradient(NamedTuple):

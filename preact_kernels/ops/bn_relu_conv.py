@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from preact_kernels.kernels.contract import Fold, Norm, Wanted
+from preact_kernels.kernels.contract import Epilogue, Fold, Norm, Wanted
 from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.autocast import compute_dtype
 from preact_kernels.ops.batch_norm import BatchNorm
@@ -36,15 +36,11 @@ class BNReLUConvFunction(torch.autograd.Function):
         x, bn_weight, bn_bias, conv_weight, conv_bias, residual, mean, var = tensors
         ctx.unit = unit
         ctx.save_for_backward(x, bn_weight, bn_bias, conv_weight, conv_bias, mean, var)
-        output = unit.kernels.bn_relu_conv_forward(
-            x,
+        norm, epilogue = (
             Norm(mean, var, bn_weight, bn_bias, unit.eps),
-            conv_weight,
-            unit.conv,
-            conv_bias=conv_bias,
-            residual=residual,
+            Epilogue(conv_bias, residual),
         )
-        return output.y
+        return unit.kernels.bn_relu_conv_forward(x, norm, conv_weight, unit.conv, epilogue).y
 
     @staticmethod
     def backward(ctx, dy):

@@ -7,7 +7,7 @@ The only place that knows what each memory mode (`memory_mode.py`) saves and wha
 import bisect
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ class PreActStageFunction(torch.autograd.Function):
         blocks = Blocks(specs, tensors)
         keys = block_runs.run_keys(kernels, blocks)
         starts = memory.segment_starts(len(specs))
-        statistics = blocks.statistics(x)
+        statistics: list[Any] = blocks.statistics(x)  # the blocks fill them in
         kept, h, h_statistics = [], x, None
         for span in itertools.pairwise([*starts, len(specs)]):
             keeps = None
@@ -89,14 +89,14 @@ class PreActStageFunction(torch.autograd.Function):
         tensors = saved[count:]
         if dy is None:
             return None, None, *(None for _ in tensors)
-        statistics = [
+        statistics: list[Any] = [
             Statistics(*pair)
             for pair in zip(saved[:count:2], saved[1:count:2], ctx.inv_counts, strict=True)
         ]
         needs_x, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             # Views, as one tensor may have several places.
-            x, *tensors = (None if t is None else t.view_as(t) for t in (kept[0], *tensors))
+            x, tensors = kept[0].view_as(kept[0]), [t.view_as(t) for t in tensors]
             y = block_runs.differentiable_forward(Blocks(specs, tensors), statistics, x)
             return None, *gradients(y, (x, *tensors), (needs_x, *needed), dy)
 
@@ -108,7 +108,7 @@ class PreActStageFunction(torch.autograd.Function):
             Blocks(specs, [None] * len(tensors)),
         )
         first = 0 if needs_x else _first_trained(state.needed)
-        keys = [
+        keys: list[Any] = [
             key if (needs_x or i > first) and _needs_all(state.needed, i) else None
             for i, key in enumerate(ctx.keys)
         ]
@@ -125,7 +125,7 @@ class PreActStageFunction(torch.autograd.Function):
                     kernels, state.blocks, ctx.keys, span, x, None, statistics, keeps
                 )
                 del x
-            for i in range(start, end):  # in one run all inputs of blocks are kept, or none
+            for i in range(start, end):  # a run keeps the inputs of all its blocks, or of none
                 if keys[i] is not None:
                     keys[i] = (*keys[i], inputs[first_unit[i] - origin] is not None)
             for i, j in reversed(list(block_runs.runs(keys, start, end))):

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import (
+    NO_EPILOGUE,
     BatchStatistics,
     Conv,
     ConvGradients,
+    Epilogue,
     Fold,
     Kernels,
     Norm,
@@ -25,12 +27,13 @@ from preact_kernels.kernels.contract import (
     Wanted,
     statistics_dtype,
 )
+from preact_kernels.kernels.flat_ops import FlatOps, flat_fold
 
 _NORM = "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps"
 _CONV = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
 _FOLD = (
     "Tensor? skip, Tensor? fold_x, Tensor? fold_mean, Tensor? fold_var, Tensor? fold_weight, "
-    "Tensor? fold_bias, float fold_eps, Tensor? fold_sums, float fold_inv_count"
+    "float fold_eps, Tensor? fold_sums, float fold_inv_count"
 )
 
 SCHEMAS = {
@@ -56,18 +59,9 @@ SCHEMAS = {
     ),
 }
 
-_NO_FOLD = (None, None, None, None, None, None, 0.0, None, 0.0)
 
-
-def _flat_fold(fold: Fold | None) -> tuple:
-    if fold is None:
-        return _NO_FOLD
-    skip, x, norm, sums, inv_count = fold
-    return skip, x, *norm, sums, inv_count
-
-
-def _fold(skip, x, mean, var, weight, bias, eps, *rest) -> Fold | None:
-    return None if x is None else Fold(skip, x, Norm(mean, var, weight, bias, eps), *rest)
+def _fold(skip, x, mean, var, weight, eps, *rest) -> Fold | None:
+    return None if x is None else Fold(skip, x, Norm(mean, var, weight, None, eps), *rest)
 
 
 def _conv(stride, padding, dilation, groups) -> Conv:
@@ -95,23 +89,15 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
         return kernels.bn_input_gradient(g, cast(Fold, _fold(*fold)))
     if name == "bn_relu_conv_forward":
         x, *rest = arguments
-        conv_bias, residual, with_stats = rest[10:]
-        output = kernels.bn_relu_conv_forward(
-            x,
-            Norm(*rest[:5]),
-            rest[5],
-            _conv(*rest[6:10]),
-            conv_bias=conv_bias,
-            residual=residual,
-            with_stats=with_stats,
-        )
-        return _flat_output(output)
+        norm, weight, conv = Norm(*rest[:5]), rest[5], _conv(*rest[6:10])
+        epilogue = Epilogue(*rest[10:])
+        return _flat_output(kernels.bn_relu_conv_forward(x, norm, weight, conv, epilogue))
     if name == "bn_relu_conv_backward":
         dy, *rest = arguments
-        x, norm, conv_weight = rest[9], Norm(*rest[10:15]), rest[15]
-        conv, wanted = _conv(*rest[16:20]), Wanted(*rest[20:])
+        x, norm, weight = rest[8], Norm(*rest[9:14]), rest[14]
+        conv, wanted = _conv(*rest[15:19]), Wanted(*rest[19:])
         gradients = kernels.bn_relu_conv_backward(
-            dy, _fold(*rest[:9]), x, norm, conv_weight, conv, wanted
+            dy, _fold(*rest[:8]), x, norm, weight, conv, wanted
         )
         return _present(x, *gradients)
     if name == "residual_add_forward":
@@ -119,89 +105,27 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
     return getattr(kernels, name)(*arguments)  # all of them are flat
 
 
-class RegisteredKernels:
-    """`Kernels` by way of the registered ops, for tracing."""
+class RegisteredKernels(FlatOps):
+    """The registered ops, for tracing; see `Kernels`."""
 
-    ops = torch.ops.preact_kernels
+    def __init__(self) -> None:
+        super().__init__(torch.ops.preact_kernels)
 
-    def serves_conv(self, weight_shape, conv, dtype, device) -> bool:
+    def serves_conv(self, weight_shape, conv, dtype, device):
         """False: the backend decides when the op runs."""
         return False
 
-    def bn_stats(self, x: Tensor) -> BatchStatistics:
-        """See `Kernels`."""
-        return BatchStatistics(*self.ops.bn_stats(x))
+    def running_stats_update(self, running, batch, momentum):
+        self._ops.running_stats_update.default(running, batch, momentum)
 
-    def running_stats_update(
-        self, running: list[Tensor], batch: list[Tensor], momentum: float
-    ) -> None:
-        """See `Kernels`."""
-        self.ops.running_stats_update(running, batch, momentum)
+    def bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue=NO_EPILOGUE):
+        op = self._ops.bn_relu_conv_forward.default
+        return self.output(op(x, *norm, conv_weight, *conv, *epilogue), epilogue.with_stats)
 
-    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
-        """See `Kernels`."""
-        return self.ops.bn_relu_forward(x, *norm)
-
-    def bn_relu_backward_sums(self, dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """See `Kernels`."""
-        return self.ops.bn_relu_backward_sums(dy, x, *norm)
-
-    def bn_relu_backward_mask(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """See `Kernels`."""
-        return self.ops.bn_relu_backward_mask(dy, x, *norm)
-
-    def bn_relu_backward_input(
-        self, dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
-    ) -> Tensor:
-        """See `Kernels`."""
-        return self.ops.bn_relu_backward_input(dy, x, *norm, sums, inv_count)
-
-    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
-        """See `Kernels`."""
-        return self.ops.bn_input_gradient(g, *_flat_fold(fold))
-
-    def bn_relu_conv_forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        *,
-        conv_bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        with_stats: bool = False,
-    ) -> Output:
-        """See `Kernels`."""
-        y, mean, var = self.ops.bn_relu_conv_forward(
-            x, *norm, conv_weight, *conv, conv_bias, residual, with_stats
-        )
-        return Output(y, BatchStatistics(mean, var) if with_stats else None)
-
-    def bn_relu_conv_backward(
-        self,
-        dy: Tensor,
-        fold: Fold | None,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        wanted: Wanted,
-    ) -> ConvGradients:
-        """See `Kernels`."""
-        g, sums, dconv_weight, unfolded = self.ops.bn_relu_conv_backward(
-            dy, *_flat_fold(fold), x, *norm, conv_weight, *conv, *wanted
-        )
-        return ConvGradients(
-            g if wanted.input else None,
-            sums if wanted.input else None,
-            dconv_weight if wanted.weight else None,
-            unfolded if wanted.dy else None,
-        )
-
-    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
-        """See `Kernels`."""
-        y, mean, var = self.ops.residual_add_forward(x, branch, with_stats)
-        return Output(y, BatchStatistics(mean, var) if with_stats else None)
+    def bn_relu_conv_backward(self, dy, fold, x, norm, conv_weight, conv, wanted):
+        op = self._ops.bn_relu_conv_backward.default
+        arguments = (dy, *flat_fold(fold), x, *norm, conv_weight, *conv, *wanted)
+        return self.gradients(op(*arguments), wanted)
 
 
 def _nhwc_like(x: Tensor) -> Tensor:
@@ -217,46 +141,39 @@ def _output(y: Tensor, with_stats: bool) -> Output:
     return Output(y, BatchStatistics(mean, var) if with_stats else None)
 
 
-class FakeKernels:
+class FakeKernels(Kernels):
     """`Kernels` that compute shapes and strides alone."""
 
+    def serves_conv(self, weight_shape, conv, dtype, device):
+        return False
+
     def bn_stats(self, x):
-        """See `Kernels`."""
         return _output(x, True).statistics
 
     def running_stats_update(self, running, batch, momentum):
-        """See `Kernels`."""
+        pass
 
     def bn_relu_forward(self, x, norm):
-        """See `Kernels`."""
         return _nhwc_like(x)
 
     def bn_relu_backward_sums(self, dy, x, norm):
-        """See `Kernels`."""
         return _sums_like(x)
 
     def bn_relu_backward_mask(self, dy, x, norm):
-        """See `Kernels`."""
         return _nhwc_like(x), _sums_like(x)
 
     def bn_relu_backward_input(self, dy, x, norm, sums, inv_count):
-        """See `Kernels`."""
         return _nhwc_like(x)
 
     def bn_input_gradient(self, g, fold):
-        """See `Kernels`."""
         return _nhwc_like(fold.x)
 
-    def bn_relu_conv_forward(
-        self, x, norm, conv_weight, conv, *, conv_bias=None, residual=None, with_stats=False
-    ):
-        """See `Kernels`."""
+    def bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue=NO_EPILOGUE):
         shape = conv.output_shape(x.shape, conv_weight.shape)
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-        return _output(y, with_stats)
+        return _output(y, epilogue.with_stats)
 
     def bn_relu_conv_backward(self, dy, fold, x, norm, conv_weight, conv, wanted):
-        """See `Kernels`."""
         return ConvGradients(
             _nhwc_like(x) if wanted.input else None,
             _sums_like(x) if wanted.input else None,
@@ -265,7 +182,6 @@ class FakeKernels:
         )
 
     def residual_add_forward(self, x, branch, with_stats):
-        """See `Kernels`."""
         return _output(_nhwc_like(x), with_stats)
 
 

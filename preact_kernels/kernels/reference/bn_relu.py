@@ -16,6 +16,7 @@ def _normalised(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _pre_activation(x: Tensor, norm: Norm) -> Tensor:
+    assert norm.bias is not None
     p = _normalised(x, norm) * _per_channel(norm.weight) + _per_channel(norm.bias)
     return p.to(x.dtype)
 

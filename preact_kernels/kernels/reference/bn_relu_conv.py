@@ -7,7 +7,16 @@ from torch import Tensor
 
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels import reference as kernels
-from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Norm, Output, Wanted
+from preact_kernels.kernels.contract import (
+    NO_EPILOGUE,
+    Conv,
+    ConvGradients,
+    Epilogue,
+    Fold,
+    Norm,
+    Output,
+    Wanted,
+)
 
 
 def serves_conv(
@@ -18,26 +27,10 @@ def serves_conv(
 
 
 def bn_relu_conv_forward(
-    x: Tensor,
-    norm: Norm,
-    conv_weight: Tensor,
-    conv: Conv,
-    *,
-    conv_bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    with_stats: bool = False,
+    x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue = NO_EPILOGUE
 ) -> Output:
     """`y = conv(relu(p)) [+ conv_bias] [+ residual]`."""
-    return pytorch_conv.bn_relu_conv_forward(
-        kernels,
-        x,
-        norm,
-        conv_weight,
-        conv,
-        conv_bias=conv_bias,
-        residual=residual,
-        with_stats=with_stats,
-    )
+    return pytorch_conv.bn_relu_conv_forward(kernels, x, norm, conv_weight, conv, epilogue)
 
 
 def bn_relu_conv_backward(

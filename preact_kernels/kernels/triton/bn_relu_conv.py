@@ -7,7 +7,16 @@ from torch import Tensor
 
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels import triton as kernels
-from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Norm, Output, Wanted
+from preact_kernels.kernels.contract import (
+    NO_EPILOGUE,
+    Conv,
+    ConvGradients,
+    Epilogue,
+    Fold,
+    Norm,
+    Output,
+    Wanted,
+)
 from preact_kernels.kernels.triton.bn_relu_conv_backward import launch_bn_relu_conv_backward
 from preact_kernels.kernels.triton.bn_relu_conv_forward import launch_bn_relu_conv_forward
 from preact_kernels.kernels.triton.configurations import is_fused
@@ -22,20 +31,12 @@ def serves_conv(
 
 
 def bn_relu_conv_forward(
-    x: Tensor,
-    norm: Norm,
-    conv_weight: Tensor,
-    conv: Conv,
-    *,
-    conv_bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    with_stats: bool = False,
+    x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue = NO_EPILOGUE
 ) -> Output:
     """See `Kernels.bn_relu_conv_forward`."""
-    options = {"conv_bias": conv_bias, "residual": residual, "with_stats": with_stats}
     if serves_conv(conv_weight.shape, conv, x.dtype, x.device):
-        return launch_bn_relu_conv_forward(x, norm, conv_weight, conv, **options)
-    return pytorch_conv.bn_relu_conv_forward(kernels, x, norm, conv_weight, conv, **options)
+        return launch_bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
+    return pytorch_conv.bn_relu_conv_forward(kernels, x, norm, conv_weight, conv, epilogue)
 
 
 def bn_relu_conv_backward(

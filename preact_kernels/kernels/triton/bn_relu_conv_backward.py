@@ -354,10 +354,9 @@ def launch_bn_relu_conv_backward(
     geometry = geometry_of(conv_weight.shape, conv)
     taps = geometry.R * geometry.S
     blocks = conv_backward(capability(x), x.dtype, geometry.C, geometry.K, taps)
-    in_one_pass = wanted.input and wanted.weight and blocks.both is not None
     unfolded = stored = None
-    if wanted.dy and fold is None:
-        unfolded = dy
+    if fold is None:
+        unfolded = dy if wanted.dy else None
     elif wanted.dy and wanted.input and geometry.keeps_size():
         unfolded = stored = torch.empty_like(dy, memory_format=torch.channels_last)
     elif wanted.dy:  # no kernel below reads each pixel of dy exactly once
@@ -371,6 +370,7 @@ def launch_bn_relu_conv_backward(
         "IN_TRAINING": gradient.fold.inv_count != 0,
     }
     g = sums = None
+    one_pass = blocks.both if wanted.input and wanted.weight else None
     dconv_weight = torch.empty_like(conv_weight) if wanted.weight else None
     with on_device_of(x):
         if wanted.input:
@@ -379,10 +379,10 @@ def launch_bn_relu_conv_backward(
                 x,
                 norm,
                 conv_weight,
-                blocks.both if in_one_pass else blocks.input,
-                dconv_weight if in_one_pass else None,
+                one_pass or blocks.input,
+                dconv_weight if one_pass else None,
                 constants,
             )
-        if wanted.weight and not in_one_pass:
+        if dconv_weight is not None and one_pass is None:
             _launch_weight(gradient, x, norm, blocks.weight, dconv_weight, constants)
     return ConvGradients(g, sums, dconv_weight, unfolded)

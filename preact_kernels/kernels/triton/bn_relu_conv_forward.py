@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv, Norm, Output
+from preact_kernels.kernels.contract import Conv, Epilogue, Norm, Output
 from preact_kernels.kernels.triton.batch_norm import (
     load_norm,
     pixels_of,
@@ -119,19 +119,13 @@ def bn_relu_conv_forward_kernel(
 
 
 def launch_bn_relu_conv_forward(
-    x: Tensor,
-    norm: Norm,
-    conv_weight: Tensor,
-    conv: Conv,
-    *,
-    conv_bias: Tensor | None,
-    residual: Tensor | None,
-    with_stats: bool,
+    x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue
 ) -> Output:
     """See `Kernels.bn_relu_conv_forward`; for one group.
 
     A program owns every `programs`-th tile of a block of output channels.
     """
+    conv_bias, residual, with_stats = epilogue
     geometry = geometry_of(conv_weight.shape, conv)
     shape = conv.output_shape(x.shape, conv_weight.shape)
     blocks = conv_forward(capability(x), x.dtype, geometry.C, geometry.K, geometry.R * geometry.S)
@@ -156,4 +150,4 @@ def launch_bn_relu_conv_forward(
             PRECISION=precision(x.dtype),
             num_warps=blocks.num_warps,
         )
-    return Output(y, statistics.result() if with_stats else None)
+    return Output(y, None if statistics is None else statistics.result())

@@ -6,7 +6,7 @@ index. Padding counts as zero after the activation.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,8 @@ from preact_kernels.kernels.triton.launch import INTERPRETED
 _UPCAST = tl.constexpr(INTERPRETED)
 
 # In place of None: kernels test `fold.x`, as Triton 3.6 cannot compare a tuple that holds None.
-NO_FOLD = Fold(None, None, Norm(None, None, None, None, 0.0), None, 0.0)
+_NONE: Any = None
+NO_FOLD = Fold(None, _NONE, Norm(_NONE, _NONE, _NONE, None, 0.0), _NONE, 0.0)
 
 
 class Geometry(NamedTuple):
@@ -77,7 +78,8 @@ class OutputGradient(NamedTuple):
 
 def geometry_of(weight_shape: Sequence[int], conv: Conv) -> Geometry:
     """The geometry of a convolution with one group."""
-    return Geometry(*weight_shape, *conv.stride, *conv.padding, *conv.dilation)
+    fields: Any = (*weight_shape, *conv.stride, *conv.padding, *conv.dilation)
+    return Geometry(*fields)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -85,7 +87,8 @@ def precision(dtype: torch.dtype) -> str:
 
     Triton ignores it for fp16 and bf16.
     """
-    allows_tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"
+    cudnn: Any = torch.backends.cudnn
+    allows_tf32 = cudnn.conv.fp32_precision == "tf32"
     return "ieee" if dtype == torch.float32 and not allows_tf32 else "tf32"
 
 

@@ -73,4 +73,4 @@ def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         residual_add_forward_kernel[programs, launch.columns](
             x, branch, y, statistics, launch.pixels, **launch.constants
         )
-    return Output(y, statistics.result() if with_stats else None)
+    return Output(y, None if statistics is None else statistics.result())
