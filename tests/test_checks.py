@@ -261,8 +261,25 @@ def test_bn_relu_names_what_is_wrong(change, error, message, backend):
     assert_refused(pk.bn_relu, {**inputs, "training": True, **change}, error, message)
 
 
+# One of each argument of a batch norm, to see that the same checks are made.
+ALSO_WRONG = {
+    name: BN_RELU[name]
+    for name in (
+        "x_is_none",
+        "one_value_a_channel",
+        "bn_weight_of_other_channels",
+        "bn_bias_of_other_channels",
+        "running_mean_of_other_channels",
+        "running_var_of_other_channels",
+        "training_is_a_number",
+        "momentum_is_none",
+        "eps_is_zero",
+    )
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"), (BN_RELU | CONV).values(), ids=BN_RELU | CONV
+    ("change", "error", "message"), (CONV | ALSO_WRONG).values(), ids=CONV | ALSO_WRONG
 )
 def test_bn_relu_conv2d_names_what_is_wrong(change, error, message, backend):
     arguments = {**conv_inputs(CASE), **CASE.conv, "training": True, **change}

@@ -16,7 +16,7 @@ def plain(x, branch):
 
 @pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("shape", SHAPES[1::2], ids=lambda s: "x".join(map(str, s)))
 def test_equals_the_sum_to_the_bit(shape, dtype):
     inputs = {"x": torch.randn(shape).to(dtype), "branch": torch.randn(shape).to(dtype)}
     assert_same_bits(evaluate(pk.residual_add, inputs), evaluate(plain, inputs))
