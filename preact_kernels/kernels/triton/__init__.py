@@ -5,6 +5,7 @@ code is in `batch_norm` and `conv` (device functions), `reduction` (partial resu
 (grids) and `configurations` (block shapes).
 """
 
+from preact_kernels.kernels.running_stats import running_stats_update
 from preact_kernels.kernels.triton.bn_relu import (
     bn_input_gradient,
     bn_relu_backward_input,
@@ -17,7 +18,7 @@ from preact_kernels.kernels.triton.bn_relu_conv import (
     bn_relu_conv_forward,
     serves_conv,
 )
-from preact_kernels.kernels.triton.bn_stats import bn_stats, running_stats_update
+from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
 __all__ = [

@@ -1,6 +1,5 @@
-"""Mean and biased variance per channel in one pass over x, and running statistics."""
+"""Mean and biased variance per channel, in one pass over x."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -55,13 +54,3 @@ def bn_stats(x: Tensor) -> BatchStatistics:
     with on_device_of(x):
         bn_stats_kernel[programs, launch.columns](x, statistics, launch.pixels, **launch.constants)
     return statistics.result()
-
-
-def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """See `Kernels.running_stats_update`. Two launches for all vectors if they are float32."""
-    if all(r.dtype == torch.float32 for r in running):
-        torch._foreach_mul_(running, 1 - momentum)
-        torch._foreach_add_(running, batch, alpha=momentum)
-    else:
-        for r, b in zip(running, batch, strict=True):
-            r.copy_((1 - momentum) * r.double() + momentum * b.double())
