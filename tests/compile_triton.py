@@ -1,12 +1,11 @@
-"""Compiles every Triton kernel ahead of time, for GPUs that need not be here, and reports on it.
+"""Compiles every Triton kernel ahead of time, without a GPU, and reports resources.
 
     python -m tests.compile_triton [--out FILE.csv] [--capabilities 80 90 100] [--quick]
 
-The launchers themselves run, on tensors without memory, under a driver that says which GPU there
-is; what they would launch is compiled instead. So every block shape here is one that the launchers
-choose, for the shapes of the networks this package is for. A kernel that asks for more shared
-memory than its GPU has fails the run, and so does one that spills registers on the GPUs that the
-blocks are chosen for.
+The launchers run on meta tensors, under a driver that names a GPU, and their kernels are compiled
+instead of launched: block shapes are those that the launchers choose, for the shapes of common
+networks. The run fails if a kernel needs more shared memory than its GPU has, or spills registers
+on one of `CAPABILITIES`.
 """
 
 import argparse
@@ -24,14 +23,16 @@ from typing import NamedTuple
 
 import torch
 
-CAPABILITIES = (80, 90, 100)  # where nothing may spill
+from preact_kernels.kernels.contract import Conv, Fold, Norm, Wanted
+
+CAPABILITIES = (80, 90, 100)  # no spills allowed
 
 MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 188}
 SHARED_BYTES = {c: n * 1024 for c, n in ((80, 163), (89, 99), (90, 227), (100, 227), (120, 99))}
 
 
 class Shape(NamedTuple):
-    """A convolution of a network, on images of a size that decides nothing but the grid."""
+    """A convolution of a network. The image size affects only the grid."""
 
     channels: int
     out_channels: int
@@ -68,13 +69,13 @@ class Compiled(NamedTuple):
 
 
 class Driver:
-    """As much of a Triton driver as compiling takes, for a GPU that need not be here."""
+    """The parts of a Triton driver that compilation needs."""
 
     def __init__(self, target) -> None:
         self.target = target
 
     def get_current_device(self) -> int:
-        return self.target.arch  # kernels remember the target of each device
+        return self.target.arch  # kernels cache the target of each device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -84,7 +85,7 @@ class Driver:
 
 
 class Task(NamedTuple):
-    """What one process compiles at a time."""
+    """Compiled by one process."""
 
     capability: int
     dtype: torch.dtype
@@ -93,9 +94,9 @@ class Task(NamedTuple):
 
 
 def tasks(capabilities, quick: bool) -> list[Task]:
-    """Every dtype for every GPU, but float16 once: it takes the blocks of bfloat16.
+    """Every dtype for every GPU, except float16: once, as its blocks are those of bfloat16.
 
-    Quick leaves bfloat16.
+    Only bfloat16 if quick.
     """
     shapes = (*SHAPES, None)
     chosen = [(c, torch.bfloat16) for c in capabilities]
@@ -112,7 +113,7 @@ def tasks(capabilities, quick: bool) -> list[Task]:
 
 
 def compile_task(task: Task) -> list[Compiled]:
-    """Compiles what the launchers of a task would launch."""
+    """Compiles every kernel that the launchers of a task launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -129,9 +130,7 @@ def compile_task(task: Task) -> list[Compiled]:
         except Exception as error:
             where = f"sm_{task.capability} {task.shape} {task.dtype}"
             raise RuntimeError(f"{kernel.__name__} does not compile for {where}") from error
-        constants = dict(zip(kernel.arg_names, args, strict=False))
-        blocks = {n: v for n, v in constants.items() if n.startswith("BLOCK") or n == "STAGES"}
-        found[compiled.hash] = (kernel.__name__, {**blocks, **options}, compiled)
+        found[compiled.hash] = (kernel.__name__, options, compiled)
 
     JITFunction.run = compile_only
     gpu = launch.Device(task.capability, MULTIPROCESSORS[task.capability])
@@ -144,9 +143,17 @@ def compile_task(task: Task) -> list[Compiled]:
     return [row(task, *entry) for entry in found.values()]
 
 
-def vectors(channels: int) -> list[torch.Tensor]:
-    """Mean, variance, weight and bias of a batch norm."""
-    return [torch.empty(channels, device="meta") for _ in range(4)]
+def empty_norm(channels: int) -> Norm:
+    """A batch norm of meta tensors."""
+    return Norm(*(torch.empty(channels, device="meta") for _ in range(4)), 1e-5)
+
+
+def folds(skip: torch.Tensor | None, x: torch.Tensor) -> tuple[Fold, Fold]:
+    """A fold in training mode, and one in evaluation mode."""
+    channels = x.shape[1]
+    sums = torch.empty(2, channels, device="meta")
+    norm = empty_norm(channels)
+    return Fold(skip, x, norm, sums, 0.5), Fold(skip, x, norm, sums, 0.0)
 
 
 def images(channels: int, dtype: torch.dtype, side: int = 32) -> torch.Tensor:
@@ -156,20 +163,18 @@ def images(channels: int, dtype: torch.dtype, side: int = 32) -> torch.Tensor:
 
 
 def launch_others(task: Task) -> None:
-    """Every kernel without a convolution, for the widths of a network; and rare branches."""
+    """Every kernel without a convolution, for the widths of a network; and `launch_rare_convs`."""
     from preact_kernels.kernels import triton as kernels
-    from preact_kernels.kernels.triton.bn_relu import bn_relu_backward_mask
 
     for channels in (16, 64, 256, 17):
-        x, norm = images(channels, task.dtype), (*vectors(channels), 1e-5)
-        sums = torch.empty(2, channels, device="meta")
+        x, norm = images(channels, task.dtype), empty_norm(channels)
         kernels.bn_stats(x)
-        kernels.bn_relu_forward(x, *norm)
-        kernels.bn_relu_backward_sums(x, x, *norm)
-        bn_relu_backward_mask(x, x, *norm)
-        for inv_count in (0.5, 0.0):
-            kernels.bn_relu_backward_input(x, x, *norm, sums, inv_count)
-            kernels.bn_input_gradient(x, x, x, *norm[:3], norm[4], sums, inv_count)
+        kernels.bn_relu_forward(x, norm)
+        kernels.bn_relu_backward_sums(x, x, norm)
+        kernels.bn_relu_backward_mask(x, x, norm)
+        for fold in folds(x, x):
+            kernels.bn_relu_backward_input(x, x, norm, fold.sums, fold.inv_count)
+            kernels.bn_input_gradient(x, fold)
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
     launch_rare_convs(task.dtype)
@@ -177,7 +182,7 @@ def launch_others(task: Task) -> None:
 
 @contextlib.contextmanager
 def wide_addresses():
-    """Tensors count as larger than 32 bits address."""
+    """A context in which `needs_int64` is true for every tensor."""
     modules = [m for n, m in sys.modules.items() if n.startswith("preact_kernels.kernels.triton.")]
     modules = [m for m in modules if hasattr(m, "needs_int64")]
     before = modules[0].needs_int64
@@ -189,72 +194,76 @@ def wide_addresses():
 
 
 def launch_rare_convs(dtype: torch.dtype) -> None:
-    """Convolutions that no network here has: odd channels, a bias, evaluation, other geometries."""
+    """Odd channels, a bias, evaluation mode, unusual geometry, 64-bit addresses."""
     from preact_kernels.kernels import triton as kernels
 
     x, y = images(17, dtype, 7), images(23, dtype, 4)
-    norm = (*vectors(17), 1e-5)
+    norm = empty_norm(17)
     weight = torch.empty(23, 17, 3, 3, dtype=dtype, device="meta")
     bias = torch.empty(23, dtype=dtype, device="meta")
-    conv = ([2, 2], [2, 2], [2, 2], 1)
-    batch, running = (
-        (None, y, *vectors(23)[:3], 1e-5, torch.empty(2, 23, device="meta"), inv_count)
-        for inv_count in (0.5, 0.0)
-    )
-    kernels.bn_relu_conv_forward(x, *norm, weight, bias, None, *conv, False)
-    for fold, *wanted in ((batch, True, True), (running, True, False), (running, False, True)):
-        kernels.bn_relu_conv_backward(y, *fold, x, *norm, weight, *conv, *wanted, False)
+    conv = Conv((2, 2), (2, 2), (2, 2), 1)
+    batch, running = folds(None, y)
+    kernels.bn_relu_conv_forward(x, norm, weight, conv, conv_bias=bias)
+    for fold, wanted in (
+        (batch, Wanted(input=True, weight=True)),
+        (running, Wanted(input=True, weight=False)),
+        (running, Wanted(input=False, weight=True)),
+    ):
+        kernels.bn_relu_conv_backward(y, fold, x, norm, weight, conv, wanted)
     with wide_addresses():
-        kernels.bn_relu_conv_forward(x, *norm, weight, bias, None, *conv, True)
-        kernels.bn_relu_conv_backward(y, *batch, x, *norm, weight, *conv, True, True, False)
+        kernels.bn_relu_conv_forward(x, norm, weight, conv, conv_bias=bias, with_stats=True)
+        wanted = Wanted(input=True, weight=True)
+        kernels.bn_relu_conv_backward(y, batch, x, norm, weight, conv, wanted)
 
 
 def launch_conv(task: Task) -> None:
-    """A convolution forward and backward, with all that a stage asks of it."""
+    """A convolution forward and backward, as a stage calls it."""
     from preact_kernels.kernels import triton as kernels
 
     channels, out_channels, kernel, stride = task.shape
     x = images(channels, task.dtype)
     y = images(out_channels, task.dtype, 32 // stride)
     weight = torch.empty(out_channels, channels, kernel, kernel, dtype=task.dtype, device="meta")
-    norm = (*vectors(channels), 1e-5)
-    conv = ([stride] * 2, [kernel // 2] * 2, [1, 1], 1)
+    norm = empty_norm(channels)
+    conv = Conv((stride, stride), (kernel // 2, kernel // 2), (1, 1), 1)
     widens = out_channels > channels  # the last convolution of a bottleneck
-    kernels.bn_relu_conv_forward(x, *norm, weight, None, y if widens else None, *conv, True)
-    mean, var, z_weight, _ = vectors(out_channels)
-    sums = torch.empty(2, out_channels, device="meta")
-    fold = (y if widens else None, y, mean, var, z_weight, 1e-5, sums, 0.5)
-    kernels.bn_relu_conv_backward(y, *fold, x, *norm, weight, *conv, True, True, widens)
-    if task.dtype == torch.bfloat16:  # each gradient alone, of one that arrives whole
-        whole = (None, None, None, None, None, 0.0, None, 0.0)
-        for wanted in ((True, False), (False, True)):
-            kernels.bn_relu_conv_backward(y, *whole, x, *norm, weight, *conv, *wanted, False)
+    skip = y if widens else None
+    kernels.bn_relu_conv_forward(x, norm, weight, conv, residual=skip, with_stats=True)
+    fold, _ = folds(skip, y)
+    wanted = Wanted(input=True, weight=True, dy=widens)
+    kernels.bn_relu_conv_backward(y, fold, x, norm, weight, conv, wanted)
+    if task.dtype == torch.bfloat16:  # each gradient alone, without a fold
+        for wanted in (Wanted(input=True, weight=False), Wanted(input=False, weight=True)):
+            kernels.bn_relu_conv_backward(y, None, x, norm, weight, conv, wanted)
 
 
 def row(task: Task, name: str, options: dict, compiled) -> Compiled:
-    """The report on one kernel."""
+    """The report on one kernel, compiled with the keyword arguments `options` of its launch."""
     registers, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
-    shape = "x".join(map(str, task.shape)) if task.shape else ""
-    warps = options.pop("num_warps", compiled.metadata.num_warps)
+    blocks = options["BLOCKS"]._asdict() if "BLOCKS" in options else options
+    blocks = {n.lower(): v for n, v in blocks.items()}
+    blocks = {n: v for n, v in blocks.items() if n.startswith("block_") or n.endswith("_stages")}
     return Compiled(
-        task.capability,
-        name,
-        shape,
-        str(task.dtype).removeprefix("torch.") + ("" if task.tf32 else " ieee"),
-        " ".join(f"{n.removeprefix('BLOCK_').lower()}={v}" for n, v in options.items()),
-        warps,
-        registers,
-        spilled,
-        compiled.metadata.shared,
-        len(re.findall(r"\bwgmma\.mma_async", ptx)),
-        len(re.findall(r"\bmma\.sync", ptx)),
-        len(re.findall(r"\bcp\.async\.c[ag]", ptx)),
+        capability=task.capability,
+        kernel=name,
+        shape="x".join(map(str, task.shape)) if task.shape else "",
+        dtype=str(task.dtype).removeprefix("torch.") + ("" if task.tf32 else " ieee"),
+        options=" ".join(
+            f"{n.removeprefix('block_').removeprefix('num_')}={v}" for n, v in blocks.items()
+        ),
+        warps=compiled.metadata.num_warps,
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=compiled.metadata.shared,
+        wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
+        mma=len(re.findall(r"\bmma\.sync", ptx)),
+        async_copies=len(re.findall(r"\bcp\.async\.c[ag]", ptx)),
     )
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread, and bytes of its local memory: spilled ones, as no kernel has arrays."""
+    """Registers per thread, and bytes of local memory: spills, as no kernel has local arrays."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -269,7 +278,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def faults(rows: list[Compiled]) -> list[str]:
-    """What must not be."""
+    """Spills, and kernels that exceed the shared memory of their GPU."""
     wrong = []
     for r in rows:
         where = f"sm_{r.capability} {r.kernel} {r.shape} {r.dtype} {r.options}"
@@ -284,10 +293,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="CSV file to write the report to")
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
-    parser.add_argument("--quick", action="store_true", help="bfloat16 alone")
+    parser.add_argument("--quick", action="store_true", help="only bfloat16")
     options = parser.parse_args()
     if os.environ.pop("TRITON_INTERPRET", None):
-        sys.exit("compile_triton: TRITON_INTERPRET is set, and the interpreter compiles nothing")
+        sys.exit("compile_triton: TRITON_INTERPRET is set, but the interpreter does not compile")
 
     import triton
     from tabulate import tabulate

@@ -1,23 +1,29 @@
-"""Triton kernels under the function names of `reference`: for GPUs, and for the interpreter.
+"""The Triton backend, an implementation of `contract.Kernels`: for GPUs and for the interpreter.
 
-Tensors are dense NHWC, so `[pixels, channels]` matrices to a kernel. One file an op; what they
-share is in `batch_norm` and `conv` (device functions), `reduction` (partial results), `launch`
+To a kernel, a dense NHWC tensor is a `[pixels, channels]` matrix. There is one file per op; shared
+code is in `batch_norm` and `conv` (device functions), `reduction` (partial results), `launch`
 (grids) and `configurations` (block shapes).
 """
 
 from preact_kernels.kernels.triton.bn_relu import (
     bn_input_gradient,
     bn_relu_backward_input,
+    bn_relu_backward_mask,
     bn_relu_backward_sums,
     bn_relu_forward,
 )
-from preact_kernels.kernels.triton.bn_relu_conv import bn_relu_conv_backward, bn_relu_conv_forward
+from preact_kernels.kernels.triton.bn_relu_conv import (
+    bn_relu_conv_backward,
+    bn_relu_conv_forward,
+    serves_conv,
+)
 from preact_kernels.kernels.triton.bn_stats import bn_stats, running_stats_update
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
 __all__ = [
     "bn_input_gradient",
     "bn_relu_backward_input",
+    "bn_relu_backward_mask",
     "bn_relu_backward_sums",
     "bn_relu_conv_backward",
     "bn_relu_conv_forward",
@@ -25,4 +31,5 @@ __all__ = [
     "bn_stats",
     "residual_add_forward",
     "running_stats_update",
+    "serves_conv",
 ]

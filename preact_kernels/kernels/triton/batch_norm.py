@@ -1,7 +1,7 @@
-"""Device functions: one batch norm and ReLU, and its input gradient, as every kernel applies them.
+"""Device functions shared by all kernels: batch norm, ReLU, and the gradient of their input.
 
-Tiles are `[pixels, channels]`. They are computed on in float32 and hold values that the dtype of
-the activations can hold wherever PyTorch would store them.
+Tiles are `[pixels, channels]`. Arithmetic is in float32. Results that PyTorch would store are
+rounded to the dtype of the activations.
 """
 
 import triton
@@ -9,66 +9,69 @@ import triton.language as tl
 
 
 @triton.jit
-def load_batch_norm(mean, var, bn_weight, bn_bias, eps, channel, is_channel):
-    """mean, rstd, scale = bn_weight * rstd and bn_bias of some channels."""
-    mu = tl.load(mean + channel, mask=is_channel, other=0.0)
-    rstd = tl.rsqrt(tl.load(var + channel, mask=is_channel, other=1.0) + eps)
-    scale = tl.load(bn_weight + channel, mask=is_channel, other=0.0) * rstd
-    return mu, rstd, scale, tl.load(bn_bias + channel, mask=is_channel, other=0.0)
+def load_norm(norm, channel, CHANNELS: tl.constexpr):
+    """mean, rstd, scale = weight * rstd, and bias of a block of channels."""
+    is_channel = channel < CHANNELS
+    mean = tl.load(norm.mean + channel, mask=is_channel, other=0.0)
+    rstd = tl.rsqrt(tl.load(norm.var + channel, mask=is_channel, other=1.0) + norm.eps)
+    scale = tl.load(norm.weight + channel, mask=is_channel, other=0.0) * rstd
+    return mean, rstd, scale, tl.load(norm.bias + channel, mask=is_channel, other=0.0)
 
 
 @triton.jit
 def pre_activation(x, mean, scale, bias, dtype: tl.constexpr):
-    """p = (x - mean) * scale + bn_bias, rounded to `dtype`, in float32."""
+    """p = (x - mean) * scale + bias in float32, rounded to `dtype`."""
     p = (x - mean[None, :]) * scale[None, :] + bias[None, :]
     return p.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def relu(p):
-    """Zero where p <= 0, so that NaN stays, as in PyTorch."""
+    """0 where p <= 0, else p; NaN stays NaN, as in PyTorch."""
     return tl.where(p <= 0, 0.0, p)
 
 
 @triton.jit
-def load_fold(
-    x, mean, var, bn_weight, eps, sums, inv_count, channel, is_channel, CHANNELS: tl.constexpr
-):
-    """A, B, C and mean of some channels: a batch norm's input gradient is A*g + B*(x - mean) + C.
+def load_fold(fold, channel, CHANNELS: tl.constexpr):
+    """A, B, C and mean of a block of channels, for the gradient A*g + B*(x - mean) + C.
 
-    In evaluation mode, `inv_count` 0, B and C are zeros. Without x there is nothing to fold, and
-    the coefficients are not used.
+    B and C are zeros in evaluation mode, where `inv_count` is 0. Without a fold (`fold.x` is
+    None) the results are unused.
     """
-    if x is None:
+    if fold.x is None:
         return 0, 0, 0, 0
-    else:  # which Triton does not compile in the other case
-        mu = tl.load(mean + channel, mask=is_channel, other=0.0)
-        rstd = tl.rsqrt(tl.load(var + channel, mask=is_channel, other=1.0) + eps)
-        a = tl.load(bn_weight + channel, mask=is_channel, other=0.0) * rstd
-        sum_g = tl.load(sums + channel, mask=is_channel, other=0.0)
-        sum_g_xhat = tl.load(sums + CHANNELS + channel, mask=is_channel, other=0.0)
-        return a, -a * rstd * (sum_g_xhat * inv_count), -a * (sum_g * inv_count), mu
+    else:  # compiled only if there is a fold
+        is_channel = channel < CHANNELS
+        mean = tl.load(fold.norm.mean + channel, mask=is_channel, other=0.0)
+        variance = tl.load(fold.norm.var + channel, mask=is_channel, other=1.0)
+        rstd = tl.rsqrt(variance + fold.norm.eps)
+        a = tl.load(fold.norm.weight + channel, mask=is_channel, other=0.0) * rstd
+        sum_g = tl.load(fold.sums + channel, mask=is_channel, other=0.0)
+        sum_g_xhat = tl.load(fold.sums + CHANNELS + channel, mask=is_channel, other=0.0)
+        b = -a * rstd * (sum_g_xhat * fold.inv_count)
+        return a, b, -a * (sum_g * fold.inv_count), mean
 
 
 @triton.jit
-def load_folded(skip, g, x, fold, at, mask, g_mask, IN_TRAINING: tl.constexpr):
-    """A tile of [skip +] A*g + B*(x - mean) + C, in float32; zeros where `mask` is not.
+def load_folded(g, fold, coefficients, at, mask, g_mask, IN_TRAINING: tl.constexpr):
+    """A float32 tile of [skip +] A*g + B*(x - mean) + C; zeros outside `mask`.
 
-    g counts as zero where `g_mask` is not. In evaluation mode x is not read.
+    `coefficients` are the results of `load_fold`. g counts as zero outside `g_mask`. x is not read
+    in evaluation mode.
     """
-    a, b, c, mean = fold
+    a, b, c, mean = coefficients
     dx = tl.load(g + at, mask=g_mask, other=0.0).to(tl.float32) * a[None, :]
     if IN_TRAINING:
-        x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        dx += (x_tile - mean[None, :]) * b[None, :] + c[None, :]
-    if skip is not None:
-        dx += tl.load(skip + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(fold.x + at, mask=mask, other=0.0).to(tl.float32)
+        dx += (x - mean[None, :]) * b[None, :] + c[None, :]
+    if fold.skip is not None:
+        dx += tl.load(fold.skip + at, mask=mask, other=0.0).to(tl.float32)
     return tl.where(mask, dx, 0.0)
 
 
 @triton.jit
 def pixels_of(tile, BLOCK_PIXELS: tl.constexpr, INT64: tl.constexpr):
-    """Indices of a tile's pixels, wide enough to be multiplied by channels."""
+    """Indices of the pixels of a tile; 64-bit if their products with channels need it."""
     offset = tl.arange(0, BLOCK_PIXELS)
     if INT64:
         return (tile + tl.zeros([BLOCK_PIXELS], tl.int64)) * BLOCK_PIXELS + offset
@@ -78,5 +81,5 @@ def pixels_of(tile, BLOCK_PIXELS: tl.constexpr, INT64: tl.constexpr):
 
 @triton.jit
 def tiles_of(pixels, BLOCK_PIXELS: tl.constexpr):
-    """How many tiles hold so many pixels, at least one; near 2^31 of them too."""
+    """ceil(pixels / BLOCK_PIXELS) for pixels >= 1, without overflow near 2^31."""
     return (pixels - 1) // BLOCK_PIXELS + 1

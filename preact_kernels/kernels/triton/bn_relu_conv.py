@@ -1,57 +1,53 @@
-"""Batch norm, ReLU and convolution: kernels of our own where they win, PyTorch's convolution else.
+"""Batch norm, ReLU and convolution: one fused kernel where faster, else PyTorch's convolution."""
 
-PyTorch's runs on an activation that is formed again and freed at once.
-"""
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from preact_kernels.kernels import pytorch_conv
-from preact_kernels.kernels.triton.bn_relu import (
-    bn_input_gradient,
-    bn_relu_backward_mask,
-    bn_relu_forward,
-)
+from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Norm, Output, Wanted
 from preact_kernels.kernels.triton.bn_relu_conv_backward import launch_bn_relu_conv_backward
 from preact_kernels.kernels.triton.bn_relu_conv_forward import launch_bn_relu_conv_forward
-from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.configurations import is_fused
-from preact_kernels.kernels.triton.conv import geometry_of, precision
-from preact_kernels.kernels.triton.residual_add import residual_add_forward
+from preact_kernels.kernels.triton.conv import precision
 
-_SURROUNDINGS = pytorch_conv.Surroundings(
-    bn_stats, bn_relu_forward, bn_relu_backward_mask, bn_input_gradient, residual_add_forward
-)
+
+def serves_conv(
+    weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """See `Kernels.serves_conv`. The same on every device."""
+    return is_fused(weight_shape, conv.groups, precision(dtype))
 
 
 def bn_relu_conv_forward(
-    x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual,
-    stride, padding, dilation, groups, with_stats,
-):  # fmt: skip
-    """See `reference.bn_relu_conv_forward`."""
-    if is_fused(conv_weight.shape, groups, precision(x.dtype)):
-        return launch_bn_relu_conv_forward(
-            x, (mean, var, bn_weight, bn_bias, eps), conv_weight, conv_bias, residual,
-            geometry_of(conv_weight, stride, padding, dilation), with_stats,
-        )  # fmt: skip
-    return pytorch_conv.bn_relu_conv_forward(
-        _SURROUNDINGS, x, mean, var, bn_weight, bn_bias, eps, conv_weight, conv_bias, residual,
-        stride, padding, dilation, groups, with_stats,
-    )  # fmt: skip
+    x: Tensor,
+    norm: Norm,
+    conv_weight: Tensor,
+    conv: Conv,
+    *,
+    conv_bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    with_stats: bool = False,
+) -> Output:
+    """See `Kernels.bn_relu_conv_forward`."""
+    options = {"conv_bias": conv_bias, "residual": residual, "with_stats": with_stats}
+    if serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+        return launch_bn_relu_conv_forward(x, norm, conv_weight, conv, **options)
+    return pytorch_conv.bn_relu_conv_forward(kernels, x, norm, conv_weight, conv, **options)
 
 
 def bn_relu_conv_backward(
-    dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-    x, mean, var, bn_weight, bn_bias, eps, conv_weight,
-    stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
-):  # fmt: skip
-    """See `reference.bn_relu_conv_backward`."""
-    norm = (mean, var, bn_weight, bn_bias, eps)
-    if is_fused(conv_weight.shape, groups, precision(x.dtype)):
-        return launch_bn_relu_conv_backward(
-            dy, (skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count), x, norm,
-            conv_weight, geometry_of(conv_weight, stride, padding, dilation),
-            needs_g, needs_conv_weight, needs_dz,
-        )  # fmt: skip
-    return pytorch_conv.bn_relu_conv_backward(
-        _SURROUNDINGS, dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-        x, *norm, conv_weight,
-        stride, padding, dilation, groups, needs_g, needs_conv_weight, needs_dz,
-    )  # fmt: skip
+    dy: Tensor,
+    fold: Fold | None,
+    x: Tensor,
+    norm: Norm,
+    conv_weight: Tensor,
+    conv: Conv,
+    wanted: Wanted,
+) -> ConvGradients:
+    """See `Kernels.bn_relu_conv_backward`."""
+    if serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+        return launch_bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
+    return pytorch_conv.bn_relu_conv_backward(kernels, dy, fold, x, norm, conv_weight, conv, wanted)

@@ -1,8 +1,7 @@
-"""Both gradients of batch norm, ReLU and convolution, out of x and the gradient that arrives.
+"""Backward of batch norm, ReLU and convolution: recomputes the activation from x.
 
-That gradient may arrive folded, as the input gradient of the batch norm behind the convolution: it
-is then formed as it is loaded. The activation is formed again from x, and g, the masked gradient,
-is what the batch norm in front leaves to be folded in turn.
+The gradient of the output may be folded, as the input gradient of the batch norm that follows; the
+kernels evaluate it as they load.
 """
 
 import torch
@@ -10,21 +9,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Norm, Wanted
 from preact_kernels.kernels.triton.batch_norm import (
-    load_batch_norm,
     load_fold,
+    load_norm,
     pixels_of,
     pre_activation,
     relu,
     tiles_of,
 )
 from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
-from preact_kernels.kernels.triton.configurations import conv_backward
+from preact_kernels.kernels.triton.configurations import ConvBlocks, conv_backward
 from preact_kernels.kernels.triton.conv import (
-    Geometry,
+    NO_FOLD,
+    OutputGradient,
+    Sizes,
+    Strides,
     dot,
+    geometry_of,
     input_pixels,
     load_output_gradient,
+    load_weight,
     output_pixels,
     precision,
 )
@@ -36,124 +41,143 @@ from preact_kernels.kernels.triton.launch import (
 )
 from preact_kernels.kernels.triton.reduction import column_sums, launch_sum_partials
 
-WHOLE = (None, None, None, None, None, 0.0, None, 0.0)  # the fold of a gradient that is not folded
-
 
 @triton.jit
 def load_tap(
-    tap, block, dy, skip, z, fold, conv_weight, dz, pixel, is_pixel,
-    channel, H, W, OUT_H, OUT_W, stride_k, stride_c, stride_r, stride_s,
-    C: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, DIL_H: tl.constexpr, DIL_W: tl.constexpr,
-    Z_IN_TRAINING: tl.constexpr, BLOCK_COUT: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """The output's gradient `[pixels, BLOCK_COUT]` that a tap hands to x, and the tap's weights.
+    tap,
+    out_channel,
+    gradient,
+    coefficients,
+    tile_pixels,
+    sizes,
+    GEOMETRY: tl.constexpr,
+    IN_TRAINING: tl.constexpr,
+):
+    """The tile `[pixels, out channels]` of the output's gradient that a tap passes to x.
 
-    The gradient is stored in dz, where there is memory for it, by the middle tap.
+    `tile_pixels` are pixels of x, and which of them exist. The middle tap stores the tile in
+    `gradient.unfolded` unless None: it reads each output pixel once.
     """
-    out_pixel, exists = output_pixels(
-        pixel, is_pixel, tap, H, W, OUT_H, OUT_W,
-        R, S, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DIL_H, DIL_W,
-    )  # fmt: skip
-    out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-    is_out_channel = out_channel < K
+    pixel, is_pixel = tile_pixels
+    out_pixel, exists = output_pixels(pixel, is_pixel, tap, sizes, GEOMETRY)
+    is_out_channel = out_channel < GEOMETRY.K
     mask = exists[:, None] & is_out_channel[None, :]
-    at = out_pixel[:, None] * K + out_channel[None, :]
-    gradient = load_output_gradient(dy, skip, z, fold, at, mask, Z_IN_TRAINING).to(dtype)
-    if dz is not None:
-        is_own = (tap == R * S // 2) & (tl.program_id(1) == 0)
-        tl.store(dz + at, gradient, mask=mask & is_own)
-    w_at = tap // S * stride_r + tap % S * stride_s
-    w_at += channel[None, :] * stride_c + out_channel[:, None] * stride_k
-    w_mask = is_out_channel[:, None] & (channel < C)[None, :]
-    return gradient, tl.load(conv_weight + w_at, mask=w_mask, other=0.0)
+    at = out_pixel[:, None] * GEOMETRY.K + out_channel[None, :]
+    tile = load_output_gradient(gradient, coefficients, at, mask, IN_TRAINING)
+    tile = tile.to(gradient.dy.dtype.element_ty)
+    if gradient.unfolded is not None:
+        is_own = (tap == GEOMETRY.R * GEOMETRY.S // 2) & (tl.program_id(1) == 0)
+        tl.store(gradient.unfolded + at, tile, mask=mask & is_own)
+    return tile
 
 
 @triton.jit
 def bn_relu_conv_backward_kernel(
-    dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-    x, mean, var, bn_weight, bn_bias, eps, conv_weight,
-    g, dz, partials,
-    pixels, H, W, OUT_H, OUT_W, stride_k, stride_c, stride_r, stride_s,
-    C: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, DIL_H: tl.constexpr, DIL_W: tl.constexpr,
-    INT64: tl.constexpr, PRECISION: tl.constexpr,
-    Z_IN_TRAINING: tl.constexpr, NEEDS_CONV_WEIGHT: tl.constexpr,
-    BLOCK_PIXELS: tl.constexpr, BLOCK_CIN: tl.constexpr, BLOCK_COUT: tl.constexpr,
-    STAGES: tl.constexpr, TAP_STAGES: tl.constexpr,
-):  # fmt: skip
-    """g `[pixels, C]`, its sums and the weight's gradient in one pass over the pixels of x.
+    gradient,
+    x,
+    norm,
+    conv_weight,
+    g,
+    partials,
+    sizes,
+    strides,
+    GEOMETRY: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INT64: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IN_TRAINING: tl.constexpr,
+    WITH_WEIGHT: tl.constexpr,
+):
+    """g `[pixels, C]` = conv_transpose(gradient) * [p > 0], its sums, and dconv_weight.
 
-    `partials` is `[programs, R*S*K*C + 2*C]`, without the weight's part where it is not wanted. dz,
-    the gradient that arrived, is stored where there is memory for it: by the middle tap, which
-    reads each pixel once. Grid: programs, blocks of input channels.
+    `partials` is `[programs, R*S*K*C + 2*C]`: the gradient of the weight, absent unless
+    WITH_WEIGHT, and the sums. Grid: programs, blocks of input channels.
     """
     dtype: tl.constexpr = x.dtype.element_ty
-    TAPS: tl.constexpr = R * S
+    C: tl.constexpr = GEOMETRY.C
+    K: tl.constexpr = GEOMETRY.K
+    TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
+    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
+    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
+    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
+    pixels = sizes.pixels
     channel = tl.program_id(1) * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
     is_channel = channel < C
-    mu, rstd, scale, bias = load_batch_norm(mean, var, bn_weight, bn_bias, eps, channel, is_channel)
+    mean, rstd, scale, bias = load_norm(norm, channel, C)
     folds = ()
     for block in tl.static_range(COUT_BLOCKS):
-        out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-        folds = folds + (
-            load_fold(
-                z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-                out_channel, out_channel < K, K,
-            ),
-        )  # fmt: skip
+        first = block * BLOCK_COUT
+        folds = folds + (load_fold(gradient.fold, first + tl.arange(0, BLOCK_COUT), K),)
     sum_g = tl.zeros([BLOCK_CIN], tl.float32)
     sum_g_x = tl.zeros([BLOCK_CIN], tl.float32)
     dweights = ()
-    if NEEDS_CONV_WEIGHT:
+    if WITH_WEIGHT:
         for _ in tl.static_range(TAPS * COUT_BLOCKS):
             dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
     for tile in tl.range(
-        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
+        tl.program_id(0),
+        tiles_of(pixels, BLOCK_PIXELS),
+        tl.num_programs(0),
+        num_stages=BLOCKS.num_stages,
     ):
         pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
+        tile_pixels = (pixel, is_pixel)
         mask = is_pixel[:, None] & is_channel[None, :]
         at = pixel[:, None] * C + channel[None, :]
         x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        p = pre_activation(x_tile, mu, scale, bias, dtype)
+        p = pre_activation(x_tile, mean, scale, bias, dtype)
         a = tl.where(mask, relu(p), 0.0)
         da = tl.zeros([BLOCK_PIXELS, BLOCK_CIN], tl.float32)
-        if NEEDS_CONV_WEIGHT:  # whose accumulators have a name for each tap: unrolled
+        if WITH_WEIGHT:  # one accumulator per tap, so the loop over taps is unrolled
             added = ()
             for tap in tl.static_range(TAPS):
                 for block in tl.static_range(COUT_BLOCKS):
-                    gradient, weight = load_tap(
-                        tap, block, dy, skip, z, folds[block], conv_weight, dz, pixel, is_pixel,
-                        channel, H, W, OUT_H, OUT_W, stride_k, stride_c, stride_r, stride_s,
-                        C, K, R, S, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DIL_H, DIL_W,
-                        Z_IN_TRAINING, BLOCK_COUT, dtype,
-                    )  # fmt: skip
-                    da = dot(gradient, weight, da, dtype, PRECISION)
+                    out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+                    dy_tile = load_tap(
+                        tap,
+                        out_channel,
+                        gradient,
+                        folds[block],
+                        tile_pixels,
+                        sizes,
+                        GEOMETRY,
+                        IN_TRAINING,
+                    )
+                    weight = load_weight(
+                        conv_weight, strides, tap, channel, out_channel, GEOMETRY, TRANSPOSED=True
+                    )
+                    da = dot(dy_tile, weight, da, dtype, PRECISION)
                     dweight = dweights[tap * COUT_BLOCKS + block]
-                    added = added + (dot(tl.trans(gradient), a, dweight, dtype, PRECISION),)
+                    added = added + (dot(tl.trans(dy_tile), a, dweight, dtype, PRECISION),)
             dweights = added
         else:
-            for tap in tl.range(TAPS, num_stages=TAP_STAGES):
+            for tap in tl.range(TAPS, num_stages=BLOCKS.num_tap_stages):
                 for block in tl.static_range(COUT_BLOCKS):
-                    gradient, weight = load_tap(
-                        tap, block, dy, skip, z, folds[block], conv_weight, dz, pixel, is_pixel,
-                        channel, H, W, OUT_H, OUT_W, stride_k, stride_c, stride_r, stride_s,
-                        C, K, R, S, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DIL_H, DIL_W,
-                        Z_IN_TRAINING, BLOCK_COUT, dtype,
-                    )  # fmt: skip
-                    da = dot(gradient, weight, da, dtype, PRECISION)
+                    out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+                    dy_tile = load_tap(
+                        tap,
+                        out_channel,
+                        gradient,
+                        folds[block],
+                        tile_pixels,
+                        sizes,
+                        GEOMETRY,
+                        IN_TRAINING,
+                    )
+                    weight = load_weight(
+                        conv_weight, strides, tap, channel, out_channel, GEOMETRY, TRANSPOSED=True
+                    )
+                    da = dot(dy_tile, weight, da, dtype, PRECISION)
         g_tile = tl.where((p <= 0) | ~mask, 0.0, da).to(dtype)
         tl.store(g + at, g_tile, mask=mask)
         g_tile = g_tile.to(tl.float32)
         sum_g += column_sums(g_tile)
-        sum_g_x += column_sums(tl.where(mask, g_tile * (x_tile - mu[None, :]), 0.0))
-    WEIGHTS: tl.constexpr = TAPS * K * C if NEEDS_CONV_WEIGHT else 0
+        sum_g_x += column_sums(tl.where(mask, g_tile * (x_tile - mean[None, :]), 0.0))
+    WEIGHTS: tl.constexpr = TAPS * K * C if WITH_WEIGHT else 0
     own = partials + tl.program_id(0).to(tl.int64) * (WEIGHTS + 2 * C)
-    if NEEDS_CONV_WEIGHT:
+    if WITH_WEIGHT:
         for tap in tl.static_range(TAPS):
             for block in tl.static_range(COUT_BLOCKS):
                 out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
@@ -166,154 +190,199 @@ def bn_relu_conv_backward_kernel(
 
 @triton.jit
 def bn_relu_conv_backward_weight_kernel(
-    dy, skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count,
-    x, mean, var, bn_weight, bn_bias, eps,
+    gradient,
+    x,
+    norm,
     partials,
-    pixels, H, W, OUT_H, OUT_W,
-    C: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, DIL_H: tl.constexpr, DIL_W: tl.constexpr,
-    INT64: tl.constexpr, PRECISION: tl.constexpr, Z_IN_TRAINING: tl.constexpr,
-    BLOCK_PIXELS: tl.constexpr, BLOCK_CIN: tl.constexpr, BLOCK_COUT: tl.constexpr,
-    STAGES: tl.constexpr, TAPS_A_PROGRAM: tl.constexpr,
-):  # fmt: skip
-    """The weight's gradient alone, a block of some taps a program, over the pixels of the output.
+    sizes,
+    GEOMETRY: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INT64: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IN_TRAINING: tl.constexpr,
+    TAPS_PER_PROGRAM: tl.constexpr,
+):
+    """dconv_weight alone, over the pixels of the output.
 
-    `partials` is `[programs, R*S*K*C]`. Grid: programs, taps / TAPS_A_PROGRAM * blocks of output
+    `partials` is `[programs, R*S*K*C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks of output
     channels * blocks of input channels.
     """
     dtype: tl.constexpr = x.dtype.element_ty
+    C: tl.constexpr = GEOMETRY.C
+    K: tl.constexpr = GEOMETRY.K
+    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
+    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
+    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
+    pixels = sizes.pixels
     column = tl.program_id(1)
-    first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_A_PROGRAM
+    first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
     channel = column % CIN_BLOCKS * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
     is_channel = channel < C
     out_channel = column // CIN_BLOCKS % COUT_BLOCKS * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
     is_out_channel = out_channel < K
-    mu, _, scale, bias = load_batch_norm(mean, var, bn_weight, bn_bias, eps, channel, is_channel)
-    fold = load_fold(
-        z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count, out_channel, is_out_channel, K
-    )
+    mean, _, scale, bias = load_norm(norm, channel, C)
+    coefficients = load_fold(gradient.fold, out_channel, K)
     dweights = ()
-    for _ in tl.static_range(TAPS_A_PROGRAM):
+    for _ in tl.static_range(TAPS_PER_PROGRAM):
         dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
     for tile in tl.range(
-        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=STAGES
+        tl.program_id(0),
+        tiles_of(pixels, BLOCK_PIXELS),
+        tl.num_programs(0),
+        num_stages=BLOCKS.num_stages,
     ):
         pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
         out_mask = is_pixel[:, None] & is_out_channel[None, :]
         out_at = pixel[:, None] * K + out_channel[None, :]
-        gradient = load_output_gradient(dy, skip, z, fold, out_at, out_mask, Z_IN_TRAINING).to(
-            dtype
-        )
+        dy_tile = load_output_gradient(gradient, coefficients, out_at, out_mask, IN_TRAINING)
+        dy_tile = dy_tile.to(dtype)
         added = ()
-        for tap in tl.static_range(TAPS_A_PROGRAM):
-            in_pixel, exists = input_pixels(
-                pixel, is_pixel, first_tap + tap, H, W, OUT_H, OUT_W,
-                R, S, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DIL_H, DIL_W,
-            )  # fmt: skip
+        for tap in tl.static_range(TAPS_PER_PROGRAM):
+            in_pixel, exists = input_pixels(pixel, is_pixel, first_tap + tap, sizes, GEOMETRY)
             mask = exists[:, None] & is_channel[None, :]
             at = in_pixel[:, None] * C + channel[None, :]
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-            a = tl.where(mask, relu(pre_activation(x_tile, mu, scale, bias, dtype)), 0.0)
-            added = added + (dot(tl.trans(gradient), a, dweights[tap], dtype, PRECISION),)
+            a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, dtype)), 0.0)
+            added = added + (dot(tl.trans(dy_tile), a, dweights[tap], dtype, PRECISION),)
         dweights = added
-    own = partials + tl.program_id(0).to(tl.int64) * (R * S * K * C)
-    for tap in tl.static_range(TAPS_A_PROGRAM):
+    own = partials + tl.program_id(0).to(tl.int64) * (GEOMETRY.R * GEOMETRY.S * K * C)
+    for tap in tl.static_range(TAPS_PER_PROGRAM):
         w_at = ((first_tap + tap) * K + out_channel[:, None]) * C + channel[None, :]
         tl.store(own + w_at, dweights[tap], mask=is_out_channel[:, None] & is_channel[None, :])
 
 
 def _programs(x: Tensor, dy: Tensor, tiles: int, columns: int, weights: int) -> int:
-    """Programs of a column: no more than make partial weight gradients as large as x and dy."""
+    """Programs per grid column.
+
+    Limited so that the partial weight gradients are no larger than x and dy together.
+    """
     programs = persistent_programs(x, tiles, columns)
     if weights:
-        most = (x.numel() + dy.numel()) * x.element_size() // (4 * weights)
-        programs = min(programs, max(1, most))
+        limit = (x.numel() + dy.numel()) * x.element_size() // (4 * weights)
+        programs = min(programs, max(1, limit))
     return programs
+
+
+def _launch_input(
+    gradient: OutputGradient,
+    x: Tensor,
+    norm: Norm,
+    conv_weight: Tensor,
+    blocks: ConvBlocks,
+    dconv_weight: Tensor | None,
+    constants: dict,
+) -> tuple[Tensor, Tensor]:
+    """g and its sums; fills `dconv_weight` in the same pass unless None.
+
+    A program owns every `programs`-th tile of a block of input channels.
+    """
+    dy, channels = gradient.dy, x.shape[1]
+    g = torch.empty_like(x, memory_format=torch.channels_last)
+    sums = x.new_empty((2, channels), dtype=torch.float32)
+    pixels = x.numel() // channels
+    columns = triton.cdiv(channels, blocks.block_cin)
+    weights = 0 if dconv_weight is None else dconv_weight.numel()
+    programs = _programs(x, dy, triton.cdiv(pixels, blocks.block_pixels), columns, weights)
+    partials = x.new_empty((programs, weights + 2 * channels), dtype=torch.float32)
+    bn_relu_conv_backward_kernel[programs, columns](
+        gradient,
+        x,
+        norm,
+        conv_weight,
+        g,
+        partials,
+        Sizes(pixels, *x.shape[2:], *dy.shape[2:]),
+        Strides(*conv_weight.stride()),
+        **constants,
+        BLOCKS=blocks,
+        WITH_WEIGHT=dconv_weight is not None,
+        num_warps=blocks.num_warps,
+    )
+    launch_sum_partials(partials, dconv_weight, sums)
+    return g, sums
+
+
+def _launch_weight(
+    gradient: OutputGradient,
+    x: Tensor,
+    norm: Norm,
+    blocks: ConvBlocks,
+    dconv_weight: Tensor,
+    constants: dict,
+) -> None:
+    """Fills `dconv_weight`.
+
+    A program owns every `programs`-th tile of some taps and a block of either channels.
+    """
+    dy = gradient.dy
+    out_channels, channels, height, width = dconv_weight.shape
+    pixels = dy.numel() // out_channels
+    taps_per_program = width if width <= 3 else 1  # a row, if registers hold it
+    taps = height * width // taps_per_program
+    cin_blocks = triton.cdiv(channels, blocks.block_cin)
+    columns = taps * cin_blocks * triton.cdiv(out_channels, blocks.block_cout)
+    tiles = triton.cdiv(pixels, blocks.block_pixels)
+    programs = _programs(x, dy, tiles, columns, dconv_weight.numel())
+    partials = x.new_empty((programs, dconv_weight.numel()), dtype=torch.float32)
+    bn_relu_conv_backward_weight_kernel[programs, columns](
+        gradient,
+        x,
+        norm,
+        partials,
+        Sizes(pixels, *x.shape[2:], *dy.shape[2:]),
+        **constants,
+        BLOCKS=blocks,
+        TAPS_PER_PROGRAM=taps_per_program,
+        num_warps=blocks.num_warps,
+    )
+    launch_sum_partials(partials, dconv_weight, None)
 
 
 def launch_bn_relu_conv_backward(
     dy: Tensor,
-    fold: tuple,
+    fold: Fold | None,
     x: Tensor,
-    norm: tuple,
+    norm: Norm,
     conv_weight: Tensor,
-    geometry: Geometry,
-    needs_g: bool,
-    needs_conv_weight: bool,
-    needs_dz: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference.bn_relu_conv_backward` of one group.
-
-    Args:
-        dy: the gradient that arrives.
-        fold: `skip, z, z_mean, z_var, z_weight, z_eps, z_sums, z_inv_count`.
-        x: the input.
-        norm: `mean, var, bn_weight, bn_bias, eps`.
-        conv_weight: `[K, C, R, S]`.
-        geometry: of the convolution.
-        needs_g: whether g and its sums are wanted.
-        needs_conv_weight: whether the weight's gradient is.
-        needs_dz: whether the gradient that arrived is, unfolded.
-    """
-    batch, channels, height, width = x.shape
-    out_channels, out_height, out_width = dy.shape[1:]
-    config = conv_backward(capability(x), x.dtype, channels, out_channels, geometry.R * geometry.S)
-    g = x.new_empty(0)
-    sums = x.new_empty(0, dtype=torch.float32)
-    dconv_weight = conv_weight.new_empty(0)
-    dz = None
-    if needs_dz:
-        if needs_g and geometry.keeps_size():
-            dz = torch.empty_like(dy, memory_format=torch.channels_last)
-        else:  # no kernel below comes by every pixel of it once
-            dy = bn_input_gradient(fold[0], dy, *fold[1:])
-            fold = WHOLE
-    is_int64 = needs_int64(x, dy)
-    shapes = (height, width, out_height, out_width)
-    constants = (channels, out_channels, *geometry, is_int64, precision(x.dtype), fold[-1] != 0)
-    if needs_conv_weight:
-        dconv_weight = torch.empty_like(conv_weight)
-    in_one_pass = needs_g and needs_conv_weight and config.both is not None
+    conv: Conv,
+    wanted: Wanted,
+) -> ConvGradients:
+    """See `Kernels.bn_relu_conv_backward`; for one group."""
+    geometry = geometry_of(conv_weight.shape, conv)
+    taps = geometry.R * geometry.S
+    blocks = conv_backward(capability(x), x.dtype, geometry.C, geometry.K, taps)
+    in_one_pass = wanted.input and wanted.weight and blocks.both is not None
+    unfolded = stored = None
+    if wanted.dy and fold is None:
+        unfolded = dy
+    elif wanted.dy and wanted.input and geometry.keeps_size():
+        unfolded = stored = torch.empty_like(dy, memory_format=torch.channels_last)
+    elif wanted.dy:  # no kernel below reads each pixel of dy exactly once
+        unfolded = dy = bn_input_gradient(dy, fold)
+        fold = None
+    gradient = OutputGradient(dy, NO_FOLD if fold is None else fold, stored)
+    constants = {
+        "GEOMETRY": geometry,
+        "INT64": needs_int64(x, dy),
+        "PRECISION": precision(x.dtype),
+        "IN_TRAINING": gradient.fold.inv_count != 0,
+    }
+    g = sums = None
+    dconv_weight = torch.empty_like(conv_weight) if wanted.weight else None
     with on_device_of(x):
-        if needs_g:
-            g = torch.empty_like(x, memory_format=torch.channels_last)
-            sums = x.new_empty((2, channels), dtype=torch.float32)
-            block = config.both if in_one_pass else config.input
-            pixels = batch * height * width
-            columns = triton.cdiv(channels, block.block_cin)
-            weights = conv_weight.numel() if in_one_pass else 0
-            programs = _programs(x, dy, triton.cdiv(pixels, block.block_pixels), columns, weights)
-            partials = x.new_empty((programs, weights + 2 * channels), dtype=torch.float32)
-            bn_relu_conv_backward_kernel[(programs, columns)](
-                dy, *fold, x, *norm, conv_weight, g, dz, partials,
-                pixels, *shapes, *conv_weight.stride(), *constants, in_one_pass,
-                block.block_pixels, block.block_cin, block.block_cout, block.num_stages,
-                block.num_tap_stages, num_warps=block.num_warps,
-            )  # fmt: skip
-            launch_sum_partials(partials, dconv_weight if in_one_pass else None, sums)
-        if needs_conv_weight and not in_one_pass:
-            block = config.weight
-            pixels = batch * out_height * out_width
-            taps_a_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
-            columns = (
-                geometry.R * geometry.S // taps_a_program
-                * triton.cdiv(channels, block.block_cin)
-                * triton.cdiv(out_channels, block.block_cout)
-            )  # fmt: skip
-            tiles = triton.cdiv(pixels, block.block_pixels)
-            programs = _programs(x, dy, tiles, columns, conv_weight.numel())
-            partials = x.new_empty((programs, conv_weight.numel()), dtype=torch.float32)
-            bn_relu_conv_backward_weight_kernel[(programs, columns)](
-                dy, *fold, x, *norm, partials,
-                pixels, *shapes, *constants,
-                block.block_pixels, block.block_cin, block.block_cout, block.num_stages,
-                taps_a_program, num_warps=block.num_warps,
-            )  # fmt: skip
-            launch_sum_partials(partials, dconv_weight, None)
-    if needs_dz and dz is None:
-        dz = dy
-    return g, dconv_weight, sums, dy.new_empty(0) if dz is None else dz
+        if wanted.input:
+            g, sums = _launch_input(
+                gradient,
+                x,
+                norm,
+                conv_weight,
+                blocks.both if in_one_pass else blocks.input,
+                dconv_weight if in_one_pass else None,
+                constants,
+            )
+        if wanted.weight and not in_one_pass:
+            _launch_weight(gradient, x, norm, blocks.weight, dconv_weight, constants)
+    return ConvGradients(g, sums, dconv_weight, unfolded)

@@ -1,7 +1,7 @@
-"""Block shapes, warps and stages by a rule, found by compiling: as large as registers hold.
+"""Block shapes, warps and stages: as large as registers hold, as found by compiling.
 
-A choice depends on the shape, the dtype and the compute capability alone, so that all processes
-of a group choose alike and nothing is tuned while a program runs.
+A choice depends only on the shape, the dtype and the compute capability: all processes of a group
+choose alike, and nothing is tuned at run time.
 """
 
 import functools
@@ -11,87 +11,87 @@ from typing import NamedTuple
 import torch
 import triton
 
-HOPPER = 90  # whose wgmma reads operands from shared memory: registers are left for more pixels
+HOPPER = 90  # wgmma reads operands from shared memory, which leaves registers for more pixels
 BLACKWELL = 100
 
-MOST_TAPS = 9
-# Wider convolutions are left to cuDNN, behind a fused batch norm and ReLU: the prologue is bound by
+MAX_TAPS = 9
+# Wider convolutions run in cuDNN, after a fused batch norm and ReLU: the prologue is bound by
 # instruction issue, and tiles this narrow feed the tensor cores too slowly.
-MOST_CHANNELS_OF_1X1 = 256
-MOST_CHANNELS_OF_3X3 = 64
-MOST_PRODUCTS_IN_IEEE = 1024  # input times output channels
-# Weights of a program whose gradient registers hold beside that of the input.
-MOST_WEIGHTS_OF_1X1 = 16 * 1024
-MOST_WEIGHTS_OF_3X3 = 4 * 1024
+MAX_CHANNELS_1X1 = 256
+MAX_CHANNELS_3X3 = 64
+MAX_IEEE_PRODUCTS = 1024  # input channels times output channels
+# Largest weight whose gradient fits in a program's registers beside the gradient of the input.
+MAX_WEIGHTS_1X1 = 16 * 1024
+MAX_WEIGHTS_3X3 = 4 * 1024
 
 
-class Elementwise(NamedTuple):
-    """Of a kernel that reads and writes `[pixels, channels]` tiles."""
+class ElementwiseBlocks(NamedTuple):
+    """Launch configuration of an elementwise kernel: the shape of a tile, and warps."""
 
     block_pixels: int
     block_channels: int
     num_warps: int
 
 
-class Conv(NamedTuple):
-    """Of a convolution, forward or backward, over tiles of `block_pixels`."""
+class ConvBlocks(NamedTuple):
+    """Launch configuration of a convolution kernel."""
 
     block_pixels: int
     block_cin: int
     block_cout: int
     num_warps: int
     num_stages: int  # of the loop over tiles
-    num_tap_stages: int = 1  # of the loop over taps inside, where it is a loop
+    num_tap_stages: int = 1  # of the inner loop over taps, unless it is unrolled
 
 
-class Backward(NamedTuple):
-    """Of a convolution's backward."""
+class BackwardBlocks(NamedTuple):
+    """Launch configurations of the backward of a convolution."""
 
-    input: Conv  # g and its sums alone
-    weight: Conv  # the weight's gradient alone
-    both: Conv | None  # all in one pass, where registers hold the weight's gradient
+    input: ConvBlocks  # g and its sums
+    weight: ConvBlocks  # the gradient of the weight
+    both: ConvBlocks | None  # both in one pass; None where registers do not hold it
 
 
-def _block(channels: int, most: int) -> int:
-    """A power of two that tensor cores take (at least 16) and no larger than it must be."""
-    return min(max(triton.next_power_of_2(channels), 16), most)
+def _block(channels: int, largest: int) -> int:
+    """The smallest power of two that holds the channels, from 16 (tensor cores) to `largest`."""
+    return min(max(triton.next_power_of_2(channels), 16), largest)
 
 
 def _is_ragged(channels: int, out_channels: int) -> bool:
-    """Whether elements are masked one by one, which takes registers."""
+    """Whether masks differ between the elements of a vector load, which takes registers."""
     return channels % 8 != 0 or out_channels % 8 != 0
 
 
 @functools.cache
-def elementwise(channels: int) -> Elementwise:
-    """Tiles as wide as the channels up to 128, of 4,096 elements; half where narrow or masked."""
+def elementwise(channels: int) -> ElementwiseBlocks:
+    """Tiles of 4,096 elements, up to 128 channels wide; 2,048 where narrow or masked."""
     block_channels = min(triton.next_power_of_2(channels), 128)
     elements = 4096 if channels % max(block_channels, 32) == 0 else 2048
-    return Elementwise(elements // block_channels, block_channels, 8)
+    return ElementwiseBlocks(elements // block_channels, block_channels, 8)
 
 
 def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> bool:
-    """Whether a convolution has kernels of its own here, or is PyTorch's.
+    """Whether a convolution runs in a fused kernel; otherwise PyTorch's convolution is called.
 
     Args:
         conv_weight_shape: `[K, C / groups, R, S]`.
-        groups: of the convolution.
-        precision: "ieee" for products of float32 without tensor cores, which take more registers
-            than wide tiles leave; "tf32" for all others.
+        groups: number of groups.
+        precision: "ieee" for float32 without tensor cores, which needs more registers than wide
+            tiles leave; else "tf32".
     """
     out_channels, channels, kernel_h, kernel_w = conv_weight_shape
     taps = kernel_h * kernel_w
-    most = MOST_CHANNELS_OF_1X1 if taps == 1 else MOST_CHANNELS_OF_3X3
-    if precision == "ieee" and channels * out_channels > MOST_PRODUCTS_IN_IEEE:
+    max_channels = MAX_CHANNELS_1X1 if taps == 1 else MAX_CHANNELS_3X3
+    if precision == "ieee" and channels * out_channels > MAX_IEEE_PRODUCTS:
         return False
-    return groups == 1 and taps <= MOST_TAPS and max(channels, out_channels) <= most
+    return groups == 1 and taps <= MAX_TAPS and max(channels, out_channels) <= max_channels
 
 
 @functools.cache
 def conv_forward(
     capability: int, dtype: torch.dtype, channels: int, out_channels: int, taps: int
-) -> Conv:
-    """The forward of a convolution of `taps` positions."""
+) -> ConvBlocks:
+    """Launch configuration of the forward of a convolution with `taps` positions."""
     cin, cout = _block(channels, 64), _block(out_channels, 128)
     is_half = dtype.itemsize == 2
     pixels = 128 if capability == HOPPER and is_half and cout <= 64 else 64
@@ -100,17 +100,17 @@ def conv_forward(
         pixels = 32
     if taps == 1:
         has_room = capability == HOPPER or (is_half and capability < HOPPER)
-        return Conv(pixels, cin, cout, 8, 2 if has_room else 1)
-    return Conv(pixels, cin, cout, 4 if is_half and capability < HOPPER else 8, 1, 2)
+        return ConvBlocks(pixels, cin, cout, 8, 2 if has_room else 1)
+    return ConvBlocks(pixels, cin, cout, 4 if is_half and capability < HOPPER else 8, 1, 2)
 
 
 @functools.cache
 def conv_backward(
     capability: int, dtype: torch.dtype, channels: int, out_channels: int, taps: int
-) -> Backward:
-    """The backward of a convolution of `taps` positions.
+) -> BackwardBlocks:
+    """Launch configurations of the backward of a convolution with `taps` positions.
 
-    Weight gradients of all taps in one program's registers leave it fewer pixels at a time.
+    A program that holds the weight gradients of all taps in registers has fewer pixels per tile.
     """
     cin = _block(channels, 64)
     cout = _block(out_channels, 128 if taps == 1 and dtype.itemsize == 2 else 64)
@@ -121,16 +121,18 @@ def conv_backward(
         pixels = 16
         if dtype.itemsize == 2:
             pixels, warps, weight_warps = 32, 4 if capability < HOPPER else 8, 4
-    # Triton 3.6 fails to pipeline this kernel's products for Blackwell.
-    weight = Conv(pixels, cin, min(cout, 64), weight_warps, 2 if capability < BLACKWELL else 1)
+    # Triton 3.6 fails to pipeline the products of this kernel for Blackwell.
+    weight = ConvBlocks(
+        pixels, cin, min(cout, 64), weight_warps, 2 if capability < BLACKWELL else 1
+    )
     if taps > 1:
-        in_one_pass = weights <= MOST_WEIGHTS_OF_3X3 and dtype.itemsize == 2
-        both = Conv(32, cin, cout, 4, 1) if in_one_pass else None
-        return Backward(Conv(pixels, cin, cout, warps, 1, 2), weight, both)
+        in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtype.itemsize == 2
+        both = ConvBlocks(32, cin, cout, 4, 1) if in_one_pass else None
+        return BackwardBlocks(ConvBlocks(pixels, cin, cout, warps, 1, 2), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
     if weights > 2048:
         is_tight = capability >= BLACKWELL and dtype.itemsize == 4 and weights >= 16 * 1024
         pixels = min(pixels, 16 if is_tight else 32)
-    one = Conv(pixels, cin, cout, warps, 2 if capability == HOPPER else 1)
-    most_weights = MOST_WEIGHTS_OF_1X1 if is_roomy else 2048
-    return Backward(one, weight, one if weights <= most_weights else None)
+    one = ConvBlocks(pixels, cin, cout, warps, 2 if capability == HOPPER else 1)
+    max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
+    return BackwardBlocks(one, weight, one if weights <= max_weights else None)

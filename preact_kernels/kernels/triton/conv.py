@@ -1,10 +1,11 @@
-"""What convolution kernels share: where taps lie, the product of two tiles, weights and gradients.
+"""Shared by the convolution kernels: geometry, addresses of taps, and the product of two tiles.
 
-A convolution is a sum over taps, positions of the kernel: for each, the product of a tile
-`[pixels, channels]` and that tap's weights. Tiles are gathered from NHWC tensors by the indices of
-their pixels; what lies outside of the image counts as zero after the activation.
+A convolution is a sum over taps, the positions of the kernel: for each tap, the product of a tile
+`[pixels, channels]` and the weights of that tap. Tiles are gathered from NHWC tensors by pixel
+index. Padding counts as zero after the activation.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,16 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preact_kernels.kernels.contract import Conv, Fold, Norm
 from preact_kernels.kernels.triton.batch_norm import load_folded
 from preact_kernels.kernels.triton.launch import INTERPRETED
 
-# The interpreter's product of bfloat16 operands is wrong; of float32 ones it is right.
+# The interpreter multiplies bfloat16 operands incorrectly, and float32 operands correctly.
 _UPCAST = tl.constexpr(INTERPRETED)
+
+# In place of None: kernels test `fold.x`, as Triton 3.6 cannot compare a tuple that holds None.
+NO_FOLD = Fold(None, None, Norm(None, None, None, None, 0.0), None, 0.0)
 
 
 class Geometry(NamedTuple):
-    """Kernel size, stride, padding and dilation, as compile-time arguments of a kernel."""
+    """Channels, kernel size, stride, padding and dilation: a compile-time argument of kernels."""
 
+    K: int
+    C: int
     R: int
     S: int
     STRIDE_H: int
@@ -31,15 +38,8 @@ class Geometry(NamedTuple):
     DIL_H: int
     DIL_W: int
 
-    def out_shape(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the output."""
-        return (
-            (height + 2 * self.PAD_H - self.DIL_H * (self.R - 1) - 1) // self.STRIDE_H + 1,
-            (width + 2 * self.PAD_W - self.DIL_W * (self.S - 1) - 1) // self.STRIDE_W + 1,
-        )
-
     def keeps_size(self) -> bool:
-        """Whether every output pixel has the pixel at its own place for its middle tap."""
+        """Whether the middle tap of each output pixel is the input pixel at the same position."""
         return (
             self.STRIDE_H == self.STRIDE_W == 1
             and self.DIL_H * (self.R - 1) == 2 * self.PAD_H
@@ -48,23 +48,50 @@ class Geometry(NamedTuple):
         )
 
 
-def geometry_of(conv_weight: Tensor, stride, padding, dilation) -> Geometry:
-    """The geometry of a convolution."""
-    return Geometry(*conv_weight.shape[2:], *stride, *padding, *dilation)
+class Strides(NamedTuple):
+    """Strides of a weight `[K, C, R, S]`."""
+
+    k: int
+    c: int
+    r: int
+    s: int
+
+
+class Sizes(NamedTuple):
+    """Image sizes, and the number of pixels that the tiles of a launch cover."""
+
+    pixels: int
+    height: int
+    width: int
+    out_height: int
+    out_width: int
+
+
+class OutputGradient(NamedTuple):
+    """The gradient of a convolution's output, as kernels load it."""
+
+    dy: Tensor  # or the g of `fold`
+    fold: Fold  # or NO_FOLD
+    unfolded: Tensor | None  # where to store the gradient
+
+
+def geometry_of(weight_shape: Sequence[int], conv: Conv) -> Geometry:
+    """The geometry of a convolution with one group."""
+    return Geometry(*weight_shape, *conv.stride, *conv.padding, *conv.dilation)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How products are formed: "ieee" for those of float32 where PyTorch may not use TF32.
+    """`input_precision` of products: "ieee" for float32 unless PyTorch allows TF32, else "tf32".
 
-    Of the half-precision dtypes there is one kind of product, whatever this says.
+    Triton ignores it for fp16 and bf16.
     """
-    may_round = torch.backends.cudnn.conv.fp32_precision == "tf32"
-    return "ieee" if dtype == torch.float32 and not may_round else "tf32"
+    allows_tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"
+    return "ieee" if dtype == torch.float32 and not allows_tf32 else "tf32"
 
 
 @triton.jit
 def dot(a, b, total, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Total + a @ b, of operands rounded to `dtype`, in float32."""
+    """total + a @ b in float32, with operands rounded to `dtype`."""
     a, b = a.to(dtype), b.to(dtype)
     if _UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -72,43 +99,64 @@ def dot(a, b, total, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def input_pixels(
-    pixel, is_pixel, tap, H, W, OUT_H, OUT_W,
-    R: tl.constexpr, S: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, DIL_H: tl.constexpr, DIL_W: tl.constexpr,
-):  # fmt: skip
-    """The pixels of x that a tap of the output's pixels reads, and which of them exist."""
-    if R * S * STRIDE_H * STRIDE_W == 1 and PAD_H + PAD_W == 0:
+def input_pixels(pixel, is_pixel, tap, sizes, GEOMETRY: tl.constexpr):
+    """The pixels of x that a tap of the given output pixels reads, and which of them exist."""
+    TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
+    if TAPS * GEOMETRY.STRIDE_H * GEOMETRY.STRIDE_W == 1 and GEOMETRY.PAD_H + GEOMETRY.PAD_W == 0:
         return pixel, is_pixel
     else:
+        H, W, OUT_H, OUT_W = sizes.height, sizes.width, sizes.out_height, sizes.out_width
         n, h, w = pixel // (OUT_H * OUT_W), pixel // OUT_W % OUT_H, pixel % OUT_W
-        h = h * STRIDE_H - PAD_H + tap // S * DIL_H
-        w = w * STRIDE_W - PAD_W + tap % S * DIL_W
+        h = h * GEOMETRY.STRIDE_H - GEOMETRY.PAD_H + tap // GEOMETRY.S * GEOMETRY.DIL_H
+        w = w * GEOMETRY.STRIDE_W - GEOMETRY.PAD_W + tap % GEOMETRY.S * GEOMETRY.DIL_W
         return (n * H + h) * W + w, is_pixel & (h >= 0) & (h < H) & (w >= 0) & (w < W)
 
 
 @triton.jit
-def output_pixels(
-    pixel, is_pixel, tap, H, W, OUT_H, OUT_W,
-    R: tl.constexpr, S: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, DIL_H: tl.constexpr, DIL_W: tl.constexpr,
-):  # fmt: skip
-    """The pixels of the output whose tap reads the given pixels of x, and which of them exist."""
-    if R * S * STRIDE_H * STRIDE_W == 1 and PAD_H + PAD_W == 0:
+def output_pixels(pixel, is_pixel, tap, sizes, GEOMETRY: tl.constexpr):
+    """The output pixels whose given tap reads the given pixels of x, and which of them exist."""
+    TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
+    if TAPS * GEOMETRY.STRIDE_H * GEOMETRY.STRIDE_W == 1 and GEOMETRY.PAD_H + GEOMETRY.PAD_W == 0:
         return pixel, is_pixel
     else:
+        H, W, OUT_H, OUT_W = sizes.height, sizes.width, sizes.out_height, sizes.out_width
+        STRIDE_H: tl.constexpr = GEOMETRY.STRIDE_H
+        STRIDE_W: tl.constexpr = GEOMETRY.STRIDE_W
         n, h, w = pixel // (H * W), pixel // W % H, pixel % W
-        h += PAD_H - tap // S * DIL_H
-        w += PAD_W - tap % S * DIL_W
+        h += GEOMETRY.PAD_H - tap // GEOMETRY.S * GEOMETRY.DIL_H
+        w += GEOMETRY.PAD_W - tap % GEOMETRY.S * GEOMETRY.DIL_W
         exists = is_pixel & (h >= 0) & (h % STRIDE_H == 0) & (w >= 0) & (w % STRIDE_W == 0)
         h, w = h // STRIDE_H, w // STRIDE_W
         return (n * OUT_H + h) * OUT_W + w, exists & (h < OUT_H) & (w < OUT_W)
 
 
 @triton.jit
-def load_output_gradient(dy, skip, z, fold, at, mask, Z_IN_TRAINING: tl.constexpr):
-    """A tile of the gradient of the convolution's output in float32: as it is, or folded."""
-    if z is None:
-        return tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+def load_weight(
+    conv_weight,
+    strides,
+    tap,
+    channel,
+    out_channel,
+    GEOMETRY: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """The weights `[channels, out channels]` of a tap, or their transpose."""
+    at = tap // GEOMETRY.S * strides.r + tap % GEOMETRY.S * strides.s
+    if TRANSPOSED:
+        at += channel[None, :] * strides.c + out_channel[:, None] * strides.k
+        mask = (out_channel < GEOMETRY.K)[:, None] & (channel < GEOMETRY.C)[None, :]
     else:
-        return load_folded(skip, dy, z, fold, at, mask, mask, Z_IN_TRAINING)
+        at += channel[:, None] * strides.c + out_channel[None, :] * strides.k
+        mask = (channel < GEOMETRY.C)[:, None] & (out_channel < GEOMETRY.K)[None, :]
+    return tl.load(conv_weight + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_output_gradient(gradient, coefficients, at, mask, IN_TRAINING: tl.constexpr):
+    """A float32 tile of an `OutputGradient`; `coefficients` are the results of `load_fold`."""
+    if gradient.fold.x is None:
+        return tl.load(gradient.dy + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return load_folded(
+            gradient.dy, gradient.fold, coefficients, at, mask, mask, IN_TRAINING=IN_TRAINING
+        )

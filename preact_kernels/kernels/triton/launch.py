@@ -1,4 +1,4 @@
-"""What every launcher needs: the device, programs of a persistent grid, counters."""
+"""Properties of the device, grids, and the launch configuration of elementwise kernels."""
 
 import contextlib
 import functools
@@ -8,10 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-INTERPRETED = triton.knobs.runtime.interpret  # as kernels are defined
+from preact_kernels.kernels.triton.configurations import elementwise
 
-_INTERPRETED_PROGRAMS = 3  # enough for partial results to be merged, few enough to be quick
-_MOST_INDEX = 2**31 - 2**16  # a tile less than 32 bits hold
+INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
+
+_INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
+_MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
 
 
 def on_device_of(x: Tensor):
@@ -22,12 +24,12 @@ def on_device_of(x: Tensor):
 
 
 def needs_int64(*tensors: Tensor | None) -> bool:
-    """Whether an element's index exceeds what 32 bits hold."""
-    return any(t is not None and t.numel() > _MOST_INDEX for t in tensors)
+    """Whether any tensor has elements that a 32-bit index does not reach."""
+    return any(t is not None and t.numel() > _MAX_INT32_INDEX for t in tensors)
 
 
 class Device(NamedTuple):
-    """What decides about block shapes and grids."""
+    """The properties of a GPU that select block shapes and grids."""
 
     capability: int  # 90 for 9.0
     multiprocessors: int
@@ -35,7 +37,7 @@ class Device(NamedTuple):
 
 @functools.cache
 def properties(device: torch.device) -> Device:
-    """Of a GPU; for the interpreter some of either."""
+    """Properties of a GPU. Placeholders under the interpreter."""
     if device.type != "cuda":
         return Device(90, 1)
     found = torch.cuda.get_device_properties(device)
@@ -48,18 +50,54 @@ def capability(x: Tensor) -> int:
 
 
 def persistent_programs(x: Tensor, tiles: int, columns: int = 1) -> int:
-    """How many programs share the `tiles` of each column of a grid: two a multiprocessor.
+    """Number of programs that share the `tiles` of each grid column: two per multiprocessor.
 
-    The number enters the order of sums: it depends on the device alone, never on its load.
+    The order of sums depends on this number, so it is a function of the device, not of its load.
     """
     if INTERPRETED:
         return min(tiles, _INTERPRETED_PROGRAMS)
     return min(tiles, max(1, 2 * properties(x.device).multiprocessors // columns))
 
 
-def counters(x: Tensor, count: int) -> Tensor:
-    """`[count]` int32 zeros, for programs of a grid to count themselves in.
+class ElementwiseLaunch(NamedTuple):
+    """Launch configuration of an elementwise kernel on `[pixels, channels]`."""
 
-    New ones each time: filling them is part of the stream, and of a graph that captures it.
+    pixels: int
+    channels: int
+    tiles: int  # along the pixels
+    columns: int  # blocks of channels
+    constants: dict  # keyword arguments of the launch: constexprs and num_warps
+
+
+@functools.cache
+def _elementwise_constants(channels: int, int64: bool) -> dict:
+    blocks = elementwise(channels)
+    return {
+        "CHANNELS": channels,
+        "INT64": int64,
+        "BLOCKS": blocks,
+        "num_warps": blocks.num_warps,
+    }
+
+
+def elementwise_launch(x: Tensor) -> ElementwiseLaunch:
+    """Launch configuration of an elementwise kernel that reads or writes tensors shaped like x."""
+    channels = x.shape[1]
+    pixels = x.numel() // channels
+    blocks = elementwise(channels)
+    return ElementwiseLaunch(
+        pixels,
+        channels,
+        triton.cdiv(pixels, blocks.block_pixels),
+        triton.cdiv(channels, blocks.block_channels),
+        _elementwise_constants(channels, needs_int64(x)),
+    )
+
+
+def counters(x: Tensor, count: int) -> Tensor:
+    """`[count]` int32 zeros: arrival counters, one per grid column.
+
+    Allocated for every launch, so that zeroing them is part of the stream and of a CUDA graph that
+    captures it.
     """
     return torch.zeros(count, dtype=torch.int32, device=x.device)

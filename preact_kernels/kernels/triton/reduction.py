@@ -1,28 +1,45 @@
-"""Partial results of the programs of a grid, and what makes them whole in a fixed order.
+"""Reductions over the programs of a grid, in a fixed order.
 
-Statistics are kept as (count, mean, M2), the sum of squares around the mean, and merged by the
-formula of Chan, Golub and LeVeque (1979); the last program of a column of the grid to finish does
-so, in float64. Sums over programs (weight gradients, the two sums of a batch norm's backward) are
-many more numbers and get a launch of their own. No float is ever added atomically: two runs give
-the same bits.
+Statistics are (count, mean, M2), M2 being the sum of squares around the mean. They are merged by
+the formula of Chan, Golub and LeVeque (1979), in float64, by the last program of a grid column to
+finish. Sums over programs (gradients of the convolution's weight, and the two sums of batch norm's
+backward) have many more elements and get a launch of their own. There are no atomic additions of
+floats: two runs give the same bits.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.launch import INTERPRETED
+from preact_kernels.kernels.contract import BatchStatistics
+from preact_kernels.kernels.triton.conv import Strides
+from preact_kernels.kernels.triton.launch import INTERPRETED, counters
 
 _BLOCK_PROGRAMS = tl.constexpr(32)
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+class Statistics(NamedTuple):
+    """The tensors that a kernel needs to compute statistics of its output."""
+
+    partials: Tensor  # [programs, 4, channels]: count, pivot, offset and M2
+    counters: Tensor  # one zero per grid column
+    mean: Tensor  # [channels]
+    var: Tensor  # [channels]
+
+    def result(self) -> BatchStatistics:
+        """The statistics alone."""
+        return BatchStatistics(self.mean, self.var)
 
 
 @triton.jit
 def column_sums(tile):
     """Sums over the pixels of a float32 tile `[pixels, channels]`.
 
-    Hardware adds in trees. The interpreter adds row by row, and in float64 so as to be no worse.
+    A GPU adds in a tree. The interpreter adds row by row, and here in float64 to be as accurate.
     """
     if _IS_INTERPRETED:
         return tl.sum(tile.to(tl.float64), 0).to(tl.float32)
@@ -32,18 +49,25 @@ def column_sums(tile):
 
 @triton.jit
 def leading_bits(x):
-    """The float32 numbers x without the last 16 bits of their mantissas."""
+    """float32 x with the last 16 bits of the mantissa cleared."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def add_tile(count, pivot, offset, m2, tile, is_row, rows):
-    """Statistics of some channels, and of a tile `[pixels, channels]` of `rows` > 0 pixels more.
+def empty_moments(BLOCK_CHANNELS: tl.constexpr):
+    """count, pivot, offset and M2 of zero pixels; mean = pivot + offset.
 
-    The mean is `pivot + offset`, with a pivot of few bits near the first tile's mean: subtracting
-    that rounds next to nothing, however large a mean beside its deviation, and a constant channel
-    has that constant for a mean.
+    The pivot is near the mean of the first tile and has few bits. Subtracting it is nearly exact,
+    even if the mean is large relative to the deviation. The mean of a constant channel is exact.
     """
+    zeros = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    return tl.full([], 0.0, tl.float32), zeros, zeros, zeros
+
+
+@triton.jit
+def add_tile(moments, tile, is_row, rows):
+    """The moments after one more tile `[pixels, channels]`, of `rows` > 0 valid pixels."""
+    count, pivot, offset, m2 = moments
     rows = rows.to(tl.float32)
     near = leading_bits(column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows)
     is_first = tl.zeros_like(m2) + count == 0
@@ -61,7 +85,7 @@ def add_tile(count, pivot, offset, m2, tile, is_row, rows):
 
 @triton.jit
 def load_partials(partials, begin, programs, channel, is_channel, CHANNELS: tl.constexpr):
-    """Count, mean and M2 of some programs, each `[programs, channels]`, in float64."""
+    """Count, mean and M2 of a block of programs, each `[programs, channels]`, in float64."""
     row = begin + tl.arange(0, _BLOCK_PROGRAMS)
     mask = (row < programs)[:, None] & is_channel[None, :]
     at = partials + row[:, None] * 4 * CHANNELS + channel[None, :]
@@ -73,23 +97,21 @@ def load_partials(partials, begin, programs, channel, is_channel, CHANNELS: tl.c
 
 
 @triton.jit
-def finish_statistics(
-    count, pivot, offset, m2, partials, counters, mean_out, var_out, channel, is_channel,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Stores a program's statistics; the last of its column stores mean and variance of all.
+def finish_statistics(moments, statistics, channel, is_channel, CHANNELS: tl.constexpr):
+    """Stores the moments of a program; the last one of its column stores mean and variance.
 
-    `partials` is `[programs, 4, CHANNELS]`, `counters` one zero for every column of the grid,
-    whose first axis is the programs.
+    `statistics` is a `Statistics`. The first axis of the grid is the programs.
     """
+    count, pivot, offset, m2 = moments
+    partials = statistics.partials
     program, programs = tl.program_id(0), tl.num_programs(0)
     own = partials + program * 4 * CHANNELS + channel
     tl.store(own, tl.zeros_like(m2) + count, mask=is_channel)
     tl.store(own + CHANNELS, pivot, mask=is_channel)
     tl.store(own + 2 * CHANNELS, offset, mask=is_channel)
     tl.store(own + 3 * CHANNELS, m2, mask=is_channel)
-    tl.debug_barrier()  # every thread's stores come before the count
-    counter = counters + tl.program_id(1)
+    tl.debug_barrier()  # the stores of all threads precede the increment
+    counter = statistics.counters + tl.program_id(1)
     if tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1:
         total = tl.zeros_like(m2).to(tl.float64)
         sum_of_all = total
@@ -104,20 +126,30 @@ def finish_statistics(
             n, mean, s = load_partials(partials, begin, programs, channel, is_channel, CHANNELS)
             delta = mean - mean_of_all[None, :]
             m2_of_all += tl.sum(tl.where(n > 0, s + n * delta * delta, 0.0), 0)
-        tl.store(mean_out + channel, mean_of_all.to(tl.float32), mask=is_channel)
-        tl.store(var_out + channel, (m2_of_all / total).to(tl.float32), mask=is_channel)
+        variance = (m2_of_all / total).to(tl.float32)
+        tl.store(statistics.mean + channel, mean_of_all.to(tl.float32), mask=is_channel)
+        tl.store(statistics.var + channel, variance, mask=is_channel)
         tl.store(counter, 0)
 
 
 @triton.jit
 def sum_partials_kernel(
-    partials, programs, dconv_weight, sums,
-    stride_k, stride_c, stride_r, stride_s,
-    K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-    WEIGHTS: tl.constexpr, SUMS: tl.constexpr,
+    partials,
+    programs,
+    dconv_weight,
+    sums,
+    strides,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
-):  # fmt: skip
-    """Sums `partials [programs, WEIGHTS + SUMS]`: a weight's gradient `[R, S, K, C]`, then sums."""
+):
+    """Sums `partials [programs, WEIGHTS + SUMS]` over programs: `[R, S, K, C]` weights, then sums.
+
+    Grid: blocks of elements.
+    """
     element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
     is_element = element < WEIGHTS + SUMS
     total = tl.zeros([BLOCK_ELEMENTS], tl.float32)
@@ -128,7 +160,7 @@ def sum_partials_kernel(
         total += column_sums(tl.load(partials + at, mask=mask, other=0.0))
     if WEIGHTS > 0:
         c, k, tap = element % C, element // C % K, element // (C * K)
-        at = k * stride_k + c * stride_c + tap // S * stride_r + tap % S * stride_s
+        at = k * strides.k + c * strides.c + tap // S * strides.r + tap % S * strides.s
         value = total.to(dconv_weight.dtype.element_ty)
         tl.store(dconv_weight + at, value, mask=element < WEIGHTS)
     if SUMS > 0:
@@ -136,31 +168,35 @@ def sum_partials_kernel(
 
 
 def launch_sum_partials(partials: Tensor, dconv_weight: Tensor | None, sums: Tensor | None) -> None:
-    """Sums `partials` over its first axis into the weight's gradient and the sums.
+    """Sums `partials` over programs into `dconv_weight` and `sums`.
+
+    A program owns a block of elements, of all programs' partials.
 
     Args:
-        partials: `[programs, R*S*K*C + 2*C]` float32, either part absent where its result is None.
+        partials: `[programs, R*S*K*C + 2*C]` float32, without the part whose result is None.
         dconv_weight: `[K, C, R, S]`, any dtype and strides, or None.
         sums: `[2, C]` float32, or None.
     """
-    weights = 0 if dconv_weight is None else dconv_weight.numel()
-    count = 0 if sums is None else sums.numel()
-    shape = (1, 1, 1, 1) if dconv_weight is None else tuple(dconv_weight.shape)
-    strides = (0, 0, 0, 0) if dconv_weight is None else dconv_weight.stride()
+    K, C, _, S = (1, 1, 1, 1) if dconv_weight is None else dconv_weight.shape
     block = 1024 if INTERPRETED else 64
-    sum_partials_kernel[(triton.cdiv(weights + count, block),)](
-        partials, partials.shape[0], dconv_weight, sums, *strides, *shape, weights, count,
-        BLOCK_ELEMENTS=block, num_warps=4,
-    )  # fmt: skip
+    sum_partials_kernel[(triton.cdiv(partials.shape[1], block),)](
+        partials,
+        partials.shape[0],
+        dconv_weight,
+        sums,
+        None if dconv_weight is None else Strides(*dconv_weight.stride()),
+        K=K,
+        C=C,
+        S=S,
+        WEIGHTS=0 if dconv_weight is None else dconv_weight.numel(),
+        SUMS=0 if sums is None else sums.numel(),
+        BLOCK_ELEMENTS=block,
+        num_warps=4,
+    )
 
 
-def statistics_memory(y: Tensor, programs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for mean and variance of y `[N, C, H, W]`, and for the partials of all programs."""
-    channels = y.shape[1]
-    mean, var = (y.new_empty(channels, dtype=torch.float32) for _ in range(2))
-    return mean, var, y.new_empty((programs, 4, channels), dtype=torch.float32)
-
-
-def no_statistics(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Two empty tensors in place of mean and variance."""
-    return y.new_empty(0, dtype=torch.float32), y.new_empty(0, dtype=torch.float32)
+def new_statistics(x: Tensor, channels: int, programs: int, columns: int) -> Statistics:
+    """Uninitialized statistics for a grid of `programs` by `columns`, on the device of x."""
+    mean, var = (x.new_empty(channels, dtype=torch.float32) for _ in range(2))
+    partials = x.new_empty((programs, 4, channels), dtype=torch.float32)
+    return Statistics(partials, counters(x, columns), mean, var)

@@ -5,38 +5,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preact_kernels.kernels.contract import Output
 from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
-from preact_kernels.kernels.triton.configurations import elementwise
 from preact_kernels.kernels.triton.launch import (
-    counters,
-    needs_int64,
+    elementwise_launch,
     on_device_of,
     persistent_programs,
 )
 from preact_kernels.kernels.triton.reduction import (
     add_tile,
+    empty_moments,
     finish_statistics,
-    no_statistics,
-    statistics_memory,
+    new_statistics,
 )
 
 
 @triton.jit
 def residual_add_forward_kernel(
-    x, branch, y, partials, counters, mean, var, pixels,
-    CHANNELS: tl.constexpr, INT64: tl.constexpr,
-    BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """y = x + branch, all `[pixels, CHANNELS]`, and its statistics where `mean` is given.
+    x,
+    branch,
+    y,
+    statistics,
+    pixels,
+    CHANNELS: tl.constexpr,
+    INT64: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """y = x + branch, all `[pixels, CHANNELS]`, and the statistics of y unless None.
 
     Grid: programs, channel blocks.
     """
+    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
+    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
-    count = 0.0
-    pivot = tl.zeros([BLOCK_CHANNELS], tl.float32)
-    offset = pivot
-    m2 = pivot
+    moments = empty_moments(BLOCK_CHANNELS)
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
@@ -48,32 +51,26 @@ def residual_add_forward_kernel(
         value += tl.load(branch + at, mask=mask, other=0.0).to(tl.float32)
         stored = value.to(y.dtype.element_ty)
         tl.store(y + at, stored, mask=mask)
-        if mean is not None:
+        if statistics is not None:
             rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-            count, pivot, offset, m2 = add_tile(
-                count, pivot, offset, m2, stored.to(tl.float32), is_pixel, rows
-            )
-    if mean is not None:
-        finish_statistics(
-            count, pivot, offset, m2, partials, counters, mean, var, channel, is_channel, CHANNELS
-        )
+            moments = add_tile(moments, stored.to(tl.float32), is_pixel, rows)
+    if statistics is not None:
+        finish_statistics(moments, statistics, channel, is_channel, CHANNELS)
 
 
-def residual_add_forward(
-    x: Tensor, branch: Tensor, with_stats: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.residual_add_forward`."""
-    channels = x.shape[1]
-    pixels = x.numel() // channels
-    config = elementwise(channels)
-    programs = persistent_programs(x, triton.cdiv(pixels, config.block_pixels))
-    blocks = triton.cdiv(channels, config.block_channels)
+def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
+    """See `Kernels.residual_add_forward`.
+
+    A program owns every `programs`-th tile of a block of channels.
+    """
+    launch = elementwise_launch(x)
+    programs = persistent_programs(x, launch.tiles)
     y = torch.empty_like(x, memory_format=torch.channels_last)
-    mean, var, partials = statistics_memory(y, programs) if with_stats else (None, None, None)
+    statistics = None
+    if with_stats:
+        statistics = new_statistics(y, launch.channels, programs, launch.columns)
     with on_device_of(x):
-        residual_add_forward_kernel[(programs, blocks)](
-            x, branch, y, partials, counters(x, blocks) if with_stats else None, mean, var, pixels,
-            channels, needs_int64(x), config.block_pixels, config.block_channels,
-            num_warps=config.num_warps,
-        )  # fmt: skip
-    return (y, mean, var) if with_stats else (y, *no_statistics(y))
+        residual_add_forward_kernel[programs, launch.columns](
+            x, branch, y, statistics, launch.pixels, **launch.constants
+        )
+    return Output(y, statistics.result() if with_stats else None)
