@@ -122,7 +122,8 @@ package.__path__ = [{path!r}]
 sys.modules["preact_kernels"] = package
 import preact_kernels.kernels.reference
 import preact_kernels.kernels.cpu
-print(*(n for n in sys.modules if n.startswith("preact_kernels.") and ".kernels" not in n))
+allowed = ("preact_kernels.kernels", "preact_kernels.torch_compat")
+print(*(n for n in sys.modules if n.startswith("preact_kernels.") and not n.startswith(allowed)))
 """
 
 

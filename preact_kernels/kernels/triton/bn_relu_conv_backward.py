@@ -35,6 +35,7 @@ from preact_kernels.kernels.triton.conv import (
 )
 from preact_kernels.kernels.triton.launch import (
     capability,
+    ceil_div,
     needs_int64,
     on_device_of,
     persistent_programs,
@@ -283,9 +284,9 @@ def _launch_input(
     g = torch.empty_like(x, memory_format=torch.channels_last)
     sums = x.new_empty((2, channels), dtype=torch.float32)
     pixels = x.numel() // channels
-    columns = triton.cdiv(channels, blocks.block_cin)
+    columns = ceil_div(channels, blocks.block_cin)
     weights = 0 if dconv_weight is None else dconv_weight.numel()
-    programs = _programs(x, dy, triton.cdiv(pixels, blocks.block_pixels), columns, weights)
+    programs = _programs(x, dy, ceil_div(pixels, blocks.block_pixels), columns, weights)
     partials = x.new_empty((programs, weights + 2 * channels), dtype=torch.float32)
     bn_relu_conv_backward_kernel[programs, columns](
         gradient,
@@ -322,9 +323,9 @@ def _launch_weight(
     pixels = dy.numel() // out_channels
     taps_per_program = width if width <= 3 else 1  # a row, if registers hold it
     taps = height * width // taps_per_program
-    cin_blocks = triton.cdiv(channels, blocks.block_cin)
-    columns = taps * cin_blocks * triton.cdiv(out_channels, blocks.block_cout)
-    tiles = triton.cdiv(pixels, blocks.block_pixels)
+    cin_blocks = ceil_div(channels, blocks.block_cin)
+    columns = taps * cin_blocks * ceil_div(out_channels, blocks.block_cout)
+    tiles = ceil_div(pixels, blocks.block_pixels)
     programs = _programs(x, dy, tiles, columns, dconv_weight.numel())
     partials = x.new_empty((programs, dconv_weight.numel()), dtype=torch.float32)
     bn_relu_conv_backward_weight_kernel[programs, columns](

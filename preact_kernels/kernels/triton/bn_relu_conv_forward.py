@@ -27,6 +27,7 @@ from preact_kernels.kernels.triton.conv import (
 )
 from preact_kernels.kernels.triton.launch import (
     capability,
+    ceil_div,
     needs_int64,
     on_device_of,
     persistent_programs,
@@ -131,8 +132,8 @@ def launch_bn_relu_conv_forward(
     blocks = conv_forward(capability(x), x.dtype, geometry.C, geometry.K, geometry.R * geometry.S)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     pixels = y.numel() // geometry.K
-    columns = triton.cdiv(geometry.K, blocks.block_cout)
-    programs = persistent_programs(x, triton.cdiv(pixels, blocks.block_pixels), columns)
+    columns = ceil_div(geometry.K, blocks.block_cout)
+    programs = persistent_programs(x, ceil_div(pixels, blocks.block_pixels), columns)
     statistics = new_statistics(y, geometry.K, programs, columns) if with_stats else None
     with on_device_of(x):
         bn_relu_conv_forward_kernel[programs, columns](

@@ -16,6 +16,11 @@ _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; 
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
 
 
+def ceil_div(a: int, b: int) -> int:
+    """ceil(a / b), without the 2 us that `triton.cdiv` takes on the host."""
+    return -(-a // b)
+
+
 def on_device_of(x: Tensor):
     """A context in which kernels are launched on the device of `x`."""
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
@@ -88,8 +93,8 @@ def elementwise_launch(x: Tensor) -> ElementwiseLaunch:
     return ElementwiseLaunch(
         pixels,
         channels,
-        triton.cdiv(pixels, blocks.block_pixels),
-        triton.cdiv(channels, blocks.block_channels),
+        ceil_div(pixels, blocks.block_pixels),
+        ceil_div(channels, blocks.block_channels),
         _elementwise_constants(channels, needs_int64(x)),
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import BatchStatistics
 from preact_kernels.kernels.triton.conv import Strides
-from preact_kernels.kernels.triton.launch import INTERPRETED, counters
+from preact_kernels.kernels.triton.launch import INTERPRETED, ceil_div, counters
 
 _BLOCK_PROGRAMS = tl.constexpr(32)
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
@@ -179,7 +179,7 @@ def launch_sum_partials(partials: Tensor, dconv_weight: Tensor | None, sums: Ten
     """
     K, C, _, S = (1, 1, 1, 1) if dconv_weight is None else dconv_weight.shape
     block = 1024 if INTERPRETED else 64
-    sum_partials_kernel[(triton.cdiv(partials.shape[1], block),)](
+    sum_partials_kernel[(ceil_div(partials.shape[1], block),)](
         partials,
         partials.shape[0],
         dconv_weight,
