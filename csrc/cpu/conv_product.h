@@ -78,47 +78,38 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, A* out, int64_t 
   });
 }
 
-// acc[i][v] += the sum over channels c of in[at(i) + c] * weights[c][v].
-template <class A, int kRows, int kVectors, class At>
-PK_INLINE void add_products(Vector<A> (&acc)[kRows][kVectors], const A* in, const At& at,
-                            const A* weights, int64_t channels) {
-  for (int64_t c = 0; c < channels; ++c) {
-    Vector<A> wide[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) wide[v] = load(weights + v * kLanes<A>);
-    weights += kVectors * kLanes<A>;
-#pragma GCC unroll 32
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) acc[i][v] += in[at(i) + c] * wide[v];
-    }
-  }
-}
-
 // One tile of accumulators: kRows pixels by kVectors vectors of output channels.
 //   acc[i][v] = sum over taps and channels of in[at(i) + tap + c] * w[tap][c][v]
 template <class A, int kRows, int kVectors, class At, class Finish>
 PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t channels,
                             const A* weights, const Finish& finish) {
-  constexpr int64_t kWidth = kVectors * kLanes<A>, kRun = 32;
-  Vector<A> acc[kRows][kVectors] = {};
+  // Without FMA every product is rounded. Sums of short runs keep the error as small as with FMA.
+  constexpr int64_t kRun = 32;
+  Vector<A> acc[kRows][kVectors] = {}, total[kRows][kVectors] = {};
   for (int64_t t = 0; t < taps.count; ++t) {
     const A* from = in + taps.offset[t];
-    const A* w = weights + taps.place[t] * channels * kWidth;
-    if constexpr (kHasFma) {
-      add_products(acc, from, at, w, channels);
-      continue;
-    }
-    // Every product is rounded here. Sums of short runs keep the error as small as with FMA.
-    for (int64_t c = 0; c < channels; c += kRun) {
-      Vector<A> run[kRows][kVectors] = {};
-      add_products(run, from + c, at, w + c * kWidth, std::min(kRun, channels - c));
+    const A* w = weights + taps.place[t] * channels * kVectors * kLanes<A>;
+    for (int64_t c = 0; c < channels; ++c) {
+      Vector<A> wide[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) wide[v] = load(w + v * kLanes<A>);
+      w += kVectors * kLanes<A>;
+#pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
-        for (int v = 0; v < kVectors; ++v) acc[i][v] += run[i][v];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) acc[i][v] += from[at(i) + c] * wide[v];
+      }
+      if (kHasFma || ((c + 1) % kRun != 0 && c + 1 != channels)) continue;
+      for (int i = 0; i < kRows; ++i) {
+        for (int v = 0; v < kVectors; ++v) total[i][v] += acc[i][v], acc[i][v] = Vector<A>{};
       }
     }
   }
-  finish(acc);
+  if constexpr (kHasFma) {
+    finish(acc);
+  } else {
+    finish(total);
+  }
 }
 
 // The numbers of rows that tiles are compiled for, largest first.
