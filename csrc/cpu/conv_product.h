@@ -83,9 +83,7 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, A* out, int64_t 
 template <class A, int kRows, int kVectors, class At, class Finish>
 PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t channels,
                             const A* weights, const Finish& finish) {
-  // Without FMA every product is rounded. Sums of short runs keep the error as small as with FMA.
-  constexpr int64_t kRun = 32;
-  Vector<A> acc[kRows][kVectors] = {}, total[kRows][kVectors] = {};
+  Vector<A> acc[kRows][kVectors] = {};
   for (int64_t t = 0; t < taps.count; ++t) {
     const A* from = in + taps.offset[t];
     const A* w = weights + taps.place[t] * channels * kVectors * kLanes<A>;
@@ -99,17 +97,36 @@ PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) acc[i][v] += from[at(i) + c] * wide[v];
       }
-      if (kHasFma || ((c + 1) % kRun != 0 && c + 1 != channels)) continue;
-      for (int i = 0; i < kRows; ++i) {
-        for (int v = 0; v < kVectors; ++v) total[i][v] += acc[i][v], acc[i][v] = Vector<A>{};
-      }
     }
   }
+  finish(acc);
+}
+
+// The same with the precision of FMA where there is none and every product is rounded: by sums of
+// short runs of channels.
+template <class A, int kRows, int kVectors, class At, class Finish>
+PK_INLINE void precise_product_tile(const A* in, const At& at, const Taps& taps, int64_t channels,
+                                    const A* weights, const Finish& finish) {
   if constexpr (kHasFma) {
-    finish(acc);
-  } else {
-    finish(total);
+    return product_tile<A, kRows, kVectors>(in, at, taps, channels, weights, finish);
   }
+  constexpr int64_t kRun = 32;
+  Vector<A> acc[kRows][kVectors] = {};
+  for (int64_t t = 0; t < taps.count; ++t) {
+    for (int64_t c = 0; c < channels; c += kRun) {
+      Taps run;
+      run.add(taps.offset[t] + c, 0);
+      const A* w = weights + (taps.place[t] * channels + c) * kVectors * kLanes<A>;
+      product_tile<A, kRows, kVectors>(in, at, run, std::min(kRun, channels - c), w,
+                                       [&](auto& sum) PK_LAMBDA {
+                                         for (int i = 0; i < kRows; ++i) {
+                                           for (int v = 0; v < kVectors; ++v)
+                                             acc[i][v] += sum[i][v];
+                                         }
+                                       });
+    }
+  }
+  finish(acc);
 }
 
 // The numbers of rows that tiles are compiled for, largest first.
@@ -208,7 +225,7 @@ PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
           }
         };
         while (!packed.finite && pixel < pixels) {
-          product_tile<A, 1, kVectors>(
+          precise_product_tile<A, 1, kVectors>(
               from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels,
               w,
               [&](auto& acc) { finish(vectors, std::integral_constant<int, 1>{}, acc, pixel, k); });
@@ -225,7 +242,7 @@ PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
               at[i] = kTilesCrossRows ? from - first : i * in_channels;
               advance();
             }
-            product_tile<A, kRows, kVectors>(
+            precise_product_tile<A, kRows, kVectors>(
                 first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
                 [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_pixel, k); });
           });
