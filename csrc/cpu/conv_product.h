@@ -78,44 +78,52 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, A* out, int64_t 
   });
 }
 
-// acc[i][v] += the sum over channels c of in[at(i) + c] * weights[c][v].
-template <class A, int kRows, int kVectors, class At>
-PK_INLINE void add_products(Vector<A> (&acc)[kRows][kVectors], const A* in, const At& at,
-                            const A* weights, int64_t channels) {
-  for (int64_t c = 0; c < channels; ++c) {
-    Vector<A> wide[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) wide[v] = load(weights + v * kLanes<A>);
-    weights += kVectors * kLanes<A>;
-#pragma GCC unroll 32
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) acc[i][v] += in[at(i) + c] * wide[v];
-    }
-  }
-}
-
 // One tile of accumulators: kRows pixels by kVectors vectors of output channels.
 //   acc[i][v] = sum over taps and channels of in[at(i) + tap + c] * w[tap][c][v]
 template <class A, int kRows, int kVectors, class At, class Finish>
 PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t channels,
                             const A* weights, const Finish& finish) {
-  constexpr int64_t kWidth = kVectors * kLanes<A>, kRun = 32;
   Vector<A> acc[kRows][kVectors] = {};
   for (int64_t t = 0; t < taps.count; ++t) {
     const A* from = in + taps.offset[t];
-    const A* w = weights + taps.place[t] * channels * kWidth;
-    if constexpr (kHasFma) {
-      add_products(acc, from, at, w, channels);
-      continue;
-    }
-    // Every product is rounded here. Sums of short runs keep the error as small as with FMA.
-    for (int64_t c = 0; c < channels; c += kRun) {
-      Vector<A> run[kRows][kVectors] = {};
-      add_products(run, from + c, at, w + c * kWidth, std::min(kRun, channels - c));
+    const A* w = weights + taps.place[t] * channels * kVectors * kLanes<A>;
+    for (int64_t c = 0; c < channels; ++c) {
+      Vector<A> wide[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) wide[v] = load(w + v * kLanes<A>);
+      w += kVectors * kLanes<A>;
+#pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
-        for (int v = 0; v < kVectors; ++v) acc[i][v] += run[i][v];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) acc[i][v] += from[at(i) + c] * wide[v];
       }
+    }
+  }
+  finish(acc);
+}
+
+// The same with the precision of FMA where there is none and every product is rounded: by sums of
+// short runs of channels.
+template <class A, int kRows, int kVectors, class At, class Finish>
+PK_INLINE void precise_product_tile(const A* in, const At& at, const Taps& taps, int64_t channels,
+                                    const A* weights, const Finish& finish) {
+  if constexpr (kHasFma) {
+    return product_tile<A, kRows, kVectors>(in, at, taps, channels, weights, finish);
+  }
+  constexpr int64_t kRun = 32;
+  Vector<A> acc[kRows][kVectors] = {};
+  for (int64_t t = 0; t < taps.count; ++t) {
+    for (int64_t c = 0; c < channels; c += kRun) {
+      Taps run;
+      run.add(taps.offset[t] + c, 0);
+      const A* w = weights + (taps.place[t] * channels + c) * kVectors * kLanes<A>;
+      product_tile<A, kRows, kVectors>(in, at, run, std::min(kRun, channels - c), w,
+                                       [&](auto& sum) PK_LAMBDA {
+                                         for (int i = 0; i < kRows; ++i) {
+                                           for (int v = 0; v < kVectors; ++v)
+                                             acc[i][v] += sum[i][v];
+                                         }
+                                       });
     }
   }
   finish(acc);
@@ -217,7 +225,7 @@ PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
           }
         };
         while (!packed.finite && pixel < pixels) {
-          product_tile<A, 1, kVectors>(
+          precise_product_tile<A, 1, kVectors>(
               from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels,
               w,
               [&](auto& acc) { finish(vectors, std::integral_constant<int, 1>{}, acc, pixel, k); });
@@ -234,7 +242,7 @@ PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
               at[i] = kTilesCrossRows ? from - first : i * in_channels;
               advance();
             }
-            product_tile<A, kRows, kVectors>(
+            precise_product_tile<A, kRows, kVectors>(
                 first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
                 [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_pixel, k); });
           });
