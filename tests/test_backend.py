@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
+from preact_kernels.kernels import cpu, pytorch_conv
 from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, batch_norm_inputs, device_of
 from tests.cuda_on_host import serve_cpu
@@ -168,6 +169,63 @@ def test_an_unknown_name_in_the_environment_is_named():
     assert "got 'fast'" in process.stderr
 
 
+UNITS = {
+    "1x1": ((64, 16, 1, 1), {}),
+    "3x3": ((16, 16, 3, 3), {"padding": 1}),
+    "3x3_strided": ((16, 16, 3, 3), {"padding": 1, "stride": 2}),
+    "3x3_of_two_groups": ((16, 8, 3, 3), {"padding": 1, "groups": 2}),
+    "1x1_of_many_channels": ((1024, 512, 1, 1), {}),
+}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("name", ["auto", *pk.available_backends()])
+def test_backend_for_says_which_convolution_runs(name, unit, monkeypatch):
+    shape, options = UNITS[unit]
+    weight = torch.randn(shape, device=device_of(name) if name != "auto" else "cpu")
+    channels = shape[1] * options.get("groups", 1)
+    calls = []
+    function = pytorch_conv.bn_relu_conv_forward
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    monkeypatch.setattr(pytorch_conv, "bn_relu_conv_forward", counted)
+    with pk.use_backend(name):
+        said = pk.backend_for(weight, **options)
+        x = torch.randn(2, channels, 4, 4, device=weight.device)
+        pk.bn_relu_conv2d(x, weight, None, None, training=True, **options)
+    backend, _, convolution = said.partition(": ")
+    assert backend in ({name} if name != "auto" else pk.available_backends())
+    assert convolution == ("PyTorch convolution" if calls else "fused convolution")
+
+
+def test_backend_for_takes_a_dtype_and_a_device():
+    weight = torch.empty(16, 16, 1, 1)
+    assert pk.backend_for(weight, dtype=torch.float16) == "reference: PyTorch convolution"
+    assert pk.backend_for(weight, device="meta") == "reference: PyTorch convolution"
+    with pk.use_backend("reference"):
+        assert pk.backend_for(weight) == "reference: PyTorch convolution"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([16, 16, 1, 1],), TypeError, "conv_weight: expected a torch.Tensor, got list"),
+        ((torch.empty(16, 16),), ValueError, "conv_weight: expected 4 dimensions"),
+        ((torch.empty(16, 16, 1, 1), {"groups": 3}), ValueError, "multiple of groups 3"),
+        ((torch.empty(16, 16, 1, 1), {"stride": 0}), ValueError, "stride: expected at least 1"),
+        ((torch.empty(16, 16, 1, 1), {"padding": -1}), ValueError, "padding: expected at least 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_backend_for_names_what_is_wrong(arguments, error, message):
+    weight, *options = arguments
+    with pytest.raises(error, match=message):
+        pk.backend_for(weight, **(options[0] if options else {}))
+
+
 WITHOUT_A_LIBRARY = """
 import sys
 from pathlib import Path
@@ -190,3 +248,37 @@ def test_a_backend_that_is_missing_is_refused_and_not_replaced():
         "backend 'cpu' is not available here (the package was installed without its compiled "
         "library); available: 'reference'",
     ]
+
+
+WARNED = """
+import sys
+import warnings
+from pathlib import Path
+import torch
+import preact_kernels.kernels.cpu as cpu
+if sys.argv[1] == "missing":
+    cpu._LIBRARY = Path("/nowhere/_cpu.so")
+import preact_kernels as pk
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for dtype in (torch.float32, torch.float16, torch.float64, torch.float32):
+        pk.bn_relu(torch.randn(2, 4, 3, 3, dtype=dtype), None, None, training=True)
+for warning in caught:
+    print(warning.message)
+"""
+
+
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@pytest.mark.parametrize("library", ["missing", "there"])
+def test_a_build_without_its_library_says_so_once(library):
+    process = subprocess.run(
+        [sys.executable, "-c", WARNED, library],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = process.stdout.splitlines()
+    assert len(lines) == (library == "missing")
+    assert all("'cpu' is not available" in line and "pip install" in line for line in lines)

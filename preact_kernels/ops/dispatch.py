@@ -177,6 +177,7 @@ def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
     raise BackendError(f"no backend serves dtype {dtype} on {device_type}")
 
 
+@functools.cache
 def _warn_of_missing_library(backend: Backend) -> None:
     """Says once that a compiled library would have served a call."""
     if backend.name in ("cpu", "cuda") and torch.version.hip is None:
