@@ -109,6 +109,7 @@ CONV_CASES = (
     ConvCase("3x3_unpadded", (2, 16, 6, 5), 16),
     ConvCase("3x3_padded_by_4", (2, 8, 3, 2), 16, padding=4),
     ConvCase("3x3_dilated", (2, 16, 8, 7), 16, padding=2, dilation=2),
+    ConvCase("3x3_dilated_padded_by_1", (2, 16, 7, 6), 16, padding=1, dilation=2),
     ConvCase("3x3_dilated_2_by_3_strided", (2, 6, 9, 9), 10, 3, 2, (1, 3), (2, 3)),
     ConvCase("3x3_groups", (2, 32, 6, 5), 16, padding=1, groups=4, residual=True),
     ConvCase("3x3_depthwise", (2, 17, 6, 5), 34, padding=1, groups=17),

@@ -87,6 +87,15 @@ def test_nan_and_inf_spread_as_in_eager(where, value, training, backend):
         assert torch.equal(fused[name].isfinite(), expected.isfinite()), name
 
 
+@pytest.mark.backends("reference", "triton", "cuda")  # those that serve float16
+@pytest.mark.parametrize("training", [True, False])
+def test_no_gradient_passes_where_a_pre_activation_rounds_to_zero(training, backend):
+    inputs = batch_norm_inputs(TYPICAL, torch.float16)
+    inputs["bn_weight"], inputs["bn_bias"] = torch.full((16,), 1e-9), torch.zeros(16)
+    results = evaluate(partial(pk.bn_relu, training=training), inputs)
+    assert not any(results[name].any() for name in ("y", "dx", "dbn_weight", "dbn_bias"))
+
+
 def test_a_nan_in_x_is_not_taken_for_a_zero(backend):
     inputs = batch_norm_inputs(TYPICAL)
     inputs["x"][0, 2, 1, 1] = float("nan")
