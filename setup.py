@@ -33,6 +33,12 @@ TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORC
 FLAGS = ["-O3", "-std=c++17", TARGET]
 CUDA_FLAGS = ["-DUSE_CUDA", "-Xcompiler=-fvisibility=hidden"]
 # Without TORCH_CUDA_ARCH_LIST. The last comes as PTX too, for later GPUs.
+NAMED_ARCHITECTURES = {
+    "Ampere": "8.0;8.6",
+    "Ada": "8.9",
+    "Hopper": "9.0",
+    "Blackwell": "10.0;12.0",
+}
 CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 
 
@@ -69,7 +75,7 @@ def cpu_extension():
         sorted(glob("csrc/cpu/*.cpp")),
         depends=HEADERS,
         include_dirs=INCLUDE_DIRS.copy(),
-        # The last: GCC 12 warns of its own AVX-512 header.
+        # -Wno-maybe-uninitialized: GCC 12 warns in its own AVX-512 header.
         extra_compile_args=[*FLAGS, "-fvisibility=hidden", "-Wno-maybe-uninitialized"],
         py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
     )
@@ -78,23 +84,31 @@ def cpu_extension():
 def cuda_targets(names):
     """Return nvcc's flags for architectures such as "8.0;9.0+PTX"; a space separates too.
 
+    Architectures older than 8.0 are left out. Names are those of torch, such as "Hopper".
+
     Raises:
-        ValueError: an architecture is not a number, such as "Hopper", or is older than 8.0.
+        ValueError: an architecture is neither a number nor a name, or all are older than 8.0.
     """
     cubins, ptx = [], []
+    for name, numbers in NAMED_ARCHITECTURES.items():
+        names = names.replace(name, numbers)
     for name in names.replace(";", " ").split():
         found = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", name)
-        if not found or int(found[1]) < 8:
+        if not found:
             raise ValueError(
                 "TORCH_CUDA_ARCH_LIST: expected compute capabilities from 8.0 on, "
                 f'such as "8.0;9.0+PTX", got "{name}"'
             )
+        if int(found[1]) < 8:
+            continue
         arch = found[1] + found[2]
         cubins.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
         if found[3]:
             ptx.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
     if not cubins:
-        raise ValueError("TORCH_CUDA_ARCH_LIST: expected at least one compute capability, got none")
+        raise ValueError(
+            f'TORCH_CUDA_ARCH_LIST: expected a compute capability from 8.0 on, got "{names}"'
+        )
     return list(dict.fromkeys(cubins + ptx))
 
 
@@ -137,9 +151,9 @@ def cuda_extension():
     nvcc = next(filter(None, map(shutil.which, paths)), None)
     try:
         targets = cuda_targets(os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES)
+        obstacle = find_cuda_obstacle(nvcc, targets)
     except ValueError as error:
-        sys.exit(f"preact_kernels: {error}")
-    obstacle = find_cuda_obstacle(nvcc, targets)
+        obstacle = error
     if obstacle:
         if wanted == "1":
             sys.exit(f"preact_kernels: PREACT_KERNELS_CUDA=1, but {obstacle}")

@@ -1,4 +1,4 @@
-// The arguments of every kernel, named once. preact_kernels/kernels/contract.py is the same list.
+// The arguments of every kernel, named once, as in preact_kernels/kernels/contract.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -26,16 +26,10 @@ class PlainBlock(nn.Module):
 class FusedBlock(PlainBlock):
     """The same parameters; each BatchNorm-ReLU-Conv is one operation, with the addition inside."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        # A tuple is not registered, so that the keys of the state_dict stay the same.
-        self.units = (
-            pk.BNReLUConv2d.from_modules(self.bn1, self.conv1),
-            pk.BNReLUConv2d.from_modules(self.bn2, self.conv2),
-        )
-
     def forward(self, x: Tensor) -> Tensor:
-        first, second = self.units
+        # Made in each call, so that a replaced child (SyncBatchNorm, pruning) takes effect.
+        first = pk.BNReLUConv2d.from_modules(self.bn1, self.conv1)
+        second = pk.BNReLUConv2d.from_modules(self.bn2, self.conv2)
         return second(first(x), residual=x)
 
 

@@ -21,7 +21,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
         Bytes.
 
     Raises:
-        TypeError: `model` is no module or `x` no tensor.
+        TypeError: `model` is not an `nn.Module`, or `x` not a tensor.
     """
     check_model_and_input(model, x)
     kept, _ = saved_storages(model, x)

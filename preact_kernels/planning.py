@@ -20,7 +20,7 @@ from preact_kernels.modules.run_blocks import geometry_of
 from preact_kernels.ops import layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
-from preact_kernels.torch_compat import BatchNorm, FakeTensorMode, storage_id
+from preact_kernels.torch_compat import BatchNormBase, FakeTensorMode, storage_id
 
 _MIB = 2**20
 
@@ -127,7 +127,7 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: the model has no stage, or no combination fits; the message names the smallest
-            budget that one does fit.
+            budget that fits.
     """
     check_model_and_input(model, x)
     if isinstance(budget, bool) or not isinstance(budget, int):
@@ -137,12 +137,11 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     if next(_stages(model), None) is None:
         raise ValueError("model: expected at least one PreActStage, got none")
     other_bytes, options = _options(model, x)
-    combinations = list(itertools.product(*options))
-    fitting = [c for c in combinations if other_bytes + _saved(c) <= budget]
-    if not fitting:
-        smallest = other_bytes + min(map(_saved, combinations))
+    fitting = (c for c in itertools.product(*options) if other_bytes + _saved(c) <= budget)
+    chosen = min(fitting, key=lambda c: (_extra(c), _saved(c)), default=None)
+    if chosen is None:
+        smallest = other_bytes + sum(min(o.saved_bytes for o in some) for some in options)
         raise ValueError(f"budget: expected at least {smallest} bytes, got {budget}")
-    chosen = min(fitting, key=lambda c: (_extra(c), _saved(c)))
     stages = tuple(
         StagePlan(name, len(stage), tuple(some), choice)
         for (name, stage), some, choice in zip(_stages(model), options, chosen, strict=True)
@@ -259,7 +258,7 @@ def _copy_of_shapes(model: _Model, device: torch.device | None = None) -> _Model
         fakes[id(t)] = nn.Parameter(fake, t.requires_grad) if is_parameter else fake
     model = copy.deepcopy(model, fakes)
     for module in model.modules():
-        if isinstance(module, BatchNorm):
+        if isinstance(module, BatchNormBase):
             module.momentum = 0.1  # None reads the number of batches
             if isinstance(module, nn.SyncBatchNorm):  # without communication
                 module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]

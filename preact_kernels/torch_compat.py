@@ -1,4 +1,4 @@
-"""The oldest torch that works, and every private name of torch that the package uses."""
+"""The oldest torch that works, and every private function of torch that the package uses."""
 
 import contextlib
 import re
@@ -23,8 +23,8 @@ foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_neg = torch._foreach_neg
 
-# The common base of all batch norms, of which planning replaces the momentum.
-BatchNorm = nn.modules.batchnorm._BatchNorm
+# Base class of all batch norms; planning overrides `momentum`.
+BatchNormBase = nn.modules.batchnorm._BatchNorm
 
 # Whether hooks are registered for all modules: a fused module must then call its children.
 has_global_module_hook = _has_any_global_hook

@@ -210,7 +210,7 @@ def library_calls(request):
     libraries = {name.partition("::")[0].removeprefix("preact_kernels_") for name in marker.args}
     for row in backends.BACKENDS:
         if row.name in libraries and not row.is_available():
-            pytest.skip(f"backend {row.name} is not available: {row.obstacle()}")
+            pytest.skip(f"backend {row.name} is not available: {row.load_error()}")
     with CalledOps() as called:
         yield
     not_called = set(marker.args) - called.names

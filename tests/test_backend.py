@@ -229,8 +229,8 @@ def test_backend_for_names_what_is_wrong(arguments, error, message):
 WITHOUT_A_LIBRARY = """
 import sys
 from pathlib import Path
-import preact_kernels.kernels.cpu as cpu
-cpu._LIBRARY = Path("/nowhere/_cpu.so")
+import preact_kernels.kernels.native as native
+native._PACKAGE = Path("/nowhere")
 import preact_kernels as pk
 print(pk.available_backends())
 try:
@@ -245,8 +245,8 @@ def test_a_backend_that_is_missing_is_refused_and_not_replaced():
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         "('reference',)",
-        "backend 'cpu' is not available here (the package was installed without its compiled "
-        "library); available: 'reference'",
+        "backend 'cpu' is not available here (the package was installed without _cpu.so); "
+        "available: 'reference'",
     ]
 
 
@@ -255,9 +255,9 @@ import sys
 import warnings
 from pathlib import Path
 import torch
-import preact_kernels.kernels.cpu as cpu
+import preact_kernels.kernels.native as native
 if sys.argv[1] == "missing":
-    cpu._LIBRARY = Path("/nowhere/_cpu.so")
+    native._PACKAGE = Path("/nowhere")
 import preact_kernels as pk
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

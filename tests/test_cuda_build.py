@@ -141,6 +141,7 @@ def setup_file(monkeypatch):
 ARCHITECTURES = {
     "": ["80,sm_80", "90,sm_90", "100,sm_100", "100,compute_100"],
     "9.0": ["90,sm_90"],
+    "7.5 Hopper+PTX": ["90,sm_90", "90,compute_90"],
     "8.0;9.0+PTX": ["80,sm_80", "90,sm_90", "90,compute_90"],
     "8.0+PTX 8.6; 12.0a": ["80,sm_80", "86,sm_86", "120a,sm_120a", "80,compute_80"],
 }
@@ -154,13 +155,15 @@ def test_torch_cuda_arch_list_chooses_the_architectures(names, setup_file, monke
     assert found == [a.replace(",", ",code=") for a in ARCHITECTURES[names]]
 
 
-@pytest.mark.parametrize("names", ["Hopper", "90", "9.0+PTX;7.5", "9.0-PTX", ";"])
-def test_an_architecture_that_cannot_be_built_is_named(names, setup_file, monkeypatch):
+@pytest.mark.parametrize("names", ["Kepler", "90", "7.0;7.5+PTX", "9.0-PTX", ";"])
+def test_an_architecture_that_cannot_be_built_is_named(names, setup_file, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
     with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST: expected .*, got ") as raised:
         setup_file["cuda_extension"]()
-    wrong = {"9.0+PTX;7.5": '"7.5"', ";": "none"}.get(names, f'"{names}"')
-    assert str(raised.value).endswith(f"got {wrong}")
+    assert str(raised.value).endswith(f'got "{names}"')
+    monkeypatch.delenv("PREACT_KERNELS_CUDA")  # then only the CPU library is built
+    assert setup_file["cuda_extension"]() is None
+    assert f'got "{names}"' in capsys.readouterr().err
 
 
 def test_an_architecture_that_nvcc_lacks_is_named(setup_file, monkeypatch):

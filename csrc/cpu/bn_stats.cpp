@@ -23,7 +23,7 @@ void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatist
   });
 }
 
-// Blocks do not count themselves on a CPU.
+// The CPU needs no counters.
 void allocate_counters(const Tensor&, std::vector<BatchStatistics>&) {}
 
 // running = (1 - momentum) * running + momentum * batch, contiguous float32, for many vectors.

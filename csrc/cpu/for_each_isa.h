@@ -48,7 +48,11 @@ PK_END_ISA
 namespace preact_kernels::generic {
 constexpr int kVectorBytes = 16;
 constexpr int kRegisters = 16;
+#ifdef __x86_64__
 constexpr bool kHasFma = false;
+#else
+constexpr bool kHasFma = true;  // part of AArch64
+#endif
 #include "simd.h"
 #include PK_KERNELS
 }  // namespace preact_kernels::generic

@@ -82,7 +82,7 @@ struct Normalisation {
   }
 };
 
-// The coefficients of a fold, a*g + b*(x - mean) + c. In evaluation mode b and c are zero.
+// The coefficients of a fold, a*g + b*(x - mean) + c. In evaluation mode b and c are not used.
 template <int kWidth>
 struct InputGradient {
   static constexpr int kRows = 4;

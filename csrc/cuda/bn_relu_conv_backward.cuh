@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
       stored.load(activation + p * pitch + in.channel);
       stored.unpack(a);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = a[j] == 0 ? 0 : values[j];  // a NaN passes it
+      for (int j = 0; j < kWidth; ++j) values[j] = a[j] == 0 ? 0 : values[j];  // NaN: passes
       stored.pack(values);
       stored.store(g + pixel * channels);
       stored.unpack(values);

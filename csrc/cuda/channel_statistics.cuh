@@ -7,7 +7,7 @@
 
 namespace preact_kernels::cuda {
 
-// Where the statistics of a tensor go, and the memory that its blocks share.
+// Where the statistics of a tensor go, and the memory that the blocks of the grid share.
 struct StatisticsOutput {
   float* partials;     // [blocks, 3 * channels + 1]: mean, its rounding error, M2, count; or null
   unsigned* finished;  // counts the blocks that wrote their partials; 0 before the kernel

@@ -4,9 +4,8 @@
 // around that mean, are computed in two passes over registers. Tiles are merged in float64, as sums
 // of n*d and of M2 + n*d*d for d = (mean of the tile) - pivot. All tiles share the pivot of a
 // channel, the mean of some pixels that are far apart: so a large mean causes no cancellation, and
-// an outlier among those pixels has little effect. The convolutions merge otherwise
-// (channel_statistics.cuh): their blocks own all channels, and their threads have no float64
-// accumulators to spare.
+// an outlier among those pixels has little effect. Convolutions use channel_statistics.cuh: their
+// blocks own all channels, and their threads have no registers for float64 accumulators.
 #pragma once
 
 #include "reduction.cuh"

@@ -75,6 +75,7 @@ inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
     const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
     const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual,
     bool with_stats) {
+  check_activation("x", x);  // before memory on its device is written
   std::vector<BatchStatistics> of_y{
       empty_batch_statistics(x, with_stats, check_out_channels(conv_weight))};
   allocate_counters(x, of_y);

@@ -35,6 +35,7 @@ inline std::vector<Tensor> preact_stage_forward(
     const Tensor& x, const std::vector<Tensor>& x_statistics, const std::vector<Tensor>& parameters,
     const std::vector<Tensor>& known, const std::vector<double>& eps, int64_t units_per_block,
     bool with_stats, bool keep_inputs, bool keep_block_inputs) {
+  check_activation("x", x);  // before memory on its device is written
   check_units(parameters, eps, units_per_block);
   if (!known.empty()) check_count("known", known, kStatistics * eps.size());
   if (!x_statistics.empty()) check_count("x_statistics", x_statistics, kStatistics);

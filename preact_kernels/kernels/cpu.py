@@ -6,15 +6,13 @@ fill vectors, and weights that stay in the second-level cache.
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Conv
-from preact_kernels.kernels.native import NativeKernels
+from preact_kernels.kernels.native import NativeKernels, load_library
 
-_LIBRARY = Path(__file__).parent.parent / "_cpu.so"
 # Above this, PyTorch's blocking over channels wins; measured on AVX-512 with 1 MiB of L2 a core.
 _MOST_WEIGHT_BYTES = 256 * 1024
 _MOST_TAPS = 49
@@ -60,16 +58,9 @@ class CPUKernels(NativeKernels):
             super().running_stats_update(running, batch, momentum)
 
 
-@functools.cache
 def load_error() -> str:
     """Loads the library. Returns why it is not available, or an empty string."""
-    if not _LIBRARY.exists():
-        return "the package was installed without its compiled library"
-    try:
-        torch.ops.load_library(str(_LIBRARY))
-    except OSError as error:
-        return f"{_LIBRARY.name} does not load: {error}"
-    return ""
+    return load_library("_cpu.so")
 
 
 @functools.cache

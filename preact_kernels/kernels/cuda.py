@@ -6,15 +6,13 @@ what they hold on chip; nothing here has been measured on a GPU.
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from preact_kernels.kernels.contract import Conv
-from preact_kernels.kernels.native import NativeKernels
+from preact_kernels.kernels.native import NativeKernels, load_library
 
-_LIBRARY = Path(__file__).parent.parent / "_cuda.so"
 OLDEST_CAPABILITY = (8, 0)  # of those that setup.py compiles for
 
 
@@ -58,20 +56,19 @@ def _fits_shared_memory(ops, shape: tuple[int, ...], dtype: torch.dtype, device)
 
 def load_error() -> str:
     """Loads the library. Returns why it is not available, or an empty string."""
-    return _load() or architecture_refusal(torch.device("cuda"))
+    return gpu_refusal() or library_error()
 
 
-@functools.cache
-def _load() -> str:
+def library_error() -> str:
+    """Why the library is not available, or an empty string; also empty without a GPU for it."""
+    return "" if gpu_refusal() else load_library("_cuda.so")
+
+
+def gpu_refusal() -> str:
+    """Why this machine's GPU is not served, or an empty string."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "no NVIDIA GPU"
-    if not _LIBRARY.exists():
-        return "the package was installed without its CUDA library"
-    try:
-        torch.ops.load_library(str(_LIBRARY))
-    except OSError as error:
-        return f"{_LIBRARY.name} does not load: {error}"
-    return ""
+    return architecture_refusal(torch.device("cuda"))
 
 
 @functools.cache

@@ -4,6 +4,11 @@
 PyTorch's, on an activation that the library computes and that is freed at once.
 """
 
+import functools
+from pathlib import Path
+
+import torch
+
 from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv, running_stats
 from preact_kernels.kernels.contract import (
@@ -15,6 +20,20 @@ from preact_kernels.kernels.contract import (
 )
 from preact_kernels.kernels.flat_ops import FlatOps, flat_fold
 
+_PACKAGE = Path(__file__).parent.parent
+
+
+@functools.cache
+def load_library(name: str) -> str:
+    """Loads a compiled library of the package. Returns why it cannot, or an empty string."""
+    if not (_PACKAGE / name).exists():
+        return f"the package was installed without {name}"
+    try:
+        torch.ops.load_library(str(_PACKAGE / name))
+    except OSError as error:
+        return f"{name} does not load: {error}"
+    return ""
+
 
 class NativeKernels(FlatOps, BlockKernels):
     """A compiled library; see `BlockKernels`."""
@@ -22,7 +41,7 @@ class NativeKernels(FlatOps, BlockKernels):
     has_conv_bias: bool  # whether the fused convolution takes a bias
 
     def running_stats_update(self, running, batch, momentum):
-        running_stats.running_stats_update(running, batch, momentum)
+        running_stats.fast_running_stats_update(running, batch, momentum)
 
     def bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue=NO_EPILOGUE):
         has_kernel = epilogue.conv_bias is None or self.has_conv_bias

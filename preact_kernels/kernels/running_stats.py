@@ -7,13 +7,15 @@ from preact_kernels import torch_compat
 
 
 def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """`running = (1 - momentum) * running + momentum * batch`, in place, for many vectors.
+    """`running = (1 - momentum) * running + momentum * batch`, in place, in float64."""
+    for r, b in zip(running, batch, strict=True):
+        r.copy_((1 - momentum) * r.double() + momentum * b.double())
 
-    Two launches for any number of float32 vectors on a GPU.
-    """
+
+def fast_running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
+    """The same; two launches in float32 for any number of float32 vectors on a GPU."""
     if all(r.is_cuda and r.dtype == torch.float32 for r in running):
         torch_compat.foreach_mul_(running, 1 - momentum)
         torch_compat.foreach_add_(running, batch, alpha=momentum)
-        return
-    for r, b in zip(running, batch, strict=True):
-        r.copy_((1 - momentum) * r.double() + momentum * b.double())
+    else:
+        running_stats_update(running, batch, momentum)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,10 @@ class PreActResNet(nn.Module):
         super().__init__()
         self.stem = stem
         self.pool = pool
+        stages = list(stages)
         self.stages = nn.Sequential(*stages)
         self.norm = BNReLU2d(channels)
+        self.norm.residual_dtype = cast(PreActBlock, stages[-1][-1]).residual_dtype
         self.fc = nn.Linear(channels, num_classes)
         self.fused = fused
         for module in self.modules():
@@ -133,7 +135,7 @@ def preact_resnet(
         The network, He-initialised by fan-out.
 
     Raises:
-        TypeError: a number is no int.
+        TypeError: a number is not an int.
         ValueError: an argument is unknown or out of range, or no network has that depth.
     """
     for name, value in (("depth", depth), ("num_classes", num_classes), ("width", width)):

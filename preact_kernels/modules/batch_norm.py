@@ -1,15 +1,16 @@
 """How the fused modules read an `nn.BatchNorm2d` child.
 
-A fused module reads its children and does not call them. It calls them (`is_bare_norm`) where a
-call does more than their type says: hooks, or another type.
+A fused module reads its children and does not call them. It calls them (`is_bare_norm`) if a child
+has hooks or is a subclass.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from preact_kernels import torch_compat
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.running_stats import RunningStatistics
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -51,35 +52,49 @@ def process_group(bn: nn.Module):
     return group if torch.distributed.get_world_size(group) > 1 else None
 
 
-def batch_norm_arguments(bn: nn.BatchNorm2d, x: Tensor) -> BatchNorm:
-    """The arguments of a child's call, and the buffers that the call updates.
+def batch_norm_arguments(bn: nn.BatchNorm2d, is_widened: bool = False) -> BatchNorm:
+    """The arguments of a child's call.
 
-    Half-precision tensors are widened beside a float32 `x`: the end of a float32 residual stream.
+    Args:
+        bn: the child.
+        is_widened: the input is a float32 residual stream, and half-precision parameters are
+            converted to float32.
     """
     training = uses_batch(bn)
-    tracked = None
-    if bn.training and bn.track_running_stats and bn.running_mean is not None:
-        assert bn.running_var is not None
-        tracked = RunningStatistics(
-            bn.running_mean, bn.running_var, bn.momentum, bn.num_batches_tracked
-        )
-    mean, var = (None, None) if training else (bn.running_mean, bn.running_var)
-    weight, bias, mean, var = (
-        v.float() if v is not None and v.dtype in HALVES and x.dtype == torch.float32 else v
-        for v in (bn.weight, bn.bias, mean, var)
+    is_tracked = bn.training and bn.track_running_stats and bn.running_mean is not None
+    mean, var = (bn.running_mean, bn.running_var) if is_tracked or not training else (None, None)
+    weight, bias = bn.weight, bn.bias
+    if is_widened:
+        weight, bias = _widened(weight), _widened(bias)
+        if not training:
+            mean, var = _widened(mean), _widened(var)
+    return BatchNorm(
+        weight,
+        bias,
+        mean,
+        var,
+        training,
+        bn.momentum if is_tracked else 0.0,
+        bn.eps,
+        process_group(bn),
+        bn.num_batches_tracked if is_tracked else None,
     )
-    return BatchNorm(weight, bias, mean, var, training, bn.eps, process_group(bn), tracked)
 
 
-def plain_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
-    """`bn(x)`; a float32 `x` is normalised in float32 beside half-precision parameters too."""
+def _widened(t: Any) -> Any:
+    return t.float() if t is not None and t.dtype in HALVES else t
+
+
+def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
+    """`bn(x)` for a float32 `x`, in float32 beside half-precision parameters too."""
     tensors = {**dict(bn.named_parameters()), **dict(bn.named_buffers())}
     wide = {n: t.float() for n, t in tensors.items() if t.dtype in HALVES}
     if not wide or x.dtype != torch.float32:
         return bn(x)
     y = torch.func.functional_call(bn, wide, (x,))
-    with torch.no_grad():
-        for name, buffer in bn.named_buffers():
-            if name in wide:
-                buffer.copy_(wide[name])
+    if bn.training:
+        with torch.no_grad():
+            for name, buffer in bn.named_buffers():
+                if name in wide:
+                    buffer.copy_(wide[name])
     return y

@@ -1,12 +1,13 @@
 """`BNReLU2d`: batch norm and ReLU."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import (
     batch_norm_arguments,
     is_bare_norm,
-    plain_batch_norm,
+    widened_batch_norm,
 )
 from preact_kernels.ops.bn_relu import bn_relu_of
 
@@ -26,6 +27,7 @@ class BNReLU2d(nn.Module):
     """
 
     fused = True
+    residual_dtype: torch.dtype | None = None  # see PreActStage; set at the end of a network
 
     def __init__(
         self,
@@ -41,5 +43,7 @@ class BNReLU2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the same shape, dtype and memory format."""
         if not (self.fused and is_bare_norm(self.bn)):
-            return F.relu(plain_batch_norm(self.bn, x), inplace=is_bare_norm(self.bn))
-        return bn_relu_of(x, batch_norm_arguments(self.bn, x))
+            y = self.bn(x) if self.residual_dtype is None else widened_batch_norm(self.bn, x)
+            return F.relu(y, inplace=is_bare_norm(self.bn))
+        is_widened = self.residual_dtype is not None and x.dtype == self.residual_dtype
+        return bn_relu_of(x, batch_norm_arguments(self.bn, is_widened))

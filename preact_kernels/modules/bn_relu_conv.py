@@ -79,4 +79,4 @@ class BNReLUConv2d(nn.Module):
         arguments = ConvArguments(
             conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups
         )
-        return bn_relu_conv2d_of(x, batch_norm_arguments(bn, x), arguments, residual)
+        return bn_relu_conv2d_of(x, batch_norm_arguments(bn), arguments, residual)

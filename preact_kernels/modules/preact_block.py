@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import is_bare_conv, is_bare_norm, plain_batch_norm
+from preact_kernels.modules.batch_norm import is_bare_conv, is_bare_norm, widened_batch_norm
 from preact_kernels.modules.run_blocks import run_blocks
 from preact_kernels.ops.autocast import is_autocast
 
@@ -56,7 +56,8 @@ class PreActBlock(nn.Module):
         x = self.in_stream(x)
         h, shortcut, projection = x, x, self.projection()
         for index, (bn, conv) in enumerate(self.units()):
-            a = F.relu(plain_batch_norm(bn, h), inplace=is_bare_norm(bn))
+            normalised = bn(h) if self.residual_dtype is None else widened_batch_norm(bn, h)
+            a = F.relu(normalised, inplace=is_bare_norm(bn))
             if self.residual_dtype is not None and not is_autocast(a):
                 a = a.to(conv.weight.dtype)
             if index == 0 and projection is not None:

@@ -50,21 +50,23 @@ def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = 
     parameters: list[Tensor] = []
     shortcuts: list[Tensor] = []
     running: list[Tensor | None] = []
+    norms: list[nn.Module] = []
     tracked: list[RunningStatistics | None] = []
     shape: Sequence[int] = x.shape
     for block in blocks:
         units, block_shape = [], shape
         for module, conv in block.units():
-            bn = batch_norm_arguments(module, x)
-            _check_norm(module, shape, x, dtype)
+            bn = batch_norm_arguments(module, dtype != x.dtype)
+            if bn.training and bn.process_group is None:
+                checks.check_samples(shape)
             weight = _conv_weight(conv, shape, x, dtype)
+            _check_norm(module, shape, x, dtype)
             parameters += (*bn.affine(x, module.num_features), weight)
             if bn.training:
-                if bn.process_group is None:
-                    checks.check_samples(shape)
-                tracked.append(bn.tracked)
+                norms.append(module)
+                tracked.append(bn.tracked())
             else:
-                running += (bn.mean, bn.var)
+                running += (bn.running_mean, bn.running_var)
             geometry = geometry_of(conv)
             units.append(UnitSpec(bn.eps, bn.training, geometry, bn.process_group))
             shape = geometry.output_shape(shape, weight.shape)
@@ -86,8 +88,12 @@ def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = 
         *running,
     )
     count = len(tracked)
-    statistics = map(UnbiasedStatistics, batch[:count], batch[count:])
-    update(kernels, tracked, list(statistics))
+    statistics = list(map(UnbiasedStatistics, batch[:count], batch[count:]))
+    if len(set(map(id, norms))) == count:
+        update(kernels, tracked, statistics)
+    else:  # a batch norm that is used more than once: in order
+        for running_statistics, batch_statistics in zip(tracked, statistics, strict=True):
+            update(kernels, [running_statistics], [batch_statistics])
     return layout.restored(y, channels_last)
 
 

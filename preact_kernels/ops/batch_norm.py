@@ -16,44 +16,49 @@ class BatchNorm(NamedTuple):
 
     weight: Tensor | None  # [C]; None: ones
     bias: Tensor | None  # [C]; None: zeros
-    mean: Tensor | None  # [C], running; read in evaluation mode
-    var: Tensor | None  # [C], running, unbiased; read in evaluation mode
+    running_mean: Tensor | None  # [C]; read in evaluation mode, updated in training mode
+    running_var: Tensor | None  # [C], unbiased; likewise
     training: bool  # normalise with the statistics of the batch
+    momentum: float | None  # None: the cumulative average, which needs `batch_count`
     eps: float
     process_group: object = None
-    tracked: RunningStatistics | None = None  # buffers to update
+    batch_count: Tensor | None = None  # `num_batches_tracked`, incremented in training mode
 
     def check(self, x: Any) -> None:
         """Raises the errors that `pk.bn_relu` documents."""
         checks.check_activation("x", x)
         if not isinstance(self.training, bool):
             raise TypeError(f"training: expected a bool, got {type(self.training).__name__}")
+        if self.momentum is not None or self.batch_count is None:
+            checks.check_number("momentum", self.momentum)
         checks.check_number("eps", self.eps, minimum=0)
         if self.training and self.eps == 0:
             raise ValueError("eps: expected a positive number when training, got 0")
         for name, value in (
             ("bn_weight", self.weight),
             ("bn_bias", self.bias),
-            ("running_mean", self.mean),
-            ("running_var", self.var),
+            ("running_mean", self.running_mean),
+            ("running_var", self.running_var),
         ):
             if value is not None:
                 checks.check_per_channel(name, value, x)
-        if (self.mean is None) != (self.var is None):
-            missing = "running_mean" if self.mean is None else "running_var"
+        if (self.running_mean is None) != (self.running_var is None):
+            missing = "running_mean" if self.running_mean is None else "running_var"
             raise ValueError(
                 f"{missing}: expected a tensor beside the other running statistic, got None"
             )
-        if not self.training and self.mean is None:
+        if not self.training and self.running_mean is None:
             raise ValueError("running_mean: expected a tensor in evaluation mode, got None")
         if self.training and self.process_group is None:
             checks.check_samples(x.shape)
 
-    def tracking(self, momentum: float) -> "BatchNorm":
-        """The same, updating the running statistics that it was given."""
-        if self.mean is None or self.var is None:
-            return self
-        return self._replace(tracked=RunningStatistics(self.mean, self.var, momentum))
+    def tracked(self) -> RunningStatistics | None:
+        """The buffers that the call updates."""
+        if not self.training or self.running_mean is None or self.running_var is None:
+            return None
+        return RunningStatistics(
+            self.running_mean, self.running_var, self.momentum, self.batch_count
+        )
 
     def affine(self, x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
         """Weight and bias in the statistics dtype of `x`."""
@@ -69,12 +74,11 @@ class BatchNorm(NamedTuple):
         """What normalises `x`, dense NHWC."""
         if self.training:
             return batch_statistics(kernels, x, self.process_group)
-        assert self.mean is not None and self.var is not None  # checked with the arguments
-        return running_statistics(x, self.mean, self.var)
+        assert self.running_mean is not None and self.running_var is not None  # by `check`
+        return running_statistics(x, self.running_mean, self.running_var)
 
     def update(self, kernels: Kernels, statistics: Statistics | None) -> None:
         """Updates the tracked buffers after a call that used `statistics`; None: an empty batch."""
-        if not self.training or self.tracked is None:
-            return
-        batch = running_stats.unbiased([statistics]) if statistics else [None]
-        running_stats.update(kernels, [self.tracked], batch)
+        if self.training and self.running_mean is not None:
+            batch = running_stats.unbiased([statistics]) if statistics else [None]
+            running_stats.update(kernels, [self.tracked()], batch)

@@ -142,7 +142,10 @@ def run_keys(kernels: Kernels, blocks: Blocks) -> list[tuple | None]:
 
 
 def runs(keys: Sequence[tuple | None], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each run of blocks with equal keys; a key of None is a run of its own."""
+    """Begin and end of each run of blocks with equal keys.
+
+    A block whose key is None forms its own run.
+    """
     start = begin
     for i in range(begin + 1, end + 1):
         if i == end or keys[i] is None or keys[i] != keys[start]:
@@ -166,7 +169,7 @@ def forward(
         kernels: the backend's functions.
         blocks: all blocks.
         keys: of all blocks (`run_keys`).
-        span: first block, and the one behind the last.
+        span: first block, and one past the last.
         x: input of the first block.
         x_statistics: of `x`, where known.
         statistics: of the units of all blocks. Those that are None are filled in.
@@ -174,7 +177,7 @@ def forward(
             units; None returns no input at all.
 
     Returns:
-        The output, its statistics where a unit behind the span takes them, and the inputs of the
+        The output, its statistics where the unit after the span takes them, and the inputs of the
         units in the span.
     """
     begin, end = span
@@ -279,7 +282,7 @@ def rebuilt_input(
 
 
 class FoldedGradient(NamedTuple):
-    """A gradient on its way back: `g` alone, or with a fold `[skip +] A*g + B*x + C`."""
+    """A gradient that may still be folded: `g` alone, or with `[skip +] A*g + B*x + C`."""
 
     g: Tensor
     fold: Fold | None = None
@@ -308,7 +311,7 @@ class Backward(NamedTuple):
         """Gradients of a run of plain blocks in one call, where all are wanted.
 
         Args:
-            span: first block, and the one behind the last.
+            span: first block, and one past the last.
             inputs: of their units; those of the blocks are None where they are rebuilt from `y`.
             y: output of the last block.
             dy: gradient of `y`.
@@ -354,7 +357,7 @@ class Backward(NamedTuple):
             needs_input: whether the gradient of the block's input is wanted.
 
         Returns:
-            The input of the block, and its gradient, of no meaning where it is not wanted.
+            The input of the block, and its gradient, undefined where it is not wanted.
         """
         kernels, blocks = self.kernels, self.blocks
         spec, begin = blocks.specs[index], blocks.first_unit[index]

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import Conv, Kernels, Norm
-from preact_kernels.ops import checks, dispatch, layout
+from preact_kernels.ops import dispatch, layout
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.bn_stats import Statistics, sums_over_group
 
 
-class Unit(NamedTuple):
+class UnitCall(NamedTuple):
     """What a call passes to its autograd function beside tensors."""
 
     kernels: Kernels
@@ -112,13 +112,13 @@ def bn_relu(
             training mode.
         BackendError: the backend that was named cannot serve `x`.
     """
-    checks.check_number("momentum", momentum)
-    bn = BatchNorm(bn_weight, bn_bias, running_mean, running_var, training, eps, process_group)
-    return bn_relu_of(x, bn.tracking(momentum))
+    running = (running_mean, running_var)
+    bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
+    return bn_relu_of(x, bn)
 
 
 def bn_relu_of(x: Tensor, bn: BatchNorm) -> Tensor:
-    """`bn_relu` with named arguments."""
+    """`bn_relu` for a `BatchNorm`."""
     bn.check(x)
     kernels = dispatch.kernels_for(x)
     y, statistics = normalise(kernels, x, bn)
@@ -134,12 +134,12 @@ def normalise(kernels: Kernels, x: Tensor, bn: BatchNorm) -> tuple[Tensor, Stati
     """
     weight, bias = bn.affine(x, x.shape[1])
     if x.numel() == 0 and bn.process_group is None:
-        mean, var = (None, None) if bn.training else (bn.mean, bn.var)
+        mean, var = (None, None) if bn.training else (bn.running_mean, bn.running_var)
         y = F.batch_norm(x, mean, var, weight, bias, bn.training, 0.0, bn.eps)
         return F.relu(y), None
     channels_last = layout.is_channels_last(x)
     x = layout.nhwc(x)
     mean, var, inv_count = statistics = bn.statistics(kernels, x.detach())
-    unit = Unit(kernels, bn.eps, inv_count, bn.process_group)
+    unit = UnitCall(kernels, bn.eps, inv_count, bn.process_group)
     y = BNReLUFunction.apply(unit, x, weight, bias, mean, var)
     return layout.restored(y, channels_last), statistics

@@ -10,7 +10,7 @@ from preact_kernels.kernels.contract import Epilogue, Fold, Norm, Wanted
 from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.autocast import compute_dtype
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_relu import Unit, differentiable_bn_relu, gradients, normalise
+from preact_kernels.ops.bn_relu import UnitCall, differentiable_bn_relu, gradients, normalise
 from preact_kernels.ops.bn_stats import sums_over_group
 
 
@@ -130,16 +130,16 @@ def bn_relu_conv2d(
             training mode.
         BackendError: the backend that was named cannot serve `x`.
     """
-    checks.check_number("momentum", momentum)
-    bn = BatchNorm(bn_weight, bn_bias, running_mean, running_var, training, eps, process_group)
+    running = (running_mean, running_var)
+    bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
-    return bn_relu_conv2d_of(x, bn.tracking(momentum), conv, residual)
+    return bn_relu_conv2d_of(x, bn, conv, residual)
 
 
 def bn_relu_conv2d_of(
     x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None
 ) -> Tensor:
-    """`bn_relu_conv2d` with named arguments."""
+    """`bn_relu_conv2d` for a `BatchNorm` and `ConvArguments`."""
     bn.check(x)
     geometry = checks.check_conv(x, *conv)
     if residual is not None:
@@ -168,7 +168,7 @@ def bn_relu_conv2d_of(
     channels_last = layout.is_channels_last(x) or layout.is_channels_last(conv_weight)
     x = layout.nhwc(x)
     mean, var, inv_count = statistics = bn.statistics(kernels, x.detach())
-    unit = Unit(kernels, bn.eps, inv_count, bn.process_group, geometry)
+    unit = UnitCall(kernels, bn.eps, inv_count, bn.process_group, geometry)
     residual = None if residual is None else layout.nhwc(residual)
     y = BNReLUConvFunction.apply(
         unit, x, *bn.affine(x, x.shape[1]), conv_weight, conv_bias, residual, mean, var

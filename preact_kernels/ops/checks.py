@@ -96,8 +96,8 @@ def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
     return tuple(values)
 
 
-def check_conv_weight(conv_weight: Tensor, groups: Any) -> None:
-    """Checks a weight `[K, C / groups, R, S]` and its groups."""
+def check_conv_weight(conv_weight: Tensor, groups: Any, channels: int | None = None) -> None:
+    """Checks a weight `[K, C / groups, R, S]` and its groups, for an input of C `channels`."""
     if conv_weight.dim() != 4:
         raise ValueError(
             "conv_weight: expected 4 dimensions [out_channels, in_channels / groups, R, S], "
@@ -107,7 +107,12 @@ def check_conv_weight(conv_weight: Tensor, groups: Any) -> None:
         raise TypeError(f"groups: expected an int, got {type(groups).__name__}")
     if groups < 1:
         raise ValueError(f"groups: expected at least 1, got {groups}")
-    out_channels, _, *kernel_size = conv_weight.shape
+    out_channels, in_channels_per_group, *kernel_size = conv_weight.shape
+    if channels is not None and in_channels_per_group * groups != channels:
+        expected = f"{channels}" if groups == 1 else f"{channels} / {groups} groups"
+        raise ValueError(
+            f"conv_weight: expected in_channels {expected} to match x, got {in_channels_per_group}"
+        )
     if out_channels % groups or out_channels == 0:
         raise ValueError(
             f"conv_weight: expected out_channels to be a positive multiple of groups {groups}, "
@@ -115,6 +120,24 @@ def check_conv_weight(conv_weight: Tensor, groups: Any) -> None:
         )
     if min(kernel_size) < 1:
         raise ValueError(f"conv_weight: expected a kernel of at least 1x1, got {kernel_size}")
+
+
+def geometry(
+    kernel_size: Sequence[int], stride: Any, padding: Any, dilation: Any, groups: int
+) -> Conv | None:
+    """The geometry of a convolution, checked.
+
+    Returns:
+        None for padding `"same"` that differs between the two sides of an axis.
+    """
+    stride = pair("stride", stride, minimum=1)
+    dilation = pair("dilation", dilation, minimum=1)
+    if isinstance(padding, str):
+        extents = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
+        padding = _named_padding(padding, stride, extents)
+    else:
+        padding = pair("padding", padding, minimum=0)
+    return None if padding is None else Conv(stride, padding, dilation, groups)
 
 
 def check_conv(
@@ -132,13 +155,8 @@ def check_conv(
         The geometry; None for padding `"same"` that differs between the two sides of an axis.
     """
     check_like("conv_weight", conv_weight, "x", x)
-    check_conv_weight(conv_weight, groups)
-    out_channels, in_channels_per_group, *kernel_size = conv_weight.shape
-    if in_channels_per_group * groups != x.shape[1]:
-        expected = f"{x.shape[1]}" if groups == 1 else f"{x.shape[1]} / {groups} groups"
-        raise ValueError(
-            f"conv_weight: expected in_channels {expected} to match x, got {in_channels_per_group}"
-        )
+    check_conv_weight(conv_weight, groups, x.shape[1])
+    out_channels, _, *kernel_size = conv_weight.shape
     check_parameter_dtype("conv_weight", conv_weight, x)
     if conv_bias is not None:
         check_like("conv_bias", conv_bias, "x", x)
@@ -152,23 +170,17 @@ def check_conv(
                 f"conv_bias: expected dtype {dtype_name(conv_weight.dtype)} to match "
                 f"conv_weight, got {dtype_name(conv_bias.dtype)}"
             )
-    stride = pair("stride", stride, minimum=1)
-    dilation = pair("dilation", dilation, minimum=1)
-    extents = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
-    if isinstance(padding, str):
-        padding = _named_padding(padding, stride, extents)
-        if padding is None:
-            return None
-    else:
-        padding = pair("padding", padding, minimum=0)
-    for axis, name in ((0, "height"), (1, "width")):
-        padded = x.shape[2 + axis] + 2 * padding[axis]
-        if padded <= extents[axis]:
-            raise ValueError(
-                f"x: expected a padded {name} of at least {extents[axis] + 1} for the "
-                f"kernel, got {padded}"
-            )
-    return Conv(stride, padding, dilation, groups)
+    conv = geometry(kernel_size, stride, padding, dilation, groups)
+    if conv is not None:
+        for axis, name in ((0, "height"), (1, "width")):
+            padded = x.shape[2 + axis] + 2 * conv.padding[axis]
+            extent = conv.dilation[axis] * (kernel_size[axis] - 1)
+            if padded <= extent:
+                raise ValueError(
+                    f"x: expected a padded {name} of at least {extent + 1} for the "
+                    f"kernel, got {padded}"
+                )
+    return conv
 
 
 def _named_padding(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels import cpu, cuda, reference
-from preact_kernels.kernels.contract import Conv, Kernels
+from preact_kernels.kernels.contract import Kernels
 from preact_kernels.kernels.mixed_precision import MixedKernels
 from preact_kernels.ops import checks, schema
 from preact_kernels.torch_compat import FakeTensor
@@ -31,6 +31,7 @@ class Backend(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     load_error: Callable[[], str]  # why it is not available, or an empty string
     only_by_name: bool = False  # "auto" skips it
+    library_error: Callable[[], str] = lambda: ""  # what a new build of its library can mend
 
     def is_available(self) -> bool:
         """Whether this machine can run the backend."""
@@ -44,13 +45,10 @@ _IS_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 
 def _triton_load_error() -> str:
     """Triton needs to be installed, and a GPU that it serves or its interpreter."""
-    if not _IS_TRITON_INTERPRETED:
-        if not torch.cuda.is_available() or torch.version.hip is not None:
-            return "no NVIDIA GPU"
-        refusal = cuda.architecture_refusal(torch.device("cuda"))
-        if refusal:
-            return refusal
-    return "" if importlib.util.find_spec("triton") else "triton is not installed"
+    refusal = "" if _IS_TRITON_INTERPRETED else cuda.gpu_refusal()
+    if refusal or importlib.util.find_spec("triton"):
+        return refusal
+    return "triton is not installed"
 
 
 def _triton_kernels() -> Kernels:
@@ -71,6 +69,7 @@ BACKENDS = (
         ("cpu",),
         (torch.float32, torch.bfloat16, torch.float64),
         cpu.load_error,
+        library_error=cpu.load_error,
     ),
     Backend(
         "triton",
@@ -82,7 +81,14 @@ BACKENDS = (
     ),
     # Behind Triton until both have been measured side by side on a GPU: it serves machines without
     # Triton.
-    Backend("cuda", cuda.kernels, ("cuda",), _SINGLE_AND_HALF, cuda.load_error),
+    Backend(
+        "cuda",
+        cuda.kernels,
+        ("cuda",),
+        _SINGLE_AND_HALF,
+        cuda.load_error,
+        library_error=cuda.library_error,
+    ),
     Backend("reference", lambda: reference, (), _FLOATS, lambda: ""),
 )
 
@@ -180,10 +186,10 @@ def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
 @functools.cache
 def _warn_of_missing_library(backend: Backend) -> None:
     """Says once that a compiled library would have served a call."""
-    if backend.name in ("cpu", "cuda") and torch.version.hip is None:
+    if error := backend.library_error():
         warnings.warn(
-            f"preact_kernels: the backend {backend.name!r} is not available "
-            f"({backend.load_error()}), and a slower one runs instead. To build its library, run "
+            f"preact_kernels: the backend {backend.name!r} is not available ({error}), and a "
+            "slower one runs instead. To build its library, run "
             "`pip install --no-build-isolation --force-reinstall --no-deps .` in the sources.",
             stacklevel=2,
         )
@@ -228,7 +234,7 @@ def backend_for(
     conv_weight: Tensor,
     *,
     stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
+    padding: int | tuple[int, int] | str = 0,
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
     dtype: torch.dtype | None = None,
@@ -236,10 +242,12 @@ def backend_for(
 ) -> str:
     """Says which backend runs a BN-ReLU-Conv unit, and whether its convolution is fused.
 
+    The convolution has no bias.
+
     Args:
         conv_weight: `[K, C / groups, R, S]`; its values are not read.
         stride: of the convolution, pixels.
-        padding: of the convolution, pixels.
+        padding: of the convolution, pixels; or `"same"`, `"valid"`.
         dilation: of the convolution, pixels.
         groups: of the convolution.
         dtype: of the activations; None takes that of `conv_weight`.
@@ -256,21 +264,17 @@ def backend_for(
     """
     checks.check_tensor("conv_weight", conv_weight)
     checks.check_conv_weight(conv_weight, groups)
-    conv = Conv(
-        checks.pair("stride", stride, minimum=1),
-        checks.pair("padding", padding, minimum=0),
-        checks.pair("dilation", dilation, minimum=1),
-        groups,
-    )
+    conv = checks.geometry(conv_weight.shape[2:], stride, padding, dilation, groups)
     device = torch.device(device or conv_weight.device)
     dtype = dtype or conv_weight.dtype
     backend = _serving(_current, device.type, dtype)
-    is_fused = backend.kernels().serves_conv(conv_weight.shape, conv, dtype, device)
+    shape = conv_weight.shape
+    is_fused = conv is not None and backend.kernels().serves_conv(shape, conv, dtype, device)
     return f"{backend.name}: {'fused' if is_fused else 'PyTorch'} convolution"
 
 
 def current() -> str:
-    """The name in force: "auto" or a backend's."""
+    """The selected backend: "auto" or a name."""
     return _current
 
 

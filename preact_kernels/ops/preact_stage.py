@@ -4,7 +4,6 @@ The only place that knows what each memory mode (`memory_mode.py`) saves and wha
 `block_runs.py` runs the blocks and rebuilds their inputs.
 """
 
-import bisect
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -155,8 +154,8 @@ def _needs_all(needed: Blocks, index: int) -> bool:
 
 def _first_trained(needed: Blocks) -> int:
     """Index of the first block with a gradient to compute."""
-    ends = needed.first_unit[1:]
-    units = [i // 3 for i, n in enumerate(needed.parameters) if n]
-    found = [bisect.bisect_right(ends, u) for u in units[:1]]
-    found += [i for i, n in enumerate(needed.shortcuts) if n][:1]
-    return min(found)
+    for index, shortcut in enumerate(needed.shortcuts):
+        first, last = needed.first_unit[index : index + 2]
+        if shortcut or any(needed.parameters[3 * first : 3 * last]):
+            return index
+    raise AssertionError("a backward without a gradient to compute")

@@ -1,7 +1,7 @@
 """The update of running statistics: the one place that writes a batch norm's buffers."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -55,24 +55,13 @@ def update(
     tracked = [(r, b) for r, b in zip(running, batch, strict=True) if r is not None]
     if not tracked or _is_recomputation():
         return
-    if len({id(r.mean) for r, _ in tracked}) < len(tracked):  # a shared module: one by one
-        for pair in tracked:
-            _update(kernels, [pair])
-    else:
-        _update(kernels, tracked)
-
-
-def _update(
-    kernels: Kernels, tracked: Sequence[tuple[RunningStatistics, UnbiasedStatistics | None]]
-) -> None:
     by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     for r, b in tracked:
         if b is None:
             continue
         momentum = r.momentum
         if momentum is None:
-            assert r.batch_count is not None
-            momentum = 1.0 / (float(r.batch_count) + 1.0)
+            momentum = 1.0 / (float(cast(Tensor, r.batch_count)) + 1.0)
         targets, values = by_momentum.setdefault(momentum, ([], []))
         targets += (r.mean, r.var)
         values += b

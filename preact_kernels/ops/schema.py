@@ -1,4 +1,4 @@
-"""The registered ops `preact_kernels::*`: schemas, fakes, and both sides of their flat arguments.
+"""The registered ops `preact_kernels::*`: schemas, fakes, conversion to and from flat arguments.
 
 `torch.compile`, `torch.export` and fake tensors see these ops. In eager mode a backend's functions
 are called directly, which saves the dispatcher's time (`dispatch.py` chooses). Autograd is above,

@@ -1,6 +1,6 @@
 """Makes the CUDA library, compiled for the host, a backend for CPU tensors in this process.
 
-It goes by its own name, `cuda`; `"auto"` passes it by.
+It goes by its own name, `cuda`; `"auto"` never selects it.
 """
 
 import ctypes
@@ -45,7 +45,6 @@ def install() -> bool:
     if torch.cuda.is_available() or shutil.which(build.CXX[0]) is None:
         return False
     library()
-    cuda._load = lambda: ""
     backends.BACKENDS = tuple(
         row._replace(device_types=("cpu",), load_error=lambda: "", only_by_name=True)
         if row.name == "cuda"

@@ -5,7 +5,9 @@ code is in `batch_norm` and `conv` (device functions), `reduction` (partial resu
 (grids) and `configurations` (block shapes).
 """
 
-from preact_kernels.kernels.running_stats import running_stats_update
+from preact_kernels.kernels.running_stats import (
+    fast_running_stats_update as running_stats_update,
+)
 from preact_kernels.kernels.triton.bn_relu import (
     bn_input_gradient,
     bn_relu_backward_input,
