@@ -380,6 +380,21 @@ def test_running_statistics_stay_when_a_kernel_fails(module, backend, monkeypatc
     assert_same_bits(dict(module.named_buffers()), before)
 
 
+@pytest.mark.backends("reference", "cpu")
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_that_do_not_fit_are_refused_and_stay(training, backend):
+    module = pk.BNReLU2d(32, affine=False).train(training)
+    before = {n: t.clone() for n, t in module.named_buffers()}
+    with pytest.raises(ValueError, match=r"running_mean: expected shape \[1\] to match"):
+        module(torch.randn(2, 1, 5, 6))
+    assert_same_bits(dict(module.named_buffers()), before)
+
+
+def test_half_precision_parameters_beside_a_float32_input_are_refused():
+    with pytest.raises(TypeError, match="bn_weight: expected dtype float32 to match x, got bfl"):
+        pk.BNReLU2d(8).bfloat16()(torch.randn(2, 8, 5, 6))
+
+
 @pytest.fixture
 def narrow_reference(monkeypatch):
     """A backend that serves float32 alone, chosen by name."""

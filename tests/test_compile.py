@@ -234,3 +234,28 @@ def test_a_network_compiles_into_one_graph(backend):
     assert torch.equal(loss, expected)
     for p, q in zip(network.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+def test_other_buffers_do_not_compile_again():
+    counter = torch._dynamo.testing.CompileCounter()
+    stage = pk.PreActStage([random_block("basic", 10, 10) for _ in range(2)])
+    compiled = torch.compile(stage, backend=counter)
+    for _ in range(4):
+        for bn in (m for m in stage.modules() if isinstance(m, nn.BatchNorm2d)):
+            bn.running_mean = bn.running_mean.clone()
+        compiled(torch.randn(2, 10, 5, 5))
+    assert counter.frame_count == 1
+
+
+def test_a_stage_whose_input_needs_no_gradient_compiles_into_one_graph():
+    stage = pk.PreActStage([random_block("basic", 10, 10) for _ in range(3)])
+    stage[0].requires_grad_(False)
+    x = torch.randn(2, 10, 5, 5)
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    found = [p.grad for p in stage.parameters()]
+    stage.zero_grad()
+    stage(x).sum().backward()
+    for gradient, p in zip(found, stage.parameters(), strict=True):
+        assert (gradient is None) == (p.grad is None)
+        assert gradient is None or torch.equal(gradient, p.grad)

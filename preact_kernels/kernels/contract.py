@@ -15,6 +15,7 @@ Names and shapes, here and in every backend:
   is 0 in evaluation mode, where mean and variance are constants and `x` is not read.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -145,36 +146,45 @@ class BlockRunGradients(NamedTuple):
 class Kernels(Protocol):
     """The functions of a backend. `preact_kernels.kernels.reference` specifies each of them."""
 
+    @abstractmethod
     def serves_conv(
         self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
     ) -> bool:
         """Whether `bn_relu_conv_*` run a fused kernel, not PyTorch's convolution."""
 
+    @abstractmethod
     def bn_stats(self, x: Tensor) -> BatchStatistics:
         """`mean = sum(x) / m`, `var = sum((x - mean)^2) / m` over the `m = N*H*W` samples."""
 
+    @abstractmethod
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
         """`running = (1 - momentum) * running + momentum * batch`, in place, for many vectors."""
 
+    @abstractmethod
     def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
         """`relu(p)`, in the dtype of `x`."""
 
+    @abstractmethod
     def bn_relu_backward_sums(self, dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
         """The sums of `g = dy * [p > 0]`."""
 
+    @abstractmethod
     def bn_relu_backward_mask(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """`g = dy * [p > 0]` in the dtype of `x`, and its sums."""
 
+    @abstractmethod
     def bn_relu_backward_input(
         self, dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
     ) -> Tensor:
         """`A*g + B*x + C` for `g = dy * [p > 0]`."""
 
+    @abstractmethod
     def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
         """`[skip +] A*g + B*x + C`, in the dtype of the fold's `x`."""
 
+    @abstractmethod
     def bn_relu_conv_forward(
         self,
         x: Tensor,
@@ -185,6 +195,7 @@ class Kernels(Protocol):
     ) -> Output:
         """`y = conv(relu(p)) [+ conv_bias] [+ residual]`."""
 
+    @abstractmethod
     def bn_relu_conv_backward(
         self,
         dy: Tensor,
@@ -201,6 +212,7 @@ class Kernels(Protocol):
         `[skip +] A*g + B*x + C`, which is returned as `ConvGradients.dy` where wanted.
         """
 
+    @abstractmethod
     def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         """`y = x + branch`."""
 
@@ -208,6 +220,7 @@ class Kernels(Protocol):
 class BlockKernels(Kernels, Protocol):
     """A backend that also runs several blocks in one call."""
 
+    @abstractmethod
     def block_run_forward(
         self,
         x: Tensor,
@@ -231,6 +244,7 @@ class BlockKernels(Kernels, Protocol):
             keep_block_inputs: return the inputs of the first units.
         """
 
+    @abstractmethod
     def block_run_backward(
         self,
         dy: Tensor,

@@ -49,7 +49,9 @@ class CUDAKernels(NativeKernels):
 
 
 @functools.cache
-def _fits_shared_memory(ops, shape: tuple[int, ...], dtype: torch.dtype, device) -> bool:
+def _fits_shared_memory(
+    ops: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> bool:
     weight = torch.empty(shape, dtype=dtype, device=device)
     return ops.bn_relu_conv_is_served.default(weight)
 

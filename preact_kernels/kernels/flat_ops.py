@@ -1,5 +1,7 @@
 """`Kernels` by ops with flat arguments: those of a compiled library, or the registered ones."""
 
+from typing import Any
+
 from torch import Tensor
 
 from preact_kernels.kernels.contract import (
@@ -7,6 +9,7 @@ from preact_kernels.kernels.contract import (
     ConvGradients,
     Fold,
     Kernels,
+    Norm,
     Output,
     Wanted,
 )
@@ -31,28 +34,30 @@ class FlatOps(Kernels):
         ops: a namespace of `torch.ops`.
     """
 
-    def __init__(self, ops) -> None:
+    def __init__(self, ops: Any) -> None:
         self._ops = ops
 
-    def bn_stats(self, x):
+    def bn_stats(self, x: Tensor) -> BatchStatistics:
         return BatchStatistics(*self._ops.bn_stats.default(x))
 
-    def bn_relu_forward(self, x, norm):
+    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.bn_relu_forward.default(x, *norm)
 
-    def bn_relu_backward_sums(self, dy, x, norm):
+    def bn_relu_backward_sums(self, dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.bn_relu_backward_sums.default(dy, x, *norm)
 
-    def bn_relu_backward_mask(self, dy, x, norm):
+    def bn_relu_backward_mask(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         return self._ops.bn_relu_backward_mask.default(dy, x, *norm)
 
-    def bn_relu_backward_input(self, dy, x, norm, sums, inv_count):
+    def bn_relu_backward_input(
+        self, dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
+    ) -> Tensor:
         return self._ops.bn_relu_backward_input.default(dy, x, *norm, sums, inv_count)
 
-    def bn_input_gradient(self, g, fold):
+    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
         return self._ops.bn_input_gradient.default(g, *flat_fold(fold))
 
-    def residual_add_forward(self, x, branch, with_stats):
+    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         return self.output(
             self._ops.residual_add_forward.default(x, branch, with_stats), with_stats
         )

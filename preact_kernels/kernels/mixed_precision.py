@@ -7,11 +7,24 @@ addition. Plain PyTorch computes the same: `F.conv2d(F.relu(bn(x)).to(half), ...
 pass over the stream for each step that a fused kernel would have merged.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels import pytorch_conv
-from preact_kernels.kernels.contract import NO_EPILOGUE, Epilogue, Kernels
+from preact_kernels.kernels.contract import (
+    NO_EPILOGUE,
+    BatchStatistics,
+    Conv,
+    ConvGradients,
+    Epilogue,
+    Fold,
+    Kernels,
+    Norm,
+    Output,
+    Wanted,
+)
 
 
 class MixedKernels(Kernels):
@@ -29,31 +42,44 @@ class MixedKernels(Kernels):
     def _of(self, x: Tensor) -> Kernels:
         return self.wide if x.dtype == self.stream else self.narrow
 
-    def serves_conv(self, weight_shape, conv, dtype, device):
+    def serves_conv(
+        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+    ) -> bool:
         return dtype != self.stream and self.narrow.serves_conv(weight_shape, conv, dtype, device)
 
-    def running_stats_update(self, running, batch, momentum):
+    def running_stats_update(
+        self, running: list[Tensor], batch: list[Tensor], momentum: float
+    ) -> None:
         self.wide.running_stats_update(running, batch, momentum)
 
-    def bn_stats(self, x):
+    def bn_stats(self, x: Tensor) -> BatchStatistics:
         return self._of(x).bn_stats(x)
 
-    def bn_relu_forward(self, x, norm):
+    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
         return self._of(x).bn_relu_forward(x, norm)
 
-    def bn_relu_backward_sums(self, dy, x, norm):
+    def bn_relu_backward_sums(self, dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
         return self._of(x).bn_relu_backward_sums(dy, x, norm)
 
-    def bn_relu_backward_mask(self, dy, x, norm):
+    def bn_relu_backward_mask(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         return self._of(x).bn_relu_backward_mask(dy, x, norm)
 
-    def bn_relu_backward_input(self, dy, x, norm, sums, inv_count):
+    def bn_relu_backward_input(
+        self, dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
+    ) -> Tensor:
         return self._of(x).bn_relu_backward_input(dy, x, norm, sums, inv_count)
 
-    def bn_input_gradient(self, g, fold):
+    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
         return self._of(fold.x).bn_input_gradient(g, fold)
 
-    def bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue=NO_EPILOGUE):
+    def bn_relu_conv_forward(
+        self,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        epilogue: Epilogue = NO_EPILOGUE,
+    ) -> Output:
         """With a residual, `y` has the dtype of the stream."""
         residual, with_stats = epilogue.residual, epilogue.with_stats
         if residual is not None:
@@ -66,7 +92,16 @@ class MixedKernels(Kernels):
             return output
         return self.residual_add_forward(output.y, residual, with_stats)
 
-    def bn_relu_conv_backward(self, dy, fold, x, norm, conv_weight, conv, wanted):
+    def bn_relu_conv_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        wanted: Wanted,
+    ) -> ConvGradients:
         """`g` has the dtype of `x`, and `dy` that of the fold's `x`."""
         is_mixed = x.dtype != conv_weight.dtype
         unfolded = None
@@ -85,6 +120,6 @@ class MixedKernels(Kernels):
             )
         return gradients if unfolded is None else gradients._replace(dy=unfolded)
 
-    def residual_add_forward(self, x, branch, with_stats):
+    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         """The sum is in the dtype of the stream."""
         return self.wide.residual_add_forward(x.to(self.stream), branch.to(self.stream), with_stats)

@@ -5,9 +5,11 @@ PyTorch's, on an activation that the library computes and that is freed at once.
 """
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv, running_stats
@@ -15,8 +17,16 @@ from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
     BatchStatistics,
     BlockKernels,
+    BlockRun,
     BlockRunGradients,
     BlockRunOutput,
+    Conv,
+    ConvGradients,
+    Epilogue,
+    Fold,
+    Norm,
+    Output,
+    Wanted,
 )
 from preact_kernels.kernels.flat_ops import FlatOps, flat_fold
 
@@ -40,17 +50,35 @@ class NativeKernels(FlatOps, BlockKernels):
 
     has_conv_bias: bool  # whether the fused convolution takes a bias
 
-    def running_stats_update(self, running, batch, momentum):
+    def running_stats_update(
+        self, running: list[Tensor], batch: list[Tensor], momentum: float
+    ) -> None:
         running_stats.fast_running_stats_update(running, batch, momentum)
 
-    def bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue=NO_EPILOGUE):
+    def bn_relu_conv_forward(
+        self,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        epilogue: Epilogue = NO_EPILOGUE,
+    ) -> Output:
         has_kernel = epilogue.conv_bias is None or self.has_conv_bias
         if not has_kernel or not self.serves_conv(conv_weight.shape, conv, x.dtype, x.device):
             return pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
         op = self._ops.bn_relu_conv_forward.default
         return self.output(op(x, *norm, conv_weight, *epilogue), epilogue.with_stats)
 
-    def bn_relu_conv_backward(self, dy, fold, x, norm, conv_weight, conv, wanted):
+    def bn_relu_conv_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        wanted: Wanted,
+    ) -> ConvGradients:
         if not self.serves_conv(conv_weight.shape, conv, x.dtype, x.device):
             return pytorch_conv.bn_relu_conv_backward(
                 self, dy, fold, x, norm, conv_weight, conv, wanted
@@ -59,8 +87,16 @@ class NativeKernels(FlatOps, BlockKernels):
         return self.gradients(op(dy, *flat_fold(fold), x, *norm, conv_weight, *wanted), wanted)
 
     def block_run_forward(
-        self, x, run, x_statistics, known, *, with_stats, keep_inputs, keep_block_inputs
-    ):
+        self,
+        x: Tensor,
+        run: BlockRun,
+        x_statistics: BatchStatistics | None,
+        known: Sequence[Tensor] | None,
+        *,
+        with_stats: bool,
+        keep_inputs: bool,
+        keep_block_inputs: bool,
+    ) -> BlockRunOutput:
         parameters, eps, units_per_block = run
         y, mean, var, *rest = self._ops.preact_stage_forward.default(
             x,
@@ -80,7 +116,16 @@ class NativeKernels(FlatOps, BlockKernels):
         inputs = [next(kept) if keep else None for keep in keeps]
         return BlockRunOutput(y, statistics, list(known) if known else rest[:count], inputs)
 
-    def block_run_backward(self, dy, fold, run, inputs, statistics, inv_count, y):
+    def block_run_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        run: BlockRun,
+        inputs: Sequence[Tensor | None],
+        statistics: Sequence[Tensor],
+        inv_count: float,
+        y: Tensor | None,
+    ) -> BlockRunGradients:
         parameters, eps, units_per_block = run
         # Negating the weights of a block's last unit negates each product, and so each sum.
         stride = 3 * units_per_block

@@ -111,18 +111,38 @@ class RegisteredKernels(FlatOps):
     def __init__(self) -> None:
         super().__init__(torch.ops.preact_kernels)
 
-    def serves_conv(self, weight_shape, conv, dtype, device):
+    def serves_conv(
+        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+    ) -> bool:
         """False: the backend decides when the op runs."""
         return False
 
-    def running_stats_update(self, running, batch, momentum):
+    def running_stats_update(
+        self, running: list[Tensor], batch: list[Tensor], momentum: float
+    ) -> None:
         self._ops.running_stats_update.default(running, batch, momentum)
 
-    def bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue=NO_EPILOGUE):
+    def bn_relu_conv_forward(
+        self,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        epilogue: Epilogue = NO_EPILOGUE,
+    ) -> Output:
         op = self._ops.bn_relu_conv_forward.default
         return self.output(op(x, *norm, conv_weight, *conv, *epilogue), epilogue.with_stats)
 
-    def bn_relu_conv_backward(self, dy, fold, x, norm, conv_weight, conv, wanted):
+    def bn_relu_conv_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        wanted: Wanted,
+    ) -> ConvGradients:
         op = self._ops.bn_relu_conv_backward.default
         arguments = (dy, *flat_fold(fold), x, *norm, conv_weight, *conv, *wanted)
         return self.gradients(op(*arguments), wanted)
@@ -136,44 +156,70 @@ def _sums_like(x: Tensor) -> Tensor:
     return x.new_empty((2, x.shape[1]), dtype=statistics_dtype(x.dtype))
 
 
+def _statistics_like(x: Tensor) -> BatchStatistics:
+    mean, var = (x.new_empty(x.shape[1], dtype=statistics_dtype(x.dtype)) for _ in range(2))
+    return BatchStatistics(mean, var)
+
+
 def _output(y: Tensor, with_stats: bool) -> Output:
-    mean, var = (y.new_empty(y.shape[1], dtype=statistics_dtype(y.dtype)) for _ in range(2))
-    return Output(y, BatchStatistics(mean, var) if with_stats else None)
+    return Output(y, _statistics_like(y) if with_stats else None)
 
 
 class FakeKernels(Kernels):
     """`Kernels` that compute shapes and strides alone."""
 
-    def serves_conv(self, weight_shape, conv, dtype, device):
+    def serves_conv(
+        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+    ) -> bool:
         return False
 
-    def bn_stats(self, x):
-        return _output(x, True).statistics
+    def bn_stats(self, x: Tensor) -> BatchStatistics:
+        return _statistics_like(x)
 
-    def running_stats_update(self, running, batch, momentum):
+    def running_stats_update(
+        self, running: list[Tensor], batch: list[Tensor], momentum: float
+    ) -> None:
         pass
 
-    def bn_relu_forward(self, x, norm):
+    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
         return _nhwc_like(x)
 
-    def bn_relu_backward_sums(self, dy, x, norm):
+    def bn_relu_backward_sums(self, dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
         return _sums_like(x)
 
-    def bn_relu_backward_mask(self, dy, x, norm):
+    def bn_relu_backward_mask(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         return _nhwc_like(x), _sums_like(x)
 
-    def bn_relu_backward_input(self, dy, x, norm, sums, inv_count):
+    def bn_relu_backward_input(
+        self, dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
+    ) -> Tensor:
         return _nhwc_like(x)
 
-    def bn_input_gradient(self, g, fold):
+    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
         return _nhwc_like(fold.x)
 
-    def bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue=NO_EPILOGUE):
+    def bn_relu_conv_forward(
+        self,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        epilogue: Epilogue = NO_EPILOGUE,
+    ) -> Output:
         shape = conv.output_shape(x.shape, conv_weight.shape)
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         return _output(y, epilogue.with_stats)
 
-    def bn_relu_conv_backward(self, dy, fold, x, norm, conv_weight, conv, wanted):
+    def bn_relu_conv_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        wanted: Wanted,
+    ) -> ConvGradients:
         return ConvGradients(
             _nhwc_like(x) if wanted.input else None,
             _sums_like(x) if wanted.input else None,
@@ -181,7 +227,7 @@ class FakeKernels(Kernels):
             _nhwc_like(dy) if wanted.dy else None,
         )
 
-    def residual_add_forward(self, x, branch, with_stats):
+    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         return _output(_nhwc_like(x), with_stats)
 
 
