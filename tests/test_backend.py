@@ -94,6 +94,13 @@ def test_auto_takes_the_first_of_the_table_that_serves_the_call(monkeypatch):
     assert ran == serving[:1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted without a GPU")
+def test_auto_never_selects_a_backend_that_only_its_name_selects(monkeypatch):
+    ran = record_kernels(monkeypatch, *pk.available_backends())
+    call(torch.float16)  # which the interpreter would serve, and the CPU library does not
+    assert ran == ["reference"]
+
+
 def test_contexts_nest_and_end_with_an_exception():
     with pytest.raises(KeyError), pk.use_backend("reference"):
         with pk.use_backend("auto"):

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import preact_kernels as pk
 from preact_kernels.ops import schema
@@ -237,7 +238,7 @@ def test_a_network_compiles_into_one_graph(backend):
 
 
 def test_other_buffers_do_not_compile_again():
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     stage = pk.PreActStage([random_block("basic", 10, 10) for _ in range(2)])
     compiled = torch.compile(stage, backend=counter)
     for _ in range(4):
