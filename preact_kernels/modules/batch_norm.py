@@ -78,6 +78,7 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, is_widened: bool = False) -> BatchN
         bn.eps,
         process_group(bn),
         bn.num_batches_tracked if is_tracked else None,
+        is_widened,
     )
 
 

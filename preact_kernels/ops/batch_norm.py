@@ -23,6 +23,7 @@ class BatchNorm(NamedTuple):
     eps: float
     process_group: object = None
     batch_count: Tensor | None = None  # `num_batches_tracked`, incremented in training mode
+    is_widened: bool = False  # the running statistics may have a half precision beside float32
 
     def check(self, x: Any) -> None:
         """Raises the errors that `pk.bn_relu` documents."""
@@ -41,7 +42,8 @@ class BatchNorm(NamedTuple):
             ("running_var", self.running_var),
         ):
             if value is not None:
-                checks.check_per_channel(name, value, x)
+                is_widened = self.is_widened and name.startswith("running")
+                checks.check_per_channel(name, value, x, has_any_dtype=is_widened)
         if (self.running_mean is None) != (self.running_var is None):
             missing = "running_mean" if self.running_mean is None else "running_var"
             raise ValueError(

@@ -55,7 +55,7 @@ def check_parameter_dtype(name: str, value: Tensor, x: Tensor) -> None:
         )
 
 
-def check_per_channel(name: str, value: Any, x: Tensor) -> None:
+def check_per_channel(name: str, value: Any, x: Tensor, *, has_any_dtype: bool = False) -> None:
     """Checks for a vector with one value for each channel of `x`."""
     check_like(name, value, "x", x)
     if value.shape != (x.shape[1],):
@@ -63,7 +63,8 @@ def check_per_channel(name: str, value: Any, x: Tensor) -> None:
             f"{name}: expected shape [{x.shape[1]}] to match the channels of x, "
             f"got {list(value.shape)}"
         )
-    check_parameter_dtype(name, value, x)
+    if not has_any_dtype:
+        check_parameter_dtype(name, value, x)
 
 
 def check_number(name: str, value: Any, *, minimum: float | None = None) -> None:
