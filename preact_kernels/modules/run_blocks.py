@@ -61,12 +61,12 @@ def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = 
                 checks.check_samples(shape)
             weight = _conv_weight(conv, shape, x, dtype)
             _check_norm(module, shape, x, dtype)
-            parameters += (*bn.affine(x, module.num_features), weight)
+            parameters.extend((*bn.affine(x, module.num_features), weight))
             if bn.training:
                 norms.append(module)
                 tracked.append(bn.tracked())
             else:
-                running += (bn.running_mean, bn.running_var)
+                running.extend((bn.running_mean, bn.running_var))
             geometry = geometry_of(conv)
             units.append(UnitSpec(bn.eps, bn.training, geometry, bn.process_group))
             shape = geometry.output_shape(shape, weight.shape)

@@ -239,9 +239,11 @@ def _block_forward(
     spec, first = blocks.specs[index], blocks.first_unit[index]
     last = first + len(spec.units) - 1
     h = shortcut = x
+    keeps_own, keeps_inner = keeps
     inputs: list[Tensor | None] = []
     for unit, u in enumerate(spec.units, first):
-        inputs.append(h if keeps[unit > first] else None)
+        is_kept = keeps_inner if unit > first else keeps_own
+        inputs.append(h if is_kept else None)
         found = statistics[unit]
         if found is None:
             found = batch_statistics(kernels, h, u.process_group, x_statistics)

@@ -63,8 +63,8 @@ def update(
         if momentum is None:
             momentum = 1.0 / (float(cast(Tensor, r.batch_count)) + 1.0)
         targets, values = by_momentum.setdefault(momentum, ([], []))
-        targets += (r.mean, r.var)
-        values += b
+        targets.extend((r.mean, r.var))
+        values.extend(b)  # Dynamo of torch 2.11 does not trace `+=` with a named tuple
     for momentum, (targets, values) in by_momentum.items():
         kernels.running_stats_update(targets, values, momentum)
     counts = [r.batch_count for r, _ in tracked if r.batch_count is not None]
