@@ -1,6 +1,8 @@
 """Fused BN-ReLU-Conv for pre-activation residual networks, equal to plain PyTorch."""
 
 from preact_kernels import torch_compat as torch_compat  # first: it refuses an older torch
+from preact_kernels.conversion.convert import conversion_report, convert, revert
+from preact_kernels.conversion.report import ConversionReport
 from preact_kernels.graphs import graphed_step
 from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet
@@ -26,6 +28,7 @@ __all__ = [
     "BNReLU2d",
     "BNReLUConv2d",
     "BackendError",
+    "ConversionReport",
     "MemoryPlan",
     "PreActBasicBlock",
     "PreActBottleneck",
@@ -35,10 +38,13 @@ __all__ = [
     "backend_for",
     "bn_relu",
     "bn_relu_conv2d",
+    "conversion_report",
+    "convert",
     "graphed_step",
     "plan_memory",
     "preact_resnet",
     "residual_add",
+    "revert",
     "saved_bytes",
     "set_backend",
     "use_backend",

@@ -16,7 +16,7 @@ from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage
-from preact_kernels.modules.run_blocks import geometry_of
+from preact_kernels.modules.run_blocks import geometry_of, in_stream
 from preact_kernels.ops import layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
@@ -216,7 +216,7 @@ class _Ends(torch.autograd.Function):
 def _ends_of_stage(ends: dict, name: str, stage: PreActStage, x: Tensor) -> Tensor:
     if name in ends:
         raise ValueError(f"model: expected each PreActStage to run once, {name!r} runs again")
-    x = _blocks(stage)[0].in_stream(x)
+    x = in_stream(_blocks(stage)[0], x)
     weights = [m.weight for m in stage.modules() if isinstance(m, nn.Conv2d)]
     channels_last = any(map(layout.is_channels_last, (x, *weights)))
     shape: Sequence[int] = x.shape
@@ -269,7 +269,9 @@ def _extra_bytes(stage: PreActStage, x: Tensor, memory: str) -> int:
     """Memory traffic of a step beyond that of mode `"store"`, bytes."""
     mode = MemoryMode(memory)
     blocks, itemsize = _blocks(stage), x.element_size()
-    inner_size = compute_dtype(x).itemsize if is_autocast(x) else blocks[0].conv1.weight.itemsize
+    inner_size = (
+        compute_dtype(x).itemsize if is_autocast(x) else next(blocks[0].units())[1].weight.itemsize
+    )
     shape: Sequence[int] = x.shape
     wide, inner = [x.numel() * itemsize], []
     for block in blocks:

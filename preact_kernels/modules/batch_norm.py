@@ -37,6 +37,11 @@ def is_bare_conv(conv: nn.Module) -> bool:
     return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and not has_hooks(conv)
 
 
+def is_stage_conv(conv: nn.Module) -> bool:
+    """Whether a stage may read the weight of `conv` in place of calling it."""
+    return is_bare_conv(conv) and conv.bias is None and type(conv.padding) is tuple
+
+
 def uses_batch(bn: nn.Module) -> bool:
     """Whether a call of `bn` normalises with the statistics of its batch."""
     return bn.training or bn.running_mean is None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import is_bare_conv, is_bare_norm, widened_batch_norm
-from preact_kernels.modules.run_blocks import run_blocks
+from preact_kernels.modules.batch_norm import is_bare_norm, is_stage_conv, widened_batch_norm
+from preact_kernels.modules.run_blocks import in_stream, run_blocks
 from preact_kernels.ops.autocast import is_autocast
 
 
@@ -21,9 +21,9 @@ class PreActBlock(nn.Module):
 
     fused = True
     residual_dtype: torch.dtype | None = None  # see PreActStage, which sets it
+    is_residual = True
     expansion: int
     unit_count: int
-    conv1: nn.Conv2d
 
     def units(self) -> Iterator[tuple[nn.BatchNorm2d, nn.Conv2d]]:
         """The pairs of batch norm and convolution, in order."""
@@ -40,20 +40,14 @@ class PreActBlock(nn.Module):
         if not self.fused:
             return False
         for bn, conv in self.units():
-            if not (is_bare_norm(bn) and _is_served(conv)):
+            if not (is_bare_norm(bn) and is_stage_conv(conv)):
                 return False
         projection = self.projection()
-        return projection is None or _is_served(projection)
-
-    def in_stream(self, x: Tensor) -> Tensor:
-        """`x` in the dtype of the residual stream."""
-        if self.residual_dtype is None:
-            return x
-        return x.to(torch.promote_types(self.residual_dtype, self.conv1.weight.dtype))
+        return projection is None or is_stage_conv(projection)
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """Calls the children; the fused block computes the same."""
-        x = self.in_stream(x)
+        x = in_stream(self, x)
         h, shortcut, projection = x, x, self.projection()
         for index, (bn, conv) in enumerate(self.units()):
             normalised = bn(h) if self.residual_dtype is None else widened_batch_norm(bn, h)
@@ -63,17 +57,13 @@ class PreActBlock(nn.Module):
             if index == 0 and projection is not None:
                 shortcut = projection(a)
             h = conv(a)
-        return self.in_stream(shortcut) + h
+        return in_stream(self, shortcut) + h
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""
         if not self.is_fusable():
             return self.plain_forward(x)
         return run_blocks([self], x)
-
-
-def _is_served(conv: nn.Module) -> bool:
-    return is_bare_conv(conv) and conv.bias is None and type(conv.padding) is tuple
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock
-from preact_kernels.modules.run_blocks import run_blocks
+from preact_kernels.modules.run_blocks import run_stage
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
 
 
@@ -76,14 +76,7 @@ class PreActStage(nn.Sequential):
         if self.memory not in MEMORY_MODES:
             check_memory(self.memory, None, None, len(self))
         memory = MemoryMode(self.memory, self.segments, self.anchor_every)
-        run = []
-        for block in self:
-            if isinstance(block, PreActBlock) and block.is_fusable() and not has_hooks(block):
-                run.append(block)
-                continue
-            x = block(run_blocks(run, x, memory) if run else x)
-            run = []
-        return run_blocks(run, x, memory) if run else x
+        return run_stage(self, _is_fusable, x, memory)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """A block, or a stage that shares some of the blocks, in the same memory mode."""
@@ -106,6 +99,10 @@ class PreActStage(nn.Sequential):
         names = ("segments", "anchor_every", "residual_dtype")
         given = [f", {n}={getattr(self, n)}" for n in names if getattr(self, n)]
         return f"memory={self.memory!r}{''.join(given)}"
+
+
+def _is_fusable(block: nn.Module) -> bool:
+    return isinstance(block, PreActBlock) and block.is_fusable() and not has_hooks(block)
 
 
 def check_memory(memory: object, segments: object, anchor_every: object, count: int) -> None:

@@ -1,7 +1,7 @@
 """Runs the blocks of a stage, or one block, as one autograd node."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,52 @@ from preact_kernels.ops.memory_mode import STORE, MemoryMode
 from preact_kernels.ops.preact_stage import PreActStageFunction, StageCall
 from preact_kernels.ops.running_stats import RunningStatistics, UnbiasedStatistics, update
 
-if TYPE_CHECKING:
-    from preact_kernels.modules.preact_block import PreActBlock
+
+class Block(Protocol):
+    """BN-ReLU-Conv units in a row, and a shortcut: a `PreActBlock`, or modules of another class."""
+
+    residual_dtype: torch.dtype | None  # see PreActStage
+    is_residual: bool  # False: no shortcut is added
+
+    def units(self) -> Iterable[tuple[nn.BatchNorm2d, nn.Conv2d]]:
+        """The pairs of batch norm and convolution, in order."""
+
+    def projection(self) -> nn.Conv2d | None:
+        """The convolution of the shortcut; None where the shortcut is the input."""
+
+    def is_fusable(self) -> bool:
+        """Whether the parameters of its modules may be read in place of calling them."""
+
+    def plain_forward(self, x: Tensor) -> Tensor:
+        """Calls the modules."""
 
 
-def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
+def in_stream(block: Block, x: Tensor) -> Tensor:
+    """`x` in the dtype of the residual stream."""
+    if block.residual_dtype is None:
+        return x
+    return x.to(torch.promote_types(block.residual_dtype, _weight_dtype(block)))
+
+
+def _weight_dtype(block: Block) -> torch.dtype:
+    return next(iter(block.units()))[1].weight.dtype
+
+
+def run_stage(
+    blocks: Iterable[Any], is_fusable: Callable[[Any], bool], x: Tensor, memory: MemoryMode
+) -> Tensor:
+    """Runs fusable blocks in a row as one autograd node, and calls the others."""
+    run: list[Block] = []
+    for block in blocks:
+        if is_fusable(block):
+            run.append(block)
+            continue
+        x = block(run_blocks(run, x, memory) if run else x)
+        run = []
+    return run_blocks(run, x, memory) if run else x
+
+
+def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
     """Runs fusable blocks on `x`, and updates their running statistics once.
 
     Args:
@@ -33,8 +74,8 @@ def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = 
     checks.check_activation("x", x)
     dtype = compute_dtype(x)
     if blocks[0].residual_dtype is not None:
-        dtype = dtype if is_autocast(x) else blocks[0].conv1.weight.dtype
-        x = blocks[0].in_stream(x)
+        dtype = dtype if is_autocast(x) else _weight_dtype(blocks[0])
+        x = in_stream(blocks[0], x)
     elif x.dtype != dtype:  # autocast: plain until a projection has rounded the stream
         for index, block in enumerate(blocks):
             if x.dtype == dtype and x.numel():
@@ -72,7 +113,7 @@ def run_blocks(blocks: Sequence["PreActBlock"], x: Tensor, memory: MemoryMode = 
             shape = geometry.output_shape(shape, weight.shape)
         projection = block.projection()
         if projection is None:
-            specs.append(BlockSpec(tuple(units), None))
+            specs.append(BlockSpec(tuple(units), None, block.is_residual))
         else:
             specs.append(BlockSpec(tuple(units), geometry_of(projection)))
             shortcuts.append(_conv_weight(projection, block_shape, x, dtype))

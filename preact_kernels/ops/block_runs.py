@@ -50,11 +50,12 @@ class BlockSpec(NamedTuple):
 
     units: tuple[UnitSpec, ...]
     shortcut: Conv | None
+    is_residual: bool = True  # False: the units alone, `y = F(x)`
 
     @property
     def can_rebuild(self) -> bool:
         """Whether the block's input follows from its output and the input of its last unit."""
-        return self.shortcut is None and len(self.units) > 1
+        return self.is_residual and self.shortcut is None and len(self.units) > 1
 
 
 class Blocks:
@@ -120,15 +121,15 @@ class Blocks:
 def run_keys(kernels: Kernels, blocks: Blocks) -> list[tuple | None]:
     """For every block a key that is equal for blocks which can run in one call.
 
-    None for a block that runs unit by unit: it has a projection, a process group, or a convolution
-    without a fused kernel, or the backend has no such call.
+    None for a block that runs unit by unit: it has a projection or no shortcut at all, a process
+    group, or a convolution without a fused kernel, or the backend has no such call.
     """
     if not hasattr(kernels, "block_run_forward"):
         return [None] * len(blocks.specs)
 
     def key(index: int) -> tuple | None:
         spec, first = blocks.specs[index], blocks.first_unit[index]
-        if spec.shortcut is not None:
+        if spec.shortcut is not None or not spec.is_residual:
             return None
         for unit, u in enumerate(spec.units, first):
             weight = blocks.conv_weight(unit)
@@ -253,7 +254,7 @@ def _block_forward(
             shortcut = kernels.bn_relu_conv_forward(
                 x, norm, blocks.shortcuts[index], spec.shortcut
             ).y
-        residual = shortcut if unit == last else None
+        residual = shortcut if unit == last and spec.is_residual else None
         epilogue = Epilogue(residual=residual, with_stats=_takes_batch(statistics, unit + 1))
         h, x_statistics = kernels.bn_relu_conv_forward(
             h, norm, blocks.conv_weight(unit), u.conv, epilogue
@@ -381,7 +382,8 @@ class Backward(NamedTuple):
             norm = blocks.norm(unit, found)
             needs_weight, needs_bias, needs_conv_weight = self._needs(unit)
             needs_g = unit > first or needs_input or needs_weight or needs_bias
-            wanted = Wanted(needs_g, needs_conv_weight, unit == last and dy.fold is not None)
+            needs_dy = unit == last and spec.is_residual and dy.fold is not None
+            wanted = Wanted(needs_g, needs_conv_weight, needs_dy)
             g, sums, dconv_weight, unfolded = kernels.bn_relu_conv_backward(
                 dy.g, dy.fold, h, norm, blocks.conv_weight(unit), blocks.units[unit].conv, wanted
             )
@@ -404,7 +406,8 @@ class Backward(NamedTuple):
             self._set_gradients(unit, dconv_weight, sums)
             if g is not None and sums is not None:
                 sums = sums_over_group(sums, blocks.units[unit].process_group)
-                skip = block_dy if unit == begin and spec.shortcut is None else None
+                passes_on = unit == begin and spec.is_residual and spec.shortcut is None
+                skip = block_dy if passes_on else None
                 dy = FoldedGradient(g, Fold(skip, h, norm, sums, found.inv_count))
         return x, dy
 
@@ -428,5 +431,5 @@ def differentiable_forward(blocks: Blocks, statistics: Sequence[Statistics], x: 
             if h is x and spec.shortcut is not None:
                 x = F.conv2d(a, blocks.shortcuts[index], None, *spec.shortcut)
             h = F.conv2d(a, weight, None, *u.conv)
-        x = x.to(stream) + h.to(stream)
+        x = x.to(stream) + h.to(stream) if spec.is_residual else h.to(stream)
     return x

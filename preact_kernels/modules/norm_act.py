@@ -1,0 +1,20 @@
+"""Batch norms with a ReLU of their own: timm's `BatchNormAct2d` and `SyncBatchNormAct`."""
+
+from torch import nn
+
+from preact_kernels.modules.batch_norm import has_hooks
+
+_NAMES = ("BatchNormAct2d", "SyncBatchNormAct")
+
+
+def is_norm_act(module: nn.Module) -> bool:
+    """Whether a call of `module` is a batch norm and a ReLU, and nothing else."""
+    kind = type(module)
+    if kind.__name__ not in _NAMES or not kind.__module__.startswith("timm."):
+        return False
+    drop, act = module.drop, module.act
+    return (
+        type(drop) is nn.Identity
+        and type(act) is nn.ReLU
+        and not (has_hooks(module) or has_hooks(drop) or has_hooks(act))
+    )
