@@ -23,6 +23,7 @@ PAGES = {
 }
 HEADLINE_NETWORK = "resnet-1001"
 _TRAINING = "-training.csv"
+SCALING = "-scaling.csv"  # files of bench/scaling.py, which no page shows
 _NETWORK_COMMAND = "python -m bench --out bench/results"
 _OPS_COMMAND = "pytest bench/ops.py --bench-out bench/results"
 _ORDER = {name: index for index, name in enumerate(BY_NAME)}
@@ -37,6 +38,8 @@ def load(folder: Path) -> dict[str, tuple[list[Row], list[CurvePoint]]]:
     """
     found: dict[str, tuple[list[Row], list[CurvePoint]]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
+        if path.name.endswith(SCALING):
+            continue
         is_curve = path.name.endswith(_TRAINING)
         for record in read(path, CurvePoint if is_curve else Row):
             found.setdefault(record.device, ([], []))[int(is_curve)].append(record)

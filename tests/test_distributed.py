@@ -10,10 +10,6 @@ process without images takes part with an empty batch: the cases "none".
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,29 +23,9 @@ from tests.oracle import (
     plain_copy,
     unit_roundoff,
 )
+from tests.torchrun import torchrun
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.not_under_sanitizer
-
-
-def torchrun(processes, arguments, *, timeout_s=180, backend="auto"):
-    """Runs `python -m` with `arguments` in several processes."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PREACT_KERNELS_BACKEND": backend,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 def results_of(processes, folder, *jobs, seeds=(0,), backend="auto"):
