@@ -21,12 +21,18 @@ def torchrun(processes, arguments, *, timeout_s=180, backend="auto"):
         "PREACT_KERNELS_BACKEND": backend,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", *launcher, "-m", *map(str, arguments)],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        check=False,
     )
+    try:
+        output = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # and the launcher ends its processes, which `kill` would leave
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, *output)
