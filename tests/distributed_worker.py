@@ -357,29 +357,34 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 def train_in_mixed_precision(seeds: list[int]) -> dict:
     """A step of FSDP2 with parameters in bfloat16, plain and fused, with batch norms of each rank.
 
-    `torch.nn.BatchNorm2d` needs its running statistics in the dtype of its parameters on a CPU.
+    `torch.nn.BatchNorm2d` needs its running statistics in the dtype of its parameters on a CPU. The
+    plain modules run twice, once with each process's images in reverse: how far two orders that are
+    equally right are from the truth is the budget.
     """
     found = {}
     count = dist.get_world_size()
     share = slice(dist.get_rank() * IMAGES, (dist.get_rank() + 1) * IMAGES)
-    for name, seed in itertools.product(("plain", *MEMORY_MODES), seeds):
+    for name, seed in itertools.product(("plain", "reversed", *MEMORY_MODES), seeds):
         model = mixed_network(seed, name).to(device())
         in_fsdp(model, mp_policy=MIXED)
-        steps = on_device(parts[:1] for parts in mixed_batches(seed, count)[:1])
-        result = train(model, steps, None, Processes(count, share, whole=whole))
+        (batch, _), *_ = mixed_batches(seed, count)
+        if name == "reversed":
+            batch = tuple(t.unflatten(0, (count, IMAGES)).flip(1).flatten(0, 1) for t in batch)
+        result = train(model, on_device([[batch]]), None, Processes(count, share, whole=whole))
         found.setdefault(name, []).append(summed(result))
     return found
 
 
 def mixed_network(seed: int, name: str) -> PreActResNet:
-    """The network in a memory mode, or "plain"."""
-    model = network(seed, "store" if name == "plain" else name)
+    """The network in a memory mode, or plain."""
+    is_fused = name in MEMORY_MODES
+    model = network(seed, name if is_fused else "store")
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean = module.running_mean.bfloat16()
             module.running_var = module.running_var.bfloat16()
         elif hasattr(module, "fused"):
-            module.fused = name != "plain"
+            module.fused = is_fused
     return model
 
 
