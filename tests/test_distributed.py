@@ -143,21 +143,25 @@ def test_ddp_tells_every_process_when_one_has_no_batch_left(counted):
         assert all("exhausted" in error for error in errors.values())
 
 
-def mixed_truth(seed, processes, rank) -> Results:
-    """A step in float64 on what FSDP2 rounds to bfloat16; batch norms of one process."""
-    found = []
-    for other in range(processes):
+@functools.cache
+def mixed_parts(seed, processes):
+    """A step in float64 on what FSDP2 rounds to bfloat16: the part of every process."""
+    parts = []
+    for rank in range(processes):
         model = worker.mixed_network(seed, "plain").bfloat16().double()
-        steps = [
-            [(images.bfloat16().double(), labels) for images, labels in parts[:1]]
-            for parts in worker.mixed_batches(seed, processes)[:1]
-        ]
-        share = slice(other * worker.IMAGES, (other + 1) * worker.IMAGES)
-        found.append(worker.train(model, steps, None, worker.Processes(share=share)))
-    buffers = {name for name, _ in model.named_buffers()}
-    truth = {name: value for name, value in found[rank].items() if name in buffers}
-    sums = [name for name in found[0] if name == "loss" or name.startswith("d")]
-    return truth | {name: sum(run[name] for run in found) for name in sums}
+        (images, labels), _ = worker.mixed_batches(seed, processes)[0]
+        share = slice(rank * worker.IMAGES, (rank + 1) * worker.IMAGES)
+        steps = [[(images.bfloat16().double(), labels)]]
+        parts.append(worker.train(model, steps, None, worker.Processes(share=share)))
+    return parts
+
+
+def mixed_truth(seed, processes, rank) -> Results:
+    """The loss and its gradients, of all processes; and the running statistics of one."""
+    parts = mixed_parts(seed, processes)
+    truth = {n: v for n, v in parts[rank].items() if n.endswith(("running_mean", "running_var"))}
+    sums = [name for name in parts[0] if name == "loss" or name.startswith("d")]
+    return truth | {name: sum(part[name] for part in parts) for name in sums}
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=SLOW)])
