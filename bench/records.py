@@ -76,6 +76,9 @@ class CurvePoint:
         return self.case, self.contender, self.dtype, self.batch, self.step, self.device
 
 
+SCALING = "-scaling.csv"  # how names of files of `ScalingRow`s end
+
+
 @dataclasses.dataclass
 class ScalingRow:
     """One contender on one network in several processes: see bench/scaling.py."""

@@ -15,7 +15,7 @@ from bench import plots
 from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival
 from bench.measure import MIB, ROOT
 from bench.network import DRIFTED, UNFINISHED, relative_times
-from bench.records import CurvePoint, Row, read
+from bench.records import SCALING, CurvePoint, Row, read
 
 PAGES = {
     "README.md": ("headline",),
@@ -23,7 +23,6 @@ PAGES = {
 }
 HEADLINE_NETWORK = "resnet-1001"
 _TRAINING = "-training.csv"
-SCALING = "-scaling.csv"  # files of bench/scaling.py, which no page shows
 _NETWORK_COMMAND = "python -m bench --out bench/results"
 _OPS_COMMAND = "pytest bench/ops.py --bench-out bench/results"
 _ORDER = {name: index for index, name in enumerate(BY_NAME)}
@@ -38,7 +37,7 @@ def load(folder: Path) -> dict[str, tuple[list[Row], list[CurvePoint]]]:
     """
     found: dict[str, tuple[list[Row], list[CurvePoint]]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if path.name.endswith(SCALING):
+        if path.name.endswith(SCALING):  # no page shows them
             continue
         is_curve = path.name.endswith(_TRAINING)
         for record in read(path, CurvePoint if is_curve else Row):

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench import correctness, data, measure
 from bench.contenders import ANCHOR, Contender, Network, is_rival
 from bench.network import TrainingStep
-from bench.records import Records, ScalingRow, slug
+from bench.records import SCALING, Records, ScalingRow, slug
 
 CONTENDERS = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
 SHARED, LOCAL = "of all processes", "of each process"
@@ -219,7 +219,7 @@ def main(a: argparse.Namespace) -> int:
             "device; alone: one such process, while the others wait",
             flush=True,
         )
-        path = a.out / f"{slug(machine.device)}-{processes}-processes-scaling.csv"
+        path = a.out / f"{slug(machine.device)}-{processes}-processes{SCALING}"
         records = Records(path, ScalingRow, keep=a.resume)
     rows: list[ScalingRow] = []
     for name in a.networks:
