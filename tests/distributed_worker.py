@@ -355,8 +355,9 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 def train_in_mixed_precision(seeds: list[int]) -> dict:
-    """A step of FSDP2 with parameters in bfloat16, plain and fused, with batch norms of each rank.
+    """A step of FSDP2 with parameters in bfloat16, plain and fused.
 
+    Batch norms use the statistics of each process, and in "shared" those of all.
     `torch.nn.BatchNorm2d` needs its running statistics in the dtype of its parameters on a CPU. The
     plain modules run twice, once with each process's images in reverse: how far two orders that are
     equally right are from the truth is the budget.
@@ -364,8 +365,10 @@ def train_in_mixed_precision(seeds: list[int]) -> dict:
     found = {}
     count = dist.get_world_size()
     share = slice(dist.get_rank() * IMAGES, (dist.get_rank() + 1) * IMAGES)
-    for name, seed in itertools.product(("plain", "reversed", *MEMORY_MODES), seeds):
+    for name, seed in itertools.product(("plain", "reversed", *MEMORY_MODES, "shared"), seeds):
         model = mixed_network(seed, name).to(device())
+        if name == "shared":
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)
         in_fsdp(model, mp_policy=MIXED)
         (batch, _), *_ = mixed_batches(seed, count)
         if name == "reversed":
@@ -376,9 +379,9 @@ def train_in_mixed_precision(seeds: list[int]) -> dict:
 
 
 def mixed_network(seed: int, name: str) -> PreActResNet:
-    """The network in a memory mode, or plain."""
-    is_fused = name in MEMORY_MODES
-    model = network(seed, name if is_fused else "store")
+    """The network in a memory mode, or with shared statistics, or plain."""
+    is_fused = name in (*MEMORY_MODES, "shared")
+    model = network(seed, name if name in MEMORY_MODES else "checkpoint")
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean = module.running_mean.bfloat16()

@@ -164,6 +164,27 @@ def mixed_truth(seed, processes, rank) -> Results:
     return truth | {name: sum(part[name] for part in parts) for name in sums}
 
 
+@functools.cache
+def mixed_joined(seeds, processes):
+    """A step on the joined batch in float64, and how far plain bfloat16 is from it."""
+
+    def step(seed, **order):
+        model = worker.mixed_network(seed, "plain").bfloat16().to(order["dtype"])
+        (batch, _), *_ = worker.mixed_batches(seed, processes)
+        rounded = [[(batch[0].bfloat16(), batch[1])]]
+        return worker.train(model, in_order(rounded, **order))
+
+    def steps(**order):
+        found = stacked([step(seed, **order) for seed in seeds])
+        return {n: v for n, v in found.items() if n in names}
+
+    parameters = {name for name, _ in worker.mixed_network(0, "plain").named_parameters()}
+    names = step(seeds[0], dtype=torch.float64).keys() - parameters
+    truth = steps(dtype=torch.float64)
+    runs = [steps(dtype=torch.bfloat16, **order) for order in ORDERS]
+    return truth, {n: max(distance(run[n], t) for run in runs) for n, t in truth.items()}
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=SLOW)])
 def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_plain_modules_in_it(processes, tmp_path):
     seeds = range(6)
@@ -177,6 +198,9 @@ def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_plain_modules_in_it(p
         errors = {n: max(distance(run[n], t) for run in plain) for n, t in truth.items()}
         for memory in worker.MEMORY_MODES:
             assert_within_budget(found[memory], truth, errors)
+        truth, errors = mixed_joined(seeds, processes)
+        shared = stacked(results["mixed"]["shared"])
+        assert_within_budget({name: shared[name] for name in truth}, truth, errors)
 
 
 @pytest.mark.parametrize("how", ["exit", "raise"])
