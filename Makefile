@@ -101,11 +101,13 @@ check-torch: $(CHECK)/.requirements
 	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -n $(JOBS) -m "not slow" \
 	  --ignore tests/test_cuda_build.py $(ARGS)
 
-$(VENV)-torch-%/.requirements: requirements-test.txt
+$(VENV)-torch-%/.requirements: requirements-test.txt requirements-models.txt
 	@echo "Installing torch $* in $(VENV)-torch-$*"
 	@$(PYTHON) -m venv $(VENV)-torch-$*
 	@$(VENV)-torch-$*/bin/python -m pip install -q --disable-pip-version-check \
 	  torch==$* "setuptools>=77" -r requirements-test.txt
+	@$(VENV)-torch-$*/bin/python -m pip install -q --disable-pip-version-check \
+	  --no-deps -r requirements-models.txt
 	@touch $@
 
 # Without the caching allocator, compute-sanitizer sees accesses past the end of a tensor.
@@ -138,13 +140,14 @@ format: $(REQUIREMENTS)
 	@$(BIN)/ruff format .
 	@$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
-$(REQUIREMENTS): requirements-dev.txt requirements-test.txt
+$(REQUIREMENTS): requirements-dev.txt requirements-test.txt requirements-models.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make a virtual environment: it is missing, or lacks venv or ensurepip" \
 	    "(python3-venv on Debian and Ubuntu)" >&2; exit 1; }
 	@echo "Installing requirements-dev.txt in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) -r requirements-dev.txt
+	@$(PIP_INSTALL) --no-deps -r requirements-models.txt
 	@touch $@
 
 # Editable and uncompiled: the rules below compile in place, and only what changed.

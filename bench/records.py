@@ -76,7 +76,9 @@ class CurvePoint:
         return self.case, self.contender, self.dtype, self.batch, self.step, self.device
 
 
-SCALING = "-scaling.csv"  # how names of files of `ScalingRow`s end
+# How names of files of other records end.
+SCALING = "-scaling.csv"
+CONVERTED = "-converted.csv"
 
 
 @dataclasses.dataclass
@@ -117,6 +119,35 @@ class ScalingRow:
         self.images_per_s = self.processes * self.batch / (together_ms / 1e3)
         self.efficiency = alone_ms / together_ms
         self.sending_share = max(0.0, 1 - apart_ms / together_ms)
+
+
+@dataclasses.dataclass
+class ConvertedRow:
+    """One model before and after `pk.convert`: see bench/converted.py."""
+
+    case: str
+    batch: int
+    image_size: int  # pixels
+    dtype: str
+    batch_norms: int
+    fused: int  # of these
+    plain_bytes: int | None = None  # kept for the backward
+    store_bytes: int | None = None
+    rebuild_bytes: int | None = None
+    plain_ms: float | None = None  # median time of a training step
+    store_ms: float | None = None
+    rebuild_ms: float | None = None
+    compiled_graphs: int | None = None  # of the converted model; 1: no graph break
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """Equal for two measurements of the same thing."""
+        return self.case, self.batch, self.image_size, self.dtype, self.device
 
 
 def slug(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Write the tables and plots of README.md and docs/benchmarks.md: `python -m bench.report`.
+"""Write the tables and plots of README.md and docs/: `python -m bench.report`.
 
 Everything comes from the CSV files in `bench/results`. Each generated block lies between
 `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `PAGES` lists the blocks of each page.
@@ -11,15 +11,16 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from bench import plots
+from bench import converted, plots
 from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival
 from bench.measure import MIB, ROOT
 from bench.network import DRIFTED, UNFINISHED, relative_times
-from bench.records import SCALING, CurvePoint, Row, read
+from bench.records import CONVERTED, SCALING, ConvertedRow, CurvePoint, Row, read
 
 PAGES = {
     "README.md": ("headline",),
     "docs/benchmarks.md": ("network", "memory", "training", "ops"),
+    "docs/convert.md": ("converted",),
 }
 HEADLINE_NETWORK = "resnet-1001"
 _TRAINING = "-training.csv"
@@ -37,7 +38,7 @@ def load(folder: Path) -> dict[str, tuple[list[Row], list[CurvePoint]]]:
     """
     found: dict[str, tuple[list[Row], list[CurvePoint]]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if path.name.endswith(SCALING):  # no page shows them
+        if path.name.endswith((SCALING, CONVERTED)):
             continue
         is_curve = path.name.endswith(_TRAINING)
         for record in read(path, CurvePoint if is_curve else Row):
@@ -257,7 +258,7 @@ def best_rivals(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _origin(records: Sequence[Row | CurvePoint]) -> str:
+def _origin(records: Sequence[Row | CurvePoint | ConvertedRow]) -> str:
     def distinct(name: str) -> str:
         return "; ".join(dict.fromkeys(getattr(r, name) for r in records))
 
@@ -321,6 +322,17 @@ def block(
     return "\n\n".join(sections)
 
 
+def converted_block(folder: Path) -> str:
+    """The Markdown of converted models, a section per device."""
+    sections = []
+    for path in sorted(folder.glob(f"*{CONVERTED}")):
+        rows = read(path, ConvertedRow)
+        table = converted.table(rows, "github")
+        sections.append(f"**{rows[0].device}**\n\n{table}\n\n<sub>{_origin(rows)}</sub>")
+    command = "python -m bench.converted --out bench/results"
+    return "\n\n".join(sections) or f"Not measured yet; run `{command}`."
+
+
 def rewrite_blocks(text: str, contents: dict[str, str]) -> str:
     """`text` with the content of each block replaced.
 
@@ -358,7 +370,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         devices = load(a.results)
         figures = {d: plots.write_plots(*records, a.results) for d, records in devices.items()}
         for page, names in blocks.items():
-            contents = {name: block(name, devices, figures, page) for name in names}
+            contents = {
+                name: converted_block(a.results)
+                if name == "converted"
+                else block(name, devices, figures, page)
+                for name in names
+            }
             page.write_text(rewrite_blocks(texts[page], contents))
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench.report: {error}") from error

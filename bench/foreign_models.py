@@ -1,12 +1,12 @@
-"""Models as other people write them, for conversion.
+"""Models as other people write them, for tests and benchmarks of conversion.
 
 None uses this package. The widths and depths of published networks are arguments, so that tests
 can take small ones.
 """
 
+import importlib
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -346,7 +346,11 @@ def replicated(model: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 def torchvision_models():
-    """`torchvision.models`, also beside a torch without CUDA, whose operators it lacks."""
+    """`torchvision.models`, also beside a torch without CUDA, whose operators it lacks.
+
+    Raises:
+        ImportError: torchvision is not installed.
+    """
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in (
         "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -355,13 +359,17 @@ def torchvision_models():
         if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
             library.define(schema)
     _kept.append(library)
-    return pytest.importorskip("torchvision").models
+    return importlib.import_module("torchvision.models")
 
 
 _kept: list[object] = []  # a library that is deleted takes its operators with it
 
 
 def timm_model(name: str, **options) -> nn.Module:
-    """A model of timm."""
+    """A model of timm.
+
+    Raises:
+        ImportError: timm or torchvision is not installed.
+    """
     torchvision_models()
-    return pytest.importorskip("timm").create_model(name, **options)
+    return importlib.import_module("timm").create_model(name, **options)

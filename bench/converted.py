@@ -1,0 +1,157 @@
+"""Models that other people wrote, before and after `pk.convert`: `python -m bench.converted`.
+
+For every model: how many batch norms run fused, the bytes that a forward keeps for the backward,
+the time of a training step, before and after in turn, and how many graphs `torch.compile` makes of
+the converted model. Inputs and weights are stored channels_last, before and after. Prints a table
+and writes a CSV file, from which `make report` writes the table of docs/convert.md.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import preact_kernels as pk
+from bench import foreign_models as foreign
+from bench import measure
+from bench.measure import MIB
+from bench.records import CONVERTED, ConvertedRow, Records, slug
+
+
+class Case(NamedTuple):
+    """A model, and images for it."""
+
+    build: Callable[[], nn.Module]
+    batch: int
+    image_size: int  # pixels
+
+
+CASES = {
+    "1001 layers, blocks in lists": Case(lambda: foreign.DeepNet(1001), 8, 32),
+    "DenseNet-BC-100-12": Case(lambda: foreign.DenseNet(100, 12), 16, 32),
+    "PreActResNet-18": Case(lambda: foreign.FunctionalNet(), 16, 32),
+    "WRN-28-10": Case(lambda: foreign.WideResNet(28, 10), 4, 32),
+    "timm resnetv2_50": Case(lambda: foreign.timm_model("resnetv2_50"), 8, 128),
+    "timm resnetv2_101": Case(lambda: foreign.timm_model("resnetv2_101"), 4, 128),
+    "timm densenet121": Case(lambda: foreign.timm_model("densenet121"), 8, 128),
+    "torchvision densenet121": Case(lambda: foreign.torchvision_models().densenet121(), 8, 128),
+    "torchvision resnet50": Case(lambda: foreign.torchvision_models().resnet50(), 8, 128),
+    "timm wide_resnet50_2": Case(lambda: foreign.timm_model("wide_resnet50_2"), 4, 128),
+}
+
+
+def training_step(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    """Forward, backward, and an optimizer step."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def assert_equal(converted: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """Asserts the budget of docs and tests for the output in training mode."""
+    with torch.no_grad():
+        truth = copy.deepcopy(plain).double()(x.double())
+        errors = [(copy.deepcopy(m)(x).double() - truth).norm() for m in (converted, plain)]
+    rounding = torch.finfo(x.dtype).eps / 2 * truth.norm()
+    assert errors[0] <= 2 * errors[1] + rounding, f"error {errors[0]:.3g}, plain {errors[1]:.3g}"
+
+
+def graphs(model: nn.Module, x: Tensor) -> int:
+    """How many graphs `torch.compile` makes of the forward."""
+    found: list[torch.fx.GraphModule] = []
+
+    def collect(graph, inputs):
+        found.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=collect)(x)
+    torch._dynamo.reset()
+    return len(found)
+
+
+def measured(name: str, case: Case, a: argparse.Namespace) -> ConvertedRow:
+    """One row of the table."""
+    torch.manual_seed(0)
+    layout = torch.channels_last
+    plain = case.build().to(a.device, memory_format=layout)
+    x = torch.randn(case.batch, 3, case.image_size, case.image_size, device=a.device)
+    x = x.contiguous(memory_format=layout)
+    models = {"plain": plain}
+    for memory in ("store", "rebuild"):
+        models[memory] = pk.convert(copy.deepcopy(plain), memory=memory)
+        assert_equal(models[memory], plain, x)
+    report = pk.conversion_report(models["store"])
+    row = ConvertedRow(name, case.batch, case.image_size, "fp32", len(report), len(report.fused))
+    for kind, model in models.items():
+        setattr(row, f"{kind}_bytes", pk.saved_bytes(model, x))
+    steps = {kind: training_step(model, x) for kind, model in models.items()}
+    for step in steps.values():
+        step()
+    times = measure.time_in_turn(steps, rounds=a.steps, device=a.device, title=name)
+    for kind, timing in times.items():
+        setattr(row, f"{kind}_ms", timing.median_ms)
+    if not a.no_graphs:
+        row.compiled_graphs = graphs(copy.deepcopy(models["store"]), x)
+    return row
+
+
+def table(rows: Sequence[ConvertedRow], form: str = "simple") -> str:
+    """Before and after, a line for each model."""
+    lines = [
+        {
+            "model": row.case,
+            "batch": f"{row.batch} x {row.image_size}²",
+            "fused": f"{row.fused} of {row.batch_norms}",
+            "kept before, MiB": f"{row.plain_bytes / MIB:,.0f}",
+            "store": f"{row.store_bytes / row.plain_bytes:.2f}",
+            "rebuild": f"{row.rebuild_bytes / row.plain_bytes:.2f}",
+            "step before, ms": f"{row.plain_ms:,.0f}",
+            "speed, store": f"{row.plain_ms / row.store_ms:.2f}x",
+            "speed, rebuild": f"{row.plain_ms / row.rebuild_ms:.2f}x",
+            "graphs": row.compiled_graphs,
+        }
+        for row in rows
+    ]
+    return tabulate(lines, headers="keys", tablefmt=form, disable_numparse=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.converted",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="+", metavar="NAME", help=f"some of: {', '.join(CASES)}")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each model (5)")
+    parser.add_argument("--no-graphs", action="store_true", help="without torch.compile")
+    parser.add_argument("--device", help="cpu or cuda (cuda where there is one)")
+    parser.add_argument("--out", type=Path, default=measure.ROOT / "bench" / "out")
+    a = parser.parse_args(arguments)
+    a.device = torch.device(a.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    machine = measure.Machine.of(a.device)
+    records = Records(a.out / f"{slug(machine.device)}{CONVERTED}", ConvertedRow, keep=True)
+    rows = []
+    for name in a.models or CASES:
+        try:
+            rows.append(machine.stamp(measured(name, CASES[name], a)))
+        except ImportError as error:
+            print(f"{name}: not measured, {error.name} is not installed")
+            continue
+        records.put(rows[-1])
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
