@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from preact_kernels.kernels.contract import Conv, Kernels, Norm
 from preact_kernels.ops import dispatch, layout
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_stats import Statistics, sums_over_group
+from preact_kernels.ops.bn_stats import Statistics, inv_count_of, sums_over_group
 
 
 class UnitCall(NamedTuple):
@@ -17,9 +17,22 @@ class UnitCall(NamedTuple):
 
     kernels: Kernels
     eps: float
-    inv_count: float
+    training: bool  # the statistics are those of the batch
+    fixed_inv_count: float | None  # see `Statistics`
     process_group: object = None
     conv: Conv | None = None
+
+    def inv_count(self, x: Tensor) -> float:
+        """One over the samples per channel of `x`, or of its group; 0 in evaluation mode."""
+        return inv_count_of(x) if self.fixed_inv_count is None else self.fixed_inv_count
+
+
+def unit_call(
+    kernels: Kernels, bn: BatchNorm, statistics: Statistics, conv: Conv | None = None
+) -> UnitCall:
+    """The `UnitCall` for a batch norm and the statistics that it uses."""
+    fixed_inv_count = statistics.fixed_inv_count(bn.training, bn.process_group)
+    return UnitCall(kernels, bn.eps, bn.training, fixed_inv_count, bn.process_group, conv)
 
 
 class BNReLUFunction(torch.autograd.Function):
@@ -34,26 +47,22 @@ class BNReLUFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, bn_weight, bn_bias, mean, var = ctx.saved_tensors
-        kernels, inv_count, process_group = (
-            ctx.unit.kernels,
-            ctx.unit.inv_count,
-            ctx.unit.process_group,
-        )
+        unit, kernels = ctx.unit, ctx.unit.kernels
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
-        norm = Norm(mean, var, bn_weight, bn_bias, ctx.unit.eps)
+        norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
         if torch.is_grad_enabled():
-            y = differentiable_bn_relu(x, norm, inv_count != 0, process_group)
+            y = differentiable_bn_relu(x, norm, unit.training, unit.process_group)
             grads = gradients(y, (x, bn_weight, bn_bias), ctx.needs_input_grad[1:4], dy)
             return None, *grads, None, None
         dy = layout.nhwc(dy)
-        if inv_count or needs_weight or needs_bias:
+        if unit.training or needs_weight or needs_bias:
             sums = kernels.bn_relu_backward_sums(dy, x, norm)
         else:  # mean and variance are constants: dx does not need the sums
             sums = torch.zeros_like(mean).expand(2, -1).contiguous()
         dx = None
         if needs_x:
-            shared = sums_over_group(sums, process_group)
-            dx = kernels.bn_relu_backward_input(dy, x, norm, shared, inv_count)
+            shared = sums_over_group(sums, unit.process_group)
+            dx = kernels.bn_relu_backward_input(dy, x, norm, shared, unit.inv_count(x))
         return None, dx, sums[1], sums[0], None, None
 
 
@@ -139,7 +148,7 @@ def normalise(kernels: Kernels, x: Tensor, bn: BatchNorm) -> tuple[Tensor, Stati
         return F.relu(y), None
     channels_last = layout.is_channels_last(x)
     x = layout.nhwc(x)
-    mean, var, inv_count = statistics = bn.statistics(kernels, x.detach())
-    unit = UnitCall(kernels, bn.eps, inv_count, bn.process_group)
-    y = BNReLUFunction.apply(unit, x, weight, bias, mean, var)
+    statistics = bn.statistics(kernels, x.detach())
+    unit = unit_call(kernels, bn, statistics)
+    y = BNReLUFunction.apply(unit, x, weight, bias, statistics.mean, statistics.var)
     return layout.restored(y, channels_last), statistics

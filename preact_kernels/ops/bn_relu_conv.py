@@ -10,7 +10,7 @@ from preact_kernels.kernels.contract import Epilogue, Fold, Norm, Wanted
 from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.autocast import compute_dtype
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_relu import UnitCall, differentiable_bn_relu, gradients, normalise
+from preact_kernels.ops.bn_relu import differentiable_bn_relu, gradients, normalise, unit_call
 from preact_kernels.ops.bn_stats import sums_over_group
 
 
@@ -53,7 +53,7 @@ class BNReLUConvFunction(torch.autograd.Function):
         dresidual = dy if needs_residual else None
         if torch.is_grad_enabled():
             with torch.autocast(x.device.type, enabled=False):
-                a = differentiable_bn_relu(x, norm, unit.inv_count != 0, unit.process_group)
+                a = differentiable_bn_relu(x, norm, unit.training, unit.process_group)
                 y = F.conv2d(a, conv_weight, conv_bias, *unit.conv)
             inputs = (x, bn_weight, bn_bias, conv_weight, conv_bias)
             return None, *gradients(y, inputs, needed[:5], dy), dresidual, None, None
@@ -69,7 +69,7 @@ class BNReLUConvFunction(torch.autograd.Function):
             dbn_bias, dbn_weight = found.sums.unbind()
         if needs_x:
             sums = sums_over_group(found.sums, unit.process_group)
-            fold = Fold(None, x, norm, sums, unit.inv_count)
+            fold = Fold(None, x, norm, sums, unit.inv_count(x))
             dx = unit.kernels.bn_input_gradient(found.g, fold)
         dconv_bias = dense_dy.sum((0, 2, 3)) if needs_bias else None
         return None, dx, dbn_weight, dbn_bias, dconv_weight, dconv_bias, dresidual, None, None
@@ -167,11 +167,10 @@ def bn_relu_conv2d_of(
 
     channels_last = layout.is_channels_last(x) or layout.is_channels_last(conv_weight)
     x = layout.nhwc(x)
-    mean, var, inv_count = statistics = bn.statistics(kernels, x.detach())
-    unit = UnitCall(kernels, bn.eps, inv_count, bn.process_group, geometry)
+    statistics = bn.statistics(kernels, x.detach())
+    unit = unit_call(kernels, bn, statistics, geometry)
     residual = None if residual is None else layout.nhwc(residual)
-    y = BNReLUConvFunction.apply(
-        unit, x, *bn.affine(x, x.shape[1]), conv_weight, conv_bias, residual, mean, var
-    )
+    parameters = (*bn.affine(x, x.shape[1]), conv_weight, conv_bias)
+    y = BNReLUConvFunction.apply(unit, x, *parameters, residual, statistics.mean, statistics.var)
     bn.update(kernels, statistics)
     return layout.restored(y, channels_last)
