@@ -1,7 +1,6 @@
-"""Compiling, exporting, copying and pickling change nothing."""
+"""Compiling, copying and pickling change nothing."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -154,29 +153,6 @@ def test_graphs_behind_autograd_serve_any_batch_size(memory, backend):
     for batch in (3, 4, 5, 7):
         assert_same_bits(run(module, compiled, batch), run(other, other, batch))
     assert counter.frame_count == 2
-
-
-@every_module
-def test_exported_modules_give_the_same_bits(module, backend):
-    module = randomised(module()).eval()
-    x = torch.randn(3, 10, 7, 6)
-    exported = torch.export.export(module, (x,))
-    with torch.no_grad():
-        assert torch.equal(exported.module()(x), module(x))
-    file = io.BytesIO()
-    torch.export.save(exported, file)
-    file.seek(0)
-    with torch.no_grad():
-        assert torch.equal(torch.export.load(file).module()(x), module(x))
-
-
-def test_exported_graphs_hold_the_fused_ops():
-    exported = torch.export.export(
-        random_block("basic", 10, 10).eval(), (torch.randn(2, 10, 5, 5),)
-    )
-    called = [str(node.target) for node in exported.graph.nodes]
-    assert sum("preact_kernels.bn_relu_conv_forward" in name for name in called) == 2
-    assert not any("batch_norm" in name for name in called)
 
 
 @every_module

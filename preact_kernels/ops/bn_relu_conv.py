@@ -1,6 +1,6 @@
 """`bn_relu_conv2d`: batch norm, ReLU and convolution; saves only the input for backward."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,8 +10,15 @@ from preact_kernels.kernels.contract import Epilogue, Fold, Norm, Wanted
 from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.autocast import compute_dtype
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_relu import differentiable_bn_relu, gradients, normalise, unit_call
+from preact_kernels.ops.bn_relu import (
+    differentiable_bn_relu,
+    gradients,
+    normalise,
+    plain_bn_relu,
+    unit_call,
+)
 from preact_kernels.ops.bn_stats import sums_over_group
+from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
 
 
 class ConvArguments(NamedTuple):
@@ -51,12 +58,17 @@ class BNReLUConvFunction(torch.autograd.Function):
         ]
         norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
         dresidual = dy if needs_residual else None
-        if torch.is_grad_enabled():
-            with torch.autocast(x.device.type, enabled=False):
+        if runs_plain_backward(dy):
+
+            def forward(x, bn_weight, bn_bias, conv_weight, conv_bias):
+                norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
                 a = differentiable_bn_relu(x, norm, unit.training, unit.process_group)
-                y = F.conv2d(a, conv_weight, conv_bias, *unit.conv)
+                return F.conv2d(a, conv_weight, conv_bias, *unit.conv)
+
             inputs = (x, bn_weight, bn_bias, conv_weight, conv_bias)
-            return None, *gradients(y, inputs, needed[:5], dy), dresidual, None, None
+            with torch.autocast(x.device.type, enabled=False):
+                grads = gradients(forward, inputs, needed[:5], dy)
+            return None, *grads, dresidual, None, None
         dense_dy = layout.nhwc(dy)
         dx = dbn_weight = dbn_bias = dconv_weight = None
         wanted = Wanted(needs_x or needs_bn_weight or needs_bn_bias, needs_weight)
@@ -133,7 +145,19 @@ def bn_relu_conv2d(
     running = (running_mean, running_var)
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
+    if runs_plain(x, conv_weight, bn_weight, bn_bias, *running, conv_bias, residual):
+        return plain_bn_relu_conv2d(x, bn, conv, residual)
     return bn_relu_conv2d_of(x, bn, conv, residual)
+
+
+def plain_bn_relu_conv2d(
+    x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None
+) -> Tensor:
+    """`bn_relu_conv2d` in PyTorch's own operators, which check the arguments."""
+    a = plain_bn_relu(x, bn)
+    weight, bias, *geometry = cast(Any, conv)
+    y = F.conv2d(a, weight.to(a.dtype), None if bias is None else bias.to(a.dtype), *geometry)
+    return y if residual is None else y + residual
 
 
 def bn_relu_conv2d_of(

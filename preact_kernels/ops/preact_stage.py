@@ -16,6 +16,7 @@ from preact_kernels.ops.autocast import has_autocast
 from preact_kernels.ops.block_runs import Backward, Blocks, BlockSpec, FoldedGradient
 from preact_kernels.ops.bn_relu import gradients
 from preact_kernels.ops.memory_mode import MemoryMode
+from preact_kernels.ops.plain_operators import runs_plain_backward
 from preact_kernels.ops.running_stats import unbiased
 
 
@@ -92,11 +93,12 @@ class PreActStageFunction(torch.autograd.Function):
             return None, None, *(None for _ in tensors)
         statistics = list(map(BatchStatistics, saved[:count:2], saved[1:count:2]))
         needs_x, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            # Views, as one tensor may have several places.
-            x, tensors = kept[0].view_as(kept[0]), [t.view_as(t) for t in tensors]
-            y = block_runs.differentiable_forward(Blocks(specs, tensors), statistics, x)
-            return None, *gradients(y, (x, *tensors), (needs_x, *needed), dy)
+        if runs_plain_backward(dy):
+
+            def forward(x, *tensors):
+                return block_runs.differentiable_forward(Blocks(specs, tensors), statistics, x)
+
+            return None, *gradients(forward, (kept[0], *tensors), (needs_x, *needed), dy)
 
         state = Backward(
             kernels,
