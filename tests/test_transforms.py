@@ -190,6 +190,31 @@ def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, make,
 
 
 @every_node
+@pytest.mark.parametrize("training", [True, False])
+def test_dual_numbers_as_gradients_equal_the_plain_ones(training, make, backend):
+    module, x = make().double().train(training), images()
+    results = []
+    for m in (module, plain_copy(module)):
+        leaf = x.clone().requires_grad_()
+        y = m(leaf)
+        with forward_ad.dual_level():
+            dy = forward_ad.make_dual(y.detach().cos(), y.detach().sin())
+            found = torch.autograd.grad(y, (leaf, *m.parameters()), dy)
+            results.append([tuple(forward_ad.unpack_dual(g)) for g in found])
+    assert_close(*results)
+
+
+@every_node
+@pytest.mark.parametrize("strategy", ["forward-mode", "reverse-mode"])
+def test_vectorised_jacobians_equal_the_plain_ones(strategy, make, backend):
+    module, x = make().double().eval(), images(2)[:, :, :2, :2]
+    jacobian = partial(torch.autograd.functional.jacobian, vectorize=True, strategy=strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_close(jacobian(module, x), jacobian(plain_copy(module), x))
+
+
+@every_node
 @pytest.mark.parametrize("function", ["hessian", "jvp", "vjp", "jacobian", "hvp"])
 def test_functions_of_torch_autograd_equal_the_plain_ones(function, make, backend):
     module = make().double()
