@@ -243,10 +243,14 @@ def mesh(tmp_path):
 @both_modes
 def test_distributed_tensors_run_plain_operators(training, make, mesh):
     module = make().train(training)
-    x, results = images(), []
+    x, results = distribute_tensor(images(), mesh, [Replicate()]), []
+    try:
+        distribute_module(nn.BatchNorm2d(10), mesh)(x)
+    except NotImplementedError as error:
+        pytest.skip(f"this torch has no batch norm of distributed tensors: {error}")
     for m in (module, plain_copy(module)):
         distribute_module(m, mesh)
-        y = m(distribute_tensor(x, mesh, [Replicate()]))
+        y = m(x)
         y.sum().backward()
         gradients = {n: p.grad.full_tensor() for n, p in m.named_parameters()}
         results.append({"y": y.full_tensor(), **gradients})

@@ -8,6 +8,7 @@ from preact_kernels import torch_compat
 
 # Kernels read the memory of these; other subclasses of Tensor define what an operator does.
 _SERVED_TYPES = frozenset((Tensor, nn.Parameter, torch_compat.FakeTensor))
+_TENSOR_LIKE = (Tensor, Proxy)
 
 
 def runs_plain(*tensors: Tensor | Proxy | None) -> bool:
@@ -21,12 +22,14 @@ def runs_plain(*tensors: Tensor | Proxy | None) -> bool:
     Args:
         tensors: arguments of the call. Nothing is read but their types.
     """
+    for t in tensors:
+        if type(t) not in _SERVED_TYPES and isinstance(t, _TENSOR_LIKE):
+            return True
     return (
         torch_compat.has_functorch_transform()
         or torch_compat.is_exporting()
         or torch_compat.has_dual_level()
         or torch.jit.is_tracing()
-        or not all(type(t) in _SERVED_TYPES or not isinstance(t, Tensor | Proxy) for t in tensors)
     )
 
 
@@ -44,4 +47,7 @@ def runs_plain_backward(dy: Tensor) -> bool:
 
 def has_served_parameters(module: nn.Module) -> bool:
     """Whether kernels may read the parameters of `module` itself."""
-    return all(t is None or type(t) in _SERVED_TYPES for t in module._parameters.values())
+    for t in module._parameters.values():  # a loop: this runs for every child at every call
+        if type(t) not in _SERVED_TYPES and t is not None:
+            return False
+    return True
