@@ -5,8 +5,10 @@ import re
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
@@ -26,6 +28,9 @@ foreach_neg = torch._foreach_neg
 # Base class of all batch norms; planning overrides `momentum`.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 
+# Whether a `torch.func` transform is running. No public function says so.
+has_functorch_transform = torch._C._are_functorch_transforms_active
+
 # Whether hooks are registered for all modules: a fused module must then call its children.
 has_global_module_hook = _has_any_global_hook
 
@@ -33,6 +38,27 @@ has_global_module_hook = _has_any_global_hook
 def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is running.
+
+    Dynamo of torch 2.11 makes `torch.compiler.is_exporting()` true under `torch.compile` too.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def has_dual_level() -> bool:
+    """Whether forward-mode differentiation is on. No public function says so."""
+    return forward_ad._current_level >= 0
+
+
+def is_batch_of_gradients(dy: Tensor) -> bool:
+    """Whether `is_grads_batched` made `dy`: its shape leaves out the batch.
+
+    That is an older kind of vmap, which counts as no transform.
+    """
+    return not torch.compiler.is_compiling() and functorch.is_legacy_batchedtensor(dy)
 
 
 def storage_id(t: Tensor) -> int:

@@ -286,3 +286,29 @@ class Repeated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return sum(self.module(part) for part in x.chunk(3, 3))
+
+
+def small_network(memory: str = "store") -> nn.Module:
+    """A network of two stages for 10 channels."""
+    stages = [
+        random_stage("basic", memory=memory),
+        pk.PreActStage([random_block("basic", 6, 6, 2), random_block("basic", 6, 6)], memory),
+    ]
+    stem = nn.Conv2d(10, 10, 3, padding=1, bias=False)
+    return pk.PreActResNet(stem, nn.Identity(), stages, 6, 5)
+
+
+# Every module, for images of 10 channels, and every memory mode.
+EVERY_MODULE = {
+    "bn_relu": lambda: randomised(pk.BNReLU2d(10)),
+    "bn_relu_conv": lambda: randomised(pk.BNReLUConv2d(10, 16, 3, padding=1, bias=True)),
+    "basic_block": lambda: random_block("basic", 10, 8, 2),
+    "bottleneck": lambda: random_block("bottleneck", 10, 8, 2),
+    "stage": random_stage,
+    "rebuilt_stage": lambda: random_stage(memory="rebuild"),
+    "checkpointed_stage": lambda: random_stage(memory="checkpoint"),
+    "float32_stream": lambda: random_stage(residual_dtype=torch.float32),
+    "network": small_network,
+    "rebuilt_network": lambda: small_network("rebuild"),
+    "checkpointed_network": lambda: small_network("checkpoint"),
+}

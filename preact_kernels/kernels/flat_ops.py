@@ -14,13 +14,11 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 
-_NO_FOLD = (None, None, None, None, None, 0.0, None, 0.0)
-
 
 def flat_fold(fold: Fold | None) -> tuple:
     """`skip, x, mean, var, weight, eps, sums, inv_count`: a fold as schemas take it."""
-    if fold is None:
-        return _NO_FOLD
+    if fold is None:  # no global constant: with dynamic shapes, Dynamo reads its floats as inputs
+        return None, None, None, None, None, 0.0, None, 0.0
     skip, x, norm, sums, inv_count = fold
     return skip, x, norm.mean, norm.var, norm.weight, norm.eps, sums, inv_count
 

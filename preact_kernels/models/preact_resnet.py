@@ -14,6 +14,7 @@ from preact_kernels.modules.preact_stage import (
     check_memory,
     check_residual_dtype,
 )
+from preact_kernels.ops.plain_operators import runs_plain
 
 _BLOCKS = ("basic", "bottleneck")
 
@@ -89,7 +90,7 @@ class PreActResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, 3, H, W]` to logits `[N, num_classes]`."""
-        if self.fused:
+        if self.fused and not runs_plain(x):
             x = x.contiguous(memory_format=torch.channels_last)
         x = self.pool(self.stem(x))
         y = self.norm(self.stages(x))

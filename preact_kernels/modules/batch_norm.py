@@ -7,10 +7,12 @@ has hooks or is a subclass.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.plain_operators import has_served_parameters
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -29,12 +31,21 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_bare_norm(bn: nn.Module) -> bool:
     """Whether a fused module may read the parameters of `bn` in place of calling it."""
-    return type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm) and not has_hooks(bn)
+    return (
+        type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)
+        and not has_hooks(bn)
+        and has_served_parameters(bn)
+    )
 
 
 def is_bare_conv(conv: nn.Module) -> bool:
     """Whether a fused module may read the weights of `conv` in place of calling it."""
-    return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and not has_hooks(conv)
+    return (
+        type(conv) is nn.Conv2d
+        and conv.padding_mode == "zeros"
+        and not has_hooks(conv)
+        and has_served_parameters(conv)
+    )
 
 
 def is_stage_conv(conv: nn.Module) -> bool:
@@ -95,7 +106,11 @@ def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
     """`bn(x)` for a float32 `x`, in float32 beside half-precision parameters too."""
     tensors = {**dict(bn.named_parameters()), **dict(bn.named_buffers())}
     wide = {n: t.float() for n, t in tensors.items() if t.dtype in HALVES}
-    if not wide or x.dtype != torch.float32:
+    if not wide:
+        return bn(x)
+    if isinstance(x, fx.Proxy):
+        return _traced_widened_batch_norm(x, bn)
+    if x.dtype != torch.float32:
         return bn(x)
     y = torch.func.functional_call(bn, wide, (x,))
     if bn.training:
@@ -103,4 +118,41 @@ def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
             for name, buffer in bn.named_buffers():
                 if name in wide:
                     buffer.copy_(wide[name])
+    return y
+
+
+def _traced_widened_batch_norm(x: Any, bn: Any) -> Any:
+    is_tracked = bn.training and bn.track_running_stats
+    running = (bn.running_mean, bn.running_var, bn.num_batches_tracked)
+    affine = (bn.weight, bn.bias)
+    return _batch_norm_with_any_dtypes(
+        x, *running, *affine, uses_batch(bn), is_tracked, bn.momentum, bn.eps
+    )
+
+
+@fx.wrap  # as the dtype of `x` is that of a run
+def _batch_norm_with_any_dtypes(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batch_count: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    is_tracked: bool,
+    momentum: float | None,
+    eps: float,
+) -> Tensor:
+    """`nn.BatchNorm2d` with half-precision parameters, in float32 for a float32 `x`."""
+    if is_tracked and batch_count is not None:
+        batch_count.add_(1)
+        momentum = 1.0 / float(batch_count) if momentum is None else momentum
+    mean, var = (running_mean, running_var) if is_tracked or not training else (None, None)
+    if x.dtype != torch.float32:
+        return F.batch_norm(x, mean, var, weight, bias, training, momentum or 0.0, eps)
+    wide: list[Any] = [_widened(t) for t in (mean, var, weight, bias)]
+    y = F.batch_norm(x, *wide, training, momentum or 0.0, eps)  # type: ignore[call-arg]
+    if is_tracked and mean is not None and var is not None:
+        mean.copy_(wide[0])
+        var.copy_(wide[1])
     return y

@@ -1,10 +1,11 @@
 """`BNReLUConv2d`: batch norm, ReLU and convolution."""
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_conv, is_bare_norm
 from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
+from preact_kernels.ops.plain_operators import runs_plain
 
 
 class BNReLUConv2d(nn.Module):
@@ -73,10 +74,16 @@ class BNReLUConv2d(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`[N, C, H, W]` to `[N, K, H', W']`; `residual` has the shape of the output."""
         bn, conv = self.bn, self.conv
-        if not (self.fused and is_bare_norm(bn) and is_bare_conv(conv)):
+        is_fusable = self.fused and is_bare_norm(bn) and is_bare_conv(conv)
+        if not is_fusable or runs_plain(x, residual):
             y = conv(F.relu(bn(x), inplace=is_bare_norm(bn)))
-            return y if residual is None else y + residual
+            return y if residual is None else _add_residual(y, residual)
         arguments = ConvArguments(
             conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups
         )
         return bn_relu_conv2d_of(x, batch_norm_arguments(bn), arguments, residual)
+
+
+@fx.wrap  # as `residual` may be None when a symbolic trace runs
+def _add_residual(y: Tensor, residual: Tensor | None) -> Tensor:
+    return y if residual is None else y + residual

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import is_bare_norm, is_stage_conv, widened_batch_norm
 from preact_kernels.modules.run_blocks import in_stream, run_blocks
 from preact_kernels.ops.autocast import is_autocast
+from preact_kernels.ops.plain_operators import runs_plain
 
 
 class PreActBlock(nn.Module):
@@ -52,8 +53,8 @@ class PreActBlock(nn.Module):
         for index, (bn, conv) in enumerate(self.units()):
             normalised = bn(h) if self.residual_dtype is None else widened_batch_norm(bn, h)
             a = F.relu(normalised, inplace=is_bare_norm(bn))
-            if self.residual_dtype is not None and not is_autocast(a):
-                a = a.to(conv.weight.dtype)
+            if self.residual_dtype is not None:
+                a = _rounded(a, conv.weight)
             if index == 0 and projection is not None:
                 shortcut = projection(a)
             h = conv(a)
@@ -61,9 +62,15 @@ class PreActBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""
-        if not self.is_fusable():
+        if not self.is_fusable() or runs_plain(x):
             return self.plain_forward(x)
         return run_blocks([self], x)
+
+
+@fx.wrap  # as a symbolic trace runs with autocast or without
+def _rounded(a: Tensor, weight: Tensor) -> Tensor:
+    """An activation of a residual stream in the dtype of a convolution, which autocast chooses."""
+    return a if is_autocast(a) else a.to(weight.dtype)
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:

@@ -10,6 +10,7 @@ from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.run_blocks import run_stage
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
+from preact_kernels.ops.plain_operators import runs_plain
 
 
 class PreActStage(nn.Sequential):
@@ -75,6 +76,8 @@ class PreActStage(nn.Sequential):
         """`[N, C, H, W]` to the output of the last block."""
         if self.memory not in MEMORY_MODES:
             check_memory(self.memory, None, None, len(self))
+        if runs_plain(x):
+            return super().forward(x)
         memory = MemoryMode(self.memory, self.segments, self.anchor_every)
         return run_stage(self, _is_fusable, x, memory)
 

@@ -28,6 +28,7 @@ from preact_kernels.ops.bn_relu import differentiable_bn_relu
 from preact_kernels.ops.bn_stats import (
     Statistics,
     batch_statistics,
+    inv_count_of,
     running_statistics,
     sums_over_group,
 )
@@ -100,7 +101,7 @@ class Blocks:
             for u in self.units
         ]
 
-    def norm(self, unit: int, statistics: Statistics) -> Norm:
+    def norm(self, unit: int, statistics: Statistics | BatchStatistics) -> Norm:
         """What normalises the input of a unit."""
         bn_weight, bn_bias = self.parameters[3 * unit : 3 * unit + 2]
         return Norm(statistics.mean, statistics.var, bn_weight, bn_bias, self.units[unit].eps)
@@ -161,7 +162,7 @@ def forward(
     span: tuple[int, int],
     x: Tensor,
     x_statistics: BatchStatistics | None,
-    statistics: list[Statistics | None],
+    statistics: list[Any],
     keeps: Sequence[bool] | None,
 ) -> tuple[Tensor, BatchStatistics | None, list[Tensor | None]]:
     """Runs some of the blocks, in as few calls as the backend allows.
@@ -173,7 +174,8 @@ def forward(
         span: first block, and one past the last.
         x: input of the first block.
         x_statistics: of `x`, where known.
-        statistics: of the units of all blocks. Those that are None are filled in.
+        statistics: of the units of all blocks, with mean and var. `Statistics` are filled in for
+            those that are None.
         keeps: whether the input of each block in the span is returned, beside those of its other
             units; None returns no input at all.
 
@@ -206,10 +208,9 @@ def forward(
                 keep_block_inputs=keep,
             )
             if not known:
-                inv_count = 1.0 / (x.shape[0] * x.shape[2] * x.shape[3])
                 found = output.unit_statistics
                 statistics[first:last] = [
-                    Statistics(mean, var, inv_count)
+                    Statistics(mean, var, inv_count_of(x))
                     for mean, var in zip(found[::2], found[1::2], strict=True)
                 ]
             x, x_statistics, run_inputs = output.y, output.statistics, output.inputs
@@ -233,7 +234,7 @@ def _block_forward(
     index: int,
     x: Tensor,
     x_statistics: BatchStatistics | None,
-    statistics: list[Statistics | None],
+    statistics: list[Any],
     keeps: tuple[bool, bool],
 ) -> tuple[Tensor, BatchStatistics | None, list[Tensor | None]]:
     """`forward` of one block, unit by unit; `keeps` its input, and those of its other units."""
@@ -263,7 +264,7 @@ def _block_forward(
 
 
 def rebuilt_input(
-    kernels: Kernels, blocks: Blocks, index: int, z: Tensor, statistics: Statistics, y: Tensor
+    kernels: Kernels, blocks: Blocks, index: int, z: Tensor, statistics: BatchStatistics, y: Tensor
 ) -> Tensor:
     """The input of a block from its output: `x = y - F(z)`, where F is its last unit.
 
@@ -300,7 +301,8 @@ class Backward(NamedTuple):
 
     kernels: Kernels
     blocks: Blocks
-    statistics: Sequence[Statistics]  # of every unit
+    statistics: Sequence[BatchStatistics]  # of every unit
+    fixed_inv_counts: Sequence[float | None]  # of every unit: see `Statistics`
     needed: Blocks  # whether the gradient of each tensor is wanted
     gradients: Blocks  # receives them
 
@@ -325,13 +327,14 @@ class Backward(NamedTuple):
         begin, end = span
         first, last = self.blocks.first_unit[begin], self.blocks.first_unit[end]
         statistics = self.statistics[first:last]
+        inv_count = self._inv_count(first, cast(Tensor, y if inputs[0] is None else inputs[0]))
         found = cast(BlockKernels, self.kernels).block_run_backward(
             dy.g,
             dy.fold,
             self.blocks.run(begin, end),
             inputs,
             _flat(statistics),
-            statistics[0].inv_count,
+            inv_count,
             y if inputs[0] is None else None,
         )
         for unit, conv_weight, sums in zip(
@@ -339,7 +342,7 @@ class Backward(NamedTuple):
         ):
             self._set_gradients(unit, conv_weight, sums)
         norm = self.blocks.norm(first, statistics[0])
-        fold = Fold(found.dy, found.x, norm, found.sums[0], statistics[0].inv_count)
+        fold = Fold(found.dy, found.x, norm, found.sums[0], inv_count)
         return found.x, FoldedGradient(found.g, fold)
 
     def block(
@@ -378,8 +381,8 @@ class Backward(NamedTuple):
             first = next(u for u in range(begin, last + 1) if any(self._needs(u)))
         block_dy = dy.g
         for unit in range(last, first - 1, -1):
-            h, found = filled[unit - begin], self.statistics[unit]
-            norm = blocks.norm(unit, found)
+            h = filled[unit - begin]
+            norm = blocks.norm(unit, self.statistics[unit])
             needs_weight, needs_bias, needs_conv_weight = self._needs(unit)
             needs_g = unit > first or needs_input or needs_weight or needs_bias
             needs_dy = unit == last and spec.is_residual and dy.fold is not None
@@ -408,8 +411,13 @@ class Backward(NamedTuple):
                 sums = sums_over_group(sums, blocks.units[unit].process_group)
                 passes_on = unit == begin and spec.is_residual and spec.shortcut is None
                 skip = block_dy if passes_on else None
-                dy = FoldedGradient(g, Fold(skip, h, norm, sums, found.inv_count))
+                dy = FoldedGradient(g, Fold(skip, h, norm, sums, self._inv_count(unit, h)))
         return x, dy
+
+    def _inv_count(self, unit: int, h: Tensor) -> float:
+        """`Statistics.inv_count` of a unit with the input `h`."""
+        fixed = self.fixed_inv_counts[unit]
+        return inv_count_of(h) if fixed is None else fixed
 
     def _needs(self, unit: int) -> Sequence[bool]:
         return self.needed.parameters[3 * unit : 3 * unit + 3]
@@ -419,7 +427,9 @@ class Backward(NamedTuple):
         self.gradients.parameters[3 * unit : 3 * unit + 3] = dbn_weight, dbn_bias, conv_weight
 
 
-def differentiable_forward(blocks: Blocks, statistics: Sequence[Statistics], x: Tensor) -> Tensor:
+def differentiable_forward(
+    blocks: Blocks, statistics: Sequence[BatchStatistics], x: Tensor
+) -> Tensor:
     """The blocks in PyTorch's differentiable operations, for a double backward."""
     stream = x.dtype
     for index, spec in enumerate(blocks.specs):

@@ -1,6 +1,7 @@
 """`bn_relu`: batch norm and ReLU; saves only the input for backward."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch.nn import functional as F
 from preact_kernels.kernels.contract import Conv, Kernels, Norm
 from preact_kernels.ops import dispatch, layout
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_stats import Statistics, sums_over_group
+from preact_kernels.ops.bn_stats import Statistics, inv_count_of, sums_over_group
+from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
 
 
 class UnitCall(NamedTuple):
@@ -17,9 +19,22 @@ class UnitCall(NamedTuple):
 
     kernels: Kernels
     eps: float
-    inv_count: float
+    training: bool  # the statistics are those of the batch
+    fixed_inv_count: float | None  # see `Statistics`
     process_group: object = None
     conv: Conv | None = None
+
+    def inv_count(self, x: Tensor) -> float:
+        """One over the samples per channel of `x`, or of its group; 0 in evaluation mode."""
+        return inv_count_of(x) if self.fixed_inv_count is None else self.fixed_inv_count
+
+
+def unit_call(
+    kernels: Kernels, bn: BatchNorm, statistics: Statistics, conv: Conv | None = None
+) -> UnitCall:
+    """The `UnitCall` for a batch norm and the statistics that it uses."""
+    fixed_inv_count = statistics.fixed_inv_count(bn.training, bn.process_group)
+    return UnitCall(kernels, bn.eps, bn.training, fixed_inv_count, bn.process_group, conv)
 
 
 class BNReLUFunction(torch.autograd.Function):
@@ -34,26 +49,26 @@ class BNReLUFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, bn_weight, bn_bias, mean, var = ctx.saved_tensors
-        kernels, inv_count, process_group = (
-            ctx.unit.kernels,
-            ctx.unit.inv_count,
-            ctx.unit.process_group,
-        )
+        unit, kernels = ctx.unit, ctx.unit.kernels
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
-        norm = Norm(mean, var, bn_weight, bn_bias, ctx.unit.eps)
-        if torch.is_grad_enabled():
-            y = differentiable_bn_relu(x, norm, inv_count != 0, process_group)
-            grads = gradients(y, (x, bn_weight, bn_bias), ctx.needs_input_grad[1:4], dy)
+        norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
+        if runs_plain_backward(dy):
+
+            def forward(x, bn_weight, bn_bias):
+                norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
+                return differentiable_bn_relu(x, norm, unit.training, unit.process_group)
+
+            grads = gradients(forward, (x, bn_weight, bn_bias), ctx.needs_input_grad[1:4], dy)
             return None, *grads, None, None
         dy = layout.nhwc(dy)
-        if inv_count or needs_weight or needs_bias:
+        if unit.training or needs_weight or needs_bias:
             sums = kernels.bn_relu_backward_sums(dy, x, norm)
         else:  # mean and variance are constants: dx does not need the sums
             sums = torch.zeros_like(mean).expand(2, -1).contiguous()
         dx = None
         if needs_x:
-            shared = sums_over_group(sums, process_group)
-            dx = kernels.bn_relu_backward_input(dy, x, norm, shared, inv_count)
+            shared = sums_over_group(sums, unit.process_group)
+            dx = kernels.bn_relu_backward_input(dy, x, norm, shared, unit.inv_count(x))
         return None, dx, sums[1], sums[0], None, None
 
 
@@ -65,12 +80,22 @@ def differentiable_bn_relu(x: Tensor, norm: Norm, training: bool, process_group)
     return F.relu(F.batch_norm(x, mean, var, norm.weight, norm.bias, training, 0.0, norm.eps))
 
 
-def gradients(y: Tensor, inputs, needed, dy: Tensor) -> list[Tensor | None]:
-    """Gradients of `y` for the `inputs` that are `needed`, themselves differentiable."""
-    wanted = [t for t, n in zip(inputs, needed, strict=True) if n]
-    if not wanted:
+def gradients(
+    forward: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed, dy: Tensor
+) -> list[Tensor | None]:
+    """Gradients of `forward(*inputs)` for the inputs that are `needed`.
+
+    They are themselves differentiable where gradients are recorded.
+    """
+    if not any(needed):
         return [None for _ in inputs]
-    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True))
+    is_recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, as one tensor may have several places.
+        views = [None if t is None else t.view_as(t) for t in inputs]
+        y = forward(*views)
+    wanted = [cast(Tensor, v) for v, n in zip(views, needed, strict=True) if n]
+    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=is_recorded, allow_unused=True))
     return [next(found) if n else None for n in needed]
 
 
@@ -114,7 +139,21 @@ def bn_relu(
     """
     running = (running_mean, running_var)
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
+    if runs_plain(x, bn_weight, bn_bias, *running):
+        return plain_bn_relu(x, bn)
     return bn_relu_of(x, bn)
+
+
+def plain_bn_relu(x: Tensor, bn: BatchNorm) -> Tensor:
+    """`bn_relu` in PyTorch's own operators, which check the arguments."""
+    if bn.process_group is not None and bn.training:
+        raise NotImplementedError(
+            "process_group: expected None when training under a tracer or a transform"
+        )
+    running = (bn.running_mean, bn.running_var)
+    momentum = cast(float, bn.momentum)
+    y = F.batch_norm(x, *running, bn.weight, bn.bias, bn.training, momentum, bn.eps)
+    return F.relu(y)
 
 
 def bn_relu_of(x: Tensor, bn: BatchNorm) -> Tensor:
@@ -139,7 +178,7 @@ def normalise(kernels: Kernels, x: Tensor, bn: BatchNorm) -> tuple[Tensor, Stati
         return F.relu(y), None
     channels_last = layout.is_channels_last(x)
     x = layout.nhwc(x)
-    mean, var, inv_count = statistics = bn.statistics(kernels, x.detach())
-    unit = UnitCall(kernels, bn.eps, inv_count, bn.process_group)
-    y = BNReLUFunction.apply(unit, x, weight, bias, mean, var)
+    statistics = bn.statistics(kernels, x.detach())
+    unit = unit_call(kernels, bn, statistics)
+    y = BNReLUFunction.apply(unit, x, weight, bias, statistics.mean, statistics.var)
     return layout.restored(y, channels_last), statistics

@@ -1,6 +1,6 @@
 """`bn_relu_conv2d`: batch norm, ReLU and convolution; saves only the input for backward."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,8 +10,15 @@ from preact_kernels.kernels.contract import Epilogue, Fold, Norm, Wanted
 from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.autocast import compute_dtype
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_relu import UnitCall, differentiable_bn_relu, gradients, normalise
+from preact_kernels.ops.bn_relu import (
+    differentiable_bn_relu,
+    gradients,
+    normalise,
+    plain_bn_relu,
+    unit_call,
+)
 from preact_kernels.ops.bn_stats import sums_over_group
+from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
 
 
 class ConvArguments(NamedTuple):
@@ -51,12 +58,17 @@ class BNReLUConvFunction(torch.autograd.Function):
         ]
         norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
         dresidual = dy if needs_residual else None
-        if torch.is_grad_enabled():
-            with torch.autocast(x.device.type, enabled=False):
-                a = differentiable_bn_relu(x, norm, unit.inv_count != 0, unit.process_group)
-                y = F.conv2d(a, conv_weight, conv_bias, *unit.conv)
+        if runs_plain_backward(dy):
+
+            def forward(x, bn_weight, bn_bias, conv_weight, conv_bias):
+                norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
+                a = differentiable_bn_relu(x, norm, unit.training, unit.process_group)
+                return F.conv2d(a, conv_weight, conv_bias, *unit.conv)
+
             inputs = (x, bn_weight, bn_bias, conv_weight, conv_bias)
-            return None, *gradients(y, inputs, needed[:5], dy), dresidual, None, None
+            with torch.autocast(x.device.type, enabled=False):
+                grads = gradients(forward, inputs, needed[:5], dy)
+            return None, *grads, dresidual, None, None
         dense_dy = layout.nhwc(dy)
         dx = dbn_weight = dbn_bias = dconv_weight = None
         wanted = Wanted(needs_x or needs_bn_weight or needs_bn_bias, needs_weight)
@@ -69,7 +81,7 @@ class BNReLUConvFunction(torch.autograd.Function):
             dbn_bias, dbn_weight = found.sums.unbind()
         if needs_x:
             sums = sums_over_group(found.sums, unit.process_group)
-            fold = Fold(None, x, norm, sums, unit.inv_count)
+            fold = Fold(None, x, norm, sums, unit.inv_count(x))
             dx = unit.kernels.bn_input_gradient(found.g, fold)
         dconv_bias = dense_dy.sum((0, 2, 3)) if needs_bias else None
         return None, dx, dbn_weight, dbn_bias, dconv_weight, dconv_bias, dresidual, None, None
@@ -133,7 +145,19 @@ def bn_relu_conv2d(
     running = (running_mean, running_var)
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
+    if runs_plain(x, conv_weight, bn_weight, bn_bias, *running, conv_bias, residual):
+        return plain_bn_relu_conv2d(x, bn, conv, residual)
     return bn_relu_conv2d_of(x, bn, conv, residual)
+
+
+def plain_bn_relu_conv2d(
+    x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None
+) -> Tensor:
+    """`bn_relu_conv2d` in PyTorch's own operators, which check the arguments."""
+    a = plain_bn_relu(x, bn)
+    weight, bias, *geometry = cast(Any, conv)
+    y = F.conv2d(a, weight.to(a.dtype), None if bias is None else bias.to(a.dtype), *geometry)
+    return y if residual is None else y + residual
 
 
 def bn_relu_conv2d_of(
@@ -167,11 +191,10 @@ def bn_relu_conv2d_of(
 
     channels_last = layout.is_channels_last(x) or layout.is_channels_last(conv_weight)
     x = layout.nhwc(x)
-    mean, var, inv_count = statistics = bn.statistics(kernels, x.detach())
-    unit = UnitCall(kernels, bn.eps, inv_count, bn.process_group, geometry)
+    statistics = bn.statistics(kernels, x.detach())
+    unit = unit_call(kernels, bn, statistics, geometry)
     residual = None if residual is None else layout.nhwc(residual)
-    y = BNReLUConvFunction.apply(
-        unit, x, *bn.affine(x, x.shape[1]), conv_weight, conv_bias, residual, mean, var
-    )
+    parameters = (*bn.affine(x, x.shape[1]), conv_weight, conv_bias)
+    y = BNReLUConvFunction.apply(unit, x, *parameters, residual, statistics.mean, statistics.var)
     bn.update(kernels, statistics)
     return layout.restored(y, channels_last)

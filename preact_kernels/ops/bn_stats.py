@@ -15,6 +15,19 @@ class Statistics(NamedTuple):
     var: Tensor  # [C], biased, statistics dtype
     inv_count: float  # one over the samples per channel; 0 where mean and var are constants
 
+    def fixed_inv_count(self, training: bool, process_group) -> float | None:
+        """`inv_count`; None where it follows from the shape of the tensor that is normalised.
+
+        A backward then computes it from that tensor (`inv_count_of`). Dynamo compiles a number that
+        is passed to a backward for one batch size alone.
+        """
+        return None if training and process_group is None else self.inv_count
+
+
+def inv_count_of(x: Tensor) -> float:
+    """One over the samples per channel of `x`."""
+    return 1.0 / (x.shape[0] * x.shape[2] * x.shape[3])
+
 
 def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Statistics:
     """The statistics of evaluation mode, in the statistics dtype of `x`."""
@@ -34,10 +47,10 @@ def batch_statistics(
         known: the statistics of `x`, where the kernel that wrote `x` returned them.
     """
     mean, var = known or kernels.bn_stats(x)
-    count = x.shape[0] * x.shape[2] * x.shape[3]
     if process_group is not None:
+        count = x.shape[0] * x.shape[2] * x.shape[3]
         return _over_group(mean, var, count, process_group)
-    return Statistics(mean, var, 1.0 / count)
+    return Statistics(mean, var, inv_count_of(x))
 
 
 def _over_group(mean: Tensor, var: Tensor, count: int, process_group) -> Statistics:

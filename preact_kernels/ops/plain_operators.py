@@ -1,8 +1,53 @@
-"""When a call runs as PyTorch's own operators."""
+"""Where PyTorch's own operators run in place of kernels: under tracers and transforms."""
 
-from torch import fx
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from preact_kernels import torch_compat
+
+# Kernels read the memory of these; other subclasses of Tensor define what an operator does.
+_SERVED_TYPES = frozenset((Tensor, nn.Parameter, torch_compat.FakeTensor))
+_TENSOR_LIKE = (Tensor, Proxy)
 
 
-def runs_plain(*tensors: object) -> bool:
-    """Whether this call must run as PyTorch's own operators."""
-    return any(isinstance(t, fx.Proxy) for t in tensors)
+def runs_plain(*tensors: Tensor | Proxy | None) -> bool:
+    """Whether a call must run as PyTorch's own operators.
+
+    That is so under `torch.func` transforms, forward-mode differentiation, `torch.jit.trace`,
+    `torch.export` and `torch.fx.symbolic_trace`, and for subclasses of Tensor such as DTensor. The
+    ONNX exporters trace with `torch.export` or `torch.jit.trace`. `torch.compile` takes the
+    registered ops, but for the transforms within what it compiles.
+
+    Args:
+        tensors: arguments of the call. Nothing is read but their types.
+    """
+    for t in tensors:
+        if type(t) not in _SERVED_TYPES and isinstance(t, _TENSOR_LIKE):
+            return True
+    return (
+        torch_compat.has_functorch_transform()
+        or torch_compat.is_exporting()
+        or torch_compat.has_dual_level()
+        or torch.jit.is_tracing()
+    )
+
+
+def runs_plain_backward(dy: Tensor) -> bool:
+    """Whether a backward must run as PyTorch's own operators.
+
+    That is so where its results are differentiated again, where `runs_plain` says so, and for a
+    batch of gradients (`torch.autograd.grad(..., is_grads_batched=True)`).
+
+    Args:
+        dy: the incoming gradient.
+    """
+    return torch.is_grad_enabled() or runs_plain(dy) or torch_compat.is_batch_of_gradients(dy)
+
+
+def has_served_parameters(module: nn.Module) -> bool:
+    """Whether kernels may read the parameters of `module` itself."""
+    for t in module._parameters.values():  # a loop: this runs for every child at every call
+        if type(t) not in _SERVED_TYPES and t is not None:
+            return False
+    return True

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from preact_kernels.kernels.contract import Kernels
+from preact_kernels.kernels.contract import BatchStatistics, Kernels
 from preact_kernels.ops import block_runs, layout
 from preact_kernels.ops.autocast import has_autocast
 from preact_kernels.ops.block_runs import Backward, Blocks, BlockSpec, FoldedGradient
 from preact_kernels.ops.bn_relu import gradients
-from preact_kernels.ops.bn_stats import Statistics
 from preact_kernels.ops.memory_mode import MemoryMode
+from preact_kernels.ops.plain_operators import runs_plain_backward
 from preact_kernels.ops.running_stats import unbiased
 
 
@@ -61,9 +61,12 @@ class PreActStageFunction(torch.autograd.Function):
                 kept += inputs
         is_rebuilt_from_y = keeps is not None and not keeps[-1]
         ctx.call, ctx.keys, ctx.starts, ctx.kept_count = call, keys, starts, len(kept)
-        ctx.inv_counts = [s.inv_count for s in statistics]
+        ctx.fixed_inv_counts = [
+            s.fixed_inv_count(u.training, u.process_group)
+            for s, u in zip(statistics, blocks.units, strict=True)
+        ]
         ctx.device_type = x.device.type
-        batch = unbiased([s for s in statistics if s.inv_count])
+        batch = unbiased([s for s, u in zip(statistics, blocks.units, strict=True) if u.training])
         outputs = [*(b.mean for b in batch), *(b.var for b in batch)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs)
@@ -84,25 +87,24 @@ class PreActStageFunction(torch.autograd.Function):
         kernels, specs, memory = ctx.call
         # Lists: Dynamo of torch 2.11 makes `*saved` a tuple.
         kept, saved = list(saved[: ctx.kept_count]), list(saved[ctx.kept_count :])
-        count = 2 * len(ctx.inv_counts)
+        count = 2 * len(ctx.fixed_inv_counts)
         tensors = saved[count:]
         if dy is None:
             return None, None, *(None for _ in tensors)
-        statistics: list[Any] = [
-            Statistics(*pair)
-            for pair in zip(saved[:count:2], saved[1:count:2], ctx.inv_counts, strict=True)
-        ]
+        statistics = list(map(BatchStatistics, saved[:count:2], saved[1:count:2]))
         needs_x, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            # Views, as one tensor may have several places.
-            x, tensors = kept[0].view_as(kept[0]), [t.view_as(t) for t in tensors]
-            y = block_runs.differentiable_forward(Blocks(specs, tensors), statistics, x)
-            return None, *gradients(y, (x, *tensors), (needs_x, *needed), dy)
+        if runs_plain_backward(dy):
+
+            def forward(x, *tensors):
+                return block_runs.differentiable_forward(Blocks(specs, tensors), statistics, x)
+
+            return None, *gradients(forward, (kept[0], *tensors), (needs_x, *needed), dy)
 
         state = Backward(
             kernels,
             Blocks(specs, tensors),
             statistics,
+            ctx.fixed_inv_counts,
             Blocks(specs, needed),
             Blocks(specs, [None] * len(tensors)),
         )

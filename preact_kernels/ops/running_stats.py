@@ -59,10 +59,11 @@ def update(
     for r, b in tracked:
         if b is None:
             continue
-        momentum = r.momentum
-        if momentum is None:
+        if r.momentum is None:  # traced: a number that is not known, and so no key
             momentum = 1.0 / (float(cast(Tensor, r.batch_count)) + 1.0)
-        targets, values = by_momentum.setdefault(momentum, ([], []))
+            kernels.running_stats_update([r.mean, r.var], [b.mean, b.var], momentum)
+            continue
+        targets, values = by_momentum.setdefault(r.momentum, ([], []))
         targets.extend((r.mean, r.var))
         values.extend(b)  # Dynamo of torch 2.11 does not trace `+=` with a named tuple
     for momentum, (targets, values) in by_momentum.items():

@@ -5,7 +5,8 @@ are called directly, which saves the dispatcher's time (`dispatch.py` chooses). 
 in `torch.autograd.Function`s, so no op here has a gradient.
 
 A schema takes tensors and numbers, not named tuples: `RegisteredKernels` flattens the arguments of
-`Kernels`, and `call_with_flat_arguments` restores them for the backend or for the fakes.
+`Kernels`, and `call_with_flat_arguments` restores them for the backend or for the fakes. One over
+a count is a `Scalar`: for a `float`, Dynamo compiles again for each batch size.
 """
 
 from collections.abc import Sequence
@@ -33,17 +34,17 @@ _NORM = "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps"
 _CONV = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
 _FOLD = (
     "Tensor? skip, Tensor? fold_x, Tensor? fold_mean, Tensor? fold_var, Tensor? fold_weight, "
-    "float fold_eps, Tensor? fold_sums, float fold_inv_count"
+    "float fold_eps, Tensor? fold_sums, Scalar fold_inv_count"
 )
 
 SCHEMAS = {
     "bn_stats": "(Tensor x) -> (Tensor, Tensor)",
-    "running_stats_update": "(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()",
+    "running_stats_update": "(Tensor(a!)[] running, Tensor[] batch, Scalar momentum) -> ()",
     "bn_relu_forward": f"(Tensor x, {_NORM}) -> Tensor",
     "bn_relu_backward_sums": f"(Tensor dy, Tensor x, {_NORM}) -> Tensor",
     "bn_relu_backward_mask": f"(Tensor dy, Tensor x, {_NORM}) -> (Tensor, Tensor)",
     "bn_relu_backward_input": (
-        f"(Tensor dy, Tensor x, {_NORM}, Tensor sums, float inv_count) -> Tensor"
+        f"(Tensor dy, Tensor x, {_NORM}, Tensor sums, Scalar inv_count) -> Tensor"
     ),
     "bn_input_gradient": f"(Tensor g, {_FOLD}) -> Tensor",
     "bn_relu_conv_forward": (

@@ -1,0 +1,273 @@
+"""What training scripts do around a model gives what it gives around the plain model."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+from torch.nn.utils import parametrizations, prune
+from torch.optim import swa_utils
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+import preact_kernels as pk
+from tests.cases import EVERY_MODULE, randomised, small_network
+from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+
+pytestmark = pytest.mark.backends("cpu")  # what runs a forward is above the backends
+
+every_module = pytest.mark.parametrize("make", EVERY_MODULE.values(), ids=EVERY_MODULE)
+both_modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+
+
+def images(batch=3):
+    return torch.randn(batch, 10, 7, 6)
+
+
+class Wrapped(nn.Module):
+    """A module that another function calls."""
+
+    def __init__(self, module, call):
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, x):
+        return self.call(self.module, x)
+
+
+def without_prefix(results):
+    return {n.replace("module.", ""): t for n, t in results.items()}
+
+
+def saves_convolutions(context, op, *args, **kwargs):
+    is_saved = "conv" in str(op)
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saves_half_of_all(context, op, *args, **kwargs):
+    is_saved = len(str(op)) % 2 == 0 and not op._schema.is_mutable
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE
+
+
+CHECKPOINTS = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not_reentrant": partial(checkpoint, use_reentrant=False),
+    "selective": partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, saves_convolutions),
+    ),
+    "selective_mixed": partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, saves_half_of_all),
+    ),
+}
+
+
+@every_module
+@pytest.mark.parametrize("call", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_checkpoints_change_no_bit_and_count_a_batch_once(call, make, backend):
+    module, inputs = make(), {"x": images()}
+    found = without_prefix(evaluate(Wrapped(module, call), inputs))
+    assert_same_bits(found, evaluate(module, inputs))
+    counts = [t for n, t in found.items() if n.endswith("num_batches_tracked")]
+    assert counts and all(n == 1 for n in counts)
+
+
+@every_module
+@both_modes
+def test_operators_are_counted_as_in_the_plain_model(training, make, backend):
+    module, x = make().train(training), images()
+    counts = []
+    for m in (module, plain_copy(module)):
+        with FlopCounterMode(display=False) as counter:  # its global hooks have children called
+            m(x.clone().requires_grad_()).sum().backward()
+        counts.append(counter.get_flop_counts())
+    assert counts[0] == counts[1]
+
+
+@every_module
+def test_averaged_models_equal_the_plain_ones(make, backend):
+    module = make()
+    batches = [images() for _ in range(3)]
+    results = []
+    for m in (module, plain_copy(module)):
+        averages = [
+            swa_utils.AveragedModel(m),
+            swa_utils.AveragedModel(
+                m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True
+            ),
+        ]
+        for step in range(2):
+            with torch.no_grad():
+                for p in m.parameters():
+                    p.add_(0.1 + step)
+            for average in averages:
+                average.update_parameters(m)
+        swa_utils.update_bn(batches, averages[0])
+        results.append({str(i): average.state_dict() for i, average in enumerate(averages)})
+    for found, expected in zip(*(r.values() for r in results), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@every_module
+def test_a_replica_of_data_parallel_computes_the_same(make, backend):
+    module = make()
+    x, replica = images(), replicated(module)
+    expected = evaluate(module, {"x": x})["y"]
+    torch.testing.assert_close(replica(x).detach(), expected, rtol=0, atol=0)
+    module.zero_grad()
+    replica(x).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def replicated(module):
+    """A replica as `nn.DataParallel` makes it: parameters are tensors, and no parameters."""
+    modules = list(module.modules())
+    copies = {m: m._replicate_for_data_parallel() for m in modules}
+    for m, replica in copies.items():
+        for name, child in m._modules.items():
+            setattr(replica, name, None if child is None else copies[child])
+        for name, p in m._parameters.items():
+            setattr(replica, name, None if p is None else p.view_as(p))
+        for name, buffer in m._buffers.items():
+            replica._buffers[name] = None if buffer is None else buffer.clone()
+    return copies[module]
+
+
+@every_module
+@both_modes
+def test_inference_mode_changes_nothing(training, make, backend):
+    module = make().train(training)
+    other, x = copy.deepcopy(module), images()
+    with torch.inference_mode():
+        y = module(x)
+    expected = other(x).detach()
+    assert y.is_inference()
+    found = {"y": y.clone(), **dict(module.named_buffers())}
+    assert_same_bits(found, {"y": expected, **dict(other.named_buffers())})
+    assert_same_bits(evaluate(module, {"x": x}), evaluate(other, {"x": x}))
+
+
+@every_module
+@both_modes
+def test_meta_tensors_have_the_shapes_and_dtypes_of_the_plain_module(training, make):
+    module = make().train(training)
+    x = images()
+    expected = evaluate(plain_copy(module), {"x": x})
+    module.to("meta")
+    y = module(leaf := x.to("meta").requires_grad_())
+    y.backward(torch.empty_like(y))
+    found = {"y": y, "dx": leaf.grad, **{f"d{n}": p.grad for n, p in module.named_parameters()}}
+    for name, t in found.items():
+        assert (t.shape, t.dtype) == (expected[name].shape, expected[name].dtype), name
+
+
+@every_module
+def test_meta_tensors_under_autocast_of_another_device(make):
+    module = make().to("meta")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(images().to("meta").requires_grad_())
+    y.sum().backward()
+    assert y.dtype == torch.float32
+
+
+@every_module
+def test_autocast_gives_the_dtypes_of_the_plain_module(make, backend):
+    module, inputs = make(), {"x": images()}
+
+    def call(module, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x)
+
+    found, expected = (evaluate(Wrapped(m, call), inputs) for m in (module, plain_copy(module)))
+    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in expected.items()}
+
+
+CHANGES = {
+    "pruned": lambda m: prune.l1_unstructured(m.conv, "weight", 0.5),
+    "pruned_batch_norm": lambda m: prune.random_unstructured(m.bn, "weight", 0.3),
+    "weight_norm": lambda m: parametrizations.weight_norm(m.conv),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_pruned_and_parametrised_children_of_a_unit_are_called(change, backend):
+    module = randomised(pk.BNReLUConv2d(10, 16, 3, padding=1))
+    with torch.no_grad():  # or pruned modules cannot be copied
+        change(module)
+    check(module, plain_copy(module), {"x": images()})
+
+
+@every_module
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_copies_compute_the_same(copied, make, backend):
+    module, inputs = make(), {"x": images()}
+    assert_same_bits(evaluate(copied(module), inputs), evaluate(module, inputs))
+
+
+@every_module
+def test_hooks_of_a_module_see_its_input_output_and_gradient(make, backend):
+    module, seen = make(), []
+    module.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
+    module.register_forward_hook(lambda m, args, y: seen.append(y.shape))
+    module.register_full_backward_hook(lambda m, dx, dy: seen.append((dx[0].shape, dy[0].shape)))
+    x = images().requires_grad_()
+    y = module(x)
+    y.sum().backward()
+    assert seen == [x.shape, y.shape, (x.shape, y.shape)]
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """A device mesh of this process alone."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/address", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.not_under_sanitizer
+@every_module
+@both_modes
+def test_distributed_tensors_run_plain_operators(training, make, mesh):
+    module = make().train(training)
+    x, results = distribute_tensor(images(), mesh, [Replicate()]), []
+    try:
+        distribute_module(nn.BatchNorm2d(10), mesh)(x)
+    except NotImplementedError as error:
+        pytest.skip(f"this torch has no batch norm of distributed tensors: {error}")
+    for m in (module, plain_copy(module)):
+        distribute_module(m, mesh)
+        y = m(x)
+        y.sum().backward()
+        gradients = {n: p.grad.full_tensor() for n, p in m.named_parameters()}
+        results.append({"y": y.full_tensor(), **gradients})
+    assert_same_bits(*results)
+
+
+def test_a_network_trains_step_by_step_as_the_plain_one_does(backend):
+    network = small_network().double()
+    x, target = images(8).double(), torch.arange(8) % 5
+    losses = []
+    for m in (network, plain_copy(network)):
+        optimizer = torch.optim.SGD(m.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
+        losses.append([])
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(m(x), target)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(float(loss.detach()))
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=0)

@@ -1,0 +1,299 @@
+"""Under functional transforms, everything runs and differentiates as the plain model does."""
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+
+import preact_kernels as pk
+from preact_kernels.ops.plain_operators import runs_plain
+from tests.cases import EVERY_MODULE, plain_bn_relu, plain_bn_relu_conv2d
+from tests.oracle import assert_same_bits, plain_copy
+
+pytestmark = pytest.mark.backends("cpu")  # transforms are found above the backends
+
+every_module = pytest.mark.parametrize("make", EVERY_MODULE.values(), ids=EVERY_MODULE)
+# One of each way to run a backward: a unit of each kind, and a stage in each memory mode.
+AUTOGRAD_NODES = {
+    n: m for n, m in EVERY_MODULE.items() if n.startswith("bn_relu") or n.endswith("stage")
+}
+every_node = pytest.mark.parametrize("make", AUTOGRAD_NODES.values(), ids=AUTOGRAD_NODES)
+
+
+def images(batch=3):
+    return torch.randn(batch, 10, 5, 4, dtype=torch.float64)
+
+
+def leaves(module):
+    return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def loss(module, parameters, x):
+    return functional_call(module, parameters, (x,)).sin().sum()
+
+
+def grad(module, x):
+    return torch.func.grad(partial(loss, module), (0, 1))(leaves(module), x)
+
+
+def vjp(module, x):
+    y, pull = torch.func.vjp(lambda p, x: functional_call(module, p, (x,)), leaves(module), x)
+    return y, pull(y.cos())
+
+
+def jvp(module, x):
+    parameters = leaves(module)
+    tangents = {n: p.sin() for n, p in parameters.items()}
+    call = lambda p, x: functional_call(module, p, (x,))  # noqa: E731
+    return torch.func.jvp(call, (parameters, x), (tangents, x.cos()))
+
+
+def dual_numbers(module, x):
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(module(forward_ad.make_dual(x, x.cos()))))
+
+
+def jacobian(transform, module, x):
+    return transform(lambda x: module(x).sum((1, 2, 3) if module(x).dim() == 4 else 1))(x)
+
+
+def hessian_of_a_vector(module, x):
+    name, parameter = next((n, p) for n, p in leaves(module).items() if p.dim() == 1)
+    return torch.func.hessian(lambda p: loss(module, {name: p}, x))(parameter)
+
+
+def vmap(module, x):
+    call = lambda x: module(x)  # noqa: E731  (Dynamo cannot trace the name of a module)
+    return torch.func.vmap(call)(torch.stack([x, x.sin()]))
+
+
+def per_sample_gradients(module, x):
+    one = lambda p, x: loss(module, p, x[None])  # noqa: E731
+    return torch.func.vmap(torch.func.grad(one), (None, 0))(leaves(module), x)
+
+
+TRANSFORMS = {
+    "grad": grad,
+    "vjp": vjp,
+    "jvp": jvp,
+    "dual_numbers": dual_numbers,
+    "jacrev": partial(jacobian, torch.func.jacrev),
+    "jacfwd": partial(jacobian, torch.func.jacfwd),
+    "hessian": hessian_of_a_vector,
+}
+EVALUATION_TRANSFORMS = {**TRANSFORMS, "vmap": vmap, "per_sample": per_sample_gradients}
+
+
+def assert_close(found, expected):
+    """Equal to the rounding of float64, in every tensor of a tree."""
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def check_transform(transform, module, x):
+    plain = plain_copy(module)
+    assert_close(transform(module, x), transform(plain, x))
+    assert_same_bits(dict(module.named_buffers()), dict(plain.named_buffers()))
+
+
+@every_module
+@pytest.mark.parametrize("transform", EVALUATION_TRANSFORMS.values(), ids=EVALUATION_TRANSFORMS)
+def test_transforms_in_evaluation_mode_equal_the_plain_ones(transform, make):
+    check_transform(transform, make().double().eval(), images())
+
+
+def untracked(module):
+    """A copy without running statistics: transforms allow no change of captured tensors."""
+    module = copy.deepcopy(module)
+    for bn in module.modules():
+        if isinstance(bn, nn.BatchNorm2d):
+            bn.running_mean = bn.running_var = bn.num_batches_tracked = None
+            bn.track_running_stats = False
+    return module
+
+
+@every_module
+@pytest.mark.parametrize("transform", EVALUATION_TRANSFORMS.values(), ids=EVALUATION_TRANSFORMS)
+def test_transforms_in_training_mode_equal_the_plain_ones(transform, make):
+    check_transform(transform, untracked(make().double()), images())
+
+
+@every_module
+def test_forward_mode_updates_running_statistics_once(make):
+    module = make().double()
+    check_transform(dual_numbers, module, images())
+    assert all(n == 1 for name, n in module.named_buffers() if "num_batches" in name)
+
+
+FUNCTIONS = {
+    "bn_relu": (pk.bn_relu, plain_bn_relu, ((10,), (10,))),
+    "bn_relu_conv2d": (
+        lambda x, bn_weight, bn_bias, conv_weight, **options: pk.bn_relu_conv2d(
+            x, conv_weight, bn_weight, bn_bias, **options
+        ),
+        lambda x, bn_weight, bn_bias, conv_weight, **options: plain_bn_relu_conv2d(
+            x, conv_weight, bn_weight, bn_bias, **options
+        ),
+        ((10,), (10,), (6, 10, 3, 3)),
+    ),
+    "residual_add": (
+        lambda x, branch, training: pk.residual_add(x, branch),
+        lambda x, branch, training: x + branch,
+        ((3, 10, 5, 4),),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fused", "plain", "shapes"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_under_transforms_equal_the_plain_ones(fused, plain, shapes):
+    arguments = [images(), *(torch.randn(s, dtype=torch.float64) for s in shapes)]
+    places = tuple(range(len(arguments)))
+    results = []
+    for function in (fused, plain):
+        call = partial(function, training=True)
+        total = lambda *tensors, call=call: call(*tensors).sin().sum()  # noqa: E731
+        stacked = [torch.stack([t, t.cos()]) for t in arguments]
+        results.append(
+            (
+                torch.func.grad(total, places)(*arguments),
+                torch.func.jvp(call, tuple(arguments), tuple(t.cos() for t in arguments)),
+                torch.func.vmap(call)(*stacked),
+                torch.func.vmap(torch.func.grad(total, places))(*stacked),
+            )
+        )
+    assert_close(*results)
+
+
+@every_node
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, make, backend):
+    module = make().double().train(training)
+    results = []
+    for m in (module, plain_copy(module)):
+        x = torch.linspace(-3, 3, 600, dtype=torch.float64).sin().view(3, 10, 5, 4)
+        x.requires_grad_()
+        y = m(x)
+        several = torch.stack([y.detach().cos(), y.detach().sin(), torch.ones_like(y)])
+        with warnings.catch_warnings():  # of PyTorch, that some of its operators are looped over
+            warnings.simplefilter("ignore")
+            found = torch.autograd.grad(
+                y, (x, *m.parameters()), several, is_grads_batched=True, create_graph=create_graph
+            )
+        assert all(g.requires_grad == create_graph for g in found)
+        results.append([g.detach() for g in found])
+    assert_close(*results)
+
+
+@every_node
+@pytest.mark.parametrize("training", [True, False])
+def test_dual_numbers_as_gradients_equal_the_plain_ones(training, make, backend):
+    module, x = make().double().train(training), images()
+    results = []
+    for m in (module, plain_copy(module)):
+        leaf = x.clone().requires_grad_()
+        y = m(leaf)
+        with forward_ad.dual_level():
+            dy = forward_ad.make_dual(y.detach().cos(), y.detach().sin())
+            found = torch.autograd.grad(y, (leaf, *m.parameters()), dy)
+            results.append([tuple(forward_ad.unpack_dual(g)) for g in found])
+    assert_close(*results)
+
+
+@every_node
+@pytest.mark.parametrize("strategy", ["forward-mode", "reverse-mode"])
+def test_vectorised_jacobians_equal_the_plain_ones(strategy, make, backend):
+    module, x = make().double().eval(), images(2)[:, :, :2, :2]
+    jacobian = partial(torch.autograd.functional.jacobian, vectorize=True, strategy=strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_close(jacobian(module, x), jacobian(plain_copy(module), x))
+
+
+@every_node
+@pytest.mark.parametrize("function", ["hessian", "jvp", "vjp", "jacobian", "hvp"])
+def test_functions_of_torch_autograd_equal_the_plain_ones(function, make, backend):
+    module = make().double()
+    x = images(2)[:, :, :2, :2]
+    results = []
+    for m in (module, plain_copy(module)):
+        is_scalar = function in ("hessian", "hvp")
+        call = (lambda x, m=m: m(x).sin().sum()) if is_scalar else m
+        arguments = (x.cos(),) if function in ("jvp", "hvp") else ()
+        arguments = (m(x).detach().cos(),) if function == "vjp" else arguments
+        results.append(getattr(torch.autograd.functional, function)(call, x, *arguments))
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_a_vectorised_hessian_equals_the_plain_one(memory, backend):
+    module = EVERY_MODULE["stage"]().double()
+    module.memory = memory
+    x = images(2)[:, :, :2, :2]
+    hessian = partial(torch.autograd.functional.hessian, vectorize=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = [
+            hessian(lambda x, m=m: m(x).sin().sum(), x) for m in (module, plain_copy(module))
+        ]
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["bn_relu_conv", "checkpointed_stage"])
+def test_transforms_within_compiled_functions_equal_the_plain_ones(name):
+    module = EVERY_MODULE[name]().double().eval()
+    x = images()
+    for transform in (vmap, grad_of_input):
+        torch._dynamo.reset()
+        compiled = torch.compile(partial(transform, module), fullgraph=True, backend="aot_eager")
+        assert_close(compiled(x), transform(plain_copy(module), x))
+
+
+def grad_of_input(module, x):
+    return torch.func.grad(lambda x: module(x).sin().sum())(x)
+
+
+class Logged(Tensor):
+    """A subclass of Tensor that notes which functions it is given to."""
+
+    calls: list = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        cls.calls.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+@every_module
+@pytest.mark.parametrize("of", ["input", "parameters"])
+def test_subclasses_of_tensor_see_the_plain_operators(of, make):
+    module = make().double()
+    x = images()
+    expected = plain_copy(module)(x)
+    if of == "input":
+        x = x.as_subclass(Logged)
+    else:
+        for child in module.modules():
+            for name, p in list(child._parameters.items()):
+                if p is not None:
+                    child._parameters[name] = p.detach().as_subclass(Logged)
+    Logged.calls.clear()
+    y = module(x)
+    assert type(y) is Logged
+    assert_close(y.as_subclass(Tensor), expected)
+    assert "batch_norm" in Logged.calls
+
+
+def test_eager_calls_run_kernels(backend):
+    x = torch.randn(2, 10, 3, 3)
+    assert not runs_plain(x, nn.Parameter(x), nn.Buffer(x), None)
+    assert not runs_plain("no tensor", 3)
+    assert torch.compile(lambda x: x + runs_plain(x), backend="eager", fullgraph=True)(x).equal(x)
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        assert not runs_plain(mode.from_tensor(x))
+    with torch.inference_mode(), torch.device("cpu"):
+        assert not runs_plain(torch.ones(2))
