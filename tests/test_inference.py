@@ -195,6 +195,16 @@ def test_a_converted_model_folds_what_no_relu_follows():
     assert_equals_plain(fused, model, images())
 
 
+@pytest.mark.parametrize("name", ["preact", "dense"])
+def test_what_is_left_can_be_converted(name):
+    model = built(name)
+    fused = pk.convert(pk.fuse_for_inference(model))
+    report = pk.conversion_report(fused)
+    assert len(report.fused) == len(report) == count_norms(fused)
+    assert not any(m.training for m in fused.train().modules())
+    assert_equals_plain(fused, model, images())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_parameters_keep_their_dtype(dtype, is_mixed):
@@ -329,6 +339,19 @@ def test_stays_in_forwards_with_optional_arguments():
     fused = pk.fuse_for_inference(model)
     assert torch.equal(fused(x := images(), False), model(x, False))
     assert count_norms(pk.fuse_for_inference(nn.Sequential(model))) == 0  # called in one way
+
+
+def test_stays_where_it_always_takes_the_statistics_of_its_batch():
+    class Network(Composed):
+        def eval(self):
+            self.train(False)
+            self.bn.train()
+            return self
+
+    model = randomised(Network(in_order)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1
+    assert torch.equal(fused(x := images()), model(x))
 
 
 def test_stays_where_a_child_is_called_in_parts():

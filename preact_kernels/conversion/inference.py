@@ -42,10 +42,13 @@ def fuse_for_inference(model: _Model) -> _Model:
     optional arguments. The children of such modules are looked into on their own, and are expected
     to be called as a whole.
 
-    What runs fused stays fused, and is not folded: the blocks, stages and units of this package
-    (with `fused=False` they are folded too), and chains of a model that `convert` changed. So
-    `fuse_for_inference(convert(model))` folds only what `convert` leaves. That is faster for
-    narrow networks with many images, and slower otherwise.
+    What runs fused already stays so: the blocks, stages and units of this package (those with
+    `fused=False` are folded), and the chains of a model that `convert` changed. Hence three ways:
+
+    - `fuse_for_inference(model)` folds all it can, and leaves the rest to PyTorch's operators.
+    - `fuse_for_inference(convert(model))` folds only what `convert` leaves. It is the faster way
+      for residual networks of few channels, on a CPU.
+    - `convert(fuse_for_inference(model))` also runs the BN-ReLU-Conv chains fused that are left.
 
     Args:
         model: any module, on any device, of any dtypes; it does not change. Its forwards are
@@ -179,7 +182,7 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
         return
     if is_norm_act and not _does_nothing(cast(nn.Module, bn.drop)):
         return
-    if bn.running_mean is None or bn.num_features != conv.out_channels:
+    if bn.training or bn.running_mean is None or bn.num_features != conv.out_channels:
         return
     dtype = conv.weight.dtype
     wide = torch.float32 if conv.weight.device.type == "mps" else torch.float64
