@@ -383,6 +383,9 @@ def test_stays_where_folded_weights_leave_their_range():
         model[0].half()
         model[1].weight.detach().fill_(scale)
         assert count_norms(pk.fuse_for_inference(model)) == 1
+    model[1].weight.detach().fill_(1.0)
+    model[1].bias.detach().fill_(1e6)
+    assert count_norms(pk.fuse_for_inference(model)) == 1
     model[1].weight.detach().fill_(float("nan"))
     assert count_norms(pk.fuse_for_inference(model.float())) == 1
 
@@ -396,25 +399,33 @@ def test_tied_weights_are_folded_apart():
     assert_equals_plain(fused, model, images())
 
 
+class Untraceable(nn.Module):
+    def __init__(self, *steps):
+        super().__init__()
+        self.steps = nn.ModuleList(steps)
+
+    def forward(self, x):
+        while x.norm() < 100:
+            x = x + 1
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
 def test_folds_inside_what_cannot_be_traced():
     inner = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Dropout(0.5), nn.SyncBatchNorm(3))
-
-    class Untraceable(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.children_list = nn.ModuleList([inner, copy.deepcopy(inner)])
-
-        def forward(self, x):
-            while x.norm() < 100:
-                x = x + 1
-            for child in self.children_list:
-                x = child(x)
-            return x
-
-    model = randomised(Untraceable()).eval()
+    model = randomised(Untraceable(inner, copy.deepcopy(inner))).eval()
     fused = pk.fuse_for_inference(model)
     assert not any(isinstance(m, nn.SyncBatchNorm) for m in fused.modules())
     assert_equals_plain(fused, model, images())
+
+
+def test_stays_where_modules_have_several_places_in_what_cannot_be_traced():
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    pairs = [nn.Sequential(conv, nn.BatchNorm2d(3)) for _ in range(2)]
+    model = randomised(Untraceable(*pairs)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert torch.equal(fused(x := images()), model(x))
 
 
 def test_circular_padding_and_a_graph_module():
