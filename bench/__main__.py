@@ -6,6 +6,8 @@ curves, peak memory, rivals on memory, other networks, torch.compile under memor
 networks (on a GPU), rivals on other networks, and kept bytes against depth. On a GPU, contenders
 that need no compiler come first, then compilers, other batches, and rivals on memory. Lists at the
 end what did not fit. Writes one CSV file per device, prints tables and saves plots beside the CSV.
+
+Under torchrun, measures data-parallel training in place of all that: see bench/scaling.py.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench import data, floors, measure, network, plots, report, training
+from bench import data, floors, measure, network, plots, report, scaling, training
 from bench.contenders import (
     ANCHOR,
     BY_NAME,
@@ -383,6 +385,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """
     start_s = time.monotonic()
     a = arguments(given)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return scaling.main(a)
     try:
         images = data.load(a.data)
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:

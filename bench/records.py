@@ -76,6 +76,49 @@ class CurvePoint:
         return self.case, self.contender, self.dtype, self.batch, self.step, self.device
 
 
+SCALING = "-scaling.csv"  # how names of files of `ScalingRow`s end
+
+
+@dataclasses.dataclass
+class ScalingRow:
+    """One contender on one network in several processes: see bench/scaling.py."""
+
+    contender: str
+    case: str  # the network
+    batch_norm: str  # whose statistics: "of all processes" or "of each process"
+    batch: int  # images per process
+    dtype: str
+    processes: int
+    alone_ms: float | None = None  # median
+    apart_ms: float | None = None
+    together_ms: float | None = None
+    alone_images_per_s: float | None = None
+    images_per_s: float | None = None  # of all processes together
+    efficiency: float | None = None
+    sending_share: float | None = None  # of the time of `together`, sending and waiting
+    correct: str = ""  # as in `Row`
+    note: str = ""
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """Equal for two measurements of the same thing."""
+        what = self.contender, self.case, self.batch_norm, self.batch, self.dtype
+        return *what, self.processes, self.device
+
+    def set_times(self, alone_ms: float, apart_ms: float, together_ms: float) -> None:
+        """Sets the times, and what is derived from them: N processes over N times one."""
+        self.alone_ms, self.apart_ms, self.together_ms = alone_ms, apart_ms, together_ms
+        self.alone_images_per_s = self.batch / (alone_ms / 1e3)
+        self.images_per_s = self.processes * self.batch / (together_ms / 1e3)
+        self.efficiency = alone_ms / together_ms
+        self.sending_share = max(0.0, 1 - apart_ms / together_ms)
+
+
 def slug(text: str) -> str:
     """`text` as part of a file name: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -7,16 +7,17 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from preact_kernels.conversion.fused_calls import STAGES, NamedStage, StageState
 from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage
-from preact_kernels.modules.run_blocks import geometry_of, in_stream
+from preact_kernels.modules.run_blocks import Block, geometry_of, in_stream
 from preact_kernels.ops import layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
@@ -69,10 +70,13 @@ class MemoryPlan:
         """
         found = dict(_stages(model))
         expected = {s.name: s.blocks for s in self.stages}
-        if {name: len(stage) for name, stage in found.items()} != expected:
+        # The number of blocks of a converted model's stage is not known before it runs.
+        given = {n: len(s) if isinstance(s, PreActStage) else None for n, s in found.items()}
+        counted = {name: count for name, count in given.items() if count is not None}
+        if not expected.keys() <= given.keys() or not counted.items() <= expected.items():
             wanted = ", ".join(f"{name!r} of {n} blocks" for name, n in expected.items())
-            given = ", ".join(f"{name!r} of {len(s)} blocks" for name, s in found.items())
-            raise ValueError(f"model: expected the stages {wanted}, got {given or 'none'}")
+            has = ", ".join(n if c is None else f"{n!r} of {c} blocks" for n, c in given.items())
+            raise ValueError(f"model: expected the stages {wanted}, got {has or 'none'}")
         for stage in self.stages:
             _set_mode(found[stage.name], stage.chosen.memory)
         return model
@@ -97,11 +101,16 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def _stages(model: nn.Module) -> Iterator[tuple[str, PreActStage]]:
-    return ((n, m) for n, m in model.named_modules() if isinstance(m, PreActStage))
+def _stages(model: nn.Module) -> Iterator[tuple[str, PreActStage | StageState]]:
+    """Every stage by name; a stage of a converted model has the name of its first batch norm."""
+    for name, module in model.named_modules():
+        if isinstance(module, PreActStage):
+            yield name, module
+        for norm, state in module.__dict__.get(STAGES, {}).items():
+            yield f"{name}.{norm}" if name else norm, state
 
 
-def _set_mode(stage: PreActStage, memory: str) -> None:
+def _set_mode(stage: PreActStage | StageState | NamedStage, memory: str) -> None:
     stage.memory, stage.segments, stage.anchor_every = memory, None, None
 
 
@@ -110,14 +119,15 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
 
     Runs a copy of the model on shapes alone, in its present mode (training or evaluation, with or
     without autocast), and counts saved bytes as `pk.saved_bytes` does. Nothing is computed, and
-    `model` does not change. Modes have their default numbers of segments and anchors.
+    `model` does not change. Modes have their default numbers of segments and anchors. Stages are
+    `PreActStage`s, and the residual blocks in a row of a converted model (`pk.convert`).
 
     The cost of a mode is the memory traffic that it adds to `"store"`: `"rebuild"` reads y and z
     and writes x for each block whose input it rebuilds; `"checkpoint"` also runs the forward
-    again. All combinations of modes are compared: `3 ** stages`.
+    again. All combinations of modes are compared.
 
     Args:
-        model: has at least one `PreActStage`.
+        model: has at least one stage.
         x: an input like those to come, on any device, the meta device too.
         budget: bytes that one forward may keep for the backward, parameters left out.
 
@@ -135,19 +145,41 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     if budget < 0:
         raise ValueError(f"budget: expected at least 0 bytes, got {budget}")
     if next(_stages(model), None) is None:
-        raise ValueError("model: expected at least one PreActStage, got none")
-    other_bytes, options = _options(model, x)
-    fitting = (c for c in itertools.product(*options) if other_bytes + _saved(c) <= budget)
-    chosen = min(fitting, key=lambda c: (_extra(c), _saved(c)), default=None)
+        raise ValueError("model: expected at least one PreActStage, or a converted model, got none")
+    other_bytes, stages = _options(model, x)
+    chosen = _cheapest([s.options for s in stages], budget - other_bytes)
     if chosen is None:
-        smallest = other_bytes + sum(min(o.saved_bytes for o in some) for some in options)
+        smallest = other_bytes + sum(min(o.saved_bytes for o in s.options) for s in stages)
         raise ValueError(f"budget: expected at least {smallest} bytes, got {budget}")
-    stages = tuple(
-        StagePlan(name, len(stage), tuple(some), choice)
-        for (name, stage), some, choice in zip(_stages(model), options, chosen, strict=True)
-    )
+    stages = [
+        dataclasses.replace(stage, chosen=choice)
+        for stage, choice in zip(stages, chosen, strict=True)
+    ]
     predicted = other_bytes + _saved(chosen)
-    return MemoryPlan(budget, predicted, other_bytes, _extra(chosen), stages)
+    return MemoryPlan(budget, predicted, other_bytes, _extra(chosen), tuple(stages))
+
+
+def _cheapest(
+    options: Iterable[Sequence[StageOption]], budget: int
+) -> tuple[StageOption, ...] | None:
+    """The combination that fits and moves the least; of equal ones, the one that saves least.
+
+    Goes through the stages, and drops each combination so far that another one beats in both.
+    """
+    best: list[tuple[int, int, tuple[StageOption, ...]]] = [(0, 0, ())]
+    for some in options:
+        longer = [
+            (extra + o.extra_bytes, saved + o.saved_bytes, (*chosen, o))
+            for extra, saved, chosen in best
+            for o in some
+        ]
+        longer.sort(key=lambda c: c[:2])
+        best, least = [], budget + 1
+        for extra, saved, chosen in longer:
+            if saved < least:
+                least = saved
+                best.append((extra, saved, chosen))
+    return best[0][2] if best else None
 
 
 def _saved(options: Iterable[StageOption]) -> int:
@@ -158,49 +190,73 @@ def _extra(options: Iterable[StageOption]) -> int:
     return sum(o.extra_bytes for o in options)
 
 
-def _options(model: nn.Module, x: Tensor) -> tuple[int, list[list[StageOption]]]:
+def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
     """Bytes saved outside the stages, and the options of each stage, from shapes alone.
 
     Every mode saves the input of the stage, and some save its output. To count no tensor twice, the
     rest of the model runs with each stage replaced by a function that saves only its input; an
     output that the rest saves is then left out of the stage's own bytes.
     """
-    ends: dict[str, tuple[Tensor, Tensor]] = {}
+    ends: dict[str, _EndsOfStage] = {}
     fake_mode = FakeTensorMode()
     with fake_mode:
         rest = _copy_of_shapes(model)
         for name, stage in _stages(rest):
-            run = functools.partial(_ends_of_stage, ends, name, stage)
-            stage.forward = run  # type: ignore[method-assign]
+            run = functools.partial(_ends_of_stage, ends, name)
+            if isinstance(stage, PreActStage):
+                stage.forward = functools.partial(run, stage)  # type: ignore[method-assign]
+            else:
+                stage.run = lambda blocks, x, run=run: run(NamedStage(blocks), x)
         outside, _ = saved_storages(rest, _shape_of(x).requires_grad_(x.requires_grad))
     other_bytes = sum(size for size, _ in outside.values())
-    options = []
-    for name, stage in _stages(model):
+    for name, _ in ((n, s) for n, s in _stages(model) if isinstance(s, PreActStage)):
         if name not in ends:
             raise ValueError(f"model: expected each PreActStage to run once, {name!r} did not run")
-        stage_x, stage_y = ends[name]
+    plans = []
+    for name, (run_stage, x, y) in ends.items():
+        own = run_stage if isinstance(run_stage, NamedStage) else model.get_submodule(name)
         # In another layout the rest saves a copy of the output, not the output itself.
-        is_nhwc = stage_y.is_contiguous(memory_format=torch.channels_last)
-        is_shared = is_nhwc and storage_id(stage_y) in outside
-        # The meta device is much faster. It has no autocast, and other memory formats than real
-        # devices in plain convolutions.
-        is_plain = any(has_hooks(b) or not b.is_fusable() for b in _blocks(stage))
-        device = stage_x.device if is_plain or is_autocast(stage_x) else torch.device("meta")
-        some = []
-        with contextlib.nullcontext() if device.type == "meta" else fake_mode:
-            shapes = _copy_of_shapes(stage, device)
-            own = _shape_of(stage_x, device).requires_grad_(stage_x.requires_grad)
-            for memory in MEMORY_MODES:
-                _set_mode(shapes, memory)
-                kept, y = saved_storages(shapes, own)
-                if is_shared:
-                    kept.pop(storage_id(y), None)
-                size = sum(size for size, _ in kept.values())
-                some.append(StageOption(memory, size, _extra_bytes(shapes, own, memory)))
-        if stage_y.requires_grad:
-            other_bytes -= stage_x.numel() * stage_x.element_size()
-        options.append(some)
-    return other_bytes, options
+        is_nhwc = y.is_contiguous(memory_format=torch.channels_last)
+        is_shared = is_nhwc and storage_id(y) in outside
+        own_stage = cast("PreActStage | NamedStage", own)
+        options = _options_of_stage(own_stage, x, fake_mode, is_shared)
+        if y.requires_grad:
+            other_bytes -= x.numel() * x.element_size()
+        plans.append(StagePlan(name, len(_blocks(own_stage)), options, options[0]))
+    return other_bytes, plans
+
+
+def _options_of_stage(
+    stage: PreActStage | NamedStage, x: Tensor, fake_mode: FakeTensorMode, output_is_saved: bool
+) -> tuple[StageOption, ...]:
+    """What a stage saves in each mode, beside its input.
+
+    Args:
+        stage: the stage.
+        x: a fake tensor like its input.
+        fake_mode: that of `x`.
+        output_is_saved: whether the rest of the model saves the output.
+    """
+    # The meta device is much faster. It has no autocast, and other memory formats than real
+    # devices in plain convolutions.
+    is_plain = not all(map(_is_fused, _blocks(stage)))
+    device = x.device if is_plain or is_autocast(x) else torch.device("meta")
+    options = []
+    with contextlib.nullcontext() if device.type == "meta" else fake_mode:
+        shapes = _copy_of_shapes(stage, device)
+        own = _shape_of(x, device).requires_grad_(x.requires_grad)
+        for memory in MEMORY_MODES:
+            _set_mode(shapes, memory)
+            kept, found = saved_storages(shapes, own)
+            if output_is_saved:
+                kept.pop(storage_id(found), None)
+            size = sum(size for size, _ in kept.values())
+            options.append(StageOption(memory, size, _extra_bytes(shapes, own, memory)))
+    return tuple(options)
+
+
+def _is_fused(block: Block) -> bool:
+    return block.is_fusable() and not (isinstance(block, nn.Module) and has_hooks(block))
 
 
 class _Ends(torch.autograd.Function):
@@ -213,9 +269,20 @@ class _Ends(torch.autograd.Function):
         return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
-def _ends_of_stage(ends: dict, name: str, stage: PreActStage, x: Tensor) -> Tensor:
+class _EndsOfStage(NamedTuple):
+    """A stage of a copy of shapes, its input and its output."""
+
+    stage: PreActStage | NamedStage
+    x: Tensor
+    y: Tensor
+
+
+def _ends_of_stage(
+    ends: dict[str, _EndsOfStage], name: str, stage: PreActStage | NamedStage, x: Tensor
+) -> Tensor:
     if name in ends:
-        raise ValueError(f"model: expected each PreActStage to run once, {name!r} runs again")
+        kind = "PreActStage" if isinstance(stage, PreActStage) else "stage"
+        raise ValueError(f"model: expected each {kind} to run once, {name!r} runs again")
     x = in_stream(_blocks(stage)[0], x)
     weights = [m.weight for m in stage.modules() if isinstance(m, nn.Conv2d)]
     channels_last = any(map(layout.is_channels_last, (x, *weights)))
@@ -225,15 +292,15 @@ def _ends_of_stage(ends: dict, name: str, stage: PreActStage, x: Tensor) -> Tens
     trained = next((p for p in stage.parameters() if p.requires_grad), None)
     x = layout.nhwc(x)
     y = _Ends.apply(x, trained, shape, channels_last)
-    ends[name] = x, y
+    ends[name] = _EndsOfStage(stage, x, y)
     return y
 
 
-def _blocks(stage: PreActStage) -> list[PreActBlock]:
-    return cast(list[PreActBlock], list(stage))
+def _blocks(stage: PreActStage | NamedStage) -> Sequence[Block]:
+    return stage.blocks if isinstance(stage, NamedStage) else cast(list[PreActBlock], list(stage))
 
 
-def _sizes(block: PreActBlock, shape: Sequence[int]) -> list[Sequence[int]]:
+def _sizes(block: Block, shape: Sequence[int]) -> list[Sequence[int]]:
     """Output shapes of the convolutions of a block."""
     shapes: list[Sequence[int]] = []
     for _, conv in block.units():
@@ -265,12 +332,14 @@ def _copy_of_shapes(model: _Model, device: torch.device | None = None) -> _Model
     return model
 
 
-def _extra_bytes(stage: PreActStage, x: Tensor, memory: str) -> int:
+def _extra_bytes(stage: PreActStage | NamedStage, x: Tensor, memory: str) -> int:
     """Memory traffic of a step beyond that of mode `"store"`, bytes."""
     mode = MemoryMode(memory)
     blocks, itemsize = _blocks(stage), x.element_size()
     inner_size = (
-        compute_dtype(x).itemsize if is_autocast(x) else next(blocks[0].units())[1].weight.itemsize
+        compute_dtype(x).itemsize
+        if is_autocast(x)
+        else next(iter(blocks[0].units()))[1].weight.itemsize
     )
     shape: Sequence[int] = x.shape
     wide, inner = [x.numel() * itemsize], []
@@ -279,10 +348,10 @@ def _extra_bytes(stage: PreActStage, x: Tensor, memory: str) -> int:
         shape = shapes.pop()
         wide.append(math.prod(shape) * itemsize)
         inner.append([math.prod(s) * inner_size for s in shapes])
-    can_rebuild = [b.projection() is None for b in blocks]
-    starts = mode.segment_starts(len(stage))
+    can_rebuild = [b.is_residual and b.projection() is None for b in blocks]
+    starts = mode.segment_starts(len(blocks))
     extra = 0
-    for start, end in itertools.pairwise([*starts, len(stage)]):
+    for start, end in itertools.pairwise([*starts, len(blocks)]):
         keeps = mode.keeps_input(can_rebuild[start:end], x.dtype)
         for i, is_kept in enumerate(keeps, start):
             if memory == "checkpoint":

@@ -143,7 +143,7 @@ def eager_errors(
     """How far plain PyTorch in the dtype of `x` is from the truth, for every result."""
     runs = [evaluate_all(plain, problems, **order, **options) for order in _ORDERS]
     errors = {
-        name: max(_distance(run[name], expected) for run in runs)
+        name: max(distance(run[name], expected) for run in runs)
         for name, expected in truth.items()
         if expected is not None
     }
@@ -181,7 +181,7 @@ def assert_within_budget(fused: Results, truth: Results, errors: Mapping[str, fl
         if value.shape != expected.shape:
             wrong.append(f"{name}: expected {list(expected.shape)}, got {list(value.shape)}")
             continue
-        error, norm = _distance(value, expected), _norm(expected)
+        error, norm = distance(value, expected), _norm(expected)
         rounding = unit_roundoff(value.dtype) if value.is_floating_point() else 0.0
         allowed = 2 * errors[name] + rounding * norm
         if not error <= allowed:  # also where NaN
@@ -285,7 +285,8 @@ def _norm(t: Tensor) -> float:
     return float(t.double().norm())
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
+    """Euclidean, in float64."""
     return _norm(a.double() - b.double())
 
 

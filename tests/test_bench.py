@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 import preact_kernels as pk
-from bench import data, floors, measure, network, report, training
+from bench import data, floors, measure, network, report, scaling, training
 from bench.__main__ import LOST, Plan, main
 from bench.__main__ import arguments as parsed
 from bench.contenders import BY_NAME, Contender, Network
@@ -23,7 +23,8 @@ from bench.hotspots import hotspots
 from bench.hotspots import main as hot_main
 from bench.measure import Ceilings, Machine, Timing, time_in_turn
 from bench.peak import peak_of_step
-from bench.records import CurvePoint, Records, Row, read
+from bench.records import CurvePoint, Records, Row, ScalingRow, read
+from tests.torchrun import torchrun
 
 CPU = torch.device("cpu")
 
@@ -433,6 +434,33 @@ def pages(tmp_path):
         blocks = [f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->" for name in names]
         (tmp_path / page).write_text("\n".join(blocks))
     return tmp_path
+
+
+@pytest.mark.not_under_sanitizer
+def test_under_torchrun_the_processes_are_compared_with_one(tmp_path):
+    options = ["--networks", "resnet-8", "--batch", "2", "--steps", "2", "--device", "cpu"]
+    done = torchrun(2, ["bench", *options, "--out", tmp_path])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("fused-rebuild") == 1  # of one process
+    (path,) = tmp_path.iterdir()
+    rows = {(r.contender, r.batch_norm): r for r in read(path, ScalingRow)}
+    assert list(rows) == [
+        ("eager-channels-last", scaling.LOCAL),
+        ("fused-store", scaling.LOCAL),
+        ("fused-store", scaling.SHARED),
+        ("fused-rebuild", scaling.SHARED),
+        ("fused-checkpoint", scaling.SHARED),
+    ]
+    for (_, batch_norm), row in rows.items():
+        assert row.correct == ("yes" if batch_norm == scaling.SHARED else "another function")
+        assert row.processes == 2
+        assert row.images_per_s == pytest.approx(2 * 2e3 / row.together_ms, rel=1e-4)
+        assert row.efficiency == pytest.approx(
+            row.images_per_s / 2 / row.alone_images_per_s, rel=1e-4
+        )
+        assert 0 <= row.sending_share < 1
+    with pytest.raises(FileNotFoundError):  # the report leaves these files alone
+        report.load(tmp_path)
 
 
 def test_a_report_has_a_table_and_the_plots_of_every_family(pages):

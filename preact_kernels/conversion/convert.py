@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
-from preact_kernels.conversion.fused_calls import MODES
+from preact_kernels.conversion.fused_calls import STAGES, StageState
 from preact_kernels.conversion.fused_module import (
     OWN,
     FusedModule,
@@ -21,7 +21,6 @@ from preact_kernels.conversion.matching import Match, Run, SingleUnit, is_norm
 from preact_kernels.conversion.report import ConversionReport, Site
 from preact_kernels.conversion.tracing import Refusal, original_class
 from preact_kernels.modules.preact_stage import check_memory
-from preact_kernels.ops.memory_mode import MemoryMode
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -72,7 +71,7 @@ def convert(model: _Model, *, memory: str = "store") -> _Model:
             uninstall(module)
         raise
     for owner, norm in _first_norms(model, plans):
-        owner.__dict__.setdefault(MODES, {})[norm] = MemoryMode(memory)
+        StageState.of(owner)[norm] = StageState(memory)
     return model
 
 
@@ -90,7 +89,7 @@ def revert(model: _Model) -> _Model:
     _check_model(model)
     for module in model.modules():
         uninstall(module)
-        module.__dict__.pop(MODES, None)
+        module.__dict__.pop(STAGES, None)
     return model
 
 

@@ -4,8 +4,9 @@ Each function names the modules that it reads relative to `parent`, so that they
 every call: whoever replaces a module or adds hooks to it gets the new behaviour.
 """
 
+import collections
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,9 +24,9 @@ from preact_kernels.modules.norm_act import is_norm_act
 from preact_kernels.modules.run_blocks import run_stage
 from preact_kernels.ops.bn_relu import bn_relu_of
 from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
-from preact_kernels.ops.memory_mode import STORE, MemoryMode
+from preact_kernels.ops.memory_mode import MemoryMode
 
-MODES = "preact_memory_modes"  # attribute of a module: a `MemoryMode` by the name of a child
+STAGES = "preact_stages"  # attribute of a module: its `StageState`s
 
 
 # Generated code holds plain tuples of names, which are paths below some module.
@@ -34,13 +35,36 @@ UnitNames = tuple[NormName, str]  # and a convolution
 BlockNames = tuple[tuple[UnitNames, ...], str | None, bool]  # units, projection, is_residual
 
 
+class StageState:
+    """The memory mode of the stage that begins with a batch norm, kept by the norm's parent.
+
+    Names of attributes are those of `PreActStage`.
+    """
+
+    def __init__(self, memory: str = "store") -> None:
+        self.memory = memory
+        self.segments: int | None = None
+        self.anchor_every: int | None = None
+        self.run: Callable[[list[NamedBlock], Tensor], Tensor] | None = None  # of a planner
+
+    @staticmethod
+    def of(parent: nn.Module) -> dict[str, "StageState"]:
+        """The stages that begin with a child of `parent`, by the child's name."""
+        if STAGES not in parent.__dict__:
+            parent.__dict__[STAGES] = collections.defaultdict(StageState)
+        return parent.__dict__[STAGES]
+
+
 def stage(
     x: Tensor, blocks: Sequence[tuple[nn.Module, BlockNames]], owner: nn.Module, first_norm: str
 ) -> Tensor:
-    """Runs blocks in the memory mode that `owner` has for the batch norm `first_norm`."""
-    modes: dict[str, MemoryMode] = getattr(owner, MODES, {})
+    """Runs blocks in a row, in the memory mode that `owner` has for those after `first_norm`."""
     views = [NamedBlock(parent, names) for parent, names in blocks]
-    return run_stage(views, NamedBlock.is_fusable, x, modes.get(first_norm, STORE))
+    state = StageState.of(owner)[first_norm]
+    if state.run is not None:
+        return state.run(views, x)
+    memory = MemoryMode(state.memory, state.segments, state.anchor_every)
+    return run_stage(views, NamedBlock.is_fusable, x, memory)
 
 
 def unit(
@@ -115,26 +139,26 @@ class NamedBlock:
     residual_dtype: torch.dtype | None = None
 
     def __init__(self, parent: nn.Module, names: BlockNames) -> None:
-        self._parent = parent
+        self.parent = parent
         self._names = names
         self.is_residual = names[2]
 
     def units(self) -> Iterator[tuple[nn.BatchNorm2d, nn.Conv2d]]:
         """The pairs of batch norm and convolution, in order."""
         for (bn, _), conv in self._names[0]:
-            yield cast(Any, (child(self._parent, bn), child(self._parent, conv)))
+            yield cast(Any, (child(self.parent, bn), child(self.parent, conv)))
 
     def projection(self) -> nn.Conv2d | None:
         """The convolution of the shortcut; None where there is none."""
         name = self._names[1]
-        return None if name is None else cast(nn.Conv2d, child(self._parent, name))
+        return None if name is None else cast(nn.Conv2d, child(self.parent, name))
 
     def is_fusable(self) -> bool:
         """Whether the parameters of the modules may be read in place of calling them."""
         for (bn, has_relu), conv in self._names[0]:
-            if not _is_bare(child(self._parent, bn), has_relu):
+            if not _is_bare(child(self.parent, bn), has_relu):
                 return False
-            if not is_stage_conv(child(self._parent, conv)):
+            if not is_stage_conv(child(self.parent, conv)):
                 return False
         projection = self.projection()
         return projection is None or is_stage_conv(projection)
@@ -143,10 +167,27 @@ class NamedBlock:
         """Calls the modules."""
         h, shortcut, projection = x, x, self.projection()
         for index, ((bn, has_relu), conv) in enumerate(self._names[0]):
-            a = _plain_bn_relu(child(self._parent, bn), has_relu, h)
+            a = _plain_bn_relu(child(self.parent, bn), has_relu, h)
             if index == 0 and projection is not None:
                 shortcut = projection(a)
-            h = child(self._parent, conv)(a)
+            h = child(self.parent, conv)(a)
         return shortcut + h if self.is_residual else h
 
     __call__ = plain_forward
+
+
+class NamedStage(nn.Module):
+    """Blocks in a row on their own, with the attributes of a `PreActStage`, for planning."""
+
+    def __init__(self, blocks: Sequence[NamedBlock]) -> None:
+        super().__init__()
+        self.blocks = tuple(blocks)
+        self.parents = nn.ModuleList({b.parent for b in blocks})
+        self.memory = "store"
+        self.segments: int | None = None
+        self.anchor_every: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the last block."""
+        memory = MemoryMode(self.memory, self.segments, self.anchor_every)
+        return run_stage(self.blocks, NamedBlock.is_fusable, x, memory)

@@ -41,8 +41,6 @@ class Plan(NamedTuple):
             return False
         if not all(isinstance(a, Tensor) for a in args):
             return False
-        if torch.compiler.is_compiling():
-            return True
         return not has_global_module_hook() and all(i.is_unchanged() for i in self.inlined)
 
     def chosen(self, module: nn.Module) -> Callable[..., Tensor] | None:
@@ -75,8 +73,8 @@ def plan(module: nn.Module, shared: frozenset[int] = frozenset()) -> Plan:
         return rewrite(found.graph, matches.found), found, matches, count
 
     try:
-        evaluation_function, *_ = traced(training=False)
         function, found, matches, count = traced(training=True)
+        evaluation_function = traced(training=False)[0] if found.reads_training else function
     finally:
         for m, flag in flags:
             m.__dict__["training"] = flag

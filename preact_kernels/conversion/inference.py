@@ -19,7 +19,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from preact_kernels.conversion.convert import conversion_report, convert, revert
 from preact_kernels.conversion.fused_module import OWN, FusedModule, is_leaf
-from preact_kernels.conversion.matching import called_twice, is_norm
+from preact_kernels.conversion.matching import is_norm
 from preact_kernels.conversion.tracing import Refusal, original_class, trace
 from preact_kernels.modules.batch_norm import has_hooks
 
@@ -105,7 +105,7 @@ def _fold_in(module: nn.Module, kept: set[int]) -> None:
         for child in module.children():
             _fold_in(child, kept)
         return
-    kept = kept | called_twice(module, graph) | _read_modules(module, graph)
+    kept = kept | _called_twice(module, graph) | _read_modules(module, graph)
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
     for conv, bn in _pairs(module, graph):
         if not {id(module.get_submodule(path)) for path in (conv, bn)} & kept:
@@ -135,6 +135,12 @@ def _graph(module: nn.Module) -> fx.Graph | None:
         return trace(module, _is_leaf).graph
     except Refusal:
         return None
+
+
+def _called_twice(root: nn.Module, graph: fx.Graph) -> set[int]:
+    """Ids of the modules that a graph calls more than once, and of all modules in them."""
+    calls = Counter(root.get_submodule(n.target) for n in graph.nodes if n.op == "call_module")
+    return {id(m) for called, count in calls.items() if count > 1 for m in called.modules()}
 
 
 def _read_modules(root: nn.Module, graph: fx.Graph) -> set[int]:

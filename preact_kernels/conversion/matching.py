@@ -4,6 +4,7 @@ Every batch norm of a graph ends as part of a match, or with the reason why it i
 """
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ _ADD_FUNCTIONS = (operator.add, operator.iadd, torch.add)
 _DROPOUTS = (nn.Dropout, nn.Dropout2d)
 _DROPOUT_FUNCTIONS = (F.dropout, F.dropout2d)
 _VIEWS = ("view", "reshape", "flatten", "permute", "transpose", "detach", "contiguous", "chunk")
-_SIZES = range(1, 131)  # of images, for which shapes are compared: pixels
+_SIZES = range(1, 33)  # of images, for which shapes are compared: pixels
 
 
 class Activation(NamedTuple):
@@ -155,26 +156,14 @@ def match(root: nn.Module, trace: Trace, shared: Iterable[int]) -> Matches:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a batch norm of images, with or without an activation of its own."""
-    return isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm)
-
-
-def called_twice(root: nn.Module, graph: fx.Graph) -> set[int]:
-    """Ids of the modules that a graph calls more than once, and of all modules in them."""
-    seen: set[int] = set()
-    twice: set[int] = set()
-    for node in graph.nodes:
-        if node.op == "call_module":
-            module = root.get_submodule(node.target)
-            if id(module) in seen:
-                twice.update(map(id, module.modules()))
-            seen.add(id(module))
-    return twice
+    return isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm | nn.LazyBatchNorm2d)
 
 
 class _Matcher:
     def __init__(self, root: nn.Module, graph: fx.Graph, shared: set[int]) -> None:
-        self._root, self._graph = root, graph
-        self._shared = shared | called_twice(root, graph)
+        self._graph = graph
+        self._modules = dict(root.named_modules(remove_duplicate=False))
+        self._shared = shared | self._called_twice()
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._refused: dict[str, str] = {}
         self._by_norm: dict[fx.Node, Activation] = {}
@@ -207,10 +196,16 @@ class _Matcher:
                 kept.append(m)
         return Matches(kept, self._refused, frozenset(self._shared))
 
+    def _called_twice(self) -> set[int]:
+        """Ids of the modules that the graph calls more than once, and of all modules in them."""
+        called = [self._module(n) for n in self._graph.nodes if n.op == "call_module"]
+        counts = Counter(map(id, called))
+        return {id(m) for c in called if counts[id(c)] > 1 for m in c.modules()}
+
     # What a node is.
 
     def _module(self, node: fx.Node) -> nn.Module:
-        return self._root.get_submodule(str(node.target))
+        return self._modules[str(node.target)]
 
     def _is_relu(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -307,10 +302,10 @@ class _Matcher:
         module = self._module(node)
         if id(module) in self._shared:
             return "the module is used more than once"
-        if has_hooks(module):
-            return "the batch norm has hooks"
         if isinstance(module, nn.modules.lazy.LazyModuleMixin):
             return "its shape is unknown (lazy module)"
+        if has_hooks(module):
+            return "the batch norm has hooks"
         if is_norm_act(module):
             return Activation(node, node, (node,))
         if type(module) not in (nn.BatchNorm2d, nn.SyncBatchNorm):

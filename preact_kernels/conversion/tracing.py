@@ -62,6 +62,7 @@ class Trace(NamedTuple):
     """The graph of a module's forward."""
 
     graph: fx.Graph
+    reads_training: bool  # whether a forward in it may depend on `self.training`
     inlined: dict[str, Inlined]  # by path; the root's path is ""
     opaque: dict[str, str]  # why a child stays a call, by path
 
@@ -78,11 +79,11 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace:
     """
     tracer = _Tracer(root, is_leaf)
     try:
-        with _only_proxies(root):
+        with _unchanged(root), _only_proxies(root), _reads_of_training() as reads:
             graph = tracer.trace(root)
     except Exception as error:
         raise Refusal(_reason(error)) from error
-    return Trace(graph, tracer.inlined, tracer.opaque)
+    return Trace(graph, bool(reads), tracer.inlined, tracer.opaque)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -114,13 +115,8 @@ class _Tracer(fx.Tracer):
         forward = original_class(self.root).forward
         arguments: list[Any] = [self.root]
         for name, parameter in list(inspect.signature(forward).parameters.items())[1:]:
-            if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                if (
-                    parameter.kind is parameter.VAR_KEYWORD
-                    or parameter.default is not inspect._empty
-                ):
-                    continue
-                raise Refusal(f"its forward takes {parameter}")
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
             if parameter.default is inspect.Parameter.empty:
                 arguments.append(self.create_proxy("placeholder", name, (), {}))
         return forward, arguments
@@ -149,16 +145,11 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
         last = next(reversed(self.graph.nodes), None)
-        before, module_stack = dict(vars(m)), self.module_stack.copy()
+        module_stack = self.module_stack.copy()
         try:
-            y = super().call_module(m, forward, args, kwargs)
-            if any(vars(m).get(n) is not v for n, v in before.items()) or len(vars(m)) > len(
-                before
-            ):
-                raise Refusal("its forward sets attributes")
+            with _unchanged(m):
+                y = super().call_module(m, forward, args, kwargs)
         except Exception as error:
-            vars(m).clear()
-            vars(m).update(before)
             self.module_stack = module_stack
             if any(isinstance(a, list | dict) for a in (*args, *kwargs.values())):
                 raise  # it may have changed them
@@ -172,6 +163,24 @@ class _Tracer(fx.Tracer):
             return self.create_proxy("call_module", path, args, kwargs)
         self.inlined[path] = inlined_at(self.root, path)
         return y
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Refuses a forward that sets attributes of its module, and restores them."""
+    attributes = vars(module)
+    before = dict(attributes)
+    try:
+        yield
+    finally:
+        is_same = attributes.keys() == before.keys() and all(
+            attributes[name] is value for name, value in before.items()
+        )
+        if not is_same:
+            attributes.clear()
+            attributes.update(before)
+    if not is_same:
+        raise Refusal("its forward sets attributes")
 
 
 def _reason(error: Exception) -> str:
@@ -224,6 +233,22 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _reads_of_training() -> Iterator[list[nn.Module]]:
+    """The modules whose attribute `training` is read within the context."""
+    reads: list[nn.Module] = []
+
+    def read(module: nn.Module) -> bool:
+        reads.append(module)
+        return module.__dict__["training"]
+
+    def write(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    with _replaced(nn.Module, "training", property(read, write)):
+        yield reads
 
 
 def _random_states() -> tuple:

@@ -1,0 +1,242 @@
+"""Weak scaling of a data-parallel training step: `torchrun --nproc-per-node N -m bench`.
+
+Every process trains the network on its own batch of --batch images, in DistributedDataParallel with
+`SyncBatchNorm`. Three steps take turns:
+
+    alone     one process trains, the others wait
+    apart     every process trains its own copy at the same time, and none sends anything
+    together  the data-parallel step: gradients and statistics are shared
+
+All have the same threads: on a CPU the cores over the processes. Efficiency is alone / together,
+the images per second of N processes over N times those of one. The share of sending and waiting is
+1 - apart / together; the rest of the loss is what processes cost each other without any message.
+
+`torch.nn.SyncBatchNorm` itself does not run on a CPU. There the plain network normalises with the
+statistics of each process, and so does one more fused contender, to compare it with.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import io
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench import correctness, data, measure
+from bench.contenders import ANCHOR, Contender, Network, is_rival
+from bench.network import TrainingStep
+from bench.records import SCALING, Records, ScalingRow, slug
+
+CONTENDERS = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
+SHARED, LOCAL = "of all processes", "of each process"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParallel(Contender):
+    """A contender in DistributedDataParallel."""
+
+    batch_norm: str = SHARED
+    is_joined: bool = False  # takes the images of all processes, and returns their logits
+
+    @classmethod
+    def of(cls, contender: Contender, batch_norm: str) -> "DataParallel":
+        """`contender`, with the statistics of all processes or of each."""
+        fields = {**vars(contender), "same_function": batch_norm == SHARED}
+        return cls(**fields, batch_norm=batch_norm)
+
+    def build(self, network, state, device, dtype) -> nn.Module:
+        """The wrapped network."""
+        model = super().build(network, state, device, dtype)
+        is_shared, on_gpu = self.batch_norm == SHARED, device.type == "cuda"
+        if is_shared and on_gpu:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        ddp = DistributedDataParallel(model, [device] if on_gpu else None)
+        if is_shared and not on_gpu:  # DDP refuses a module with SyncBatchNorm on a CPU
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return _Joined(ddp) if self.is_joined else ddp
+
+
+class _Joined(nn.Module):
+    def __init__(self, ddp: nn.Module) -> None:
+        super().__init__()
+        self.ddp = ddp
+
+    def forward(self, images: Tensor) -> Tensor:
+        count, rank = dist.get_world_size(), dist.get_rank()
+        own = self.ddp(images.chunk(count)[rank])
+        logits = [torch.empty_like(own) for _ in range(count)]
+        dist.all_gather(logits, own.detach())
+        own.register_hook(lambda gradient: count * gradient)  # which DDP divides by the count
+        logits[rank] = own
+        return torch.cat(logits)
+
+
+def chosen(a: argparse.Namespace) -> list[DataParallel]:
+    """The contenders of a run, each with the statistics that it can share."""
+    found = []
+    for contender in a.usable:
+        if contender.name not in (a.contenders or CONTENDERS) or contender.graphed:
+            continue
+        on_cpu, is_plain = a.device.type == "cpu", is_rival(contender.name)
+        if on_cpu and (is_plain or contender.name == ANCHOR):
+            found.append(DataParallel.of(contender, LOCAL))
+        if not (on_cpu and is_plain):
+            found.append(DataParallel.of(contender, SHARED))
+    return found
+
+
+def _slowest(value: float, device: torch.device) -> float:
+    """The largest of all processes' values."""
+    found = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def measure_scaling(
+    a: argparse.Namespace, network: Network, images: data.Images, stamp: Callable, deadline_s: float
+) -> list[ScalingRow]:
+    """Checks the contenders against one process with the joined batch, then times them in turn.
+
+    Args:
+        a: arguments of the run.
+        network: what to train.
+        images: source of the batches.
+        stamp: sets the columns of the machine.
+        deadline_s: value of `time.monotonic()` after which no round starts, except the first.
+    """
+    count, rank, device = dist.get_world_size(), dist.get_rank(), a.device
+    contenders, batch, joined = chosen(a), a.batch[0], count * max(1, 16 // count)
+    with contextlib.redirect_stderr(io.StringIO()) if rank else contextlib.nullcontext():
+        verdicts = {}  # with the progress bars of one process
+        for norm in (LOCAL, SHARED):
+            judged = [c for c in contenders if c.batch_norm == norm]
+            judged = [dataclasses.replace(c, is_joined=True) for c in judged]
+            if judged:
+                found = correctness.judge(judged, network, images, joined, device, a.dtype)
+                verdicts |= {(name, norm): verdict for name, verdict in found.items()}
+    state = network.state()
+    stream = data.batches(images, batch, seed=2 + rank, size=network.image_size)
+    drawn = [next(stream) for _ in range(4)]
+    rows, steps = [], []
+    for contender in contenders:
+        verdict = verdicts[contender.name, contender.batch_norm]
+        row = ScalingRow(
+            contender.name,
+            network.name,
+            contender.batch_norm,
+            batch,
+            measure.dtype_name(a.dtype),
+            count,
+            correct=verdict.correct,
+            note=verdict.note,
+        )
+        rows.append(stamp(row))
+        if _slowest(float(not verdict.may_show_speed), device):  # wrong in any process
+            rows[-1].correct, rows[-1].note = "no", verdict.note or "wrong in another process"
+            continue
+        batches = [(contender.input(x, device, a.dtype), y.to(device)) for x, y in drawn]
+        own = TrainingStep(Contender.build(contender, network, state, device, a.dtype), batches)
+        shared = TrainingStep(contender.build(network, state, device, a.dtype), batches)
+        own()
+        shared()
+        steps.append((rows[-1], own, shared, ([], [], [])))
+    for index in range(a.steps):
+        if index and _slowest(float(time.monotonic() > deadline_s), device):
+            break
+        for _, own, shared, (alone, apart, together) in steps:
+            for step, times in ((own, alone), (own, apart), (shared, together)):
+                dist.barrier()
+                waits = times is alone and rank > 0
+                times.append(_slowest(0 if waits else measure.time_once_ms(step, device), device))
+    for row, _, _, times in steps:
+        row.set_times(*map(statistics.median, times))
+    return rows
+
+
+def table(rows: list[ScalingRow]) -> str:
+    """Times, images per second and efficiency of every row."""
+    columns = {
+        "network": ("case", ""),
+        "contender": ("contender", ""),
+        "batch statistics": ("batch_norm", ""),
+        "alone, ms": ("alone_ms", ",.1f"),
+        "apart, ms": ("apart_ms", ",.1f"),
+        "together, ms": ("together_ms", ",.1f"),
+        "images/s, 1 process": ("alone_images_per_s", ",.1f"),
+        f"images/s, {dist.get_world_size()} processes": ("images_per_s", ",.1f"),
+        "efficiency": ("efficiency", ".2f"),
+        "sending and waiting": ("sending_share", ".0%"),
+    }
+    lines = [
+        [
+            "" if (value := getattr(row, field)) is None else format(value, form)
+            for field, form in columns.values()
+        ]
+        for row in rows
+    ]
+    return tabulate(lines, list(columns), "simple", disable_numparse=True)
+
+
+def main(a: argparse.Namespace) -> int:
+    """Measures the networks of the command line in the processes that torchrun started.
+
+    Returns:
+        1 if the results of a contender are wrong, else 0.
+    """
+    deadline_s = time.monotonic() + a.time_limit
+    local, on_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if a.device.type == "cuda":
+        if torch.cuda.device_count() < on_node:
+            raise SystemExit(
+                f"bench: expected a GPU for each of {on_node} processes, got "
+                f"{torch.cuda.device_count()}; --device cpu measures the CPU"
+            )
+        a.device = torch.device("cuda", local)
+        torch.cuda.set_device(a.device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_node))
+    backend, timeout = "nccl" if a.device.type == "cuda" else "gloo", datetime.timedelta(minutes=5)
+    dist.init_process_group(backend, timeout=timeout)
+    is_first, processes = dist.get_rank() == 0, dist.get_world_size()
+    command = f"torchrun --nproc-per-node {on_node} -m bench {shlex.join(sys.argv[1:])}"
+    images, machine = data.load(a.data), measure.Machine.of(a.device, command)
+    records = None
+    if is_first:
+        print(f"{machine.device}; {machine.versions}; commit {machine.commit}; data: {images.name}")
+        print(
+            f"weak scaling: {processes} processes, each with {a.batch[0]} images and on this "
+            "device; alone: one such process, while the others wait",
+            flush=True,
+        )
+        path = a.out / f"{slug(machine.device)}-{processes}-processes{SCALING}"
+        records = Records(path, ScalingRow, keep=a.resume)
+    rows: list[ScalingRow] = []
+    for name in a.networks:
+        if _slowest(float(time.monotonic() > deadline_s), a.device):
+            if is_first:
+                print(f"left out: {name}: no time left")
+            continue
+        network = Network.named(name, images.classes)
+        found = measure_scaling(a, network, images, machine.stamp, deadline_s)
+        rows += found
+        if records is not None:
+            records.put(*found)
+    wrong = [row for row in rows if row.correct == "no"]
+    if records is not None:
+        print(table(rows))
+        for row in wrong:
+            print(f"WRONG: {row.contender} on {row.case}: {row.note}")
+        print(f"results in {records.path}")
+    dist.destroy_process_group()
+    return 1 if wrong else 0

@@ -1,0 +1,367 @@
+"""Models as other people write them, for conversion.
+
+None uses this package. The widths and depths of published networks are arguments, so that tests
+can take small ones.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class FunctionalBlock(nn.Module):
+    """Basic block, activations as functions; the shortcut is a container, absent where unused."""
+
+    expansion = 1
+
+    def __init__(self, in_planes: int, planes: int, stride: int = 1) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.conv1 = nn.Conv2d(in_planes, planes, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
+        if stride != 1 or in_planes != planes:
+            self.shortcut = nn.Sequential(nn.Conv2d(in_planes, planes, 1, stride, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(x))
+        shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
+        out = self.conv1(out)
+        out = self.conv2(F.relu(self.bn2(out)))
+        out += shortcut
+        return out
+
+
+class FunctionalBottleneck(nn.Module):
+    """Bottleneck in the same form."""
+
+    expansion = 4
+
+    def __init__(self, in_planes: int, planes: int, stride: int = 1) -> None:
+        super().__init__()
+        width = self.expansion * planes
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.conv1 = nn.Conv2d(in_planes, planes, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(planes)
+        self.conv3 = nn.Conv2d(planes, width, 1, bias=False)
+        if stride != 1 or in_planes != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(in_planes, width, 1, stride, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(x))
+        shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
+        out = self.conv1(out)
+        out = self.conv2(F.relu(self.bn2(out)))
+        out = self.conv3(F.relu(self.bn3(out)))
+        out += shortcut
+        return out
+
+
+class FunctionalNet(nn.Module):
+    """PreActResNet for CIFAR: `(2, 2, 2, 2)` and 64 planes are PreActResNet-18."""
+
+    def __init__(self, block=FunctionalBlock, counts=(2, 2, 2, 2), planes: int = 64) -> None:
+        super().__init__()
+        self.in_planes = planes
+        self.conv1 = nn.Conv2d(3, planes, 3, 1, 1, bias=False)
+        for index, count in enumerate(counts):
+            strides = [1 if index == 0 else 2] + [1] * (count - 1)
+            layer = self._make_layer(block, planes * 2**index, strides)
+            setattr(self, f"layer{index + 1}", layer)
+        self.linear = nn.Linear(self.in_planes, 10)
+
+    def _make_layer(self, block, planes: int, strides: list[int]) -> nn.Sequential:
+        layers = []
+        for stride in strides:
+            layers.append(block(self.in_planes, planes, stride))
+            self.in_planes = planes * block.expansion
+        return nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv1(x)
+        for index in range(1, 5):
+            if hasattr(self, f"layer{index}"):
+                out = getattr(self, f"layer{index}")(out)
+        out = F.adaptive_avg_pool2d(out, 1)
+        out = out.view(out.size(0), -1)
+        return self.linear(out)
+
+
+class WideBlock(nn.Module):
+    """Block of a WideResNet: ReLU modules in place, dropout between the convolutions."""
+
+    def __init__(self, in_planes: int, planes: int, stride: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.relu1 = nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(in_planes, planes, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.relu2 = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
+        self.dropout = dropout
+        self.is_equal = in_planes == planes
+        self.projection = (
+            None if self.is_equal else nn.Conv2d(in_planes, planes, 1, stride, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_equal:
+            x = self.relu1(self.bn1(x))
+        else:
+            out = self.relu1(self.bn1(x))
+        out = self.relu2(self.bn2(self.conv1(out if self.is_equal else x)))
+        if self.dropout > 0:
+            out = F.dropout(out, p=self.dropout, training=self.training)
+        out = self.conv2(out)
+        return torch.add(x if self.is_equal else self.projection(x), out)
+
+
+class WideResNet(nn.Module):
+    """WRN-depth-width for CIFAR."""
+
+    def __init__(self, depth: int = 28, width: int = 10, dropout: float = 0.0) -> None:
+        super().__init__()
+        count, planes = (depth - 4) // 6, [16, 16 * width, 32 * width, 64 * width]
+        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.blocks = nn.ModuleList()
+        for stage in range(3):
+            blocks = [WideBlock(planes[stage], planes[stage + 1], 1 + (stage > 0), dropout)]
+            blocks += [
+                WideBlock(planes[stage + 1], planes[stage + 1], 1, dropout)
+                for _ in range(count - 1)
+            ]
+            self.blocks.append(nn.Sequential(*blocks))
+        self.bn = nn.BatchNorm2d(planes[3])
+        self.relu = nn.ReLU(inplace=True)
+        self.fc = nn.Linear(planes[3], 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv1(x)
+        for stage in self.blocks:
+            out = stage(out)
+        out = self.relu(self.bn(out))
+        return self.fc(out.mean((2, 3)))
+
+
+class BiasedWideBlock(nn.Module):
+    """The other popular block: biased convolutions, a dropout module, a shortcut of the raw x."""
+
+    def __init__(self, in_planes: int, planes: int, stride: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.conv1 = nn.Conv2d(in_planes, planes, 3, padding=1, bias=True)
+        self.dropout = nn.Dropout(p=dropout)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, padding=1, bias=True)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or in_planes != planes:
+            self.shortcut = nn.Sequential(nn.Conv2d(in_planes, planes, 1, stride, bias=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.dropout(self.conv1(F.relu(self.bn1(x))))
+        out = self.conv2(F.relu(self.bn2(out)))
+        out += self.shortcut(x)
+        return out
+
+
+class DenseLayer(nn.Module):
+    """Bottleneck layer of DenseNet-BC."""
+
+    def __init__(self, in_planes: int, growth: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.conv1 = nn.Conv2d(in_planes, 4 * growth, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, 1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv1(F.relu(self.bn1(x)))
+        out = self.conv2(F.relu(self.bn2(out)))
+        return torch.cat((x, out), 1)
+
+
+class Transition(nn.Module):
+    """Between two dense blocks."""
+
+    def __init__(self, in_planes: int, planes: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(in_planes, planes, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(self.conv1(self.relu(self.bn1(x))), 2)
+
+
+class DenseNet(nn.Module):
+    """DenseNet-BC-depth-growth for CIFAR."""
+
+    def __init__(self, depth: int = 100, growth: int = 12) -> None:
+        super().__init__()
+        count, planes = (depth - 4) // 6, 2 * growth
+        self.conv1 = nn.Conv2d(3, planes, 3, 1, 1, bias=False)
+        stages = []
+        for stage in range(3):
+            for _ in range(count):
+                stages.append(DenseLayer(planes, growth))
+                planes += growth
+            if stage < 2:
+                stages.append(Transition(planes, planes // 2))
+                planes //= 2
+        self.dense = nn.Sequential(*stages)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.fc = nn.Linear(planes, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.dense(self.conv1(x))))
+        out = F.avg_pool2d(out, out.shape[-1])
+        return self.fc(out.flatten(1))
+
+
+class Residual(nn.Module):
+    """Adds its input to what a branch makes of it."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+class DeepNet(nn.Module):
+    """A pre-activation network of any depth, its blocks in lists and written with containers."""
+
+    def __init__(self, depth: int = 1001, planes: int = 16) -> None:
+        super().__init__()
+        count = (depth - 2) // 9
+        self.stem = nn.Conv2d(3, planes, 3, 1, 1, bias=False)
+        self.stages, self.downsamples = nn.ModuleList(), nn.ModuleList()
+        width = planes
+        for stage in range(3):
+            inner = planes * 2**stage
+            self.downsamples.append(nn.Conv2d(width, 4 * inner, 1, 1 + (stage > 0), bias=False))
+            width = 4 * inner
+            branches = [self._branch(width, inner) for _ in range(count)]
+            self.stages.append(nn.ModuleList([Residual(b) for b in branches]))
+        self.head = nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        self.fc = nn.Linear(width, 10)
+
+    @staticmethod
+    def _branch(width: int, inner: int) -> nn.Sequential:
+        def unit(in_planes, planes, kernel_size):
+            conv = nn.Conv2d(in_planes, planes, kernel_size, padding=kernel_size // 2, bias=False)
+            return nn.BatchNorm2d(in_planes), nn.ReLU(inplace=True), conv
+
+        return nn.Sequential(*unit(width, inner, 1), *unit(inner, inner, 3), *unit(inner, width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for downsample, stage in zip(self.downsamples, self.stages, strict=True):
+            x = downsample(x)
+            for block in stage:
+                x = block(x)
+        return self.fc(self.head(x).flatten(1))
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: drops the branch of some images."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0.0 or not self.training:
+            return x
+        keep = torch.empty((x.shape[0], 1, 1, 1), dtype=x.dtype, device=x.device)
+        return x * keep.bernoulli_(1 - self.p) / (1 - self.p)
+
+
+class SqueezeExcite(nn.Module):
+    """Scales channels by a function of their means."""
+
+    def __init__(self, planes: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Conv2d(planes, planes // 2, 1)
+        self.fc2 = nn.Conv2d(planes // 2, planes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = F.adaptive_avg_pool2d(x, 1)
+        return x * torch.sigmoid(self.fc2(F.relu(self.fc1(w))))
+
+
+class Attention(nn.Module):
+    """Self-attention over pixels, with control flow that cannot be traced."""
+
+    def __init__(self, planes: int) -> None:
+        super().__init__()
+        self.qkv = nn.Conv2d(planes, 3 * planes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2] * x.shape[3] > 4096:
+            raise ValueError("too many pixels")
+        q, k, v = self.qkv(x).flatten(2).transpose(1, 2).chunk(3, 2)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+
+class BranchBlock(FunctionalBottleneck):
+    """A bottleneck with something between the last convolution and the addition."""
+
+    def __init__(self, in_planes: int, planes: int, stride: int, after: nn.Module) -> None:
+        super().__init__(in_planes, planes, stride)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(x))
+        shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
+        out = self.conv2(F.relu(self.bn2(self.conv1(out))))
+        out = self.after(self.conv3(F.relu(self.bn3(out))))
+        return out + shortcut
+
+
+def network_of(*blocks: nn.Module, planes: int = 8, width: int = 32) -> nn.Module:
+    """Blocks between a stem of `planes` channels and a classifier of `width` channels."""
+    stem = nn.Conv2d(3, planes, 3, 1, 1, bias=False)
+    head = (nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(stem, *blocks, *head, nn.Linear(width, 10))
+
+
+def replicated(model: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A shallow copy with tensors of its own, as DataParallel makes for each GPU."""
+    copies = {m: m._replicate_for_data_parallel() for m in model.modules()}
+    for module, replica in copies.items():
+        for name, child in module._modules.items():
+            if child is not None:
+                replica._modules[name] = copies[child]
+        for name, p in module._parameters.items():
+            setattr(replica, name, None if p is None else copied(p.detach()))
+    return copies[model]
+
+
+def torchvision_models():
+    """`torchvision.models`, also beside a torch without CUDA, whose operators it lacks."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in (
+        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    ):
+        if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
+            library.define(schema)
+    _kept.append(library)
+    return pytest.importorskip("torchvision").models
+
+
+_kept: list[object] = []  # a library that is deleted takes its operators with it
+
+
+def timm_model(name: str, **options) -> nn.Module:
+    """A model of timm."""
+    torchvision_models()
+    return pytest.importorskip("timm").create_model(name, **options)
