@@ -2,6 +2,7 @@
 
 from preact_kernels import torch_compat as torch_compat  # first: it refuses an older torch
 from preact_kernels.conversion.convert import conversion_report, convert, revert
+from preact_kernels.conversion.inference import fuse_for_inference
 from preact_kernels.conversion.report import ConversionReport
 from preact_kernels.graphs import graphed_step
 from preact_kernels.memory import saved_bytes
@@ -40,6 +41,7 @@ __all__ = [
     "bn_relu_conv2d",
     "conversion_report",
     "convert",
+    "fuse_for_inference",
     "graphed_step",
     "plan_memory",
     "preact_resnet",

@@ -1,0 +1,208 @@
+"""`fuse_for_inference`: folds batch norms into the convolutions before them.
+
+What runs fused already stays so. Elsewhere batch norms fold, and the ReLUs and batch norms that
+are left run as PyTorch's own operators: on a CPU, calls of single fused units cost more than they
+gain there, at batch 1 most of all (`python -m bench.inference`).
+"""
+
+import copy
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from preact_kernels.conversion.convert import conversion_report, convert, revert
+from preact_kernels.conversion.fused_module import OWN, FusedModule, is_leaf
+from preact_kernels.conversion.matching import is_norm
+from preact_kernels.conversion.tracing import Refusal, original_class, trace
+from preact_kernels.modules.batch_norm import has_hooks
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUT_FUNCTIONS = (F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
+_NORM_ACTS = ("BatchNormAct2d", "SyncBatchNormAct")  # of timm
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def fuse_for_inference(model: _Model) -> _Model:
+    """A copy of a model for inference, with batch norms folded into the convolutions before them.
+
+    Equals `copy.deepcopy(model).eval()` up to rounding. A batch norm that alone reads the output of
+    an `nn.Conv2d`, directly or behind identities and dropouts, is folded into its weight and bias,
+    and becomes `nn.Identity`, or in timm's `BatchNormAct2d` the activation. It stays where folding
+    is not exact: without running statistics; if it or the convolution has hooks, is used more than
+    once, or is of another class (as when parametrized); if weights are read elsewhere in the model,
+    or leave the range of their dtype; and in forwards that `torch.fx` cannot trace, or that take
+    optional arguments. The children of such modules are looked into on their own, and are expected
+    to be called as a whole.
+
+    What runs fused already stays so: the blocks, stages and units of this package (those with
+    `fused=False` are folded), and the chains of a model that `convert` changed. Hence three ways:
+
+    - `fuse_for_inference(model)` folds all it can, and leaves the rest to PyTorch's operators.
+    - `fuse_for_inference(convert(model))` folds only what `convert` leaves. It is the faster way
+      for residual networks of few channels, on a CPU.
+    - `convert(fuse_for_inference(model))` also runs the BN-ReLU-Conv chains fused that are left.
+
+    Args:
+        model: any module, on any device, of any dtypes; it does not change. Its forwards are
+            traced, as in `convert`.
+
+    Returns:
+        A copy in evaluation mode, whose parameters want no gradients. Its `train()` leaves it
+        in evaluation mode: its batch norms cannot be trained. A `state_dict` of it fits copies
+        that were made of equal models.
+
+    Raises:
+        TypeError: `model` is not an `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    result = _copied(model)
+    is_converted = any(isinstance(m, FusedModule) for m in result.modules())
+    kept = set()
+    if is_converted:
+        kept = {id(result.get_submodule(s.name)) for s in conversion_report(result).fused}
+        revert(result)
+    result.eval().requires_grad_(False)
+    places = Counter(id(m) for _, m in result.named_modules(remove_duplicate=False))
+    _fold_in(result, kept | {i for i, count in places.items() if count > 1})
+    if is_converted:
+        convert(result)
+    result.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, result)
+    return result
+
+
+def _copied(model: _Model) -> _Model:
+    """A deep copy; also of pruned modules, whose weights are results, which have no deep copies."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    results = (t for t in attributes if isinstance(t, Tensor) and not t.is_leaf)
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in results})
+
+
+def _stay_in_evaluation_mode(model: nn.Module, mode: bool = True) -> nn.Module:
+    """The `train` of the copies."""
+    return type(model).train(model, False)
+
+
+def _fold_in(module: nn.Module, kept: set[int]) -> None:
+    """Folds what the forward of `module` shows, then looks into the modules that it calls.
+
+    Args:
+        module: in evaluation mode; changed in place.
+        kept: ids of modules that do not change.
+    """
+    if _is_leaf(module):
+        return
+    graph = _graph(module)
+    if graph is None:
+        for child in module.children():
+            _fold_in(child, kept)
+        return
+    kept = kept | _called_twice(module, graph) | _read_modules(module, graph)
+    called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
+    for conv, bn in _pairs(module, graph):
+        if not {id(module.get_submodule(path)) for path in (conv, bn)} & kept:
+            _fold(module, conv, bn)
+    for path in called - {""}:
+        _fold_in(module.get_submodule(path), kept)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    if isinstance(module, OWN):
+        return bool(getattr(module, "fused", True))
+    return is_leaf(module)
+
+
+def _graph(module: nn.Module) -> fx.Graph | None:
+    """The graph of a module's forward; None where there is not one for every call."""
+    kind = original_class(module)
+    if kind.forward is nn.Module.forward:
+        return None
+    is_plain = kind is nn.Sequential or issubclass(kind, fx.GraphModule)
+    if kind.__module__.startswith("torch.") and not is_plain:
+        return None
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    if any(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    try:
+        return trace(module, _is_leaf).graph
+    except Refusal:
+        return None
+
+
+def _called_twice(root: nn.Module, graph: fx.Graph) -> set[int]:
+    """Ids of the modules that a graph calls more than once, and of all modules in them."""
+    calls = Counter(root.get_submodule(n.target) for n in graph.nodes if n.op == "call_module")
+    return {id(m) for called, count in calls.items() if count > 1 for m in called.modules()}
+
+
+def _read_modules(root: nn.Module, graph: fx.Graph) -> set[int]:
+    """Ids of the modules whose tensors a graph reads without calling them."""
+    paths = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
+    return {id(root.get_submodule(path)) for path in paths}
+
+
+def _pairs(root: nn.Module, graph: fx.Graph) -> Iterator[tuple[str, str]]:
+    """Paths of convolutions, and of the batch norms that alone read their outputs."""
+    for node in graph.nodes:
+        if node.op != "call_module" or not is_norm(root.get_submodule(node.target)):
+            continue
+        source = node
+        while source is node or _passes_on(root, source):
+            source = source.args[0] if source.args else None
+            if not isinstance(source, fx.Node) or len(source.users) != 1:
+                break
+        else:
+            if source.op == "call_module":
+                yield source.target, node.target
+
+
+def _passes_on(root: nn.Module, node: fx.Node) -> bool:
+    """Whether the output of `node` is its input, in evaluation mode."""
+    if node.op == "call_module":
+        return _does_nothing(root.get_submodule(str(node.target)))
+    if node.op != "call_function" or node.target not in _DROPOUT_FUNCTIONS:
+        return False
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    return training is False
+
+
+def _does_nothing(module: nn.Module) -> bool:
+    return type(module) in (nn.Identity, *_DROPOUTS) and not has_hooks(module)
+
+
+def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
+    """Folds a batch norm into a convolution, if that is exact."""
+    conv, bn = root.get_submodule(conv_path), cast(nn.BatchNorm2d, root.get_submodule(bn_path))
+    if type(conv) is not nn.Conv2d or type(conv.weight) is not nn.Parameter or has_hooks(conv):
+        return
+    is_norm_act = type(bn).__name__ in _NORM_ACTS and type(bn).__module__.startswith("timm.")
+    if not (is_norm_act or type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)) or has_hooks(bn):
+        return
+    if is_norm_act and not _does_nothing(cast(nn.Module, bn.drop)):
+        return
+    if bn.training or bn.running_mean is None or bn.num_features != conv.out_channels:
+        return
+    dtype = conv.weight.dtype
+    wide = torch.float32 if conv.weight.device.type == "mps" else torch.float64
+    folded = fuse_conv_bn_eval(copy.deepcopy(conv).to(wide), copy.deepcopy(bn).to(wide))
+    weight, bias = folded.weight.to(dtype), cast(Tensor, folded.bias).to(dtype)
+    if not weight.is_meta and not _is_in_range(folded.weight, weight, bias):
+        return
+    conv.weight = nn.Parameter(weight, requires_grad=False)
+    conv.bias = nn.Parameter(bias, requires_grad=False)
+    root.set_submodule(bn_path, cast(nn.Module, bn.act) if is_norm_act else nn.Identity().eval())
+
+
+def _is_in_range(exact: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether `weight` has the precision of its dtype in every channel: finite, no underflow."""
+    error = (weight.to(exact.dtype) - exact).flatten(1).norm(dim=1)
+    allowed = torch.finfo(weight.dtype).eps * exact.flatten(1).norm(dim=1)
+    return bool((error <= allowed).all() and bias.isfinite().all())

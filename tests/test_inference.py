@@ -1,0 +1,536 @@
+"""`fuse_for_inference`: what folds, what stays, and that the results are those of plain PyTorch."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.optimization import fuse
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+import preact_kernels as pk
+from tests import oracle
+from tests.cases import in_dtype, randomised
+
+
+class PreActBlock(nn.Module):
+    """The popular CIFAR form."""
+
+    def __init__(self, in_channels, channels, stride=1):
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        if stride != 1 or in_channels != channels:
+            self.shortcut = nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride, bias=False))
+
+    def forward(self, x):
+        out = F.relu(self.bn1(x))
+        shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
+        out = self.conv1(out)
+        out = self.conv2(F.relu(self.bn2(out)))
+        out += shortcut
+        return out
+
+
+class PostActBlock(nn.Module):
+    """A block of ResNet v1."""
+
+    def __init__(self, in_channels, channels, stride=1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, stride, 1, groups=2, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels, affine=False)
+        self.downsample = nn.Sequential(
+            nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+        )
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = F.dropout(self.bn2(self.conv2(out)), 0.3, self.training)
+        return self.relu(out + self.downsample(x))
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, in_channels, growth):
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, 4 * growth, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        out = self.conv1(F.relu(self.norm1(x)))
+        out = self.conv2(F.relu(self.norm2(out)))
+        return torch.cat([x, out], 1)
+
+
+class Classifier(nn.Module):
+    def __init__(self, features, channels):
+        super().__init__()
+        self.features = features
+        self.fc = nn.Linear(channels, 5)
+
+    def forward(self, x):
+        return self.fc(self.features(x).mean((2, 3)))
+
+
+def preact_net():
+    blocks = PreActBlock(8, 8), PreActBlock(8, 12, 2), PreActBlock(12, 12), nn.BatchNorm2d(12)
+    return Classifier(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.ReLU()), 12)
+
+
+def postact_net():
+    stem = nn.Conv2d(3, 8, 3, padding=1), nn.Identity(), nn.BatchNorm2d(8), nn.Hardswish()
+    return Classifier(nn.Sequential(*stem, PostActBlock(8, 12, 2), PostActBlock(12, 12)), 12)
+
+
+def dense_net():
+    layers = nn.Conv2d(3, 8, 3, padding=1), DenseLayer(8, 4), DenseLayer(12, 4)
+    return Classifier(nn.Sequential(*layers, nn.BatchNorm2d(16), nn.ReLU()), 16)
+
+
+# Built with random weights and statistics: a constructor, batch norms, and those that are folded.
+MODELS = {
+    "preact": (preact_net, 7, 3),
+    "postact": (postact_net, 7, 7),
+    "dense": (dense_net, 5, 2),
+    "own_plain": (lambda: pk.preact_resnet(20, fused=False), 19, 9),
+    "own": (lambda: pk.preact_resnet(20), 19, 0),
+}
+
+
+def built(name):
+    return randomised(MODELS[name][0]()).eval()
+
+
+def count_norms(model):
+    return sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+
+
+def images(dtype=torch.float32):
+    return torch.randn(3, 3, 12, 10).to(dtype)
+
+
+class Named(nn.Module):
+    """Any module, called with `x` by name."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def assert_equals_plain(fused, plain, x):
+    """`fused` keeps the budget of tests/oracle.py beside `plain` in evaluation mode."""
+    plain = Named(copy.deepcopy(plain).eval())
+    inputs = [{"x": x}, {"x": torch.randn_like(x)}]
+    problems = [(i, oracle.gradient_like(plain(**i))) for i in inputs]
+    frozen = ["x", *(n for n, _ in plain.named_parameters())]
+    truth = oracle.evaluate_all(plain, problems, dtype=torch.float64, frozen=frozen)
+    errors = oracle.eager_errors(plain, problems, truth, frozen=frozen)
+    with torch.no_grad():
+        found = torch.stack([fused(i["x"]) for i in inputs])
+    assert found.dtype == plain(x).dtype
+    oracle.assert_within_budget({"y": found}, {"y": truth["y"]}, errors)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_model_in_evaluation_mode(name):
+    model = built(name)
+    _, norms, folded = MODELS[name]
+    fused = pk.fuse_for_inference(model)
+    assert (count_norms(model), count_norms(fused)) == (norms, norms - folded)
+    assert_equals_plain(fused, model, images())
+
+
+@pytest.mark.parametrize("name", ["preact", "postact", "dense"])
+def test_folds_what_torch_fx_folds(name):
+    model = built(name)
+    left = count_norms(pk.fuse_for_inference(model))
+    behind_identity = name == "postact"
+    assert left == count_norms(fuse(copy.deepcopy(model))) - behind_identity
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_does_not_change(name):
+    model = built(name).train()
+    before = copy.deepcopy(model.state_dict())
+    tensors = [*model.parameters(), *model.buffers()]
+    fused = pk.fuse_for_inference(model)
+    assert all(m.training for m in model.modules())
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(
+        a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)
+    )
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert not any(m.training for m in fused.modules())
+    assert not any(p.requires_grad for p in fused.parameters())
+    with torch.no_grad():
+        fused(images())
+
+
+@pytest.mark.parametrize("name", ["preact", "dense", "own"])
+def test_a_converted_model_stays_fused_and_folds_the_rest(name):
+    model = built(name)
+    converted = pk.convert(copy.deepcopy(model))
+    fused = pk.fuse_for_inference(converted)
+    assert len(pk.conversion_report(fused).fused) == len(pk.conversion_report(converted).fused)
+    assert_equals_plain(fused, model, images())
+
+
+def test_a_converted_model_folds_what_no_relu_follows():
+    model = built("postact")
+    fused = pk.fuse_for_inference(pk.convert(copy.deepcopy(model)))
+    assert count_norms(fused) == 2  # bn1 of the two blocks: BN-ReLU-Conv
+    assert len(pk.conversion_report(fused).fused) == 2
+    assert_equals_plain(fused, model, images())
+
+
+@pytest.mark.parametrize("name", ["preact", "dense"])
+def test_what_is_left_can_be_converted(name):
+    model = built(name)
+    fused = pk.convert(pk.fuse_for_inference(model))
+    report = pk.conversion_report(fused)
+    assert len(report.fused) == len(report) == count_norms(fused)
+    assert not any(m.training for m in fused.train().modules())
+    assert_equals_plain(fused, model, images())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_parameters_keep_their_dtype(dtype, is_mixed):
+    model = built("postact")
+    model = in_dtype(model, dtype) if is_mixed else model.to(dtype)
+    model.fc.to(dtype)
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 0
+    assert {p.dtype for p in fused.parameters()} == {dtype}
+    assert_equals_plain(fused, model, images(dtype))
+
+
+def test_memory_format_and_autocast():
+    model = built("postact").to(memory_format=torch.channels_last)
+    fused = pk.fuse_for_inference(model)
+    weight = fused.features[4].conv2.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    x = images().to(memory_format=torch.channels_last)
+    y = fused.features(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert_equals_plain(fused, model, x)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, expected = fused(x), model(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    truth = copy.deepcopy(model).double()(x.double())
+    assert (y - truth).norm() <= 2 * (expected - truth).norm() + 2**-9 * truth.norm()
+
+
+class Composed(nn.Module):
+    """A convolution and a batch norm, and a function of both that calls them."""
+
+    def __init__(self, call, conv=None, bn=None):
+        super().__init__()
+        self.conv = conv or nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = bn or nn.BatchNorm2d(8)
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self, x)
+
+
+def in_order(m, x):
+    return m.bn(m.conv(x))
+
+
+def reads_output_twice(m, x):
+    y = m.conv(x)
+    return m.bn(y) + y
+
+
+def calls_conv_twice(m, x):
+    return m.bn(m.conv(x)) + m.conv(x + 1)
+
+
+def calls_norm_twice(m, x):
+    return m.bn(m.conv(x)) + m.bn(x.repeat(1, 8, 1, 1)[:, :8])
+
+
+def reads_weight(m, x):
+    return m.bn(m.conv(x)) * m.conv.weight.mean()
+
+
+def reads_norm_weight(m, x):
+    return m.bn(m.conv(x)) * m.bn.weight.mean()
+
+
+def has_control_flow(m, x):
+    return m.bn(m.conv(x)) if x.sum() > 1e6 else m.conv(x)
+
+
+def active_dropout(m, x):
+    return m.bn(F.dropout(m.conv(x), 0.0))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        reads_output_twice,
+        calls_conv_twice,
+        calls_norm_twice,
+        reads_weight,
+        reads_norm_weight,
+        has_control_flow,
+        active_dropout,
+    ],
+)
+def test_stays_where_the_forward_does_more_than_the_chain(call):
+    model = randomised(Composed(call)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1
+    assert torch.equal(fused(x := images()), model(x))
+
+
+def with_hook(module):
+    module.register_forward_hook(double_output)
+    return module
+
+
+def double_output(module, args, y):
+    return 2 * y
+
+
+class Conv(nn.Conv2d):
+    pass
+
+
+@pytest.mark.parametrize(
+    "children",
+    [
+        lambda: {"conv": with_hook(nn.Conv2d(3, 8, 3))},
+        lambda: {"bn": with_hook(nn.BatchNorm2d(8))},
+        lambda: {"bn": nn.BatchNorm2d(8, track_running_stats=False)},
+        lambda: {"conv": parametrizations.weight_norm(nn.Conv2d(3, 8, 3))},
+        lambda: {"conv": prune.l1_unstructured(nn.Conv2d(3, 8, 3), "weight", 0.3)},
+        lambda: {"conv": Conv(3, 8, 3)},
+    ],
+    ids=["conv_hook", "norm_hook", "no_statistics", "weight_norm", "pruned", "subclass"],
+)
+def test_stays_where_a_module_is_not_plain(children):
+    model = randomised(Composed(in_order, **children())).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1
+    assert torch.equal(fused(x := images()), model(x))
+
+
+def test_stays_in_forwards_with_optional_arguments():
+    class Optional(Composed):
+        def forward(self, x, is_normalised=True):
+            return self.bn(self.conv(x)) if is_normalised else self.conv(x)
+
+    model = randomised(Optional(in_order)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert torch.equal(fused(x := images(), False), model(x, False))
+    assert count_norms(pk.fuse_for_inference(nn.Sequential(model))) == 0  # called in one way
+
+
+def test_stays_where_it_always_takes_the_statistics_of_its_batch():
+    class Network(Composed):
+        def eval(self):
+            self.train(False)
+            self.bn.train()
+            return self
+
+    model = randomised(Network(in_order)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1
+    assert torch.equal(fused(x := images()), model(x))
+
+
+def test_stays_where_a_child_is_called_in_parts():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+
+        def forward(self, x):
+            y = self.pair[0](x)
+            return y.abs() + self.pair[1](y)
+
+    model = randomised(Parts()).eval()
+    fused = pk.fuse_for_inference(model)
+    assert torch.equal(fused(x := images()), model(x))
+
+
+def test_stays_where_modules_have_several_places():
+    conv, bn = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+    model = randomised(nn.Sequential(conv, bn, nn.ReLU(), conv, nn.BatchNorm2d(3))).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 2
+    assert torch.equal(fused(x := images()), model(x))
+
+
+def test_stays_where_folded_weights_leave_their_range():
+    for scale in (1e-6, 1e6):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+        model[0].half()
+        model[1].weight.detach().fill_(scale)
+        assert count_norms(pk.fuse_for_inference(model)) == 1
+    model[1].weight.detach().fill_(1.0)
+    model[1].bias.detach().fill_(1e6)
+    assert count_norms(pk.fuse_for_inference(model)) == 1
+    model[1].weight.detach().fill_(float("nan"))
+    assert count_norms(pk.fuse_for_inference(model.float())) == 1
+
+
+def test_tied_weights_are_folded_apart():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1))
+    model[2].weight = model[0].weight
+    model = randomised(model).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 0
+    assert_equals_plain(fused, model, images())
+
+
+class Untraceable(nn.Module):
+    def __init__(self, *steps):
+        super().__init__()
+        self.steps = nn.ModuleList(steps)
+
+    def forward(self, x):
+        while x.norm() < 100:
+            x = x + 1
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+def test_folds_inside_what_cannot_be_traced():
+    inner = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Dropout(0.5), nn.SyncBatchNorm(3))
+    model = randomised(Untraceable(inner, copy.deepcopy(inner))).eval()
+    fused = pk.fuse_for_inference(model)
+    assert not any(isinstance(m, nn.SyncBatchNorm) for m in fused.modules())
+    assert_equals_plain(fused, model, images())
+
+
+def test_stays_where_modules_have_several_places_in_what_cannot_be_traced():
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    pairs = [nn.Sequential(conv, nn.BatchNorm2d(3)) for _ in range(2)]
+    model = randomised(Untraceable(*pairs)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert torch.equal(fused(x := images()), model(x))
+
+
+def test_circular_padding_and_a_graph_module():
+    conv = nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular")
+    model = randomised(torch.fx.symbolic_trace(nn.Sequential(conv, nn.BatchNorm2d(8)))).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 0
+    assert_equals_plain(fused, model, images())
+
+
+def test_stays_in_evaluation_mode():
+    model = built("preact")
+    fused = pk.fuse_for_inference(model)
+    parent = nn.Sequential(fused).train()
+    assert fused.train() is fused and fused.eval() is fused
+    assert parent.training and not any(m.training for m in fused.modules())
+    copied = copy.deepcopy(fused)
+    assert not any(m.training for m in copied.train().modules())
+    assert copied.train().state_dict().keys() == fused.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["preact", "own"])
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_copies_pickles_and_state_dicts(name, is_converted):
+    model = built(name)
+    model = pk.convert(model) if is_converted else model
+    fused, x = pk.fuse_for_inference(model), images()
+    y = fused(x)
+    assert torch.equal(copy.deepcopy(fused)(x), y)
+    loaded = pickle.loads(pickle.dumps(fused))
+    assert torch.equal(loaded(x), y)
+    assert not any(m.training for m in loaded.train().modules())
+    saved = io.BytesIO()
+    torch.save(fused.state_dict(), saved)
+    saved.seek(0)
+    other = pk.fuse_for_inference(randomised(copy.deepcopy(model)))
+    assert not torch.equal(other(x), y)
+    other.load_state_dict(torch.load(saved))
+    assert torch.equal(other(x), y)
+
+
+@pytest.mark.parametrize("name", ["preact", "own"])
+def test_compiles_exports_and_runs_in_inference_mode(name):
+    fused, x = pk.fuse_for_inference(built(name)), images()
+    y = fused(x)
+    with torch.inference_mode():
+        assert torch.equal(fused(x), y)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(fused, fullgraph=True, backend="aot_eager")(x), y)
+        torch.testing.assert_close(torch.export.export(fused, (x,)).module()(x), y)
+
+
+def test_gradients_of_inputs_are_those_of_the_model():
+    model = built("preact").double()
+    x = images(torch.float64).requires_grad_()
+    (dx,) = torch.autograd.grad(pk.fuse_for_inference(model)(x).sum(), x)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    torch.testing.assert_close(dx, expected)
+
+
+def test_refuses_what_is_no_module():
+    with pytest.raises(TypeError, match=r"model: expected an nn\.Module, got function"):
+        pk.fuse_for_inference(F.relu)
+
+
+# Libraries of models, where installed. torchvision without its compiled part lacks two schemas.
+
+
+@pytest.fixture(scope="module")
+def torchvision():
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    yield pytest.importorskip("torchvision")
+
+
+def calibrated(model):
+    """`model` with running statistics of a random batch, in evaluation mode."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        model.train()(torch.randn(8, 3, 64, 64))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "name, norms, folded",
+    [("resnet18", 20, 20), ("densenet121", 121, 59), ("mobilenet_v3_small", 34, 34)],
+)
+def test_folds_models_of_torchvision(torchvision, name, norms, folded):
+    model = calibrated(getattr(torchvision.models, name)())
+    fused = pk.fuse_for_inference(model)
+    assert (count_norms(model), count_norms(fused)) == (norms, norms - folded)
+    assert count_norms(fuse(copy.deepcopy(model))) == norms - folded
+    assert_equals_plain(fused, model, torch.randn(2, 3, 64, 64))
+
+
+@pytest.mark.parametrize(
+    "name, norms, folded", [("resnetv2_50", 49, 32), ("efficientnet_b0", 49, 49)]
+)
+def test_folds_models_of_timm(torchvision, name, norms, folded):
+    timm = pytest.importorskip("timm")
+    model = calibrated(timm.create_model(name))
+    fused = pk.fuse_for_inference(model)
+    assert (count_norms(model), count_norms(fused)) == (norms, norms - folded)
+    assert_equals_plain(fused, model, torch.randn(2, 3, 64, 64))
