@@ -137,6 +137,8 @@ class ConvertedRow:
     plain_ms: float | None = None  # median time of a training step
     store_ms: float | None = None
     rebuild_ms: float | None = None
+    plain_channels_last_ms: float | None = None  # weights and images in that format
+    store_channels_last_ms: float | None = None
     compiled_graphs: int | None = None  # of the converted model; 1: no graph break
     commit: str = ""
     device: str = ""

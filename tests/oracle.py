@@ -35,6 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import preact_kernels as pk
+
 Results = dict[str, Tensor | None]
 
 # Inputs with a batch axis, which a reversal of the batch turns round.
@@ -251,8 +253,8 @@ def check(
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module of this package that runs plain `torch.nn` calls."""
-    module = copy.deepcopy(module)
+    """A copy of a fused or converted module that runs plain `torch.nn` calls."""
+    module = pk.revert(copy.deepcopy(module))
     for child in module.modules():
         if hasattr(child, "fused"):
             child.fused = False

@@ -684,3 +684,97 @@ def test_converted_models_compile_into_one_graph(name):
     assert torch.equal(loss, expected)
     for p, q in zip(compiled.parameters(), model.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+class Images(nn.Module):
+    """Returns images, and views of images, which have other strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(foreign.FunctionalBlock(8, 8), foreign.FunctionalBlock(8, 8))
+        self.scale = foreign.SqueezeExcite(8)
+
+    def forward(self, x):
+        h = self.stem(x)
+        y = F.max_pool2d(self.blocks(h), 2)
+        z = self.scale(torch.cat([y, y + 1], 1)[:, 8:])
+        return h, y, z, y.flatten(2), x.transpose(2, 3), self.viewed(y)
+
+    def viewed(self, y):
+        return y.permute(0, 2, 3, 1)
+
+
+class ImagesOfAnySize(Images):
+    """The same, and cannot be traced as a whole."""
+
+    def viewed(self, y):
+        assert y.shape[2] > 1
+        return y.permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("build", [Images, ImagesOfAnySize])
+def test_results_have_the_memory_format_of_plain_pytorch(memory_format, build):
+    model = build()
+    plain = copy.deepcopy(model)
+    pk.convert(model)
+    x = torch.randn(2, 3, 8, 6).contiguous(memory_format=memory_format)
+    for m in (model, plain):
+        m.to(memory_format=memory_format)
+    for found, expected in zip(model(x), plain(x), strict=True):
+        torch.testing.assert_close(found, expected)
+        assert found.stride() == expected.stride()
+
+
+class ChangesInput(Block):
+    def forward(self, x):
+        x.mul_(2)
+        return self.conv(F.relu(self.bn(x)))
+
+
+def test_a_forward_that_changes_its_input_changes_it():
+    model = ChangesInput()
+    plain = copy.deepcopy(model)
+    assert pk.conversion_report(pk.convert(model)).fused
+    x = torch.randn(2, 4, 6, 6)
+    own = x.clone()
+    torch.testing.assert_close(model(own), plain(x))
+    assert torch.equal(own, x)
+
+
+@pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "deep"])
+def test_tracers_see_plain_operators(name):
+    model, x = built(name)
+    model.eval()
+    expected = model(x)
+    pk.convert(model)
+    exported = torch.export.export(model, (x,))
+    assert not any("preact" in str(node.target) for node in exported.graph.nodes)
+    traced = (
+        exported.module(),
+        torch.fx.symbolic_trace(model),
+        torch.jit.trace(model, x),
+        torch.vmap(model.__call__, in_dims=0),
+    )
+    for call in traced[:3]:
+        assert_same_bits({"y": call(x)}, {"y": expected})
+    torch.testing.assert_close(traced[3](x[None])[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_functional_transforms():
+    model, x = built("functional-basic")
+    model.double().eval()
+    plain, x = copy.deepcopy(model), x.double()
+    pk.convert(model)
+
+    def per_sample(m):
+        def loss(parameters, image):
+            y = torch.func.functional_call(m, parameters, (image[None],))
+            return y.square().sum()
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(m.named_parameters()), x)
+
+    found, expected = per_sample(model), per_sample(plain)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import preact_kernels as pk
+from bench import foreign_models as foreign
 from tests.cases import random_stage, randomised
 from tests.oracle import (
     assert_same_bits,
@@ -36,6 +37,7 @@ def modules():
         "stage": random_stage(),
         "rebuilt_stage": random_stage(memory="rebuild"),
         "checkpointed_stage": random_stage(memory="checkpoint"),
+        "converted": pk.convert(randomised(foreign.FunctionalBottleneck(10, 4))),
         "wide_stage": random_stage("basic", width=16),
         "wide_checkpointed_stage": random_stage("basic", width=16, memory="checkpoint"),
     }

@@ -1,5 +1,6 @@
 """The class of a converted module: its own class, with a forward that runs what was found fused."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class Plan(NamedTuple):
 
     function: Callable[..., Tensor]  # in training mode; see `rewrite`
     evaluation_function: Callable[..., Tensor]  # the same where the forward does not ask
-    argument_count: int
+    argument_names: tuple[str, ...]  # without those that have defaults
     inlined: tuple[Inlined, ...]  # modules that the function does not call
     matches: Matches
     opaque: dict[str, str]  # why a child was not looked into, by path
@@ -35,13 +36,20 @@ class Plan(NamedTuple):
         """Whether the forward differs between training and evaluation beside its leaves."""
         return self.function is not self.evaluation_function
 
-    def serves(self, args: tuple, kwargs: dict) -> bool:
-        """Whether the plan is right for this call."""
-        if kwargs or len(args) != self.argument_count:
-            return False
-        if not all(isinstance(a, Tensor) for a in args):
-            return False
-        return not has_global_module_hook() and all(i.is_unchanged() for i in self.inlined)
+    def arguments(self, args: tuple, kwargs: dict) -> tuple[Tensor, ...] | None:
+        """The arguments of the function for a call; None where it is not right for the call."""
+        names = self.argument_names
+        if len(args) + len(kwargs) != len(names):
+            return None
+        if kwargs:
+            if kwargs.keys() != set(names[len(args) :]):
+                return None
+            args = (*args, *(kwargs[name] for name in names[len(args) :]))
+        if not all(isinstance(a, Tensor) for a in args) or runs_plain(*args):
+            return None
+        if has_global_module_hook() or not all(i.is_unchanged() for i in self.inlined):
+            return None
+        return args
 
     def chosen(self, module: nn.Module) -> Callable[..., Tensor] | None:
         """The forward for the present mode of `module`; None where its children's modes differ."""
@@ -64,22 +72,22 @@ def plan(module: nn.Module, shared: frozenset[int] = frozenset()) -> Plan:
     """
     flags = [(m, m.training) for m in module.modules()]
 
-    def traced(training: bool) -> tuple[Callable[..., Tensor], Trace, Matches, int]:
+    def traced(training: bool) -> tuple[Callable[..., Tensor], Trace, Matches, tuple[str, ...]]:
         for m, _ in flags:
             m.__dict__["training"] = training
         found = trace(module, is_leaf)
         matches = match(module, found, shared)
-        count = sum(node.op == "placeholder" for node in found.graph.nodes)
-        return rewrite(found.graph, matches.found), found, matches, count
+        names = tuple(str(n.target) for n in found.graph.nodes if n.op == "placeholder")
+        return rewrite(module, found.graph, matches.found), found, matches, names
 
     try:
-        function, found, matches, count = traced(training=True)
+        function, found, matches, names = traced(training=True)
         evaluation_function = traced(training=False)[0] if found.reads_training else function
     finally:
         for m, flag in flags:
             m.__dict__["training"] = flag
     inlined = (*found.inlined.values(), *_absorbed(module, matches))
-    return Plan(function, evaluation_function, count, inlined, matches, found.opaque)
+    return Plan(function, evaluation_function, names, inlined, matches, found.opaque)
 
 
 def _absorbed(root: nn.Module, matches: Matches) -> Iterator[Inlined]:
@@ -106,16 +114,6 @@ class FusedModule(nn.Module):
 
     original_class: type[nn.Module]
 
-    def forward(self, *args, **kwargs):
-        """The original forward, fused where that gives the same results."""
-        found: Plan | None = self.__dict__.get(_PLAN)
-        function = None
-        if found is not None and not runs_plain(*args) and found.serves(args, kwargs):
-            function = found.chosen(self)
-        if function is None:
-            return self.original_class.forward(self, *args, **kwargs)
-        return function(self, self, *args)
-
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
         cls = type(self)
@@ -129,6 +127,16 @@ class FusedModule(nn.Module):
         install(self)
 
 
+def _fused_forward(module: Any, args: tuple, kwargs: dict) -> Any:
+    """The original forward of `module`, fused where that gives the same results."""
+    found: Plan | None = module.__dict__.get(_PLAN)
+    own = None if found is None else found.arguments(args, kwargs)
+    function = None if found is None or own is None else found.chosen(module)
+    if function is None or own is None:
+        return module.original_class.forward(module, *args, **kwargs)
+    return function(module, module, *own)
+
+
 def _empty(original: type[nn.Module], *args) -> nn.Module:
     cls = fused_class(original)
     return cls.__new__(cls, *args)
@@ -137,10 +145,19 @@ def _empty(original: type[nn.Module], *args) -> nn.Module:
 _fused_classes: dict[type, type] = {}
 
 
-def fused_class(original: type) -> type:
+def fused_class(original: Any) -> type:
     """The class of converted modules whose class is `original`."""
     if original not in _fused_classes:
-        members = {"original_class": original, "__module__": original.__module__}
+
+        @functools.wraps(original.forward)  # tracers and others read its signature
+        def forward(self, *args, **kwargs):
+            return _fused_forward(self, args, kwargs)
+
+        members = {
+            "original_class": original,
+            "__module__": original.__module__,
+            "forward": forward,
+        }
         name = f"Fused{original.__name__}"
         _fused_classes[original] = type(name, (FusedModule, original), members)
     return _fused_classes[original]

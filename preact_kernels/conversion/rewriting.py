@@ -4,19 +4,21 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from preact_kernels.conversion import fused_calls
 from preact_kernels.conversion.matching import Activation, Block, Match, Run, SingleUnit
+from preact_kernels.conversion.memory_format import keep_channels_last
 
 
-def rewrite(graph: fx.Graph, matches: Sequence[Match]) -> Callable[..., Tensor]:
-    """Replaces the matches in `graph`, and returns its forward.
+def rewrite(module: nn.Module, graph: fx.Graph, matches: Sequence[Match]) -> Callable[..., Tensor]:
+    """Replaces the matches in the `graph` of a module, and returns its forward.
 
     Returns:
         A function of the module, given twice, and of its inputs. Equal graphs give the same
         function, so that `torch.compile` traces it once.
     """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_before(next(iter(graph.nodes))):
         root = graph.placeholder("root")
     calls: dict[fx.Node, fx.Node] = {}  # by the node that each replaces
@@ -29,6 +31,8 @@ def rewrite(graph: fx.Graph, matches: Sequence[Match]) -> Callable[..., Tensor]:
     for node in reversed(graph.nodes):
         if node in replaced:
             graph.erase_node(node)
+    if matches:
+        keep_channels_last(module, graph, inputs)
     code = graph.python_code("self")
     return _function(code.src, tuple(sorted(code.globals.items(), key=lambda item: item[0])))
 
