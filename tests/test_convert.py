@@ -727,6 +727,29 @@ def test_results_have_the_memory_format_of_plain_pytorch(memory_format, build):
         assert found.stride() == expected.stride()
 
 
+class ChangesOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(foreign.FunctionalBlock(4, 4) for _ in range(3)))
+
+    def forward(self, x):
+        y = self.blocks(x)
+        y.mul_(2)
+        return y
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_the_output_of_a_run_may_change_in_place(memory):
+    model = ChangesOutput().to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    pk.convert(model, memory=memory)
+    x = torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last)
+    for m in (model, plain):
+        m(x).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
+
+
 class ChangesInput(Block):
     def forward(self, x):
         x.mul_(2)

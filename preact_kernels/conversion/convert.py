@@ -164,7 +164,8 @@ def _gaining(plans: dict[str, Plan]) -> dict[str, Plan]:
 def _key(name: str, m: Match) -> tuple:
     """Equal for equal matches in the graphs of several modules."""
     paths = tuple(_joined(name, str(n.target)) for n in m.nodes if n.op == "call_module")
-    return type(m), paths, isinstance(m, SingleUnit) and m.residual is None
+    is_whole = isinstance(m, SingleUnit) and m.residual is None
+    return type(m), paths, is_whole, isinstance(m, Run) and m.is_changed_later
 
 
 def _first_norms(model: nn.Module, plans: dict[str, Plan]) -> Iterator[tuple[nn.Module, str]]:

@@ -6,7 +6,7 @@ Every batch norm of a graph ends as part of a match, or with the reason why it i
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import fx, nn
@@ -64,6 +64,7 @@ class Run(NamedTuple):
     """Blocks in a row: they become one autograd node."""
 
     blocks: tuple[Block, ...]
+    is_changed_later: bool = False  # its output, in place
 
     @property
     def x(self) -> fx.Node:
@@ -193,7 +194,7 @@ class _Matcher:
                 for a in m.activations:
                     self._refused[str(a.bn.target)] = "its input is changed in place"
             else:
-                kept.append(m)
+                kept.append(Run(m.blocks, True) if self._is_changed_later(m) else m)
         return Matches(kept, self._refused, frozenset(self._shared))
 
     def _called_twice(self) -> set[int]:
@@ -429,6 +430,12 @@ class _Matcher:
                     continue
             joined.append(m)
         return joined
+
+    def _is_changed_later(self, m: Match) -> TypeGuard[Run]:
+        """Whether it is a run, which may keep its output, and a later node changes the output."""
+        return isinstance(m, Run) and any(
+            i > self._order[m.end] and s is _storage(m.end) for i, s in self._changed
+        )
 
     def _is_changed_within(self, m: Match) -> bool:
         """Whether another node changes an input of `m` before `m` would read it."""

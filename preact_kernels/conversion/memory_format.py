@@ -47,7 +47,7 @@ _FUNCTIONS = {
     torch.relu,
     torch.sigmoid,
 }
-_METHODS = {"add", "add_", "mul", "mul_", "relu", "relu_", "sigmoid"}
+_METHODS = {"add", "add_", "clone", "mul", "mul_", "relu", "relu_", "sigmoid"}
 _READS_NO_STRIDES = {"dim", "size"}
 
 

@@ -50,9 +50,8 @@ def _call(graph: fx.Graph, root: fx.Node, m: Match, calls: Mapping[fx.Node, fx.N
         norm = path(m.activations[0].bn)
         owner, _, name = norm.rpartition(".")
         blocks = tuple(_block(graph, root, b) for b in m.blocks)
-        return graph.call_function(
-            fused_calls.stage, (x, blocks, _module(graph, root, owner), name)
-        )
+        y = graph.call_function(fused_calls.stage, (x, blocks, _module(graph, root, owner), name))
+        return graph.call_method("clone", (y,)) if m.is_changed_later else y
     if isinstance(m, SingleUnit):
         bn, conv = m.unit.activation, m.unit.conv
         parent = common_parent((bn.bn, conv))
