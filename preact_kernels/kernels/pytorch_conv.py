@@ -2,6 +2,9 @@
 
 The backend computes the activation, which is freed as soon as the convolution has read it. The
 weight may have another dtype than `x`: the activation is then rounded to it.
+
+PyTorch's convolution of an NHWC tensor converts an NCHW weight at every call, and so the weight's
+gradient back. Where the weight is much larger than the activation, the activation is converted.
 """
 
 import torch
@@ -23,12 +26,27 @@ def _nhwc(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last)
 
 
+def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
+    """Whether a convolution runs in NCHW, on a CPU.
+
+    That converts about five tensors like `x` in a step, and saves three conversions of the weight.
+    """
+    is_large = conv_weight.numel() > 2 * x.numel()
+    return (
+        is_large
+        and x.device.type == "cpu"
+        and not conv_weight.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
 def bn_relu_conv_forward(
     kernels: Kernels, x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue
 ) -> Output:
     """`Kernels.bn_relu_conv_forward`; `kernels` does everything but the convolution."""
     conv_bias, residual, with_stats = epilogue
     a = kernels.bn_relu_forward(x, norm).to(conv_weight.dtype)
+    if _converts_activation(x, conv_weight):
+        a = a.contiguous()
     y = _nhwc(torch.conv2d(a, conv_weight, conv_bias, *conv))
     del a
     if residual is not None:
@@ -52,10 +70,13 @@ def bn_relu_conv_backward(
     dtype = conv_weight.dtype
     # Without a weight gradient only the shape of the activation is read.
     a = kernels.bn_relu_forward(x, norm).to(dtype) if wanted.weight else x
+    conv_dy = dy.to(dtype)
+    if _converts_activation(x, conv_weight):
+        a, conv_dy = a.contiguous(), conv_dy.contiguous()
     mask = [wanted.input, wanted.weight, False]
     stride, padding, dilation, groups = conv
     da, dconv_weight, _ = torch.ops.aten.convolution_backward(
-        dy.to(dtype), a, conv_weight, None, stride, padding, dilation, False, [0, 0], groups, mask
+        conv_dy, a, conv_weight, None, stride, padding, dilation, False, [0, 0], groups, mask
     )
     del a
     g = sums = None
