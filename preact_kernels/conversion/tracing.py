@@ -144,7 +144,7 @@ class _Tracer(fx.Tracer):
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
-        last = next(reversed(self.graph.nodes), None)
+        last = next(iter(reversed(self.graph.nodes)), None)
         module_stack = self.module_stack.copy()
         try:
             with _unchanged(m):
