@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx.experimental.optimization import fuse
 
 import preact_kernels as pk
+from bench import foreign_models as foreign
 from bench.measure import DTYPES, time_in_turn
 
 BASELINE = "eager"
@@ -32,25 +33,13 @@ class Network(NamedTuple):
     size: int
 
 
-def _torchvision(name: str) -> nn.Module:
-    import torchvision
-
-    return getattr(torchvision.models, name)()
-
-
-def _timm(name: str) -> nn.Module:
-    import timm
-
-    return timm.create_model(name)
-
-
 NETWORKS = {
     "resnet-20": Network(lambda: pk.preact_resnet(20, fused=False), 32),
     "resnet-164": Network(lambda: pk.preact_resnet(164, fused=False), 32),
     "wrn-28-10": Network(lambda: pk.preact_resnet(28, width=10, fused=False), 32),
-    "resnetv2_50": Network(lambda: _timm("resnetv2_50"), 224),
-    "densenet121": Network(lambda: _torchvision("densenet121"), 224),
-    "resnet50": Network(lambda: _torchvision("resnet50"), 224),
+    "resnetv2_50": Network(lambda: foreign.timm_model("resnetv2_50"), 224),
+    "densenet121": Network(lambda: foreign.torchvision_models().densenet121(), 224),
+    "resnet50": Network(lambda: foreign.torchvision_models().resnet50(), 224),
 }
 
 
@@ -81,14 +70,6 @@ def contenders(name: str, model: nn.Module, *, compiles: bool) -> dict[str, nn.M
     return found
 
 
-def prepare_torchvision() -> torch.library.Library:
-    """Declares two operators that torchvision expects, for one without its compiled part."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints a table for every network, and writes a CSV file where --out names one."""
     parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__)
@@ -99,16 +80,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="of PyTorch on the CPU")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument(
-        "--declare-torchvision-ops",
-        action="store_true",
-        help="for a torchvision without its compiled part",
-    )
     parser.add_argument("--out", type=Path, help="CSV file")
     args = parser.parse_args(arguments)
     if args.threads:
         torch.set_num_threads(args.threads)
-    library = prepare_torchvision() if args.declare_torchvision_ops else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     rows = []
@@ -135,7 +110,6 @@ def main(arguments: list[str] | None = None) -> None:
     if args.out:
         with args.out.open("w", newline="") as file:
             csv.writer(file).writerows([headers, *rows])
-    del library
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`fuse_for_inference`: what folds, what stays, and that the results are those of plain PyTorch."""
 
 import copy
+import importlib.util
 import io
 import pickle
 
@@ -12,29 +13,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import preact_kernels as pk
+from bench.foreign_models import DenseLayer, FunctionalBlock, timm_model, torchvision_models
 from tests import oracle
 from tests.cases import in_dtype, randomised
-
-
-class PreActBlock(nn.Module):
-    """The popular CIFAR form."""
-
-    def __init__(self, in_channels, channels, stride=1):
-        super().__init__()
-        self.bn1 = nn.BatchNorm2d(in_channels)
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        if stride != 1 or in_channels != channels:
-            self.shortcut = nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride, bias=False))
-
-    def forward(self, x):
-        out = F.relu(self.bn1(x))
-        shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
-        out = self.conv1(out)
-        out = self.conv2(F.relu(self.bn2(out)))
-        out += shortcut
-        return out
 
 
 class PostActBlock(nn.Module):
@@ -57,20 +38,6 @@ class PostActBlock(nn.Module):
         return self.relu(out + self.downsample(x))
 
 
-class DenseLayer(nn.Module):
-    def __init__(self, in_channels, growth):
-        super().__init__()
-        self.norm1 = nn.BatchNorm2d(in_channels)
-        self.conv1 = nn.Conv2d(in_channels, 4 * growth, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(4 * growth)
-        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
-
-    def forward(self, x):
-        out = self.conv1(F.relu(self.norm1(x)))
-        out = self.conv2(F.relu(self.norm2(out)))
-        return torch.cat([x, out], 1)
-
-
 class Classifier(nn.Module):
     def __init__(self, features, channels):
         super().__init__()
@@ -82,7 +49,12 @@ class Classifier(nn.Module):
 
 
 def preact_net():
-    blocks = PreActBlock(8, 8), PreActBlock(8, 12, 2), PreActBlock(12, 12), nn.BatchNorm2d(12)
+    blocks = (
+        FunctionalBlock(8, 8),
+        FunctionalBlock(8, 12, 2),
+        FunctionalBlock(12, 12),
+        nn.BatchNorm2d(12),
+    )
     return Classifier(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.ReLU()), 12)
 
 
@@ -491,16 +463,7 @@ def test_refuses_what_is_no_module():
         pk.fuse_for_inference(F.relu)
 
 
-# Libraries of models, where installed. torchvision without its compiled part lacks two schemas.
-
-
-@pytest.fixture(scope="module")
-def torchvision():
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    yield pytest.importorskip("torchvision")
+# Libraries of models, where installed.
 
 
 def calibrated(model):
@@ -513,24 +476,31 @@ def calibrated(model):
     return model.eval()
 
 
+with_models = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("torchvision", "timm"))),
+    reason="torchvision or timm is not installed",
+)
+
+
+@with_models
 @pytest.mark.parametrize(
     "name, norms, folded",
     [("resnet18", 20, 20), ("densenet121", 121, 59), ("mobilenet_v3_small", 34, 34)],
 )
-def test_folds_models_of_torchvision(torchvision, name, norms, folded):
-    model = calibrated(getattr(torchvision.models, name)())
+def test_folds_models_of_torchvision(name, norms, folded):
+    model = calibrated(getattr(torchvision_models(), name)())
     fused = pk.fuse_for_inference(model)
     assert (count_norms(model), count_norms(fused)) == (norms, norms - folded)
     assert count_norms(fuse(copy.deepcopy(model))) == norms - folded
     assert_equals_plain(fused, model, torch.randn(2, 3, 64, 64))
 
 
+@with_models
 @pytest.mark.parametrize(
     "name, norms, folded", [("resnetv2_50", 49, 32), ("efficientnet_b0", 49, 49)]
 )
-def test_folds_models_of_timm(torchvision, name, norms, folded):
-    timm = pytest.importorskip("timm")
-    model = calibrated(timm.create_model(name))
+def test_folds_models_of_timm(name, norms, folded):
+    model = calibrated(timm_model(name))
     fused = pk.fuse_for_inference(model)
     assert (count_norms(model), count_norms(fused)) == (norms, norms - folded)
     assert_equals_plain(fused, model, torch.randn(2, 3, 64, 64))

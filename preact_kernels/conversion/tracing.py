@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preact_kernels.modules.batch_norm import has_hooks
+from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
 
 _SIMPLE = (bool, int, float, str, type(None))
 _PLAIN_CONTAINERS = (nn.Sequential,)
@@ -89,17 +89,6 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace:
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of `module` before conversion."""
     return getattr(type(module), "original_class", type(module))
-
-
-def has_own_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks that it has itself."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
 
 
 class _Tracer(fx.Tracer):

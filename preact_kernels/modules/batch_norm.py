@@ -17,16 +17,20 @@ from preact_kernels.ops.plain_operators import has_served_parameters
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling `module` runs more than its `forward`."""
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks of its own, or a forward that replaces its class's."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or torch_compat.has_global_module_hook()
     )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling `module` runs more than its `forward`."""
+    return has_own_hooks(module) or torch_compat.has_global_module_hook()
 
 
 def is_bare_norm(bn: nn.Module) -> bool:
