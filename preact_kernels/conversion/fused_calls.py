@@ -32,7 +32,8 @@ STAGES = "preact_stages"  # attribute of a module: its `StageState`s
 # Generated code holds plain tuples of names, which are paths below some module.
 NormName = tuple[str, bool]  # a batch norm, and whether it contains its ReLU
 UnitNames = tuple[NormName, str]  # and a convolution
-BlockNames = tuple[tuple[UnitNames, ...], str | None, bool]  # units, projection, is_residual
+# Units, projection, whether there is a shortcut, and whether it is added in place.
+BlockNames = tuple[tuple[UnitNames, ...], str | None, bool, bool]
 
 
 class StageState:
@@ -171,7 +172,7 @@ class NamedBlock:
             if index == 0 and projection is not None:
                 shortcut = projection(a)
             h = child(self.parent, conv)(a)
-        return shortcut + h if self.is_residual else h
+        return _sum(h, shortcut, self._names[3]) if self.is_residual else h
 
     __call__ = plain_forward
 

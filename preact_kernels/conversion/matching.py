@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from preact_kernels.conversion.aliasing import changes_input, is_seen
 from preact_kernels.conversion.tracing import Trace, original_class
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import has_hooks, is_stage_conv
@@ -22,7 +23,6 @@ _RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_)
 _ADD_FUNCTIONS = (operator.add, operator.iadd, torch.add)
 _DROPOUTS = (nn.Dropout, nn.Dropout2d)
 _DROPOUT_FUNCTIONS = (F.dropout, F.dropout2d)
-_VIEWS = ("view", "reshape", "flatten", "permute", "transpose", "detach", "contiguous", "chunk")
 _SIZES = range(1, 33)  # of images, for which shapes are compared: pixels
 
 
@@ -55,6 +55,7 @@ class Block(NamedTuple):
     units: tuple[Unit, ...]
     projection: fx.Node | None
     is_residual: bool
+    is_in_place: bool  # the addition
     x: fx.Node
     end: fx.Node
     nodes: tuple[fx.Node, ...]
@@ -168,8 +169,8 @@ class _Matcher:
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._refused: dict[str, str] = {}
         self._by_norm: dict[fx.Node, Activation] = {}
-        self._changed = [
-            (self._order[n], _storage(_input(n))) for n in graph.nodes if self._changes_input(n)
+        self._changes = [
+            n for n in graph.nodes if changes_input(self._modules, n) and is_seen(self._modules, n)
         ]
 
     def match(self) -> Matches:
@@ -268,18 +269,6 @@ class _Matcher:
         other = b if a is branch else a
         return other if isinstance(other, fx.Node) else None
 
-    def _changes_input(self, node: fx.Node) -> bool:
-        if node.op == "call_method":
-            return str(node.target).endswith("_") and not str(node.target).endswith("__")
-        if node.op == "call_module":
-            return bool(getattr(self._module(node), "inplace", False))
-        if node.op != "call_function":
-            return False
-        name = getattr(node.target, "__name__", "")
-        is_operator = getattr(node.target, "__module__", "") == "_operator" and name.startswith("i")
-        is_method = name.endswith("_") and not name.endswith("__")
-        return is_operator or is_method or bool(node.kwargs.get("inplace"))
-
     # What follows a node.
 
     def _passed_on(self, node: fx.Node) -> tuple[tuple[fx.Node, ...], fx.Node]:
@@ -375,10 +364,10 @@ class _Matcher:
         if add is None or other is None:
             return [*self._unit_run(chain)]
         passing, source = self._source(other)
+        in_place = _is_in_place(add)
         if source is chain[0].activation.x and self._keeps_shape(chain):
             nodes = (*(n for u in chain for n in u.nodes), *passing, add)
-            return [Run((Block(tuple(chain), None, True, source, add, nodes),))]
-        in_place = add.target in (operator.iadd, "add_")
+            return [Run((Block(tuple(chain), None, True, in_place, source, add, nodes),))]
         single = SingleUnit(last, other, in_place, add, (*last.nodes, add))
         return [*self._unit_run(chain[:-1]), single]
 
@@ -390,7 +379,7 @@ class _Matcher:
             return [SingleUnit(chain[0], None, False, chain[0].end, chain[0].nodes)]
         nodes = tuple(n for u in chain for n in u.nodes)
         x, end = chain[0].activation.x, chain[-1].end
-        return [Run((Block(tuple(chain), None, False, x, end, nodes),))]
+        return [Run((Block(tuple(chain), None, False, False, x, end, nodes),))]
 
     def _projecting_block(self, chain: list[Unit], projection: Unit) -> Block | None:
         last = chain[-1]
@@ -404,7 +393,8 @@ class _Matcher:
             return None
         nodes = dict.fromkeys(n for u in (*chain, projection) for n in u.nodes)
         x = chain[0].activation.x
-        return Block(tuple(chain), projection.conv, True, x, add, (*nodes, add))
+        in_place = _is_in_place(add)
+        return Block(tuple(chain), projection.conv, True, in_place, x, add, (*nodes, add))
 
     def _keeps_shape(self, chain: list[Unit]) -> bool:
         if not all(map(self._is_stage_conv, chain)):
@@ -432,37 +422,26 @@ class _Matcher:
         return joined
 
     def _is_changed_later(self, m: Match) -> TypeGuard[Run]:
-        """Whether it is a run, which may keep its output, and a later node changes the output."""
-        return isinstance(m, Run) and any(
-            i > self._order[m.end] and s is _storage(m.end) for i, s in self._changed
+        """Whether it is a run, which may keep its output, and a later node may change that."""
+        if not isinstance(m, Run):
+            return False
+        last = self._order[m.end]
+        return any(self._order[n] > last for n in self._changes) or any(
+            changes_input(self._modules, n) for n in m.end.users
         )
 
     def _is_changed_within(self, m: Match) -> bool:
-        """Whether another node changes an input of `m` before `m` would read it."""
-        own = {self._order[n] for n in m.nodes}
-        inputs = {_storage(m.x)}
-        if isinstance(m, SingleUnit) and m.residual is not None:
-            inputs.add(_storage(m.residual))
-        return any(
-            min(own) < i < self._order[m.end] and i not in own and storage in inputs
-            for i, storage in self._changed
-        )
+        """Whether another node may change an input of `m` before `m` would read it."""
+        first, last, own = min(self._order[n] for n in m.nodes), self._order[m.end], set(m.nodes)
+        return any(first < self._order[n] < last and n not in own for n in self._changes)
 
 
 def _input(node: fx.Node) -> fx.Node:
     return next(iter(node.all_input_nodes), node)
 
 
-def _storage(node: fx.Node) -> fx.Node:
-    """The earliest node that may share its storage with `node`."""
-    while True:
-        is_view = node.op == "call_method" and (
-            node.target in _VIEWS or str(node.target).endswith("_")
-        )
-        is_item = node.op == "call_function" and node.target in (operator.getitem, operator.iadd)
-        if not (is_view or is_item) or not node.all_input_nodes:
-            return node
-        node = _input(node)
+def _is_in_place(add: fx.Node) -> bool:
+    return add.target in (operator.iadd, "add_")
 
 
 def _output_sizes(convs: Sequence[Any]) -> list:

@@ -7,28 +7,31 @@ libraries, and by the caller.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from preact_kernels.conversion import fused_calls
+from preact_kernels.conversion.aliasing import changes_input, is_seen
+from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.ops import layout
 
 # They compute the same for any strides, and their results keep the memory format. Dropout is not
 # among them: it draws numbers in the order of memory.
-_MODULES = (
-    nn.modules.activation.ReLU,
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.conv._ConvNd,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AdaptiveAvgPoolNd,
+_MODULES = {
+    nn.AdaptiveAvgPool2d,
+    nn.AvgPool2d,
+    nn.BatchNorm2d,
+    nn.Conv2d,
     nn.GELU,
     nn.Identity,
+    nn.MaxPool2d,
+    nn.ReLU,
     nn.SiLU,
-)
+    nn.SyncBatchNorm,
+}
 _FUNCTIONS = {
     F.adaptive_avg_pool2d,
     F.avg_pool2d,
@@ -48,59 +51,71 @@ _FUNCTIONS = {
     torch.sigmoid,
 }
 _METHODS = {"add", "add_", "clone", "mul", "mul_", "relu", "relu_", "sigmoid"}
-_READS_NO_STRIDES = {"dim", "size"}
+_READS_NO_STRIDES = ("dim", "size", "shape", "dtype", "device", "ndim")
 
 
-def keep_channels_last(root: nn.Module, graph: fx.Graph, inputs: Iterable[fx.Node]) -> None:
-    """Adds the conversions to a graph with fused calls, where it reads `inputs`.
+def keep_channels_last(
+    modules: dict[str, nn.Module], graph: fx.Graph, inputs: Sequence[fx.Node], conv: str
+) -> bool:
+    """Adds the conversions to a graph with fused calls.
+
+    Leaves the graph as it is where a conversion could be seen: if a tensor that is converted back
+    has other readers too, and if one changes in place that others read.
 
     Args:
-        root: the module that was traced.
+        modules: those that the graph calls, by path.
         graph: changed in place.
         inputs: the placeholders of the module's arguments.
+        conv: the path of a convolution whose weight has the memory format of the model.
+
+    Returns:
+        Whether the graph changed.
     """
-    inputs = list(inputs)
-    # Its weight has the memory format of the model.
-    conv = next((n for n, m in root.named_modules() if isinstance(m, nn.Conv2d)), None)
-    if conv is None or any(_changes_in_place(n) for x in inputs for n in x.users):
-        return
-    at_start = next(n for n in graph.nodes if n.op != "placeholder")
-    with graph.inserting_before(at_start):
-        weight = graph.get_attr(f"{conv}.weight")
-        is_nchw = graph.call_function(are_contiguous, (weight, *inputs))
-        begun = {x: graph.call_function(to_channels_last, (x, is_nchw)) for x in inputs}
-    may_be_nhwc = set(begun.values())
-    for node in list(graph.nodes):
-        if node in may_be_nhwc or node is is_nchw:
+    if any(changes_input(modules, n) and is_seen(modules, n) for n in graph.nodes):
+        return False
+    converted, back = set(inputs), []
+    for node in graph.nodes:
+        if node in converted or not any(n in converted for n in node.all_input_nodes):
             continue
-        if _keeps_format(root, node):
-            for x, converted in begun.items():
-                node.replace_input_with(x, converted)
-            if any(n in may_be_nhwc for n in node.all_input_nodes):
-                may_be_nhwc.add(node)
-        elif not (node.op == "call_method" and node.target in _READS_NO_STRIDES):
-            for read in [n for n in node.all_input_nodes if n in may_be_nhwc]:
-                with graph.inserting_before(node):
-                    back = graph.call_function(to_contiguous, (read, is_nchw))
-                node.replace_input_with(read, back)
+        if _keeps_format(modules, node):
+            converted.add(node)
+        elif not _reads_no_strides(node):
+            back += [(n, node) for n in node.all_input_nodes if n in converted]
+    if any(sum(not _reads_no_strides(u) for u in n.users) > 1 for n, _ in back):
+        return False
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        is_nchw = graph.call_function(are_contiguous, (graph.get_attr(conv), *inputs))
+        starts = [graph.call_function(to_channels_last, (x, is_nchw)) for x in inputs]
+    for x, start in zip(inputs, starts, strict=True):
+        readers = {n for n in x.users if _keeps_format(modules, n)}
+        x.replace_all_uses_with(start, delete_user_cb=readers.__contains__)
+    for n, node in back:
+        if n not in inputs:
+            with graph.inserting_before(node):
+                node.replace_input_with(n, graph.call_function(to_contiguous, (n, is_nchw)))
+    return True
 
 
-def _keeps_format(root: nn.Module, node: fx.Node) -> bool:
+def _keeps_format(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     if node.op == "call_module":
-        return isinstance(root.get_submodule(str(node.target)), _MODULES)
+        module = modules[str(node.target)]
+        gives_indices = getattr(module, "return_indices", False)
+        return type(module) in _MODULES and not gives_indices and not has_hooks(module)
     if node.op == "call_function":
-        return node.target in _FUNCTIONS
+        return node.target in _FUNCTIONS and not node.kwargs.get("return_indices")
     return node.op == "call_method" and node.target in _METHODS
 
 
-def _changes_in_place(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.endswith("_") or node.target is operator.iadd or bool(node.kwargs.get("inplace"))
+def _reads_no_strides(node: fx.Node) -> bool:
+    name = node.args[1] if node.target is getattr and len(node.args) > 1 else node.target
+    return name in _READS_NO_STRIDES
 
 
-def are_contiguous(*tensors: Tensor) -> bool:
-    """Whether none of them is in channels_last order."""
-    return not any(map(layout.is_channels_last, tensors))
+def are_contiguous(conv: nn.Module, *inputs: Tensor) -> bool:
+    """Whether a model runs in NCHW: inputs, and the weight of one convolution."""
+    weight = conv._parameters.get("weight")
+    tensors = inputs if weight is None else (weight, *inputs)
+    return all(t.is_contiguous() and not layout.is_channels_last(t) for t in tensors)
 
 
 def to_channels_last(x: Tensor, is_nchw: bool) -> Tensor:
@@ -109,5 +124,10 @@ def to_channels_last(x: Tensor, is_nchw: bool) -> Tensor:
 
 
 def to_contiguous(x: Tensor, is_nchw: bool) -> Tensor:
-    """`x` as a model that runs in NCHW gives it."""
-    return x.contiguous() if is_nchw and x.dim() == 4 else x
+    """`x` as a model that runs in NCHW gives it, with the very strides."""
+    if not is_nchw or x.dim() != 4:
+        return x
+    _, c, h, w = x.shape
+    if x.stride() == (c * h * w, h * w, w, 1):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

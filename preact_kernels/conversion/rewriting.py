@@ -20,7 +20,7 @@ def rewrite(module: nn.Module, graph: fx.Graph, matches: Sequence[Match]) -> Cal
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_before(next(iter(graph.nodes))):
-        root = graph.placeholder("root")
+        root = graph.placeholder("preact_root")
     calls: dict[fx.Node, fx.Node] = {}  # by the node that each replaces
     for m in matches:
         with graph.inserting_before(m.end):
@@ -31,8 +31,9 @@ def rewrite(module: nn.Module, graph: fx.Graph, matches: Sequence[Match]) -> Cal
     for node in reversed(graph.nodes):
         if node in replaced:
             graph.erase_node(node)
-    if matches:
-        keep_channels_last(module, graph, inputs)
+    conv = next((path(c) for m in matches for c in _convs(m)), None)
+    if conv is not None:
+        keep_channels_last(dict(module.named_modules()), graph, inputs, conv)
     code = graph.python_code("self")
     return _function(code.src, tuple(sorted(code.globals.items(), key=lambda item: item[0])))
 
@@ -66,12 +67,19 @@ def _call(graph: fx.Graph, root: fx.Node, m: Match, calls: Mapping[fx.Node, fx.N
     return graph.call_function(fused_calls.bn_relu, arguments)
 
 
+def _convs(m: Match) -> list[fx.Node]:
+    if isinstance(m, Run):
+        return [u.conv for b in m.blocks for u in b.units]
+    return [m.unit.conv] if isinstance(m, SingleUnit) else []
+
+
 def _block(graph: fx.Graph, root: fx.Node, block: Block) -> tuple:
     projection = block.projection
     nodes = [n for u in block.units for n in (u.activation.bn, u.conv)]
     parent = common_parent(nodes + ([projection] if projection else []))
     units = tuple((_norm_name(u.activation, parent), _name(u.conv, parent)) for u in block.units)
-    names = (units, _name(projection, parent) if projection else None, block.is_residual)
+    shortcut = _name(projection, parent) if projection else None
+    names = (units, shortcut, block.is_residual, block.is_in_place)
     return _module(graph, root, parent), names
 
 
