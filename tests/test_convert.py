@@ -542,7 +542,7 @@ UNFUSED = {
     PythonRandomness: "random numbers",
     TensorRandomness: "tensors that are no inputs",
     WithoutGradient: "no_grad",
-    Checkpointed: "checkpointing|tensors that are no inputs",
+    Checkpointed: "checkpointing|tensors that are no inputs|calls torch",
     ReentrantCheckpoint: "custom autograd function|checkpointing",
     ConstantTensor: "neither a parameter nor a buffer",
     SetsAttribute: "sets attributes",

@@ -11,6 +11,7 @@ from preact_kernels.conversion.fused_module import (
     OWN,
     FusedModule,
     Plan,
+    fused_class,
     install,
     installed_plan,
     is_leaf,
@@ -19,7 +20,7 @@ from preact_kernels.conversion.fused_module import (
 )
 from preact_kernels.conversion.matching import Match, Run, SingleUnit, is_norm
 from preact_kernels.conversion.report import ConversionReport, Site
-from preact_kernels.conversion.tracing import Refusal, original_class
+from preact_kernels.conversion.tracing import original_class
 from preact_kernels.modules.preact_stage import check_memory
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -59,6 +60,8 @@ def convert(model: _Model, *, memory: str = "store") -> _Model:
     _check_model(model)
     check_memory(memory, None, None, 1)
     plans = _gaining(_analysis(model).plans)
+    planned = {id(model.get_submodule(name)) for name in plans}
+    stale = [m for m in model.modules() if isinstance(m, FusedModule) and id(m) not in planned]
     changed: list[nn.Module] = []
     try:
         for name, found in plans.items():
@@ -66,6 +69,8 @@ def convert(model: _Model, *, memory: str = "store") -> _Model:
             if not isinstance(module, FusedModule):
                 changed.append(module)
             install(module, found)
+        for module in stale:
+            uninstall(module)
     except Exception:
         for module in changed:
             uninstall(module)
@@ -141,10 +146,15 @@ def _analysis(model: nn.Module) -> _Analysis:
         if kind.__module__.startswith("torch.") and kind is not nn.Sequential:
             refused[name] = f"{kind.__name__} is not traced"
             continue
+        if "forward" in module.__dict__ or kind.__call__ is not nn.Module.__call__:
+            refused[name] = f"{kind.__name__} does not run the forward of its class"
+            continue
         try:
             plans[name] = plan(module, shared)
+            fused_class(kind)
             shared |= plans[name].matches.shared
-        except Refusal as error:
+        except Exception as error:
+            plans.pop(name, None)
             refused[name] = f"{kind.__name__} cannot be traced: {error}"
     return _Analysis(plans, refused)
 

@@ -27,7 +27,8 @@ class Plan(NamedTuple):
     function: Callable[..., Tensor]  # in training mode; see `rewrite`
     evaluation_function: Callable[..., Tensor]  # the same where the forward does not ask
     argument_names: tuple[str, ...]  # without those that have defaults
-    inlined: tuple[Inlined, ...]  # modules that the function does not call
+    inlined: tuple[Inlined, ...]  # modules that the functions do not call
+    reads_training: tuple[nn.Module, ...]  # whose mode the forward reads
     matches: Matches
     opaque: dict[str, str]  # why a child was not looked into, by path
 
@@ -55,7 +56,7 @@ class Plan(NamedTuple):
         """The forward for the present mode of `module`; None where its children's modes differ."""
         if not self.depends_on_training:
             return self.function
-        if any(i.module.training != module.training for i in self.inlined):
+        if any(m.training != module.training for m in self.reads_training):
             return None
         return self.function if module.training else self.evaluation_function
 
@@ -70,7 +71,7 @@ def plan(module: nn.Module, shared: frozenset[int] = frozenset()) -> Plan:
     Raises:
         Refusal: its forward cannot be traced.
     """
-    flags = [(m, m.training) for m in module.modules()]
+    flags = [(m, m.training) for m in module.modules() if "training" in m.__dict__]
 
     def traced(training: bool) -> tuple[Callable[..., Tensor], Trace, Matches, tuple[str, ...]]:
         for m, _ in flags:
@@ -82,12 +83,16 @@ def plan(module: nn.Module, shared: frozenset[int] = frozenset()) -> Plan:
 
     try:
         function, found, matches, names = traced(training=True)
-        evaluation_function = traced(training=False)[0] if found.reads_training else function
+        inlined = [*found.inlined.values(), *_absorbed(module, matches)]
+        reads, evaluation_function = found.reads_training, function
+        if reads:
+            evaluation_function, other, other_matches, _ = traced(training=False)
+            inlined += [*other.inlined.values(), *_absorbed(module, other_matches)]
+            reads = tuple(dict.fromkeys((*reads, *other.reads_training)))
     finally:
         for m, flag in flags:
             m.__dict__["training"] = flag
-    inlined = (*found.inlined.values(), *_absorbed(module, matches))
-    return Plan(function, evaluation_function, names, inlined, matches, found.opaque)
+    return Plan(function, evaluation_function, names, tuple(inlined), reads, matches, found.opaque)
 
 
 def _absorbed(root: nn.Module, matches: Matches) -> Iterator[Inlined]:
@@ -116,11 +121,21 @@ class FusedModule(nn.Module):
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
-        cls = type(self)
-        if len(reduced) < 3 or reduced[1][:1] != (cls,) or not isinstance(reduced[2], dict):
+        cls, original = type(self), self.original_class
+        if cls is not fused_class(original) or not isinstance(reduced, tuple) or len(reduced) < 3:
             return reduced
-        state = {name: value for name, value in reduced[2].items() if name != _PLAN}
-        return _empty, (cls.original_class, *reduced[1][1:]), state, *reduced[3:]
+        constructor, args, state, *rest = reduced
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != _PLAN}
+        if args[:1] == (cls,):
+            return _empty, (original, *args[1:]), state, *rest
+        return constructor, tuple(original if a is cls else a for a in args), state, *rest
+
+    def __prepare_scriptable__(self):
+        """For `torch.jit.script`, which compiles the original class."""
+        plain = self.original_class.__new__(self.original_class)
+        plain.__dict__ = {name: value for name, value in self.__dict__.items() if name != _PLAN}
+        return plain
 
     def __setstate__(self, state):
         super().__setstate__(state)

@@ -1,4 +1,4 @@
-"""Traces the forward of a module to a graph that is right for every later call, or refuses.
+"""Traces the forward of a module to a graph, and refuses what a graph cannot hold.
 
 `torch.fx` records operations on its proxies alone. What a forward does beside them would be lost
 or frozen in the graph: control flow on Python values, tensors computed from constants, random
@@ -8,7 +8,9 @@ all of these. A child that cannot be traced stays a call in the graph of its par
 
 import builtins
 import contextlib
+import copy
 import inspect
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -21,11 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
 
 _SIMPLE = (bool, int, float, str, type(None))
+# What nn.Module and wrappers of modules set on their own.
+_MODULE_STATE = {*nn.Module().__dict__, "_compiled_call_impl"}
 _PLAIN_CONTAINERS = (nn.Sequential,)
 
 
 class Refusal(Exception):
     """Why a module cannot be traced."""
+
+    count = 0  # of all that were raised, also those that a forward caught
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        Refusal.count += 1
 
 
 class Inlined(NamedTuple):
@@ -33,16 +43,36 @@ class Inlined(NamedTuple):
 
     module: nn.Module
     place: tuple[dict, str] | None  # the parent's `_modules` and the name there; None: the root
+    forward: object  # of its class
     attributes: dict[str, Any]  # Python values that its forward may have read
+    absent: tuple[str, ...]  # attributes and tensors that it does not have, or that are None
+    children: int
 
     def is_unchanged(self) -> bool:
-        """Whether the module is still in its place, without hooks, with the same attributes."""
+        """Whether the module is in its place, without hooks, with the attributes it had.
+
+        What lists and other containers hold is not compared.
+        """
+        module = self.module
         if self.place is not None:
             siblings, name = self.place
-            if siblings.get(name) is not self.module or has_own_hooks(self.module):
+            if siblings.get(name) is not module or has_own_hooks(module):
                 return False
-        values = self.module.__dict__
-        return all(values.get(n, self) == v for n, v in self.attributes.items())
+        if original_class(module).forward is not self.forward:
+            return False
+        if len(module._modules) != self.children:
+            return False
+        values = module.__dict__
+        for name, value in self.attributes.items():
+            own = values.get(name, self)
+            if own is not value and not (isinstance(own, _SIMPLE) and own == value):
+                return False
+        for name in self.absent:
+            if name in values:
+                return False
+            if module._buffers.get(name) is not None or module._parameters.get(name) is not None:
+                return False
+        return True
 
 
 def inlined_at(root: nn.Module, path: str) -> Inlined:
@@ -50,19 +80,25 @@ def inlined_at(root: nn.Module, path: str) -> Inlined:
     parent, _, name = path.rpartition(".")
     place = (root.get_submodule(parent)._modules, name) if path else None
     module = root.get_submodule(path)
+    kind = original_class(module)
+    own = [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
+    class_values = dict.fromkeys(n for c in own for n in vars(c) if not n.startswith("__"))
+    unset = [n for t in (module._buffers, module._parameters) for n, v in t.items() if v is None]
+    values = module.__dict__
     attributes = {
         name: value
-        for name, value in vars(module).items()
-        if isinstance(value, _SIMPLE) and name != "training"
+        for name, value in values.items()
+        if (isinstance(value, _SIMPLE) or callable(value)) and name not in _MODULE_STATE
     }
-    return Inlined(module, place, attributes)
+    absent = (*(n for n in class_values if n not in values), *unset)
+    return Inlined(module, place, kind.forward, attributes, absent, len(module._modules))
 
 
 class Trace(NamedTuple):
     """The graph of a module's forward."""
 
     graph: fx.Graph
-    reads_training: bool  # whether a forward in it may depend on `self.training`
+    reads_training: tuple[nn.Module, ...]  # whose attribute `training` was read
     inlined: dict[str, Inlined]  # by path; the root's path is ""
     opaque: dict[str, str]  # why a child stays a call, by path
 
@@ -80,10 +116,16 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace:
     tracer = _Tracer(root, is_leaf)
     try:
         with _unchanged(root), _only_proxies(root), _reads_of_training() as reads:
+            before = Refusal.count
             graph = tracer.trace(root)
+            if Refusal.count > before + len(tracer.opaque):
+                raise Refusal("its forward catches the errors of tracing")
+        for path in list(tracer.inlined):
+            while path := path.rpartition(".")[0]:  # lists of modules, which are not called
+                tracer.inlined.setdefault(path, inlined_at(root, path))
     except Exception as error:
         raise Refusal(_reason(error)) from error
-    return Trace(graph, bool(reads), tracer.inlined, tracer.opaque)
+    return Trace(graph, tuple(dict.fromkeys(reads)), tracer.inlined, tracer.opaque)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -95,7 +137,6 @@ class _Tracer(fx.Tracer):
     def __init__(self, root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self._is_leaf = is_leaf
-        self._state = _global_state()
         self.inlined: dict[str, Inlined] = {}
         self.opaque: dict[str, str] = {}
         self.inlined[""] = inlined_at(root, "")
@@ -110,14 +151,17 @@ class _Tracer(fx.Tracer):
                 arguments.append(self.create_proxy("placeholder", name, (), {}))
         return forward, arguments
 
-    def create_proxy(self, *args, **kwargs):
-        if _global_state() != self._state:
-            raise Refusal("a part of it runs under no_grad, autocast or inference_mode")
-        return super().create_proxy(*args, **kwargs)
+    def to_bool(self, obj):
+        raise Refusal("it has control flow on values")
+
+    def iter(self, obj):
+        raise Refusal("it iterates over a value of unknown length")
 
     def create_arg(self, a):
         if isinstance(a, Tensor) and not self._has(a):
             raise Refusal("it uses a tensor that is neither a parameter nor a buffer")
+        if isinstance(a, dict) and type(a) is not dict:
+            raise Refusal(f"it uses a {type(a).__name__}")
         return super().create_arg(a)
 
     def _has(self, t: Tensor) -> bool:
@@ -159,13 +203,21 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
     """Refuses a forward that sets attributes of its module, and restores them."""
     attributes = vars(module)
     before = dict(attributes)
+    held = {n: copy.copy(v) for n, v in before.items() if type(v) in (dict, list, set)}
+    is_same = True
     try:
         yield
     finally:
-        is_same = attributes.keys() == before.keys() and all(
-            attributes[name] is value for name, value in before.items()
-        )
-        if not is_same:
+        for name, value in held.items():
+            own = before[name]
+            if len(own) != len(value) or any(map(operator.is_not, own, value)):
+                is_same = False
+                own.clear()
+                own.extend(value) if isinstance(own, list) else own.update(value)
+        if attributes.keys() != before.keys() or any(
+            attributes[name] is not value for name, value in before.items()
+        ):
+            is_same = False
             attributes.clear()
             attributes.update(before)
     if not is_same:
@@ -177,15 +229,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, fx.proxy.TraceError):
         return f"it has control flow on values ({lines[0]})"
     return lines[0] if isinstance(error, Refusal) else f"{type(error).__name__}: {lines[0]}"
-
-
-def _global_state() -> tuple:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-    )
 
 
 class _NoTensors(TorchDispatchMode):
@@ -249,6 +292,40 @@ def _random_states() -> tuple:
     return random.getstate(), keys.tobytes(), rest
 
 
+_REFUSED = (
+    (torch.autograd.Function, "apply", "it calls a custom autograd function"),
+    (
+        torch.autograd.graph.saved_tensors_hooks,
+        "__enter__",
+        "it runs under checkpointing or other hooks of saved tensors",
+    ),
+    *(
+        (context, "__enter__", f"a part of it runs under {context.__name__}")
+        for context in (
+            torch.autocast,
+            torch.enable_grad,
+            torch.inference_mode,
+            torch.no_grad,
+            torch.random.fork_rng,
+        )
+        if isinstance(context, type)
+    ),
+    (torch.set_grad_enabled, "__init__", "a part of it runs under set_grad_enabled"),
+    *(
+        (torch, name, f"it calls torch.{name}")
+        for name in (
+            "is_autocast_enabled",
+            "is_grad_enabled",
+            "is_inference_mode_enabled",
+            "manual_seed",
+            "seed",
+            "set_rng_state",
+        )
+    ),
+    (torch.random, "fork_rng", "it calls torch.random.fork_rng"),
+)
+
+
 @contextlib.contextmanager
 def _only_proxies(root: nn.Module) -> Iterator[None]:
     """Within the context, whatever a graph cannot hold raises `Refusal`."""
@@ -260,12 +337,7 @@ def _only_proxies(root: nn.Module) -> Iterator[None]:
         if base.__module__ in sys.modules and not base.__module__.startswith(("torch.", "builtins"))
     }
     replaced = [
-        (torch.autograd.Function, "apply", _refuse("it calls a custom autograd function")),
-        (
-            torch.autograd.graph.saved_tensors_hooks,
-            "__enter__",
-            _refuse("it runs under checkpointing or other hooks of saved tensors"),
-        ),
+        *((owner, name, _refuse(reason)) for owner, name, reason in _REFUSED),
         *((source, "isinstance", _isinstance) for source in sources),
     ]
     with contextlib.ExitStack() as stack:
