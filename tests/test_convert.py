@@ -503,6 +503,42 @@ class ConstantTensor(Block):
         return super().forward(x) * self.scale[0]
 
 
+class Autocast(Block):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+class AsksForState(Block):
+    def forward(self, x):
+        return super().forward(x) * (1 if torch.is_grad_enabled() else 0)
+
+
+class Seeds(Block):
+    def forward(self, x):
+        torch.manual_seed(7)
+        return F.dropout(super().forward(x), 0.5)
+
+
+class CatchesErrors(Block):
+    def forward(self, x):
+        try:
+            is_large = bool(x.max() > 1e9)
+        except Exception:
+            is_large = True
+        return super().forward(x) * (0 if is_large else 1)
+
+
+class Records(Block):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(x.shape)
+        return super().forward(x)
+
+
 class SetsAttribute(Block):
     def forward(self, x):
         self.last = super().forward(x)
@@ -546,6 +582,11 @@ UNFUSED = {
     ReentrantCheckpoint: "custom autograd function|checkpointing",
     ConstantTensor: "neither a parameter nor a buffer",
     SetsAttribute: "sets attributes",
+    Autocast: "under autocast",
+    AsksForState: "calls torch.is_grad_enabled",
+    Seeds: "calls torch.manual_seed",
+    CatchesErrors: "catches the errors",
+    Records: "sets attributes",
     with_hook: "has hooks",
     with_two_names: "more than once",
 }
@@ -801,3 +842,146 @@ def test_gradients_of_functional_transforms():
     found, expected = per_sample(model), per_sample(plain)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+class ClampsResult(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        y.clamp_(max=0.1)
+        return y
+
+
+class ScalesView(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        y[:, :2].mul_(3)
+        return y
+
+
+class DropsInPlace(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        F.dropout(y, 0.5, self.training, True)
+        return y
+
+
+class ChangesViewOfInput(Block):
+    def forward(self, x):
+        x = x * 1
+        x.flatten(2).mul_(2)
+        return super().forward(x)
+
+
+class TakesIndices(Block):
+    def forward(self, x):
+        y, indices = F.max_pool2d(super().forward(x), 2, return_indices=True)
+        return y + indices
+
+
+class Taps(Block):
+    def forward(self, x):
+        h = super().forward(x)
+        return h, h.mean((2, 3))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "build", [ClampsResult, ScalesView, DropsInPlace, ChangesViewOfInput, TakesIndices]
+)
+def test_in_place_changes_after_fused_calls_are_seen(build, memory_format):
+    model = build().to(memory_format=memory_format)
+    plain = copy.deepcopy(model)
+    assert pk.conversion_report(pk.convert(model)).fused
+    x = torch.randn(2, 4, 6, 6).contiguous(memory_format=memory_format)
+    found = []
+    for m in (model, plain):
+        torch.manual_seed(0)
+        y = m(x.clone())
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in m.parameters()), *m.buffers()])
+    for value, expected in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_results_stay_in_the_graph_of_later_results():
+    model = pk.convert(Taps())
+    h, y = model(torch.randn(2, 4, 6, 6))
+    (gradient,) = torch.autograd.grad(y.sum(), h)
+    torch.testing.assert_close(gradient, torch.full_like(h, 1 / 36))
+
+
+class WithParts(Block):
+    """Reads attributes of several kinds."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.act = torch.relu
+        self.layers = nn.Sequential(nn.Identity())
+        self.parts = nn.ModuleList([nn.Identity()])
+        self.pool = nn.MaxPool2d(1)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("mask", None)
+        self.first, self.second = nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())
+
+    def forward(self, x):
+        y = self.layers(self.act(super().forward(x))) * self.scale
+        for part in self.parts:
+            y = part(y)
+        if self.mask is not None:
+            y = y * self.mask
+        if self.pool is not None:
+            y = self.pool(y)
+        y = F.dropout(y, self.drop.p, self.drop.training)
+        return self.first(y) if self.training else self.second(y)
+
+
+CHANGES = {
+    "append": lambda m: m.layers.append(nn.Tanh()),
+    "append-to-list": lambda m: m.parts.append(nn.Tanh()),
+    "class-attribute": lambda m: setattr(m, "scale", 0.5),
+    "callable": lambda m: setattr(m, "act", torch.tanh),
+    "buffer": lambda m: m.register_buffer("mask", torch.full((1,), 0.5)),
+    "no-child": lambda m: setattr(m, "pool", None),
+    "mode-of-a-child": lambda m: m.eval().drop.train(),
+    "hook-in-evaluation": lambda m: m.eval().second.register_forward_hook(lambda *a: a[2] * 0),
+    "forward": lambda m: setattr(m, "forward", lambda x: x * 2),
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "converted-again"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_later_changes_have_the_effect_of_plain_pytorch(change, again):
+    model = WithParts()
+    plain = copy.deepcopy(model)
+    assert pk.conversion_report(pk.convert(model)).fused
+    for m in (model, plain):
+        change(m)
+    if again:
+        pk.convert(model)
+    x = torch.randn(2, 4, 6, 6)
+    torch.manual_seed(0)
+    expected = plain(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(model(x), expected)
+
+
+class TwoFaced(Block):
+    def __init_subclass__(cls, *, kind, **kwargs):
+        super().__init_subclass__(**kwargs)
+
+
+def test_unusual_classes_are_left_alone():
+    model = pk.convert(nn.Sequential(TwoFaced()))
+    assert type(model[0]) is TwoFaced
+    assert model(torch.randn(2, 4, 6, 6)).shape == (2, 4, 6, 6)
+
+
+def test_scripts_are_those_of_the_plain_model():
+    model = pk.convert(Block()).eval()
+    x = torch.randn(2, 4, 6, 6)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+    child = nn.Sequential(Block(), torch.jit.script(nn.Dropout(0.5)))
+    pk.convert(child).eval()
+    assert not child[1].training

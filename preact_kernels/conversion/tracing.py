@@ -60,7 +60,7 @@ class Inlined(NamedTuple):
                 return False
         if original_class(module).forward is not self.forward:
             return False
-        if len(module._modules) != self.children:
+        if _count_children(module) != self.children:
             return False
         values = module.__dict__
         for name, value in self.attributes.items():
@@ -91,7 +91,11 @@ def inlined_at(root: nn.Module, path: str) -> Inlined:
         if (isinstance(value, _SIMPLE) or callable(value)) and name not in _MODULE_STATE
     }
     absent = (*(n for n in class_values if n not in values), *unset)
-    return Inlined(module, place, kind.forward, attributes, absent, len(module._modules))
+    return Inlined(module, place, kind.forward, attributes, absent, _count_children(module))
+
+
+def _count_children(module: nn.Module) -> int:
+    return sum(child is not None for child in module._modules.values())
 
 
 class Trace(NamedTuple):
@@ -120,7 +124,8 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace:
             graph = tracer.trace(root)
             if Refusal.count > before + len(tracer.opaque):
                 raise Refusal("its forward catches the errors of tracing")
-        for path in list(tracer.inlined):
+        called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+        for path in (*tracer.inlined, *called):
             while path := path.rpartition(".")[0]:  # lists of modules, which are not called
                 tracer.inlined.setdefault(path, inlined_at(root, path))
     except Exception as error:
