@@ -75,6 +75,7 @@ CHECKPOINTS = {
 
 
 @every_module
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_checkpoints_change_no_bit_and_count_a_batch_once(call, make, backend):
     module, inputs = make(), {"x": images()}
@@ -201,6 +202,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_pruned_and_parametrised_children_of_a_unit_are_called(change, backend):
     module = randomised(pk.BNReLUConv2d(10, 16, 3, padding=1))

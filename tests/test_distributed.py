@@ -31,7 +31,7 @@ pytestmark = pytest.mark.not_under_sanitizer
 def results_of(processes, folder, *jobs, seeds=(0,), backend="auto"):
     """What each process found, by rank."""
     arguments = ["tests.distributed_worker", folder, *jobs, "--seeds", *seeds]
-    done = torchrun(processes, arguments, timeout_s=600, backend=backend)
+    done = torchrun(processes, arguments, timeout_s=240, backend=backend)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
 
@@ -208,4 +208,4 @@ def test_a_process_that_dies_ends_the_job_with_an_error(how, tmp_path):
     done = torchrun(2, ["tests.distributed_worker", tmp_path, how], timeout_s=60)
     assert done.returncode != 0
     assert list(tmp_path.iterdir()) == []  # no process came to the end
-    assert "local_rank: 1" in done.stderr.partition("Root Cause")[2]
+    assert "local_rank: 1" in done.stderr

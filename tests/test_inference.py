@@ -1,6 +1,7 @@
 """`fuse_for_inference`: what folds, what stays, and that the results are those of plain PyTorch."""
 
 import copy
+import functools
 import importlib.util
 import io
 import pickle
@@ -384,8 +385,43 @@ class Untraceable(nn.Module):
         return x
 
 
+class Part(nn.Sequential):
+    """A container with a class of its own."""
+
+
+class OptionalTaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+
+    def forward(self, x, features=False):
+        f = self.body[0](x)
+        y = self.body[1](f)
+        return f if features else y
+
+
+def test_stays_where_a_forward_may_read_parts_of_a_container():
+    model = randomised(OptionalTaps()).eval()
+    fused = pk.fuse_for_inference(model)
+    for features in (False, True):
+        assert torch.equal(fused(x := images(), features), model(x, features))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_stays_where_a_forward_is_replaced(inside):
+    block = randomised(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    block.forward = functools.partial(lambda m, x: m[0](x) + m[1](m[0](x)), block)
+    model = nn.Sequential(block).eval() if inside else block.eval()
+    assert torch.equal(pk.fuse_for_inference(model)(x := images()), model(x))
+
+
+def test_takes_scripts_as_children():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), torch.jit.script(nn.Linear(10, 4))).eval()
+    torch.testing.assert_close(pk.fuse_for_inference(model)(x := images()), model(x))
+
+
 def test_folds_inside_what_cannot_be_traced():
-    inner = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Dropout(0.5), nn.SyncBatchNorm(3))
+    inner = Part(nn.Conv2d(3, 3, 3, padding=1), nn.Dropout(0.5), nn.SyncBatchNorm(3))
     model = randomised(Untraceable(inner, copy.deepcopy(inner))).eval()
     fused = pk.fuse_for_inference(model)
     assert not any(isinstance(m, nn.SyncBatchNorm) for m in fused.modules())

@@ -101,6 +101,7 @@ def check_transform(transform, module, x):
 
 
 @every_module
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transform", EVALUATION_TRANSFORMS.values(), ids=EVALUATION_TRANSFORMS)
 def test_transforms_in_evaluation_mode_equal_the_plain_ones(transform, make):
     check_transform(transform, make().double().eval(), images())
@@ -117,6 +118,7 @@ def untracked(module):
 
 
 @every_module
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transform", EVALUATION_TRANSFORMS.values(), ids=EVALUATION_TRANSFORMS)
 def test_transforms_in_training_mode_equal_the_plain_ones(transform, make):
     check_transform(transform, untracked(make().double()), images())
@@ -170,6 +172,7 @@ def test_functions_under_transforms_equal_the_plain_ones(fused, plain, shapes):
 
 @every_node
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("create_graph", [True, False])
 def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, make, backend):
     module = make().double().train(training)
@@ -205,6 +208,7 @@ def test_dual_numbers_as_gradients_equal_the_plain_ones(training, make, backend)
 
 
 @every_node
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strategy", ["forward-mode", "reverse-mode"])
 def test_vectorised_jacobians_equal_the_plain_ones(strategy, make, backend):
     module, x = make().double().eval(), images(2)[:, :, :2, :2]
@@ -215,6 +219,7 @@ def test_vectorised_jacobians_equal_the_plain_ones(strategy, make, backend):
 
 
 @every_node
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("function", ["hessian", "jvp", "vjp", "jacobian", "hvp"])
 def test_functions_of_torch_autograd_equal_the_plain_ones(function, make, backend):
     module = make().double()

@@ -21,7 +21,7 @@ from preact_kernels.conversion.convert import conversion_report, convert, revert
 from preact_kernels.conversion.fused_module import OWN, FusedModule, is_leaf
 from preact_kernels.conversion.matching import is_norm
 from preact_kernels.conversion.tracing import Refusal, original_class, trace
-from preact_kernels.modules.batch_norm import has_hooks
+from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUT_FUNCTIONS = (F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
@@ -39,11 +39,12 @@ def fuse_for_inference(model: _Model) -> _Model:
     is not exact: without running statistics; if it or the convolution has hooks, is used more than
     once, or is of another class (as when parametrized); if weights are read elsewhere in the model,
     or leave the range of their dtype; and in forwards that `torch.fx` cannot trace, or that take
-    optional arguments. The children of such modules are looked into on their own, and are expected
-    to be called as a whole.
+    optional arguments. The children of such modules are folded separately, if they have forwards of
+    their own, which are expected to be called as a whole. Methods other than `forward` see the
+    folded modules.
 
     What runs fused already stays so: the blocks, stages and units of this package (those with
-    `fused=False` are folded), and the chains of a model that `convert` changed. Hence three ways:
+    `fused=False` are folded), and the chains of a model that `convert` changed. Ways to call it:
 
     - `fuse_for_inference(model)` folds all it can, and leaves the rest to PyTorch's operators.
     - `fuse_for_inference(convert(model))` folds only what `convert` leaves. It is the faster way
@@ -70,7 +71,10 @@ def fuse_for_inference(model: _Model) -> _Model:
     if is_converted:
         kept = {id(result.get_submodule(s.name)) for s in conversion_report(result).fused}
         revert(result)
-    result.eval().requires_grad_(False)
+    result.eval()
+    for p in result.parameters():
+        if p.is_leaf:  # those of scripts are not
+            p.requires_grad = False
     places = Counter(id(m) for _, m in result.named_modules(remove_duplicate=False))
     _fold_in(result, kept | {i for i, count in places.items() if count > 1})
     if is_converted:
@@ -91,19 +95,20 @@ def _stay_in_evaluation_mode(model: nn.Module, mode: bool = True) -> nn.Module:
     return type(model).train(model, False)
 
 
-def _fold_in(module: nn.Module, kept: set[int]) -> None:
+def _fold_in(module: nn.Module, kept: set[int], is_called: bool = True) -> None:
     """Folds what the forward of `module` shows, then looks into the modules that it calls.
 
     Args:
         module: in evaluation mode; changed in place.
         kept: ids of modules that do not change.
+        is_called: whether its forward runs, and nobody calls its children one by one.
     """
     if _is_leaf(module):
         return
-    graph = _graph(module)
+    graph = _graph(module) if is_called else None
     if graph is None:
-        for child in module.children():
-            _fold_in(child, kept)
+        for child in module.children():  # a forward without a graph may index into containers
+            _fold_in(child, kept, is_called=type(child) is not nn.Sequential)
         return
     kept = kept | _called_twice(module, graph) | _read_modules(module, graph)
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
@@ -123,9 +128,12 @@ def _is_leaf(module: nn.Module) -> bool:
 def _graph(module: nn.Module) -> fx.Graph | None:
     """The graph of a module's forward; None where there is not one for every call."""
     kind = original_class(module)
-    if kind.forward is nn.Module.forward:
+    is_graph = issubclass(kind, fx.GraphModule)
+    if kind.forward is nn.Module.forward or has_own_hooks(module):
         return None
-    is_plain = kind is nn.Sequential or issubclass(kind, fx.GraphModule)
+    if kind.__call__ is not nn.Module.__call__ and not is_graph:
+        return None
+    is_plain = kind is nn.Sequential or is_graph
     if kind.__module__.startswith("torch.") and not is_plain:
         return None
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
