@@ -1,7 +1,7 @@
 # make test        lint, then the quick tests
 # make test-full   lint, then every test
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
-# make report      tables and plots of README.md and docs/benchmarks.md, from bench/results/
+# make report      tables and plots of README.md and docs/, from bench/results/
 # make lint        ruff, clang-format and mypy, changes nothing
 # make format      the same, changes files
 # make compile-triton

@@ -1,4 +1,4 @@
-"""One process of a job of test_distributed.py: `torchrun -m tests.distributed_worker JOB FOLDER`.
+"""One process of a job of test_distributed.py: `torchrun -m tests.distributed_worker FOLDER JOBS`.
 
 Writes what it found to FOLDER, in a file by rank. The truth is computed by the same functions, in
 one process that has the images of all.

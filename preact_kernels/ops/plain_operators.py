@@ -16,11 +16,11 @@ def runs_plain(*tensors: Tensor | Proxy | None) -> bool:
 
     That is so under `torch.func` transforms, forward-mode differentiation, `torch.jit.trace`,
     `torch.export` and `torch.fx.symbolic_trace`, and for subclasses of Tensor such as DTensor. The
-    ONNX exporters trace with `torch.export` or `torch.jit.trace`. `torch.compile` takes the
-    registered ops, but for the transforms within what it compiles.
+    ONNX exporters trace with `torch.export` or `torch.jit.trace`. Under `torch.compile`, the
+    registered ops run, except inside transforms.
 
     Args:
-        tensors: arguments of the call. Nothing is read but their types.
+        tensors: arguments of the call. Only their types are read.
     """
     for t in tensors:
         if type(t) not in _SERVED_TYPES and isinstance(t, _TENSOR_LIKE):
