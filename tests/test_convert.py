@@ -643,6 +643,15 @@ def test_images_without_a_batch_raise_as_in_eager():
             m(torch.randn(3, 16, 16))
 
 
+class AsksForType(Block):
+    """Takes a tensor, a tuple of them, or an object that holds one."""
+
+    def forward(self, x):
+        x = x.tensors if hasattr(x, "tensors") else x
+        x = x if torch.is_tensor(x) else x[0]
+        return super().forward(x if isinstance(x, torch.Tensor) else x[0])
+
+
 class Broadcast(Block):
     def forward(self, x):
         return self.conv(F.relu(self.bn(x))) + x.mean((2, 3), keepdim=True)
@@ -673,7 +682,7 @@ class Tapped(nn.Module):
 
 
 @pytest.mark.parametrize("memory", MODES)
-@pytest.mark.parametrize("build", [Broadcast, Padded, UnevenlyPadded, Tapped])
+@pytest.mark.parametrize("build", [AsksForType, Broadcast, Padded, UnevenlyPadded, Tapped])
 def test_variants_are_right(build, memory):
     model = build()
     plain = copy.deepcopy(model)

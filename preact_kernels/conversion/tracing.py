@@ -138,6 +138,15 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "original_class", type(module))
 
 
+class _TensorProxy(fx.Proxy):
+    """A proxy that has the attributes of a tensor, and no others."""
+
+    def __getattr__(self, k):
+        if not hasattr(Tensor, k):
+            raise AttributeError(f"'Tensor' object has no attribute {k!r}")
+        return super().__getattr__(k)
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -155,6 +164,9 @@ class _Tracer(fx.Tracer):
             if parameter.default is inspect.Parameter.empty:
                 arguments.append(self.create_proxy("placeholder", name, (), {}))
         return forward, arguments
+
+    def proxy(self, node):
+        return _TensorProxy(node, self)
 
     def to_bool(self, obj):
         raise Refusal("it has control flow on values")
@@ -344,6 +356,7 @@ def _only_proxies(root: nn.Module) -> Iterator[None]:
     replaced = [
         *((owner, name, _refuse(reason)) for owner, name, reason in _REFUSED),
         *((source, "isinstance", _isinstance) for source in sources),
+        (torch, "is_tensor", lambda value: _isinstance(value, Tensor)),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_NoTensors())
