@@ -38,6 +38,7 @@ for name in names:
 def arguments_and_results(schema):
     """`(Tensor x, float eps) -> Tensor` as `[("Tensor", "x"), ("float", "eps")], "Tensor"`."""
     arguments, results = re.fullmatch(r"\((.*)\) -> (.*)", schema).groups()
+    arguments = arguments.replace("Scalar ", "float ")  # as `torch.compile` traces numbers
     return [tuple(a.rsplit(" ", 1)) for a in arguments.split(", ")], results
 
 
