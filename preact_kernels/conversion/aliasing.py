@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from preact_kernels.conversion import fused_calls
+from preact_kernels.modules.norm_act import is_norm_act
 
 # Their results share no memory with an input, unless they work in place.
 _ALLOCATING_FUNCTIONS = {
@@ -69,6 +70,16 @@ def is_seen(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     return not all(len(i.users) == 1 and _allocates(modules, i) for i in _changed_inputs(node))
 
 
+def aliases(modules: dict[str, nn.Module], node: fx.Node) -> set[fx.Node]:
+    """`node`, and the nodes whose results may share memory with its result."""
+    found, waiting = {node}, [node]
+    while waiting:
+        users = [u for u in waiting.pop().users if u not in found and not _allocates(modules, u)]
+        found.update(users)
+        waiting += users
+    return found
+
+
 def _changed_inputs(node: fx.Node) -> list[fx.Node]:
     if node.kwargs.get("out") is not None or node.op == "call_module":
         return node.all_input_nodes
@@ -83,7 +94,7 @@ def _allocates(modules: dict[str, nn.Module], node: fx.Node) -> bool:
         return node.target == "clone"
     if node.op == "call_module":
         module = modules[str(node.target)]
-        return type(module) in _ALLOCATING_MODULES
+        return type(module) in _ALLOCATING_MODULES or is_norm_act(module)
     if node.op != "call_function" or node.kwargs.get("out") is not None:
         return False
     return node.target in _ALLOCATING_FUNCTIONS and not _has_inplace_argument(node)

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from preact_kernels.conversion.aliasing import changes_input, is_seen
+from preact_kernels.conversion.aliasing import aliases, changes_input, is_seen
 from preact_kernels.conversion.tracing import Trace, original_class
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import has_hooks, is_stage_conv
@@ -425,10 +425,8 @@ class _Matcher:
         """Whether it is a run, which may keep its output, and a later node may change that."""
         if not isinstance(m, Run):
             return False
-        last = self._order[m.end]
-        return any(self._order[n] > last for n in self._changes) or any(
-            changes_input(self._modules, n) for n in m.end.users
-        )
+        readers = {user for n in aliases(self._modules, m.end) for user in n.users}
+        return any(changes_input(self._modules, n) for n in readers)
 
     def _is_changed_within(self, m: Match) -> bool:
         """Whether another node may change an input of `m` before `m` would read it."""
