@@ -895,7 +895,14 @@ class Taps(Block):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(
-    "build", [ClampsResult, ScalesView, DropsInPlace, ChangesViewOfInput, TakesIndices]
+    "build",
+    [
+        ClampsResult,
+        ScalesView,
+        DropsInPlace,
+        ChangesViewOfInput,
+        TakesIndices,
+    ],
 )
 def test_in_place_changes_after_fused_calls_are_seen(build, memory_format):
     model = build().to(memory_format=memory_format)
@@ -985,6 +992,13 @@ def test_unusual_classes_are_left_alone():
     model = pk.convert(nn.Sequential(TwoFaced()))
     assert type(model[0]) is TwoFaced
     assert model(torch.randn(2, 4, 6, 6)).shape == (2, 4, 6, 6)
+
+
+def test_a_child_that_catches_errors_stays_a_call_in_a_traced_parent():
+    model = Chain(Block(), CatchesErrors(), nn.BatchNorm2d(4), nn.ReLU())
+    report = {s.name: s for s in pk.conversion_report(pk.convert(model))}
+    assert report["2"].fused
+    assert "catches the errors" in report["1.bn"].reason
 
 
 def test_scripts_are_those_of_the_plain_model():

@@ -362,7 +362,7 @@ class _Matcher:
         add = next(iter(last.end.users)) if len(last.end.users) == 1 else None
         other = self._addend(add, last.end) if add else None
         if add is None or other is None:
-            return [*self._unit_run(chain)]
+            return self._unit_run(chain)
         passing, source = self._source(other)
         in_place = _is_in_place(add)
         if source is chain[0].activation.x and self._keeps_shape(chain):

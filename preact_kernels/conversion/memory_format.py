@@ -56,7 +56,7 @@ _READS_NO_STRIDES = ("dim", "size", "shape", "dtype", "device", "ndim")
 
 def keep_channels_last(
     modules: dict[str, nn.Module], graph: fx.Graph, inputs: Sequence[fx.Node], conv: str
-) -> bool:
+) -> None:
     """Adds the conversions to a graph with fused calls.
 
     Leaves the graph as it is where a conversion could be seen: if a tensor that is converted back
@@ -67,12 +67,9 @@ def keep_channels_last(
         graph: changed in place.
         inputs: the placeholders of the module's arguments.
         conv: the path of a convolution whose weight has the memory format of the model.
-
-    Returns:
-        Whether the graph changed.
     """
     if any(changes_input(modules, n) and is_seen(modules, n) for n in graph.nodes):
-        return False
+        return
     converted, back = set(inputs), []
     for node in graph.nodes:
         if node in converted or not any(n in converted for n in node.all_input_nodes):
@@ -82,7 +79,7 @@ def keep_channels_last(
         elif not _reads_no_strides(node):
             back += [(n, node) for n in node.all_input_nodes if n in converted]
     if any(sum(not _reads_no_strides(u) for u in n.users) > 1 for n, _ in back):
-        return False
+        return
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         is_nchw = graph.call_function(are_contiguous, (graph.get_attr(conv), *inputs))
         starts = [graph.call_function(to_channels_last, (x, is_nchw)) for x in inputs]
@@ -93,7 +90,6 @@ def keep_channels_last(
         if n not in inputs:
             with graph.inserting_before(node):
                 node.replace_input_with(n, graph.call_function(to_contiguous, (n, is_nchw)))
-    return True
 
 
 def _keeps_format(modules: dict[str, nn.Module], node: fx.Node) -> bool:
@@ -124,7 +120,7 @@ def to_channels_last(x: Tensor, is_nchw: bool) -> Tensor:
 
 
 def to_contiguous(x: Tensor, is_nchw: bool) -> Tensor:
-    """`x` as a model that runs in NCHW gives it, with the very strides."""
+    """`x` with the strides that it has in a model that runs in NCHW."""
     if not is_nchw or x.dim() != 4:
         return x
     _, c, h, w = x.shape

@@ -31,7 +31,7 @@ _PLAIN_CONTAINERS = (nn.Sequential,)
 class Refusal(Exception):
     """Why a module cannot be traced."""
 
-    count = 0  # of all that were raised, also those that a forward caught
+    count = 0  # raised so far, also those that a forward caught
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -122,8 +122,7 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace:
         with _unchanged(root), _only_proxies(root), _reads_of_training() as reads:
             before = Refusal.count
             graph = tracer.trace(root)
-            if Refusal.count > before + len(tracer.opaque):
-                raise Refusal("its forward catches the errors of tracing")
+            _check_none_was_caught(before)
         called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
         for path in (*tracer.inlined, *called):
             while path := path.rpartition(".")[0]:  # lists of modules, which are not called
@@ -195,10 +194,11 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
         last = next(iter(reversed(self.graph.nodes)), None)
-        module_stack = self.module_stack.copy()
+        module_stack, refusals = self.module_stack.copy(), Refusal.count
         try:
             with _unchanged(m):
                 y = super().call_module(m, forward, args, kwargs)
+            _check_none_was_caught(refusals)
         except Exception as error:
             self.module_stack = module_stack
             if any(isinstance(a, list | dict) for a in (*args, *kwargs.values())):
@@ -207,6 +207,7 @@ class _Tracer(fx.Tracer):
                 if node is last:
                     break
                 self.graph.erase_node(node)
+            Refusal.count = refusals  # those in the child end here
             self.opaque[path] = _reason(error)
             for inner in [p for p in self.inlined if p == path or p.startswith(f"{path}.")]:
                 del self.inlined[inner]
@@ -239,6 +240,12 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
             attributes.update(before)
     if not is_same:
         raise Refusal("its forward sets attributes")
+
+
+def _check_none_was_caught(count: int) -> None:
+    """Refuses a forward that caught a `Refusal`, and went on; `count` were raised before it."""
+    if Refusal.count != count:
+        raise Refusal("its forward catches the errors of tracing")
 
 
 def _reason(error: Exception) -> str:
@@ -323,9 +330,7 @@ _REFUSED = (
             torch.enable_grad,
             torch.inference_mode,
             torch.no_grad,
-            torch.random.fork_rng,
         )
-        if isinstance(context, type)
     ),
     (torch.set_grad_enabled, "__init__", "a part of it runs under set_grad_enabled"),
     *(
