@@ -1,7 +1,7 @@
-"""One process of a job of test_distributed.py: `torchrun -m tests.distributed_worker FOLDER JOBS`.
+"""One process of test_distributed.py: `torchrun -m tests.distributed_worker FOLDER JOB:SEEDS ...`.
 
-Writes what it found to FOLDER, in a file by rank. The truth is computed by the same functions, in
-one process that has the images of all.
+Writes what each job found to FOLDER, in a file by job and rank. The truth is computed by the same
+functions, in one process that has the images of all.
 """
 
 import argparse
@@ -10,9 +10,10 @@ import datetime
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
+from bench import foreign_models as foreign
 from preact_kernels.kernels import cuda
 from preact_kernels.models.preact_resnet import PreActResNet
 from preact_kernels.ops.memory_mode import MEMORY_MODES
@@ -45,11 +47,12 @@ Batch = tuple[Tensor, Tensor]  # images and labels
 
 
 class Case(NamedTuple):
-    """A way to train the network in several processes."""
+    """A way to train a network in several processes."""
 
     wrapper: str
     memory: str
     batch: str  # a key of BATCHES
+    model: str = "stages"  # a key of NETWORKS
 
     @property
     def accumulates(self) -> bool:
@@ -58,7 +61,9 @@ class Case(NamedTuple):
 
 
 def cases(kind: str, is_quick: bool) -> list[Case]:
-    """The cases of "ddp" or "fsdp"; if quick, each wrapper and batch in one memory mode."""
+    """The cases of a kind; if quick, each wrapper, batch and model in one memory mode."""
+    if kind == "converted":
+        return converted_cases(is_quick)
     variants = {
         "ddp": (
             "static_graph",
@@ -80,6 +85,39 @@ def cases(kind: str, is_quick: bool) -> list[Case]:
     ]
 
 
+# Of each model that is converted the ways to wrap it. It is converted before it is wrapped, if
+# nothing else is named. FSDP2 wraps no blocks of the dense network: its last batch norm, which is
+# then not fused, needs a GPU as `SyncBatchNorm`.
+DDP_OF_CONVERTED = (
+    "ddp",
+    "ddp_static_graph",
+    "ddp_accumulated",
+    "ddp_convert_inside",  # of the wrapper
+    "ddp_convert_wrapper",
+)
+WRAPPERS_OF_CONVERTED = {
+    "residual": (*DDP_OF_CONVERTED, "fsdp", "fsdp_blocks", "fsdp_blocks_accumulated"),
+    "dense": (*DDP_OF_CONVERTED, "fsdp"),
+}
+
+
+def converted_cases(is_quick: bool) -> list[Case]:
+    """The cases of converted models; if quick, each wrapper in one memory mode, with one batch."""
+    wrappers = [
+        (model, wrapper)
+        for model, own in WRAPPERS_OF_CONVERTED.items()
+        for wrapper in own
+        if model == "residual" or not is_quick or wrapper in ("ddp", "fsdp")
+    ]
+    choices = list(itertools.product(MEMORY_MODES, BATCHES[2]))
+    return [
+        Case(wrapper, memory, batch, model)
+        for index, (model, wrapper) in enumerate(wrappers)
+        for choice, (memory, batch) in enumerate(choices)
+        if not is_quick or choice == 4 * index % len(choices)
+    ]
+
+
 def network(seed: int, memory: str = "store") -> PreActResNet:
     """Two stages with blocks that are rebuilt, and parameters far from any default."""
     torch.manual_seed(seed)
@@ -89,6 +127,30 @@ def network(seed: int, memory: str = "store") -> PreActResNet:
     stages = [pk.PreActStage(blocks, memory) for blocks in (basic, bottleneck)]
     stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
     return randomised(PreActResNet(stem, nn.Identity(), stages, 32, CLASSES))
+
+
+def residual_network(seed: int) -> nn.Sequential:
+    """Residual blocks of a class that is not of this package, in two runs, and a head."""
+    torch.manual_seed(seed)
+    stem = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+    blocks = [foreign.FunctionalBottleneck(4, 4)]
+    blocks += [foreign.FunctionalBottleneck(16, 4) for _ in range(2)]
+    blocks += [foreign.FunctionalBottleneck(16, 6, 2), foreign.FunctionalBottleneck(24, 6)]
+    head = nn.Sequential(nn.BatchNorm2d(24), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return randomised(nn.Sequential(stem, *blocks, head, nn.Linear(24, CLASSES)))
+
+
+def dense_network(seed: int) -> foreign.DenseNet:
+    """A small DenseNet-BC."""
+    torch.manual_seed(seed)
+    return randomised(foreign.DenseNet(10, 4))
+
+
+NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+    "stages": network,
+    "residual": residual_network,
+    "dense": dense_network,
+}
 
 
 def batches(seed: int, images: int = IMAGES, size: int = 6) -> list[list[Batch]]:
@@ -198,25 +260,59 @@ def in_fsdp(model: PreActResNet, by_block: bool = False, **options) -> nn.Module
     return fully_shard(model, mesh=mesh, **options)
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The residual blocks of a model that is converted."""
+    return [m for m in model.modules() if isinstance(m, foreign.FunctionalBottleneck)]
+
+
+def converted(case: Case, model: nn.Module) -> tuple[nn.Module, Callable]:
+    """`model`, converted and wrapped, and the context in which gradients are not averaged."""
+    if "_convert_" not in case.wrapper:
+        pk.convert(model, memory=case.memory)
+    if case.wrapper.startswith("fsdp"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+        for block in blocks_of(model) if "_blocks" in case.wrapper else ():
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh), functools.partial(unsynchronised, model)
+    options = {"static_graph": True} if case.wrapper.endswith("static_graph") else {}
+    ddp = in_ddp(model, **options)
+    if case.wrapper.endswith("_convert_inside"):
+        pk.convert(ddp.module, memory=case.memory)
+    if case.wrapper.endswith("_convert_wrapper"):
+        pk.convert(ddp, memory=case.memory)
+    return ddp, ddp.no_sync
+
+
+@contextlib.contextmanager
+def unsynchronised(model: Any) -> Iterator[None]:
+    """Within the context, FSDP2 adds up gradients in each process."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
 def checkpoint_stages(model: PreActResNet, use_reentrant: bool) -> None:
     """Puts every stage under `torch.utils.checkpoint`."""
     for stage in model.stages:
         stage.forward = functools.partial(checkpoint, stage.forward, use_reentrant=use_reentrant)
 
 
-def wrapped(case: Case, model: PreActResNet) -> tuple[nn.Module, Callable]:
-    """The model in its wrapper, and the context in which gradients are not averaged."""
+def wrapped(case: Case, seed: int) -> tuple[nn.Module, nn.Module, Callable]:
+    """The model of a case; in its wrapper; and the context in which gradients are not averaged."""
+    if case.model == "stages":
+        model = network(seed, case.memory).to(device())
+        return model, *wrapped_stages(case, model)
+    model = NETWORKS[case.model](seed).to(device())
+    return model, *converted(case, model)
+
+
+def wrapped_stages(case: Case, model: PreActResNet) -> tuple[nn.Module, Callable]:
+    """`model`, wrapped, and the context in which gradients are not averaged."""
     if case.wrapper.startswith("fsdp"):
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
         in_fsdp(model, by_block=case.wrapper == "fsdp_blocks")
-
-        @contextlib.contextmanager
-        def until_last():
-            model.set_requires_gradient_sync(False)
-            yield
-            model.set_requires_gradient_sync(True)
-
-        return model, until_last
+        return model, functools.partial(unsynchronised, model)
     options = {}
     if case.wrapper.endswith("static_graph"):
         options["static_graph"] = True
@@ -256,20 +352,32 @@ def summed(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def train_in(kind: str, is_quick: bool, seeds: list[int]) -> dict:
-    """The results of the cases of "ddp" or "fsdp", for every seed."""
+    """The results of the cases of a kind, for every seed."""
     found = {}
     for case, seed in itertools.product(cases(kind, is_quick), seeds):
-        model = network(seed, case.memory).to(device())
-        call, until_last = wrapped(case, model)
-        share = share_of(BATCHES[dist.get_world_size()][case.batch])
-        processes = Processes(dist.get_world_size(), share, until_last, whole)
-        steps = on_device(parts if case.accumulates else parts[:1] for parts in batches(seed))
-        result = summed(train(model, steps, call, processes))
-        assert not any(name.startswith("dunused") for name in result)
-        found.setdefault(tuple(case), []).append(
-            {name: value for name, value in result.items() if "unused" not in name}
-        )
+        with named(str(case)):
+            found.setdefault(tuple(case), []).append(train_case(case, seed))
     return found
+
+
+def train_case(case: Case, seed: int) -> dict[str, Tensor]:
+    """The results of one case, see `train`."""
+    model, call, until_last = wrapped(case, seed)
+    share = share_of(BATCHES[dist.get_world_size()][case.batch])
+    processes = Processes(dist.get_world_size(), share, until_last, whole)
+    steps = on_device(parts if case.accumulates else parts[:1] for parts in batches(seed))
+    result = summed(train(model, steps, call, processes))
+    assert not any(name.startswith("dunused") for name in result)
+    return {name: value for name, value in result.items() if "unused" not in name}
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Names what raised an exception within the context."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"in {name}: {error}") from error
 
 
 class Messages(TorchDispatchMode):
@@ -286,35 +394,48 @@ class Messages(TorchDispatchMode):
 
 
 def count_messages(seeds: list[int]) -> dict:
-    """By memory mode: messages of a forward, messages of its backward, and batch norms."""
+    """By model and memory mode: messages of a forward, those of its backward, and batch norms."""
     found = {}
-    for memory in MEMORY_MODES:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(network(seeds[0], memory).to(device()))
+    for name, memory in itertools.product(NETWORKS, MEMORY_MODES):
+        model = network(seeds[0], memory) if name == "stages" else NETWORKS[name](seeds[0])
+        if name != "stages":
+            pk.convert(model, memory=memory)
+        nn.SyncBatchNorm.convert_sync_batchnorm(model.to(device()))
         ((images, _), *_), *_ = on_device(batches(seeds[0]))
         with Messages() as forward:
             loss = model(images).square().mean()
         with Messages() as backward:
             loss.backward()
         norms = sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
-        found[memory] = forward.names, backward.names, norms
+        found[name, memory] = forward.names, backward.names, norms
     return found
 
 
 def count_nodes(seeds: list[int]) -> dict:
-    """How many autograd nodes the stages are, by what FSDP2 wraps."""
+    """The numbers of fused autograd nodes, by model and wrapper."""
     found = {}
+    ((images, _), *_), *_ = on_device(batches(seeds[0]))
     for name, by_block in (("stages", False), ("blocks", True)):
         model = in_fsdp(network(seeds[0]).to(device()), by_block)
         assert all(isinstance(p, DTensor) for p in model.parameters())
-        ((images, _), *_), *_ = on_device(batches(seeds[0]))
-        nodes, seen = [model(images).sum().grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                nodes += [parent for parent, _ in node.next_functions]
-        found[name] = sum(node.name() == "PreActStageFunctionBackward" for node in seen)
+        found["stages", name] = fused_nodes(model(images))
+    for name, wrappers in WRAPPERS_OF_CONVERTED.items():
+        for wrapper in wrappers:
+            _, call, _ = wrapped(Case(wrapper, "store", "even", name), seeds[0])
+            found[name, wrapper] = fused_nodes(call(images))
     return found
+
+
+def fused_nodes(y: Tensor) -> dict[str, int]:
+    """How many autograd nodes of this package led to `y`, by name."""
+    nodes, seen = [y.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+    names = (node.name().removesuffix("FunctionBackward") for node in seen)
+    return dict(Counter(name for name in names if name in ("PreActStage", "BNReLUConv", "BNReLU")))
 
 
 def run_out_of_images(seeds: list[int]) -> dict:
@@ -396,9 +517,10 @@ def mixed_batches(seed: int, processes: int) -> list[list[Batch]]:
     return batches(seed, IMAGES * processes, size=12)
 
 
+KINDS = ("ddp", "fsdp", "converted")
 JOBS: dict[str, Callable[[list[int]], dict]] = {
-    **{kind: functools.partial(train_in, kind, False) for kind in ("ddp", "fsdp")},
-    **{f"quick-{kind}": functools.partial(train_in, kind, True) for kind in ("ddp", "fsdp")},
+    **{kind: functools.partial(train_in, kind, False) for kind in KINDS},
+    **{f"quick-{kind}": functools.partial(train_in, kind, True) for kind in KINDS},
     "messages": count_messages,
     "nodes": count_nodes,
     "mixed": train_in_mixed_precision,
@@ -408,12 +530,19 @@ JOBS: dict[str, Callable[[list[int]], dict]] = {
 }
 
 
+def job_with_seeds(argument: str) -> tuple[str, list[int]]:
+    """A job and its seeds: "mixed:0,1"."""
+    job, _, seeds = argument.partition(":")
+    if job not in JOBS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(JOBS)}, got {job}")
+    return job, [int(seed) for seed in seeds.split(",")]
+
+
 def main() -> None:
     """Joins the other processes, does the jobs, and saves what each returned."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("jobs", nargs="+", choices=JOBS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("jobs", nargs="+", type=job_with_seeds, metavar="JOB:SEED,...")
     a = parser.parse_args()
     torch.set_num_threads(1)
     if device().type == "cuda":
@@ -422,8 +551,10 @@ def main() -> None:
         cuda._may_round_to_tf32 = lambda: False
     backend = "nccl" if device().type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=3))
-    found = {job: JOBS[job](a.seeds) for job in a.jobs}
-    torch.save(found, a.folder / f"{dist.get_rank()}.pt")
+    for job, seeds in a.jobs:
+        with named(f"job {job}"):
+            found = JOBS[job](seeds)
+        torch.save(found, a.folder / f"{job}-{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
 """Several processes that torchrun starts, in DDP and FSDP2, equal one with the joined batch.
 
 Batch norms are `SyncBatchNorm`. Jobs run over NCCL where each process has a GPU of its own, and
-over gloo on the CPU elsewhere; `distributed_worker.py` has them.
+over gloo on the CPU elsewhere; `distributed_worker.py` has them. Each run does the jobs of several
+tests, so `make` gives all tests of this file to one process (`--dist loadgroup`).
 
 There is no test of `DistributedDataParallel.join` that goes on with fewer processes: PyTorch does
 not support it beside `SyncBatchNorm`, whose messages the processes that have left do not answer. A
@@ -10,6 +11,10 @@ process without images takes part with an empty batch: the cases "none".
 
 import functools
 import itertools
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,15 +30,69 @@ from tests.oracle import (
 )
 from tests.torchrun import torchrun
 
-pytestmark = pytest.mark.not_under_sanitizer
+pytestmark = [pytest.mark.not_under_sanitizer, pytest.mark.xdist_group("distributed")]
 
 
-def results_of(processes, folder, *jobs, seeds=(0,), backend="auto"):
-    """What each process found, by rank."""
-    arguments = ["tests.distributed_worker", folder, *jobs, "--seeds", *seeds]
-    done = torchrun(processes, arguments, timeout_s=240, backend=backend)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
+class Run(NamedTuple):
+    """One torchrun, which does the jobs of several tests: most of its time is for starting."""
+
+    processes: int
+    cases: str = "quick"
+    backend: str = "auto"
+
+    @property
+    def seeds(self) -> dict[str, tuple[int, ...]]:
+        """The jobs, with the seeds of each."""
+        prefix = "quick-" if self.cases == "quick" else ""
+        count = 1 if self.cases == "quick" else 2
+        jobs = {f"{prefix}{kind}": seeds_off_kinks(kind, count) for kind in worker.KINDS}
+        if self.backend == "auto":
+            if self.processes == 3 or self.cases == "quick":
+                jobs["mixed"] = tuple(range(6))
+            if self == QUICK:
+                jobs |= {"messages": (0,), "nodes": (0,), "join": (0,)}
+        return jobs
+
+    def of(self, job: str) -> list:
+        """What each process found in a job, by rank."""
+        done, found = finished(self)
+        assert job in found, f"{job} did not finish: {done}"
+        return found[job]
+
+
+QUICK = Run(2)
+SLOW = pytest.mark.slow
+RUNS = [
+    QUICK,
+    *(pytest.param(run, marks=SLOW) for run in (Run(2, "all"), Run(3, "all"))),
+    pytest.param(Run(2, backend="reference"), marks=SLOW),
+]
+
+
+def name_of(run: Run) -> str:
+    """The parameter of a test."""
+    return "-".join(map(str, run))
+
+
+@functools.cache
+def finished(run: Run) -> tuple[str, dict[str, list]]:
+    """The errors of a run, and what each process found, by job and rank."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs = [f"{job}:{','.join(map(str, seeds))}" for job, seeds in run.seeds.items()]
+        arguments = ["tests.distributed_worker", folder, *jobs]
+        timeout_s = 240 if run.cases == "quick" else 900
+        try:
+            done = torchrun(run.processes, arguments, timeout_s=timeout_s, backend=run.backend)
+            errors = f"exit status {done.returncode}\n{done.stderr[-6000:]}"
+        except subprocess.TimeoutExpired as error:
+            errors = str(error)
+        found = {}
+        for job in run.seeds:
+            files = [folder / f"{job}-{rank}.pt" for rank in range(run.processes)]
+            if all(file.exists() for file in files):
+                found[job] = [torch.load(file) for file in files]
+    return errors, found
 
 
 def in_order(steps, *, dtype=None, channels_last=False, reversed_batch=False):
@@ -51,21 +110,22 @@ def in_order(steps, *, dtype=None, channels_last=False, reversed_batch=False):
 ORDERS = ({}, {"channels_last": True}, {"reversed_batch": True})
 
 
-def alone(seed, accumulates, **order) -> Results:
+def alone(network, seed, accumulates, **order) -> Results:
     """One process with the joined batch, in plain PyTorch."""
-    model = plain_copy(worker.network(seed)).to(order.get("dtype"))
+    model = plain_copy(worker.NETWORKS[network](seed)).to(order.get("dtype"))
     steps = [parts if accumulates else parts[:1] for parts in worker.batches(seed)]
     return worker.train(model, in_order(steps, **order))
 
 
 @functools.cache
-def seeds_off_kinks(count):
+def seeds_off_kinks(kind, count):
     """Seeds whose pre-activations all keep away from zero: see `off_kinks` in oracle.py."""
+    networks = {case.model: None for case in worker.cases(kind, is_quick=False)}
     seeds = []
     for seed in itertools.count():
         with ReLUInputs() as seen:
-            for accumulates in (False, True):
-                alone(seed, accumulates, dtype=torch.float64)
+            for network, accumulates in itertools.product(networks, (False, True)):
+                alone(network, seed, accumulates, dtype=torch.float64)
         if seen.nearest > 50 * unit_roundoff(torch.float32):
             seeds.append(seed)
         if len(seeds) == count:
@@ -78,39 +138,29 @@ def stacked(runs) -> Results:
 
 
 @functools.cache
-def truth_and_errors(accumulates, seeds):
+def truth_and_errors(network, accumulates, seeds):
     """The joined batch in float64, and how far plain float32 is from it."""
-    truth = stacked([alone(seed, accumulates, dtype=torch.float64) for seed in seeds])
-    runs = [stacked([alone(seed, accumulates, **order) for seed in seeds]) for order in ORDERS]
+
+    def joined(**order):
+        return stacked([alone(network, seed, accumulates, **order) for seed in seeds])
+
+    truth = joined(dtype=torch.float64)
+    runs = [joined(**order) for order in ORDERS]
     errors = {name: max(distance(run[name], truth[name]) for run in runs) for name in truth}
     return truth, errors
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    ("processes", "cases", "backend"),
-    [
-        (2, "quick", "auto"),
-        pytest.param(2, "all", "auto", marks=SLOW),
-        pytest.param(3, "all", "auto", marks=SLOW),
-        pytest.param(2, "quick", "reference", marks=SLOW),
-    ],
-)
-def test_training_in_processes_equals_training_on_the_joined_batch(
-    processes, cases, backend, kind, tmp_path
-):
-    job = kind if cases == "all" else f"quick-{kind}"
-    seeds = seeds_off_kinks(1 if cases == "quick" else 2)
-    ranks = results_of(processes, tmp_path, job, seeds=seeds, backend=backend)
-    expected = [tuple(case) for case in worker.cases(kind, cases == "quick")]
+@pytest.mark.parametrize("kind", worker.KINDS)
+@pytest.mark.parametrize("run", RUNS, ids=name_of)
+def test_training_in_processes_equals_training_on_the_joined_batch(run, kind):
+    is_quick = run.cases == "quick"
+    job = f"quick-{kind}" if is_quick else kind
+    expected, seeds = worker.cases(kind, is_quick), run.seeds[job]
     wrong = []
-    for found in (rank[job] for rank in ranks):
-        assert list(found) == expected
-        for case, runs in found.items():
-            truth, errors = truth_and_errors(worker.Case(*case).accumulates, seeds)
+    for found in run.of(job):
+        assert list(found) == list(map(tuple, expected))
+        for case, runs in zip(expected, found.values(), strict=True):
+            truth, errors = truth_and_errors(case.model, case.accumulates, seeds)
             try:
                 assert_within_budget(stacked(runs), truth, errors)
             except AssertionError as error:
@@ -118,27 +168,35 @@ def test_training_in_processes_equals_training_on_the_joined_batch(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    """The results of the jobs that count, by rank."""
-    return results_of(2, tmp_path_factory.mktemp("counted"), "messages", "nodes", "join")
-
-
-def test_a_batch_norm_sends_one_message_forward_and_one_backward_in_every_memory_mode(counted):
-    for found in (rank["messages"] for rank in counted):
-        assert list(found) == list(worker.MEMORY_MODES)
-        for forward, backward, norms in found.values():
-            assert norms == 16
+def test_a_batch_norm_sends_one_message_forward_and_one_backward_in_every_memory_mode():
+    for found in QUICK.of("messages"):
+        assert list(found) == list(itertools.product(worker.NETWORKS, worker.MEMORY_MODES))
+        for (name, _), (forward, backward, norms) in found.items():
+            assert norms == {"stages": 16, "residual": 16, "dense": 9}[name]
             assert forward == ["c10d::allgather_"] * norms
             assert backward == ["c10d::allreduce_"] * norms
 
 
-def test_a_stage_in_fsdp_is_one_node_unless_its_blocks_are_wrapped(counted):
-    assert [rank["nodes"] for rank in counted] == [{"stages": 2, "blocks": 6}] * 2
+def test_a_stage_in_fsdp_is_one_node_unless_its_blocks_are_wrapped():
+    for nodes in QUICK.of("nodes"):
+        assert nodes["stages", "stages"] == {"PreActStage": 2, "BNReLU": 1}
+        assert nodes["stages", "blocks"] == {"PreActStage": 6, "BNReLU": 1}
 
 
-def test_ddp_tells_every_process_when_one_has_no_batch_left(counted):
-    for errors in (rank["join"] for rank in counted):
+@pytest.mark.parametrize("model", worker.WRAPPERS_OF_CONVERTED)
+def test_wrapped_models_run_what_was_converted(model):
+    for nodes in QUICK.of("nodes"):
+        for wrapper in worker.WRAPPERS_OF_CONVERTED[model]:
+            runs = 5 if "_blocks" in wrapper else 2
+            expected = {
+                "residual": {"PreActStage": runs, "BNReLU": 1},
+                "dense": {"PreActStage": 3, "BNReLUConv": 2, "BNReLU": 1},
+            }
+            assert nodes[model, wrapper] == expected[model], wrapper
+
+
+def test_ddp_tells_every_process_when_one_has_no_batch_left():
+    for errors in QUICK.of("join"):
         assert list(errors) == list(worker.MEMORY_MODES)
         assert all("exhausted" in error for error in errors.values())
 
@@ -185,27 +243,26 @@ def mixed_joined(seeds, processes):
     return truth, {n: max(distance(run[n], t) for run in runs) for n, t in truth.items()}
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=SLOW)])
-def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_plain_modules_in_it(processes, tmp_path):
-    seeds = range(6)
-    ranks = results_of(processes, tmp_path, "mixed", seeds=seeds)
-    for rank, results in enumerate(ranks):
+@pytest.mark.parametrize("run", [QUICK, pytest.param(Run(3, "all"), marks=SLOW)], ids=name_of)
+def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_plain_modules_in_it(run):
+    processes, seeds = run.processes, run.seeds["mixed"]
+    for rank, results in enumerate(run.of("mixed")):
         truth = stacked([mixed_truth(seed, processes, rank) for seed in seeds])
         found = {}
-        for name, runs in results["mixed"].items():
+        for name, runs in results.items():
             found[name] = {n: v for n, v in stacked(runs).items() if n in truth}
         plain = found["plain"], found["reversed"]
         errors = {n: max(distance(run[n], t) for run in plain) for n, t in truth.items()}
         for memory in worker.MEMORY_MODES:
             assert_within_budget(found[memory], truth, errors)
         truth, errors = mixed_joined(seeds, processes)
-        shared = stacked(results["mixed"]["shared"])
+        shared = stacked(results["shared"])
         assert_within_budget({name: shared[name] for name in truth}, truth, errors)
 
 
 @pytest.mark.parametrize("how", ["exit", "raise"])
 def test_a_process_that_dies_ends_the_job_with_an_error(how, tmp_path):
-    done = torchrun(2, ["tests.distributed_worker", tmp_path, how], timeout_s=60)
+    done = torchrun(2, ["tests.distributed_worker", tmp_path, f"{how}:0"], timeout_s=60)
     assert done.returncode != 0
     assert list(tmp_path.iterdir()) == []  # no process came to the end
     assert "local_rank: 1" in done.stderr
