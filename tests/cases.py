@@ -312,3 +312,9 @@ EVERY_MODULE = {
     "rebuilt_network": lambda: small_network("rebuild"),
     "checkpointed_network": lambda: small_network("checkpoint"),
 }
+# Those that differ where no kernel runs, and memory modes have no effect.
+EVERY_PLAIN_FORWARD = {
+    name: make
+    for name, make in EVERY_MODULE.items()
+    if not name.startswith(("rebuilt", "checkpointed"))
+}

@@ -1,7 +1,6 @@
 """What training scripts do around a model gives what it gives around the plain model."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -20,12 +19,15 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import preact_kernels as pk
-from tests.cases import EVERY_MODULE, randomised, small_network
+from tests.cases import EVERY_MODULE, EVERY_PLAIN_FORWARD, randomised, small_network
 from tests.oracle import assert_same_bits, check, evaluate, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # what runs a forward is above the backends
 
 every_module = pytest.mark.parametrize("make", EVERY_MODULE.values(), ids=EVERY_MODULE)
+every_plain_forward = pytest.mark.parametrize(
+    "make", EVERY_PLAIN_FORWARD.values(), ids=EVERY_PLAIN_FORWARD
+)
 both_modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 
 
@@ -85,7 +87,8 @@ def test_checkpoints_change_no_bit_and_count_a_batch_once(call, make, backend):
     assert counts and all(n == 1 for n in counts)
 
 
-@every_module
+@every_plain_forward
+@pytest.mark.covering(1)
 @both_modes
 def test_operators_are_counted_as_in_the_plain_model(training, make, backend):
     module, x = make().train(training), images()
@@ -97,7 +100,7 @@ def test_operators_are_counted_as_in_the_plain_model(training, make, backend):
     assert counts[0] == counts[1]
 
 
-@every_module
+@every_plain_forward
 def test_averaged_models_equal_the_plain_ones(make, backend):
     module = make()
     batches = [images() for _ in range(3)]
@@ -146,6 +149,7 @@ def replicated(module):
     return copies[module]
 
 
+@pytest.mark.covering(1)
 @every_module
 @both_modes
 def test_inference_mode_changes_nothing(training, make, backend):
@@ -160,6 +164,7 @@ def test_inference_mode_changes_nothing(training, make, backend):
     assert_same_bits(evaluate(module, {"x": x}), evaluate(other, {"x": x}))
 
 
+@pytest.mark.covering(1)
 @every_module
 @both_modes
 def test_meta_tensors_have_the_shapes_and_dtypes_of_the_plain_module(training, make):
@@ -211,16 +216,7 @@ def test_pruned_and_parametrised_children_of_a_unit_are_called(change, backend):
     check(module, plain_copy(module), {"x": images()})
 
 
-@every_module
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
-def test_copies_compute_the_same(copied, make, backend):
-    module, inputs = make(), {"x": images()}
-    assert_same_bits(evaluate(copied(module), inputs), evaluate(module, inputs))
-
-
-@every_module
+@every_plain_forward
 def test_hooks_of_a_module_see_its_input_output_and_gradient(make, backend):
     module, seen = make(), []
     module.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
@@ -241,7 +237,8 @@ def mesh(tmp_path):
 
 
 @pytest.mark.not_under_sanitizer
-@every_module
+@every_plain_forward
+@pytest.mark.covering(1)
 @both_modes
 def test_distributed_tensors_run_plain_operators(training, make, mesh):
     module = make().train(training)

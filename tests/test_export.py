@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import preact_kernels as pk
-from tests.cases import EVERY_MODULE, small_network
+from tests.cases import EVERY_MODULE, EVERY_PLAIN_FORWARD, small_network
 from tests.oracle import assert_same_bits, evaluate, plain_copy, same_bits
 
-every_module = pytest.mark.parametrize("make", EVERY_MODULE.values(), ids=EVERY_MODULE)
+every_module = pytest.mark.parametrize(
+    "make", EVERY_PLAIN_FORWARD.values(), ids=EVERY_PLAIN_FORWARD
+)
 both_modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 
 
@@ -46,6 +48,7 @@ def check_step(traced, module, x):
 
 
 @every_module
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("strict", [False, True], ids=["not_strict", "strict"])
 def test_exported_modules_run_plain_operators(strict, make):
     module = make().eval()
@@ -130,6 +133,7 @@ def onnx_file(module, x, dynamo):
 
 
 @every_module
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
 def test_onnx_models_give_the_same_results(dynamo, make):
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime runs the models")
@@ -143,6 +147,7 @@ def test_onnx_models_give_the_same_results(dynamo, make):
     torch.testing.assert_close(torch.from_numpy(y), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.covering(1)
 @both_modes
 @every_module
 def test_jit_traced_modules_compute_the_same(training, make):
@@ -164,6 +169,7 @@ def test_tracing_with_torch_jit_leaves_running_statistics_as_the_plain_model_doe
     assert_same_bits(buffers(module), buffers(plain))
 
 
+@pytest.mark.covering(1)
 @both_modes
 @every_module
 def test_symbolic_traces_compute_the_same(training, make):

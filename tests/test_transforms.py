@@ -12,12 +12,19 @@ from torch.func import functional_call
 
 import preact_kernels as pk
 from preact_kernels.ops.plain_operators import runs_plain
-from tests.cases import EVERY_MODULE, plain_bn_relu, plain_bn_relu_conv2d
+from tests.cases import (
+    EVERY_MODULE,
+    EVERY_PLAIN_FORWARD,
+    plain_bn_relu,
+    plain_bn_relu_conv2d,
+)
 from tests.oracle import assert_same_bits, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # transforms are found above the backends
 
-every_module = pytest.mark.parametrize("make", EVERY_MODULE.values(), ids=EVERY_MODULE)
+every_module = pytest.mark.parametrize(
+    "make", EVERY_PLAIN_FORWARD.values(), ids=EVERY_PLAIN_FORWARD
+)
 # One of each way to run a backward: a unit of each kind, and a stage in each memory mode.
 AUTOGRAD_NODES = {
     n: m for n, m in EVERY_MODULE.items() if n.startswith("bn_relu") or n.endswith("stage")
@@ -193,6 +200,7 @@ def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, make,
 
 
 @every_node
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 def test_dual_numbers_as_gradients_equal_the_plain_ones(training, make, backend):
     module, x = make().double().train(training), images()
@@ -274,6 +282,7 @@ class Logged(Tensor):
 
 
 @every_module
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("of", ["input", "parameters"])
 def test_subclasses_of_tensor_see_the_plain_operators(of, make):
     module = make().double()
