@@ -90,6 +90,7 @@ def run(module, call, batch=3):
 
 
 @every_module
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
 def test_compiled_modules_give_the_same_bits(module, training, backend):
     module = randomised(module()).train(training)
@@ -122,6 +123,7 @@ OF_ANY_BATCH_SIZE = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("module", OF_ANY_BATCH_SIZE.values(), ids=OF_ANY_BATCH_SIZE)
 @pytest.mark.parametrize(
     ("dynamic", "frames"), [(None, 2), (True, 1)], ids=["automatic", "dynamic"]

@@ -60,7 +60,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.parametrize("child", CHILDREN)
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)

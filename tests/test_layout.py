@@ -174,6 +174,7 @@ SIZES = [
 both_formats = pytest.mark.parametrize("format", ["contiguous", "channels_last"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "layout",
     [

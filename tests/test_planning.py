@@ -62,6 +62,7 @@ def hooked(model):
     return model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("memory", MEMORY_MODES)
 @pytest.mark.parametrize(("build", "channels"), NETWORKS.values(), ids=NETWORKS)
 def test_predicted_bytes_are_what_a_forward_keeps(build, channels, memory):
