@@ -73,7 +73,7 @@ def test_segments_are_near_the_root_of_half_the_blocks(count, starts):
 @pytest.mark.calls(
     "preact_kernels_cpu::preact_stage_forward", "preact_kernels_cpu::preact_stage_backward"
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("poisoned_memory")
 @every_mode
 @every_kind
@@ -88,7 +88,7 @@ def test_many_bare_blocks_in_native_calls_give_the_bits_of_their_units(options, 
 
 
 @pytest.mark.backends(slow=("triton", "cuda"))
-@pytest.mark.covering(1, cpu=2)
+@pytest.mark.covering(1)
 @every_mode
 @every_kind
 @pytest.mark.parametrize("training", [True, False])
@@ -217,7 +217,7 @@ def counted(calls):
     return call
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.backends("cpu")
 @every_mode
 @pytest.mark.parametrize("frozen", ["1.conv1", "3.", "0."])
@@ -260,6 +260,7 @@ def test_a_wide_residual_stream_beside_half_precision(options, half, kind, backe
     assert results["dx"].dtype == half
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_mode
 def test_a_wide_residual_stream_beside_batch_norms_in_half_precision(options, backend):
     stage = short_stage("basic", residual_dtype=torch.float32, **options).bfloat16()
@@ -406,7 +407,7 @@ def test_a_mode_is_checked_again_when_it_was_set():
         stage(images(channels=32))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_mode
 def test_modes_take_part_in_one_network(options, wide_dtype):

@@ -55,6 +55,7 @@ def test_stride_on_conv1_as_in_the_released_network(training_dtype):
     check(module, plain_copy(module), {"x": torch.randn(3, 16, 7, 6).to(training_dtype)})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.backends("cpu")
 @pytest.mark.parametrize("shape", [(4, 16, 1, 1), (1, 16, 1, 3), (1, 16, 9, 1), (5, 16, 2, 2)])
 @pytest.mark.parametrize("stride", [1, 2])

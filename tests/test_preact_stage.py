@@ -96,7 +96,7 @@ def test_gradients_accumulate_over_batches(memory, backend):
         assert torch.equal(p.grad, expected[0][f"d{name}"] + expected[1][f"d{name}"])
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_mode
 @pytest.mark.parametrize(
@@ -113,6 +113,7 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other(memory, frozen, w
     check(stage, plain, {"x": images()}, frozen=frozen)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @every_mode
 @pytest.mark.parametrize(
@@ -185,6 +186,7 @@ def test_frozen_batch_norms_among_training_ones(memory, backend):
     assert results["2.bn1.num_batches_tracked"] == results["3.bn1.num_batches_tracked"] == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.backends("cpu")
 @pytest.mark.parametrize("momentum", [None, 0.3])
 @every_mode
@@ -262,7 +264,7 @@ def unit_by_unit(function, *args, **kwargs):
 
 
 @runs_natively
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
 @every_memory
@@ -295,7 +297,7 @@ def test_a_native_run_of_blocks_equals_its_blocks_called_in_turn(kind, training)
 
 
 @runs_natively
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
 @every_mode
@@ -311,6 +313,7 @@ def test_a_native_run_stops_at_a_frozen_parameter(memory, frozen, wants_x, monke
     assert calls and all(len(run.eps) == 3 for _, _, run, *_ in calls)
 
 
+@pytest.mark.covering(1)
 @runs_natively
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
@@ -323,6 +326,7 @@ def test_a_native_run_of_batch_norms_in_different_modes(memory, frozen):
         check(stage, plain_copy(stage), {"x": images()})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.calls("preact_kernels_cpu::preact_stage_forward")
 @needs_native
 @pytest.mark.usefixtures("poisoned_memory")
