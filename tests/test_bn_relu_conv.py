@@ -31,8 +31,27 @@ def check_op(inputs, frozen=(), **arguments):
 @pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
 @every_case
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.covering(1, cpu=2)
+@pytest.mark.covering(1)
 def test_forward_backward_and_running_statistics(case, training, dtype):
+    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+    check_op(problems, training=training, **case.conv)
+
+
+def is_fused(case):
+    """Whether the CPU library has kernels for the convolution, which differ between dtypes."""
+    weight = conv_inputs(case)["conv_weight"]
+    with pk.use_backend("cpu"):
+        return pk.backend_for(weight, **case.conv).endswith("fused convolution")
+
+
+FUSED = [c for c in CONV_CASES if "cpu" in pk.available_backends() and is_fused(c)]
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize("case", FUSED, ids=lambda c: c.name)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.covering(2)
+def test_fused_convolutions_on_the_cpu_in_every_dtype(case, training, dtype):
     problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
     check_op(problems, training=training, **case.conv)
 
