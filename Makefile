@@ -64,12 +64,12 @@ SANITIZER_SECONDS ?= 170
   bench report lint format gpu-report clean
 
 test: lint $(BUILD) compile-triton cuda-on-host
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 test-full: NEWEST_CAPABILITIES = 80 90 100
 test-full: COMPILE_ARGS =
 test-full: lint $(BUILD) compile-triton cuda-on-host
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # With the oldest and the newest supported Triton.
 compile-triton: $(BUILD) $(NEWEST_TRITON)
@@ -98,7 +98,7 @@ check-torch: $(CHECK)/.requirements
 	@cd $(CHECK)/tree && PATH="$(abspath $(CHECK))/bin:$$PATH" \
 	  $(CHECK_PYTHON) -m pip install -q --no-build-isolation -e .
 	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -q -rs tests/test_libraries.py
-	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" \
+	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -n $(JOBS) -m "not slow" \
 	  --ignore tests/test_cuda_build.py $(ARGS)
 
 $(VENV)-torch-%/.requirements: requirements-test.txt requirements-models.txt

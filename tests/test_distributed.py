@@ -1,8 +1,7 @@
 """Several processes that torchrun starts, in DDP and FSDP2, equal one with the joined batch.
 
 Batch norms are `SyncBatchNorm`. Jobs run over NCCL where each process has a GPU of its own, and
-over gloo on the CPU elsewhere; `distributed_worker.py` has them. Each run does the jobs of several
-tests, so `make` gives all tests of this file to one process (`--dist loadgroup`).
+over gloo on the CPU elsewhere; `distributed_worker.py` has them.
 
 There is no test of `DistributedDataParallel.join` that goes on with fewer processes: PyTorch does
 not support it beside `SyncBatchNorm`, whose messages the processes that have left do not answer. A
@@ -11,13 +10,14 @@ process without images takes part with an empty batch: the cases "none".
 
 import functools
 import itertools
+import os
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests import distributed_worker as worker
 from tests.oracle import (
@@ -30,7 +30,7 @@ from tests.oracle import (
 )
 from tests.torchrun import torchrun
 
-pytestmark = [pytest.mark.not_under_sanitizer, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.not_under_sanitizer
 
 
 class Run(NamedTuple):
@@ -53,12 +53,6 @@ class Run(NamedTuple):
                 jobs |= {"messages": (0,), "nodes": (0,), "join": (0,)}
         return jobs
 
-    def of(self, job: str) -> list:
-        """What each process found in a job, by rank."""
-        done, found = finished(self)
-        assert job in found, f"{job} did not finish: {done}"
-        return found[job]
-
 
 QUICK = Run(2)
 SLOW = pytest.mark.slow
@@ -74,25 +68,38 @@ def name_of(run: Run) -> str:
     return "-".join(map(str, run))
 
 
-@functools.cache
-def finished(run: Run) -> tuple[str, dict[str, list]]:
-    """The errors of a run, and what each process found, by job and rank."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        jobs = [f"{job}:{','.join(map(str, seeds))}" for job, seeds in run.seeds.items()]
-        arguments = ["tests.distributed_worker", folder, *jobs]
-        timeout_s = 240 if run.cases == "quick" else 900
-        try:
-            done = torchrun(run.processes, arguments, timeout_s=timeout_s, backend=run.backend)
-            errors = f"exit status {done.returncode}\n{done.stderr[-6000:]}"
-        except subprocess.TimeoutExpired as error:
-            errors = str(error)
-        found = {}
-        for job in run.seeds:
-            files = [folder / f"{job}-{rank}.pt" for rank in range(run.processes)]
-            if all(file.exists() for file in files):
-                found[job] = [torch.load(file) for file in files]
-    return errors, found
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory):
+    """A function of a run and a job: what each process found, by rank."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # which the processes of pytest-xdist share
+
+    def results(run, job):
+        folder = root / f"distributed-{name_of(run)}"
+        errors = folder / "errors.txt"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                folder.mkdir()
+                errors.write_text(errors_of(run, folder))
+        files = [folder / f"{job}-{rank}.pt" for rank in range(run.processes)]
+        is_finished = all(file.exists() for file in files)
+        assert is_finished, f"{job} did not finish: {errors.read_text()}"
+        return [torch.load(file) for file in files]
+
+    return results
+
+
+def errors_of(run: Run, folder: Path) -> str:
+    """Does the jobs of a run, which write to `folder`; what torchrun says of them."""
+    jobs = [f"{job}:{','.join(map(str, seeds))}" for job, seeds in run.seeds.items()]
+    arguments = ["tests.distributed_worker", folder, *jobs]
+    timeout_s = 240 if run.cases == "quick" else 900
+    try:
+        done = torchrun(run.processes, arguments, timeout_s=timeout_s, backend=run.backend)
+    except subprocess.TimeoutExpired as error:
+        return str(error)
+    return f"exit status {done.returncode}\n{done.stderr[-6000:]}"
 
 
 def in_order(steps, *, dtype=None, channels_last=False, reversed_batch=False):
@@ -152,12 +159,12 @@ def truth_and_errors(network, accumulates, seeds):
 
 @pytest.mark.parametrize("kind", worker.KINDS)
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_training_in_processes_equals_training_on_the_joined_batch(run, kind):
+def test_training_in_processes_equals_training_on_the_joined_batch(run, kind, results_of):
     is_quick = run.cases == "quick"
     job = f"quick-{kind}" if is_quick else kind
     expected, seeds = worker.cases(kind, is_quick), run.seeds[job]
     wrong = []
-    for found in run.of(job):
+    for found in results_of(run, job):
         assert list(found) == list(map(tuple, expected))
         for case, runs in zip(expected, found.values(), strict=True):
             truth, errors = truth_and_errors(case.model, case.accumulates, seeds)
@@ -168,8 +175,8 @@ def test_training_in_processes_equals_training_on_the_joined_batch(run, kind):
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_batch_norm_sends_one_message_forward_and_one_backward_in_every_memory_mode():
-    for found in QUICK.of("messages"):
+def test_a_batch_norm_sends_one_message_forward_and_one_backward_in_every_memory_mode(results_of):
+    for found in results_of(QUICK, "messages"):
         assert list(found) == list(itertools.product(worker.NETWORKS, worker.MEMORY_MODES))
         for (name, _), (forward, backward, norms) in found.items():
             assert norms == {"stages": 16, "residual": 16, "dense": 9}[name]
@@ -177,15 +184,15 @@ def test_a_batch_norm_sends_one_message_forward_and_one_backward_in_every_memory
             assert backward == ["c10d::allreduce_"] * norms
 
 
-def test_a_stage_in_fsdp_is_one_node_unless_its_blocks_are_wrapped():
-    for nodes in QUICK.of("nodes"):
+def test_a_stage_in_fsdp_is_one_node_unless_its_blocks_are_wrapped(results_of):
+    for nodes in results_of(QUICK, "nodes"):
         assert nodes["stages", "stages"] == {"PreActStage": 2, "BNReLU": 1}
         assert nodes["stages", "blocks"] == {"PreActStage": 6, "BNReLU": 1}
 
 
 @pytest.mark.parametrize("model", worker.WRAPPERS_OF_CONVERTED)
-def test_wrapped_models_run_what_was_converted(model):
-    for nodes in QUICK.of("nodes"):
+def test_wrapped_models_run_what_was_converted(model, results_of):
+    for nodes in results_of(QUICK, "nodes"):
         for wrapper in worker.WRAPPERS_OF_CONVERTED[model]:
             runs = 5 if "_blocks" in wrapper else 2
             expected = {
@@ -195,8 +202,8 @@ def test_wrapped_models_run_what_was_converted(model):
             assert nodes[model, wrapper] == expected[model], wrapper
 
 
-def test_ddp_tells_every_process_when_one_has_no_batch_left():
-    for errors in QUICK.of("join"):
+def test_ddp_tells_every_process_when_one_has_no_batch_left(results_of):
+    for errors in results_of(QUICK, "join"):
         assert list(errors) == list(worker.MEMORY_MODES)
         assert all("exhausted" in error for error in errors.values())
 
@@ -244,9 +251,9 @@ def mixed_joined(seeds, processes):
 
 
 @pytest.mark.parametrize("run", [QUICK, pytest.param(Run(3, "all"), marks=SLOW)], ids=name_of)
-def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_plain_modules_in_it(run):
+def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_plain_modules_in_it(run, results_of):
     processes, seeds = run.processes, run.seeds["mixed"]
-    for rank, results in enumerate(run.of("mixed")):
+    for rank, results in enumerate(results_of(run, "mixed")):
         truth = stacked([mixed_truth(seed, processes, rank) for seed in seeds])
         found = {}
         for name, runs in results.items():
