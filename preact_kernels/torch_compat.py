@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 
@@ -27,6 +28,9 @@ foreach_neg = torch._foreach_neg
 
 # Base class of all batch norms; planning overrides `momentum`.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
+
+# What `F.pad` is in a graph.
+pad_functions = (nn.functional.pad, torch._C._nn.pad)
 
 # Whether a `torch.func` transform is running. No public function says so.
 has_functorch_transform = torch._C._are_functorch_transforms_active

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
 from preact_kernels.conversion import convert as conversion
+from preact_kernels.conversion import fused_module
+from preact_kernels.conversion.fused_module import installed_plan
 from tests.oracle import assert_same_bits, assert_within_budget, evaluate, unit_roundoff
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
@@ -303,6 +306,110 @@ def reloaded(model):
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("name", ["functional-basic", "attention"])
+def test_deepcopy_does_not_trace(monkeypatch, name):
+    model, x = built(name)
+    pk.convert(model)
+
+    def fail(*args):
+        pytest.fail("traced")
+
+    monkeypatch.setattr(fused_module, "trace", fail)
+    other = copy.deepcopy(model)
+    assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
+    assert torch.equal(other(x), model(x))
+    plans = [installed_plan(m) for m in other.modules() if installed_plan(m)]
+    own = {id(m) for m in other.modules()}
+    assert plans
+    assert all(id(i.module) in own for plan in plans for i in plan.inlined)
+
+
+class Flagged(nn.Module):
+    """A block whose forward asks for an attribute."""
+
+    def __init__(self, c=4):
+        super().__init__()
+        self.bn, self.conv = nn.BatchNorm2d(c), nn.Conv2d(c, c, 1)
+        self.scale = 1
+
+    def forward(self, x):
+        return self.conv(F.relu(self.bn(x))) * self.scale
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, reloaded])
+def test_copies_notice_changes_of_their_own_attributes(copied):
+    model, x = pk.convert(Flagged()), torch.randn(2, 4, 3, 3)
+    other = copied(model)
+    other.scale = 3
+    torch.testing.assert_close(other(x), 3 * model(x))
+    model.scale = 5
+    torch.testing.assert_close(5 * other(x), 3 * model(x))
+
+
+class WithSlots(Flagged):
+    """A module whose pickled state is a tuple."""
+
+    def __getstate__(self):
+        return (self.__dict__.copy(), {"slots": 1})
+
+    def __setstate__(self, state):
+        own, slots = state
+        assert slots == {"slots": 1}
+        super().__setstate__(own)
+
+
+class CopiesItself(Flagged):
+    """A module that makes its copies itself."""
+
+    def __deepcopy__(self, memo):
+        other = type(self)()
+        other.load_state_dict(self.state_dict())
+        return other
+
+
+@pytest.mark.parametrize("kind", [WithSlots, CopiesItself])
+@pytest.mark.parametrize("copied", [copy.deepcopy, reloaded])
+def test_copies_of_modules_with_states_of_their_own(kind, copied):
+    model, x = pk.convert(kind()), torch.randn(2, 4, 3, 3)
+    other = copied(model)
+    assert isinstance(other, kind)
+    assert_same_bits(results(other, x), results(model, x))
+    if kind is WithSlots:
+        assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
+
+
+class TwoUnits(Flagged):
+    """A block that is traced as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn2, self.conv2 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        return self.conv2(F.relu(self.bn2(torch.tanh(super().forward(x)))))
+
+
+class WithSharedNorm(nn.Module):
+    """Parts with a batch norm in common; not traced as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(TwoUnits() for _ in range(2))
+        self.parts[1].bn = self.parts[0].bn
+
+    def forward(self, x):
+        return self.parts[int(x.sum() > 0)](x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, reloaded])
+def test_copies_leave_shared_modules_alone(copied):
+    model = pk.convert(WithSharedNorm())
+    other = copied(model)
+    fused = [s.name for s in pk.conversion_report(model).fused]
+    assert fused == ["parts.0.bn2", "parts.1.bn2"]
+    assert [s.name for s in pk.conversion_report(other).fused] == fused
 
 
 def test_training_and_evaluation_mode():
@@ -614,6 +721,23 @@ def test_what_is_not_fused_is_reported_and_right(build, inside):
         torch.testing.assert_close(y[name], value, msg=name)
 
 
+class CallsBase(Block):
+    def forward(self, x):
+        return super(self.__class__, self).forward(x)  # an endless recursion in a subclass
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
+def test_a_forward_that_reads_its_class_keeps_it(inside):
+    model = Chain(Block(), CallsBase()) if inside else CallsBase()
+    x = torch.randn(2, 4, 6, 6)
+    expected = model.eval()(x)
+    pk.convert(model)
+    assert type(model[1] if inside else model) is CallsBase
+    torch.testing.assert_close(model(x), expected)
+    if not inside:
+        assert "__class__" in pk.conversion_report(model)[0].reason
+
+
 def test_an_input_that_changes_in_place_is_read_before():
     model = ChangedInPlace().eval()
     x = torch.randn(2, 4, 6, 6)
@@ -777,6 +901,40 @@ def test_results_have_the_memory_format_of_plain_pytorch(memory_format, build):
         assert found.stride() == expected.stride()
 
 
+class Gated(Images):
+    """Images times gates, which change in place behind an `nn.Identity`."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Identity(), nn.ReLU(inplace=True))
+        self.bn = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        h = self.blocks(self.stem(x))
+        h = h * self.gate(h.mean((2, 3), keepdim=True)).expand_as(h)
+        return F.relu(self.bn(h))
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of images into other memory formats."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.clone.default and args[0].dim() == 4
+        return function(*args, **(kwargs or {}))
+
+
+def test_nchw_models_run_in_channels_last_inside():
+    model, x = Gated(), torch.randn(2, 3, 8, 6)
+    plain = copy.deepcopy(model)
+    pk.convert(model)
+    with Copies() as copies:
+        y = model(x)
+    assert copies.count == 2  # of the input and of the result
+    torch.testing.assert_close(y, plain(x))
+
+
 class ChangesOutput(nn.Module):
     def __init__(self):
         super().__init__()
@@ -881,6 +1039,14 @@ class ChangesViewOfInput(Block):
         return super().forward(x)
 
 
+class ScalesAfterView(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        rows = y.flatten(1)
+        y.mul_(3)
+        return y.sum() + rows
+
+
 class TakesIndices(Block):
     def forward(self, x):
         y, indices = F.max_pool2d(super().forward(x), 2, return_indices=True)
@@ -901,6 +1067,7 @@ class Taps(Block):
         ScalesView,
         DropsInPlace,
         ChangesViewOfInput,
+        ScalesAfterView,
         TakesIndices,
     ],
 )

@@ -18,6 +18,7 @@ from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import has_hooks, is_stage_conv
 from preact_kernels.modules.norm_act import is_norm_act
 from preact_kernels.modules.run_blocks import geometry_of
+from preact_kernels.torch_compat import pad_functions
 
 _RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_)
 _ADD_FUNCTIONS = (operator.add, operator.iadd, torch.add)
@@ -230,7 +231,7 @@ class _Matcher:
     def _padding(self, node: fx.Node) -> tuple[int, int] | None:
         """Zeros that `node` adds at both ends of height and width; None for other nodes."""
         sizes: Any = None
-        if node.op == "call_function" and node.target in (F.pad, torch._C._nn.pad):
+        if node.op == "call_function" and node.target in pad_functions:
             names = ("input", "pad", "mode", "value")
             given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
             if given.get("mode", "constant") == "constant" and not given.get("value"):
