@@ -75,18 +75,18 @@ def keep_channels_last(
     """
     if any(changes_input(modules, n) and is_seen(modules, n) for n in graph.nodes):
         return
-    converted = set(inputs)
-    back: dict[fx.Node, list[fx.Node]] = {}  # readers of strides, by what they read
+    converted, back = set(inputs), set()
     for node in graph.nodes:
         if node in converted or not any(n in converted for n in node.all_input_nodes):
             continue
         if _keeps_format(modules, node):
             converted.add(node)
-            continue
-        for n in node.all_input_nodes:
-            if n in converted and n not in inputs and not _reads_no_strides(node, n):
-                back.setdefault(n, []).append(node)
-    if len(inputs) + len(back) > 2 * sum(n.target in _FUSED_CALLS for n in graph.nodes):
+        else:
+            back |= {n for n in node.all_input_nodes if not _reads_no_strides(node, n)}
+    back &= converted - set(inputs)
+    again = {n for n in back if any(u in converted for u in n.users)}
+    calls = sum(n.target in _FUSED_CALLS for n in graph.nodes)
+    if len(inputs) + len(back) + len(again) > 2 * calls:
         return
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         is_nchw = graph.call_function(are_contiguous, (graph.get_attr(conv), *inputs))
@@ -94,11 +94,10 @@ def keep_channels_last(
     for x, start in zip(inputs, starts, strict=True):
         keeping = {n for n in x.users if _keeps_format(modules, n)}
         x.replace_all_uses_with(start, delete_user_cb=keeping.__contains__)
-    for n, readers in back.items():
-        with graph.inserting_before(readers[0]):
+    for n in back:  # all readers get the same tensor: it may be differentiated by
+        with graph.inserting_after(n):
             copy = graph.call_function(to_contiguous, (n, is_nchw))
-        for node in readers:
-            node.replace_input_with(n, copy)
+        n.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
 def _keeps_format(modules: dict[str, nn.Module], node: fx.Node) -> bool:
