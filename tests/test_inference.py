@@ -174,7 +174,7 @@ def test_what_is_left_can_be_converted(name):
     fused = pk.convert(pk.fuse_for_inference(model))
     report = pk.conversion_report(fused)
     assert len(report.fused) == len(report) == count_norms(fused)
-    assert not any(m.training for m in fused.train().modules())
+    assert not any(m.training for m in fused.modules())
     assert_equals_plain(fused, model, images())
 
 
@@ -444,15 +444,37 @@ def test_circular_padding_and_a_graph_module():
     assert_equals_plain(fused, model, images())
 
 
-def test_stays_in_evaluation_mode():
-    model = built("preact")
+COPIES = {
+    "itself": lambda m: m,
+    "shallow": copy.copy,
+    "deep": copy.deepcopy,
+    "pickled": lambda m: pickle.loads(pickle.dumps(m)),
+    "converted": lambda m: pk.convert(copy.deepcopy(m)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_what_is_folded_refuses_training_mode(copied, is_graph):
+    model = built("postact")
+    model = torch.fx.symbolic_trace(model) if is_graph else model
+    original = pk.fuse_for_inference(model)
+    fused = copied(original)
+    block = fused.get_submodule("features.4")
+    for module in (fused, block, block.bn1, nn.Sequential(fused)):
+        with pytest.raises(RuntimeError, match=r"train the model that it was made from"):
+            module.train()
+    assert fused.eval() is fused and block.eval() is block and block.bn1.eval() is block.bn1
+    assert not any(m.training for m in (*fused.modules(), *original.modules()))
+    assert_equals_plain(fused, model, images())
+
+
+def test_what_is_not_folded_trains_as_in_any_module():
+    model = randomised(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1)))
     fused = pk.fuse_for_inference(model)
-    parent = nn.Sequential(fused).train()
-    assert fused.train() is fused and fused.eval() is fused
-    assert parent.training and not any(m.training for m in fused.modules())
-    copied = copy.deepcopy(fused)
-    assert not any(m.training for m in copied.train().modules())
-    assert copied.train().state_dict().keys() == fused.state_dict().keys()
+    assert fused.train() is fused and all(m.training for m in fused.modules())
+    assert torch.equal(fused(x := images()), model(x))
+    assert torch.equal(fused[0].running_mean, model[0].running_mean)
 
 
 @pytest.mark.parametrize("name", ["preact", "own"])
@@ -465,7 +487,7 @@ def test_copies_pickles_and_state_dicts(name, is_converted):
     assert torch.equal(copy.deepcopy(fused)(x), y)
     loaded = pickle.loads(pickle.dumps(fused))
     assert torch.equal(loaded(x), y)
-    assert not any(m.training for m in loaded.train().modules())
+    assert not any(m.training for m in loaded.modules())
     saved = io.BytesIO()
     torch.save(fused.state_dict(), saved)
     saved.seek(0)

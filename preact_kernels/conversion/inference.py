@@ -56,9 +56,9 @@ def fuse_for_inference(model: _Model) -> _Model:
             traced, as in `convert`.
 
     Returns:
-        A copy in evaluation mode, whose parameters want no gradients. Its `train()` leaves it
-        in evaluation mode: its batch norms cannot be trained. A `state_dict` of it fits copies
-        that were made of equal models.
+        A copy in evaluation mode, whose parameters want no gradients. Where a batch norm was
+        folded, `train()` of it and of all modules around it raises `RuntimeError`. A `state_dict`
+        of it fits copies that were made of equal models.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -79,7 +79,6 @@ def fuse_for_inference(model: _Model) -> _Model:
     _fold_in(result, kept | {i for i, count in places.items() if count > 1})
     if is_converted:
         convert(result)
-    result.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, result)
     return result
 
 
@@ -88,11 +87,6 @@ def _copied(model: _Model) -> _Model:
     attributes = (value for module in model.modules() for value in vars(module).values())
     results = (t for t in attributes if isinstance(t, Tensor) and not t.is_leaf)
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in results})
-
-
-def _stay_in_evaluation_mode(model: nn.Module, mode: bool = True) -> nn.Module:
-    """The `train` of the copies."""
-    return type(model).train(model, False)
 
 
 def _fold_in(module: nn.Module, kept: set[int], is_called: bool = True) -> None:
@@ -206,7 +200,19 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
         return
     conv.weight = nn.Parameter(weight, requires_grad=False)
     conv.bias = nn.Parameter(bias, requires_grad=False)
-    root.set_submodule(bn_path, cast(nn.Module, bn.act) if is_norm_act else nn.Identity().eval())
+    rest = cast(nn.Module, bn.act) if is_norm_act else nn.Identity().eval()
+    rest.__dict__["train"] = functools.partial(_refuse_training, rest)
+    root.set_submodule(bn_path, rest)
+
+
+def _refuse_training(module: nn.Module, mode: bool = True) -> nn.Module:
+    """The `train` of what is left of a folded batch norm; that of its parents calls it."""
+    if mode:
+        raise RuntimeError(
+            "train: batch norms were folded by fuse_for_inference; call eval(), and train the "
+            "model that it was made from"
+        )
+    return type(module).train(module, False)
 
 
 def _is_in_range(exact: Tensor, weight: Tensor, bias: Tensor) -> bool:
