@@ -168,6 +168,17 @@ def test_a_converted_model_folds_what_no_relu_follows():
     assert_equals_plain(fused, model, images())
 
 
+def test_what_was_not_converted_stays_so():
+    model = built("preact")
+    pk.convert(model.features[1])
+    pk.convert(model.features[3])
+    fused = pk.fuse_for_inference(model)
+    sites = pk.conversion_report(fused).fused
+    assert {s.name.rpartition(".")[0] for s in sites} == {"features.1", "features.3"}
+    assert isinstance(fused.features[2].bn2, nn.Identity)
+    assert_equals_plain(fused, model, images())
+
+
 @pytest.mark.parametrize("name", ["preact", "dense"])
 def test_what_is_left_can_be_converted(name):
     model = built(name)

@@ -66,9 +66,9 @@ def fuse_for_inference(model: _Model) -> _Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     result = _copied(model)
-    is_converted = any(isinstance(m, FusedModule) for m in result.modules())
+    converted = list(_converted(result))
     kept = set()
-    if is_converted:
+    if converted:
         kept = {id(result.get_submodule(s.name)) for s in conversion_report(result).fused}
         revert(result)
     result.eval()
@@ -77,8 +77,8 @@ def fuse_for_inference(model: _Model) -> _Model:
             p.requires_grad = False
     places = Counter(id(m) for _, m in result.named_modules(remove_duplicate=False))
     _fold_in(result, kept | {i for i, count in places.items() if count > 1})
-    if is_converted:
-        convert(result)
+    for module in converted:
+        convert(module)
     return result
 
 
@@ -87,6 +87,15 @@ def _copied(model: _Model) -> _Model:
     attributes = (value for module in model.modules() for value in vars(module).values())
     results = (t for t in attributes if isinstance(t, Tensor) and not t.is_leaf)
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in results})
+
+
+def _converted(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost converted modules of a model."""
+    if isinstance(module, FusedModule):
+        yield module
+    else:
+        for child in module.children():
+            yield from _converted(child)
 
 
 def _fold_in(module: nn.Module, kept: set[int], is_called: bool = True) -> None:
