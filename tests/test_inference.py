@@ -361,6 +361,95 @@ def test_stays_where_modules_have_several_places():
     assert torch.equal(fused(x := images()), model(x))
 
 
+class Steps(nn.Module):
+    """Calls a convolution and a batch norm, which it holds in a list too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.steps = [self.conv, self.bn]
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+class Tap(nn.Module):
+    """Calls a module that it does not register."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = {"parts": (held,)}
+        self.itself = [self]
+
+    def forward(self, x):
+        (held,) = self.held["parts"]
+        return held[0](x) if isinstance(held, nn.Sequential) else held(x)
+
+
+class Tapped(nn.Module):
+    """A convolution and a batch norm; another module holds what `held` says of them."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+        self.tap = Tap(held(self.body))
+
+    def forward(self, x):
+        return self.body(x) + self.tap(x)
+
+
+class Unregistered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)]
+        self.head = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.head(self.steps[1](self.steps[0](x)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Steps,
+        lambda: Tapped(lambda body: body[0]),
+        lambda: Tapped(lambda body: body[1]),
+        lambda: Tapped(lambda body: body),
+        lambda: Tapped(lambda body: Tap(body[0])),
+        lambda: Untraceable(Tapped(lambda body: body[0])),
+        Unregistered,
+    ],
+    ids=["list", "conv", "norm", "container", "nested", "untraceable", "unregistered"],
+)
+def test_stays_where_modules_are_held_in_lists(model):
+    model = randomised(model()).eval()
+    fused = pk.fuse_for_inference(model)
+    assert torch.equal(fused(x := images()), model(x))
+
+
+class Stages(nn.Module):
+    """Holds its stages in a list, as models of Detectron2 do."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = Part(nn.Conv2d(3, 12, 1)), nn.BatchNorm2d(12)
+        self.stage = nn.Sequential(PostActBlock(12, 12))
+        self.stages = [self.stem, self.stage]
+
+    def forward(self, x):
+        stem, stage = self.stages
+        return stage(self.norm(stem(x)))
+
+
+def test_folds_within_what_a_list_holds():
+    model = randomised(Stages()).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1  # another reader of the list could call the stem
+    assert_equals_plain(fused, model, images())
+
+
 def test_stays_where_folded_weights_leave_their_range():
     for scale in (1e-6, 1e6):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()

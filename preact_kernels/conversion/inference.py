@@ -8,8 +8,8 @@ gain there, at batch 1 most of all (`python -m bench.inference`).
 import copy
 import functools
 import inspect
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import TypeVar, cast
 
 import torch
@@ -76,7 +76,8 @@ def fuse_for_inference(model: _Model) -> _Model:
         if p.is_leaf:  # those of scripts are not
             p.requires_grad = False
     places = Counter(id(m) for _, m in result.named_modules(remove_duplicate=False))
-    _fold_in(result, kept | {i for i, count in places.items() if count > 1})
+    kept |= {i for i, count in places.items() if count > 1}
+    _fold_in(result, kept, _holders(result))
     for module in converted:
         convert(module)
     return result
@@ -98,12 +99,49 @@ def _converted(module: nn.Module) -> Iterator[nn.Module]:
             yield from _converted(child)
 
 
-def _fold_in(module: nn.Module, kept: set[int], is_called: bool = True) -> None:
+def _holders(model: nn.Module) -> dict[int, set[int]]:
+    """The modules that attributes hold unregistered, as in lists: their ids, by ids of their parts.
+
+    Whoever holds a whole may call it; of a container also what it contains.
+    """
+    holders: dict[int, set[int]] = defaultdict(set)
+    modules = list(model.modules())
+    known = set(map(id, modules))
+    values = [value for module in modules for value in _attributes(module)]
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            for part in value.modules():
+                holders[id(part)].add(id(value))
+                if id(part) not in known:
+                    known.add(id(part))
+                    values += _attributes(part)
+            if type(value) is nn.Sequential or type(value).forward is nn.Module.forward:
+                values += value.children()
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list | tuple | set):
+            values += value
+    return holders
+
+
+def _attributes(module: nn.Module) -> list[object]:
+    return [value for name, value in vars(module).items() if name != "_modules"]
+
+
+def _fold_in(
+    module: nn.Module, kept: set[int], holders: Mapping[int, set[int]], is_called: bool = True
+) -> None:
     """Folds what the forward of `module` shows, then looks into the modules that it calls.
 
     Args:
         module: in evaluation mode; changed in place.
         kept: ids of modules that do not change.
+        holders: see `_holders`.
         is_called: whether its forward runs, and nobody calls its children one by one.
     """
     if _is_leaf(module):
@@ -111,15 +149,16 @@ def _fold_in(module: nn.Module, kept: set[int], is_called: bool = True) -> None:
     graph = _graph(module) if is_called else None
     if graph is None:
         for child in module.children():  # a forward without a graph may index into containers
-            _fold_in(child, kept, is_called=type(child) is not nn.Sequential)
+            _fold_in(child, kept, holders, is_called=type(child) is not nn.Sequential)
         return
     kept = kept | _called_twice(module, graph) | _read_modules(module, graph)
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
     for conv, bn in _pairs(module, graph):
-        if not {id(module.get_submodule(path)) for path in (conv, bn)} & kept:
+        pair = [id(module.get_submodule(path)) for path in (conv, bn)]
+        if kept.isdisjoint(pair) and holders.get(pair[0]) == holders.get(pair[1]):
             _fold(module, conv, bn)
     for path in called - {""}:
-        _fold_in(module.get_submodule(path), kept)
+        _fold_in(module.get_submodule(path), kept, holders)
 
 
 def _is_leaf(module: nn.Module) -> bool:
