@@ -295,6 +295,14 @@ class Conv(nn.Conv2d):
     pass
 
 
+def with_given_weight(conv):
+    """`conv` with a weight that is no parameter, as what another network computes."""
+    weight = conv.weight.detach()
+    del conv.weight
+    conv.weight = weight
+    return conv
+
+
 @pytest.mark.parametrize(
     "children",
     [
@@ -304,8 +312,21 @@ class Conv(nn.Conv2d):
         lambda: {"conv": parametrizations.weight_norm(nn.Conv2d(3, 8, 3))},
         lambda: {"conv": prune.l1_unstructured(nn.Conv2d(3, 8, 3), "weight", 0.3)},
         lambda: {"conv": Conv(3, 8, 3)},
+        lambda: {"conv": with_given_weight(nn.Conv2d(3, 8, 3))},
+        lambda: {"conv": nn.Sequential(nn.Conv2d(3, 8, 3), with_hook(nn.Identity()))},
+        lambda: {"conv": nn.Sequential(nn.Conv2d(3, 8, 3), with_hook(nn.Dropout()))},
     ],
-    ids=["conv_hook", "norm_hook", "no_statistics", "weight_norm", "pruned", "subclass"],
+    ids=[
+        "conv_hook",
+        "norm_hook",
+        "no_statistics",
+        "weight_norm",
+        "pruned",
+        "subclass",
+        "given_weight",
+        "identity_hook",
+        "dropout_hook",
+    ],
 )
 def test_stays_where_a_module_is_not_plain(children):
     model = randomised(Composed(in_order, **children())).eval()
@@ -314,14 +335,37 @@ def test_stays_where_a_module_is_not_plain(children):
     assert torch.equal(fused(x := images()), model(x))
 
 
-def test_stays_in_forwards_with_optional_arguments():
-    class Optional(Composed):
-        def forward(self, x, is_normalised=True):
-            return self.bn(self.conv(x)) if is_normalised else self.conv(x)
+def has_option(m, x, is_normalised=True):
+    return m.bn(m.conv(x)) if is_normalised else m.conv(x)
 
-    model = randomised(Optional(in_order)).eval()
+
+class Option(Composed):
+    def forward(self, x, is_normalised=True):
+        return has_option(self, x, is_normalised)
+
+
+class Positional(Composed):
+    def forward(self, x, *options):
+        return has_option(self, x, *options)
+
+
+class Keywords(Composed):
+    def forward(self, x, **options):
+        return has_option(self, x, **options)
+
+
+@pytest.mark.parametrize(
+    "kind, args, kwargs",
+    [
+        (Option, (False,), {}),
+        (Positional, (False,), {}),
+        (Keywords, (), {"is_normalised": False}),
+    ],
+)
+def test_stays_in_forwards_with_optional_arguments(kind, args, kwargs):
+    model = randomised(kind(in_order)).eval()
     fused = pk.fuse_for_inference(model)
-    assert torch.equal(fused(x := images(), False), model(x, False))
+    assert torch.equal(fused(x := images(), *args, **kwargs), model(x, *args, **kwargs))
     assert count_norms(pk.fuse_for_inference(nn.Sequential(model))) == 0  # called in one way
 
 
@@ -616,6 +660,16 @@ def test_gradients_of_inputs_are_those_of_the_model():
     torch.testing.assert_close(dx, expected)
 
 
+def test_folds_models_without_data():
+    with torch.device("meta"):
+        model = postact_net()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 0
+    shapes = {n: t.shape for n, t in pk.fuse_for_inference(postact_net()).state_dict().items()}
+    assert {n: t.shape for n, t in fused.state_dict().items()} == shapes
+    assert all(t.is_meta for t in fused.state_dict().values())
+
+
 def test_refuses_what_is_no_module():
     with pytest.raises(TypeError, match=r"model: expected an nn\.Module, got function"):
         pk.fuse_for_inference(F.relu)
@@ -651,6 +705,28 @@ def test_folds_models_of_torchvision(name, norms, folded):
     assert (count_norms(model), count_norms(fused)) == (norms, norms - folded)
     assert count_norms(fuse(copy.deepcopy(model))) == norms - folded
     assert_equals_plain(fused, model, torch.randn(2, 3, 64, 64))
+
+
+def norm_act(drop):
+    torchvision_models()
+    return importlib.import_module("timm.layers").BatchNormAct2d(8, drop_layer=drop)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@with_models
+def test_folds_batch_norms_of_timm_unless_they_do_something_between():
+    for drop, is_folded in ((None, True), (nn.Dropout, True), (Doubled, False)):
+        model = randomised(nn.Sequential(nn.Conv2d(3, 8, 3), norm_act(drop))).eval()
+        fused = pk.fuse_for_inference(model)
+        assert (type(fused[1]) is nn.ReLU) is is_folded
+        assert_equals_plain(fused, model, images())
+        if is_folded:
+            with pytest.raises(RuntimeError, match="train: batch norms were folded"):
+                fused.train()
 
 
 @with_models

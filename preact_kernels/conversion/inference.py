@@ -179,7 +179,8 @@ def _graph(module: nn.Module) -> fx.Graph | None:
     if kind.__module__.startswith("torch.") and not is_plain:
         return None
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    if any(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters):
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(p.default is not p.empty or p.kind in variadic for p in parameters):
         return None
     try:
         return trace(module, _is_leaf).graph
