@@ -260,7 +260,7 @@ def has_control_flow(m, x):
 
 
 def active_dropout(m, x):
-    return m.bn(F.dropout(m.conv(x), 0.0))
+    return m.bn(F.dropout(m.conv(x), 1.0))
 
 
 @pytest.mark.parametrize(
@@ -578,6 +578,13 @@ def test_stays_where_modules_have_several_places_in_what_cannot_be_traced():
     model = randomised(Untraceable(*pairs)).eval()
     fused = pk.fuse_for_inference(model)
     assert torch.equal(fused(x := images()), model(x))
+
+
+def test_folds_batch_norms_in_a_row():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.BatchNorm2d(8) for _ in range(3)))
+    fused = pk.fuse_for_inference(model := randomised(model).eval())
+    assert count_norms(fused) == 0
+    assert_equals_plain(fused, model, images())
 
 
 def test_circular_padding_and_a_graph_module():

@@ -14,18 +14,15 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from preact_kernels.conversion.convert import conversion_report, convert, revert
 from preact_kernels.conversion.fused_module import OWN, FusedModule, is_leaf
 from preact_kernels.conversion.matching import is_norm
+from preact_kernels.conversion.nodes import called_twice, does_nothing, passes_on
 from preact_kernels.conversion.tracing import Refusal, original_class, trace
 from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DROPOUT_FUNCTIONS = (F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
-_NORM_ACTS = ("BatchNormAct2d", "SyncBatchNormAct")  # of timm
+from preact_kernels.modules.norm_act import has_activation
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -151,12 +148,14 @@ def _fold_in(
         for child in module.children():  # a forward without a graph may index into containers
             _fold_in(child, kept, holders, is_called=type(child) is not nn.Sequential)
         return
-    kept = kept | _called_twice(module, graph) | _read_modules(module, graph)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    kept = kept | called_twice(modules, graph) | _read_modules(modules, graph)
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
-    for conv, bn in _pairs(module, graph):
-        pair = [id(module.get_submodule(path)) for path in (conv, bn)]
+    for conv, bn in _pairs(modules, graph):
+        pair = [id(modules[path]) for path in (conv, bn)]
         if kept.isdisjoint(pair) and holders.get(pair[0]) == holders.get(pair[1]):
             _fold(module, conv, bn)
+            modules[bn] = module.get_submodule(bn)
     for path in called - {""}:
         _fold_in(module.get_submodule(path), kept, holders)
 
@@ -188,25 +187,19 @@ def _graph(module: nn.Module) -> fx.Graph | None:
         return None
 
 
-def _called_twice(root: nn.Module, graph: fx.Graph) -> set[int]:
-    """Ids of the modules that a graph calls more than once, and of all modules in them."""
-    calls = Counter(root.get_submodule(n.target) for n in graph.nodes if n.op == "call_module")
-    return {id(m) for called, count in calls.items() if count > 1 for m in called.modules()}
-
-
-def _read_modules(root: nn.Module, graph: fx.Graph) -> set[int]:
+def _read_modules(modules: Mapping[str, nn.Module], graph: fx.Graph) -> set[int]:
     """Ids of the modules whose tensors a graph reads without calling them."""
     paths = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
-    return {id(root.get_submodule(path)) for path in paths}
+    return {id(modules[path]) for path in paths}
 
 
-def _pairs(root: nn.Module, graph: fx.Graph) -> Iterator[tuple[str, str]]:
+def _pairs(modules: Mapping[str, nn.Module], graph: fx.Graph) -> Iterator[tuple[str, str]]:
     """Paths of convolutions, and of the batch norms that alone read their outputs."""
     for node in graph.nodes:
-        if node.op != "call_module" or not is_norm(root.get_submodule(node.target)):
+        if node.op != "call_module" or not is_norm(modules[node.target]):
             continue
         source = node
-        while source is node or _passes_on(root, source):
+        while source is node or passes_on(modules, source, in_evaluation=True):
             source = source.args[0] if source.args else None
             if not isinstance(source, fx.Node) or len(source.users) != 1:
                 break
@@ -215,29 +208,15 @@ def _pairs(root: nn.Module, graph: fx.Graph) -> Iterator[tuple[str, str]]:
                 yield source.target, node.target
 
 
-def _passes_on(root: nn.Module, node: fx.Node) -> bool:
-    """Whether the output of `node` is its input, in evaluation mode."""
-    if node.op == "call_module":
-        return _does_nothing(root.get_submodule(str(node.target)))
-    if node.op != "call_function" or node.target not in _DROPOUT_FUNCTIONS:
-        return False
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return training is False
-
-
-def _does_nothing(module: nn.Module) -> bool:
-    return type(module) in (nn.Identity, *_DROPOUTS) and not has_hooks(module)
-
-
 def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
     """Folds a batch norm into a convolution, if that is exact."""
     conv, bn = root.get_submodule(conv_path), cast(nn.BatchNorm2d, root.get_submodule(bn_path))
     if type(conv) is not nn.Conv2d or type(conv.weight) is not nn.Parameter or has_hooks(conv):
         return
-    is_norm_act = type(bn).__name__ in _NORM_ACTS and type(bn).__module__.startswith("timm.")
-    if not (is_norm_act or type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)) or has_hooks(bn):
+    has_act = has_activation(bn)
+    if not (has_act or type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)) or has_hooks(bn):
         return
-    if is_norm_act and not _does_nothing(cast(nn.Module, bn.drop)):
+    if has_act and not does_nothing(cast(nn.Module, bn.drop), in_evaluation=True):
         return
     if bn.training or bn.running_mean is None or bn.num_features != conv.out_channels:
         return
@@ -249,7 +228,7 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
         return
     conv.weight = nn.Parameter(weight, requires_grad=False)
     conv.bias = nn.Parameter(bias, requires_grad=False)
-    rest = cast(nn.Module, bn.act) if is_norm_act else nn.Identity().eval()
+    rest = cast(nn.Module, bn.act) if has_act else nn.Identity().eval()
     rest.__dict__["train"] = functools.partial(_refuse_training, rest)
     root.set_submodule(bn_path, rest)
 
