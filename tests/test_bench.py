@@ -379,6 +379,19 @@ def test_the_committed_results_can_be_read():
     assert "| torchvision resnet50 " in report.converted_block(results)
 
 
+@pytest.mark.parametrize(
+    ("started", "command"),
+    [
+        (["bench/__main__.py", "--quick"], "python -m bench --quick"),
+        (["bench/inference.py", "--batch", "1"], "python -m bench.inference --batch 1"),
+        (["bin/pytest", "bench/ops.py"], "python -m pytest bench/ops.py"),
+    ],
+)
+def test_rows_say_the_command_that_makes_them(started, command, monkeypatch):
+    monkeypatch.setattr(measure.sys, "argv", [str(measure.ROOT / started[0]), *started[1:]])
+    assert Machine.of(CPU).command == command
+
+
 def test_the_commit_can_be_said_for_a_tree_without_history(monkeypatch):
     monkeypatch.setenv("PREACT_KERNELS_COMMIT", "0123456789")
     assert measure.commit() == "0123456789"
