@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.ops.batch_norm import BatchNorm
@@ -113,7 +112,7 @@ def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
     if not wide:
         return bn(x)
     if isinstance(x, fx.Proxy):
-        return _traced_widened_batch_norm(x, bn)
+        return _traced_widened_batch_norm(bn, x)
     if x.dtype != torch.float32:
         return bn(x)
     y = torch.func.functional_call(bn, wide, (x,))
@@ -125,38 +124,10 @@ def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def _traced_widened_batch_norm(x: Any, bn: Any) -> Any:
-    is_tracked = bn.training and bn.track_running_stats
-    running = (bn.running_mean, bn.running_var, bn.num_batches_tracked)
-    affine = (bn.weight, bn.bias)
-    return _batch_norm_with_any_dtypes(
-        x, *running, *affine, uses_batch(bn), is_tracked, bn.momentum, bn.eps
-    )
+def _traced_widened_batch_norm(bn: nn.Module, x: Any) -> Any:
+    """A call in the graph that gets the module, as its mode and the dtype of `x` are a run's.
 
-
-@fx.wrap  # as the dtype of `x` is that of a run
-def _batch_norm_with_any_dtypes(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batch_count: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    is_tracked: bool,
-    momentum: float | None,
-    eps: float,
-) -> Tensor:
-    """`nn.BatchNorm2d` with half-precision parameters, in float32 for a float32 `x`."""
-    if is_tracked and batch_count is not None:
-        batch_count.add_(1)
-        momentum = 1.0 / float(batch_count) if momentum is None else momentum
-    mean, var = (running_mean, running_var) if is_tracked or not training else (None, None)
-    if x.dtype != torch.float32:
-        return F.batch_norm(x, mean, var, weight, bias, training, momentum or 0.0, eps)
-    wide: list[Any] = [_widened(t) for t in (mean, var, weight, bias)]
-    y = F.batch_norm(x, *wide, training, momentum or 0.0, eps)  # type: ignore[call-arg]
-    if is_tracked and mean is not None and var is not None:
-        mean.copy_(wide[0])
-        var.copy_(wide[1])
-    return y
+    `fx.wrap` would not do: no argument of a wrapped function may be a module.
+    """
+    module = x.tracer.create_proxy("get_attr", x.tracer.path_of_module(bn), (), {})
+    return x.tracer.create_proxy("call_function", widened_batch_norm, (module, x), {})
