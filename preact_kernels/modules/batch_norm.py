@@ -38,7 +38,13 @@ def is_bare_norm(bn: nn.Module) -> bool:
         type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)
         and not has_hooks(bn)
         and has_served_parameters(bn)
+        and has_both_statistics_or_none(bn)
     )
+
+
+def has_both_statistics_or_none(bn: Any) -> bool:
+    """Whether PyTorch takes the running statistics of `bn`; a call of `bn` raises its error."""
+    return (bn.running_mean is None) == (bn.running_var is None)
 
 
 def is_bare_conv(conv: nn.Module) -> bool:
@@ -80,7 +86,11 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, is_widened: bool = False) -> BatchN
             converted to float32.
     """
     training = uses_batch(bn)
-    is_tracked = bn.training and bn.track_running_stats and bn.running_mean is not None
+    is_tracked = bn.training and bn.track_running_stats
+    batch_count = bn.num_batches_tracked if is_tracked else None
+    momentum = bn.momentum if is_tracked else 0.0
+    if momentum is None and batch_count is None:  # PyTorch then keeps the running statistics
+        momentum = 0.0
     mean, var = (bn.running_mean, bn.running_var) if is_tracked or not training else (None, None)
     weight, bias = bn.weight, bn.bias
     if is_widened:
@@ -93,10 +103,10 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, is_widened: bool = False) -> BatchN
         mean,
         var,
         training,
-        bn.momentum if is_tracked else 0.0,
+        momentum,
         bn.eps,
         process_group(bn),
-        bn.num_batches_tracked if is_tracked else None,
+        batch_count,
         is_widened,
     )
 
