@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.plain_operators import has_served_parameters
+from preact_kernels.ops.plain_operators import (
+    has_mixed_dtypes,
+    has_served_parameters,
+    is_transformed,
+)
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -113,6 +119,31 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, is_widened: bool = False) -> BatchN
 
 def _widened(t: Any) -> Any:
     return t.float() if t is not None and t.dtype in HALVES else t
+
+
+def plain_batch_norm(bn: nn.Module, x: Tensor, residual_dtype: torch.dtype | None = None) -> Tensor:
+    """`bn(x)` in place of kernels, and under transforms too in the dtype of `x`.
+
+    Args:
+        bn: the child.
+        x: `[N, C, H, W]`.
+        residual_dtype: of the residual stream, where that is set.
+    """
+    is_bare = is_transformed() and is_bare_norm(bn)
+    if is_bare and has_mixed_dtypes(x, *bn.parameters(), *bn.buffers()):
+        return widened_batch_norm(bn, x.float()).to(x.dtype)
+    return bn(x) if residual_dtype is None else widened_batch_norm(bn, x)
+
+
+def plain_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """`conv(x)` in place of kernels, with float32 weights beside half precision as they take it."""
+    if isinstance(x, fx.Proxy) or not is_bare_conv(conv) or is_autocast(x):
+        return conv(x)
+    if x.dtype not in HALVES or conv.weight.dtype != torch.float32:
+        return conv(x)
+    bias = None if conv.bias is None else conv.bias.to(x.dtype)
+    geometry: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    return F.conv2d(x, conv.weight.to(x.dtype), bias, *geometry)
 
 
 def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
