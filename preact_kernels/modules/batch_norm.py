@@ -24,13 +24,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def has_own_hooks(module: nn.Module) -> bool:
     """Whether a call of `module` runs hooks of its own, or a forward that replaces its class's."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    return torch_compat.has_module_hook(module) or "forward" in module.__dict__
 
 
 def has_hooks(module: nn.Module) -> bool:
