@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,21 @@ has_functorch_transform = torch._C._are_functorch_transforms_active
 
 # Whether hooks are registered for all modules: a fused module must then call its children.
 has_global_module_hook = _has_any_global_hook
+
+
+def has_module_hook(module: nn.Module) -> bool:
+    """Whether hooks are registered for a call of `module`. No public function says so."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
+    """`module.parameters(recurse=False)`, without what makes that slow."""
+    return module._parameters.values()
 
 
 def is_in_backward() -> bool:

@@ -286,7 +286,10 @@ class Messages(TorchDispatchMode):
 
 
 def count_messages(seeds: list[int]) -> dict:
-    """By memory mode: messages of a forward, messages of its backward, and batch norms."""
+    """By memory mode: messages of a forward, messages of its backward, and batch norms.
+
+    The second backward is that of the first stage alone, whose input wants no gradient.
+    """
     found = {}
     for memory in MEMORY_MODES:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(network(seeds[0], memory).to(device()))
@@ -295,8 +298,11 @@ def count_messages(seeds: list[int]) -> dict:
             loss = model(images).square().mean()
         with Messages() as backward:
             loss.backward()
+        loss = model.stages[0](model.stem(images).detach()).square().mean()
+        with Messages() as stage_backward:
+            loss.backward()
         norms = sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
-        found[memory] = forward.names, backward.names, norms
+        found[memory] = forward.names, backward.names, norms, stage_backward.names
     return found
 
 

@@ -127,10 +127,11 @@ def counted(tmp_path_factory):
 def test_a_batch_norm_sends_one_message_forward_and_one_backward_in_every_memory_mode(counted):
     for found in (rank["messages"] for rank in counted):
         assert list(found) == list(worker.MEMORY_MODES)
-        for forward, backward, norms in found.values():
+        for forward, backward, norms, stage_backward in found.values():
             assert norms == 16
             assert forward == ["c10d::allgather_"] * norms
             assert backward == ["c10d::allreduce_"] * norms
+            assert stage_backward == ["c10d::allreduce_"] * 5  # of 6, as the first needs no sums
 
 
 def test_a_stage_in_fsdp_is_one_node_unless_its_blocks_are_wrapped(counted):
