@@ -53,9 +53,9 @@ def fuse_for_inference(model: _Model) -> _Model:
             traced, as in `convert`.
 
     Returns:
-        A copy in evaluation mode, whose parameters want no gradients. Where a batch norm was
-        folded, `train()` of it and of all modules around it raises `RuntimeError`. A `state_dict`
-        of it fits copies that were made of equal models.
+        A copy in evaluation mode, whose parameters want no gradients. Its modules stay so when
+        `train()` of them or of a model around them is called: what is folded cannot be trained. A
+        `state_dict` of it fits copies that were made of equal models.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -77,6 +77,8 @@ def fuse_for_inference(model: _Model) -> _Model:
     _fold_in(result, kept, _holders(result))
     for module in converted:
         convert(module)
+    for module in result.modules():
+        module.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, module)
     return result
 
 
@@ -85,6 +87,13 @@ def _copied(model: _Model) -> _Model:
     attributes = (value for module in model.modules() for value in vars(module).values())
     results = (t for t in attributes if isinstance(t, Tensor) and not t.is_leaf)
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in results})
+
+
+def _stay_in_evaluation_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+    """The `train` of the copies' modules; those that were added later are trained."""
+    for child in module.children():
+        child.train(mode)
+    return module
 
 
 def _converted(module: nn.Module) -> Iterator[nn.Module]:
@@ -228,19 +237,7 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
         return
     conv.weight = nn.Parameter(weight, requires_grad=False)
     conv.bias = nn.Parameter(bias, requires_grad=False)
-    rest = cast(nn.Module, bn.act) if has_act else nn.Identity().eval()
-    rest.__dict__["train"] = functools.partial(_refuse_training, rest)
-    root.set_submodule(bn_path, rest)
-
-
-def _refuse_training(module: nn.Module, mode: bool = True) -> nn.Module:
-    """The `train` of what is left of a folded batch norm; that of its parents calls it."""
-    if mode:
-        raise RuntimeError(
-            "train: batch norms were folded by fuse_for_inference; call eval(), and train the "
-            "model that it was made from"
-        )
-    return type(module).train(module, False)
+    root.set_submodule(bn_path, cast(nn.Module, bn.act) if has_act else nn.Identity().eval())
 
 
 def _is_in_range(exact: Tensor, weight: Tensor, bias: Tensor) -> bool:
