@@ -174,8 +174,15 @@ INVALID = {
 
 
 @every_fused
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("configure", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(
+    "configure, training",
+    [
+        pytest.param(configure, training, id=f"{name}-{'training' if training else 'evaluation'}")
+        for name, configure in INVALID.items()
+        for training in (True, False)
+        if training or configure is not without_eps  # torch 2.11 refuses it, later ones do not
+    ],
+)
 def test_batch_norms_that_eager_refuses_are_refused(configure, training, make, backend):
     module = make().train(training)
     configure(norms(module)[-1])
