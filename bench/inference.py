@@ -3,14 +3,12 @@
 Runs eager PyTorch, torch.compile, torch.fx's folding of batch norms, `pk.fuse_for_inference`, and
 `pk.fuse_for_inference` after `pk.convert`, in turn, on the same model and images. The networks of
 this package are the plain ones (fused=False), in place of `pk.convert` the fused ones. timm and
-torchvision are needed for the others.
+torchvision are needed for the others. Prints tables and writes a CSV file.
 """
 
 import argparse
 import copy
-import csv
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +19,9 @@ from torch.fx.experimental.optimization import fuse
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
-from bench.measure import DTYPES, time_in_turn
+from bench import measure
+from bench.measure import DTYPES
+from bench.records import INFERENCE, InferenceRow, Records, slug
 
 BASELINE = "eager"
 
@@ -58,7 +58,7 @@ def contenders(name: str, model: nn.Module, *, compiles: bool) -> dict[str, nn.M
     if isinstance(model, pk.PreActResNet):
         depth, *width = map(int, name.split("-")[1:])
         fused: nn.Module = pk.preact_resnet(depth, width=width[0] if width else 1)
-        fused.load_state_dict(model.state_dict())
+        fused.to(next(model.parameters())).load_state_dict(model.state_dict())
     else:
         fused = pk.convert(copy.deepcopy(model))
     found = {BASELINE: model}
@@ -70,9 +70,52 @@ def contenders(name: str, model: nn.Module, *, compiles: bool) -> dict[str, nn.M
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints a table for every network, and writes a CSV file where --out names one."""
-    parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__)
+def measured(name: str, a: argparse.Namespace) -> Iterator[InferenceRow]:
+    """The rows of a network, for every batch and contender."""
+    torch.manual_seed(0)
+    network = NETWORKS[name]
+    size, dtype = a.size or network.size, DTYPES[a.dtype]
+    model = calibrated(network.build(), size).to(a.device, dtype)
+    models = contenders(name, model, compiles=not a.no_compile)
+    for batch in a.batch:
+        x = torch.randn(batch, 3, size, size, device=a.device, dtype=dtype)
+        x = x.contiguous(memory_format=torch.channels_last)
+        calls = {n: lambda m=m, x=x: m(x) for n, m in models.items()}
+        with torch.inference_mode():
+            for call in (*calls.values(), *calls.values()):
+                call()
+            times = measure.time_in_turn(calls, rounds=a.rounds, device=a.device, title=name)
+        for contender, t in times.items():
+            images_per_s = batch / t.median_ms * 1e3
+            of_times = t.median_ms, t.p20_ms, t.p80_ms, images_per_s
+            yield InferenceRow(name, contender, batch, size, a.dtype, *of_times)
+
+
+def table(rows: Sequence[InferenceRow]) -> str:
+    """A line for each contender and batch, with the speed as a multiple of eager's."""
+    eager_ms = {(r.case, r.batch): r.median_ms for r in rows if r.contender == BASELINE}
+    lines = [
+        {
+            "network": r.case,
+            "pixels": r.image_size,
+            "batch": r.batch,
+            "contender": r.contender,
+            "ms": f"{r.median_ms:.2f}",
+            "images/s": f"{r.images_per_s:.1f}",
+            "ratio to eager": f"{eager_ms[r.case, r.batch] / r.median_ms:.2f}",
+        }
+        for r in rows
+    ]
+    return tabulate(lines, headers="keys", disable_numparse=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints a table for every network, and writes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.inference",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16], help="images")
     parser.add_argument("--size", type=int, help="pixels, in place of each network's own")
@@ -80,37 +123,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="of PyTorch on the CPU")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--out", type=Path, help="CSV file")
-    args = parser.parse_args(arguments)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    rows = []
-    for name in args.networks:
-        torch.manual_seed(0)
-        size = args.size or NETWORKS[name].size
-        model = calibrated(NETWORKS[name].build(), size).to(device, DTYPES[args.dtype])
-        models = contenders(name, model, compiles=not args.no_compile)
-        for batch in args.batch:
-            x = torch.randn(batch, 3, size, size, device=device, dtype=DTYPES[args.dtype])
-            x = x.contiguous(memory_format=torch.channels_last)
-            calls = {n: lambda m=m, x=x: m(x) for n, m in models.items()}
-            with torch.inference_mode():
-                for call in (*calls.values(), *calls.values()):
-                    call()
-                times = time_in_turn(calls, rounds=args.rounds, device=device, title=name)
-            for contender, timing in times.items():
-                ratio = times[BASELINE].median_ms / timing.median_ms
-                images_per_s = batch / timing.median_ms * 1e3
-                rows.append((name, size, batch, contender, timing.median_ms, images_per_s, ratio))
-        headers = ("network", "pixels", "batch", "contender", "ms", "images/s", "ratio to eager")
-        table = [row for row in rows if row[0] == name]
-        print(tabulate(table, headers, floatfmt=("", "", "", "", ".2f", ".1f", ".2f")), flush=True)
-    if args.out:
-        with args.out.open("w", newline="") as file:
-            csv.writer(file).writerows([headers, *rows])
+    parser.add_argument("--device", help="cpu or cuda (cuda where there is one)")
+    parser.add_argument("--out", type=Path, default=measure.ROOT / "bench" / "out")
+    a = parser.parse_args(arguments)
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    a.device = torch.device(a.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    machine = measure.Machine.of(a.device)
+    records = Records(a.out / f"{slug(machine.device)}{INFERENCE}", InferenceRow, keep=True)
+    for name in a.networks:
+        try:
+            rows = [machine.stamp(row) for row in measured(name, a)]
+        except ImportError as error:
+            print(f"{name}: not measured, {error.name} is not installed")
+            continue
+        records.put(*rows)
+        print(table(rows), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -222,9 +222,10 @@ class Machine:
         if device.type == "cuda":
             versions.append(f"cuda {torch.version.cuda}")
         if command is None:
-            module = Path(sys.argv[0])
-            parts = ["python", "-m", "bench" if module.stem == "__main__" else module.stem]
-            command = shlex.join([*parts, *sys.argv[1:]])
+            module = Path(sys.argv[0]).with_suffix("")
+            module = module.parent if module.name == "__main__" else module
+            prefix = "bench." if module.parent == ROOT / "bench" else ""
+            command = shlex.join(["python", "-m", prefix + module.name, *sys.argv[1:]])
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
         return cls(name, ", ".join(versions), commit(), date, command)
 

@@ -79,6 +79,7 @@ class CurvePoint:
 # How names of files of other records end.
 SCALING = "-scaling.csv"
 CONVERTED = "-converted.csv"
+INFERENCE = "-inference.csv"
 
 
 @dataclasses.dataclass
@@ -150,6 +151,31 @@ class ConvertedRow:
     def key(self) -> tuple:
         """Equal for two measurements of the same thing."""
         return self.case, self.batch, self.image_size, self.dtype, self.device
+
+
+@dataclasses.dataclass
+class InferenceRow:
+    """One contender on one network in evaluation mode: see bench/inference.py."""
+
+    case: str  # the network
+    contender: str
+    batch: int
+    image_size: int  # pixels
+    dtype: str
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    images_per_s: float | None = None
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """Equal for two measurements of the same thing."""
+        return self.case, self.contender, self.batch, self.image_size, self.dtype, self.device
 
 
 def slug(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 
@@ -28,11 +30,29 @@ foreach_neg = torch._foreach_neg
 # Base class of all batch norms; planning overrides `momentum`.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 
+# What `F.pad` is in a graph.
+pad_functions = (nn.functional.pad, torch._C._nn.pad)
+
 # Whether a `torch.func` transform is running. No public function says so.
 has_functorch_transform = torch._C._are_functorch_transforms_active
 
 # Whether hooks are registered for all modules: a fused module must then call its children.
 has_global_module_hook = _has_any_global_hook
+
+
+def has_module_hook(module: nn.Module) -> bool:
+    """Whether hooks are registered for a call of `module`. No public function says so."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
+    """`module.parameters(recurse=False)`, without what makes that slow."""
+    return module._parameters.values()
 
 
 def is_in_backward() -> bool:

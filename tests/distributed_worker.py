@@ -394,21 +394,32 @@ class Messages(TorchDispatchMode):
 
 
 def count_messages(seeds: list[int]) -> dict:
-    """By model and memory mode: messages of a forward, those of its backward, and batch norms."""
+    """By model and memory mode: messages of a forward, those of its backward, and batch norms.
+
+    "first stage" is one on its own, whose input wants no gradient.
+    """
     found = {}
+    ((images, _), *_), *_ = on_device(batches(seeds[0]))
     for name, memory in itertools.product(NETWORKS, MEMORY_MODES):
         model = network(seeds[0], memory) if name == "stages" else NETWORKS[name](seeds[0])
         if name != "stages":
             pk.convert(model, memory=memory)
         nn.SyncBatchNorm.convert_sync_batchnorm(model.to(device()))
-        ((images, _), *_), *_ = on_device(batches(seeds[0]))
-        with Messages() as forward:
-            loss = model(images).square().mean()
-        with Messages() as backward:
-            loss.backward()
-        norms = sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
-        found[name, memory] = forward.names, backward.names, norms
+        found[name, memory] = messages(model, images)
+        if isinstance(model, PreActResNet):
+            x = model.stem(images).detach()
+            found["first stage", memory] = messages(model.stages[0], x)
     return found
+
+
+def messages(model: nn.Module, x: Tensor) -> tuple[list[str], list[str], int]:
+    """The messages of a forward and of its backward, and the number of batch norms."""
+    with Messages() as forward:
+        loss = model(x).square().mean()
+    with Messages() as backward:
+        loss.backward()
+    norms = sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+    return forward.names, backward.names, norms
 
 
 def count_nodes(seeds: list[int]) -> dict:

@@ -14,7 +14,18 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 import preact_kernels as pk
-from bench import data, floors, measure, network, report, scaling, training
+from bench import (
+    converted,
+    data,
+    floors,
+    foreign_models,
+    inference,
+    measure,
+    network,
+    report,
+    scaling,
+    training,
+)
 from bench.__main__ import LOST, Plan, main
 from bench.__main__ import arguments as parsed
 from bench.contenders import BY_NAME, Contender, Network
@@ -23,7 +34,7 @@ from bench.hotspots import hotspots
 from bench.hotspots import main as hot_main
 from bench.measure import Ceilings, Machine, Timing, time_in_turn
 from bench.peak import peak_of_step
-from bench.records import CurvePoint, Records, Row, ScalingRow, read
+from bench.records import ConvertedRow, CurvePoint, InferenceRow, Records, Row, ScalingRow, read
 from tests.torchrun import torchrun
 
 CPU = torch.device("cpu")
@@ -287,6 +298,98 @@ def test_a_part_that_costs_the_process_its_gpu_is_not_tried_again(quick_main, mo
     assert quick_main("--resume") == 1
     assert ran == ["resnet-29", "resnet-29", "resnet-20"]
     assert "resnet-29, batch 16: main: failed: it cost an earlier run" in capsys.readouterr().out
+
+
+def tiny_net():
+    blocks = foreign_models.FunctionalBottleneck(8, 8), foreign_models.FunctionalBottleneck(32, 8)
+    return foreign_models.network_of(*blocks)
+
+
+def not_installed():
+    raise ModuleNotFoundError("No module named 'timm'", name="timm")
+
+
+def assert_says_where(row):
+    here = Machine.of(CPU)
+    found = row.device, row.versions, row.commit
+    assert found == (here.device, here.versions, here.commit)
+    assert row.date and row.command.startswith("python -m ")
+
+
+def test_models_are_measured_before_and_after_conversion(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(converted.CASES, "tiny", converted.Case(tiny_net, 4, 8))
+    monkeypatch.setitem(converted.CASES, "missing", converted.Case(not_installed, 2, 8))
+    options = ["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
+    converted.main(["--models", "tiny", "missing", *options])
+    printed = capsys.readouterr().out
+    assert "7 of 7" in printed and "missing: not measured, timm is not installed" in printed
+    (path,) = tmp_path.iterdir()
+    (row,) = read(path, ConvertedRow)
+    assert (row.case, row.batch, row.image_size, row.fused) == ("tiny", 4, 8, 7)
+    assert row.plain_bytes > row.store_bytes >= row.rebuild_bytes > 0
+    assert row.compiled_graphs == 1
+    assert_says_where(row)
+    with pytest.raises(FileNotFoundError):  # rows of networks alone
+        report.load(tmp_path)
+
+
+def test_a_model_that_conversion_makes_wrong_gets_no_speed(tmp_path, monkeypatch):
+    def convert(model, memory):
+        _spoil(model)
+        return model
+
+    monkeypatch.setitem(converted.CASES, "tiny", converted.Case(tiny_net, 4, 8))
+    monkeypatch.setattr(converted.pk, "convert", convert)
+    with pytest.raises(ArithmeticError, match="of the plain model"):
+        converted.main(["--models", "tiny", "--device", "cpu", "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_inference_is_measured_in_all_ways(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(inference.NETWORKS, "tiny", inference.Network(tiny_net, 8))
+    monkeypatch.setitem(inference.NETWORKS, "missing", inference.Network(not_installed, 8))
+    options = ["--batch", "1", "2", "--rounds", "1", "--no-compile", "--device", "cpu"]
+    inference.main(["--networks", "tiny", *options, "--out", str(tmp_path)])
+    options += ["--size", "16", "--dtype", "fp64"]
+    inference.main(["--networks", "resnet-20", "missing", *options, "--out", str(tmp_path)])
+    assert "missing: not measured, timm is not installed" in capsys.readouterr().out
+    (path,) = tmp_path.iterdir()
+    rows = read(path, InferenceRow)
+    contenders = (
+        "eager",
+        "torch.fx fuse",
+        "pk.fuse_for_inference",
+        "pk.fuse_for_inference, converted",
+    )
+    cases = (("tiny", 8, "fp32"), ("resnet-20", 16, "fp64"))
+    assert [(r.case, r.image_size, r.dtype, r.batch, r.contender) for r in rows] == [
+        (*case, batch, contender) for case in cases for batch in (1, 2) for contender in contenders
+    ]
+    for row in rows:
+        assert row.images_per_s == pytest.approx(row.batch / row.median_ms * 1e3, rel=1e-4)
+        assert_says_where(row)
+    with pytest.raises(FileNotFoundError):  # rows of networks alone
+        report.load(tmp_path)
+
+
+def test_the_committed_results_can_be_read():
+    results = measure.ROOT / "bench" / "results"
+    devices = report.load(results)
+    assert all(rows and points for rows, points in devices.values())
+    assert "| torchvision resnet50 " in report.converted_block(results)
+
+
+@pytest.mark.parametrize(
+    ("started", "command"),
+    [
+        (["bench/__main__.py", "--quick"], "python -m bench --quick"),
+        (["bench/inference.py", "--batch", "1"], "python -m bench.inference --batch 1"),
+        (["bin/pytest", "bench/ops.py"], "python -m pytest bench/ops.py"),
+    ],
+)
+def test_rows_say_the_command_that_makes_them(started, command, monkeypatch):
+    monkeypatch.setattr(measure.sys, "argv", [str(measure.ROOT / started[0]), *started[1:]])
+    assert Machine.of(CPU).command == command
 
 
 def test_the_commit_can_be_said_for_a_tree_without_history(monkeypatch):

@@ -357,6 +357,15 @@ def test_a_batch_norm_of_other_channels_in_a_block_is_refused(child, training, b
         block(torch.randn(2, 8, 5, 6))
 
 
+@pytest.mark.parametrize("name", ["conv2", "shortcut"])
+def test_a_shortcut_of_other_channels_than_the_branch_is_refused(name, backend):
+    block = random_block("basic", 8, 6)
+    conv = getattr(block, name)
+    conv.weight = nn.Parameter(conv.weight[:4].detach())
+    with pytest.raises(ValueError, match=r"expected a shortcut of \d channels, got \d"):
+        block(torch.randn(2, 8, 5, 6))
+
+
 def test_a_batch_norm_in_another_dtype_in_a_block_is_refused(backend):
     block = random_block("basic", 8, 8)
     block.bn2.double()

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import warnings
 
 import pytest
@@ -192,6 +193,20 @@ def test_symbolic_traces_call_the_plain_modules(make):
 def test_symbolic_traces_of_a_float32_stream_beside_half_precision(dtype):
     module = EVERY_MODULE["float32_stream"]().to(dtype)
     check_step(fx.symbolic_trace(copy.deepcopy(module)), module, images().to(dtype))
+
+
+@pytest.mark.parametrize("copied", ["traced", "deepcopy", "pickle"])
+@both_modes
+def test_symbolic_traces_of_a_float32_stream_follow_the_mode_of_a_run(training, copied):
+    module = EVERY_MODULE["float32_stream"]().bfloat16().train(training)
+    traced = fx.symbolic_trace(copy.deepcopy(module))
+    if copied == "deepcopy":
+        traced = copy.deepcopy(traced)
+    elif copied == "pickle":
+        traced = pickle.loads(pickle.dumps(traced))
+    for mode in (not training, training):
+        check_step(traced.train(mode), module.train(mode), images().bfloat16())
+        module.load_state_dict(traced.state_dict())
 
 
 def test_a_residual_is_traced():

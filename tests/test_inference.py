@@ -168,13 +168,24 @@ def test_a_converted_model_folds_what_no_relu_follows():
     assert_equals_plain(fused, model, images())
 
 
+def test_what_was_not_converted_stays_so():
+    model = built("preact")
+    pk.convert(model.features[1])
+    pk.convert(model.features[3])
+    fused = pk.fuse_for_inference(model)
+    sites = pk.conversion_report(fused).fused
+    assert {s.name.rpartition(".")[0] for s in sites} == {"features.1", "features.3"}
+    assert isinstance(fused.features[2].bn2, nn.Identity)
+    assert_equals_plain(fused, model, images())
+
+
 @pytest.mark.parametrize("name", ["preact", "dense"])
 def test_what_is_left_can_be_converted(name):
     model = built(name)
     fused = pk.convert(pk.fuse_for_inference(model))
     report = pk.conversion_report(fused)
     assert len(report.fused) == len(report) == count_norms(fused)
-    assert not any(m.training for m in fused.train().modules())
+    assert not any(m.training for m in fused.modules())
     assert_equals_plain(fused, model, images())
 
 
@@ -249,7 +260,7 @@ def has_control_flow(m, x):
 
 
 def active_dropout(m, x):
-    return m.bn(F.dropout(m.conv(x), 0.0))
+    return m.bn(F.dropout(m.conv(x), 1.0))
 
 
 @pytest.mark.parametrize(
@@ -284,6 +295,14 @@ class Conv(nn.Conv2d):
     pass
 
 
+def with_given_weight(conv):
+    """`conv` with a weight that is no parameter, as what another network computes."""
+    weight = conv.weight.detach()
+    del conv.weight
+    conv.weight = weight
+    return conv
+
+
 @pytest.mark.parametrize(
     "children",
     [
@@ -293,8 +312,21 @@ class Conv(nn.Conv2d):
         lambda: {"conv": parametrizations.weight_norm(nn.Conv2d(3, 8, 3))},
         lambda: {"conv": prune.l1_unstructured(nn.Conv2d(3, 8, 3), "weight", 0.3)},
         lambda: {"conv": Conv(3, 8, 3)},
+        lambda: {"conv": with_given_weight(nn.Conv2d(3, 8, 3))},
+        lambda: {"conv": nn.Sequential(nn.Conv2d(3, 8, 3), with_hook(nn.Identity()))},
+        lambda: {"conv": nn.Sequential(nn.Conv2d(3, 8, 3), with_hook(nn.Dropout()))},
     ],
-    ids=["conv_hook", "norm_hook", "no_statistics", "weight_norm", "pruned", "subclass"],
+    ids=[
+        "conv_hook",
+        "norm_hook",
+        "no_statistics",
+        "weight_norm",
+        "pruned",
+        "subclass",
+        "given_weight",
+        "identity_hook",
+        "dropout_hook",
+    ],
 )
 def test_stays_where_a_module_is_not_plain(children):
     model = randomised(Composed(in_order, **children())).eval()
@@ -303,14 +335,37 @@ def test_stays_where_a_module_is_not_plain(children):
     assert torch.equal(fused(x := images()), model(x))
 
 
-def test_stays_in_forwards_with_optional_arguments():
-    class Optional(Composed):
-        def forward(self, x, is_normalised=True):
-            return self.bn(self.conv(x)) if is_normalised else self.conv(x)
+def has_option(m, x, is_normalised=True):
+    return m.bn(m.conv(x)) if is_normalised else m.conv(x)
 
-    model = randomised(Optional(in_order)).eval()
+
+class Option(Composed):
+    def forward(self, x, is_normalised=True):
+        return has_option(self, x, is_normalised)
+
+
+class Positional(Composed):
+    def forward(self, x, *options):
+        return has_option(self, x, *options)
+
+
+class Keywords(Composed):
+    def forward(self, x, **options):
+        return has_option(self, x, **options)
+
+
+@pytest.mark.parametrize(
+    "kind, args, kwargs",
+    [
+        (Option, (False,), {}),
+        (Positional, (False,), {}),
+        (Keywords, (), {"is_normalised": False}),
+    ],
+)
+def test_stays_in_forwards_with_optional_arguments(kind, args, kwargs):
+    model = randomised(kind(in_order)).eval()
     fused = pk.fuse_for_inference(model)
-    assert torch.equal(fused(x := images(), False), model(x, False))
+    assert torch.equal(fused(x := images(), *args, **kwargs), model(x, *args, **kwargs))
     assert count_norms(pk.fuse_for_inference(nn.Sequential(model))) == 0  # called in one way
 
 
@@ -348,6 +403,95 @@ def test_stays_where_modules_have_several_places():
     fused = pk.fuse_for_inference(model)
     assert count_norms(fused) == 2
     assert torch.equal(fused(x := images()), model(x))
+
+
+class Steps(nn.Module):
+    """Calls a convolution and a batch norm, which it holds in a list too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+        self.steps = [self.conv, self.bn]
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+class Tap(nn.Module):
+    """Calls a module that it does not register."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = {"parts": (held,)}
+        self.itself = [self]
+
+    def forward(self, x):
+        (held,) = self.held["parts"]
+        return held[0](x) if isinstance(held, nn.Sequential) else held(x)
+
+
+class Tapped(nn.Module):
+    """A convolution and a batch norm; another module holds what `held` says of them."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+        self.tap = Tap(held(self.body))
+
+    def forward(self, x):
+        return self.body(x) + self.tap(x)
+
+
+class Unregistered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)]
+        self.head = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.head(self.steps[1](self.steps[0](x)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Steps,
+        lambda: Tapped(lambda body: body[0]),
+        lambda: Tapped(lambda body: body[1]),
+        lambda: Tapped(lambda body: body),
+        lambda: Tapped(lambda body: Tap(body[0])),
+        lambda: Untraceable(Tapped(lambda body: body[0])),
+        Unregistered,
+    ],
+    ids=["list", "conv", "norm", "container", "nested", "untraceable", "unregistered"],
+)
+def test_stays_where_modules_are_held_in_lists(model):
+    model = randomised(model()).eval()
+    fused = pk.fuse_for_inference(model)
+    assert torch.equal(fused(x := images()), model(x))
+
+
+class Stages(nn.Module):
+    """Holds its stages in a list, as models of Detectron2 do."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = Part(nn.Conv2d(3, 12, 1)), nn.BatchNorm2d(12)
+        self.stage = nn.Sequential(PostActBlock(12, 12))
+        self.stages = [self.stem, self.stage]
+
+    def forward(self, x):
+        stem, stage = self.stages
+        return stage(self.norm(stem(x)))
+
+
+def test_folds_within_what_a_list_holds():
+    model = randomised(Stages()).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1  # another reader of the list could call the stem
+    assert_equals_plain(fused, model, images())
 
 
 def test_stays_where_folded_weights_leave_their_range():
@@ -436,6 +580,13 @@ def test_stays_where_modules_have_several_places_in_what_cannot_be_traced():
     assert torch.equal(fused(x := images()), model(x))
 
 
+def test_folds_batch_norms_in_a_row():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.BatchNorm2d(8) for _ in range(3)))
+    fused = pk.fuse_for_inference(model := randomised(model).eval())
+    assert count_norms(fused) == 0
+    assert_equals_plain(fused, model, images())
+
+
 def test_circular_padding_and_a_graph_module():
     conv = nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular")
     model = randomised(torch.fx.symbolic_trace(nn.Sequential(conv, nn.BatchNorm2d(8)))).eval()
@@ -444,15 +595,40 @@ def test_circular_padding_and_a_graph_module():
     assert_equals_plain(fused, model, images())
 
 
-def test_stays_in_evaluation_mode():
-    model = built("preact")
-    fused = pk.fuse_for_inference(model)
-    parent = nn.Sequential(fused).train()
-    assert fused.train() is fused and fused.eval() is fused
-    assert parent.training and not any(m.training for m in fused.modules())
-    copied = copy.deepcopy(fused)
-    assert not any(m.training for m in copied.train().modules())
-    assert copied.train().state_dict().keys() == fused.state_dict().keys()
+COPIES = {
+    "itself": lambda m: m,
+    "shallow": copy.copy,
+    "deep": copy.deepcopy,
+    "pickled": lambda m: pickle.loads(pickle.dumps(m)),
+    "converted": lambda m: pk.convert(copy.deepcopy(m)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_stays_in_evaluation_mode(copied, is_graph):
+    model = built("postact")
+    model = torch.fx.symbolic_trace(model) if is_graph else model
+    fused = copied(pk.fuse_for_inference(model))
+    block = fused.get_submodule("features.4")
+    for module in (fused, block, block.bn1, nn.Sequential(fused), nn.Sequential(block)):
+        module.train()
+        # Copies of graphs make the modules that hold others anew.
+        own = (m for m in fused.modules() if not (is_graph and list(m.children())))
+        assert not any(m.training for m in own)
+    assert block.train() is block and block.eval() is block
+    assert_equals_plain(fused, model, images())
+
+
+def test_modules_added_later_train():
+    fused = pk.fuse_for_inference(built("postact"))
+    fused.head = nn.Sequential(nn.Dropout(), nn.Linear(3, 2))
+    student = nn.Sequential(fused, nn.BatchNorm2d(3)).train()
+    assert student.training and student[1].training
+    assert all(m.training for m in fused.head.modules())
+    assert not fused.training
+    student.eval()
+    assert not any(m.training for m in student.modules())
 
 
 @pytest.mark.parametrize("name", ["preact", "own"])
@@ -465,7 +641,7 @@ def test_copies_pickles_and_state_dicts(name, is_converted):
     assert torch.equal(copy.deepcopy(fused)(x), y)
     loaded = pickle.loads(pickle.dumps(fused))
     assert torch.equal(loaded(x), y)
-    assert not any(m.training for m in loaded.train().modules())
+    assert not any(m.training for m in loaded.modules())
     saved = io.BytesIO()
     torch.save(fused.state_dict(), saved)
     saved.seek(0)
@@ -492,6 +668,16 @@ def test_gradients_of_inputs_are_those_of_the_model():
     (dx,) = torch.autograd.grad(pk.fuse_for_inference(model)(x).sum(), x)
     (expected,) = torch.autograd.grad(model(x).sum(), x)
     torch.testing.assert_close(dx, expected)
+
+
+def test_folds_models_without_data():
+    with torch.device("meta"):
+        model = postact_net()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 0
+    shapes = {n: t.shape for n, t in pk.fuse_for_inference(postact_net()).state_dict().items()}
+    assert {n: t.shape for n, t in fused.state_dict().items()} == shapes
+    assert all(t.is_meta for t in fused.state_dict().values())
 
 
 def test_refuses_what_is_no_module():
@@ -529,6 +715,25 @@ def test_folds_models_of_torchvision(name, norms, folded):
     assert (count_norms(model), count_norms(fused)) == (norms, norms - folded)
     assert count_norms(fuse(copy.deepcopy(model))) == norms - folded
     assert_equals_plain(fused, model, torch.randn(2, 3, 64, 64))
+
+
+def norm_act(drop):
+    torchvision_models()
+    return importlib.import_module("timm.layers").BatchNormAct2d(8, drop_layer=drop)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@with_models
+def test_folds_batch_norms_of_timm_unless_they_do_something_between():
+    for drop, is_folded in ((None, True), (nn.Dropout, True), (Doubled, False)):
+        model = randomised(nn.Sequential(nn.Conv2d(3, 8, 3), norm_act(drop))).eval()
+        fused = pk.fuse_for_inference(model)
+        assert (type(fused[1]) is nn.ReLU) is is_folded
+        assert_equals_plain(fused, model, images())
 
 
 @with_models

@@ -1,6 +1,7 @@
 """Running statistics follow each batch once, whatever holds them and whatever runs the forward."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
-from tests.oracle import same_bits
+from bench import foreign_models as foreign
+from tests.cases import PlainBNReLUConv2d, random_block, random_stage
+from tests.oracle import evaluate, plain_copy, same_bits
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -99,3 +102,95 @@ def test_a_convolution_that_fails_leaves_them_as_they_were(backend, monkeypatch)
         )
     assert same_bits(running[0], torch.zeros(6))
     assert same_bits(running[1], torch.ones(6))
+
+
+FUSED = {
+    "bn_relu": lambda: pk.BNReLU2d(10),
+    "bn_relu_conv": lambda: pk.BNReLUConv2d(10, 6, 3),
+    "block": lambda: random_block("bottleneck", 10, 8, 2),
+    "stage": lambda: random_stage(memory="rebuild"),
+    "float32_stream": lambda: random_stage(residual_dtype=torch.float32),
+    "converted_unit": lambda: pk.convert(
+        PlainBNReLUConv2d(nn.BatchNorm2d(10), nn.Conv2d(10, 6, 3))
+    ),
+    "converted_block": lambda: pk.convert(foreign.FunctionalBottleneck(10, 4)),
+}
+every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+
+
+def without_statistics(module):
+    for bn in norms(module):
+        bn.running_mean = bn.running_var = None
+
+
+def without_count(module):
+    for bn in norms(module):
+        bn.momentum = bn.num_batches_tracked = None
+
+
+def with_stale_sizes(module):
+    """As after channels were pruned from the tensors alone."""
+    for child in module.modules():
+        if isinstance(child, nn.BatchNorm2d):
+            child.num_features += 3
+        elif isinstance(child, nn.Conv2d):
+            child.in_channels, child.out_channels = child.in_channels + 3, child.out_channels + 3
+
+
+@every_fused
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("configure", [without_statistics, without_count, with_stale_sizes])
+def test_batch_norms_changed_by_hand_run_as_in_eager(configure, training, make, backend):
+    module = make().double().train(training)
+    configure(module)
+    x = torch.randn(3, 10, 5, 4, dtype=torch.float64)
+    found, expected = (evaluate(m, {"x": x}) for m in (module, plain_copy(module)))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def without_mean(bn):
+    bn.running_mean = None
+
+
+def without_variance(bn):
+    bn.running_var = None
+
+
+def without_eps(bn):
+    bn.eps = 0.0
+
+
+def with_one_channel_more(name, bn):
+    setattr(bn, name, torch.ones(len(getattr(bn, name)) + 1))
+
+
+INVALID = {
+    "no_mean": without_mean,
+    "no_variance": without_variance,
+    "no_eps": without_eps,
+    "longer_mean": partial(with_one_channel_more, "running_mean"),
+    "longer_variance": partial(with_one_channel_more, "running_var"),
+}
+
+
+@every_fused
+@pytest.mark.parametrize(
+    "configure, training",
+    [
+        pytest.param(configure, training, id=f"{name}-{'training' if training else 'evaluation'}")
+        for name, configure in INVALID.items()
+        for training in (True, False)
+        if training or configure is not without_eps  # torch 2.11 refuses it, later ones do not
+    ],
+)
+def test_batch_norms_that_eager_refuses_are_refused(configure, training, make, backend):
+    module = make().train(training)
+    configure(norms(module)[-1])
+    x = torch.randn(3, 10, 5, 4)
+    try:
+        plain_copy(module)(x)
+    except (RuntimeError, ValueError):
+        with pytest.raises((RuntimeError, ValueError)):
+            module(x)
+    else:
+        module(x)

@@ -15,10 +15,12 @@ from preact_kernels.ops.plain_operators import runs_plain
 from tests.cases import (
     EVERY_MODULE,
     EVERY_PLAIN_FORWARD,
+    in_dtype,
     plain_bn_relu,
     plain_bn_relu_conv2d,
+    random_block,
 )
-from tests.oracle import assert_same_bits, plain_copy
+from tests.oracle import assert_same_bits, assert_within_budget, distance, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # transforms are found above the backends
 
@@ -138,6 +140,54 @@ def test_forward_mode_updates_running_statistics_once(make):
     assert all(n == 1 for name, n in module.named_buffers() if "num_batches" in name)
 
 
+def output_and_gradients(module, x):
+    def scaled_sum(parameters, x):
+        y = functional_call(module, parameters, (x,))
+        return (y.double().sin() / 8).sum(), y
+
+    gradients, y = torch.func.grad(scaled_sum, (0, 1), has_aux=True)(leaves(module), x)
+    return {"y": y, "dx": gradients[1], **{f"d{n}": g for n, g in gradients[0].items()}}
+
+
+def output_and_gradients_of_each(module, x):
+    call = lambda x: output_and_gradients(module, x)  # noqa: E731
+    return torch.func.vmap(call)(torch.stack([x, x.flip(0)]))
+
+
+def output_and_tangent(module, x):
+    call = lambda x: module(x)  # noqa: E731
+    y, tangent = torch.func.jvp(call, (x,), (x.flip(0),))
+    return {"y": y.detach(), "tangent": tangent.detach()}
+
+
+# No more than a block: in bfloat16, rounding decides many signs behind several.
+MIXED = {
+    **{name: EVERY_MODULE[name] for name in ("bn_relu", "bn_relu_conv", "basic_block")},
+    "float32_stream": lambda: pk.PreActStage(
+        [random_block("basic", 10, 8, 2)], residual_dtype=torch.float32
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("conv_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "transform", [output_and_gradients, output_and_gradients_of_each, output_and_tangent]
+)
+def test_transforms_in_bfloat16_beside_float32_parameters(transform, conv_dtype, training, make):
+    half = (untracked(make()) if training else make().eval()).bfloat16()
+    x = torch.randn(16, 10, 12, 9).bfloat16()
+    mixed = in_dtype(copy.deepcopy(half), conv_dtype)
+    found = transform(mixed, x)
+    y_dtype = mixed(x).dtype
+    expected = {"y": y_dtype, "tangent": y_dtype, "dx": x.dtype}
+    assert all(found[n].dtype == dtype for n, dtype in expected.items() if n in found)
+    truth = transform(plain_copy(half).double(), x.double())
+    errors = {n: distance(t, truth[n]) for n, t in transform(plain_copy(half), x).items()}
+    assert_within_budget(found, truth, errors)
+
+
 FUNCTIONS = {
     "bn_relu": (pk.bn_relu, plain_bn_relu, ((10,), (10,))),
     "bn_relu_conv2d": (
@@ -155,6 +205,24 @@ FUNCTIONS = {
         ((3, 10, 5, 4),),
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["bn_relu", "bn_relu_conv2d"])
+@pytest.mark.parametrize("training", [True, False])
+def test_functions_under_transforms_take_float32_parameters_beside_bfloat16(training, name):
+    fused, _, shapes = FUNCTIONS[name]
+    x, *parameters = images().bfloat16(), *map(torch.randn, shapes)
+    running = {} if training else {"running_mean": torch.zeros(10), "running_var": torch.ones(10)}
+    call = lambda x: fused(x, *parameters, training=training, **running)  # noqa: E731
+    expected = call(x)
+    y, tangent = torch.func.jvp(call, (x,), (x,))
+    for found in (
+        y,
+        torch.func.vmap(call)(x[None])[0],
+        torch.func.grad_and_value(lambda x: (call(x).sum(), call(x)), has_aux=True)(x)[1][1],
+    ):
+        torch.testing.assert_close(found, expected)
+    assert tangent.dtype == expected.dtype
 
 
 @pytest.mark.parametrize(("fused", "plain", "shapes"), FUNCTIONS.values(), ids=FUNCTIONS)

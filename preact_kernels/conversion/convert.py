@@ -1,7 +1,8 @@
 """`convert`, `revert` and `conversion_report`."""
 
+import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 from torch import nn
@@ -9,13 +10,13 @@ from torch import nn
 from preact_kernels.conversion.fused_calls import STAGES, StageState
 from preact_kernels.conversion.fused_module import (
     OWN,
+    Analysis,
     FusedModule,
-    Plan,
+    analyse,
     fused_class,
     install,
     installed_plan,
     is_leaf,
-    plan,
     uninstall,
 )
 from preact_kernels.conversion.matching import Match, Run, SingleUnit, is_norm
@@ -26,10 +27,10 @@ from preact_kernels.modules.preact_stage import check_memory
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-class _Analysis(NamedTuple):
+class _ModelAnalysis(NamedTuple):
     """How the modules of a model can run fused, by name, the outer ones first."""
 
-    plans: dict[str, Plan]
+    found: dict[str, Analysis]
     refused: dict[str, str]
 
 
@@ -59,23 +60,23 @@ def convert(model: _Model, *, memory: str = "store") -> _Model:
     """
     _check_model(model)
     check_memory(memory, None, None, 1)
-    plans = _gaining(_analysis(model).plans)
-    planned = {id(model.get_submodule(name)) for name in plans}
+    gaining = _gaining(_analysis(model).found)
+    planned = {id(model.get_submodule(name)) for name in gaining}
     stale = [m for m in model.modules() if isinstance(m, FusedModule) and id(m) not in planned]
     changed: list[nn.Module] = []
     try:
-        for name, found in plans.items():
+        for name, analysis in gaining.items():
             module = model.get_submodule(name)
             if not isinstance(module, FusedModule):
                 changed.append(module)
-            install(module, found)
+            install(module, analysis.plan)
         for module in stale:
             uninstall(module)
     except Exception:
         for module in changed:
             uninstall(module)
         raise
-    for owner, norm in _first_norms(model, plans):
+    for owner, norm in _first_norms(model, gaining):
         StageState.of(owner)[norm] = StageState(memory)
     return model
 
@@ -115,10 +116,9 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             for path, norm in module.named_modules(prefix=name):
                 if is_norm(norm):
                     fused[path] = type(module).__name__
-        elif found := installed_plan(module):
-            for m in found.matches.found:
-                for activation in m.activations:
-                    fused.setdefault(_joined(name, str(activation.bn.target)), _described(m))
+        elif plan := installed_plan(module):
+            for path, into in plan.fused.items():
+                fused.setdefault(_joined(name, path), into)
     sites = []
     for name, module in model.named_modules():
         if not is_norm(module):
@@ -135,10 +135,10 @@ def _check_model(model: object) -> None:
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
 
 
-def _analysis(model: nn.Module) -> _Analysis:
+def _analysis(model: nn.Module) -> _ModelAnalysis:
     places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     shared = frozenset(i for i, count in places.items() if count > 1)
-    plans, refused = {}, {}
+    found, refused = {}, {}
     for name, module in model.named_modules():
         kind = original_class(module)
         if is_leaf(module) or kind.forward is nn.Module.forward:
@@ -149,24 +149,33 @@ def _analysis(model: nn.Module) -> _Analysis:
         if "forward" in module.__dict__ or kind.__call__ is not nn.Module.__call__:
             refused[name] = f"{kind.__name__} does not run the forward of its class"
             continue
+        if _reads_class(kind.forward):
+            refused[name] = f"the forward of {kind.__name__} reads __class__"
+            continue
         try:
-            plans[name] = plan(module, shared)
+            found[name] = analyse(module, shared)
             fused_class(kind)
-            shared |= plans[name].matches.shared
+            shared |= found[name].matches.shared
         except Exception as error:
-            plans.pop(name, None)
+            found.pop(name, None)
             refused[name] = f"{kind.__name__} cannot be traced: {error}"
-    return _Analysis(plans, refused)
+    return _ModelAnalysis(found, refused)
 
 
-def _gaining(plans: dict[str, Plan]) -> dict[str, Plan]:
-    """The plans that fuse something which no plan of a child fuses alike."""
-    gaining: dict[str, Plan] = {}
+def _reads_class(forward: Callable) -> bool:
+    """Whether it reads `__class__`, as in `super(self.__class__, self)`: subclasses break that."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and "__class__" in code.co_names
+
+
+def _gaining(found: dict[str, Analysis]) -> dict[str, Analysis]:
+    """Those that fuse something which no child fuses alike."""
+    gaining: dict[str, Analysis] = {}
     known: set[tuple] = set()
-    for name, found in reversed(plans.items()):
-        keys = {_key(name, m) for m in found.matches.found}
+    for name, analysis in reversed(found.items()):
+        keys = {_key(name, m) for m in analysis.matches.found}
         if not keys <= known:
-            gaining[name] = found
+            gaining[name] = analysis
         known |= keys
     return dict(reversed(gaining.items()))
 
@@ -178,17 +187,19 @@ def _key(name: str, m: Match) -> tuple:
     return type(m), paths, is_whole, isinstance(m, Run) and m.is_changed_later
 
 
-def _first_norms(model: nn.Module, plans: dict[str, Plan]) -> Iterator[tuple[nn.Module, str]]:
+def _first_norms(
+    model: nn.Module, analyses: dict[str, Analysis]
+) -> Iterator[tuple[nn.Module, str]]:
     """Of each run the first batch norm: its parent, and its name there."""
-    for name, found in plans.items():
-        for m in found.matches.found:
+    for name, analysis in analyses.items():
+        for m in analysis.matches.found:
             if isinstance(m, Run):
                 path = _joined(name, str(m.activations[0].bn.target))
                 parent, _, child = path.rpartition(".")
                 yield model.get_submodule(parent), child
 
 
-def _reason(norm: str, analysis: _Analysis) -> str:
+def _reason(norm: str, analysis: _ModelAnalysis) -> str:
     """Why a batch norm is not fused: what the outermost graph that could hold it says."""
     names = [norm]
     while names[-1]:
@@ -197,25 +208,14 @@ def _reason(norm: str, analysis: _Analysis) -> str:
     for name in reversed(names[1:]):  # from the outside
         if name in analysis.refused:
             reason = analysis.refused[name]
-        elif found := analysis.plans.get(name):
+        elif found := analysis.found.get(name):
             inner = norm.removeprefix(f"{name}." if name else "")
             if inner in found.matches.refused:
                 return found.matches.refused[inner]
-            if any(inner == str(a.bn.target) for m in found.matches.found for a in m.activations):
+            if inner in found.plan.fused:
                 return "the model is not converted"
             reason = next((r for p, r in found.opaque.items() if inner.startswith(f"{p}.")), reason)
     return reason or "no forward calls it"
-
-
-def _described(m: Match) -> str:
-    if isinstance(m, SingleUnit):
-        return "BN-ReLU-Conv" + (" and residual add" if m.residual is not None else "")
-    if isinstance(m, Run):
-        first = m.blocks[0]
-        if first.is_residual:
-            return f"run of {len(m.blocks)} residual blocks"
-        return f"BN-ReLU-Conv, {len(first.units)} in a row"
-    return "BN-ReLU"
 
 
 def _joined(name: str, path: str) -> str:

@@ -1,5 +1,7 @@
 """The class of a converted module: its own class, with a forward that runs what was found fused."""
 
+import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.conversion.matching import Matches, is_norm, match
+from preact_kernels.conversion.matching import Match, Matches, Run, SingleUnit, is_norm, match
 from preact_kernels.conversion.rewriting import rewrite
 from preact_kernels.conversion.tracing import Inlined, Refusal, Trace, inlined_at, trace
 from preact_kernels.modules.bn_relu import BNReLU2d
@@ -22,15 +24,28 @@ _PLAN = "preact_plan"
 
 
 class Plan(NamedTuple):
-    """How the forward of a module runs."""
+    """How the forward of a module runs; a deep copy is that of the copied module.
+
+    A pickle has the shared modules alone: generated functions cannot be pickled.
+    """
 
     function: Callable[..., Tensor]  # in training mode; see `rewrite`
     evaluation_function: Callable[..., Tensor]  # the same where the forward does not ask
     argument_names: tuple[str, ...]  # without those that have defaults
-    inlined: tuple[Inlined, ...]  # modules that the functions do not call
+    inlined: tuple[Inlined, ...]  # modules that the functions do not call; the first is the root
     reads_training: tuple[nn.Module, ...]  # whose mode the forward reads
-    matches: Matches
-    opaque: dict[str, str]  # why a child was not looked into, by path
+    shared: tuple[nn.Module, ...]  # those that have several places in the model
+    fused: dict[str, str]  # what the batch norms run in, by path
+
+    def __deepcopy__(self, memo: dict) -> "Plan":
+        return Plan._make(copy.deepcopy(value, memo) for value in self)
+
+    def __reduce__(self):
+        return _Unplanned, (self.shared,)
+
+    def is_right_for(self, module: nn.Module) -> bool:
+        """Whether it is a plan of `module` as it is now."""
+        return self.inlined[0].module is module and all(i.is_unchanged() for i in self.inlined)
 
     @property
     def depends_on_training(self) -> bool:
@@ -61,7 +76,21 @@ class Plan(NamedTuple):
         return self.function if module.training else self.evaluation_function
 
 
-def plan(module: nn.Module, shared: frozenset[int] = frozenset()) -> Plan:
+class _Unplanned(NamedTuple):
+    """The pickle of a plan."""
+
+    shared: tuple[nn.Module, ...]
+
+
+class Analysis(NamedTuple):
+    """What the graph of a module showed."""
+
+    plan: Plan
+    matches: Matches  # in training mode
+    opaque: dict[str, str]  # why a child was not looked into, by path
+
+
+def analyse(module: nn.Module, shared: frozenset[int] = frozenset()) -> Analysis:
     """Finds how `module` can run fused.
 
     Args:
@@ -92,7 +121,21 @@ def plan(module: nn.Module, shared: frozenset[int] = frozenset()) -> Plan:
     finally:
         for m, flag in flags:
             m.__dict__["training"] = flag
-    return Plan(function, evaluation_function, names, tuple(inlined), reads, matches, found.opaque)
+    own_shared = tuple(m for m in module.modules() if id(m) in matches.shared)
+    fused = {str(a.bn.target): _described(m) for m in matches.found for a in m.activations}
+    own = Plan(function, evaluation_function, names, tuple(inlined), reads, own_shared, fused)
+    return Analysis(own, matches, found.opaque)
+
+
+def _described(m: Match) -> str:
+    if isinstance(m, SingleUnit):
+        return "BN-ReLU-Conv" + (" and residual add" if m.residual is not None else "")
+    if isinstance(m, Run):
+        first = m.blocks[0]
+        if first.is_residual:
+            return f"run of {len(m.blocks)} residual blocks"
+        return f"BN-ReLU-Conv, {len(first.units)} in a row"
+    return "BN-ReLU"
 
 
 def _absorbed(root: nn.Module, matches: Matches) -> Iterator[Inlined]:
@@ -122,14 +165,12 @@ class FusedModule(nn.Module):
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
         cls, original = type(self), self.original_class
-        if cls is not fused_class(original) or not isinstance(reduced, tuple) or len(reduced) < 3:
+        if cls is not fused_class(original) or not isinstance(reduced, tuple):
             return reduced
-        constructor, args, state, *rest = reduced
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name != _PLAN}
+        constructor, args, *rest = reduced
         if args[:1] == (cls,):
-            return _empty, (original, *args[1:]), state, *rest
-        return constructor, tuple(original if a is cls else a for a in args), state, *rest
+            return _empty, (original, *args[1:]), *rest
+        return constructor, tuple(original if a is cls else a for a in args), *rest
 
     def __prepare_scriptable__(self):
         """For `torch.jit.script`, which compiles the original class."""
@@ -139,7 +180,13 @@ class FusedModule(nn.Module):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        install(self)
+        found = self.__dict__.get(_PLAN)
+        if isinstance(found, Plan) and found.is_right_for(self):
+            return
+        uninstall(self)
+        with contextlib.suppress(Refusal):
+            shared = () if found is None else found.shared
+            install(self, analyse(self, frozenset(map(id, shared))).plan)
 
 
 def _fused_forward(module: Any, args: tuple, kwargs: dict) -> Any:
@@ -178,16 +225,11 @@ def fused_class(original: Any) -> type:
     return _fused_classes[original]
 
 
-def install(module: Any, found: Plan | None = None) -> None:
-    """Makes `module` run as planned; without a plan it is made here, and may find nothing."""
-    if found is None:
-        try:
-            found = plan(module)
-        except Refusal:
-            return
+def install(module: Any, plan: Plan) -> None:
+    """Makes `module` run as planned."""
     if not isinstance(module, FusedModule):
         module.__class__ = fused_class(type(module))
-    module.__dict__[_PLAN] = found
+    module.__dict__[_PLAN] = plan
 
 
 def uninstall(module: Any) -> None:

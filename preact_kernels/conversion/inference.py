@@ -8,24 +8,21 @@ gain there, at batch 1 most of all (`python -m bench.inference`).
 import copy
 import functools
 import inspect
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from preact_kernels.conversion.convert import conversion_report, convert, revert
 from preact_kernels.conversion.fused_module import OWN, FusedModule, is_leaf
 from preact_kernels.conversion.matching import is_norm
+from preact_kernels.conversion.nodes import called_twice, does_nothing, passes_on
 from preact_kernels.conversion.tracing import Refusal, original_class, trace
 from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DROPOUT_FUNCTIONS = (F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
-_NORM_ACTS = ("BatchNormAct2d", "SyncBatchNormAct")  # of timm
+from preact_kernels.modules.norm_act import has_activation
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -56,9 +53,9 @@ def fuse_for_inference(model: _Model) -> _Model:
             traced, as in `convert`.
 
     Returns:
-        A copy in evaluation mode, whose parameters want no gradients. Its `train()` leaves it
-        in evaluation mode: its batch norms cannot be trained. A `state_dict` of it fits copies
-        that were made of equal models.
+        A copy in evaluation mode, whose parameters want no gradients. Its modules stay so when
+        `train()` of them or of a model around them is called: what is folded cannot be trained. A
+        `state_dict` of it fits copies that were made of equal models.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -66,9 +63,9 @@ def fuse_for_inference(model: _Model) -> _Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     result = _copied(model)
-    is_converted = any(isinstance(m, FusedModule) for m in result.modules())
+    converted = list(_converted(result))
     kept = set()
-    if is_converted:
+    if converted:
         kept = {id(result.get_submodule(s.name)) for s in conversion_report(result).fused}
         revert(result)
     result.eval()
@@ -76,10 +73,12 @@ def fuse_for_inference(model: _Model) -> _Model:
         if p.is_leaf:  # those of scripts are not
             p.requires_grad = False
     places = Counter(id(m) for _, m in result.named_modules(remove_duplicate=False))
-    _fold_in(result, kept | {i for i, count in places.items() if count > 1})
-    if is_converted:
-        convert(result)
-    result.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, result)
+    kept |= {i for i, count in places.items() if count > 1}
+    _fold_in(result, kept, _holders(result))
+    for module in converted:
+        convert(module)
+    for module in result.modules():
+        module.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, module)
     return result
 
 
@@ -90,17 +89,65 @@ def _copied(model: _Model) -> _Model:
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in results})
 
 
-def _stay_in_evaluation_mode(model: nn.Module, mode: bool = True) -> nn.Module:
-    """The `train` of the copies."""
-    return type(model).train(model, False)
+def _stay_in_evaluation_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+    """The `train` of the copies' modules; those that were added later are trained."""
+    for child in module.children():
+        child.train(mode)
+    return module
 
 
-def _fold_in(module: nn.Module, kept: set[int], is_called: bool = True) -> None:
+def _converted(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost converted modules of a model."""
+    if isinstance(module, FusedModule):
+        yield module
+    else:
+        for child in module.children():
+            yield from _converted(child)
+
+
+def _holders(model: nn.Module) -> dict[int, set[int]]:
+    """The modules that attributes hold unregistered, as in lists: their ids, by ids of their parts.
+
+    Whoever holds a whole may call it; of a container also what it contains.
+    """
+    holders: dict[int, set[int]] = defaultdict(set)
+    modules = list(model.modules())
+    known = set(map(id, modules))
+    values = [value for module in modules for value in _attributes(module)]
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            for part in value.modules():
+                holders[id(part)].add(id(value))
+                if id(part) not in known:
+                    known.add(id(part))
+                    values += _attributes(part)
+            if type(value) is nn.Sequential or type(value).forward is nn.Module.forward:
+                values += value.children()
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list | tuple | set):
+            values += value
+    return holders
+
+
+def _attributes(module: nn.Module) -> list[object]:
+    return [value for name, value in vars(module).items() if name != "_modules"]
+
+
+def _fold_in(
+    module: nn.Module, kept: set[int], holders: Mapping[int, set[int]], is_called: bool = True
+) -> None:
     """Folds what the forward of `module` shows, then looks into the modules that it calls.
 
     Args:
         module: in evaluation mode; changed in place.
         kept: ids of modules that do not change.
+        holders: see `_holders`.
         is_called: whether its forward runs, and nobody calls its children one by one.
     """
     if _is_leaf(module):
@@ -108,15 +155,18 @@ def _fold_in(module: nn.Module, kept: set[int], is_called: bool = True) -> None:
     graph = _graph(module) if is_called else None
     if graph is None:
         for child in module.children():  # a forward without a graph may index into containers
-            _fold_in(child, kept, is_called=type(child) is not nn.Sequential)
+            _fold_in(child, kept, holders, is_called=type(child) is not nn.Sequential)
         return
-    kept = kept | _called_twice(module, graph) | _read_modules(module, graph)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    kept = kept | called_twice(modules, graph) | _read_modules(modules, graph)
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
-    for conv, bn in _pairs(module, graph):
-        if not {id(module.get_submodule(path)) for path in (conv, bn)} & kept:
+    for conv, bn in _pairs(modules, graph):
+        pair = [id(modules[path]) for path in (conv, bn)]
+        if kept.isdisjoint(pair) and holders.get(pair[0]) == holders.get(pair[1]):
             _fold(module, conv, bn)
+            modules[bn] = module.get_submodule(bn)
     for path in called - {""}:
-        _fold_in(module.get_submodule(path), kept)
+        _fold_in(module.get_submodule(path), kept, holders)
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -137,7 +187,8 @@ def _graph(module: nn.Module) -> fx.Graph | None:
     if kind.__module__.startswith("torch.") and not is_plain:
         return None
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    if any(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters):
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(p.default is not p.empty or p.kind in variadic for p in parameters):
         return None
     try:
         return trace(module, _is_leaf).graph
@@ -145,25 +196,19 @@ def _graph(module: nn.Module) -> fx.Graph | None:
         return None
 
 
-def _called_twice(root: nn.Module, graph: fx.Graph) -> set[int]:
-    """Ids of the modules that a graph calls more than once, and of all modules in them."""
-    calls = Counter(root.get_submodule(n.target) for n in graph.nodes if n.op == "call_module")
-    return {id(m) for called, count in calls.items() if count > 1 for m in called.modules()}
-
-
-def _read_modules(root: nn.Module, graph: fx.Graph) -> set[int]:
+def _read_modules(modules: Mapping[str, nn.Module], graph: fx.Graph) -> set[int]:
     """Ids of the modules whose tensors a graph reads without calling them."""
     paths = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
-    return {id(root.get_submodule(path)) for path in paths}
+    return {id(modules[path]) for path in paths}
 
 
-def _pairs(root: nn.Module, graph: fx.Graph) -> Iterator[tuple[str, str]]:
+def _pairs(modules: Mapping[str, nn.Module], graph: fx.Graph) -> Iterator[tuple[str, str]]:
     """Paths of convolutions, and of the batch norms that alone read their outputs."""
     for node in graph.nodes:
-        if node.op != "call_module" or not is_norm(root.get_submodule(node.target)):
+        if node.op != "call_module" or not is_norm(modules[node.target]):
             continue
         source = node
-        while source is node or _passes_on(root, source):
+        while source is node or passes_on(modules, source, in_evaluation=True):
             source = source.args[0] if source.args else None
             if not isinstance(source, fx.Node) or len(source.users) != 1:
                 break
@@ -172,29 +217,15 @@ def _pairs(root: nn.Module, graph: fx.Graph) -> Iterator[tuple[str, str]]:
                 yield source.target, node.target
 
 
-def _passes_on(root: nn.Module, node: fx.Node) -> bool:
-    """Whether the output of `node` is its input, in evaluation mode."""
-    if node.op == "call_module":
-        return _does_nothing(root.get_submodule(str(node.target)))
-    if node.op != "call_function" or node.target not in _DROPOUT_FUNCTIONS:
-        return False
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return training is False
-
-
-def _does_nothing(module: nn.Module) -> bool:
-    return type(module) in (nn.Identity, *_DROPOUTS) and not has_hooks(module)
-
-
 def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
     """Folds a batch norm into a convolution, if that is exact."""
     conv, bn = root.get_submodule(conv_path), cast(nn.BatchNorm2d, root.get_submodule(bn_path))
     if type(conv) is not nn.Conv2d or type(conv.weight) is not nn.Parameter or has_hooks(conv):
         return
-    is_norm_act = type(bn).__name__ in _NORM_ACTS and type(bn).__module__.startswith("timm.")
-    if not (is_norm_act or type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)) or has_hooks(bn):
+    has_act = has_activation(bn)
+    if not (has_act or type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)) or has_hooks(bn):
         return
-    if is_norm_act and not _does_nothing(cast(nn.Module, bn.drop)):
+    if has_act and not does_nothing(cast(nn.Module, bn.drop), in_evaluation=True):
         return
     if bn.training or bn.running_mean is None or bn.num_features != conv.out_channels:
         return
@@ -206,7 +237,7 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
         return
     conv.weight = nn.Parameter(weight, requires_grad=False)
     conv.bias = nn.Parameter(bias, requires_grad=False)
-    root.set_submodule(bn_path, cast(nn.Module, bn.act) if is_norm_act else nn.Identity().eval())
+    root.set_submodule(bn_path, cast(nn.Module, bn.act) if has_act else nn.Identity().eval())
 
 
 def _is_in_range(exact: Tensor, weight: Tensor, bias: Tensor) -> bool:

@@ -4,7 +4,6 @@ Every batch norm of a graph ends as part of a match, or with the reason why it i
 """
 
 import operator
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -13,16 +12,16 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from preact_kernels.conversion.aliasing import aliases, changes_input, is_seen
+from preact_kernels.conversion.nodes import called_twice, passes_on
 from preact_kernels.conversion.tracing import Trace, original_class
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import has_hooks, is_stage_conv
 from preact_kernels.modules.norm_act import is_norm_act
 from preact_kernels.modules.run_blocks import geometry_of
+from preact_kernels.torch_compat import pad_functions
 
 _RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_)
 _ADD_FUNCTIONS = (operator.add, operator.iadd, torch.add)
-_DROPOUTS = (nn.Dropout, nn.Dropout2d)
-_DROPOUT_FUNCTIONS = (F.dropout, F.dropout2d)
 _SIZES = range(1, 33)  # of images, for which shapes are compared: pixels
 
 
@@ -165,7 +164,7 @@ class _Matcher:
     def __init__(self, root: nn.Module, graph: fx.Graph, shared: set[int]) -> None:
         self._graph = graph
         self._modules = dict(root.named_modules(remove_duplicate=False))
-        self._shared = shared | self._called_twice()
+        self._shared = shared | called_twice(self._modules, graph)
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._refused: dict[str, str] = {}
         self._by_norm: dict[fx.Node, Activation] = {}
@@ -198,12 +197,6 @@ class _Matcher:
                 kept.append(Run(m.blocks, True) if self._is_changed_later(m) else m)
         return Matches(kept, self._refused, frozenset(self._shared))
 
-    def _called_twice(self) -> set[int]:
-        """Ids of the modules that the graph calls more than once, and of all modules in them."""
-        called = [self._module(n) for n in self._graph.nodes if n.op == "call_module"]
-        counts = Counter(map(id, called))
-        return {id(m) for c in called if counts[id(c)] > 1 for m in c.modules()}
-
     # What a node is.
 
     def _module(self, node: fx.Node) -> nn.Module:
@@ -217,20 +210,12 @@ class _Matcher:
         return node.op == "call_function" and node.target in _RELU_FUNCTIONS
 
     def _passes_on(self, node: fx.Node) -> bool:
-        """Whether the output of `node` is its input."""
-        if node.op == "call_module":
-            module = self._module(node)
-            is_dropout = type(module) in _DROPOUTS and getattr(module, "p", None) == 0
-            return (type(module) is nn.Identity or is_dropout) and not has_hooks(module)
-        if node.op == "call_function" and node.target in _DROPOUT_FUNCTIONS:
-            p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-            return isinstance(p, int | float) and p == 0
-        return False
+        return passes_on(self._modules, node)
 
     def _padding(self, node: fx.Node) -> tuple[int, int] | None:
         """Zeros that `node` adds at both ends of height and width; None for other nodes."""
         sizes: Any = None
-        if node.op == "call_function" and node.target in (F.pad, torch._C._nn.pad):
+        if node.op == "call_function" and node.target in pad_functions:
             names = ("input", "pad", "mode", "value")
             given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
             if given.get("mode", "constant") == "constant" and not given.get("value"):

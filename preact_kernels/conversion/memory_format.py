@@ -51,7 +51,12 @@ _FUNCTIONS = {
     torch.sigmoid,
 }
 _METHODS = {"add", "add_", "clone", "mul", "mul_", "relu", "relu_", "sigmoid"}
-_READS_NO_STRIDES = ("dim", "size", "shape", "dtype", "device", "ndim")
+# Their results do not depend on strides: shapes, and reductions, which return NCHW.
+_READS_NO_STRIDES = {
+    *("dim", "size", "shape", "dtype", "device", "ndim", "mean", "sum", "amax", "amin"),
+    *(torch.mean, torch.sum, torch.amax, torch.amin),
+}
+_FUSED_CALLS = (fused_calls.bn_relu, fused_calls.stage, fused_calls.unit)
 
 
 def keep_channels_last(
@@ -59,8 +64,8 @@ def keep_channels_last(
 ) -> None:
     """Adds the conversions to a graph with fused calls.
 
-    Leaves the graph as it is where a conversion could be seen: if a tensor that is converted back
-    has other readers too, and if one changes in place that others read.
+    Leaves the graph as it is if a tensor changes in place that others read, as conversions copy,
+    and if it would take more conversions than the inputs and outputs of the fused calls.
 
     Args:
         modules: those that the graph calls, by path.
@@ -70,26 +75,29 @@ def keep_channels_last(
     """
     if any(changes_input(modules, n) and is_seen(modules, n) for n in graph.nodes):
         return
-    converted, back = set(inputs), []
+    converted, back = set(inputs), set()
     for node in graph.nodes:
         if node in converted or not any(n in converted for n in node.all_input_nodes):
             continue
         if _keeps_format(modules, node):
             converted.add(node)
-        elif not _reads_no_strides(node):
-            back += [(n, node) for n in node.all_input_nodes if n in converted]
-    if any(sum(not _reads_no_strides(u) for u in n.users) > 1 for n, _ in back):
+        else:
+            back |= {n for n in node.all_input_nodes if not _reads_no_strides(node, n)}
+    back &= converted - set(inputs)
+    again = {n for n in back if any(u in converted for u in n.users)}
+    calls = sum(n.target in _FUSED_CALLS for n in graph.nodes)
+    if len(inputs) + len(back) + len(again) > 2 * calls:
         return
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         is_nchw = graph.call_function(are_contiguous, (graph.get_attr(conv), *inputs))
         starts = [graph.call_function(to_channels_last, (x, is_nchw)) for x in inputs]
     for x, start in zip(inputs, starts, strict=True):
-        readers = {n for n in x.users if _keeps_format(modules, n)}
-        x.replace_all_uses_with(start, delete_user_cb=readers.__contains__)
-    for n, node in back:
-        if n not in inputs:
-            with graph.inserting_before(node):
-                node.replace_input_with(n, graph.call_function(to_contiguous, (n, is_nchw)))
+        keeping = {n for n in x.users if _keeps_format(modules, n)}
+        x.replace_all_uses_with(start, delete_user_cb=keeping.__contains__)
+    for n in back:  # all readers get the same tensor: it may be differentiated by
+        with graph.inserting_after(n):
+            copy = graph.call_function(to_contiguous, (n, is_nchw))
+        n.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
 def _keeps_format(modules: dict[str, nn.Module], node: fx.Node) -> bool:
@@ -102,7 +110,10 @@ def _keeps_format(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     return node.op == "call_method" and node.target in _METHODS
 
 
-def _reads_no_strides(node: fx.Node) -> bool:
+def _reads_no_strides(node: fx.Node, x: fx.Node) -> bool:
+    """Whether the strides of `x` do not matter to `node`."""
+    if node.target == "expand_as":
+        return node.args[0] is not x
     name = node.args[1] if node.target is getattr and len(node.args) > 1 else node.target
     return name in _READS_NO_STRIDES
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
+from preact_kernels.torch_compat import TorchDispatchMode
 
 _SIMPLE = (bool, int, float, str, type(None))
 # What nn.Module and wrappers of modules set on their own.
@@ -42,7 +42,7 @@ class Inlined(NamedTuple):
     """A module whose forward is part of a graph, and what its graph assumes of it."""
 
     module: nn.Module
-    place: tuple[dict, str] | None  # the parent's `_modules` and the name there; None: the root
+    place: tuple[nn.Module, str] | None  # its parent, and its name there; None: the root
     forward: object  # of its class
     attributes: dict[str, Any]  # Python values that its forward may have read
     absent: tuple[str, ...]  # attributes and tensors that it does not have, or that are None
@@ -55,8 +55,8 @@ class Inlined(NamedTuple):
         """
         module = self.module
         if self.place is not None:
-            siblings, name = self.place
-            if siblings.get(name) is not module or has_own_hooks(module):
+            parent, name = self.place
+            if parent._modules.get(name) is not module or has_own_hooks(module):
                 return False
         if original_class(module).forward is not self.forward:
             return False
@@ -78,7 +78,7 @@ class Inlined(NamedTuple):
 def inlined_at(root: nn.Module, path: str) -> Inlined:
     """The module at `path` below `root`, as it is now."""
     parent, _, name = path.rpartition(".")
-    place = (root.get_submodule(parent)._modules, name) if path else None
+    place = (root.get_submodule(parent), name) if path else None
     module = root.get_submodule(path)
     kind = original_class(module)
     own = [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]

@@ -11,21 +11,20 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.plain_operators import has_served_parameters
+from preact_kernels.ops.plain_operators import (
+    has_mixed_dtypes,
+    has_served_parameters,
+    is_transformed,
+)
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def has_own_hooks(module: nn.Module) -> bool:
     """Whether a call of `module` runs hooks of its own, or a forward that replaces its class's."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    return torch_compat.has_module_hook(module) or "forward" in module.__dict__
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -39,7 +38,13 @@ def is_bare_norm(bn: nn.Module) -> bool:
         type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)
         and not has_hooks(bn)
         and has_served_parameters(bn)
+        and has_both_statistics_or_none(bn)
     )
+
+
+def has_both_statistics_or_none(bn: Any) -> bool:
+    """Whether PyTorch takes the running statistics of `bn`; a call of `bn` raises its error."""
+    return (bn.running_mean is None) == (bn.running_var is None)
 
 
 def is_bare_conv(conv: nn.Module) -> bool:
@@ -81,7 +86,11 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, is_widened: bool = False) -> BatchN
             converted to float32.
     """
     training = uses_batch(bn)
-    is_tracked = bn.training and bn.track_running_stats and bn.running_mean is not None
+    is_tracked = bn.training and bn.track_running_stats
+    batch_count = bn.num_batches_tracked if is_tracked else None
+    momentum = bn.momentum if is_tracked else 0.0
+    if momentum is None and batch_count is None:  # PyTorch then keeps the running statistics
+        momentum = 0.0
     mean, var = (bn.running_mean, bn.running_var) if is_tracked or not training else (None, None)
     weight, bias = bn.weight, bn.bias
     if is_widened:
@@ -94,16 +103,41 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, is_widened: bool = False) -> BatchN
         mean,
         var,
         training,
-        bn.momentum if is_tracked else 0.0,
+        momentum,
         bn.eps,
         process_group(bn),
-        bn.num_batches_tracked if is_tracked else None,
+        batch_count,
         is_widened,
     )
 
 
 def _widened(t: Any) -> Any:
     return t.float() if t is not None and t.dtype in HALVES else t
+
+
+def plain_batch_norm(bn: nn.Module, x: Tensor, residual_dtype: torch.dtype | None = None) -> Tensor:
+    """`bn(x)` in place of kernels, and under transforms too in the dtype of `x`.
+
+    Args:
+        bn: the child.
+        x: `[N, C, H, W]`.
+        residual_dtype: of the residual stream, where that is set.
+    """
+    is_bare = is_transformed() and is_bare_norm(bn)
+    if is_bare and has_mixed_dtypes(x, *bn.parameters(), *bn.buffers()):
+        return widened_batch_norm(bn, x.float()).to(x.dtype)
+    return bn(x) if residual_dtype is None else widened_batch_norm(bn, x)
+
+
+def plain_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """`conv(x)` in place of kernels, with float32 weights beside half precision as they take it."""
+    if isinstance(x, fx.Proxy) or not is_bare_conv(conv) or is_autocast(x):
+        return conv(x)
+    if x.dtype not in HALVES or conv.weight.dtype != torch.float32:
+        return conv(x)
+    bias = None if conv.bias is None else conv.bias.to(x.dtype)
+    geometry: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    return F.conv2d(x, conv.weight.to(x.dtype), bias, *geometry)
 
 
 def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
@@ -113,7 +147,7 @@ def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
     if not wide:
         return bn(x)
     if isinstance(x, fx.Proxy):
-        return _traced_widened_batch_norm(x, bn)
+        return _traced_widened_batch_norm(bn, x)
     if x.dtype != torch.float32:
         return bn(x)
     y = torch.func.functional_call(bn, wide, (x,))
@@ -125,38 +159,10 @@ def widened_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def _traced_widened_batch_norm(x: Any, bn: Any) -> Any:
-    is_tracked = bn.training and bn.track_running_stats
-    running = (bn.running_mean, bn.running_var, bn.num_batches_tracked)
-    affine = (bn.weight, bn.bias)
-    return _batch_norm_with_any_dtypes(
-        x, *running, *affine, uses_batch(bn), is_tracked, bn.momentum, bn.eps
-    )
+def _traced_widened_batch_norm(bn: nn.Module, x: Any) -> Any:
+    """A call in the graph that gets the module, as its mode and the dtype of `x` are a run's.
 
-
-@fx.wrap  # as the dtype of `x` is that of a run
-def _batch_norm_with_any_dtypes(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batch_count: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    is_tracked: bool,
-    momentum: float | None,
-    eps: float,
-) -> Tensor:
-    """`nn.BatchNorm2d` with half-precision parameters, in float32 for a float32 `x`."""
-    if is_tracked and batch_count is not None:
-        batch_count.add_(1)
-        momentum = 1.0 / float(batch_count) if momentum is None else momentum
-    mean, var = (running_mean, running_var) if is_tracked or not training else (None, None)
-    if x.dtype != torch.float32:
-        return F.batch_norm(x, mean, var, weight, bias, training, momentum or 0.0, eps)
-    wide: list[Any] = [_widened(t) for t in (mean, var, weight, bias)]
-    y = F.batch_norm(x, *wide, training, momentum or 0.0, eps)  # type: ignore[call-arg]
-    if is_tracked and mean is not None and var is not None:
-        mean.copy_(wide[0])
-        var.copy_(wide[1])
-    return y
+    `fx.wrap` would not do: no argument of a wrapped function may be a module.
+    """
+    module = x.tracer.create_proxy("get_attr", x.tracer.path_of_module(bn), (), {})
+    return x.tracer.create_proxy("call_function", widened_batch_norm, (module, x), {})

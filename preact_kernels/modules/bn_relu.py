@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from preact_kernels.modules.batch_norm import (
     batch_norm_arguments,
     is_bare_norm,
-    widened_batch_norm,
+    plain_batch_norm,
 )
 from preact_kernels.ops.bn_relu import bn_relu_of
 from preact_kernels.ops.plain_operators import runs_plain
@@ -44,7 +44,7 @@ class BNReLU2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the same shape, dtype and memory format."""
         if not (self.fused and is_bare_norm(self.bn)) or runs_plain(x):
-            y = self.bn(x) if self.residual_dtype is None else widened_batch_norm(self.bn, x)
+            y = plain_batch_norm(self.bn, x, self.residual_dtype)
             return F.relu(y, inplace=is_bare_norm(self.bn))
         is_widened = self.residual_dtype is not None and x.dtype == self.residual_dtype
         return bn_relu_of(x, batch_norm_arguments(self.bn, is_widened))

@@ -3,7 +3,13 @@
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_conv, is_bare_norm
+from preact_kernels.modules.batch_norm import (
+    batch_norm_arguments,
+    is_bare_conv,
+    is_bare_norm,
+    plain_batch_norm,
+    plain_conv,
+)
 from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -76,7 +82,7 @@ class BNReLUConv2d(nn.Module):
         bn, conv = self.bn, self.conv
         is_fusable = self.fused and is_bare_norm(bn) and is_bare_conv(conv)
         if not is_fusable or runs_plain(x, residual):
-            y = conv(F.relu(bn(x), inplace=is_bare_norm(bn)))
+            y = plain_conv(conv, F.relu(plain_batch_norm(bn, x), inplace=is_bare_norm(bn)))
             return y if residual is None else _add_residual(y, residual)
         arguments = ConvArguments(
             conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import is_bare_norm, is_stage_conv, widened_batch_norm
+from preact_kernels.modules.batch_norm import (
+    is_bare_norm,
+    is_stage_conv,
+    plain_batch_norm,
+    plain_conv,
+)
 from preact_kernels.modules.run_blocks import in_stream, run_blocks
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.plain_operators import runs_plain
@@ -51,13 +56,13 @@ class PreActBlock(nn.Module):
         x = in_stream(self, x)
         h, shortcut, projection = x, x, self.projection()
         for index, (bn, conv) in enumerate(self.units()):
-            normalised = bn(h) if self.residual_dtype is None else widened_batch_norm(bn, h)
+            normalised = plain_batch_norm(bn, h, self.residual_dtype)
             a = F.relu(normalised, inplace=is_bare_norm(bn))
             if self.residual_dtype is not None:
                 a = _rounded(a, conv.weight)
             if index == 0 and projection is not None:
-                shortcut = projection(a)
-            h = conv(a)
+                shortcut = plain_conv(projection, a)
+            h = plain_conv(conv, a)
         return in_stream(self, shortcut) + h
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import batch_norm_arguments, process_group
 from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
+from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_runs import BlockSpec, UnitSpec
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
 from preact_kernels.ops.preact_stage import PreActStageFunction, StageCall
@@ -98,11 +99,10 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
         units, block_shape = [], shape
         for module, conv in block.units():
             bn = batch_norm_arguments(module, dtype != x.dtype)
-            if bn.training and bn.process_group is None:
-                checks.check_samples(shape)
+            bn.check_training(shape)
+            _check_norm(module, bn, shape, x, dtype)
             weight = _conv_weight(conv, shape, x, dtype)
-            _check_norm(module, shape, x, dtype)
-            parameters.extend((*bn.affine(x, module.num_features), weight))
+            parameters.extend((*bn.affine(x, shape[1]), weight))
             if bn.training:
                 norms.append(module)
                 tracked.append(bn.tracked())
@@ -117,6 +117,9 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
         else:
             specs.append(BlockSpec(tuple(units), geometry_of(projection)))
             shortcuts.append(_conv_weight(projection, block_shape, x, dtype))
+        channels = block_shape[1] if projection is None else shortcuts[-1].shape[0]
+        if block.is_residual and channels != shape[1]:
+            raise ValueError(f"x: expected a shortcut of {shape[1]} channels, got {channels}")
 
     kernels = dispatch.kernels_for(x, parameters[2])
     weights = (*parameters[2::3], *shortcuts)
@@ -139,15 +142,19 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
 
 
 def _check_norm(
-    bn: nn.BatchNorm2d, shape: Sequence[int], x: Tensor, weight_dtype: torch.dtype
+    module: nn.BatchNorm2d,
+    bn: BatchNorm,
+    shape: Sequence[int],
+    x: Tensor,
+    weight_dtype: torch.dtype,
 ) -> None:
-    if bn.num_features != shape[1]:
-        raise ValueError(
-            f"x: expected {bn.num_features} channels to match the block's batch norm, "
-            f"got {shape[1]}"
-        )
-    if bn.weight is not None and bn.weight.dtype not in (x.dtype, weight_dtype):
-        checks.check_parameter_dtype("bn_weight", bn.weight, x)
+    for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var):
+        if t is not None and t.numel() != shape[1]:
+            raise ValueError(
+                f"x: expected {t.numel()} channels to match the block's batch norm, got {shape[1]}"
+            )
+    if module.weight is not None and module.weight.dtype not in (x.dtype, weight_dtype):
+        checks.check_parameter_dtype("bn_weight", module.weight, x)
 
 
 def geometry_of(conv: nn.Conv2d) -> Conv:
@@ -159,10 +166,7 @@ def geometry_of(conv: nn.Conv2d) -> Conv:
 def _conv_weight(conv: nn.Conv2d, shape: Sequence[int], x: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`, once it is known to fit an input of `shape`."""
     weight = conv.weight
-    if conv.in_channels != shape[1]:
-        raise ValueError(
-            f"x: expected {conv.in_channels} channels to match the block, got {shape[1]}"
-        )
+    checks.check_conv_weight(weight, conv.groups, shape[1])
     if weight.device != x.device:
         raise ValueError(f"x: expected device {weight.device} to match the block, got {x.device}")
     if weight.dtype == dtype:

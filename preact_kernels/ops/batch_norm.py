@@ -1,5 +1,6 @@
 """The arguments of one batch norm, and what each call derives from them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,6 @@ class BatchNorm(NamedTuple):
         if self.momentum is not None or self.batch_count is None:
             checks.check_number("momentum", self.momentum)
         checks.check_number("eps", self.eps, minimum=0)
-        if self.training and self.eps == 0:
-            raise ValueError("eps: expected a positive number when training, got 0")
         for name, value in (
             ("bn_weight", self.weight),
             ("bn_bias", self.bias),
@@ -51,12 +50,18 @@ class BatchNorm(NamedTuple):
             )
         if not self.training and self.running_mean is None:
             raise ValueError("running_mean: expected a tensor in evaluation mode, got None")
+        self.check_training(x.shape)
+
+    def check_training(self, shape: Sequence[int]) -> None:
+        """Raises where no statistics of a batch of `shape` can normalise it, as in eager."""
+        if self.training and self.eps == 0:
+            raise ValueError("eps: expected a positive number when training, got 0")
         if self.training and self.process_group is None:
-            checks.check_samples(x.shape)
+            checks.check_samples(shape)
 
     def tracked(self) -> RunningStatistics | None:
         """The buffers that the call updates."""
-        if not self.training or self.running_mean is None or self.running_var is None:
+        if not self.training or (self.running_mean is None and self.batch_count is None):
             return None
         return RunningStatistics(
             self.running_mean, self.running_var, self.momentum, self.batch_count
@@ -81,6 +86,7 @@ class BatchNorm(NamedTuple):
 
     def update(self, kernels: Kernels, statistics: Statistics | None) -> None:
         """Updates the tracked buffers after a call that used `statistics`; None: an empty batch."""
-        if self.training and self.running_mean is not None:
+        tracked = self.tracked()
+        if tracked is not None:
             batch = running_stats.unbiased([statistics]) if statistics else [None]
-            running_stats.update(kernels, [self.tracked()], batch)
+            running_stats.update(kernels, [tracked], batch)

@@ -407,7 +407,8 @@ class Backward(NamedTuple):
                     cast(Tensor, g).add_(cast(Tensor, shortcut.g))
                     cast(Tensor, sums).add_(cast(Tensor, shortcut.sums))
             self._set_gradients(unit, dconv_weight, sums)
-            if g is not None and sums is not None:
+            # Weights take the sums of their own process: only the gradient of `h` needs all.
+            if g is not None and sums is not None and (unit > first or needs_input):
                 sums = sums_over_group(sums, blocks.units[unit].process_group)
                 passes_on = unit == begin and spec.is_residual and spec.shortcut is None
                 skip = block_dy if passes_on else None

@@ -11,7 +11,12 @@ from preact_kernels.kernels.contract import Conv, Kernels, Norm
 from preact_kernels.ops import dispatch, layout
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.bn_stats import Statistics, inv_count_of, sums_over_group
-from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
+from preact_kernels.ops.plain_operators import (
+    has_mixed_dtypes,
+    is_transformed,
+    runs_plain,
+    runs_plain_backward,
+)
 
 
 class UnitCall(NamedTuple):
@@ -152,8 +157,12 @@ def plain_bn_relu(x: Tensor, bn: BatchNorm) -> Tensor:
         )
     running = (bn.running_mean, bn.running_var)
     momentum = cast(float, bn.momentum)
-    y = F.batch_norm(x, *running, bn.weight, bn.bias, bn.training, momentum, bn.eps)
-    return F.relu(y)
+    affine = (bn.weight, bn.bias)
+    if is_transformed() and has_mixed_dtypes(x, *running, *affine):
+        weight, bias = (None if t is None else t.float() for t in affine)
+        y = F.batch_norm(x.float(), *running, weight, bias, bn.training, momentum, bn.eps)
+        return F.relu(y.to(x.dtype))
+    return F.relu(F.batch_norm(x, *running, *affine, bn.training, momentum, bn.eps))
 
 
 def bn_relu_of(x: Tensor, bn: BatchNorm) -> Tensor:

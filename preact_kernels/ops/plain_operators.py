@@ -25,11 +25,22 @@ def runs_plain(*tensors: Tensor | Proxy | None) -> bool:
     for t in tensors:
         if type(t) not in _SERVED_TYPES and isinstance(t, _TENSOR_LIKE):
             return True
-    return (
-        torch_compat.has_functorch_transform()
-        or torch_compat.is_exporting()
-        or torch_compat.has_dual_level()
-        or torch.jit.is_tracing()
+    return is_transformed() or torch_compat.is_exporting() or torch.jit.is_tracing()
+
+
+def is_transformed() -> bool:
+    """Whether a `torch.func` transform or forward-mode differentiation is running."""
+    return torch_compat.has_functorch_transform() or torch_compat.has_dual_level()
+
+
+def has_mixed_dtypes(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether `x` has a half precision and any of the parameters of its batch norm float32.
+
+    Under transforms PyTorch then gives float32 results or tangents, or an error: there such a
+    batch norm must run in float32.
+    """
+    return x.dtype in (torch.bfloat16, torch.float16) and any(
+        t is not None and t.dtype == torch.float32 for t in parameters
     )
 
 
@@ -47,7 +58,7 @@ def runs_plain_backward(dy: Tensor) -> bool:
 
 def has_served_parameters(module: nn.Module) -> bool:
     """Whether kernels may read the parameters of `module` itself."""
-    for t in module._parameters.values():  # a loop: this runs for every child at every call
+    for t in torch_compat.own_parameters(module):  # a loop: this runs for every child at every call
         if type(t) not in _SERVED_TYPES and t is not None:
             return False
     return True

@@ -14,8 +14,8 @@ from preact_kernels.ops.bn_stats import Statistics
 class RunningStatistics(NamedTuple):
     """Buffers of one batch norm that follow its batches."""
 
-    mean: Tensor
-    var: Tensor  # unbiased
+    mean: Tensor | None  # None: only the batches are counted
+    var: Tensor | None  # unbiased
     momentum: float | None  # None: the cumulative average, which needs `batch_count`
     batch_count: Tensor | None = None  # `num_batches_tracked`
 
@@ -57,7 +57,7 @@ def update(
         return
     by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     for r, b in tracked:
-        if b is None:
+        if b is None or r.mean is None or r.var is None:
             continue
         if r.momentum is None:  # traced: a number that is not known, and so no key
             momentum = 1.0 / (float(cast(Tensor, r.batch_count)) + 1.0)

@@ -1,0 +1,110 @@
+"""Models that are converted in tests, small and published ones, and blocks of one unit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bench import foreign_models as foreign
+from tests.oracle import evaluate
+
+MODES = ("store", "rebuild", "checkpoint")
+
+
+def stochastic_depth():
+    blocks = [foreign.BranchBlock(8, 8, 1, foreign.DropPath(0.5))]
+    blocks += [foreign.BranchBlock(32, 8, 1, foreign.DropPath(0.5)) for _ in range(2)]
+    return foreign.network_of(*blocks)
+
+
+def squeeze_and_excitation():
+    blocks = [foreign.BranchBlock(8, 8, 1, foreign.SqueezeExcite(32))]
+    blocks += [foreign.BranchBlock(32, 8, 1, foreign.SqueezeExcite(32)) for _ in range(2)]
+    return foreign.network_of(*blocks)
+
+
+def attention_between():
+    blocks = [foreign.FunctionalBottleneck(8, 8), foreign.Attention(32)]
+    return foreign.network_of(*blocks, foreign.FunctionalBottleneck(32, 8))
+
+
+def biased_wide():
+    return foreign.network_of(foreign.BiasedWideBlock(8, 32), foreign.BiasedWideBlock(32, 32))
+
+
+# Builder, size of the images, batch norms, and how many of them are fused.
+SMALL = {
+    "functional-basic": (lambda: foreign.FunctionalNet(planes=8), 16, 16, 16),
+    "functional-bottleneck": (
+        lambda: foreign.FunctionalNet(foreign.FunctionalBottleneck, (2, 3), 8),
+        16,
+        15,
+        15,
+    ),
+    "wide": (lambda: foreign.WideResNet(16, 1), 16, 13, 13),
+    "biased-wide": (biased_wide, 8, 5, 5),
+    "dense": (lambda: foreign.DenseNet(22, 6), 16, 21, 21),
+    "deep": (lambda: foreign.DeepNet(29, 8), 16, 28, 28),
+    "squeeze-and-excitation": (squeeze_and_excitation, 8, 10, 10),
+    "stochastic-depth": (stochastic_depth, 8, 10, 10),
+    "attention": (attention_between, 8, 7, 7),
+}
+
+
+PUBLISHED = {
+    "preact-resnet-18": (lambda: foreign.FunctionalNet(), 16, 16, 16),
+    "wrn-28-10": (lambda: foreign.WideResNet(28, 10), 8, 25, 25),
+    "densenet-bc-100-12": (lambda: foreign.DenseNet(100, 12), 8, 99, 99),
+    "deep-1001": (lambda: foreign.DeepNet(1001), 8, 1000, 1000),
+    "timm-resnetv2-50": (lambda: foreign.timm_model("resnetv2_50"), 64, 49, 49),
+    "timm-resnetv2-101": (lambda: foreign.timm_model("resnetv2_101"), 64, 100, 100),
+    "timm-densenet-121": (lambda: foreign.timm_model("densenet121"), 64, 121, 121),
+    "timm-wide-resnet-50-2": (lambda: foreign.timm_model("wide_resnet50_2"), 64, 53, 33),
+    "torchvision-densenet-121": (lambda: foreign.torchvision_models().densenet121(), 64, 121, 121),
+    "torchvision-resnet-50": (lambda: foreign.torchvision_models().resnet50(), 64, 53, 33),
+}
+
+
+MODELS = SMALL | PUBLISHED
+
+
+def built(name):
+    """A model with a random state far from its defaults, and a batch of images for it."""
+    build, size, *_ = MODELS[name]
+    torch.manual_seed(1)
+    try:
+        model = build()
+    except ImportError as error:
+        pytest.skip(f"not installed: {error.name}")
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.2)
+    return model, torch.randn(4, 3, size, size)
+
+
+def small():
+    """A network with a run of blocks and a batch norm at its end, and images."""
+    return built("functional-bottleneck")
+
+
+def results(model, x):
+    """One step in training mode, of a copy."""
+    return evaluate(model, {"x": x})
+
+
+class Block(nn.Module):
+    """Batch norm, ReLU and convolution, and what a subclass makes of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(F.relu(self.bn(x)))
+
+
+class Chain(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)

@@ -1,0 +1,211 @@
+"""In-place changes and memory formats around fused calls are those of plain PyTorch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import preact_kernels as pk
+from bench import foreign_models as foreign
+from tests.foreign_cases import MODES, Block
+
+pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
+
+
+class Images(nn.Module):
+    """Returns images, and views of images, which have other strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(foreign.FunctionalBlock(8, 8), foreign.FunctionalBlock(8, 8))
+        self.scale = foreign.SqueezeExcite(8)
+
+    def forward(self, x):
+        h = self.stem(x)
+        y = F.max_pool2d(self.blocks(h), 2)
+        z = self.scale(torch.cat([y, y + 1], 1)[:, 8:])
+        return h, y, z, y.flatten(2), x.transpose(2, 3), self.viewed(y)
+
+    def viewed(self, y):
+        return y.permute(0, 2, 3, 1)
+
+
+class ImagesOfAnySize(Images):
+    """The same, and cannot be traced as a whole."""
+
+    def viewed(self, y):
+        assert y.shape[2] > 1
+        return y.permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("build", [Images, ImagesOfAnySize])
+def test_results_have_the_memory_format_of_plain_pytorch(memory_format, build):
+    model = build()
+    plain = copy.deepcopy(model)
+    pk.convert(model)
+    x = torch.randn(2, 3, 8, 6).contiguous(memory_format=memory_format)
+    for m in (model, plain):
+        m.to(memory_format=memory_format)
+    for found, expected in zip(model(x), plain(x), strict=True):
+        torch.testing.assert_close(found, expected)
+        assert found.stride() == expected.stride()
+
+
+class Gated(Images):
+    """Images times gates, which change in place behind an `nn.Identity`."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Identity(), nn.ReLU(inplace=True))
+        self.bn = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        h = self.blocks(self.stem(x))
+        h = h * self.gate(h.mean((2, 3), keepdim=True)).expand_as(h)
+        return F.relu(self.bn(h))
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of images into other memory formats."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.clone.default and args[0].dim() == 4
+        return function(*args, **(kwargs or {}))
+
+
+def test_nchw_models_run_in_channels_last_inside():
+    model, x = Gated(), torch.randn(2, 3, 8, 6)
+    plain = copy.deepcopy(model)
+    pk.convert(model)
+    with Copies() as copies:
+        y = model(x)
+    assert copies.count == 2  # of the input and of the result
+    torch.testing.assert_close(y, plain(x))
+
+
+class ChangesOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(foreign.FunctionalBlock(4, 4) for _ in range(3)))
+
+    def forward(self, x):
+        y = self.blocks(x)
+        y.mul_(2)
+        return y
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_the_output_of_a_run_may_change_in_place(memory):
+    model = ChangesOutput().to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    pk.convert(model, memory=memory)
+    x = torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last)
+    for m in (model, plain):
+        m(x).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
+
+
+class ChangesInput(Block):
+    def forward(self, x):
+        x.mul_(2)
+        return self.conv(F.relu(self.bn(x)))
+
+
+def test_a_forward_that_changes_its_input_changes_it():
+    model = ChangesInput()
+    plain = copy.deepcopy(model)
+    assert pk.conversion_report(pk.convert(model)).fused
+    x = torch.randn(2, 4, 6, 6)
+    own = x.clone()
+    torch.testing.assert_close(model(own), plain(x))
+    assert torch.equal(own, x)
+
+
+class ClampsResult(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        y.clamp_(max=0.1)
+        return y
+
+
+class ScalesView(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        y[:, :2].mul_(3)
+        return y
+
+
+class DropsInPlace(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        F.dropout(y, 0.5, self.training, True)
+        return y
+
+
+class ChangesViewOfInput(Block):
+    def forward(self, x):
+        x = x * 1
+        x.flatten(2).mul_(2)
+        return super().forward(x)
+
+
+class ScalesAfterView(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        rows = y.flatten(1)
+        y.mul_(3)
+        return y.sum() + rows
+
+
+class TakesIndices(Block):
+    def forward(self, x):
+        y, indices = F.max_pool2d(super().forward(x), 2, return_indices=True)
+        return y + indices
+
+
+class Taps(Block):
+    def forward(self, x):
+        h = super().forward(x)
+        return h, h.mean((2, 3))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "build",
+    [
+        ClampsResult,
+        ScalesView,
+        DropsInPlace,
+        ChangesViewOfInput,
+        ScalesAfterView,
+        TakesIndices,
+    ],
+)
+def test_in_place_changes_after_fused_calls_are_seen(build, memory_format):
+    model = build().to(memory_format=memory_format)
+    plain = copy.deepcopy(model)
+    assert pk.conversion_report(pk.convert(model)).fused
+    x = torch.randn(2, 4, 6, 6).contiguous(memory_format=memory_format)
+    found = []
+    for m in (model, plain):
+        torch.manual_seed(0)
+        y = m(x.clone())
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in m.parameters()), *m.buffers()])
+    for value, expected in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_results_stay_in_the_graph_of_later_results():
+    model = pk.convert(Taps())
+    h, y = model(torch.randn(2, 4, 6, 6))
+    (gradient,) = torch.autograd.grad(y.sum(), h)
+    torch.testing.assert_close(gradient, torch.full_like(h, 1 / 36))
