@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -91,3 +92,8 @@ def end_allocation_to_pool(device_index: int, pool: tuple[int, int]) -> None:
     for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
         with contextlib.suppress(RuntimeError):  # where the capture had done it
             end(device_index, pool)
+
+
+def fsdp_module_class() -> type | None:
+    """`torch.distributed.fsdp.FSDPModule` where it was imported, else None."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)

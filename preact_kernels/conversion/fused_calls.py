@@ -25,6 +25,7 @@ from preact_kernels.modules.run_blocks import run_stage
 from preact_kernels.ops.bn_relu import bn_relu_of
 from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
 from preact_kernels.ops.memory_mode import MemoryMode
+from preact_kernels.ops.plain_operators import has_served_parameters
 
 STAGES = "preact_stages"  # attribute of a module: its `StageState`s
 
@@ -114,7 +115,7 @@ def _step(module: nn.Module, name: str) -> nn.Module:
 
 
 def _is_bare(bn: nn.Module, has_relu: bool) -> bool:
-    return is_norm_act(bn) if has_relu else is_bare_norm(bn)
+    return is_norm_act(bn) and has_served_parameters(bn) if has_relu else is_bare_norm(bn)
 
 
 def _plain_bn_relu(bn: nn.Module, has_relu: bool, x: Tensor) -> Tensor:

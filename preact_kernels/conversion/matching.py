@@ -15,7 +15,7 @@ from preact_kernels.conversion.aliasing import aliases, changes_input, is_seen
 from preact_kernels.conversion.nodes import called_twice, passes_on
 from preact_kernels.conversion.tracing import Trace, original_class
 from preact_kernels.kernels.contract import Conv
-from preact_kernels.modules.batch_norm import has_hooks, is_stage_conv
+from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.norm_act import is_norm_act
 from preact_kernels.modules.run_blocks import geometry_of
 from preact_kernels.torch_compat import pad_functions
@@ -237,7 +237,9 @@ class _Matcher:
         return is_plain and not has_hooks(conv) and id(conv) not in self._shared
 
     def _is_stage_conv(self, unit: Unit) -> bool:
-        return unit.padding == (0, 0) and is_stage_conv(self._module(unit.conv))
+        """Whether a stage may run the unit; a shard of its weight is joined before the call."""
+        conv = self._module(unit.conv)
+        return unit.padding == (0, 0) and conv.bias is None and type(conv.padding) is tuple
 
     def _addend(self, node: fx.Node, branch: fx.Node) -> fx.Node | None:
         """What `node` adds to `branch`; None if it does something else."""

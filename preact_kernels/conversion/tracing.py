@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from preact_kernels import torch_compat
 from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
 from preact_kernels.torch_compat import TorchDispatchMode
 
@@ -133,8 +134,12 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` before conversion."""
-    return getattr(type(module), "original_class", type(module))
+    """The class of `module` before conversion, and before `fully_shard` of FSDP2."""
+    kind = getattr(type(module), "original_class", type(module))
+    wrapper = torch_compat.fsdp_module_class()
+    if wrapper is None or not issubclass(kind, wrapper):
+        return kind
+    return kind.__mro__[kind.__mro__.index(wrapper) + 1]
 
 
 class _TensorProxy(fx.Proxy):

@@ -3,7 +3,6 @@
 from torch import nn
 
 from preact_kernels.modules.batch_norm import has_both_statistics_or_none, has_hooks
-from preact_kernels.ops.plain_operators import has_served_parameters
 
 _NAMES = ("BatchNormAct2d", "SyncBatchNormAct")
 
@@ -22,7 +21,6 @@ def is_norm_act(module: nn.Module) -> bool:
     return (
         type(drop) is nn.Identity
         and type(act) is nn.ReLU
-        and has_served_parameters(module)
         and has_both_statistics_or_none(module)
         and not (has_hooks(module) or has_hooks(drop) or has_hooks(act))
     )
