@@ -86,8 +86,8 @@ def cases(kind: str, is_quick: bool) -> list[Case]:
 
 
 # Of each model that is converted the ways to wrap it. It is converted before it is wrapped, if
-# nothing else is named. FSDP2 wraps no blocks of the dense network: its last batch norm, which is
-# then not fused, needs a GPU as `SyncBatchNorm`.
+# nothing else is named. Where FSDP2 wraps blocks of the dense network afterwards, its last batch
+# norm is not fused, and needs a GPU as `SyncBatchNorm`.
 DDP_OF_CONVERTED = (
     "ddp",
     "ddp_static_graph",
@@ -96,8 +96,20 @@ DDP_OF_CONVERTED = (
     "ddp_convert_wrapper",
 )
 WRAPPERS_OF_CONVERTED = {
-    "residual": (*DDP_OF_CONVERTED, "fsdp", "fsdp_blocks", "fsdp_blocks_accumulated"),
-    "dense": (*DDP_OF_CONVERTED, "fsdp"),
+    "residual": (
+        *DDP_OF_CONVERTED,
+        "fsdp",
+        "fsdp_convert_after",
+        "fsdp_blocks",
+        "fsdp_blocks_accumulated",
+        "fsdp_blocks_convert_after",
+    ),
+    "dense": (
+        *DDP_OF_CONVERTED,
+        "fsdp",
+        "fsdp_blocks_convert_after",
+        "fsdp_blocks_convert_twice",  # before and after
+    ),
 }
 
 
@@ -107,7 +119,9 @@ def converted_cases(is_quick: bool) -> list[Case]:
         (model, wrapper)
         for model, own in WRAPPERS_OF_CONVERTED.items()
         for wrapper in own
-        if model == "residual" or not is_quick or wrapper in ("ddp", "fsdp")
+        if model == "residual"
+        or not is_quick
+        or wrapper in ("ddp", "fsdp", "fsdp_blocks_convert_twice")
     ]
     choices = list(itertools.product(MEMORY_MODES, BATCHES[2]))
     return [
@@ -261,20 +275,24 @@ def in_fsdp(model: PreActResNet, by_block: bool = False, **options) -> nn.Module
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The residual blocks of a model that is converted."""
-    return [m for m in model.modules() if isinstance(m, foreign.FunctionalBottleneck)]
+    """The blocks of a model that is converted."""
+    kinds = (foreign.FunctionalBottleneck, foreign.DenseLayer, foreign.Transition)
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def converted(case: Case, model: nn.Module) -> tuple[nn.Module, Callable]:
     """`model`, converted and wrapped, and the context in which gradients are not averaged."""
-    if "_convert_" not in case.wrapper:
+    if "_convert_" not in case.wrapper or case.wrapper.endswith("_twice"):
         pk.convert(model, memory=case.memory)
     if case.wrapper.startswith("fsdp"):
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
         mesh = init_device_mesh(device().type, (dist.get_world_size(),))
         for block in blocks_of(model) if "_blocks" in case.wrapper else ():
             fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh), functools.partial(unsynchronised, model)
+        fully_shard(model, mesh=mesh)
+        if "_convert_" in case.wrapper:
+            pk.convert(model, memory=case.memory)
+        return model, functools.partial(unsynchronised, model)
     options = {"static_graph": True} if case.wrapper.endswith("static_graph") else {}
     ddp = in_ddp(model, **options)
     if case.wrapper.endswith("_convert_inside"):
