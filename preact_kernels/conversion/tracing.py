@@ -59,7 +59,8 @@ class Inlined(NamedTuple):
             parent, name = self.place
             if parent._modules.get(name) is not module or has_own_hooks(module):
                 return False
-        if original_class(module).forward is not self.forward:
+        kind = type(module)
+        if getattr(kind, "original_class", kind).forward is not self.forward:
             return False
         if _count_children(module) != self.children:
             return False
