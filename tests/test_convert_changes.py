@@ -82,12 +82,15 @@ class WithParts(Block):
         self.pool = nn.MaxPool2d(1)
         self.drop = nn.Dropout(0.5)
         self.register_buffer("mask", None)
+        self.factors = {"last": [1.0, (2.0,)]}
         self.first, self.second = nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())
 
     def forward(self, x):
         y = self.layers(self.act(super().forward(x))) * self.scale
         for part in self.parts:
             y = part(y)
+        for factor in (self.factors["last"][0], self.factors["last"][1][0]):
+            y = y * factor
         if self.mask is not None:
             y = y * self.mask
         if self.pool is not None:
@@ -100,6 +103,7 @@ CHANGES = {
     "append": lambda m: m.layers.append(nn.Tanh()),
     "append-to-list": lambda m: m.parts.append(nn.Tanh()),
     "class-attribute": lambda m: setattr(m, "scale", 0.5),
+    "contents": lambda m: m.factors["last"].__setitem__(0, 3.0),
     "callable": lambda m: setattr(m, "act", torch.tanh),
     "buffer": lambda m: m.register_buffer("mask", torch.full((1,), 0.5)),
     "no-child": lambda m: setattr(m, "pool", None),

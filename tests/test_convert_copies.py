@@ -1,8 +1,11 @@
 """Copies and pickles of converted models."""
 
 import copy
+import functools
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -11,7 +14,6 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.conversion import fused_module
-from preact_kernels.conversion.fused_module import installed_plan
 from tests.foreign_cases import MODES, built, results, small
 from tests.oracle import assert_same_bits
 
@@ -58,10 +60,18 @@ def test_deepcopy_does_not_trace(monkeypatch, name):
     other = copy.deepcopy(model)
     assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
     assert torch.equal(other(x), model(x))
-    plans = [installed_plan(m) for m in other.modules() if installed_plan(m)]
-    own = {id(m) for m in other.modules()}
-    assert plans
-    assert all(id(i.module) in own for plan in plans for i in plan.inlined)
+
+
+def test_a_converted_model_is_freed_at_once():
+    model, _ = small()
+    freed = weakref.ref(pk.convert(model))
+    gc.collect()  # what tracing left
+    gc.disable()
+    try:
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 class Flagged(nn.Module):
@@ -107,15 +117,73 @@ class CopiesItself(Flagged):
         return other
 
 
-@pytest.mark.parametrize("kind", [WithSlots, CopiesItself])
+class CopiesWhatItHas(Flagged):
+    """A module that copies its attributes, and does not tell."""
+
+    def __deepcopy__(self, memo):
+        other = type(self).__new__(type(self))
+        other.__dict__.update({n: copy.deepcopy(v, memo) for n, v in vars(self).items()})
+        return other
+
+
+class Rebuilt(Flagged):
+    """A module that is made by a function of its class and its attributes."""
+
+    def __reduce_ex__(self, protocol):
+        return rebuilt, (type(self), self.__dict__)
+
+
+def rebuilt(kind, attributes):
+    other = kind.__new__(kind)
+    other.__dict__.update(attributes)
+    return other
+
+
+class WithObjects(Flagged):
+    """A module whose attributes are equal to no copy of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = functools.partial(F.relu, inplace=False)
+        self.config = [object()]
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [WithSlots, CopiesItself, CopiesWhatItHas, Rebuilt, WithObjects],
+    ids=lambda k: k.__name__,
+)
 @pytest.mark.parametrize("copied", [copy.deepcopy, reloaded])
 def test_copies_of_modules_with_states_of_their_own(kind, copied):
     model, x = pk.convert(kind()), torch.randn(2, 4, 3, 3)
     other = copied(model)
     assert isinstance(other, kind)
     assert_same_bits(results(other, x), results(model, x))
-    if kind is WithSlots:
+    if kind not in (CopiesItself, Rebuilt):
         assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
+    if kind is Rebuilt:
+        assert not pk.conversion_report(other).fused
+
+
+class WithParent(Flagged):
+    """A block that knows the model around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.parents = []
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, reloaded])
+def test_copies_of_parts_that_refer_to_their_parents(copied):
+    model = nn.Sequential(WithParent(), nn.BatchNorm2d(4), nn.ReLU())
+    model[0].parents.append(model)
+    part = copied(pk.convert(model)[0])
+    other, x = part.parents[0], torch.randn(2, 4, 3, 3)
+    assert other[0] is part
+    torch.testing.assert_close(other(x), model(x))
 
 
 class TwoUnits(Flagged):

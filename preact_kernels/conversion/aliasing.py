@@ -67,16 +67,7 @@ def changes_input(modules: dict[str, nn.Module], node: fx.Node) -> bool:
 
 def is_seen(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     """Whether another node could see that `node` changes its inputs: it may be read elsewhere."""
-    return not all(_is_read_once(modules, i) for i in _changed_inputs(node))
-
-
-def _is_read_once(modules: dict[str, nn.Module], node: fx.Node) -> bool:
-    """Whether the memory of the result of `node` has a single reader."""
-    if len(node.users) != 1:
-        return False
-    if node.op == "call_module" and type(modules[str(node.target)]) is nn.Identity:
-        return all(_is_read_once(modules, i) for i in node.all_input_nodes)
-    return _allocates(modules, node)
+    return not all(len(i.users) == 1 and _allocates(modules, i) for i in _changed_inputs(node))
 
 
 def aliases(modules: dict[str, nn.Module], node: fx.Node) -> set[fx.Node]:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from preact_kernels.conversion.matching import Match, Matches, Run, SingleUnit, is_norm, match
 from preact_kernels.conversion.rewriting import rewrite
-from preact_kernels.conversion.tracing import Inlined, Refusal, Trace, inlined_at, trace
+from preact_kernels.conversion.tracing import (
+    Inlined,
+    Trace,
+    inlined_at,
+    module_at,
+    names_of,
+    trace,
+)
 from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
 from preact_kernels.modules.preact_block import PreActBlock
@@ -24,36 +31,32 @@ _PLAN = "preact_plan"
 
 
 class Plan(NamedTuple):
-    """How the forward of a module runs; a deep copy is that of the copied module.
+    """How the forward of a module, or of a copy of it, runs.
 
-    A pickle has the shared modules alone: generated functions cannot be pickled.
+    Generated functions cannot be pickled: a pickle is that of `shared` alone.
     """
 
     function: Callable[..., Tensor]  # in training mode; see `rewrite`
     evaluation_function: Callable[..., Tensor]  # the same where the forward does not ask
     argument_names: tuple[str, ...]  # without those that have defaults
-    inlined: tuple[Inlined, ...]  # modules that the functions do not call; the first is the root
-    reads_training: tuple[nn.Module, ...]  # whose mode the forward reads
-    shared: tuple[nn.Module, ...]  # those that have several places in the model
+    inlined: tuple[Inlined, ...]  # modules that the functions do not call
+    reads_training: tuple[tuple[str, ...], ...]  # paths of modules whose mode the forward reads
+    shared: tuple[str, ...]  # paths of modules that have several places in the model
     fused: dict[str, str]  # what the batch norms run in, by path
 
     def __deepcopy__(self, memo: dict) -> "Plan":
         return Plan._make(copy.deepcopy(value, memo) for value in self)
 
     def __reduce__(self):
-        return _Unplanned, (self.shared,)
-
-    def is_right_for(self, module: nn.Module) -> bool:
-        """Whether it is a plan of `module` as it is now."""
-        return self.inlined[0].module is module and all(i.is_unchanged() for i in self.inlined)
+        return _unplanned, (self.shared,)
 
     @property
     def depends_on_training(self) -> bool:
         """Whether the forward differs between training and evaluation beside its leaves."""
         return self.function is not self.evaluation_function
 
-    def arguments(self, args: tuple, kwargs: dict) -> tuple[Tensor, ...] | None:
-        """The arguments of the function for a call; None where it is not right for the call."""
+    def arguments(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, ...] | None:
+        """The arguments of the function for a call of `module`; None where it is not right."""
         names = self.argument_names
         if len(args) + len(kwargs) != len(names):
             return None
@@ -63,7 +66,7 @@ class Plan(NamedTuple):
             args = (*args, *(kwargs[name] for name in names[len(args) :]))
         if not all(isinstance(a, Tensor) for a in args) or runs_plain(*args):
             return None
-        if has_global_module_hook() or not all(i.is_unchanged() for i in self.inlined):
+        if has_global_module_hook() or not all(i.is_unchanged(module) for i in self.inlined):
             return None
         return args
 
@@ -71,15 +74,16 @@ class Plan(NamedTuple):
         """The forward for the present mode of `module`; None where its children's modes differ."""
         if not self.depends_on_training:
             return self.function
-        if any(m.training != module.training for m in self.reads_training):
-            return None
+        for names in self.reads_training:
+            child = module_at(module, names)
+            if child is None or child.training != module.training:
+                return None
         return self.function if module.training else self.evaluation_function
 
 
-class _Unplanned(NamedTuple):
-    """The pickle of a plan."""
-
-    shared: tuple[nn.Module, ...]
+def _unplanned(shared: tuple[str, ...]) -> tuple[str, ...]:
+    """What is loaded in place of a plan."""
+    return shared
 
 
 class Analysis(NamedTuple):
@@ -121,9 +125,18 @@ def analyse(module: nn.Module, shared: frozenset[int] = frozenset()) -> Analysis
     finally:
         for m, flag in flags:
             m.__dict__["training"] = flag
-    own_shared = tuple(m for m in module.modules() if id(m) in matches.shared)
+    paths = {m: path for path, m in module.named_modules()}
+    own_shared = tuple(path for m, path in paths.items() if id(m) in matches.shared)
     fused = {str(a.bn.target): _described(m) for m in matches.found for a in m.activations}
-    own = Plan(function, evaluation_function, names, tuple(inlined), reads, own_shared, fused)
+    own = Plan(
+        function,
+        evaluation_function,
+        names,
+        tuple(inlined),
+        tuple(names_of(paths[m]) for m in reads),
+        own_shared,
+        fused,
+    )
     return Analysis(own, matches, found.opaque)
 
 
@@ -168,7 +181,7 @@ class FusedModule(nn.Module):
         if cls is not fused_class(original) or not isinstance(reduced, tuple):
             return reduced
         constructor, args, *rest = reduced
-        if args[:1] == (cls,):
+        if constructor.__module__ == "copyreg" and args[:1] == (cls,):
             return _empty, (original, *args[1:]), *rest
         return constructor, tuple(original if a is cls else a for a in args), *rest
 
@@ -180,19 +193,19 @@ class FusedModule(nn.Module):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        found = self.__dict__.get(_PLAN)
-        if isinstance(found, Plan) and found.is_right_for(self):
+        shared = self.__dict__.get(_PLAN, ())
+        if isinstance(shared, Plan):
             return
         uninstall(self)
-        with contextlib.suppress(Refusal):
-            shared = () if found is None else found.shared
-            install(self, analyse(self, frozenset(map(id, shared))).plan)
+        with contextlib.suppress(Exception):  # it cannot be traced, or has parts not loaded yet
+            ids = frozenset(id(self.get_submodule(path)) for path in shared)
+            install(self, analyse(self, ids).plan)
 
 
 def _fused_forward(module: Any, args: tuple, kwargs: dict) -> Any:
     """The original forward of `module`, fused where that gives the same results."""
     found: Plan | None = module.__dict__.get(_PLAN)
-    own = None if found is None else found.arguments(args, kwargs)
+    own = None if found is None else found.arguments(module, args, kwargs)
     function = None if found is None or own is None else found.chosen(module)
     if function is None or own is None:
         return module.original_class.forward(module, *args, **kwargs)
@@ -242,4 +255,4 @@ def uninstall(module: Any) -> None:
 
 def installed_plan(module: nn.Module) -> Plan | None:
     """The plan of a converted module."""
-    return module.__dict__.get(_PLAN)
+    return module.__dict__.get(_PLAN) if isinstance(module, FusedModule) else None

@@ -7,7 +7,7 @@ libraries, and by the caller.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +26,6 @@ _MODULES = {
     nn.BatchNorm2d,
     nn.Conv2d,
     nn.GELU,
-    nn.Identity,
     nn.MaxPool2d,
     nn.ReLU,
     nn.SiLU,
@@ -41,21 +40,20 @@ _FUNCTIONS = {
     fused_calls.bn_relu,
     fused_calls.stage,
     fused_calls.unit,
-    operator.add,
-    operator.iadd,
-    operator.mul,
-    torch.add,
     torch.cat,
-    torch.mul,
     torch.relu,
     torch.sigmoid,
 }
-_METHODS = {"add", "add_", "clone", "mul", "mul_", "relu", "relu_", "sigmoid"}
-# Their results do not depend on strides: shapes, and reductions, which return NCHW.
-_READS_NO_STRIDES = {
-    *("dim", "size", "shape", "dtype", "device", "ndim", "mean", "sum", "amax", "amin"),
-    *(torch.mean, torch.sum, torch.amax, torch.amin),
+_METHODS = {"relu", "relu_", "sigmoid"}
+# The first operand decides the strides of their results, unless it is broadcast.
+_BINARY = {
+    *("add", "add_", "mul", "mul_"),
+    *(operator.add, operator.iadd, operator.mul, operator.imul, torch.add, torch.mul),
 }
+# Their results do not depend on strides: shapes, and reductions, which return NCHW.
+_STRIDELESS_ATTRIBUTES = {"device", "dtype", "ndim", "shape"}
+_STRIDELESS_METHODS = {"amax", "amin", "dim", "mean", "size", "sum"}
+_STRIDELESS_FUNCTIONS = {torch.amax, torch.amin, torch.mean, torch.sum}
 _FUSED_CALLS = (fused_calls.bn_relu, fused_calls.stage, fused_calls.unit)
 
 
@@ -79,43 +77,52 @@ def keep_channels_last(
     for node in graph.nodes:
         if node in converted or not any(n in converted for n in node.all_input_nodes):
             continue
-        if _keeps_format(modules, node):
+        if _keeps_format(modules, node, converted):
             converted.add(node)
         else:
-            back |= {n for n in node.all_input_nodes if not _reads_no_strides(node, n)}
-    back &= converted - set(inputs)
-    again = {n for n in back if any(u in converted for u in n.users)}
+            back |= {n for n in node.all_input_nodes if not _is_strideless(node, n)}
+    converted.difference_update(inputs)
+    ends = [n for n in graph.nodes if n in back and n in converted]
+    again = sum(any(u in converted for u in n.users) for n in ends)
     calls = sum(n.target in _FUSED_CALLS for n in graph.nodes)
-    if len(inputs) + len(back) + len(again) > 2 * calls:
+    if len(inputs) + len(ends) + again > 2 * calls:
         return
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         is_nchw = graph.call_function(are_contiguous, (graph.get_attr(conv), *inputs))
         starts = [graph.call_function(to_channels_last, (x, is_nchw)) for x in inputs]
     for x, start in zip(inputs, starts, strict=True):
-        keeping = {n for n in x.users if _keeps_format(modules, n)}
-        x.replace_all_uses_with(start, delete_user_cb=keeping.__contains__)
-    for n in back:  # all readers get the same tensor: it may be differentiated by
+        x.replace_all_uses_with(start, delete_user_cb=converted.__contains__)
+    for n in ends:  # the copy replaces it for all readers: gradients may be taken by it
         with graph.inserting_after(n):
             copy = graph.call_function(to_contiguous, (n, is_nchw))
         n.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
-def _keeps_format(modules: dict[str, nn.Module], node: fx.Node) -> bool:
+def _keeps_format(
+    modules: dict[str, nn.Module], node: fx.Node, converted: Container[fx.Node]
+) -> bool:
     if node.op == "call_module":
         module = modules[str(node.target)]
         gives_indices = getattr(module, "return_indices", False)
         return type(module) in _MODULES and not gives_indices and not has_hooks(module)
-    if node.op == "call_function":
-        return node.target in _FUNCTIONS and not node.kwargs.get("return_indices")
-    return node.op == "call_method" and node.target in _METHODS
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if node.target in _BINARY:
+        return node.all_input_nodes[0] in converted
+    if node.op == "call_method":
+        return node.target in _METHODS
+    return node.target in _FUNCTIONS and not node.kwargs.get("return_indices")
 
 
-def _reads_no_strides(node: fx.Node, x: fx.Node) -> bool:
+def _is_strideless(node: fx.Node, x: fx.Node) -> bool:
     """Whether the strides of `x` do not matter to `node`."""
-    if node.target == "expand_as":
+    if node.target is getattr:
+        return node.args[1] in _STRIDELESS_ATTRIBUTES
+    if node.op == "call_method" and node.target == "expand_as":
         return node.args[0] is not x
-    name = node.args[1] if node.target is getattr and len(node.args) > 1 else node.target
-    return name in _READS_NO_STRIDES
+    if node.op == "call_method":
+        return node.target in _STRIDELESS_METHODS
+    return node.op == "call_function" and node.target in _STRIDELESS_FUNCTIONS
 
 
 def are_contiguous(conv: nn.Module, *inputs: Tensor) -> bool:
@@ -132,9 +139,9 @@ def to_channels_last(x: Tensor, is_nchw: bool) -> Tensor:
 
 def to_contiguous(x: Tensor, is_nchw: bool) -> Tensor:
     """`x` with the strides that it has in a model that runs in NCHW."""
-    if not is_nchw or x.dim() != 4:
+    if not is_nchw or x.dim() < 4:
         return x
-    _, c, h, w = x.shape
-    if x.stride() == (c * h * w, h * w, w, 1):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    strides = [1]
+    for size in x.shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return x if x.stride() == (*strides,) else x.clone(memory_format=torch.contiguous_format)

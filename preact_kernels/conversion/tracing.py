@@ -24,6 +24,7 @@ from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
 from preact_kernels.torch_compat import TorchDispatchMode
 
 _SIMPLE = (bool, int, float, str, type(None))
+_CONTAINERS = (dict, list, tuple)
 # What nn.Module and wrappers of modules set on their own.
 _MODULE_STATE = {*nn.Module().__dict__, "_compiled_call_impl"}
 _PLAIN_CONTAINERS = (nn.Sequential,)
@@ -42,23 +43,21 @@ class Refusal(Exception):
 class Inlined(NamedTuple):
     """A module whose forward is part of a graph, and what its graph assumes of it."""
 
-    module: nn.Module
-    place: tuple[nn.Module, str] | None  # its parent, and its name there; None: the root
+    names: tuple[str, ...]  # its path from the root of the graph
     forward: object  # of its class
     attributes: dict[str, Any]  # Python values that its forward may have read
+    contents: dict[str, Any]  # of lists, tuples and dicts
     absent: tuple[str, ...]  # attributes and tensors that it does not have, or that are None
     children: int
 
-    def is_unchanged(self) -> bool:
-        """Whether the module is in its place, without hooks, with the attributes it had.
+    def is_unchanged(self, root: nn.Module) -> bool:
+        """Whether the module is as it was, and without hooks.
 
-        What lists and other containers hold is not compared.
+        `torch.compile` does not look into lists, tuples and dicts.
         """
-        module = self.module
-        if self.place is not None:
-            parent, name = self.place
-            if parent._modules.get(name) is not module or has_own_hooks(module):
-                return False
+        module = module_at(root, self.names)
+        if module is None or (self.names and has_own_hooks(module)):
+            return False
         kind = type(module)
         if getattr(kind, "original_class", kind).forward is not self.forward:
             return False
@@ -74,26 +73,65 @@ class Inlined(NamedTuple):
                 return False
             if module._buffers.get(name) is not None or module._parameters.get(name) is not None:
                 return False
+        if self.contents and not torch.compiler.is_compiling():
+            return all(_contents(values.get(n)) == value for n, value in self.contents.items())
         return True
+
+
+def module_at(root: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    """The module at a path below `root`; None where there is none."""
+    module: nn.Module | None = root
+    for name in names:
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def names_of(path: str) -> tuple[str, ...]:
+    """The names in the path of a module, as `module_at` takes them."""
+    return tuple(path.split(".")) if path else ()
 
 
 def inlined_at(root: nn.Module, path: str) -> Inlined:
     """The module at `path` below `root`, as it is now."""
-    parent, _, name = path.rpartition(".")
-    place = (root.get_submodule(parent), name) if path else None
     module = root.get_submodule(path)
     kind = original_class(module)
     own = [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
     class_values = dict.fromkeys(n for c in own for n in vars(c) if not n.startswith("__"))
     unset = [n for t in (module._buffers, module._parameters) for n, v in t.items() if v is None]
-    values = module.__dict__
-    attributes = {
-        name: value
-        for name, value in values.items()
-        if (isinstance(value, _SIMPLE) or callable(value)) and name not in _MODULE_STATE
-    }
-    absent = (*(n for n in class_values if n not in values), *unset)
-    return Inlined(module, place, kind.forward, attributes, absent, _count_children(module))
+    values = {n: v for n, v in vars(module).items() if _is_set_by_class(n, v)}
+    contents = {n: _contents(v) for n, v in values.items() if isinstance(v, _CONTAINERS)}
+    attributes = {n: v for n, v in values.items() if n not in contents}
+    absent = (*(n for n in class_values if n not in vars(module)), *unset)
+    return Inlined(
+        names_of(path), kind.forward, attributes, contents, absent, _count_children(module)
+    )
+
+
+def _is_set_by_class(name: str, value: object) -> bool:
+    """Whether an attribute of a module may decide what its forward does."""
+    is_own = name in _MODULE_STATE or name.startswith("preact_")
+    return not (is_own or isinstance(value, Tensor))
+
+
+class _Item:
+    """Equal for the same object."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Item) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _contents(value: Any) -> Any:
+    """Equal for equal contents of a list, tuple or dict."""
+    if isinstance(value, dict):
+        return [(_contents(k), _contents(v)) for k, v in value.items()]
+    if isinstance(value, _CONTAINERS):
+        return [_contents(v) for v in value]
+    return value if isinstance(value, _SIMPLE) else _Item(value)
 
 
 def _count_children(module: nn.Module) -> int:
@@ -190,7 +228,11 @@ class _Tracer(fx.Tracer):
         return isinstance(t, nn.Parameter) or any(t is b for b in self.root.buffers())
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if self._is_leaf(m) or has_hooks(m):
+        if has_hooks(m):
+            return True
+        if type(m) is nn.Identity:  # its result is its input, not an alias
+            return False
+        if self._is_leaf(m):
             return True
         kind = original_class(m)
         return kind.__module__.startswith("torch.nn") and kind not in _PLAIN_CONTAINERS
