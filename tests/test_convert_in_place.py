@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
+from preact_kernels.conversion.fused_module import installed_plan
 from tests.foreign_cases import MODES, Block
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
@@ -66,8 +67,11 @@ class Gated(Images):
 
     def forward(self, x):
         h = self.blocks(self.stem(x))
-        h = h * self.gate(h.mean((2, 3), keepdim=True)).expand_as(h)
-        return F.relu(self.bn(h))
+        size = ((2, 3), True)
+        pooled = h.mean(*size) + h.sum(*size) + h.amax(*size) + h.amin(*size)
+        pooled += torch.mean(h, *size) + torch.sum(h, *size)
+        pooled += torch.amax(h, *size) + torch.amin(h, *size)
+        return F.relu(self.bn(h * self.gate(pooled).expand_as(h)))
 
 
 class Copies(TorchDispatchMode):
@@ -88,6 +92,114 @@ def test_nchw_models_run_in_channels_last_inside():
         y = model(x)
     assert copies.count == 2  # of the input and of the result
     torch.testing.assert_close(y, plain(x))
+
+
+class Units(nn.Module):
+    """Units, and parts with names of methods of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.bns = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(4))
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(4))
+        self.identity = nn.Identity()
+        self.sum = Flat()
+
+    def unit(self, index, x):
+        return self.convs[index](F.relu(self.bns[index](x)))
+
+
+class Flat(nn.Module):
+    """Reads strides; not traced."""
+
+    def forward(self, x):
+        return x.view(int(x.shape[0]), -1)
+
+
+class ReturnsIdentity(Units):
+    def forward(self, x):
+        h = self.unit(0, x)
+        same = self.identity(h)
+        return self.unit(1, h) + same.flatten(2).mul(3).view_as(same), same
+
+
+class ReturnsInput(Units):
+    def forward(self, x):
+        same = self.identity(x)
+        return self.unit(1, self.unit(0, same)), same
+
+
+class CallsSum(Units):
+    def forward(self, x):
+        return self.unit(1, x), self.sum(self.unit(0, x))
+
+
+class AddsToTransposed(Units):
+    def forward(self, x):
+        h = self.unit(0, x)
+        return self.unit(1, h), x.transpose(2, 3) + h
+
+
+class Broadcasts(Units):
+    def forward(self, x):
+        h = self.unit(0, x)
+        return self.unit(1, h), h * torch.ones(3, 1, 1, 1, 1, device=x.device)
+
+
+class ReturnsAll(Units):
+    def forward(self, x):
+        found = [x]
+        for index in range(4):
+            found.append(self.unit(index, found[-1]))
+        return tuple(found)
+
+
+class Reduces(Units):
+    def forward(self, x):
+        h = self.unit(0, x)
+        kinds = (torch.mean, torch.sum, torch.amax, torch.amin)
+        found = [kind(h, (2, 3), keepdim=True) for kind in kinds]
+        found += [h.mean(2), h.sum(2), h.amax((0, 2)), h.amin(1)]
+        return self.unit(1, h), h, *found
+
+
+@pytest.mark.parametrize(
+    "build",
+    [ReturnsIdentity, ReturnsInput, CallsSum, AddsToTransposed, Broadcasts, ReturnsAll, Reduces],
+)
+def test_results_are_those_of_plain_pytorch(build):
+    """Values, strides, and gradients of and by what is returned."""
+    model, x = build(), torch.randn(2, 4, 6, 6, requires_grad=True)
+    plain = copy.deepcopy(model)
+    assert pk.conversion_report(pk.convert(model)).fused
+    found, expected = model(x), plain(x)
+    for y, z in zip(found, expected, strict=True):
+        torch.testing.assert_close(y, z)
+        assert y.stride() == z.stride()
+        assert (y is x) is (z is x)
+    of_found, of_expected = (
+        torch.autograd.grad(y[0].square().sum(), (x, y[1]), allow_unused=True)
+        for y in (found, expected)
+    )
+    torch.testing.assert_close(of_found, of_expected, rtol=1e-4, atol=1e-4)
+
+
+class ReturnsMuch(Units):
+    def forward(self, x):
+        g = F.relu(x)
+        h = F.relu(g + 1)
+        return self.unit(1, self.unit(0, h)), g, h
+
+
+def test_fused_calls_convert_where_that_takes_fewer_copies():
+    model, x = pk.convert(ReturnsMuch()), torch.randn(2, 4, 6, 6)
+    with Copies() as copies:
+        model(x)
+    assert copies.count == 4
+
+
+def test_equal_graphs_share_their_function():
+    functions = {installed_plan(pk.convert(ReturnsAll())).function for _ in range(12)}
+    assert len(functions) == 1
 
 
 class ChangesOutput(nn.Module):
