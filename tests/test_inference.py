@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 import preact_kernels as pk
 from bench.foreign_models import DenseLayer, FunctionalBlock, timm_model, torchvision_models
+from preact_kernels.conversion.fused_module import installed_plan
 from tests import oracle
 from tests.cases import in_dtype, randomised
 
@@ -605,30 +606,63 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("is_graph", [False, True])
-def test_stays_in_evaluation_mode(copied, is_graph):
+def test_stays_in_evaluation_mode(copied):
     model = built("postact")
-    model = torch.fx.symbolic_trace(model) if is_graph else model
     fused = copied(pk.fuse_for_inference(model))
-    block = fused.get_submodule("features.4")
-    for module in (fused, block, block.bn1, nn.Sequential(fused), nn.Sequential(block)):
+    for module in (fused, nn.Sequential(fused), nn.Sequential(nn.Sequential(fused))):
         module.train()
-        # Copies of graphs make the modules that hold others anew.
-        own = (m for m in fused.modules() if not (is_graph and list(m.children())))
-        assert not any(m.training for m in own)
-    assert block.train() is block and block.eval() is block
+        assert not any(m.training for m in fused.modules())
     assert_equals_plain(fused, model, images())
 
 
-def test_modules_added_later_train():
-    fused = pk.fuse_for_inference(built("postact"))
-    fused.head = nn.Sequential(nn.Dropout(), nn.Linear(3, 2))
-    student = nn.Sequential(fused, nn.BatchNorm2d(3)).train()
-    assert student.training and student[1].training
-    assert all(m.training for m in fused.head.modules())
-    assert not fused.training
-    student.eval()
-    assert not any(m.training for m in student.modules())
+class KeepsNormsInEvaluation(nn.Module):
+    """Sets its own mode, as those do that freeze batch norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.bn.eval()
+        return self
+
+    def forward(self, x):
+        return self.conv(F.relu(self.bn(x)))
+
+
+def test_converted_models_that_set_their_own_modes_run_fused():
+    model = randomised(KeepsNormsInEvaluation())
+    fused = pk.fuse_for_inference(pk.convert(copy.deepcopy(model)))
+    assert installed_plan(fused).arguments(fused, (images(),), {})
+    assert_equals_plain(fused, model, images())
+
+
+class DropsAlways(nn.Sequential):
+    """Monte Carlo dropout."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].train()
+        return self
+
+
+def test_stays_behind_a_dropout_in_training_mode():
+    model = randomised(DropsAlways(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.BatchNorm2d(8)))
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1
+    x = images()
+    torch.manual_seed(1)
+    expected = model.eval()(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(fused(x), expected)
+
+
+def test_a_dropout_that_refuses_images_still_does():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout1d(0.0), nn.ReLU(), nn.Conv2d(3, 8, 3))
+    for changed in (pk.convert(copy.deepcopy(model)), pk.fuse_for_inference(model)):
+        with pytest.raises(RuntimeError, match="dropout1d"):
+            changed(images())
 
 
 @pytest.mark.parametrize("name", ["preact", "own"])

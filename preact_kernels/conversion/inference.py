@@ -53,9 +53,9 @@ def fuse_for_inference(model: _Model) -> _Model:
             traced, as in `convert`.
 
     Returns:
-        A copy in evaluation mode, whose parameters want no gradients. Its modules stay so when
-        `train()` of them or of a model around them is called: what is folded cannot be trained. A
-        `state_dict` of it fits copies that were made of equal models.
+        A copy in evaluation mode, whose parameters want no gradients. It stays so when `train()` of
+        it or of a model around it is called: what is folded cannot be trained. A `state_dict` of it
+        fits copies that were made of equal models.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -77,8 +77,7 @@ def fuse_for_inference(model: _Model) -> _Model:
     _fold_in(result, kept, _holders(result))
     for module in converted:
         convert(module)
-    for module in result.modules():
-        module.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, module)
+    result.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, result)
     return result
 
 
@@ -89,11 +88,9 @@ def _copied(model: _Model) -> _Model:
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in results})
 
 
-def _stay_in_evaluation_mode(module: nn.Module, mode: bool = True) -> nn.Module:
-    """The `train` of the copies' modules; those that were added later are trained."""
-    for child in module.children():
-        child.train(mode)
-    return module
+def _stay_in_evaluation_mode(model: nn.Module, mode: bool = True) -> nn.Module:
+    """The `train` of the copies."""
+    return type(model).train(model, False)
 
 
 def _converted(module: nn.Module) -> Iterator[nn.Module]:

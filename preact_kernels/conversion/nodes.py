@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import has_hooks
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_DROPOUT_FUNCTIONS = (F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
+_DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUT_FUNCTIONS = (F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
 
 
 def passes_on(
@@ -20,7 +20,7 @@ def passes_on(
     Args:
         modules: those of the graph, by path.
         node: of the graph.
-        in_evaluation: whether the graph runs in evaluation mode only.
+        in_evaluation: whether the modes of modules stay as they are.
     """
     if node.op == "call_module":
         return does_nothing(modules[str(node.target)], in_evaluation=in_evaluation)
@@ -35,7 +35,7 @@ def passes_on(
 def does_nothing(module: nn.Module, *, in_evaluation: bool = False) -> bool:
     """Whether a call of `module` returns its input."""
     if type(module) in _DROPOUTS:
-        is_off = in_evaluation or getattr(module, "p", None) == 0
+        is_off = (in_evaluation and not module.training) or getattr(module, "p", None) == 0
     else:
         is_off = type(module) is nn.Identity
     return is_off and not has_hooks(module)

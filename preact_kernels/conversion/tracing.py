@@ -26,7 +26,7 @@ from preact_kernels.torch_compat import TorchDispatchMode
 _SIMPLE = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, tuple)
 # What nn.Module and wrappers of modules set on their own.
-_MODULE_STATE = {*nn.Module().__dict__, "_compiled_call_impl"}
+_MODULE_STATE = {*nn.Module().__dict__, "_compiled_call_impl", "train"}
 _PLAIN_CONTAINERS = (nn.Sequential,)
 
 
@@ -101,9 +101,14 @@ def inlined_at(root: nn.Module, path: str) -> Inlined:
     values = {n: v for n, v in vars(module).items() if _is_set_by_class(n, v)}
     contents = {n: _contents(v) for n, v in values.items() if isinstance(v, _CONTAINERS)}
     attributes = {n: v for n, v in values.items() if n not in contents}
-    absent = (*(n for n in class_values if n not in vars(module)), *unset)
+    missing = [n for n in class_values if n not in vars(module) and n not in _MODULE_STATE]
     return Inlined(
-        names_of(path), kind.forward, attributes, contents, absent, _count_children(module)
+        names_of(path),
+        kind.forward,
+        attributes,
+        contents,
+        (*missing, *unset),
+        _count_children(module),
     )
 
 

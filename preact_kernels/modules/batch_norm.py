@@ -130,8 +130,8 @@ def plain_batch_norm(bn: nn.Module, x: Tensor, residual_dtype: torch.dtype | Non
 
 
 def plain_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """`conv(x)` in place of kernels, with float32 weights beside half precision as they take it."""
-    if isinstance(x, fx.Proxy) or not is_bare_conv(conv) or is_autocast(x):
+    """`conv(x)` in place of kernels, under transforms also with float32 weights beside halves."""
+    if not (is_transformed() and is_bare_conv(conv)) or is_autocast(x):
         return conv(x)
     if x.dtype not in HALVES or conv.weight.dtype != torch.float32:
         return conv(x)
