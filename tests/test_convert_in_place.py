@@ -277,6 +277,17 @@ class ScalesAfterView(Block):
         return y.sum() + rows
 
 
+class AddsInPlace(Block):
+    def forward(self, x):
+        y = h = super().forward(x)
+        y += x
+        y *= 2
+        half = x.shape[2]
+        size = half
+        half //= 2
+        return y.sum() + h[:, :, :half] * size
+
+
 class TakesIndices(Block):
     def forward(self, x):
         y, indices = F.max_pool2d(super().forward(x), 2, return_indices=True)
@@ -298,6 +309,7 @@ class Taps(Block):
         DropsInPlace,
         ChangesViewOfInput,
         ScalesAfterView,
+        AddsInPlace,
         TakesIndices,
     ],
 )

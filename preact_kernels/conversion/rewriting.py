@@ -3,12 +3,14 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, fx, nn
 
 from preact_kernels.conversion import fused_calls
 from preact_kernels.conversion.matching import Activation, Block, Match, Run, SingleUnit
 from preact_kernels.conversion.memory_format import keep_channels_last
+from preact_kernels.conversion.tracing import IN_PLACE_OPERATORS
 
 
 def rewrite(module: nn.Module, graph: fx.Graph, matches: Sequence[Match]) -> Callable[..., Tensor]:
@@ -34,8 +36,22 @@ def rewrite(module: nn.Module, graph: fx.Graph, matches: Sequence[Match]) -> Cal
     conv = next((path(c) for m in matches for c in _convs(m)), None)
     if conv is not None:
         keep_channels_last(dict(module.named_modules()), graph, inputs, conv)
+    for node in graph.nodes:
+        node.target = _IN_PLACE_CALLS.get(node.target, node.target)
     code = graph.python_code("self")
     return _function(code.src, tuple(sorted(code.globals.items(), key=lambda item: item[0])))
+
+
+def _calling(operation: Callable) -> Callable:
+    def call(a: Any, b: Any) -> Any:
+        return operation(a, b)
+
+    call.__name__ = f"call_{operation.__name__}"
+    return call
+
+
+# For these operators fx writes statements as `n *= 2`, which change the variable of a number.
+_IN_PLACE_CALLS = {operation: _calling(operation) for operation in IN_PLACE_OPERATORS.values()}
 
 
 @functools.lru_cache(maxsize=1024)

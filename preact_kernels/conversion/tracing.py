@@ -30,6 +30,12 @@ _MODULE_STATE = {*nn.Module().__dict__, "_compiled_call_impl", "train"}
 _PLAIN_CONTAINERS = (nn.Sequential,)
 
 
+IN_PLACE_OPERATORS: dict[str, Callable] = {
+    name: getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+}
+
+
 class Refusal(Exception):
     """Why a module cannot be traced."""
 
@@ -193,6 +199,18 @@ class _TensorProxy(fx.Proxy):
         if not hasattr(Tensor, k):
             raise AttributeError(f"'Tensor' object has no attribute {k!r}")
         return super().__getattr__(k)
+
+
+def _in_place_operator(target: Callable) -> Callable:
+    def call(self: fx.Proxy, other: object) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", target, (self, other), {})
+
+    return call
+
+
+# `fx.Proxy` has none of them, so that `h += x` would trace as `h = h + x`.
+for _name, _target in IN_PLACE_OPERATORS.items():
+    setattr(_TensorProxy, f"__{_name}__", _in_place_operator(_target))
 
 
 class _Tracer(fx.Tracer):
