@@ -379,3 +379,10 @@ def test_eager_calls_run_kernels(backend):
         assert not runs_plain(mode.from_tensor(x))
     with torch.inference_mode(), torch.device("cpu"):
         assert not runs_plain(torch.ones(2))
+
+
+def test_plain_modules_refuse_mixed_convolutions_as_pytorch_does():
+    plain = pk.PreActBasicBlock(10, 10)
+    plain.fused = False
+    with pytest.raises(RuntimeError, match="should be the same"):
+        plain(torch.randn(2, 10, 5, 5).bfloat16())
