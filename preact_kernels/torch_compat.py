@@ -97,3 +97,10 @@ def end_allocation_to_pool(device_index: int, pool: tuple[int, int]) -> None:
 def fsdp_module_class() -> type | None:
     """`torch.distributed.fsdp.FSDPModule` where it was imported, else None."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def is_mutable_operator(function: object) -> bool:
+    """Whether `function` is an operator of `torch.ops` that changes an argument."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return any(is_mutable_operator(getattr(function, n)) for n in function.overloads())
+    return isinstance(function, torch._ops.OpOverload) and function._schema.is_mutable

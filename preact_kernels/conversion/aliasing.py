@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from preact_kernels import torch_compat
 from preact_kernels.conversion import fused_calls
 from preact_kernels.modules.norm_act import is_norm_act
 
@@ -55,10 +56,12 @@ def changes_input(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     if node.op == "call_module":
-        module = modules[str(node.target)]
-        return bool(getattr(module, "inplace", False)) or not _is_of_torch(module)
+        inner = modules[str(node.target)].modules()
+        return any(getattr(m, "inplace", False) or not _is_of_torch(m) for m in inner)
     if node.op != "call_function":
         return False
+    if torch_compat.is_mutable_operator(node.target):
+        return True
     name = getattr(node.target, "__name__", "")
     if node.target in _IN_PLACE_OPERATORS or name == "setitem":
         return True

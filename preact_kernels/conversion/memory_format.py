@@ -37,16 +37,14 @@ _FUNCTIONS = {
     F.max_pool2d,
     F.relu,
     F.silu,
-    fused_calls.bn_relu,
-    fused_calls.stage,
-    fused_calls.unit,
     torch.cat,
     torch.relu,
     torch.sigmoid,
 }
 _METHODS = {"relu", "relu_", "sigmoid"}
+_FUSED_CALLS = {fused_calls.bn_relu, fused_calls.stage, fused_calls.unit}
 # The first operand decides the strides of their results, unless it is broadcast.
-_BINARY = {
+_BY_FIRST_OPERAND = _FUSED_CALLS | {
     *("add", "add_", "mul", "mul_"),
     *(operator.add, operator.iadd, operator.mul, operator.imul, torch.add, torch.mul),
 }
@@ -54,7 +52,6 @@ _BINARY = {
 _STRIDELESS_ATTRIBUTES = {"device", "dtype", "ndim", "shape"}
 _STRIDELESS_METHODS = {"amax", "amin", "dim", "mean", "size", "sum"}
 _STRIDELESS_FUNCTIONS = {torch.amax, torch.amin, torch.mean, torch.sum}
-_FUSED_CALLS = (fused_calls.bn_relu, fused_calls.stage, fused_calls.unit)
 
 
 def keep_channels_last(
@@ -107,7 +104,7 @@ def _keeps_format(
         return type(module) in _MODULES and not gives_indices and not has_hooks(module)
     if node.op not in ("call_function", "call_method"):
         return False
-    if node.target in _BINARY:
+    if node.target in _BY_FIRST_OPERAND:
         return node.all_input_nodes[0] in converted
     if node.op == "call_method":
         return node.target in _METHODS

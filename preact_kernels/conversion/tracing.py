@@ -32,7 +32,10 @@ _PLAIN_CONTAINERS = (nn.Sequential,)
 
 IN_PLACE_OPERATORS: dict[str, Callable] = {
     name: getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+    for name in (
+        *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"),
+        *("iand", "ior", "ixor", "ilshift", "irshift"),
+    )
 }
 
 
@@ -57,10 +60,7 @@ class Inlined(NamedTuple):
     children: int
 
     def is_unchanged(self, root: nn.Module) -> bool:
-        """Whether the module is as it was, and without hooks.
-
-        `torch.compile` does not look into lists, tuples and dicts.
-        """
+        """Whether the module is as it was, and without hooks."""
         module = module_at(root, self.names)
         if module is None or (self.names and has_own_hooks(module)):
             return False
@@ -72,16 +72,15 @@ class Inlined(NamedTuple):
         values = module.__dict__
         for name, value in self.attributes.items():
             own = values.get(name, self)
-            if own is not value and not (isinstance(own, _SIMPLE) and own == value):
+            is_equal = isinstance(own, _SIMPLE) and type(own) is type(value) and own == value
+            if own is not value and not is_equal:
                 return False
         for name in self.absent:
             if name in values:
                 return False
             if module._buffers.get(name) is not None or module._parameters.get(name) is not None:
                 return False
-        if self.contents and not torch.compiler.is_compiling():
-            return all(_contents(values.get(n)) == value for n, value in self.contents.items())
-        return True
+        return all(_contents(values.get(n)) == value for n, value in self.contents.items())
 
 
 def module_at(root: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
@@ -137,12 +136,12 @@ class _Item:
 
 
 def _contents(value: Any) -> Any:
-    """Equal for equal contents of a list, tuple or dict."""
+    """Equal for equal numbers and strings, and for equal contents of lists, tuples and dicts."""
     if isinstance(value, dict):
-        return [(_contents(k), _contents(v)) for k, v in value.items()]
+        return type(value), [(_contents(k), _contents(v)) for k, v in value.items()]
     if isinstance(value, _CONTAINERS):
-        return [_contents(v) for v in value]
-    return value if isinstance(value, _SIMPLE) else _Item(value)
+        return type(value), [_contents(v) for v in value]
+    return (type(value), value) if isinstance(value, _SIMPLE) else _Item(value)
 
 
 def _count_children(module: nn.Module) -> int:
