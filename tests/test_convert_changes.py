@@ -69,6 +69,11 @@ def test_attributes_changed_later_count():
     torch.testing.assert_close(model(x), expected)
 
 
+class ReadsStrides(nn.Module):
+    def forward(self, x):
+        return x.view(int(x.shape[0]), -1).mul(2).view(x.shape)
+
+
 class WithParts(Block):
     """Reads attributes of several kinds."""
 
@@ -80,13 +85,14 @@ class WithParts(Block):
         self.layers = nn.Sequential(nn.Identity())
         self.parts = nn.ModuleList([nn.Identity()])
         self.pool = nn.MaxPool2d(1)
+        self.square = nn.AvgPool2d(1)
         self.drop = nn.Dropout(0.5)
         self.register_buffer("mask", None)
         self.factors = {"last": [1.0, (2.0,)]}
         self.first, self.second = nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())
 
     def forward(self, x):
-        y = self.layers(self.act(super().forward(x))) * self.scale
+        y = self.layers(self.square(self.act(super().forward(x)))) * self.scale
         for part in self.parts:
             y = part(y)
         for factor in (self.factors["last"][0], self.factors["last"][1][0]):
@@ -106,6 +112,7 @@ CHANGES = {
     "contents": lambda m: m.factors["last"].__setitem__(0, 3.0),
     "callable": lambda m: setattr(m, "act", torch.tanh),
     "buffer": lambda m: m.register_buffer("mask", torch.full((1,), 0.5)),
+    "other-child": lambda m: setattr(m, "square", ReadsStrides()),
     "no-child": lambda m: setattr(m, "pool", None),
     "mode-of-a-child": lambda m: m.eval().drop.train(),
     "hook-in-evaluation": lambda m: m.eval().second.register_forward_hook(lambda *a: a[2] * 0),

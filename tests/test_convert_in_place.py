@@ -288,6 +288,50 @@ class AddsInPlace(Block):
         return y.sum() + h[:, :, :half] * size
 
 
+class CallsInPlace(Block):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Sequential(nn.ReLU(inplace=True))
+
+    def forward(self, x):
+        self.act(x)
+        return super().forward(x) + x
+
+
+class AddsOther(Block):
+    def forward(self, x):
+        other = x * 1
+        y = super().forward(x)
+        y += other
+        return y
+
+
+class MasksInPlace(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        mask = same = y > 0
+        mask |= y < -0.5
+        return y * same
+
+
+class CallsOperator(Block):
+    def forward(self, x):
+        torch.ops.aten.add_.Scalar(x, 1)
+        return super().forward(x) + x
+
+
+class ChangesInputLater(Block):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4, affine=False)
+
+    def forward(self, x):
+        x = x * 1
+        y = super().forward(x)
+        x.add_(1)
+        return x * y
+
+
 class TakesIndices(Block):
     def forward(self, x):
         y, indices = F.max_pool2d(super().forward(x), 2, return_indices=True)
@@ -310,6 +354,9 @@ class Taps(Block):
         ChangesViewOfInput,
         ScalesAfterView,
         AddsInPlace,
+        CallsInPlace,
+        CallsOperator,
+        MasksInPlace,
         TakesIndices,
     ],
 )
@@ -326,6 +373,23 @@ def test_in_place_changes_after_fused_calls_are_seen(build, memory_format):
         found.append([y, *(p.grad for p in m.parameters()), *m.buffers()])
     for value, expected in zip(*found, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_input_that_changes_later_is_not_kept():
+    model, x = ChangesInputLater(), torch.randn(2, 4, 6, 6)
+    plain = copy.deepcopy(model)
+    (site,) = pk.conversion_report(pk.convert(model))
+    assert not site.fused
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    torch.testing.assert_close(model.conv.weight.grad, plain.conv.weight.grad)
+
+
+def test_sums_in_place_keep_the_dtype_of_autocast():
+    model = pk.convert(AddsOther())
+    assert pk.conversion_report(model).fused
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(2, 4, 6, 6)).dtype == torch.bfloat16
 
 
 def test_results_stay_in_the_graph_of_later_results():

@@ -31,6 +31,8 @@ _ALLOCATING_FUNCTIONS = {
     torch.mul,
     torch.relu,
 }
+_ALLOCATING_METHODS = {"clone", "dim", "numel", "size"}
+_ATTRIBUTES = {"device", "dtype", "ndim", "shape"}  # which share no memory
 _ALLOCATING_MODULES = (
     nn.AvgPool2d,
     nn.BatchNorm2d,
@@ -70,20 +72,29 @@ def changes_input(modules: dict[str, nn.Module], node: fx.Node) -> bool:
 
 def is_seen(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     """Whether another node could see that `node` changes its inputs: it may be read elsewhere."""
-    return not all(len(i.users) == 1 and _allocates(modules, i) for i in _changed_inputs(node))
+    return not all(len(i.users) == 1 and _allocates(modules, i) for i in changed_inputs(node))
 
 
 def aliases(modules: dict[str, nn.Module], node: fx.Node) -> set[fx.Node]:
     """`node`, and the nodes whose results may share memory with its result."""
     found, waiting = {node}, [node]
     while waiting:
-        users = [u for u in waiting.pop().users if u not in found and not _allocates(modules, u)]
+        last = waiting.pop()
+        users = [u for u in last.users if u not in found and _may_share(modules, last, u)]
         found.update(users)
         waiting += users
     return found
 
 
-def _changed_inputs(node: fx.Node) -> list[fx.Node]:
+def _may_share(modules: dict[str, nn.Module], node: fx.Node, user: fx.Node) -> bool:
+    """Whether the result of `user` may share memory with that of `node`."""
+    if changes_input(modules, user) and node not in changed_inputs(user):
+        return False
+    return not _allocates(modules, user)
+
+
+def changed_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs that `node` may change in place, if `changes_input`."""
     if node.kwargs.get("out") is not None or node.op == "call_module":
         return node.all_input_nodes
     return node.all_input_nodes[:1]
@@ -94,12 +105,14 @@ def _allocates(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     if changes_input(modules, node):
         return not is_seen(modules, node)
     if node.op == "call_method":
-        return node.target == "clone"
+        return node.target in _ALLOCATING_METHODS
     if node.op == "call_module":
         module = modules[str(node.target)]
         return type(module) in _ALLOCATING_MODULES or is_norm_act(module)
     if node.op != "call_function" or node.kwargs.get("out") is not None:
         return False
+    if node.target is getattr:
+        return node.args[1] in _ATTRIBUTES
     return node.target in _ALLOCATING_FUNCTIONS and not _has_inplace_argument(node)
 
 

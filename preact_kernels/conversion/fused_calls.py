@@ -22,6 +22,7 @@ from preact_kernels.modules.batch_norm import (
 )
 from preact_kernels.modules.norm_act import is_norm_act
 from preact_kernels.modules.run_blocks import run_stage
+from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.bn_relu import bn_relu_of
 from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
 from preact_kernels.ops.memory_mode import MemoryMode
@@ -90,7 +91,9 @@ def unit(
         pads = tuple(own + more for own, more in zip(pads, padding, strict=True))
     arguments = ConvArguments(conv.weight, conv.bias, conv.stride, pads, conv.dilation, conv.groups)
     bn_arguments = batch_norm_arguments(cast(nn.BatchNorm2d, bn))
-    if residual is None or not _fits(residual, x, arguments):
+    # In place, the sum has the dtype that autocast gives the convolution.
+    is_fused_sum = residual is not None and _fits(residual, x, arguments)
+    if residual is None or not is_fused_sum or (is_in_place and is_autocast(x)):
         y = bn_relu_conv2d_of(x, bn_arguments, arguments, None)
         return y if residual is None else _sum(y, residual, is_in_place)
     return bn_relu_conv2d_of(x, bn_arguments, arguments, residual)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from preact_kernels.conversion.matching import Match, Matches, Run, SingleUnit, is_norm, match
 from preact_kernels.conversion.rewriting import rewrite
@@ -30,6 +30,32 @@ OWN = (BNReLU2d, BNReLUConv2d, PreActBlock, PreActStage)  # fused without conver
 _PLAN = "preact_plan"
 
 
+class Called(NamedTuple):
+    """What a graph assumes of a module that it calls, such as an activation or a pooling."""
+
+    names: tuple[str, ...]  # its path from the root of the graph
+    kind: type
+    flags: tuple
+
+    def is_unchanged(self, root: nn.Module) -> bool:
+        """Whether it has not been replaced by another kind, or set to work in place."""
+        module = module_at(root, self.names)
+        return type(module) is self.kind and _flags(module) == self.flags
+
+
+def _flags(module: Any) -> tuple:
+    return getattr(module, "inplace", None), getattr(module, "return_indices", None)
+
+
+def _called(root: nn.Module, graph: fx.Graph) -> Iterator[Called]:
+    """The modules of torch without children and tensors that a graph calls."""
+    for path in dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "call_module"):
+        module = root.get_submodule(path)
+        has_state = any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
+        if type(module).__module__.startswith("torch.nn.") and not has_state:
+            yield Called(names_of(path), type(module), _flags(module))
+
+
 class Plan(NamedTuple):
     """How the forward of a module, or of a copy of it, runs.
 
@@ -40,6 +66,7 @@ class Plan(NamedTuple):
     evaluation_function: Callable[..., Tensor]  # the same where the forward does not ask
     argument_names: tuple[str, ...]  # without those that have defaults
     inlined: tuple[Inlined, ...]  # modules that the functions do not call
+    called: tuple[Called, ...]  # modules without state that they do
     reads_training: tuple[tuple[str, ...], ...]  # paths of modules whose mode the forward reads
     shared: tuple[str, ...]  # paths of modules that have several places in the model
     fused: dict[str, str]  # what the batch norms run in, by path
@@ -67,6 +94,8 @@ class Plan(NamedTuple):
         if not all(isinstance(a, Tensor) for a in args) or runs_plain(*args):
             return None
         if has_global_module_hook() or not all(i.is_unchanged(module) for i in self.inlined):
+            return None
+        if not all(c.is_unchanged(module) for c in self.called):
             return None
         return args
 
@@ -105,6 +134,7 @@ def analyse(module: nn.Module, shared: frozenset[int] = frozenset()) -> Analysis
         Refusal: its forward cannot be traced.
     """
     flags = [(m, m.training) for m in module.modules() if "training" in m.__dict__]
+    called: dict[Called, None] = {}  # in order
 
     def traced(training: bool) -> tuple[Callable[..., Tensor], Trace, Matches, tuple[str, ...]]:
         for m, _ in flags:
@@ -112,7 +142,9 @@ def analyse(module: nn.Module, shared: frozenset[int] = frozenset()) -> Analysis
         found = trace(module, is_leaf)
         matches = match(module, found, shared)
         names = tuple(str(n.target) for n in found.graph.nodes if n.op == "placeholder")
-        return rewrite(module, found.graph, matches.found), found, matches, names
+        function = rewrite(module, found.graph, matches.found)
+        called.update(dict.fromkeys(_called(module, found.graph)))
+        return function, found, matches, names
 
     try:
         function, found, matches, names = traced(training=True)
@@ -133,6 +165,7 @@ def analyse(module: nn.Module, shared: frozenset[int] = frozenset()) -> Analysis
         evaluation_function,
         names,
         tuple(inlined),
+        tuple(called),
         tuple(names_of(paths[m]) for m in reads),
         own_shared,
         fused,

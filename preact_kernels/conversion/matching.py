@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from preact_kernels.conversion.aliasing import aliases, changes_input, is_seen
+from preact_kernels.conversion.aliasing import aliases, changed_inputs, changes_input, is_seen
 from preact_kernels.conversion.nodes import called_twice, passes_on
 from preact_kernels.conversion.tracing import Trace, original_class
 from preact_kernels.kernels.contract import Conv
@@ -190,7 +190,7 @@ class _Matcher:
         found = self._joined(found)
         kept = []
         for m in found:
-            if self._is_changed_within(m):
+            if self._is_changed_within(m) or self._is_input_changed_later(m):
                 for a in m.activations:
                     self._refused[str(a.bn.target)] = "its input is changed in place"
             else:
@@ -414,6 +414,16 @@ class _Matcher:
             return False
         readers = {user for n in aliases(self._modules, m.end) for user in n.users}
         return any(changes_input(self._modules, n) for n in readers)
+
+    def _is_input_changed_later(self, m: Match) -> bool:
+        """Whether a node behind `m` changes its input: fused, `m` may keep it where it did not."""
+        same, last = aliases(self._modules, m.x), self._order[m.end]
+        return any(
+            self._order[n] > last
+            and n.op != "call_module"
+            and not same.isdisjoint(changed_inputs(n))
+            for n in self._changes
+        )
 
     def _is_changed_within(self, m: Match) -> bool:
         """Whether another node may change an input of `m` before `m` would read it."""
