@@ -135,3 +135,13 @@ def test_later_changes_have_the_effect_of_plain_pytorch(change, again):
     expected = plain(x)
     torch.manual_seed(0)
     torch.testing.assert_close(model(x), expected)
+
+
+def test_compiled_models_notice_changes_of_lists():
+    model, x = WithParts().eval(), torch.randn(2, 4, 6, 6)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(pk.convert(model), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), plain(x))
+    for m in (model, plain):
+        CHANGES["contents"](m)
+    torch.testing.assert_close(compiled(x), plain(x))
