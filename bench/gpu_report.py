@@ -130,6 +130,8 @@ class Report:
         deadline_s, is_late, end = start_s + seconds, False, b""
         scripts = os.path.dirname(sys.executable)  # has ninja, in a virtual environment
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the command inherits SIG_IGN
         process = subprocess.Popen(
             command,
             cwd=ROOT,
