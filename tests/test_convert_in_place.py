@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import preact_kernels as pk
 from bench import foreign_models as foreign
 from preact_kernels.conversion.fused_module import installed_plan
-from tests.foreign_cases import MODES, Block
+from tests.foreign_cases import MODES, Block, built
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
 
@@ -195,6 +195,13 @@ def test_fused_calls_convert_where_that_takes_fewer_copies():
     with Copies() as copies:
         model(x)
     assert copies.count == 4
+
+
+@pytest.mark.parametrize("name", ["timm-resnetv2-50", "timm-wide-resnet-50-2"])
+def test_runs_in_front_of_batch_norms_with_activations_are_not_copied(name):
+    model, _ = built(name)
+    pk.convert(model)
+    assert "clone" not in installed_plan(model).function.__code__.co_names
 
 
 def test_equal_graphs_share_their_function():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion import fused_calls
-from preact_kernels.modules.norm_act import is_norm_act
+from preact_kernels.modules.norm_act import has_activation, is_norm_act
 
 # Their results share no memory with an input, unless they work in place.
 _ALLOCATING_FUNCTIONS = {
@@ -58,8 +58,10 @@ def changes_input(modules: dict[str, nn.Module], node: fx.Node) -> bool:
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     if node.op == "call_module":
-        inner = modules[str(node.target)].modules()
-        return any(getattr(m, "inplace", False) or not _is_of_torch(m) for m in inner)
+        module = modules[str(node.target)]
+        if has_activation(module):  # which may change the result of the batch norm
+            return False
+        return any(getattr(m, "inplace", False) or not _is_of_torch(m) for m in module.modules())
     if node.op != "call_function":
         return False
     if torch_compat.is_mutable_operator(node.target):
@@ -131,4 +133,4 @@ def _has_inplace_argument(node: fx.Node) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(("torch.nn.", "preact_kernels.", "timm.layers.norm"))
+    return type(module).__module__.startswith(("torch.nn.", "preact_kernels."))
