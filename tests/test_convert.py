@@ -37,8 +37,8 @@ def trained(model, x, steps=3):
     return results
 
 
-def assert_trains_alike(converted, plain, x, steps=3):
-    """The budget of `oracle.py` for several steps, in float32 and in float64.
+def assert_trains_alike(converted, plain, x, backend, steps=3):
+    """The budget of `oracle.py` for several steps, in float32, and in float64 where it is served.
 
     Errors of a deep network grow in proportion to the unit roundoff: those of float64 are judged
     by eager's errors in float32.
@@ -48,6 +48,8 @@ def assert_trains_alike(converted, plain, x, steps=3):
     eager = [trained(plain, order, steps) for order in orders]
     errors = {n: max(float((e[n] - t).norm()) for e in eager) for n, t in truth.items()}
     assert_within_budget(trained(converted, x, steps), truth, errors)
+    if backend not in ("reference", "cpu"):
+        return
     ratio = unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
     growth = (x.numel() / x.shape[1]) ** 0.5  # see oracle.py
     errors = {n: ratio * growth * e for n, e in errors.items()}
@@ -60,7 +62,7 @@ def assert_trains_alike(converted, plain, x, steps=3):
 def test_small_models_train_alike(name, memory, backend):
     model, x = built(name)
     converted = pk.convert(copy.deepcopy(model), memory=memory)
-    assert_trains_alike(converted, model, x)
+    assert_trains_alike(converted, model, x, backend)
 
 
 LARGE = ("deep-1001", "wrn-28-10", "timm-resnetv2-101", "timm-wide-resnet-50-2")
@@ -75,7 +77,7 @@ def test_published_models_train_alike(name, memory, backend):
     model, x = built(name)
     converted = pk.convert(copy.deepcopy(model), memory=memory)
     # More steps part from each other: the signs of inputs of ReLUs near zero differ.
-    assert_trains_alike(converted, model, x[:2], steps=1)
+    assert_trains_alike(converted, model, x[:2], backend, steps=1)
 
 
 @pytest.mark.backends("cpu")
