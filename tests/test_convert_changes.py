@@ -145,3 +145,13 @@ def test_compiled_models_notice_changes_of_lists():
     for m in (model, plain):
         CHANGES["contents"](m)
     torch.testing.assert_close(compiled(x), plain(x))
+
+
+def test_the_report_notices_changes():
+    model = pk.convert(WithParts())
+    model.scale = 0.5
+    (site,) = pk.conversion_report(model)
+    assert not site.fused
+    assert "changed since" in site.reason
+    (site,) = pk.conversion_report(pk.convert(model))
+    assert site.fused

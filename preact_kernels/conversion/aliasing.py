@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion import fused_calls
+from preact_kernels.conversion.tracing import IN_PLACE_OPERATORS
 from preact_kernels.modules.norm_act import has_activation, is_norm_act
 
 # Their results share no memory with an input, unless they work in place.
@@ -41,9 +42,7 @@ _ALLOCATING_MODULES = (
     nn.MaxPool2d,
     nn.SyncBatchNorm,
 )
-_IN_PLACE_OPERATORS = {
-    value for name, value in vars(operator).items() if name.startswith("i") and callable(value)
-} - {operator.index, operator.inv, operator.invert, operator.is_, operator.is_not}
+_IN_PLACE_OPERATORS = set(IN_PLACE_OPERATORS.values())
 
 
 def changes_input(modules: dict[str, nn.Module], node: fx.Node) -> bool:

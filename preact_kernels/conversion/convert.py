@@ -116,7 +116,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             for path, norm in module.named_modules(prefix=name):
                 if is_norm(norm):
                     fused[path] = type(module).__name__
-        elif plan := installed_plan(module):
+        elif (plan := installed_plan(module)) and plan.is_right_for(module):
             for path, into in plan.fused.items():
                 fused.setdefault(_joined(name, path), into)
     sites = []
@@ -213,7 +213,7 @@ def _reason(norm: str, analysis: _ModelAnalysis) -> str:
             if inner in found.matches.refused:
                 return found.matches.refused[inner]
             if inner in found.plan.fused:
-                return "the model is not converted"
+                return "the model is not converted, or has changed since"
             reason = next((r for p, r in found.opaque.items() if inner.startswith(f"{p}.")), reason)
     return reason or "no forward calls it"
 

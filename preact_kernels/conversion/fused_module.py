@@ -59,7 +59,7 @@ def _called(root: nn.Module, graph: fx.Graph) -> Iterator[Called]:
 class Plan(NamedTuple):
     """How the forward of a module, or of a copy of it, runs.
 
-    Generated functions cannot be pickled: a pickle is that of `shared` alone.
+    Pickles as `shared` alone: generated functions cannot be pickled.
     """
 
     function: Callable[..., Tensor]  # in training mode; see `rewrite`
@@ -75,7 +75,13 @@ class Plan(NamedTuple):
         return Plan._make(copy.deepcopy(value, memo) for value in self)
 
     def __reduce__(self):
-        return _unplanned, (self.shared,)
+        return tuple, (self.shared,)
+
+    def is_right_for(self, module: nn.Module) -> bool:
+        """Whether `module` is as it was when the plan was made."""
+        return all(i.is_unchanged(module) for i in self.inlined) and all(
+            c.is_unchanged(module) for c in self.called
+        )
 
     @property
     def depends_on_training(self) -> bool:
@@ -93,9 +99,7 @@ class Plan(NamedTuple):
             args = (*args, *(kwargs[name] for name in names[len(args) :]))
         if not all(isinstance(a, Tensor) for a in args) or runs_plain(*args):
             return None
-        if has_global_module_hook() or not all(i.is_unchanged(module) for i in self.inlined):
-            return None
-        if not all(c.is_unchanged(module) for c in self.called):
+        if has_global_module_hook() or not self.is_right_for(module):
             return None
         return args
 
@@ -108,11 +112,6 @@ class Plan(NamedTuple):
             if child is None or child.training != module.training:
                 return None
         return self.function if module.training else self.evaluation_function
-
-
-def _unplanned(shared: tuple[str, ...]) -> tuple[str, ...]:
-    """What is loaded in place of a plan."""
-    return shared
 
 
 class Analysis(NamedTuple):

@@ -29,7 +29,6 @@ _CONTAINERS = (dict, list, tuple)
 _MODULE_STATE = {*nn.Module().__dict__, "_compiled_call_impl", "train"}
 _PLAIN_CONTAINERS = (nn.Sequential,)
 
-
 IN_PLACE_OPERATORS: dict[str, Callable] = {
     name: getattr(operator, name)
     for name in (
@@ -103,7 +102,7 @@ def inlined_at(root: nn.Module, path: str) -> Inlined:
     own = [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
     class_values = dict.fromkeys(n for c in own for n in vars(c) if not n.startswith("__"))
     unset = [n for t in (module._buffers, module._parameters) for n, v in t.items() if v is None]
-    values = {n: v for n, v in vars(module).items() if _is_set_by_class(n, v)}
+    values = {n: v for n, v in vars(module).items() if _may_be_read(n, v)}
     contents = {n: _contents(v) for n, v in values.items() if isinstance(v, _CONTAINERS)}
     attributes = {n: v for n, v in values.items() if n not in contents}
     missing = [n for n in class_values if n not in vars(module) and n not in _MODULE_STATE]
@@ -117,8 +116,8 @@ def inlined_at(root: nn.Module, path: str) -> Inlined:
     )
 
 
-def _is_set_by_class(name: str, value: object) -> bool:
-    """Whether an attribute of a module may decide what its forward does."""
+def _may_be_read(name: str, value: object) -> bool:
+    """Whether a forward may read an attribute of its module."""
     is_own = name in _MODULE_STATE or name.startswith("preact_")
     return not (is_own or isinstance(value, Tensor))
 
@@ -252,7 +251,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if has_hooks(m):
             return True
-        if type(m) is nn.Identity:  # its result is its input, not an alias
+        if type(m) is nn.Identity:  # needs no node: it returns its input
             return False
         if self._is_leaf(m):
             return True
