@@ -217,6 +217,26 @@ class LaunchRow:
         return *step, self.stage, self.direction, self.kernel
 
 
+@dataclasses.dataclass
+class CeilingRow:
+    """A limit of a GPU: see bench/probes.py."""
+
+    name: str
+    unit: str
+    value: float | None = None  # None: the probe failed
+    note: str = ""  # why
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """Equal for two measurements of the same thing."""
+        return self.name, self.device
+
+
 def slug(text: str) -> str:
     """`text` as part of a file name: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

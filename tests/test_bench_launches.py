@@ -10,11 +10,12 @@ import torch
 
 pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
 
-from bench import launches
+from bench import launches, report
 from bench.dry_run import BACKWARD, FORWARD, Launch, Part, PlacedLaunch, StageLaunches
 from bench.launches import Kernel, arguments, estimated_us, kernels_in, main, recorded, rows_of
-from bench.records import LaunchRow, read
+from bench.records import LAUNCHES, LaunchRow, read
 from preact_kernels.kernels.triton.launch import INTERPRETED
 from tests.cuda_on_host import build, serve_cpu
 
@@ -168,7 +169,7 @@ def test_rows_add_up_to_the_launches():
 
 
 def test_the_file_has_the_rows_of_the_table(tmp_path, capsys):
-    path = tmp_path / "launches.csv"
+    path = tmp_path / f"cuda{LAUNCHES}"
     main(["--network", "resnet-29", "--batch", "2", "--csv", str(path)])
     rows = read(path, LaunchRow)
     header = path.read_text().splitlines()[0].split(",")
@@ -184,6 +185,8 @@ def test_the_file_has_the_rows_of_the_table(tmp_path, capsys):
     estimated_ms = sum(row.estimated_us_per_block * row.blocks for row in rows) / 1e3
     assert f"estimated {estimated_ms:.1f} ms" in printed
     assert torch.cuda.is_available() or all(r.measured_us_per_block is None for r in rows)
+    with pytest.raises(FileNotFoundError):  # rows of networks alone
+        report.load(tmp_path)
 
 
 SPANS = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("c", 5.0, 8.0), ("d", 10.0, 12.0)]
