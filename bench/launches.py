@@ -20,12 +20,14 @@ import concurrent.futures
 import dataclasses
 import itertools
 import multiprocessing
+import os
 import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from tabulate import tabulate
@@ -39,6 +41,7 @@ from bench.records import LaunchRow, Records
 from preact_kernels.ops.memory_mode import MEMORY_MODES
 
 REPLAYS = 5
+FILL = "fill_zeros"
 
 
 class Rates(NamedTuple):
@@ -63,7 +66,7 @@ MERGES = {
     "bn_relu_conv_forward": True,
     "bn_relu_forward": False,
     "bn_stats": False,  # few rows: a block has few channels
-    "fill_zeros": False,
+    FILL: False,
     "residual_add_forward": False,  # likewise
     "sum_partials": False,
 }
@@ -278,26 +281,25 @@ def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[
 
 
 def own_name(kernel: str) -> str | None:
-    """The name under which a kernel of the profiler is launched; None for one of PyTorch."""
-    if kernel.startswith("Memset"):
-        return "fill_zeros"
+    """The name under which a kernel of the profiler is launched; None for others'."""
     found = re.search(r"(\w+)_kernel\b", kernel)
     return found[1] if found and found[1] in MERGES else None
 
 
 def times_of(launches: Sequence[PlacedLaunch], kernels: Sequence[Kernel]) -> list[float | None]:
-    """The measured time of each launch; None for operators of PyTorch.
+    """The measured time of each launch; None for a fill or an operator of PyTorch.
 
     Raises:
         RuntimeError: the GPU ran other kernels of this package, or in another order.
     """
     own = [(name, k.us) for k in kernels if (name := own_name(k.name))]
-    expected = [p.launch.name for p in launches if not is_operator(p.launch.name)]
+    has_kernel = [not (is_operator(p.launch.name) or p.launch.name == FILL) for p in launches]
+    expected = [p.launch.name for p in itertools.compress(launches, has_kernel)]
     for index, (name, met) in enumerate(itertools.zip_longest(expected, [n for n, _ in own])):
         if name != met:
-            raise RuntimeError(f"launch {index}: expected {name}, the GPU ran {met}")
+            raise RuntimeError(f"kernel {index}: expected {name}, the GPU ran {met}")
     times = iter(us for _, us in own)
-    return [None if is_operator(p.launch.name) else next(times) for p in launches]
+    return [next(times) if has else None for has in has_kernel]
 
 
 def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator[list]:
@@ -308,13 +310,14 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
         try:
             with pk.use_backend(a.backend):
                 kernels, step_us = kernels_of(stage, x)
+            times = times_of(launches.launches, kernels)
             others_us = sum(k.us for k in kernels if own_name(k.name) is None)
             print(
                 f"stage {name}: measured {step_us / 1e3:.2f} ms, by the profiler "
-                f"{sum(k.us for k in kernels) / 1e3:.2f} ms, of which in kernels of PyTorch "
+                f"{sum(k.us for k in kernels) / 1e3:.2f} ms, of which fills and kernels of PyTorch "
                 f"{others_us / 1e3:.2f} ms"
             )
-            yield times_of(launches.launches, kernels)
+            yield times
         except RuntimeError as error:
             print(f"stage {name}: not measured: {error}")
             yield [None] * len(launches.launches)
@@ -326,7 +329,11 @@ def recorded(a: argparse.Namespace) -> list[StageLaunches]:
     if not torch.cuda.is_available():
         return dry_run.dry_run(*step)
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+    with (
+        mock.patch.dict(os.environ),
+        concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
+    ):
+        os.environ.pop("PREACT_KERNELS_BACKEND", None)  # it may load the library
         return pool.submit(dry_run.dry_run, *step).result()
 
 

@@ -1,9 +1,11 @@
 """The launches of a training step: those of the backends, where they belong, and their bytes."""
 
+import contextlib
 import math
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from bench import launches, report
+from bench import dry_run, launches, measure, report
 from bench.dry_run import BACKWARD, FORWARD, Launch, Part, PlacedLaunch, StageLaunches
 from bench.launches import Kernel, arguments, estimated_us, kernels_in, main, recorded, rows_of
 from bench.records import LAUNCHES, LaunchRow, read
@@ -215,14 +217,57 @@ PROFILED = [
 
 
 def test_measured_kernels_are_those_that_were_recorded():
-    recorded_launches = [
-        placed(n) for n in ("bn_stats", "aten::zeros", "fill_zeros", "bn_relu_conv_forward")
-    ]
-    assert launches.times_of(recorded_launches, PROFILED) == [1.0, None, 3.0, 4.0]
-    with pytest.raises(RuntimeError, match="launch 2: expected None, the GPU ran bn_relu_conv"):
-        launches.times_of(recorded_launches[:3], PROFILED)
-    with pytest.raises(RuntimeError, match="launch 0: expected fill_zeros, the GPU ran bn_stats"):
-        launches.times_of(recorded_launches[2:], PROFILED)
+    met = [placed(n) for n in ("bn_stats", "aten::zeros", "fill_zeros", "bn_relu_conv_forward")]
+    assert launches.times_of(met, PROFILED) == [1.0, None, None, 4.0]
+    with pytest.raises(RuntimeError, match="kernel 1: expected None, the GPU ran bn_relu_conv"):
+        launches.times_of(met[:3], PROFILED)
+    with pytest.raises(RuntimeError, match="kernel 0: expected bn_relu_conv_forward"):
+        launches.times_of(met[3:], PROFILED)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose kernels are those that were recorded, and each take 2 us."""
+    step = ["--network", "resnet-29", "--batch", "2"]
+    stages = iter(recorded(arguments(step)))
+
+    def kernels_of(stage, x):
+        names = [p.launch.name for p in next(stages).launches]
+        names = ["Memset (Device)" if n == "fill_zeros" else f"{n}_kernel" for n in names]
+        return [Kernel(name, 2.0) for name in names], 100.0
+
+    machine = measure.Machine("A GPU", "versions", "commit", "date", "command")
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launches, "kernels_of", kernels_of)
+    monkeypatch.setattr(dry_run, "stages", lambda *_: [(None, None)] * 3)
+    monkeypatch.setattr(launches.pk, "use_backend", lambda name: contextlib.nullcontext())
+    monkeypatch.setattr(measure.Machine, "of", lambda device: machine)
+    return step
+
+
+def test_measured_times_are_beside_the_estimates(gpu, tmp_path, capsys):
+    path = tmp_path / f"cuda{LAUNCHES}"
+    main([*gpu, "--csv", str(path)])
+    for row in read(path, LaunchRow):
+        if "fill" in row.kernel or "aten::" in row.kernel:
+            assert row.measured_us_per_block is None
+        else:
+            assert row.measured_us_per_block == pytest.approx(2 * row.launches_per_block)
+    assert "stage 3: measured 0.10 ms" in capsys.readouterr().out
+
+
+def test_a_stage_that_is_not_measured_leaves_its_estimates(gpu, tmp_path, capsys, monkeypatch):
+    def fail(stage, x):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(launches, "kernels_of", fail)
+    path = tmp_path / f"cuda{LAUNCHES}"
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        main([*gpu, "--csv", str(path)])
+    assert all(row.measured_us_per_block is None for row in read(path, LaunchRow))
+    assert "stage 1: not measured: out of memory" in capsys.readouterr().out
 
 
 @needs_gpu
@@ -230,7 +275,8 @@ def test_measured_kernels_are_those_that_were_recorded():
 def test_a_gpu_measures_what_was_recorded(backend, tmp_path):
     rows = rows_by(backend, "--network", "resnet-29", folder=tmp_path)
     for row in rows:
-        assert (row.measured_us_per_block is None) == ("aten::" in row.kernel), row.kernel
+        is_own = "aten::" not in row.kernel and "fill" not in row.kernel
+        assert (row.measured_us_per_block is not None) == is_own, row.kernel
 
 
 @pytest.mark.parametrize(
