@@ -284,12 +284,14 @@ def _step(stage: nn.Module, x: Tensor, recorder: Recorder) -> _Step:
     turn = len(recorder.recorded)
     parameters = dict(stage.named_parameters())
     gradients = torch.autograd.grad(y, [x, *parameters.values()], torch.empty_like(y))
-    units: list[dict[int, _Unit]] = [{}, {}, {}]  # by convolutions; bn_bias; bn_weight
+    # By conv_weight, which may be packed elsewhere; bn_bias; bn_weight, which the fold of the next
+    # unit has too; and gradients, which a launch may finish for another unit.
+    units: list[dict[int, _Unit]] = [{}, {}, {}, {}]
     for name, gradient in zip(parameters, gradients[1:], strict=True):
         block, module, kind = name.split(".")
         unit = _Unit(int(block), module[-1] if module[-1].isdigit() else f"-{module}")
         rank = 0 if not module.startswith("bn") else 1 if kind == "bias" else 2
-        units[rank] |= {t.data_ptr(): unit for t in (parameters[name], gradient)}
+        units[rank][parameters[name].data_ptr()] = units[3][gradient.data_ptr()] = unit
     return _Step(stage, x, units, slice(begin, turn), slice(turn, len(recorder.recorded)))
 
 
