@@ -57,19 +57,27 @@ class Rates(NamedTuple):
 
 RATES = Rates()
 
-# Whether the last block of a grid to finish merges a row of partial results of every block.
-MERGES = {
-    "bn_input_gradient": False,
-    "bn_relu_backward_mask": False,
-    "bn_relu_conv_backward": False,
-    "bn_relu_conv_backward_weight": False,
-    "bn_relu_conv_forward": True,
-    "bn_relu_forward": False,
-    "bn_stats": False,  # few rows: a block has few channels
-    FILL: False,
-    "residual_add_forward": False,  # likewise
-    "sum_partials": False,
-}
+KERNELS = frozenset(
+    {
+        FILL,
+        "bn_input_gradient",
+        "bn_relu_backward_mask",
+        "bn_relu_conv_backward",
+        "bn_relu_conv_backward_weight",
+        "bn_relu_conv_forward",
+        "bn_relu_forward",
+        "bn_stats",
+        "finish_gradients",
+        "finish_statistics",
+        "pack_weights",
+        "residual_add_forward",
+        "sum_partials",
+    }
+)
+
+# In which the last block to finish merges a row of partial results of every block. Kernels that run
+# a few times a step are left out.
+MERGES = {"cuda": frozenset[str](), "triton": frozenset({"bn_relu_conv_forward"})}
 
 
 def is_operator(name: str) -> bool:
@@ -77,37 +85,38 @@ def is_operator(name: str) -> bool:
     return name.startswith("aten::")
 
 
-def merge_us(placed: PlacedLaunch) -> float:
+def merge_us(placed: PlacedLaunch, backend: str) -> float:
     """Estimated time in which one block of a launch works alone.
 
     Raises:
-        ValueError: the kernel is not in `MERGES`.
+        ValueError: the kernel is not known.
     """
     name = placed.launch.name
-    if is_operator(name):
-        return 0.0
-    if name not in MERGES:
+    if not is_operator(name) and name not in KERNELS:
         raise ValueError(
-            f"kernel {name}: bench/launches.py does not know it; say in MERGES whether one block "
-            "merges the results of all"
+            f"kernel {name}: bench/launches.py does not know it; name it in KERNELS, and in MERGES "
+            "if one block merges the results of all"
         )
     # A backward that runs forward kernels again has their statistics.
-    merges = MERGES[name] and placed.direction == FORWARD
+    merges = name in MERGES[backend] and placed.direction == FORWARD
     return RATES.merged_row_us * placed.launch.blocks if merges else 0.0
 
 
-def estimated_us(placed: PlacedLaunch) -> float:
+def estimated_us(placed: PlacedLaunch, backend: str) -> float:
     """Estimated time from the end of the launch ahead to the end of this one."""
     launch = placed.launch
     gap_us = RATES.dependent_launch_us if launch.is_dependent else RATES.launch_us
-    return launch.bytes_moved / RATES.copy_bytes_per_us + gap_us + merge_us(placed)
+    return launch.bytes_moved / RATES.copy_bytes_per_us + gap_us + merge_us(placed, backend)
 
 
-def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterator[LaunchRow]:
+def rows_of(
+    stage: StageLaunches, backend: str, measured_us: Sequence[float | None]
+) -> Iterator[LaunchRow]:
     """A row for each part, direction and kernel, in the order of the launches.
 
     Args:
         stage: its launches.
+        backend: whose they are.
         measured_us: time of each; None where it was not measured.
     """
     groups: dict[tuple, list[tuple[PlacedLaunch, float | None]]] = {}
@@ -130,8 +139,8 @@ def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterat
             bytes_per_block=bytes_moved / part.blocks,
             units_per_block=bytes_moved / part.blocks / part.unit_bytes,
             dependent=sum(launch.is_dependent for launch in launches) / len(launches),
-            estimated_merge_us_per_block=sum(merge_us(p) for p, _ in group) / part.blocks,
-            estimated_us_per_block=sum(estimated_us(p) for p, _ in group) / part.blocks,
+            estimated_merge_us_per_block=sum(merge_us(p, backend) for p, _ in group) / part.blocks,
+            estimated_us_per_block=sum(estimated_us(p, backend) for p, _ in group) / part.blocks,
             measured_us_per_block=None if None in times else sum(times) / part.blocks,
         )
 
@@ -283,7 +292,7 @@ def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[
 def own_name(kernel: str) -> str | None:
     """The name under which a kernel of the profiler is launched; None for others'."""
     found = re.search(r"(\w+)_kernel\b", kernel)
-    return found[1] if found and found[1] in MERGES else None
+    return found[1] if found and found[1] in KERNELS else None
 
 
 def times_of(launches: Sequence[PlacedLaunch], kernels: Sequence[Kernel]) -> list[float | None]:
@@ -378,7 +387,7 @@ def main(given: Sequence[str] | None = None) -> None:
         sys.exit(f"bench.launches: {error}")
     on_gpu = torch.cuda.is_available()
     times = measured(a, stages) if on_gpu else [[None] * len(s.launches) for s in stages]
-    rows = [row for stage, us in zip(stages, times, strict=True) for row in rows_of(stage, us)]
+    rows = [row for s, us in zip(stages, times, strict=True) for row in rows_of(s, a.backend, us)]
     machine = measure.Machine.of(torch.device("cuda" if on_gpu else "cpu"))
     step = {
         "network": a.network.name,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv_tile.cuh"
+#include "weight_gradient_partials.cuh"
 
 namespace preact_kernels::cuda {
 
@@ -11,18 +12,15 @@ struct BnReluConvBackward {
   FoldPointers fold;
   const void* x;
   NormPointers norm;
-  ConvWeight weight;
-  void* g;            // null where g and its sums are not wanted
-  void* unfolded_dy;  // null where it is not wanted
-  float* partials;    // [blocks, weight + sums]: [taps][K][C] and [2][C], where they are wanted
-  bool needs_conv_weight;
+  const void* weight;  // [K][taps][C]
+  void* g;             // null where g and its sums are not wanted
+  void* unfolded_dy;   // null where it is not wanted
+  Accumulators sums;   // of g: sum(g), sum(g * xhat)
+  float* partials;     // [blocks][taps][K][C]: weight gradients of blocks; null where not wanted
+  WeightGradientPartials earlier;  // of the kernel before this one, which this one adds up
   int in_channels, out_channels;
   TileGrid grid;
-
-  __host__ __device__ int partial_values(int taps) const {
-    return (needs_conv_weight ? taps * out_channels * in_channels : 0) +
-           (g != nullptr ? 2 * in_channels : 0);
-  }
+  bool is_dependent;  // as `launch` says
 };
 
 // The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps. With
@@ -142,7 +140,8 @@ int backward_shared_bytes(const TileGrid& grid, int in_channels, int out_channel
   const int norms =
       (Normalisation<kWidth>::kRows * in_channels + InputGradient<kWidth>::kRows * out_channels) *
       4;
-  const int bytes = operands + norms + pixels * (in_channels + kSumsPadding) * 4;
+  const int da = pixels * (in_channels + kSumsPadding) * 4;
+  const int bytes = operands + norms + (da > kPartialsBytes ? da : kPartialsBytes);
   // After the last tile: sums of every thread, or a weight gradient that warps share.
   const int weights = Tile<C>::kTaps * in_channels * out_channels;
   const int shared_weights = out_channels / 16 * (in_channels / 16) < kWarps ? weights : 0;
@@ -158,7 +157,7 @@ constexpr int kBackwardBlocks = C == 0 && GROUPS == 2 ? 2 : 1;
 // g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
 // relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
-// owns every gridDim.x-th tile of pixels with all channels, and stores partial sums.
+// owns every gridDim.x-th tile of pixels with all channels, and stores its part of dweight.
 template <class T, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     bn_relu_conv_backward_kernel(const BnReluConvBackward conv) {
@@ -172,20 +171,24 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
   T* dy_tile = weights + kTaps * out_channels * pitch;
   T* activation = dy_tile + halo_pixels * dy_pitch;
   float* da = reinterpret_cast<float*>(activation + pixels * pitch);
-  float* norm = da + pixels * sums_pitch;
+  float* norm = da + max(pixels * sums_pitch, kPartialsBytes / 4);
   float* fold = norm + Normalisation<kWidth>::kRows * channels;
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
   const T* x = static_cast<const T*>(conv.x) + in.channel;
   const T* dy = static_cast<const T*>(conv.dy);
   T* g = static_cast<T*>(conv.g) + in.channel;
-  const bool needs_g = conv.g != nullptr, is_folded = conv.fold.x != nullptr;
+  const bool needs_g = conv.g != nullptr, needs_weight = conv.partials != nullptr;
+  const bool is_folded = conv.fold.x != nullptr;
   WeightGradient<T, C, GROUPS> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 
-  load_weights<T, kTaps>(conv.weight, weights, out_channels, channels);
+  load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
+  wait_for_predecessors();
+  let_dependents_start();
   Normalisation<kWidth>::prepare(conv.norm, channels, norm);
   if (is_folded) InputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
+  add_up<T>(conv.earlier, reinterpret_cast<double*>(da));
   __syncthreads();
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
@@ -241,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     if (needs_g) {
       multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da);
     }
-    if (conv.needs_conv_weight) {
+    if (needs_weight) {
       if (kTaps > 1 && masks) {
         dweight.template add<true>(tile, dy_tile, activation, pixels, out_channels, channels);
       } else {
@@ -277,25 +280,28 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
   }
 
   // From here on shared memory has another layout.
-  const int weight_values = conv.needs_conv_weight ? kTaps * out_channels * channels : 0;
   float* shared = reinterpret_cast<float*>(dynamic_shared());
-  float* partial = conv.partials + int64_t(blockIdx.x) * conv.partial_values(kTaps);
-  if (conv.needs_conv_weight) dweight.store(out_channels, channels, shared, partial);
-  if (!needs_g) return;
   __syncthreads();
-  if (in.is_active) {
-    float* row = shared + in.lane * 2 * channels + in.channel;
+  if (needs_g) {
+    if (in.is_active) {
+      float* row = shared + in.lane * 2 * channels + in.channel;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) row[j] = sum_g[j], row[channels + j] = sum_g_x[j];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
-    float sum = 0;
+      for (int j = 0; j < kWidth; ++j) row[j] = sum_g[j], row[channels + j] = sum_g_x[j];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
+      float sum = 0;
 #pragma unroll 8
-    for (int lane = 0; lane < in.lanes; ++lane) sum += shared[lane * 2 * channels + i];
-    const int c = i % channels;
-    const float rstd = reciprocal_std(conv.norm.var[c], conv.norm.eps);
-    partial[weight_values + i] = i < channels ? sum : sum * rstd;
+      for (int lane = 0; lane < in.lanes; ++lane) sum += shared[lane * 2 * channels + i];
+      const int c = i % channels, value = i / channels;
+      const float rstd = reciprocal_std(conv.norm.var[c], conv.norm.eps);
+      add_exact(conv.sums, c, value, value == 0 ? sum : sum * rstd);
+    }
+  }
+  if (needs_weight) {
+    __syncthreads();
+    const int64_t weights_of_block = int64_t(kTaps) * out_channels * channels;
+    dweight.store(out_channels, channels, shared, conv.partials + blockIdx.x * weights_of_block);
   }
 }
 

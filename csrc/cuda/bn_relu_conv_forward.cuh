@@ -9,12 +9,13 @@ namespace preact_kernels::cuda {
 struct BnReluConvForward {
   const void* x;
   NormPointers norm;
-  ConvWeight weight;
+  const void* weight;    // [K][taps][C]
   const void* residual;  // of the shape of y, or null
   void* y;
-  StatisticsOutput statistics;
+  Accumulators statistics;  // of y: sums of the values and of their squares; or none
   int in_channels, out_channels;
   TileGrid grid;
+  bool is_dependent;  // as `launch` says
 };
 
 template <class T, int C>
@@ -66,8 +67,10 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     }
   };
   const int blocks = gridDim.x;
+  load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
+  wait_for_predecessors();
+  let_dependents_start();
   if (int(blockIdx.x) < conv.grid.tiles) load_x(blockIdx.x);
-  load_weights<T, kTaps>(conv.weight, weights, out_channels, channels);
   Normalisation<kWidth>::prepare(conv.norm, channels, norm);
   __syncthreads();
 
@@ -108,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
         }
         stored.pack(values);
         stored.store(y + pixel * out_channels);
-        if (conv.statistics.partials != nullptr) {
+        if (conv.statistics.words != nullptr) {
           stored.unpack(values);
           statistics.add(values);
         }
@@ -116,8 +119,8 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
       statistics.end_tile();
     }
   }
-  if (conv.statistics.partials != nullptr) {
-    finish_statistics(statistics, out, out_channels, conv.statistics, dynamic_shared());
+  if (conv.statistics.words != nullptr) {
+    add_statistics(statistics, out, out_channels, conv.statistics, dynamic_shared());
   }
 }
 

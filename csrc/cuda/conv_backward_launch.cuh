@@ -45,7 +45,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
   for_weight_groups(conv, [&](auto c, auto groups) {
     launch("bn_relu_conv_backward",
            bn_relu_conv_backward_kernel<T, decltype(c)::value, decltype(groups)::value>,
-           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params);
+           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params,
+           params.is_dependent);
   });
 }
 

@@ -21,7 +21,8 @@ void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream) {
   for_channel_class(conv, [&](auto c) {
     launch("bn_relu_conv_forward", bn_relu_conv_forward_kernel<T, decltype(c)::value>,
-           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params);
+           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params,
+           params.is_dependent);
   });
 }
 

@@ -115,38 +115,18 @@ constexpr int kHaloVectors =
 template <class T>
 constexpr int kHaloVectors<T, 0> = kTileVectors<T, 0>;
 
-// The weight [K, C, R, S] of a convolution, of any strides.
-struct ConvWeight {
-  const void* values;
-  int64_t stride_k, stride_c, stride_r, stride_s;
-  bool has_vectors;  // whether loads may be 16 bytes: stride_c is 1, all vectors are aligned
-};
-
-// Fills `shared` [taps][K][C + one vector].
+// Fills `shared` [taps][K][C + one vector] with a weight stored [K][taps][C], aligned to 16 bytes.
 template <class T, int TAPS>
-__device__ void load_weights(const ConvWeight& weight, T* shared, int out_channels, int channels) {
+__device__ void load_weights(const T* packed, T* shared, int out_channels, int channels) {
   constexpr int kWidth = kFullWidth<T>;
-  constexpr int kSide = TAPS == 1 ? 1 : 3;
-  const T* values = static_cast<const T*>(weight.values);
-  const int pitch = channels + kWidth;
-  if (weight.has_vectors) {
-    const int vectors = channels / kWidth;
-    for (int i = threadIdx.x; i < TAPS * out_channels * vectors; i += kThreads) {
-      const int c = i % vectors * kWidth, row = i / vectors;
-      const int k = row % out_channels, tap = row / out_channels;
-      const int64_t at =
-          k * weight.stride_k + tap / kSide * weight.stride_r + tap % kSide * weight.stride_s + c;
-      FullVector<T> vector;
-      vector.load(values + at);
-      as_operand<T>(vector).store(shared + row * pitch + c);
-    }
-  } else {
-    for (int i = threadIdx.x; i < TAPS * out_channels * channels; i += kThreads) {
-      const int tap = i % TAPS, c = i / TAPS % channels, k = i / (TAPS * channels);
-      const int64_t at = k * weight.stride_k + c * weight.stride_c + tap / kSide * weight.stride_r +
-                         tap % kSide * weight.stride_s;
-      shared[(tap * out_channels + k) * pitch + c] = as_operand(values[at]);
-    }
+  const int pitch = channels + kWidth, vectors = channels / kWidth;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < TAPS * out_channels * vectors; i += kThreads) {
+    const int c = i % vectors * kWidth, row = i / vectors;
+    const int tap = row % TAPS, k = row / TAPS;
+    FullVector<T> vector;
+    vector.load(packed + row * channels + c);
+    as_operand<T>(vector).store(shared + (tap * out_channels + k) * pitch + c);
   }
 }
 
