@@ -118,7 +118,9 @@ class Recorder(TorchDispatchMode):
             result = [t if t is None else torch.empty_like(t) for t in of]
         else:
             result = function(*args, **kwargs or {})
-        self.add(Launch(name, "", 0, 0, 0, False, 0), sizes((args, kwargs, result)))
+        reads = not (name.startswith("aten::new_") or name.endswith("_like"))  # what it is given
+        given = (args, kwargs) if reads else ()
+        self.add(Launch(name, "", 0, 0, 0, False, 0), sizes((given, result)))
         return result
 
 
@@ -224,6 +226,8 @@ def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
     kept = []  # so that no address is used twice
 
     def record(kernel, *args, grid, warmup, **options):
+        if warmup:  # compiles, and launches nothing
+            return
         kept.append(args)
         name = kernel.__name__.removesuffix("_kernel")
         met = Launch(name, *_grid(grid), 32 * options["num_warps"], 0, False, 0)

@@ -125,6 +125,27 @@ def test_kernels_run_again_after_a_recording():
     assert torch.equal(mean, torch.ones(16))
 
 
+@pytest.mark.parametrize(
+    ("call", "name", "floats"),
+    [
+        (lambda x: x.new_zeros(3), "aten::new_zeros", 3),
+        (torch.zeros_like, "aten::zeros_like", 10),
+        (lambda x: x.neg(), "aten::neg", 20),
+        (lambda x: torch.zeros(7), "aten::zeros", 7),
+    ],
+)
+def test_an_operator_of_a_call_moves_what_it_reads_and_writes(call, name, floats):
+    x, recorder = torch.ones(10), dry_run.Recorder()
+    with recorder:
+        call(x)
+        with recorder.call("bn_stats"):
+            call(x.view(2, 5))
+            torch.empty_like(x)
+    (met,) = recorder.recorded
+    assert met.launch.name == name
+    assert sum(met.tensors.values()) == 4 * floats
+
+
 def test_parts_of_a_tensor_end_where_the_next_begins():
     from bench.dry_run import _find_sizes, _Recorded
 
