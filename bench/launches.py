@@ -209,17 +209,20 @@ def _sum(rows: Sequence[LaunchRow], name: str) -> float | None:
 
 
 def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
-    """Launches, bytes and time of all stages, in one line."""
-    parts = [part for stage in stages for part in stage.parts]
-    floor_bytes = sum(part.floor_bytes * part.blocks for part in parts)
-    launches = sum(len(stage.launches) for stage in stages)
+    """Launches, bytes and time of all stages."""
+    floor_bytes = sum(part.floor_bytes * part.blocks for stage in stages for part in stage.parts)
+    launches = [placed.launch for stage in stages for placed in stage.launches]
+    dependent = sum(launch.is_dependent for launch in launches)
     moved = sum(row.bytes_per_block * row.blocks for row in rows)
     estimated_ms = sum(row.estimated_us_per_block * row.blocks for row in rows) / 1e3
+    floor_ms = floor_bytes / RATES.copy_bytes_per_us / 1e3
     return (
-        f"{launches} launches in sequence; {moved / 1e9:.2f} GB, floor {floor_bytes / 1e9:.2f} GB; "
-        f"estimated {estimated_ms:.1f} ms, floor "
-        f"{floor_bytes / RATES.copy_bytes_per_us / 1e3:.1f} ms, at {RATES.copy_bytes_per_us / 1e6} "
-        f"TB/s, {RATES.launch_us} us a launch and {RATES.dependent_launch_us} us a dependent one"
+        f"{len(launches)} launches in sequence, {dependent} of them dependent: "
+        "these begin before the one ahead has ended\n"
+        f"{moved / 1e9:.2f} GB, floor {floor_bytes / 1e9:.2f} GB\n"
+        f"estimated {estimated_ms:.1f} ms, floor {floor_ms:.1f} ms, "
+        f"at {RATES.copy_bytes_per_us / 1e6} TB/s, {RATES.launch_us} us a launch and "
+        f"{RATES.dependent_launch_us} us a dependent one"
     )
 
 
@@ -399,7 +402,7 @@ def main(given: Sequence[str] | None = None) -> None:
     }
     rows = [machine.stamp(dataclasses.replace(row, **step)) for row in rows]
     print(table(stages, rows))
-    print(f"{', '.join(map(str, step.values()))} multiprocessors: {summary(stages, rows)}")
+    print(f"{', '.join(map(str, step.values()))} multiprocessors\n{summary(stages, rows)}")
     if a.csv:
         Records(a.csv, LaunchRow, keep=False).put(*rows)
     if on_gpu and all(row.measured_us_per_block is None for row in rows):
