@@ -32,6 +32,7 @@ struct FoldPointers {
   float inv_count;    // 0 in evaluation mode: x is then not read, so that NaN does not spread
   Accumulators accumulated;  // where there are some, `sums` follow from these
 
+  __host__ __device__ bool reads_x() const { return inv_count != 0; }
   __device__ float sum(int channel, int value, int channels) const {
     if (accumulated.words != nullptr) return float(read_exact(accumulated, channel, value));
     return sums[value * channels + channel];
@@ -131,24 +132,23 @@ struct InputGradient {
     }
   }
 
-  // The gradient of the 16 bytes at `at`, rounded as PyTorch stores it.
-  template <class T>
-  __device__ FullVector<T> operator()(const FoldPointers& fold, const T* g, int64_t at) const {
-    FullVector<T> vector;
+  // The gradient of 16 bytes, rounded as PyTorch stores it, from vectors[i] of each tensor. Those
+  // of x and skip are read where the fold reads them.
+  template <class Vectors>
+  __device__ auto operator()(const FoldPointers& fold, int i, const Vectors& g, const Vectors& x,
+                             const Vectors& skip) const {
+    auto vector = g[i];
     float dy[kWidth], more[kWidth];
-    vector.load(g + at);
     vector.unpack(dy);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) dy[j] *= a[j];
-    if (fold.inv_count != 0) {
-      vector.load(static_cast<const T*>(fold.x) + at);
-      vector.unpack(more);
+    if (fold.reads_x()) {
+      x[i].unpack(more);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) dy[j] += (more[j] - mean[j]) * b[j] + c[j];
     }
     if (fold.skip != nullptr) {
-      vector.load(static_cast<const T*>(fold.skip) + at);
-      vector.unpack(more);
+      skip[i].unpack(more);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) dy[j] += more[j];
     }

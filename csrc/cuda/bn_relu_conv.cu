@@ -10,7 +10,7 @@ using namespace cuda;
 namespace {
 
 // Why the kernels do not serve a convolution, or null.
-const char* refusal(const Conv& conv) {
+const char* refusal(const Conv& conv, ScalarType dtype) {
   const int64_t channels = conv.in_channels, out_channels = conv.out_channels;
   if (conv.kernel_h != conv.kernel_w || (conv.kernel_h != 1 && conv.kernel_h != 3)) {
     return "expected a 1x1 or a 3x3 kernel";
@@ -19,6 +19,9 @@ const char* refusal(const Conv& conv) {
     if (channels != out_channels) return "expected as many output as input channels for 3x3";
     if (channels != 16 && channels != 32 && channels != 64) {
       return "expected 16, 32 or 64 channels for 3x3";
+    }
+    if (dtype == ScalarType::Float && channels > kMostChannels3x3<float>) {
+      return "expected 16 or 32 channels for 3x3 in float32";
     }
     return nullptr;
   }
@@ -40,8 +43,8 @@ std::optional<Tensor> aligned(const std::optional<Tensor>& t) {
 
 }  // namespace
 
-void check_conv_is_served(const Conv& conv) {
-  const char* why = refusal(conv);
+void check_conv_is_served(const Conv& conv, const Tensor& x) {
+  const char* why = refusal(conv, x.scalar_type());
   STD_TORCH_CHECK(why == nullptr, "conv_weight: ", why ? why : "");
   constexpr int64_t kMostPixels = int64_t(1) << 30;
   STD_TORCH_CHECK(conv.pixels() <= kMostPixels, "x: expected at most ", kMostPixels,
@@ -54,12 +57,12 @@ bool bn_relu_conv_is_served(const Tensor& conv_weight) {
   if (conv_weight.dim() != 4) return false;
   const auto size = conv_weight.sizes();
   const Conv conv{1, 1, 1, size[1], size[0], size[2], size[3]};
-  if (refusal(conv) != nullptr) return false;
+  if (refusal(conv, conv_weight.scalar_type()) != nullptr) return false;
   const OnDeviceOf on(conv_weight);
   return for_dtype(conv_weight, [&](auto value) {
     using T = decltype(value);
     const int bytes = std::max(plan_bn_relu_conv_forward<T>(conv).shared_bytes,
-                               plan_bn_relu_conv_backward<T>(conv, true).shared_bytes);
+                               plan_bn_relu_conv_backward<T>(conv, true, 3).shared_bytes);
     return bytes <= most_shared_bytes();
   });
 }
@@ -101,10 +104,12 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
   if (fold.has_value()) fold->x = aligned(fold->x), fold->skip = aligned(fold->skip);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
-    const ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, wanted.weight);
+    const FoldPointers fold_pointers = fold.has_value() ? pointers(*fold) : FoldPointers{};
+    const int tensors = fold.has_value() ? 2 + fold->skip.has_value() : 1;
+    const ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, wanted.weight, tensors);
     Run& run = unit.run;
     BnReluConvBackward params{data<T>(dy),
-                              fold.has_value() ? pointers(*fold) : FoldPointers{},
+                              fold_pointers,
                               data<T>(x),
                               pointers(norm, conv.pixels()),
                               run.weights[unit.weight],
@@ -115,6 +120,7 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
                               run.partials,
                               int(conv.in_channels),
                               int(conv.out_channels),
+                              tensors,
                               plan.grid,
                               run.has_launched};
     std::optional<Tensor> memory;

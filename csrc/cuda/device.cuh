@@ -81,6 +81,20 @@ __device__ inline uint32_t shared_address(const void* smem) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
 
+// Starts a copy of 16 bytes to shared memory, of zeros unless `exists`: `from` is then not read.
+__device__ inline void cp_async_16(void* smem, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)),
+               "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
+}
+// Ends a group of copies.
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most the newest `kGroups` groups of this thread are under way.
+template <int kGroups>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // Lanes 8*m to 8*m + 7 hold the addresses of the rows of matrix m: eight 16-bit elements each,
 // 16-byte aligned. Lane l gets elements 2*(l % 4) and 2*(l % 4) + 1 of row l / 4 of each matrix, or
 // of column l / 4 if transposed.
