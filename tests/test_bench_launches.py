@@ -60,7 +60,7 @@ def units(rows, direction):
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_the_units_of_a_block_have_so_many_launches(backend, tmp_path):
-    rows = rows_by(backend, "--network", "resnet-47", folder=tmp_path)
+    rows = rows_by(backend, "--network", "resnet-164", folder=tmp_path)
     counts = []
     for stage in "123":
         of_units = [r for r in rows if r.stage == stage and r.kernel[:2] in KERNELS_OF_UNITS]
@@ -69,13 +69,12 @@ def test_the_units_of_a_block_have_so_many_launches(backend, tmp_path):
     assert tuple(counts) == LAUNCHES_A_BLOCK[backend]
 
 
-def test_a_run_of_blocks_has_a_fixed_number_of_other_launches():
-    counts = set()
-    for network in ("resnet-29", "resnet-47"):
-        rows = [r for r in of_cuda("--network", network, "--batch", "8") if r.stage in "123"]
-        others = [r for r in rows if r.kernel[:2] not in KERNELS_OF_UNITS]
-        counts.add(sum(round(r.launches_per_block * r.blocks) for r in others))
-    assert len(counts) == 1
+@pytest.mark.parametrize("network", ["resnet-164", "resnet-1001"])
+def test_a_run_of_blocks_has_few_other_launches_whatever_its_length(network):
+    rows = of_cuda("--network", network, "--batch", "8")
+    for stage in "123":
+        others = [r for r in rows if r.stage == stage and r.kernel[:2] not in KERNELS_OF_UNITS]
+        assert 0 < sum(round(r.launches_per_block * r.blocks) for r in others) <= 40
 
 
 def test_resnet_1001_has_its_launches_and_bytes():
@@ -185,6 +184,12 @@ def test_a_kernel_that_is_not_known_is_an_error_that_names_it():
         list(rows_of(stage, "cuda", [None, None]))
 
 
+def test_the_command_names_a_kernel_that_is_not_known(monkeypatch):
+    monkeypatch.setattr(launches, "KERNELS", launches.KERNELS - {"bn_stats"})
+    with pytest.raises(SystemExit, match=r"^bench\.launches: kernel bn_stats"):
+        main(["--network", "resnet-29", "--batch", "2"])
+
+
 def test_rows_add_up_to_the_launches():
     part = Part("1", 4, 8, 368.0)
     runs = [placed("sum_partials", 40, kernel="F1 sum_partials") for _ in range(8)]
@@ -246,6 +251,8 @@ PROFILED = [
 def test_measured_kernels_are_those_that_were_recorded():
     met = [placed(n) for n in ("bn_stats", "aten::zeros", "fill_zeros", "bn_relu_conv_forward")]
     assert launches.times_of(met, PROFILED) == [1.0, None, None, 4.0]
+    variant = [placed("bn_stats"), placed("bn_relu_conv_forward_rare")]  # of the same kernel
+    assert launches.times_of(variant, PROFILED) == [1.0, 4.0]
     with pytest.raises(RuntimeError, match="kernel 1: expected None, the GPU ran bn_relu_conv"):
         launches.times_of(met[:3], PROFILED)
     with pytest.raises(RuntimeError, match="kernel 0: expected bn_relu_conv_forward"):
