@@ -166,7 +166,10 @@ def _empty_convolution(x: Tensor, weight: Tensor, bias, *geometry) -> Tensor:
 
 @contextlib.contextmanager
 def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
-    """The CUDA backend, whose launches are recorded in place of running."""
+    """The CUDA backend, whose launches are recorded in place of running.
+
+    The pointers in the parameters of a launch are its tensors: launchers set or clear all of them.
+    """
     from preact_kernels.kernels.cuda import CUDAKernels
     from tests.cuda_on_host import build, serve_cpu
 
