@@ -57,7 +57,7 @@ def build(name: str, sanitize: bool = False) -> Path:
     if name == "planted":
         sources.append(HERE / "planted.cpp")
     else:
-        sources += sorted((ROOT / "csrc/cuda").glob("*.cu"))
+        sources += [HERE / "addresses.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
         more_compile_flags, more_link_flags = _torch_flags()
         compile_flags += more_compile_flags
         link_flags += more_link_flags

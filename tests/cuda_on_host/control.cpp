@@ -8,3 +8,9 @@ extern "C" __attribute__((visibility("default"))) void cuda_on_host_set(uint64_t
   cuda_on_host::settings.seed = seed;
   cuda_on_host::settings.multiprocessors = multiprocessors;
 }
+
+// What is called in place of every launch and fill; null runs them again.
+extern "C" __attribute__((visibility("default"))) void cuda_on_host_listen(
+    void (*listener)(const cuda_on_host::Launch*)) {
+  cuda_on_host::settings.listener = listener;
+}
