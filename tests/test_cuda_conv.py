@@ -610,6 +610,22 @@ def test_which_weights_are_served(shape, dtype):
         assert not is_served(same._replace(**change))
 
 
+def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(monkeypatch):
+    monkeypatch.setattr(cuda, "MOST_PIXELS", {(3, 16): 2 * 7 * 6})
+    same = Conv((1, 1), (1, 1), (1, 1), 1), torch.bfloat16, torch.device(DEVICE)
+    found = [kernels().serves_conv((16, 16, 3, 3), *same, pixels) for pixels in (84, 85, None)]
+    assert found == [True, False, True]
+    assert kernels().serves_conv((32, 32, 3, 3), *same, 10**6)
+    stage = pk.PreActStage([random_block("basic", 16, 16) for _ in range(2)]).to(DEVICE)
+    stage = in_dtype(stage, torch.bfloat16)
+    for images, is_fused in ((2, True), (3, False)):
+        problems = [{"x": torch.randn(images, 16, 7, 6, device=DEVICE).bfloat16()}]
+        with monkeypatch.context() as patch, pk.use_backend("cuda"):
+            calls = recorded_calls(kernels(), "block_run_forward", patch)
+            check(stage, plain_copy(stage), problems * 8)
+        assert bool(calls) == is_fused
+
+
 def test_float32_is_served_only_where_tf32_is_allowed(monkeypatch):
     rest = Conv((1, 1), (0, 0), (1, 1), 1), torch.float32, torch.device(DEVICE)
     assert kernels().serves_conv((16, 64, 1, 1), *rest)
