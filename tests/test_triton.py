@@ -15,12 +15,20 @@ from tests.cases import (
     plain_bn_relu_conv2d,
     random_stage,
 )
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+from tests.oracle import (
+    assert_same_bits,
+    check,
+    evaluate,
+    plain_copy,
+    weight_gradient_inside_the_image,
+)
 
 if "triton" not in pk.available_backends():
     pytest.skip("neither a GPU nor the interpreter of Triton", allow_module_level=True)
 
+from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels.contract import Conv, Norm, Wanted
 from preact_kernels.kernels.triton import configurations, conv, launch
 
 DEVICE = torch.device(device_of("triton"))
@@ -93,6 +101,28 @@ def test_the_blocks_of_every_gpu(capability, kernel, channels, out_channels, dty
     )
     plain = partial(plain_bn_relu_conv2d, training=True, **case.conv)
     check(call(case), plain, conv_inputs(case, dtype))
+
+
+# 16 channels in half precision: the gradients of x and of the weight in one pass.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["x", "dy"])
+def test_padding_takes_no_part_in_the_gradient_of_the_weight(name, dtype):
+    x, dy = torch.randn(2, 16, 9, 5), torch.randn(2, 16, 9, 5)
+    changed = x if name == "x" else dy
+    changed[-1, 3, 0, 0] = torch.inf
+    changed[0, 5, -1, -1] = torch.nan
+    x, dy = (t.to(dtype).contiguous(memory_format=torch.channels_last) for t in (x, dy))
+    norm = Norm(torch.randn(16), torch.rand(16) + 0.5, torch.rand(16), torch.randn(16), 1e-5)
+    weight = torch.randn(16, 16, 3, 3).to(dtype)
+    padded = Conv((1, 1), (1, 1), (1, 1), 1)
+    found = kernels.bn_relu_conv_backward(dy, None, x, norm, weight, padded, Wanted(True, True))
+    wide = Norm(*(t.double() for t in norm[:4]), norm.eps)
+    a = reference.bn_relu_forward(x.double(), wide)
+    expected = weight_gradient_inside_the_image(a, dy.double())
+    assert not expected.isfinite().all()
+    assert expected.isfinite().any()
+    assert torch.equal(found.conv_weight.isnan(), expected.isnan())
+    assert torch.equal(found.conv_weight.isinf(), expected.isinf())
 
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])

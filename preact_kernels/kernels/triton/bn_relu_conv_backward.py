@@ -56,8 +56,9 @@ def load_tap(
 ):
     """The tile `[pixels, out channels]` of the output's gradient that a tap passes to x.
 
-    `tile_pixels` are pixels of x, and which of them exist. The middle tap stores the tile in
-    `gradient.unfolded` unless None: it reads each output pixel once.
+    `tile_pixels` are pixels of x, and which of them exist. The second result says to which of them
+    the tap passes a gradient: no pixel of the padding may meet an infinite activation. The middle
+    tap stores the tile in `gradient.unfolded` unless None: it reads each output pixel once.
     """
     pixel, is_pixel = tile_pixels
     out_pixel, exists = output_pixels(pixel, is_pixel, tap, sizes, GEOMETRY)
@@ -69,7 +70,7 @@ def load_tap(
     if gradient.unfolded is not None:
         is_own = (tap == GEOMETRY.R * GEOMETRY.S // 2) & (tl.program_id(1) == 0)
         tl.store(gradient.unfolded + at, tile, mask=mask & is_own)
-    return tile
+    return tile, exists
 
 
 @triton.jit
@@ -136,7 +137,7 @@ def bn_relu_conv_backward_kernel(
             for tap in tl.static_range(TAPS):
                 for block in tl.static_range(COUT_BLOCKS):
                     out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-                    dy_tile = load_tap(
+                    dy_tile, exists = load_tap(
                         tap,
                         out_channel,
                         gradient,
@@ -151,13 +152,14 @@ def bn_relu_conv_backward_kernel(
                     )
                     da = dot(dy_tile, weight, da, dtype, PRECISION)
                     dweight = dweights[tap * COUT_BLOCKS + block]
-                    added = added + (dot(tl.trans(dy_tile), a, dweight, dtype, PRECISION),)
+                    tap_a = tl.where(exists[:, None], a, 0.0) if TAPS > 1 else a
+                    added = added + (dot(tl.trans(dy_tile), tap_a, dweight, dtype, PRECISION),)
             dweights = added
         else:
             for tap in tl.range(TAPS, num_stages=BLOCKS.num_tap_stages):
                 for block in tl.static_range(COUT_BLOCKS):
                     out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-                    dy_tile = load_tap(
+                    dy_tile, _ = load_tap(
                         tap,
                         out_channel,
                         gradient,
@@ -216,6 +218,7 @@ def bn_relu_conv_backward_weight_kernel(
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
+    IS_PADDED: tl.constexpr = GEOMETRY.PAD_H + GEOMETRY.PAD_W > 0
     pixels = sizes.pixels
     column = tl.program_id(1)
     first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
@@ -247,7 +250,9 @@ def bn_relu_conv_backward_weight_kernel(
             at = in_pixel[:, None] * C + channel[None, :]
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
             a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, dtype)), 0.0)
-            added = added + (dot(tl.trans(dy_tile), a, dweights[tap], dtype, PRECISION),)
+            # No pixel of the padding may meet an infinite gradient.
+            tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
+            added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
         dweights = added
     own = partials + tl.program_id(0).to(tl.int64) * (GEOMETRY.R * GEOMETRY.S * K * C)
     for tap in tl.static_range(TAPS_PER_PROGRAM):

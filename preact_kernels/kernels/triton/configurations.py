@@ -117,17 +117,19 @@ def conv_backward(
     weights = taps * cin * cout * triton.cdiv(out_channels, cout)
     pixels, warps = 64 if capability == HOPPER and dtype.itemsize == 2 else 32, 8
     weight_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
-    if _is_ragged(channels, out_channels):
+    if ragged := _is_ragged(channels, out_channels):
         pixels = 16
         if dtype.itemsize == 2:
             pixels, warps, weight_warps = 32, 4 if capability < HOPPER else 8, 4
+    weight_pixels = pixels if taps == 1 else min(pixels, 16 if ragged else 32)
     # Triton 3.6 fails to pipeline the products of this kernel for Blackwell.
     weight = ConvBlocks(
-        pixels, cin, min(cout, 64), weight_warps, 2 if capability < BLACKWELL else 1
+        weight_pixels, cin, min(cout, 64), weight_warps, 2 if capability < BLACKWELL else 1
     )
     if taps > 1:
         in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtype.itemsize == 2
-        both = ConvBlocks(32, cin, cout, 4, 1) if in_one_pass else None
+        one_pixels = 32 if capability == HOPPER else 16
+        both = ConvBlocks(one_pixels, cin, cout, 4, 1) if in_one_pass else None
         return BackwardBlocks(ConvBlocks(pixels, cin, cout, warps, 1, 2), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
     if weights > 2048:
