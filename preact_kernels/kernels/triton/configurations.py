@@ -25,6 +25,10 @@ MAX_WEIGHTS_1X1 = 16 * 1024
 MAX_WEIGHTS_3X3 = 4 * 1024
 
 
+# Resident programs per multiprocessor of an elementwise kernel that reduces.
+ELEMENTWISE_RESIDENT = 4
+
+
 class ElementwiseBlocks(NamedTuple):
     """Launch configuration of an elementwise kernel: the shape of a tile, and warps."""
 
@@ -42,6 +46,7 @@ class ConvBlocks(NamedTuple):
     num_warps: int
     num_stages: int  # of the loop over tiles
     num_tap_stages: int = 1  # of the inner loop over taps, unless it is unrolled
+    resident: int = 1  # programs per multiprocessor
 
 
 class BackwardBlocks(NamedTuple):
