@@ -93,7 +93,8 @@ def load_folded(g, fold, coefficients, at, mask, g_mask, IN_TRAINING: tl.constex
     in evaluation mode.
     """
     a, b, c, mean = coefficients
-    dx = tl.load(g + at, mask=g_mask, other=0.0).to(tl.float32) * a[None, :]
+    dx = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
+    dx = tl.where(g_mask, dx, 0.0) * a[None, :]  # not the mask of the load, which would split it
     if IN_TRAINING:
         x = tl.load(fold.x + at, mask=mask, other=0.0).to(tl.float32)
         dx += (x - mean[None, :]) * b[None, :] + c[None, :]

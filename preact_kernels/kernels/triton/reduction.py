@@ -83,7 +83,7 @@ def add_tile(moments, tile, is_row, rows):
 def one_per_thread(values):
     """The same values, spread over the threads of the program.
 
-    Sums of columns are held by many threads each, and each would hold many.
+    In a tile each value of a row is held by many threads, and each thread holds many.
     """
     return tl.gather(values, tl.arange(0, values.shape[0]), 0)
 
@@ -142,7 +142,8 @@ def load_statistics(sums, count, channel, is_channel, CHANNELS: tl.constexpr):
     mean = load_exact(sums, channel, is_channel, CHANNELS) / count
     squares = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS) / count
     variance = tl.fma(-mean, mean, squares)
-    return mean.to(tl.float32), tl.where(variance < 0, 0.0, variance).to(tl.float32)
+    variance = tl.where(variance < 0, 0.0, variance)
+    return one_per_thread(mean.to(tl.float32)), one_per_thread(variance.to(tl.float32))
 
 
 @triton.jit
@@ -158,8 +159,8 @@ def load_two_sums(sums, channel, is_channel, CHANNELS: tl.constexpr):
     """Two float32 sums a channel: `[2, CHANNELS]` as they are, or of accumulators."""
     if sums.dtype.element_ty == tl.int64:
         first = load_exact(sums, channel, is_channel, CHANNELS).to(tl.float32)
-        sums += _WORDS * CHANNELS
-        return first, load_exact(sums, channel, is_channel, CHANNELS).to(tl.float32)
+        second = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS)
+        return one_per_thread(first), one_per_thread(second.to(tl.float32))
     else:
         first = tl.load(sums + channel, mask=is_channel, other=0.0)
         return first, tl.load(sums + CHANNELS + channel, mask=is_channel, other=0.0)
