@@ -148,7 +148,7 @@ def conv_backward(
     if taps > 1:
         in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtype.itemsize == 2
         both = ConvBlocks(16, cin, cout, 4, 1, resident=2) if in_one_pass else None
-        input_warps = min(warps, weight_warps)
+        input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
         return BackwardBlocks(ConvBlocks(pixels, cin, cout, input_warps, 1, stages), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
     if weights > 2048:
