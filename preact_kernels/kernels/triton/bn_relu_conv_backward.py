@@ -93,7 +93,7 @@ def load_tap(
     return tile, exists
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit
 def bn_relu_conv_backward_kernel(
     gradient,
     x,
@@ -234,7 +234,7 @@ def unit_of(units, index, UNITS: tl.constexpr):
     return dy, x, mean, var, weight, bias, eps
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit
 def bn_relu_conv_backward_weight_kernel(
     units,
     partials,

@@ -53,7 +53,7 @@ class Addends(NamedTuple):
     residual: Tensor | None
 
 
-@triton.jit(do_not_specialize=["sizes"])
+@triton.jit
 def bn_relu_conv_forward_kernel(
     x,
     norm,

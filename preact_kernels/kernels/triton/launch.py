@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; 
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
 
 
-_is_compiling_only = False
+_is_compiling_only = contextvars.ContextVar("is_compiling_only", default=False)
 
 
 def launch_kernel(
@@ -44,7 +46,7 @@ def launch_kernel(
     Returns:
         The compiled kernel; None under the interpreter.
     """
-    if _is_compiling_only:
+    if _is_compiling_only.get():
         return kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
     knobs = triton.knobs.runtime
     if compiled is None or knobs.launch_enter_hook is not None:
@@ -67,17 +69,14 @@ def launch_kernel(
 
 @contextlib.contextmanager
 def compiling_only() -> Iterator[None]:
-    """A context in which launches compile their kernels, in parallel, and launch nothing."""
-    global _is_compiling_only
-    with (
-        concurrent.futures.ThreadPoolExecutor() as executor,
-        triton.AsyncCompileMode(executor),
-    ):
-        _is_compiling_only = True
+    """A context in which launches of this thread compile kernels, in parallel, and launch none."""
+    threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    with threads, triton.AsyncCompileMode(threads):
+        token = _is_compiling_only.set(True)
         try:
             yield
         finally:
-            _is_compiling_only = False
+            _is_compiling_only.reset(token)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -11,8 +11,6 @@ what up to 2^15 programs add; all that is lost is what a value has below 2^-112.
 counts NaN, +inf and -inf in three fields of 21 bits; a value of 2^134 or more counts as infinite.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -108,7 +106,7 @@ def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def load_exact(sums, channel, is_channel, CHANNELS: tl.constexpr):
+def load_exact(sums, channel, is_channel, CHANNELS):
     """The sums of a block of channels in float64."""
     total = tl.zeros_like(channel).to(tl.float64)
     for word in tl.static_range(4, -1, -1):
@@ -134,7 +132,7 @@ def add_moments(moments, sums, channel, is_channel, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def load_statistics(sums, count, channel, is_channel, CHANNELS: tl.constexpr):
+def load_statistics(sums, count, channel, is_channel, CHANNELS):
     """Mean and biased variance in float32 of `count` pixels.
 
     E[x^2] - mean^2 loses nothing that float32 would keep: both are exact to float64.
@@ -155,7 +153,7 @@ def add_two_sums(first, second, sums, channel, is_channel, CHANNELS: tl.constexp
 
 
 @triton.jit
-def load_two_sums(sums, channel, is_channel, CHANNELS: tl.constexpr):
+def load_two_sums(sums, channel, is_channel, CHANNELS):
     """Two float32 sums a channel: `[2, CHANNELS]` as they are, or of accumulators."""
     if sums.dtype.element_ty == tl.int64:
         first = load_exact(sums, channel, is_channel, CHANNELS).to(tl.float32)
@@ -171,30 +169,30 @@ def new_sums(x: Tensor, channels: int, units: int = 1) -> Tensor:
     return x.new_zeros((units, 2, WORDS, channels), dtype=torch.int64)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "channels"])
 def finish_sums_kernel(
     sums,
     count,
     results,
-    CHANNELS: tl.constexpr,
+    channels,
     ARE_STATISTICS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Accumulators `[units, 2, 6, CHANNELS]` as float32 `[units, 2, CHANNELS]`.
+    """Accumulators `[units, 2, 6, channels]` as float32 `[units, 2, channels]`.
 
     The two are mean and variance, or the sums. Grid: channel blocks, units.
     """
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    is_channel = channel < CHANNELS
+    is_channel = channel < channels
     unit = tl.program_id(1)
-    sums += unit * (2 * _WORDS * CHANNELS)
+    sums += unit * (2 * _WORDS * channels)
     if ARE_STATISTICS:
-        first, second = load_statistics(sums, count, channel, is_channel, CHANNELS)
+        first, second = load_statistics(sums, count, channel, is_channel, channels)
     else:
-        first, second = load_two_sums(sums, channel, is_channel, CHANNELS)
-    own = results + unit * (2 * CHANNELS) + channel
+        first, second = load_two_sums(sums, channel, is_channel, channels)
+    own = results + unit * (2 * channels) + channel
     tl.store(own, first, mask=is_channel)
-    tl.store(own + CHANNELS, second, mask=is_channel)
+    tl.store(own + channels, second, mask=is_channel)
 
 
 def _launch_finish(sums: Tensor, count: int) -> Tensor:
@@ -205,13 +203,9 @@ def _launch_finish(sums: Tensor, count: int) -> Tensor:
     launch_kernel(
         finish_sums_kernel,
         (ceil_div(channels, block), units, 1),
-        (sums, count, results),
-        {
-            "CHANNELS": channels,
-            "ARE_STATISTICS": count > 0,
-            "BLOCK_CHANNELS": block,
-        },
-        num_warps=4,
+        (sums, count, results, channels),
+        {"ARE_STATISTICS": count > 0, "BLOCK_CHANNELS": block},
+        4,
     )
     return results
 
@@ -226,45 +220,40 @@ def finished_sums(sums: Tensor) -> Tensor:
     return _launch_finish(sums, 0)
 
 
-@triton.jit(do_not_specialize=["programs", "strides"])
+@triton.jit(do_not_specialize=[1, *range(3, 11)])  # one kernel for all shapes
 def sum_partials_kernel(
     partials,
     programs,
     dconv_weight,
-    strides,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    WEIGHTS: tl.constexpr,
+    K,
+    C,
+    S,
+    taps,
+    stride_k,
+    stride_c,
+    stride_r,
+    stride_s,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
     """Sums `partials [units, programs, R, S, K, C]` over programs.
 
-    `dconv_weight` is `[units, K, C, R, S]` with `strides`. Grid: blocks of elements, units.
+    `dconv_weight` is `[units, K, C, R, S]` with the strides given. Grid: blocks of elements, units.
     """
+    weights = taps * K * C
     element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
-    is_element = element < WEIGHTS
+    is_element = element < weights
     unit = tl.program_id(1).to(tl.int64)
-    partials += unit * programs * WEIGHTS
+    partials += unit * programs * weights
     total = tl.zeros([BLOCK_ELEMENTS], tl.float32)
     for begin in range(0, programs, _BLOCK_PROGRAMS):
         row = begin + tl.arange(0, _BLOCK_PROGRAMS)
         mask = (row < programs)[:, None] & is_element[None, :]
-        at = row.to(tl.int64)[:, None] * WEIGHTS + element[None, :]
+        at = row.to(tl.int64)[:, None] * weights + element[None, :]
         total += column_sums(tl.load(partials + at, mask=mask, other=0.0))
     c, k, tap = element % C, element // C % K, element // (C * K)
-    at = k * strides.k + c * strides.c + tap // S * strides.r + tap % S * strides.s
+    at = k * stride_k + c * stride_c + tap // S * stride_r + tap % S * stride_s
     value = total.to(dconv_weight.dtype.element_ty)
-    tl.store(dconv_weight + unit * WEIGHTS + at, value, mask=is_element)
-
-
-class Strides(NamedTuple):
-    """Strides of a weight `[K, C, R, S]`."""
-
-    k: int
-    c: int
-    r: int
-    s: int
+    tl.store(dconv_weight + unit * weights + at, value, mask=is_element)
 
 
 def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
@@ -277,12 +266,12 @@ def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
         dconv_weights: `[units, K, C, R, S]`, any dtype; units are dense, in any order.
     """
     units, programs, weights = partials.shape
-    _, K, C, _, S = dconv_weights.shape
+    _, K, C, R, S = dconv_weights.shape
     block = 1024 if INTERPRETED else 64
     launch_kernel(
         sum_partials_kernel,
         (ceil_div(weights, block), units, 1),
-        (partials, programs, dconv_weights, Strides(*dconv_weights.stride()[1:])),
-        {"K": K, "C": C, "S": S, "WEIGHTS": weights, "BLOCK_ELEMENTS": block},
-        num_warps=4,
+        (partials, programs, dconv_weights, K, C, S, R * S, *dconv_weights.stride()[1:]),
+        {"BLOCK_ELEMENTS": block},
+        4,
     )
