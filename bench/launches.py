@@ -4,7 +4,7 @@ Needs no GPU: the launches are those of the backend's own code, recorded in plac
 (bench/dry_run.py). Prints, for every stage, direction and kernel, the launches of a block, the
 bytes of the tensors that they are given, each counted once a launch, and an estimated time:
 
-    bytes / copy bandwidth + gap between launches + merges by one block while the others are done
+    bytes / copy bandwidth + gap between launches
 
 The constants are in `Rates`. Arithmetic, latency within a kernel, and hits in the cache are not in
 the estimate. A unit is the inner channels of every pixel; the floor is that of bench/floors.py, 46
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import preact_kernels as pk
 from bench import dry_run, measure
 from bench.contenders import Network
-from bench.dry_run import FORWARD, Part, PlacedLaunch, StageLaunches
+from bench.dry_run import Part, PlacedLaunch, StageLaunches
 from bench.records import LaunchRow, Records
 from preact_kernels.ops.memory_mode import MEMORY_MODES
 
@@ -51,8 +51,6 @@ class Rates(NamedTuple):
     launch_us: float = 1.9  # of each kernel of a CUDA graph; published
     # With programmatic dependent launch: assumed. `python -m bench.probes` measures it.
     dependent_launch_us: float = 0.9
-    # For each row of partial results that one block merges: 7 us for 256, read from compiled code.
-    merged_row_us: float = 0.03
 
 
 RATES = Rates()
@@ -71,15 +69,12 @@ KERNELS = frozenset(
         "bn_stats",
         "finish_gradients",
         "finish_statistics",
+        "finish_sums",
         "pack_weights",
         "residual_add_forward",
         "sum_partials",
     }
 )
-
-# In which the last block to finish merges a row of partial results of every block. Kernels that run
-# a few times a step are left out.
-MERGES = {"cuda": frozenset[str](), "triton": frozenset({"bn_relu_conv_forward"})}
 
 
 def is_operator(name: str) -> bool:
@@ -87,38 +82,26 @@ def is_operator(name: str) -> bool:
     return name.startswith("aten::")
 
 
-def merge_us(placed: PlacedLaunch, backend: str) -> float:
-    """Estimated time in which one block of a launch works alone.
+def estimated_us(placed: PlacedLaunch) -> float:
+    """Estimated time from the end of the launch ahead to the end of this one.
 
     Raises:
         ValueError: the kernel is not known.
     """
-    name = placed.launch.name
-    if not is_operator(name) and name not in KERNELS:
-        raise ValueError(
-            f"kernel {name}: bench/launches.py does not know it; name it in KERNELS, and in MERGES "
-            "if one block merges the results of all"
-        )
-    # A backward that runs forward kernels again has their statistics.
-    merges = name in MERGES[backend] and placed.direction == FORWARD
-    return RATES.merged_row_us * placed.launch.blocks if merges else 0.0
-
-
-def estimated_us(placed: PlacedLaunch, backend: str) -> float:
-    """Estimated time from the end of the launch ahead to the end of this one."""
     launch = placed.launch
+    if not is_operator(launch.name) and launch.name not in KERNELS:
+        raise ValueError(
+            f"kernel {launch.name}: bench/launches.py does not know it; name it in KERNELS"
+        )
     gap_us = RATES.dependent_launch_us if launch.is_dependent else RATES.launch_us
-    return launch.bytes_moved / RATES.copy_bytes_per_us + gap_us + merge_us(placed, backend)
+    return launch.bytes_moved / RATES.copy_bytes_per_us + gap_us
 
 
-def rows_of(
-    stage: StageLaunches, backend: str, measured_us: Sequence[float | None]
-) -> Iterator[LaunchRow]:
+def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterator[LaunchRow]:
     """A row for each part, direction and kernel, in the order of the launches.
 
     Args:
         stage: its launches.
-        backend: whose they are.
         measured_us: time of each; None where it was not measured.
     """
     groups: dict[tuple, list[tuple[PlacedLaunch, float | None]]] = {}
@@ -141,8 +124,7 @@ def rows_of(
             bytes_per_block=bytes_moved / part.blocks,
             units_per_block=bytes_moved / part.blocks / part.unit_bytes,
             dependent=sum(launch.is_dependent for launch in launches) / len(launches),
-            estimated_merge_us_per_block=sum(merge_us(p, backend) for p, _ in group) / part.blocks,
-            estimated_us_per_block=sum(estimated_us(p, backend) for p, _ in group) / part.blocks,
+            estimated_us_per_block=sum(estimated_us(p) for p, _ in group) / part.blocks,
             measured_us_per_block=None if None in times else sum(times) / part.blocks,
         )
 
@@ -154,7 +136,7 @@ def _each(values: Sequence) -> str:
 
 COLUMNS = (
     "stage", "direction", "kernel", "launches a block", "grid", "threads", "MB a block",
-    "units a block", "of which one block alone", "estimated us a block", "measured us a block",
+    "units a block", "estimated us a block", "measured us a block",
 )  # fmt: skip
 
 
@@ -174,13 +156,12 @@ def table(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
 
 def _line(kernel: str, rows: Sequence[LaunchRow], grid: str = "", threads: str = "") -> list[str]:
     directions = {row.direction for row in rows}
-    launches, moved, units, alone, estimated, measured = (
+    launches, moved, units, estimated, measured = (
         _sum(rows, name)
         for name in (
             "launches_per_block",
             "bytes_per_block",
             "units_per_block",
-            "estimated_merge_us_per_block",
             "estimated_us_per_block",
             "measured_us_per_block",
         )
@@ -194,7 +175,6 @@ def _line(kernel: str, rows: Sequence[LaunchRow], grid: str = "", threads: str =
         threads,
         f"{moved / 1e6:.2f}",
         f"{units:.2f}",
-        f"{alone:.1f}",
         f"{estimated:.1f}",
         "" if measured is None else f"{measured:.1f}",
     ]
@@ -393,7 +373,7 @@ def main(given: Sequence[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     times = measured(a, stages) if on_gpu else [[None] * len(s.launches) for s in stages]
     try:
-        rows = [r for s, us in zip(stages, times, strict=True) for r in rows_of(s, a.backend, us)]
+        rows = [r for s, us in zip(stages, times, strict=True) for r in rows_of(s, us)]
     except ValueError as error:
         sys.exit(f"bench.launches: {error}")
     machine = measure.Machine.of(torch.device("cuda" if on_gpu else "cpu"))

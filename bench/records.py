@@ -195,7 +195,6 @@ class LaunchRow:
     bytes_per_block: float
     units_per_block: float  # of the inner channels of every pixel
     dependent: float  # share of the launches that may begin before the one ahead has ended
-    estimated_merge_us_per_block: float  # in which one block of the grid works alone
     estimated_us_per_block: float
     measured_us_per_block: float | None = None
     network: str = ""

@@ -4,8 +4,10 @@
 
 The launchers run on meta tensors, under a driver that names a GPU, and their kernels are compiled
 instead of launched: block shapes are those that the launchers choose, for the shapes of common
-networks. The run fails if a kernel needs more shared memory than its GPU has, or spills registers
-on one of `CAPABILITIES`.
+networks. The run fails if a kernel needs more shared memory than its GPU has, or, on one of
+`CAPABILITIES`, has a stack frame (of spilled registers, say), a pipeline of one buffer where the
+launcher asks for more, loads of 2 bytes where 16 are possible, or fewer resident programs per
+multiprocessor than its grid counts on.
 """
 
 import argparse
@@ -18,12 +20,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from preact_kernels.kernels.contract import Conv, Epilogue, Fold, Norm, Wanted
+from preact_kernels.kernels.contract import BlockRun, Conv, Epilogue, Fold, Norm, Wanted
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
 
@@ -51,6 +54,16 @@ SHAPES = (
 )
 
 
+class Block(NamedTuple):
+    """A block without a projection, of which a run is made."""
+
+    channels: int
+    width: int  # of the 3x3 convolution; equal to `channels` in a basic block
+
+
+BLOCKS = (*(Block(4 * w, w) for w in (16, 32, 64)), *(Block(w, w) for w in (16, 32, 64)))
+
+
 class Compiled(NamedTuple):
     """A row of the report."""
 
@@ -61,8 +74,15 @@ class Compiled(NamedTuple):
     options: str
     warps: int
     registers: int
-    spilled_bytes: int
+    stack_bytes: int
     shared_bytes: int
+    resident: int  # programs per multiprocessor
+    resident_counted_on: int  # by the grid; 0 where a program owns one tile
+    stages: int  # that the launcher asks for
+    buffers: int  # of the loop's asynchronous copies
+    two_byte_loads: int
+    two_byte_loads_needed: bool  # as channels are no multiple of 8
+    partial_bytes: int  # of a launch: partial results, written and read again
     wgmma: int
     mma: int
     async_copies: int
@@ -89,7 +109,7 @@ class Task(NamedTuple):
 
     capability: int
     dtype: torch.dtype
-    shape: Shape | None  # None: the ops without a convolution
+    shape: Shape | Block | None  # None: the ops without a convolution
     tf32: bool = True
 
 
@@ -98,7 +118,7 @@ def tasks(capabilities, quick: bool) -> list[Task]:
 
     Only bfloat16 if quick.
     """
-    shapes = (*SHAPES, None)
+    shapes = (*SHAPES, *BLOCKS, None)
     chosen = [(c, torch.bfloat16) for c in capabilities]
     if quick:
         return [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
@@ -112,35 +132,57 @@ def tasks(capabilities, quick: bool) -> list[Task]:
     return found
 
 
+class Launch(NamedTuple):
+    """A compiled kernel, and what it was to be launched with."""
+
+    kernel: Any
+    args: tuple
+    constants: Mapping[str, Any]
+    compiled: Any
+
+
+def replace_everywhere(name: str, function: Callable) -> Callable:
+    """Replaces a function of the kernels' modules in all that import it. Returns the original."""
+    modules = [m for n, m in sys.modules.items() if n.startswith("preact_kernels.kernels.triton.")]
+    before = [vars(m)[name] for m in modules if name in vars(m)]
+    for module in modules:
+        if name in vars(module):
+            setattr(module, name, function)
+    return before[0]
+
+
 def compile_task(task: Task) -> list[Compiled]:
     """Compiles every kernel that the launchers of a task launch."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
 
     from preact_kernels.kernels.triton import launch
 
     triton.runtime.driver.set_active(Driver(GPUTarget("cuda", task.capability, 32)))
     found = {}
-    run = JITFunction.run
 
-    def compile_only(kernel, *args, grid, warmup, **options):
+    def compile_only(kernel, grid, args, constants, num_warps, compiled=None):
         try:
-            compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+            compiled = kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
         except Exception as error:
             where = f"sm_{task.capability} {task.shape} {task.dtype}"
             raise RuntimeError(f"{kernel.__name__} does not compile for {where}") from error
-        found[compiled.hash] = (kernel.__name__, options, compiled)
+        found[compiled.hash] = Launch(kernel, args, constants, compiled)
 
-    JITFunction.run = compile_only
     gpu = launch.Device(task.capability, MULTIPROCESSORS[task.capability])
     launch.properties = lambda device: gpu
     torch.backends.cudnn.allow_tf32 = task.tf32
+    before = replace_everywhere("launch_kernel", compile_only)
     try:
-        (launch_others if task.shape is None else launch_conv)(task)
+        if task.shape is None:
+            launch_others(task)
+        elif isinstance(task.shape, Block):
+            launch_run(task)
+        else:
+            launch_conv(task)
     finally:
-        JITFunction.run = run
-    return [row(task, *entry) for entry in found.values()]
+        replace_everywhere("launch_kernel", before)
+    return [row(task, entry) for entry in found.values()]
 
 
 def empty_norm(channels: int) -> Norm:
@@ -183,14 +225,9 @@ def launch_others(task: Task) -> None:
 @contextlib.contextmanager
 def wide_addresses():
     """A context in which `needs_int64` is true for every tensor."""
-    modules = [m for n, m in sys.modules.items() if n.startswith("preact_kernels.kernels.triton.")]
-    modules = [m for m in modules if hasattr(m, "needs_int64")]
-    before = modules[0].needs_int64
-    for module in modules:
-        module.needs_int64 = lambda *_: True
+    before = replace_everywhere("needs_int64", lambda *_: True)
     yield
-    for module in modules:
-        module.needs_int64 = before
+    replace_everywhere("needs_int64", before)
 
 
 def launch_rare_convs(dtype: torch.dtype) -> None:
@@ -237,33 +274,111 @@ def launch_conv(task: Task) -> None:
             kernels.bn_relu_conv_backward(y, None, x, norm, weight, conv, wanted)
 
 
-def row(task: Task, name: str, options: dict, compiled) -> Compiled:
-    """The report on one kernel, compiled with the keyword arguments `options` of its launch."""
-    registers, spilled = resources(compiled.asm["cubin"])
+def launch_run(task: Task) -> None:
+    """A run of two blocks in training mode, forward and backward, with and without rebuilding."""
+    from preact_kernels.kernels import triton as kernels
+
+    channels, width = task.shape
+    side_of_image = 512 // width  # as in networks for CIFAR
+    sides = [(width, channels, 3), (channels, width, 3)]
+    if channels != width:
+        sides = [(width, channels, 1), (width, width, 3), (channels, width, 1)]
+    parameters, inputs, statistics = [], [], []
+    x = images(channels, task.dtype, side_of_image)
+    for out_channels, in_channels, side in 2 * sides:
+        norm = empty_norm(in_channels)
+        weight = torch.empty(out_channels, in_channels, side, side, device="meta")
+        parameters += [norm.weight, norm.bias, weight.to(task.dtype)]
+        inputs.append(images(in_channels, task.dtype, side_of_image))
+        statistics += [norm.mean, norm.var]
+    convs = [Conv((1, 1), (side // 2, side // 2), (1, 1), 1) for *_, side in sides]
+    run = BlockRun(parameters, [1e-5] * len(inputs), len(sides), convs)
+    keeps = {"keep_inputs": True, "keep_block_inputs": True}
+    kernels.block_run_forward(x, run, empty_norm(channels)[:2], None, with_stats=True, **keeps)
+    kernels.block_run_backward(x, None, run, inputs, statistics, 0.5, None)
+    if task.dtype == torch.bfloat16:
+        fold, _ = folds(None, x)
+        kernels.block_run_backward(x, fold, run, inputs, statistics, 0.5, x)
+
+
+def row(task: Task, launch: Launch) -> Compiled:
+    """The report on one kernel."""
+    compiled, constants = launch.compiled, launch.constants
+    registers, stack_bytes = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
-    blocks = options["BLOCKS"]._asdict() if "BLOCKS" in options else options
-    blocks = {n.lower(): v for n, v in blocks.items()}
-    blocks = {n: v for n, v in blocks.items() if n.startswith("block_") or n.endswith("_stages")}
+    blocks = constants["BLOCKS"]._asdict() if "BLOCKS" in constants else constants
+    shown = {n.lower(): v for n, v in blocks.items()}
+    shown = {n: v for n, v in shown.items() if n.startswith("block_") or n.endswith("_stages")}
+    warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
+    parameters = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+    partials = parameters.get("partials")
     return Compiled(
         capability=task.capability,
-        kernel=name,
-        shape="x".join(map(str, task.shape)) if task.shape else "",
+        kernel=launch.kernel.__name__,
+        shape=shape_name(task.shape),
         dtype=str(task.dtype).removeprefix("torch.") + ("" if task.tf32 else " ieee"),
         options=" ".join(
-            f"{n.removeprefix('block_').removeprefix('num_')}={v}" for n, v in blocks.items()
+            f"{n.removeprefix('block_').removeprefix('num_')}={v}" for n, v in shown.items()
         ),
-        warps=compiled.metadata.num_warps,
+        warps=warps,
         registers=registers,
-        spilled_bytes=spilled,
-        shared_bytes=compiled.metadata.shared,
+        stack_bytes=stack_bytes,
+        shared_bytes=shared_bytes,
+        resident=resident_programs(task.capability, warps, registers, shared_bytes),
+        resident_counted_on=blocks.get("resident", 0),
+        stages=max(blocks.get("num_stages", 1), tap_stages(launch)),
+        buffers=buffers(compiled.asm["ttgir"]),
+        two_byte_loads=len(re.findall(r"\bld\.global\S*\.[bu]16\b", ptx)),
+        two_byte_loads_needed=any(c % 8 for c in channels_of(constants)),
+        partial_bytes=0 if partials is None else partials.numel() * partials.itemsize,
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         mma=len(re.findall(r"\bmma\.sync", ptx)),
         async_copies=len(re.findall(r"\bcp\.async\.c[ag]", ptx)),
     )
 
 
+def shape_name(shape: Shape | Block | None) -> str:
+    """A convolution's channels, kernel and stride; or the channels of a block in a run."""
+    if shape is None:
+        return ""
+    return "x".join(map(str, shape)) if isinstance(shape, Shape) else "run of {}, {}".format(*shape)
+
+
+def tap_stages(launch: Launch) -> int:
+    """Stages of the loop over taps; 1 where it is unrolled or has one iteration."""
+    geometry, blocks = launch.constants.get("GEOMETRY"), launch.constants.get("BLOCKS")
+    is_unrolled = dict(zip(launch.kernel.arg_names, launch.args, strict=False)).get("partials")
+    if geometry is None or geometry.R * geometry.S == 1 or is_unrolled is not None:
+        return 1
+    return blocks.num_tap_stages
+
+
+def channels_of(constants: Mapping[str, Any]) -> list[int]:
+    """The numbers of channels of the tensors that a kernel reads."""
+    if "GEOMETRY" in constants:
+        return [constants["GEOMETRY"].C, constants["GEOMETRY"].K]
+    return [constants[n] for n in ("CHANNELS", "C", "K") if n in constants]
+
+
+def buffers(ttgir: str) -> int:
+    """The most buffers that a loop's asynchronous copies fill in turn; 0 without such copies."""
+    if "async_copy_global_to_local" not in ttgir:
+        return 0
+    return max(map(int, re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)))
+
+
+def resident_programs(capability: int, warps: int, registers: int, shared_bytes: int) -> int:
+    """How many programs are resident on a multiprocessor at once.
+
+    A warp is given registers in units of 256, and a program 1 KB of shared memory beside its own.
+    """
+    most_warps, shared = {80: (64, 164), 89: (48, 100), 120: (48, 100)}.get(capability, (64, 228))
+    by_registers = 65536 // (-(-32 * registers // 256) * 256 * warps)
+    return min(by_registers, most_warps // warps, shared * 1024 // (shared_bytes + 1024), 32)
+
+
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread, and bytes of local memory: spills, as no kernel has local arrays."""
+    """Registers per thread, and bytes of stack and local memory."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -278,14 +393,22 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def faults(rows: list[Compiled]) -> list[str]:
-    """Spills, and kernels that exceed the shared memory of their GPU."""
+    """What fails the run: see the top of this file."""
     wrong = []
     for r in rows:
         where = f"sm_{r.capability} {r.kernel} {r.shape} {r.dtype} {r.options}"
-        if r.spilled_bytes and r.capability in CAPABILITIES:
-            wrong.append(f"{where}: spills {r.spilled_bytes} bytes")
         if r.shared_bytes > SHARED_BYTES[r.capability]:
             wrong.append(f"{where}: {r.shared_bytes} bytes of shared memory")
+        if r.capability not in CAPABILITIES:
+            continue
+        if r.stack_bytes:
+            wrong.append(f"{where}: a stack frame of {r.stack_bytes} bytes")
+        if r.stages > 1 and r.buffers < 2:
+            wrong.append(f"{where}: {r.buffers} buffers where {r.stages} stages were asked for")
+        if r.two_byte_loads and not r.two_byte_loads_needed:
+            wrong.append(f"{where}: {r.two_byte_loads} loads of 2 bytes")
+        if r.resident < r.resident_counted_on:
+            wrong.append(f"{where}: {r.resident} resident programs, not {r.resident_counted_on}")
     return wrong
 
 

@@ -294,3 +294,18 @@ def test_a_build_without_its_library_says_so_once(library):
     lines = process.stdout.splitlines()
     assert len(lines) == (library == "missing")
     assert all("'cpu' is not available" in line and "pip install" in line for line in lines)
+
+
+@pytest.mark.parametrize("compiler", ["CC", "gcc", "clang", None])
+def test_triton_without_a_c_compiler_is_not_available(compiler, monkeypatch):
+    monkeypatch.setattr(backends, "_IS_TRITON_INTERPRETED", False)
+    monkeypatch.setattr(backends.cuda, "gpu_refusal", lambda: "")
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(backends.shutil, "which", lambda name: name if name == compiler else None)
+    monkeypatch.delenv("CC", raising=False)
+    if compiler == "CC":
+        monkeypatch.setenv("CC", "cc")
+    (triton,) = (b for b in backends.BACKENDS if b.name == "triton")
+    assert triton.is_available() == (compiler is not None)
+    if compiler is None:
+        assert triton.load_error() == "triton finds no C compiler; install gcc or set CC"

@@ -21,7 +21,7 @@ from bench.records import LAUNCHES, LaunchRow, read
 from tests.cuda_on_host import build, serve_cpu
 
 # Of a block without a projection, in each stage, beside those that occur once a run.
-LAUNCHES_A_BLOCK = {"cuda": (6, 6, 6), "triton": (12, 14, 14)}
+LAUNCHES_A_BLOCK = {"cuda": (6, 6, 6), "triton": (6, 6, 6)}
 KERNELS_OF_UNITS = ("F1", "F2", "F3", "B1", "B2", "B3")
 
 if shutil.which(build.CXX[0]) is None:
@@ -51,7 +51,7 @@ def rows_by(backend, *options, folder):
 def of_cuda(*options):
     """The rows of the CUDA backend."""
     stages = recorded(arguments([*options, "--backend", "cuda"]))
-    return [row for s in stages for row in rows_of(s, "cuda", [None] * len(s.launches))]
+    return [row for s in stages for row in rows_of(s, [None] * len(s.launches))]
 
 
 def units(rows, direction):
@@ -166,22 +166,16 @@ def placed(name, bytes_moved=0, *, blocks=1, is_dependent=False, kernel=None, di
     return PlacedLaunch(launch, 0, direction, kernel or name)
 
 
-def test_an_estimate_is_bytes_gaps_and_merges(monkeypatch):
-    assert estimated_us(placed("sum_partials", 4_300_000), "cuda") == pytest.approx(2.9)
+def test_an_estimate_is_bytes_and_gaps():
+    assert estimated_us(placed("sum_partials", 4_300_000)) == pytest.approx(2.9)
     dependent = placed("sum_partials", is_dependent=True)
-    assert estimated_us(dependent, "cuda") < estimated_us(placed("sum_partials"), "cuda")
-    monkeypatch.setitem(launches.MERGES, "triton", {"bn_stats"})
-    merged = placed("bn_stats", blocks=100)
-    assert estimated_us(merged, "triton") == pytest.approx(1.9 + 3.0)
-    assert estimated_us(merged, "cuda") == pytest.approx(1.9)
-    again = merged._replace(direction=BACKWARD)
-    assert estimated_us(again, "triton") == pytest.approx(1.9)
+    assert estimated_us(dependent) < estimated_us(placed("sum_partials"))
 
 
 def test_a_kernel_that_is_not_known_is_an_error_that_names_it():
     stage = StageLaunches([Part("1", 1, 8, 368.0)], [placed("fill_zeros"), placed("secret")])
     with pytest.raises(ValueError, match=r"kernel secret: .* does not know it"):
-        list(rows_of(stage, "cuda", [None, None]))
+        list(rows_of(stage, [None, None]))
 
 
 def test_the_command_names_a_kernel_that_is_not_known(monkeypatch):
@@ -194,7 +188,7 @@ def test_rows_add_up_to_the_launches():
     part = Part("1", 4, 8, 368.0)
     runs = [placed("sum_partials", 40, kernel="F1 sum_partials") for _ in range(8)]
     stage = StageLaunches([part], [*runs, placed("bn_stats", 16)])
-    first, last = rows_of(stage, "cuda", [1.0] * 8 + [6.0])
+    first, last = rows_of(stage, [1.0] * 8 + [6.0])
     assert (first.launches_per_block, first.bytes_per_block, first.units_per_block) == (2, 80, 10)
     assert (first.measured_us_per_block, last.measured_us_per_block) == (2, 1.5)
     assert first.estimated_us_per_block == pytest.approx(2 * 1.9, rel=1e-3)

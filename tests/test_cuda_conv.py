@@ -23,7 +23,14 @@ from preact_kernels.kernels.contract import Conv, Epilogue, Fold, Norm, Wanted
 from tests.cases import device_of, in_dtype, random_block, random_stage
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.cuda_on_host import build, serve_cpu
-from tests.oracle import assert_same_bits, assert_within_budget, check, evaluate, plain_copy
+from tests.oracle import (
+    assert_same_bits,
+    assert_within_budget,
+    check,
+    evaluate,
+    plain_copy,
+    weight_gradient_inside_the_image,
+)
 from tests.test_autocast import Autocast
 from tests.test_preact_stage import recorded_calls, unit_by_unit
 
@@ -479,17 +486,6 @@ def test_nan_passes_through(case):
     for name, t in expected.items():
         assert torch.equal(found[name].isnan(), t.isnan())
     torch.testing.assert_close(found["g"][middle], expected["g"][middle], rtol=0.02, atol=0)
-
-
-def weight_gradient_inside_the_image(activation: Tensor, dy: Tensor) -> Tensor:
-    """Of a 3x3 convolution: no tap reads a pixel of the padding."""
-    height, width = dy.shape[2:]
-    gradient = dy.new_empty(dy.shape[1], activation.shape[1], 3, 3)
-    for r, s in itertools.product(range(3), repeat=2):
-        a = activation[:, :, max(r - 1, 0) : height + r - 1, max(s - 1, 0) : width + s - 1]
-        d = dy[:, :, max(1 - r, 0) : height + 1 - r, max(1 - s, 0) : width + 1 - s]
-        gradient[:, :, r, s] = torch.einsum("nkhw,nchw->kc", d, a)
-    return gradient
 
 
 @pytest.mark.parametrize("changed", ["x", "dy"])

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from tests.cases import (
@@ -13,15 +14,25 @@ from tests.cases import (
     device_of,
     in_dtype,
     plain_bn_relu_conv2d,
+    random_block,
     random_stage,
 )
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+from tests.oracle import (
+    assert_same_bits,
+    check,
+    evaluate,
+    plain_copy,
+    weight_gradient_inside_the_image,
+)
+from tests.test_preact_stage import recorded_calls, unit_by_unit
 
 if "triton" not in pk.available_backends():
     pytest.skip("neither a GPU nor the interpreter of Triton", allow_module_level=True)
 
+from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
-from preact_kernels.kernels.triton import configurations, conv, launch
+from preact_kernels.kernels.contract import Conv, Norm, Wanted
+from preact_kernels.kernels.triton import block_run, configurations, conv, launch
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -53,7 +64,7 @@ def replace(monkeypatch, name, function):
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("programs", [1, 2, 7])
 def test_any_number_of_programs_merges_right(programs, kernel, monkeypatch):
-    replace(monkeypatch, "persistent_programs", lambda x, tiles, columns=1: min(tiles, programs))
+    replace(monkeypatch, "persistent_programs", lambda x, tiles, *_: min(tiles, programs))
     case = CASE._replace(x=(2, 20, 9, 17), kernel=kernel, padding=kernel // 2)
     plain = partial(plain_bn_relu_conv2d, training=True, **case.conv)
     check(call(case), plain, conv_inputs(case), draws=2)
@@ -69,9 +80,8 @@ def test_wide_addresses_change_no_bit(kernel, monkeypatch):
 
 
 def test_addresses_are_wide_before_two_to_the_31_elements():
-    small, large = (torch.empty(2**31 - n, device="meta") for n in (2**17, 1))
-    assert not launch.needs_int64(small, None)
-    assert launch.needs_int64(small, large)
+    assert not launch.needs_int64(2**31 - 2**17, 1)
+    assert launch.needs_int64(1, 2**31 - 1)
 
 
 # Blocks of every capability, and both ways to a weight's gradient.
@@ -95,6 +105,28 @@ def test_the_blocks_of_every_gpu(capability, kernel, channels, out_channels, dty
     check(call(case), plain, conv_inputs(case, dtype))
 
 
+# 16 channels in half precision: the gradients of x and of the weight in one pass.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["x", "dy"])
+def test_padding_takes_no_part_in_the_gradient_of_the_weight(name, dtype):
+    x, dy = torch.randn(2, 16, 9, 5), torch.randn(2, 16, 9, 5)
+    changed = x if name == "x" else dy
+    changed[-1, 3, 0, 0] = torch.inf
+    changed[0, 5, -1, -1] = torch.nan
+    x, dy = (t.to(dtype).contiguous(memory_format=torch.channels_last) for t in (x, dy))
+    norm = Norm(torch.randn(16), torch.rand(16) + 0.5, torch.rand(16), torch.randn(16), 1e-5)
+    weight = torch.randn(16, 16, 3, 3).to(dtype)
+    padded = Conv((1, 1), (1, 1), (1, 1), 1)
+    found = kernels.bn_relu_conv_backward(dy, None, x, norm, weight, padded, Wanted(True, True))
+    wide = Norm(*(t.double() for t in norm[:4]), norm.eps)
+    a = reference.bn_relu_forward(x.double(), wide)
+    expected = weight_gradient_inside_the_image(a, dy.double())
+    assert not expected.isfinite().all()
+    assert expected.isfinite().any()
+    assert torch.equal(found.conv_weight.isnan(), expected.isnan())
+    assert torch.equal(found.conv_weight.isinf(), expected.isinf())
+
+
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 def test_a_stage_whose_gradients_stay_folded(kind):
     stage = random_stage(kind).to(DEVICE)
@@ -115,6 +147,97 @@ def test_a_stage_in_half_precision_runs_again_to_the_same_bits(dtype):
     expected = evaluate(stage, inputs)
     stage.memory, stage.anchor_every = "checkpoint", 1  # no input is rebuilt
     assert_same_bits(evaluate(stage, inputs), expected)
+
+
+# 17 channels do not fill vectors. The gradients of weights are cut into groups of two blocks and of
+# one.
+MEMORY = ({}, {"memory": "rebuild"}, {"memory": "checkpoint", "segments": 2})
+
+
+def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
+    """Blocks without projections, every batch norm with an eps of its own."""
+    width = channels // 4 if kind == "bottleneck" else channels
+    if kind == "bottleneck":
+        channels = 4 * width
+    stage = pk.PreActStage([random_block(kind, channels, width) for _ in range(blocks)], **options)
+    norms = [m for m in stage.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    for index, bn in enumerate(norms):
+        bn.eps = 1e-3 * (index + 1)
+    return stage.to(DEVICE), torch.randn(3, channels, 7, 6)
+
+
+@pytest.fixture
+def groups_of_two(monkeypatch):
+    monkeypatch.setattr(block_run, "_GROUPS", 2)
+    monkeypatch.setattr(block_run, "_SMALLEST_GROUP", 1)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.usefixtures("groups_of_two")
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("in_one_pass", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_nhwc", [True, False])
+def test_a_run_of_blocks_gives_the_bits_of_its_units(
+    memory, kind, training, in_one_pass, dtype, is_nhwc, monkeypatch
+):
+    processors = 1 if in_one_pass else 10**6
+    monkeypatch.setattr(launch, "properties", lambda device: launch.Device(90, processors))
+    stage, x = plain_stage(kind, **memory)
+    stage = in_dtype(stage, dtype).train(training)
+    if is_nhwc:
+        stage = stage.to(memory_format=torch.channels_last)
+    inputs = {"x": x.to(dtype)}
+    expected = unit_by_unit(evaluate, stage, inputs)
+    names = ("block_run_forward", "block_run_backward")
+    forward, backward = (recorded_calls(kernels, n, monkeypatch) for n in names)
+    assert_same_bits(evaluate(stage, inputs), expected)
+    assert forward and backward
+
+
+def recorded_launches(monkeypatch):
+    """The names of kernels that are launched from here on; none of them runs."""
+    found = []
+    replace(monkeypatch, "launch_kernel", lambda kernel, *_, **__: found.append(kernel.__name__))
+    return found
+
+
+class WritingOps(TorchDispatchMode):
+    """The names of called operators that write memory: on a GPU, a launch each."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and "empty" not in function.name():
+            self.names.append(function.name())
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("in_one_pass", [True, False])
+@pytest.mark.parametrize("memory", ["store", "rebuild"])
+def test_a_block_takes_three_launches_each_way(memory, in_one_pass, monkeypatch):
+    processors = 1 if in_one_pass else 10**6
+    monkeypatch.setattr(launch, "properties", lambda device: launch.Device(90, processors))
+    monkeypatch.setattr(kernels, "running_stats_update", lambda *_: None)
+    counts = {}
+    for blocks in (32, 64):
+        anchors = {"anchor_every": blocks} if memory == "rebuild" else {}
+        stage, x = plain_stage(blocks=blocks, memory=memory, **anchors)
+        launched = recorded_launches(monkeypatch)
+        with WritingOps() as called:
+            y = stage(x.requires_grad_())
+            forward, launched[:] = list(launched), []
+            y.backward(x)
+        counts[blocks] = len(forward), len(launched), called.names
+    (forward, backward, ops), (forward2, backward2, ops2) = counts.values()
+    assert forward2 - forward == 3 * 32
+    rebuilt = 1 if memory == "rebuild" else 0  # the last convolution once more
+    assert backward2 - backward == (3 + rebuilt) * 32
+    assert ops2 == ops
 
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")

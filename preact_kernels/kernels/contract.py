@@ -114,7 +114,7 @@ class ConvGradients(NamedTuple):
 
 
 class BlockRun(NamedTuple):
-    """Blocks in a row without projections, each of the same number of units.
+    """Blocks in a row without projections, which differ in their values alone.
 
     `serves_conv` holds for all their convolutions.
     """
@@ -122,6 +122,7 @@ class BlockRun(NamedTuple):
     parameters: Sequence[Tensor]  # bn_weight, bn_bias, conv_weight of every unit
     eps: Sequence[float]  # of every unit
     units_per_block: int
+    convs: Sequence[Conv]  # of the units of a block
 
 
 class BlockRunOutput(NamedTuple):

@@ -101,7 +101,7 @@ class NativeKernels(FlatOps, BlockKernels):
         keep_inputs: bool,
         keep_block_inputs: bool,
     ) -> BlockRunOutput:
-        parameters, eps, units_per_block = run
+        parameters, eps, units_per_block, _ = run
         y, mean, var, *rest = self._ops.preact_stage_forward.default(
             x,
             x_statistics or (),
@@ -130,7 +130,7 @@ class NativeKernels(FlatOps, BlockKernels):
         inv_count: float,
         y: Tensor | None,
     ) -> BlockRunGradients:
-        parameters, eps, units_per_block = run
+        parameters, eps, units_per_block, _ = run
         # Negating the weights of a block's last unit negates each product, and so each sum.
         stride = 3 * units_per_block
         last = list(parameters[stride - 1 :: stride])

@@ -112,11 +112,14 @@ class Blocks:
         return self.parameters[3 * unit + 2]
 
     def run(self, begin: int, end: int) -> BlockRun:
-        """Plain blocks of equal length, as a backend takes them."""
+        """Plain blocks of equal shapes, as a backend takes them."""
         first, last = self.first_unit[begin], self.first_unit[end]
-        parameters = self.parameters[3 * first : 3 * last]
+        units = self.specs[begin].units
         return BlockRun(
-            parameters, [u.eps for u in self.units[first:last]], len(self.specs[begin].units)
+            self.parameters[3 * first : 3 * last],
+            [u.eps for u in self.units[first:last]],
+            len(units),
+            [u.conv for u in units],
         )
 
 
@@ -133,13 +136,15 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
         spec, first = blocks.specs[index], blocks.first_unit[index]
         if spec.shortcut is not None or not spec.is_residual:
             return None
+        convs = []
         for unit, u in enumerate(spec.units, first):
             weight = blocks.conv_weight(unit)
             if u.training != spec.units[0].training or u.process_group is not None:
                 return None
             if not kernels.serves_conv(weight.shape, u.conv, x.dtype, x.device, pixels):
                 return None
-        return len(spec.units), spec.units[0].training
+            convs.append((weight.shape, weight.dtype, u.conv))
+        return spec.units[0].training, *convs
 
     return [key(i, pixels) for i, pixels in enumerate(_input_pixels(blocks, x))]
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -44,11 +45,16 @@ _IS_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 
 
 def _triton_load_error() -> str:
-    """Triton needs to be installed, and a GPU that it serves or its interpreter."""
+    """Triton needs to be installed; and its interpreter, or a GPU and a C compiler."""
     refusal = "" if _IS_TRITON_INTERPRETED else cuda.gpu_refusal()
-    if refusal or importlib.util.find_spec("triton"):
+    if refusal:
         return refusal
-    return "triton is not installed"
+    if not importlib.util.find_spec("triton"):
+        return "triton is not installed"
+    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not (_IS_TRITON_INTERPRETED or has_compiler):
+        return "triton finds no C compiler; install gcc or set CC"
+    return ""
 
 
 def _triton_kernels() -> Kernels:

@@ -1,13 +1,15 @@
-"""The Triton backend, an implementation of `contract.Kernels`: for GPUs and for the interpreter.
+"""The Triton backend, for GPUs and for the interpreter: an implementation of `BlockKernels`.
 
-To a kernel, a dense NHWC tensor is a `[pixels, channels]` matrix. There is one file per op; shared
-code is in `batch_norm` and `conv` (device functions), `reduction` (partial results), `launch`
-(grids) and `configurations` (block shapes).
+To a kernel, a dense NHWC tensor is a `[pixels, channels]` matrix. There is one file per op, and
+`block_run` for several blocks in one call. Shared code is in `batch_norm` and `conv` (device
+functions), `reduction` (sums over programs), `launch` (launches, grids) and `configurations` (block
+shapes).
 """
 
 from preact_kernels.kernels.running_stats import (
     fast_running_stats_update as running_stats_update,
 )
+from preact_kernels.kernels.triton.block_run import block_run_backward, block_run_forward
 from preact_kernels.kernels.triton.bn_relu import (
     bn_input_gradient,
     bn_relu_backward_input,
@@ -26,6 +28,8 @@ from preact_kernels.kernels.triton.residual_add import residual_add_forward
 takes_float32_weights = False
 
 __all__ = [
+    "block_run_backward",
+    "block_run_forward",
     "bn_input_gradient",
     "bn_relu_backward_input",
     "bn_relu_backward_mask",

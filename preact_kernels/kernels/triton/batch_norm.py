@@ -4,18 +4,52 @@ Tiles are `[pixels, channels]`. Arithmetic is in float32. Results that PyTorch w
 rounded to the dtype of the activations.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from preact_kernels.kernels.contract import Norm
+from preact_kernels.kernels.triton.reduction import load_statistics, load_two_sums
+
+
+class KernelNorm(NamedTuple):
+    """What normalises a tensor: a `Norm`, or one whose statistics are still exact sums."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    sums: Tensor | None = None  # of the tensor, see `reduction`; in place of mean and var
+    count: int = 0  # summands a channel
+
+
+def kernel_norm(norm: Norm) -> KernelNorm:
+    """A norm whose statistics are known."""
+    return KernelNorm(*norm)
 
 
 @triton.jit
 def load_norm(norm, channel, CHANNELS: tl.constexpr):
     """mean, rstd, scale = weight * rstd, and bias of a block of channels."""
     is_channel = channel < CHANNELS
-    mean = tl.load(norm.mean + channel, mask=is_channel, other=0.0)
-    rstd = tl.rsqrt(tl.load(norm.var + channel, mask=is_channel, other=1.0) + norm.eps)
-    scale = tl.load(norm.weight + channel, mask=is_channel, other=0.0) * rstd
-    return mean, rstd, scale, tl.load(norm.bias + channel, mask=is_channel, other=0.0)
+    if norm.sums is None:
+        mean = tl.load(norm.mean + channel, mask=is_channel, other=0.0)
+        var = tl.load(norm.var + channel, mask=is_channel, other=1.0)
+    else:
+        mean, var = load_statistics(norm.sums, norm.count, channel, is_channel, CHANNELS)
+    rstd, scale, bias = load_affine(var, norm.weight, norm.bias, norm.eps, channel, is_channel)
+    return mean, rstd, scale, bias
+
+
+@triton.jit
+def load_affine(var, weight, bias, eps, channel, is_channel):
+    """rstd, scale = weight * rstd, and bias of a block of channels."""
+    rstd = tl.rsqrt(var + eps)
+    scale = tl.load(weight + channel, mask=is_channel, other=0.0) * rstd
+    return rstd, scale, tl.load(bias + channel, mask=is_channel, other=0.0)
 
 
 @triton.jit
@@ -35,8 +69,8 @@ def relu(p):
 def load_fold(fold, channel, CHANNELS: tl.constexpr):
     """A, B, C and mean of a block of channels, for the gradient A*g + B*(x - mean) + C.
 
-    B and C are zeros in evaluation mode, where `inv_count` is 0. Without a fold (`fold.x` is
-    None) the results are unused.
+    `fold.sums` are float32, or exact sums. B and C are zeros in evaluation mode, where `inv_count`
+    is 0. Without a fold (`fold.x` is None) the results are unused.
     """
     if fold.x is None:
         return 0, 0, 0, 0
@@ -46,8 +80,7 @@ def load_fold(fold, channel, CHANNELS: tl.constexpr):
         variance = tl.load(fold.norm.var + channel, mask=is_channel, other=1.0)
         rstd = tl.rsqrt(variance + fold.norm.eps)
         a = tl.load(fold.norm.weight + channel, mask=is_channel, other=0.0) * rstd
-        sum_g = tl.load(fold.sums + channel, mask=is_channel, other=0.0)
-        sum_g_xhat = tl.load(fold.sums + CHANNELS + channel, mask=is_channel, other=0.0)
+        sum_g, sum_g_xhat = load_two_sums(fold.sums, channel, is_channel, CHANNELS)
         b = -a * rstd * (sum_g_xhat * fold.inv_count)
         return a, b, -a * (sum_g * fold.inv_count), mean
 
@@ -60,7 +93,8 @@ def load_folded(g, fold, coefficients, at, mask, g_mask, IN_TRAINING: tl.constex
     in evaluation mode.
     """
     a, b, c, mean = coefficients
-    dx = tl.load(g + at, mask=g_mask, other=0.0).to(tl.float32) * a[None, :]
+    dx = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
+    dx = tl.where(g_mask, dx, 0.0) * a[None, :]  # not the mask of the load, which would split it
     if IN_TRAINING:
         x = tl.load(fold.x + at, mask=mask, other=0.0).to(tl.float32)
         dx += (x - mean[None, :]) * b[None, :] + c[None, :]

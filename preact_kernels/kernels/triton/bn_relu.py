@@ -7,6 +7,7 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import Fold, Norm
 from preact_kernels.kernels.triton.batch_norm import (
+    kernel_norm,
     load_fold,
     load_folded,
     load_norm,
@@ -17,13 +18,18 @@ from preact_kernels.kernels.triton.batch_norm import (
 )
 from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
+    launch_kernel,
     on_device_of,
-    persistent_programs,
 )
-from preact_kernels.kernels.triton.reduction import column_sums, launch_sum_partials
+from preact_kernels.kernels.triton.reduction import (
+    add_two_sums,
+    column_sums,
+    finished_sums,
+    new_sums,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_relu_forward_kernel(
     x,
     norm,
@@ -47,22 +53,19 @@ def bn_relu_forward_kernel(
     tl.store(y + at, relu(p).to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_relu_backward_mask_kernel(
     dy,
     x,
     norm,
     g,
-    partials,
+    sums,
     pixels,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """g = dy * [p > 0], stored unless `g` is None, and the sums of each program.
-
-    `partials` is `[programs, 2, CHANNELS]`. Grid: programs, channel blocks.
-    """
+    """g = dy * [p > 0], stored unless `g` is None, and its sums. Grid: programs, channel blocks."""
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -84,12 +87,10 @@ def bn_relu_backward_mask_kernel(
             tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
         sum_g += column_sums(g_tile)
         sum_g_x += column_sums(tl.where(mask, g_tile * (value - mean[None, :]), 0.0))
-    own = partials + tl.program_id(0) * 2 * CHANNELS + channel
-    tl.store(own, sum_g, mask=is_channel)
-    tl.store(own + CHANNELS, sum_g_x * rstd, mask=is_channel)
+    add_two_sums(sum_g, sum_g_x * rstd, sums, channel, is_channel, CHANNELS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_input_gradient_kernel(
     g,
     fold,
@@ -128,8 +129,12 @@ def bn_relu_forward(x: Tensor, norm: Norm) -> Tensor:
     launch = elementwise_launch(x)
     y = torch.empty_like(x, memory_format=torch.channels_last)
     with on_device_of(x):
-        bn_relu_forward_kernel[launch.tiles, launch.columns](
-            x, norm, y, launch.pixels, **launch.constants
+        launch_kernel(
+            bn_relu_forward_kernel,
+            launch.grid,
+            (x, kernel_norm(norm), y, launch.pixels),
+            launch.constants,
+            launch.num_warps,
         )
     return y
 
@@ -140,15 +145,16 @@ def _launch_mask(dy: Tensor, x: Tensor, norm: Norm, g: Tensor | None) -> Tensor:
     A program owns every `programs`-th tile of a block of channels.
     """
     launch = elementwise_launch(x)
-    programs = persistent_programs(x, launch.tiles)
-    partials = x.new_empty((programs, 2 * launch.channels), dtype=torch.float32)
-    sums = x.new_empty((2, launch.channels), dtype=torch.float32)
     with on_device_of(x):
-        bn_relu_backward_mask_kernel[programs, launch.columns](
-            dy, x, norm, g, partials, launch.pixels, **launch.constants
+        sums = new_sums(x, launch.channels)
+        launch_kernel(
+            bn_relu_backward_mask_kernel,
+            launch.persistent_grid(x),
+            (dy, x, kernel_norm(norm), g, sums, launch.pixels),
+            launch.constants,
+            launch.num_warps,
         )
-        launch_sum_partials(partials, None, sums)
-    return sums
+        return finished_sums(sums)[0]
 
 
 def bn_relu_backward_mask(dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -166,15 +172,14 @@ def _launch_input_gradient(g: Tensor, fold: Fold, masked: bool) -> Tensor:
     """`[skip +] A*g + B*x + C`, of `g * [p > 0]` if masked. A program owns one tile."""
     launch = elementwise_launch(fold.x)
     dx = torch.empty_like(fold.x, memory_format=torch.channels_last)
+    flags = {"MASKED": masked, "IN_TRAINING": fold.inv_count != 0}
     with on_device_of(fold.x):
-        bn_input_gradient_kernel[launch.tiles, launch.columns](
-            g,
-            fold,
-            dx,
-            launch.pixels,
-            MASKED=masked,
-            IN_TRAINING=fold.inv_count != 0,
-            **launch.constants,
+        launch_kernel(
+            bn_input_gradient_kernel,
+            launch.grid,
+            (g, fold, dx, launch.pixels),
+            {**flags, **launch.constants},
+            launch.num_warps,
         )
     return dx
 

@@ -4,6 +4,11 @@ The gradient of the output may be folded, as the input gradient of the batch nor
 kernels evaluate it as they load.
 """
 
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +16,9 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Norm, Wanted
 from preact_kernels.kernels.triton.batch_norm import (
+    KernelNorm,
+    kernel_norm,
+    load_affine,
     load_fold,
     load_norm,
     pixels_of,
@@ -24,23 +32,35 @@ from preact_kernels.kernels.triton.conv import (
     NO_FOLD,
     OutputGradient,
     Sizes,
-    Strides,
     dot,
     geometry_of,
     input_pixels,
     load_output_gradient,
     load_weight,
     output_pixels,
+    packed_weight,
     precision,
 )
 from preact_kernels.kernels.triton.launch import (
-    capability,
+    INTERPRETED,
     ceil_div,
+    device_of,
+    launch_kernel,
     needs_int64,
     on_device_of,
     persistent_programs,
 )
-from preact_kernels.kernels.triton.reduction import column_sums, launch_sum_partials
+from preact_kernels.kernels.triton.reduction import (
+    add_two_sums,
+    column_sums,
+    finished_sums,
+    launch_sum_partials,
+    new_sums,
+)
+
+# A program that sums the gradient of a weight has at least so many tiles, to keep partial results
+# small beside the tensors that are read.
+_TILES_PER_PROGRAM = 1 if INTERPRETED else 8
 
 
 @triton.jit
@@ -56,8 +76,9 @@ def load_tap(
 ):
     """The tile `[pixels, out channels]` of the output's gradient that a tap passes to x.
 
-    `tile_pixels` are pixels of x, and which of them exist. The middle tap stores the tile in
-    `gradient.unfolded` unless None: it reads each output pixel once.
+    `tile_pixels` are pixels of x, and which of them exist. The second result says to which of them
+    the tap passes a gradient: no pixel of the padding may meet an infinite activation. The middle
+    tap stores the tile in `gradient.unfolded` unless None: it reads each output pixel once.
     """
     pixel, is_pixel = tile_pixels
     out_pixel, exists = output_pixels(pixel, is_pixel, tap, sizes, GEOMETRY)
@@ -69,7 +90,7 @@ def load_tap(
     if gradient.unfolded is not None:
         is_own = (tap == GEOMETRY.R * GEOMETRY.S // 2) & (tl.program_id(1) == 0)
         tl.store(gradient.unfolded + at, tile, mask=mask & is_own)
-    return tile
+    return tile, exists
 
 
 @triton.jit
@@ -79,25 +100,25 @@ def bn_relu_conv_backward_kernel(
     norm,
     conv_weight,
     g,
+    sums,
     partials,
     sizes,
-    strides,
     GEOMETRY: tl.constexpr,
     BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
     IN_TRAINING: tl.constexpr,
-    WITH_WEIGHT: tl.constexpr,
 ):
     """g `[pixels, C]` = conv_transpose(gradient) * [p > 0], its sums, and dconv_weight.
 
-    `partials` is `[programs, R*S*K*C + 2*C]`: the gradient of the weight, absent unless
-    WITH_WEIGHT, and the sums. Grid: programs, blocks of input channels.
+    `partials` is `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone. Grid:
+    programs, blocks of input channels.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
     K: tl.constexpr = GEOMETRY.K
     TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
+    WITH_WEIGHT: tl.constexpr = partials is not None
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
@@ -136,7 +157,7 @@ def bn_relu_conv_backward_kernel(
             for tap in tl.static_range(TAPS):
                 for block in tl.static_range(COUT_BLOCKS):
                     out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-                    dy_tile = load_tap(
+                    dy_tile, exists = load_tap(
                         tap,
                         out_channel,
                         gradient,
@@ -147,17 +168,18 @@ def bn_relu_conv_backward_kernel(
                         IN_TRAINING,
                     )
                     weight = load_weight(
-                        conv_weight, strides, tap, channel, out_channel, GEOMETRY, TRANSPOSED=True
+                        conv_weight, tap, channel, out_channel, GEOMETRY, TRANSPOSED=True
                     )
                     da = dot(dy_tile, weight, da, dtype, PRECISION)
                     dweight = dweights[tap * COUT_BLOCKS + block]
-                    added = added + (dot(tl.trans(dy_tile), a, dweight, dtype, PRECISION),)
+                    tap_a = tl.where(exists[:, None], a, 0.0) if TAPS > 1 else a
+                    added = added + (dot(tl.trans(dy_tile), tap_a, dweight, dtype, PRECISION),)
             dweights = added
         else:
             for tap in tl.range(TAPS, num_stages=BLOCKS.num_tap_stages):
                 for block in tl.static_range(COUT_BLOCKS):
                     out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-                    dy_tile = load_tap(
+                    dy_tile, _ = load_tap(
                         tap,
                         out_channel,
                         gradient,
@@ -168,7 +190,7 @@ def bn_relu_conv_backward_kernel(
                         IN_TRAINING,
                     )
                     weight = load_weight(
-                        conv_weight, strides, tap, channel, out_channel, GEOMETRY, TRANSPOSED=True
+                        conv_weight, tap, channel, out_channel, GEOMETRY, TRANSPOSED=True
                     )
                     da = dot(dy_tile, weight, da, dtype, PRECISION)
         g_tile = tl.where((p <= 0) | ~mask, 0.0, da).to(dtype)
@@ -176,39 +198,59 @@ def bn_relu_conv_backward_kernel(
         g_tile = g_tile.to(tl.float32)
         sum_g += column_sums(g_tile)
         sum_g_x += column_sums(tl.where(mask, g_tile * (x_tile - mean[None, :]), 0.0))
-    WEIGHTS: tl.constexpr = TAPS * K * C if WITH_WEIGHT else 0
-    own = partials + tl.program_id(0).to(tl.int64) * (WEIGHTS + 2 * C)
+    add_two_sums(sum_g, sum_g_x * rstd, sums, channel, is_channel, C)
     if WITH_WEIGHT:
+        own = partials + tl.program_id(0).to(tl.int64) * (TAPS * K * C)
         for tap in tl.static_range(TAPS):
             for block in tl.static_range(COUT_BLOCKS):
                 out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
                 w_at = (tap * K + out_channel[:, None]) * C + channel[None, :]
                 w_mask = (out_channel < K)[:, None] & is_channel[None, :]
                 tl.store(own + w_at, dweights[tap * COUT_BLOCKS + block], mask=w_mask)
-    tl.store(own + WEIGHTS + channel, sum_g, mask=is_channel)
-    tl.store(own + WEIGHTS + C + channel, sum_g_x * rstd, mask=is_channel)
+
+
+class WeightUnit(NamedTuple):
+    """What the gradient of one unit's weight is computed from."""
+
+    dy: Tensor  # whole, not folded
+    x: Tensor
+    norm: KernelNorm
+
+
+@triton.jit
+def unit_of(units, index, UNITS: tl.constexpr):
+    """dy, x, and the mean, var, weight, bias and eps of the norm, of a `WeightUnit` in a tuple."""
+    dy, x, norm = units[0].dy, units[0].x, units[0].norm
+    mean, var, weight, bias, eps = norm.mean, norm.var, norm.weight, norm.bias, norm.eps
+    for i in tl.static_range(1, UNITS):
+        is_this = index == i
+        dy = tl.where(is_this, units[i].dy, dy)
+        x = tl.where(is_this, units[i].x, x)
+        mean = tl.where(is_this, units[i].norm.mean, mean)
+        var = tl.where(is_this, units[i].norm.var, var)
+        weight = tl.where(is_this, units[i].norm.weight, weight)
+        bias = tl.where(is_this, units[i].norm.bias, bias)
+        eps = tl.where(is_this, units[i].norm.eps, eps)
+    return dy, x, mean, var, weight, bias, eps
 
 
 @triton.jit
 def bn_relu_conv_backward_weight_kernel(
-    gradient,
-    x,
-    norm,
+    units,
     partials,
     sizes,
     GEOMETRY: tl.constexpr,
     BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
-    IN_TRAINING: tl.constexpr,
+    UNITS: tl.constexpr,
     TAPS_PER_PROGRAM: tl.constexpr,
 ):
-    """dconv_weight alone, over the pixels of the output.
+    """dconv_weight alone, over the pixels of the output, of several units at once.
 
-    `partials` is `[programs, R*S*K*C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks of output
-    channels * blocks of input channels.
+    `partials` is `[units, programs, R, S, K, C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks
+    of output channels * blocks of input channels, units.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
     K: tl.constexpr = GEOMETRY.K
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
@@ -216,6 +258,9 @@ def bn_relu_conv_backward_weight_kernel(
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
+    IS_PADDED: tl.constexpr = GEOMETRY.PAD_H + GEOMETRY.PAD_W > 0
+    dy, x, mean, var, weight, bias, eps = unit_of(units, tl.program_id(2), UNITS)
+    dtype: tl.constexpr = x.dtype.element_ty
     pixels = sizes.pixels
     column = tl.program_id(1)
     first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
@@ -223,8 +268,9 @@ def bn_relu_conv_backward_weight_kernel(
     is_channel = channel < C
     out_channel = column // CIN_BLOCKS % COUT_BLOCKS * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
     is_out_channel = out_channel < K
-    mean, _, scale, bias = load_norm(norm, channel, C)
-    coefficients = load_fold(gradient.fold, out_channel, K)
+    mean = tl.load(mean + channel, mask=is_channel, other=0.0)
+    var = tl.load(var + channel, mask=is_channel, other=1.0)
+    _, scale, bias = load_affine(var, weight, bias, eps, channel, is_channel)
     dweights = ()
     for _ in tl.static_range(TAPS_PER_PROGRAM):
         dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
@@ -238,8 +284,7 @@ def bn_relu_conv_backward_weight_kernel(
         is_pixel = pixel < pixels
         out_mask = is_pixel[:, None] & is_out_channel[None, :]
         out_at = pixel[:, None] * K + out_channel[None, :]
-        dy_tile = load_output_gradient(gradient, coefficients, out_at, out_mask, IN_TRAINING)
-        dy_tile = dy_tile.to(dtype)
+        dy_tile = tl.load(dy + out_at, mask=out_mask, other=0.0)
         added = ()
         for tap in tl.static_range(TAPS_PER_PROGRAM):
             in_pixel, exists = input_pixels(pixel, is_pixel, first_tap + tap, sizes, GEOMETRY)
@@ -247,99 +292,177 @@ def bn_relu_conv_backward_weight_kernel(
             at = in_pixel[:, None] * C + channel[None, :]
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
             a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, dtype)), 0.0)
-            added = added + (dot(tl.trans(dy_tile), a, dweights[tap], dtype, PRECISION),)
+            # No pixel of the padding may meet an infinite gradient.
+            tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
+            added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
         dweights = added
-    own = partials + tl.program_id(0).to(tl.int64) * (GEOMETRY.R * GEOMETRY.S * K * C)
+    program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    own = partials + program.to(tl.int64) * (GEOMETRY.R * GEOMETRY.S * K * C)
     for tap in tl.static_range(TAPS_PER_PROGRAM):
         w_at = ((first_tap + tap) * K + out_channel[:, None]) * C + channel[None, :]
         tl.store(own + w_at, dweights[tap], mask=is_out_channel[:, None] & is_channel[None, :])
 
 
-def _programs(x: Tensor, dy: Tensor, tiles: int, columns: int, weights: int) -> int:
-    """Programs per grid column.
+class BackwardLaunch:
+    """The backward of a convolution for tensors of one shape and dtype, which may be called often.
 
-    Limited so that the partial weight gradients are no larger than x and dy together.
+    Args:
+        like: a tensor of the same dtype on the same device.
+        x_shape: shape of the input.
+        dy_shape: shape of the output.
+        weight_shape: `[K, C, R, S]`.
+        conv: geometry; one group.
+
+    Attributes:
+        weights: number of weights.
+        in_one_pass: whether one kernel computes g and the gradient of the weight. Otherwise the
+            gradient of the weight is a launch of its own, for several units at once.
+        input_programs: partial results of the gradient of the weight in one pass.
+        weight_programs: partial results for each unit of a launch of its own.
     """
-    programs = persistent_programs(x, tiles, columns)
-    if weights:
-        limit = (x.numel() + dy.numel()) * x.element_size() // (4 * weights)
-        programs = min(programs, max(1, limit))
-    return programs
+
+    def __init__(
+        self,
+        like: Tensor,
+        x_shape: Sequence[int],
+        dy_shape: Sequence[int],
+        weight_shape: Sequence[int],
+        conv: Conv,
+    ) -> None:
+        geometry = self._geometry = geometry_of(weight_shape, conv)
+        device = device_of(like)
+        taps = geometry.R * geometry.S
+        self.weights = taps * geometry.K * geometry.C
+        blocks = conv_backward(device.capability, like.dtype, geometry.C, geometry.K, taps)
+        # Partial results, written and read again, are to be small beside x and dy.
+        elements = math.prod(x_shape), math.prod(dy_shape)
+        read = sum(elements) * like.itemsize
+        partial = 4 * self.weights
+        self.in_one_pass = blocks.both is not None and 2 * partial * device.multiprocessors <= read
+        self._both = blocks.both if self.in_one_pass else None
+        self._input, self._weight = blocks.input, blocks.weight
+        self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
+        self._sizes = *x_shape[2:], *dy_shape[2:]
+        self._constants = {
+            "GEOMETRY": geometry,
+            "INT64": needs_int64(*elements),
+            "PRECISION": precision(like.dtype),
+        }
+        self._compiled: dict[tuple, Any] = {}
+
+        self.input_programs = 0
+        if self._both is not None:
+            self.input_programs = self._input_grid(like, self._both)[0]
+        self._taps_per_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
+        self._weight_columns = (
+            taps
+            // self._taps_per_program
+            * ceil_div(geometry.C, blocks.weight.block_cin)
+            * ceil_div(geometry.K, blocks.weight.block_cout)
+        )
+        tiles = ceil_div(self._out_pixels, blocks.weight.block_pixels)
+        self.weight_programs = min(
+            persistent_programs(like, tiles, self._weight_columns, blocks.weight.resident),
+            ceil_div(tiles, _TILES_PER_PROGRAM),
+            max(1, read // partial),
+        )
+
+    def _input_grid(self, x: Tensor, blocks: ConvBlocks) -> tuple[int, int, int]:
+        columns = ceil_div(self._geometry.C, blocks.block_cin)
+        tiles = ceil_div(self._in_pixels, blocks.block_pixels)
+        return persistent_programs(x, tiles, columns, blocks.resident), columns, 1
+
+    def input(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        x: Tensor,
+        norm: KernelNorm,
+        conv_weight: Tensor,
+        sums: Tensor,
+        partials: Tensor | None,
+        needs_whole: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """g, and the unfolded gradient of the output where it is needed or is `dy` itself.
+
+        Adds the sums of g to the accumulators `sums`. Stores partial gradients of the weight unless
+        `partials` is None. `conv_weight` is packed. A program owns every `programs`-th tile of a
+        block of input channels.
+        """
+        whole = stored = None
+        if fold is not None and needs_whole:
+            if self._geometry.keeps_size():
+                whole = stored = torch.empty_like(dy, memory_format=torch.channels_last)
+            else:  # the kernel does not read each pixel of dy exactly once
+                dy, fold = bn_input_gradient(dy, fold), None
+        if fold is None:
+            whole = dy
+        gradient = OutputGradient(dy, NO_FOLD if fold is None else fold, stored)
+        blocks = self._input if partials is None else cast(ConvBlocks, self._both)
+        g = torch.empty_like(x, memory_format=torch.channels_last)
+        is_exact = gradient.fold.x is not None and gradient.fold.sums.dtype == torch.int64
+        variant = (
+            gradient.fold.x is None,
+            gradient.fold.skip is None,
+            is_exact,
+            gradient.unfolded is None,
+            partials is None,
+        )
+        self._compiled[variant] = launch_kernel(
+            bn_relu_conv_backward_kernel,
+            self._input_grid(x, blocks),
+            (
+                gradient,
+                x,
+                norm,
+                conv_weight,
+                g,
+                sums,
+                partials,
+                Sizes(self._in_pixels, *self._sizes),
+            ),
+            {
+                "GEOMETRY": self._geometry,
+                "BLOCKS": blocks,
+                "INT64": self._constants["INT64"],
+                "PRECISION": self._constants["PRECISION"],
+                "IN_TRAINING": gradient.fold.inv_count != 0,
+            },
+            blocks.num_warps,
+            self._compiled.get(variant),
+        )
+        return g, whole
+
+    def weight(self, units: Sequence[WeightUnit], partials: Tensor, slots: int = 1) -> None:
+        """Partial gradients of the weights `[units, weight_programs, R, S, K, C]`.
+
+        A program owns every `programs`-th tile of some taps and a block of either channels, of one
+        unit. `slots` is at least the number of units: launches of as many share a kernel.
+        """
+        filled = *units, *itertools.repeat(units[0], slots - len(units))
+        blocks = self._weight
+        self._compiled[("weight",)] = launch_kernel(
+            bn_relu_conv_backward_weight_kernel,
+            (self.weight_programs, self._weight_columns, len(units)),
+            (filled, partials, Sizes(self._out_pixels, *self._sizes)),
+            {
+                "GEOMETRY": self._geometry,
+                "BLOCKS": blocks,
+                "INT64": self._constants["INT64"],
+                "PRECISION": self._constants["PRECISION"],
+                "UNITS": slots,
+                "TAPS_PER_PROGRAM": self._taps_per_program,
+            },
+            blocks.num_warps,
+            self._compiled.get(("weight",)),
+        )
 
 
-def _launch_input(
-    gradient: OutputGradient,
-    x: Tensor,
-    norm: Norm,
-    conv_weight: Tensor,
-    blocks: ConvBlocks,
-    dconv_weight: Tensor | None,
-    constants: dict,
-) -> tuple[Tensor, Tensor]:
-    """g and its sums; fills `dconv_weight` in the same pass unless None.
-
-    A program owns every `programs`-th tile of a block of input channels.
-    """
-    dy, channels = gradient.dy, x.shape[1]
-    g = torch.empty_like(x, memory_format=torch.channels_last)
-    sums = x.new_empty((2, channels), dtype=torch.float32)
-    pixels = x.numel() // channels
-    columns = ceil_div(channels, blocks.block_cin)
-    weights = 0 if dconv_weight is None else dconv_weight.numel()
-    programs = _programs(x, dy, ceil_div(pixels, blocks.block_pixels), columns, weights)
-    partials = x.new_empty((programs, weights + 2 * channels), dtype=torch.float32)
-    bn_relu_conv_backward_kernel[programs, columns](
-        gradient,
-        x,
-        norm,
-        conv_weight,
-        g,
-        partials,
-        Sizes(pixels, *x.shape[2:], *dy.shape[2:]),
-        Strides(*conv_weight.stride()),
-        **constants,
-        BLOCKS=blocks,
-        WITH_WEIGHT=dconv_weight is not None,
-        num_warps=blocks.num_warps,
-    )
-    launch_sum_partials(partials, dconv_weight, sums)
-    return g, sums
-
-
-def _launch_weight(
-    gradient: OutputGradient,
-    x: Tensor,
-    norm: Norm,
-    blocks: ConvBlocks,
-    dconv_weight: Tensor,
-    constants: dict,
-) -> None:
-    """Fills `dconv_weight`.
-
-    A program owns every `programs`-th tile of some taps and a block of either channels.
-    """
-    dy = gradient.dy
-    out_channels, channels, height, width = dconv_weight.shape
-    pixels = dy.numel() // out_channels
-    taps_per_program = width if width <= 3 else 1  # a row, if registers hold it
-    taps = height * width // taps_per_program
-    cin_blocks = ceil_div(channels, blocks.block_cin)
-    columns = taps * cin_blocks * ceil_div(out_channels, blocks.block_cout)
-    tiles = ceil_div(pixels, blocks.block_pixels)
-    programs = _programs(x, dy, tiles, columns, dconv_weight.numel())
-    partials = x.new_empty((programs, dconv_weight.numel()), dtype=torch.float32)
-    bn_relu_conv_backward_weight_kernel[programs, columns](
-        gradient,
-        x,
-        norm,
-        partials,
-        Sizes(pixels, *x.shape[2:], *dy.shape[2:]),
-        **constants,
-        BLOCKS=blocks,
-        TAPS_PER_PROGRAM=taps_per_program,
-        num_warps=blocks.num_warps,
-    )
-    launch_sum_partials(partials, dconv_weight, None)
+def new_weight_gradients(conv_weight: Tensor, units: int) -> Tensor:
+    """Uninitialized `[units, K, C, R, S]`, each in the memory layout of the weight."""
+    strides = torch.empty_like(conv_weight, device="meta").stride()
+    shape = units, *conv_weight.shape
+    return conv_weight.new_empty_strided(shape, (conv_weight.numel(), *strides))
 
 
 def launch_bn_relu_conv_backward(
@@ -352,38 +475,28 @@ def launch_bn_relu_conv_backward(
     wanted: Wanted,
 ) -> ConvGradients:
     """See `Kernels.bn_relu_conv_backward`; for one group."""
-    geometry = geometry_of(conv_weight.shape, conv)
-    taps = geometry.R * geometry.S
-    blocks = conv_backward(capability(x), x.dtype, geometry.C, geometry.K, taps)
-    unfolded = stored = None
-    if fold is None:
-        unfolded = dy if wanted.dy else None
-    elif wanted.dy and wanted.input and geometry.keeps_size():
-        unfolded = stored = torch.empty_like(dy, memory_format=torch.channels_last)
-    elif wanted.dy:  # no kernel below reads each pixel of dy exactly once
-        unfolded = dy = bn_input_gradient(dy, fold)
-        fold = None
-    gradient = OutputGradient(dy, NO_FOLD if fold is None else fold, stored)
-    constants = {
-        "GEOMETRY": geometry,
-        "INT64": needs_int64(x, dy),
-        "PRECISION": precision(x.dtype),
-        "IN_TRAINING": gradient.fold.inv_count != 0,
-    }
-    g = sums = None
-    one_pass = blocks.both if wanted.input and wanted.weight else None
-    dconv_weight = torch.empty_like(conv_weight) if wanted.weight else None
+    launch = BackwardLaunch(x, x.shape, dy.shape, conv_weight.shape, conv)
+    in_one_pass = launch.in_one_pass and wanted.input and wanted.weight
+    x_norm = kernel_norm(norm)
+    g = sums = dconv_weight = partials = None
     with on_device_of(x):
+        if wanted.weight:
+            programs = launch.input_programs if in_one_pass else launch.weight_programs
+            partials = x.new_empty((1, programs, launch.weights), dtype=torch.float32)
+        needs_whole = wanted.dy or (wanted.weight and not in_one_pass)
+        whole: Tensor | None = dy
         if wanted.input:
-            g, sums = _launch_input(
-                gradient,
-                x,
-                norm,
-                conv_weight,
-                one_pass or blocks.input,
-                dconv_weight if one_pass else None,
-                constants,
-            )
-        if dconv_weight is not None and one_pass is None:
-            _launch_weight(gradient, x, norm, blocks.weight, dconv_weight, constants)
-    return ConvGradients(g, sums, dconv_weight, unfolded)
+            exact = new_sums(x, x.shape[1])
+            own = cast(Tensor, partials)[0] if in_one_pass else None
+            weight = packed_weight(conv_weight)
+            g, whole = launch.input(dy, fold, x, x_norm, weight, exact[0], own, needs_whole)
+            sums = finished_sums(exact)[0]
+        elif fold is not None:
+            whole = bn_input_gradient(dy, fold)
+        if partials is not None:
+            if not in_one_pass:
+                launch.weight([WeightUnit(cast(Tensor, whole), x, x_norm)], partials)
+            results = new_weight_gradients(conv_weight, 1)
+            launch_sum_partials(partials, results)
+            dconv_weight = results[0]
+    return ConvGradients(g, sums, dconv_weight, whole if wanted.dy else None)

@@ -1,14 +1,18 @@
 """Batch norm, ReLU and convolution in one kernel: neither p nor relu(p) is stored in memory."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv, Epilogue, Norm, Output
+from preact_kernels.kernels.contract import BatchStatistics, Conv, Epilogue, Norm, Output
 from preact_kernels.kernels.triton.batch_norm import (
+    KernelNorm,
+    kernel_norm,
     load_norm,
     pixels_of,
     pre_activation,
@@ -18,25 +22,27 @@ from preact_kernels.kernels.triton.batch_norm import (
 from preact_kernels.kernels.triton.configurations import conv_forward
 from preact_kernels.kernels.triton.conv import (
     Sizes,
-    Strides,
     dot,
     geometry_of,
     input_pixels,
     load_weight,
+    packed_weight,
     precision,
 )
 from preact_kernels.kernels.triton.launch import (
-    capability,
     ceil_div,
+    device_of,
+    launch_kernel,
     needs_int64,
     on_device_of,
     persistent_programs,
 )
 from preact_kernels.kernels.triton.reduction import (
+    add_moments,
     add_tile,
     empty_moments,
-    finish_statistics,
-    new_statistics,
+    finished_statistics,
+    new_sums,
 )
 
 
@@ -54,17 +60,17 @@ def bn_relu_conv_forward_kernel(
     conv_weight,
     addends,
     y,
-    statistics,
+    sums,
     sizes,
-    strides,
     GEOMETRY: tl.constexpr,
     BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y `[pixels, K]` = conv(relu(p)) [+ conv_bias] [+ residual], and its statistics unless None.
+    """y `[pixels, K]` = conv(relu(p)) [+ conv_bias] [+ residual].
 
-    Grid: programs, blocks of output channels.
+    Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output
+    channels.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
@@ -100,7 +106,7 @@ def bn_relu_conv_forward_kernel(
                 mean, _, scale, bias = norms[block]
                 a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, dtype)), 0.0)
                 weight = load_weight(
-                    conv_weight, strides, tap, channel, out_channel, GEOMETRY, TRANSPOSED=False
+                    conv_weight, tap, channel, out_channel, GEOMETRY, TRANSPOSED=False
                 )
                 total = dot(a, weight, total, dtype, PRECISION)
         mask = is_pixel[:, None] & is_out_channel[None, :]
@@ -112,43 +118,83 @@ def bn_relu_conv_forward_kernel(
             total += tl.load(addends.residual + at, mask=mask, other=0.0).to(tl.float32)
         stored = total.to(dtype)
         tl.store(y + at, stored, mask=mask)
-        if statistics is not None:
+        if sums is not None:
             rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
             moments = add_tile(moments, stored.to(tl.float32), is_pixel, rows)
-    if statistics is not None:
-        finish_statistics(moments, statistics, out_channel, is_out_channel, K)
+    if sums is not None:
+        add_moments(moments, sums, out_channel, is_out_channel, K)
+
+
+class ForwardLaunch:
+    """The forward of a convolution for tensors of one shape and dtype, which may be called often.
+
+    A program owns every `programs`-th tile of a block of output channels.
+
+    Args:
+        like: a tensor of the same dtype on the same device.
+        x_shape: shape of the input.
+        weight_shape: `[K, C, R, S]`.
+        conv: geometry; one group.
+
+    Attributes:
+        shape: of the output.
+        pixels: of the output.
+    """
+
+    def __init__(
+        self, like: Tensor, x_shape: Sequence[int], weight_shape: Sequence[int], conv: Conv
+    ) -> None:
+        geometry = geometry_of(weight_shape, conv)
+        taps = geometry.R * geometry.S
+        self.shape = conv.output_shape(x_shape, weight_shape)
+        self.pixels = self.shape[0] * self.shape[2] * self.shape[3]
+        self._sizes = Sizes(self.pixels, *x_shape[2:], *self.shape[2:])
+        blocks = conv_forward(device_of(like).capability, like.dtype, geometry.C, geometry.K, taps)
+        columns = ceil_div(geometry.K, blocks.block_cout)
+        tiles = ceil_div(self.pixels, blocks.block_pixels)
+        self._grid = persistent_programs(like, tiles, columns, blocks.resident), columns, 1
+        self._num_warps = blocks.num_warps
+        self._constants = {
+            "GEOMETRY": geometry,
+            "BLOCKS": blocks,
+            "INT64": needs_int64(math.prod(x_shape), math.prod(self.shape)),
+            "PRECISION": precision(like.dtype),
+        }
+        self._compiled: dict[tuple, Any] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: KernelNorm,
+        conv_weight: Tensor,
+        addends: Addends,
+        sums: Tensor | None,
+    ) -> Tensor:
+        """y; adds to the accumulators `sums` unless None. `conv_weight` is packed."""
+        y = torch.empty(
+            self.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last
+        )
+        variant = norm.sums is None, addends.residual is None, sums is None
+        self._compiled[variant] = launch_kernel(
+            bn_relu_conv_forward_kernel,
+            self._grid,
+            (x, norm, conv_weight, addends, y, sums, self._sizes),
+            self._constants,
+            self._num_warps,
+            self._compiled.get(variant),
+        )
+        return y
 
 
 def launch_bn_relu_conv_forward(
     x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue
 ) -> Output:
-    """See `Kernels.bn_relu_conv_forward`; for one group.
-
-    A program owns every `programs`-th tile of a block of output channels.
-    """
-    conv_bias, residual, with_stats = epilogue
-    geometry = geometry_of(conv_weight.shape, conv)
-    shape = conv.output_shape(x.shape, conv_weight.shape)
-    blocks = conv_forward(capability(x), x.dtype, geometry.C, geometry.K, geometry.R * geometry.S)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    pixels = y.numel() // geometry.K
-    columns = ceil_div(geometry.K, blocks.block_cout)
-    programs = persistent_programs(x, ceil_div(pixels, blocks.block_pixels), columns)
-    statistics = new_statistics(y, geometry.K, programs, columns) if with_stats else None
+    """See `Kernels.bn_relu_conv_forward`; for one group."""
+    launch = ForwardLaunch(x, x.shape, conv_weight.shape, conv)
+    addends = Addends(epilogue.conv_bias, epilogue.residual)
     with on_device_of(x):
-        bn_relu_conv_forward_kernel[programs, columns](
-            x,
-            norm,
-            conv_weight,
-            Addends(conv_bias, residual),
-            y,
-            statistics,
-            Sizes(pixels, *x.shape[2:], *shape[2:]),
-            Strides(*conv_weight.stride()),
-            GEOMETRY=geometry,
-            BLOCKS=blocks,
-            INT64=needs_int64(x, y),
-            PRECISION=precision(x.dtype),
-            num_warps=blocks.num_warps,
-        )
-    return Output(y, None if statistics is None else statistics.result())
+        sums = new_sums(x, conv_weight.shape[0]) if epilogue.with_stats else None
+        y = launch(x, kernel_norm(norm), packed_weight(conv_weight), addends, sums)
+        if sums is None:
+            return Output(y, None)
+        return Output(y, BatchStatistics(*finished_statistics(sums, launch.pixels)[0]))

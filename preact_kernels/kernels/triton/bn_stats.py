@@ -8,27 +8,28 @@ from preact_kernels.kernels.contract import BatchStatistics
 from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
 from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
+    launch_kernel,
     on_device_of,
-    persistent_programs,
 )
 from preact_kernels.kernels.triton.reduction import (
+    add_moments,
     add_tile,
     empty_moments,
-    finish_statistics,
-    new_statistics,
+    finished_statistics,
+    new_sums,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_stats_kernel(
     x,
-    statistics,
+    sums,
     pixels,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Statistics of x `[pixels, CHANNELS]`. Grid: programs, channel blocks."""
+    """Adds sums and sums of squares of x `[pixels, CHANNELS]`. Grid: programs, channel blocks."""
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -43,14 +44,25 @@ def bn_stats_kernel(
         value = tl.load(x + at, mask=is_pixel[:, None] & is_channel[None, :], other=0.0)
         rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
         moments = add_tile(moments, value.to(tl.float32), is_pixel, rows)
-    finish_statistics(moments, statistics, channel, is_channel, CHANNELS)
+    add_moments(moments, sums, channel, is_channel, CHANNELS)
+
+
+def launch_bn_stats(x: Tensor) -> Tensor:
+    """Accumulators of x. A program owns every `programs`-th tile of a block of channels."""
+    launch = elementwise_launch(x)
+    sums = new_sums(x, launch.channels)
+    launch_kernel(
+        bn_stats_kernel,
+        launch.persistent_grid(x),
+        (x, sums, launch.pixels),
+        launch.constants,
+        launch.num_warps,
+    )
+    return sums
 
 
 def bn_stats(x: Tensor) -> BatchStatistics:
-    """See `Kernels.bn_stats`. A program owns every `programs`-th tile of a block of channels."""
-    launch = elementwise_launch(x)
-    programs = persistent_programs(x, launch.tiles)
-    statistics = new_statistics(x, launch.channels, programs, launch.columns)
+    """See `Kernels.bn_stats`."""
     with on_device_of(x):
-        bn_stats_kernel[programs, launch.columns](x, statistics, launch.pixels, **launch.constants)
-    return statistics.result()
+        (statistics,) = finished_statistics(launch_bn_stats(x), x.numel() // x.shape[1])
+    return BatchStatistics(*statistics)

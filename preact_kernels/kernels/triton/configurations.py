@@ -14,6 +14,10 @@ import triton
 HOPPER = 90  # wgmma reads operands from shared memory, which leaves registers for more pixels
 BLACKWELL = 100
 
+# Of a pipelined loop: two tiles are copied while a third is computed. Triton 3.6 gives a loop of
+# two stages a single buffer, which is filled and waited for in turn.
+STAGES = 3
+
 MAX_TAPS = 9
 # Wider convolutions run in cuDNN, after a fused batch norm and ReLU: the prologue is bound by
 # instruction issue, and tiles this narrow feed the tensor cores too slowly.
@@ -23,6 +27,10 @@ MAX_IEEE_PRODUCTS = 1024  # input channels times output channels
 # Largest weight whose gradient fits in a program's registers beside the gradient of the input.
 MAX_WEIGHTS_1X1 = 16 * 1024
 MAX_WEIGHTS_3X3 = 4 * 1024
+
+
+# Resident programs per multiprocessor of an elementwise kernel that reduces.
+ELEMENTWISE_RESIDENT = 4
 
 
 class ElementwiseBlocks(NamedTuple):
@@ -42,6 +50,7 @@ class ConvBlocks(NamedTuple):
     num_warps: int
     num_stages: int  # of the loop over tiles
     num_tap_stages: int = 1  # of the inner loop over taps, unless it is unrolled
+    resident: int = 1  # programs per multiprocessor
 
 
 class BackwardBlocks(NamedTuple):
@@ -98,10 +107,17 @@ def conv_forward(
     takes_registers = _is_ragged(channels, out_channels) or (channels > 64 and capability < HOPPER)
     if takes_registers and not is_half:
         pixels = 32
+    if channels > 128:  # room for the buffers of all blocks of input channels
+        pixels = min(pixels, 64 if is_half else 32)
+    stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
         has_room = capability == HOPPER or (is_half and capability < HOPPER)
-        return ConvBlocks(pixels, cin, cout, 8, 2 if has_room else 1)
-    return ConvBlocks(pixels, cin, cout, 4 if is_half and capability < HOPPER else 8, 1, 2)
+        resident = 2 if is_half and cout <= 16 else 1
+        return ConvBlocks(pixels, cin, cout, 8, stages if has_room else 1, resident=resident)
+    warps = 4 if is_half and (capability < HOPPER or cin * cout <= 256) else 8
+    is_narrow = is_half and cout <= 32 and stages > 1
+    resident = (4 if cout <= 16 else 2) if is_narrow else 1
+    return ConvBlocks(pixels, cin, cout, warps, 1, stages, resident)
 
 
 @functools.cache
@@ -117,22 +133,30 @@ def conv_backward(
     weights = taps * cin * cout * triton.cdiv(out_channels, cout)
     pixels, warps = 64 if capability == HOPPER and dtype.itemsize == 2 else 32, 8
     weight_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
-    if _is_ragged(channels, out_channels):
-        pixels = 16
+    stages = STAGES
+    if _is_ragged(channels, out_channels):  # no asynchronous copies of 2 bytes
+        pixels, stages = 16, 1
         if dtype.itemsize == 2:
-            pixels, warps, weight_warps = 32, 4 if capability < HOPPER else 8, 4
+            weight_warps = 4
+    weight_pixels = pixels if taps == 1 else min(pixels, 32)
+    if taps > 1 and cin * cout > 2048 and capability < HOPPER:
+        weight_pixels = 16
     # Triton 3.6 fails to pipeline the products of this kernel for Blackwell.
     weight = ConvBlocks(
-        pixels, cin, min(cout, 64), weight_warps, 2 if capability < BLACKWELL else 1
+        weight_pixels, cin, min(cout, 64), weight_warps, stages if capability < BLACKWELL else 1
     )
     if taps > 1:
         in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtype.itemsize == 2
-        both = ConvBlocks(32, cin, cout, 4, 1) if in_one_pass else None
-        return BackwardBlocks(ConvBlocks(pixels, cin, cout, warps, 1, 2), weight, both)
+        both = ConvBlocks(16, cin, cout, 4, 1, resident=2) if in_one_pass else None
+        input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
+        pixels = pixels if dtype.itemsize == 2 else 16
+        if stages == 1:
+            pixels, input_warps = 32 if capability < HOPPER else 16, 4
+            cin = min(cin, 16)
+        return BackwardBlocks(ConvBlocks(pixels, cin, cout, input_warps, 1, stages), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
     if weights > 2048:
-        is_tight = capability >= BLACKWELL and dtype.itemsize == 4 and weights >= 16 * 1024
-        pixels = min(pixels, 16 if is_tight else 32)
-    one = ConvBlocks(pixels, cin, cout, warps, 2 if capability == HOPPER else 1)
+        pixels = min(pixels, 32 if dtype.itemsize == 2 else 16)
+    one = ConvBlocks(pixels, cin, cout, warps, stages if capability == HOPPER else 1)
     max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
     return BackwardBlocks(one, weight, one if weights <= max_weights else None)

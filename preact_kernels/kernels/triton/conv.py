@@ -49,15 +49,6 @@ class Geometry(NamedTuple):
         )
 
 
-class Strides(NamedTuple):
-    """Strides of a weight `[K, C, R, S]`."""
-
-    k: int
-    c: int
-    r: int
-    s: int
-
-
 class Sizes(NamedTuple):
     """Image sizes, and the number of pixels that the tiles of a launch cover."""
 
@@ -80,6 +71,11 @@ def geometry_of(weight_shape: Sequence[int], conv: Conv) -> Geometry:
     """The geometry of a convolution with one group."""
     fields: Any = (*weight_shape, *conv.stride, *conv.padding, *conv.dilation)
     return Geometry(*fields)
+
+
+def packed_weight(conv_weight: Tensor) -> Tensor:
+    """The weight, dense in the order K, R, S, C."""
+    return conv_weight.contiguous(memory_format=torch.channels_last)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -135,21 +131,18 @@ def output_pixels(pixel, is_pixel, tap, sizes, GEOMETRY: tl.constexpr):
 
 @triton.jit
 def load_weight(
-    conv_weight,
-    strides,
-    tap,
-    channel,
-    out_channel,
-    GEOMETRY: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    conv_weight, tap, channel, out_channel, GEOMETRY: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    """The weights `[channels, out channels]` of a tap, or their transpose."""
-    at = tap // GEOMETRY.S * strides.r + tap % GEOMETRY.S * strides.s
+    """The weights `[channels, out channels]` of a tap, or their transpose.
+
+    `conv_weight` is `[K, R, S, C]`.
+    """
+    TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
     if TRANSPOSED:
-        at += channel[None, :] * strides.c + out_channel[:, None] * strides.k
+        at = (out_channel[:, None] * TAPS + tap) * GEOMETRY.C + channel[None, :]
         mask = (out_channel < GEOMETRY.K)[:, None] & (channel < GEOMETRY.C)[None, :]
     else:
-        at += channel[:, None] * strides.c + out_channel[None, :] * strides.k
+        at = (out_channel[None, :] * TAPS + tap) * GEOMETRY.C + channel[:, None]
         mask = (channel < GEOMETRY.C)[:, None] & (out_channel < GEOMETRY.K)[None, :]
     return tl.load(conv_weight + at, mask=mask, other=0.0)
 

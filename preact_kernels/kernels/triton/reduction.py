@@ -1,38 +1,28 @@
-"""Reductions over the programs of a grid, in a fixed order.
+"""Sums over the programs of a grid: the same bits in every run, whatever the order of programs.
 
-Statistics are (count, mean, M2), M2 being the sum of squares around the mean. They are merged by
-the formula of Chan, Golub and LeVeque (1979), in float64, by the last program of a grid column to
-finish. Sums over programs (gradients of the convolution's weight, and the two sums of batch norm's
-backward) have many more elements and get a launch of their own. There are no atomic additions of
-floats: two runs give the same bits.
+Statistics and the two sums of batch norm's backward go into exact integer accumulators, by atomic
+additions whose results nobody waits for. The kernel that needs a sum reads it there. Sums over
+programs of the gradients of a convolution's weight have many more elements; each program stores its
+own, and a launch of its own adds them in a fixed order.
+
+Accumulators are `[2, 6, channels]` int64 zeros, for two sums a channel. A float64 value is split
+into five words of 48 bits with the units 2^-112, 2^-64, 2^-16, 2^32 and 2^80. A word is the sum of
+what up to 2^15 programs add; all that is lost is what a value has below 2^-112. The sixth word
+counts NaN, +inf and -inf in three fields of 21 bits; a value of 2^134 or more counts as infinite.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import BatchStatistics
-from preact_kernels.kernels.triton.conv import Strides
-from preact_kernels.kernels.triton.launch import INTERPRETED, ceil_div, counters
+from preact_kernels.kernels.triton.launch import INTERPRETED, ceil_div, launch_kernel
 
+WORDS = 6
+
+_WORDS = tl.constexpr(WORDS)
 _BLOCK_PROGRAMS = tl.constexpr(32)
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
-
-
-class Statistics(NamedTuple):
-    """The tensors that a kernel needs to compute statistics of its output."""
-
-    partials: Tensor  # [programs, 4, channels]: count, pivot, offset and M2
-    counters: Tensor  # one zero per grid column
-    mean: Tensor  # [channels]
-    var: Tensor  # [channels]
-
-    def result(self) -> BatchStatistics:
-        """The statistics alone."""
-        return BatchStatistics(self.mean, self.var)
 
 
 @triton.jit
@@ -57,8 +47,9 @@ def leading_bits(x):
 def empty_moments(BLOCK_CHANNELS: tl.constexpr):
     """count, pivot, offset and M2 of zero pixels; mean = pivot + offset.
 
-    The pivot is near the mean of the first tile and has few bits. Subtracting it is nearly exact,
-    even if the mean is large relative to the deviation. The mean of a constant channel is exact.
+    M2 is the sum of squares around the mean. The pivot is near the mean of the first tile and has
+    few bits. Subtracting it is nearly exact, even if the mean is large relative to the deviation.
+    The mean of a constant channel is exact.
     """
     zeros = tl.zeros([BLOCK_CHANNELS], tl.float32)
     return tl.full([], 0.0, tl.float32), zeros, zeros, zeros
@@ -66,7 +57,10 @@ def empty_moments(BLOCK_CHANNELS: tl.constexpr):
 
 @triton.jit
 def add_tile(moments, tile, is_row, rows):
-    """The moments after one more tile `[pixels, channels]`, of `rows` > 0 valid pixels."""
+    """The moments after one more tile `[pixels, channels]`, of `rows` > 0 valid pixels.
+
+    By the formula of Chan, Golub and LeVeque (1979).
+    """
     count, pivot, offset, m2 = moments
     rows = rows.to(tl.float32)
     near = leading_bits(column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows)
@@ -84,119 +78,200 @@ def add_tile(moments, tile, is_row, rows):
 
 
 @triton.jit
-def load_partials(partials, begin, programs, channel, is_channel, CHANNELS: tl.constexpr):
-    """Count, mean and M2 of a block of programs, each `[programs, channels]`, in float64."""
-    row = begin + tl.arange(0, _BLOCK_PROGRAMS)
-    mask = (row < programs)[:, None] & is_channel[None, :]
-    at = partials + row[:, None] * 4 * CHANNELS + channel[None, :]
-    n = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
-    pivot = tl.load(at + CHANNELS, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
-    offset = tl.load(at + 2 * CHANNELS, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
-    m2 = tl.load(at + 3 * CHANNELS, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
-    return n, pivot + offset, m2
+def one_per_thread(values):
+    """The same values, spread over the threads of the program.
 
-
-@triton.jit
-def finish_statistics(moments, statistics, channel, is_channel, CHANNELS: tl.constexpr):
-    """Stores the moments of a program; the last one of its column stores mean and variance.
-
-    `statistics` is a `Statistics`. The first axis of the grid is the programs.
+    In a tile each value of a row is held by many threads, and each thread holds many.
     """
-    count, pivot, offset, m2 = moments
-    partials = statistics.partials
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    own = partials + program * 4 * CHANNELS + channel
-    tl.store(own, tl.zeros_like(m2) + count, mask=is_channel)
-    tl.store(own + CHANNELS, pivot, mask=is_channel)
-    tl.store(own + 2 * CHANNELS, offset, mask=is_channel)
-    tl.store(own + 3 * CHANNELS, m2, mask=is_channel)
-    tl.debug_barrier()  # the stores of all threads precede the increment
-    counter = statistics.counters + tl.program_id(1)
-    if tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1:
-        total = tl.zeros_like(m2).to(tl.float64)
-        sum_of_all = total
-        for begin in range(0, programs, _BLOCK_PROGRAMS):
-            n, mean, _ = load_partials(partials, begin, programs, channel, is_channel, CHANNELS)
-            total += tl.sum(n, 0)
-            sum_of_all += tl.sum(n * mean, 0)
-        total = tl.where(is_channel, total, 1.0)
-        mean_of_all = sum_of_all / total
-        m2_of_all = tl.zeros_like(mean_of_all)
-        for begin in range(0, programs, _BLOCK_PROGRAMS):
-            n, mean, s = load_partials(partials, begin, programs, channel, is_channel, CHANNELS)
-            delta = mean - mean_of_all[None, :]
-            m2_of_all += tl.sum(tl.where(n > 0, s + n * delta * delta, 0.0), 0)
-        variance = (m2_of_all / total).to(tl.float32)
-        tl.store(statistics.mean + channel, mean_of_all.to(tl.float32), mask=is_channel)
-        tl.store(statistics.var + channel, variance, mask=is_channel)
-        tl.store(counter, 0)
+    return tl.gather(values, tl.arange(0, values.shape[0]), 0)
 
 
 @triton.jit
+def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
+    """Adds a block of float64 values to their accumulators `[6, CHANNELS]`.
+
+    Most words are zero and are not added.
+    """
+    is_nan = value != value
+    is_infinite = tl.abs(value) >= 2.0**134
+    one = tl.where(is_nan, 1, tl.where(value > 0, 1 << 21, 1 << 42)).to(tl.int64)
+    is_special = is_nan | is_infinite
+    tl.atomic_add(sums + 5 * CHANNELS + channel, one, mask=is_channel & is_special, sem="relaxed")
+    rest = tl.where(is_special, 0.0, value)
+    for word in tl.static_range(4, -1, -1):
+        digits = (rest * 2.0 ** (112 - 48 * word)).to(tl.int64)
+        rest -= digits.to(tl.float64) * 2.0 ** (48 * word - 112)
+        mask = is_channel & (digits != 0)
+        tl.atomic_add(sums + word * CHANNELS + channel, digits, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def load_exact(sums, channel, is_channel, CHANNELS):
+    """The sums of a block of channels in float64."""
+    total = tl.zeros_like(channel).to(tl.float64)
+    for word in tl.static_range(4, -1, -1):
+        digits = tl.load(sums + word * CHANNELS + channel, mask=is_channel, other=0)
+        total += digits.to(tl.float64) * 2.0 ** (48 * word - 112)
+    special = tl.load(sums + 5 * CHANNELS + channel, mask=is_channel, other=0)
+    infinity: tl.constexpr = float("inf")
+    total += tl.where(special >> 21 & 0x1FFFFF != 0, infinity, 0.0)
+    total -= tl.where(special >> 42 != 0, infinity, 0.0)
+    return tl.where(special & 0x1FFFFF != 0, float("nan"), total)
+
+
+@triton.jit
+def add_moments(moments, sums, channel, is_channel, CHANNELS: tl.constexpr):
+    """Adds the sum and the sum of squares of a program's pixels to accumulators."""
+    count, pivot, offset, m2 = moments
+    offset, m2 = one_per_thread(offset), one_per_thread(m2)
+    mean = one_per_thread(pivot).to(tl.float64) + offset.to(tl.float64)
+    total = mean * count.to(tl.float64)
+    add_exact(sums, total, channel, is_channel, CHANNELS)
+    squares = tl.fma(total, mean, m2.to(tl.float64))
+    add_exact(sums + _WORDS * CHANNELS, squares, channel, is_channel, CHANNELS)
+
+
+@triton.jit
+def load_statistics(sums, count, channel, is_channel, CHANNELS):
+    """Mean and biased variance in float32 of `count` pixels.
+
+    E[x^2] - mean^2 loses nothing that float32 would keep: both are exact to float64.
+    """
+    mean = load_exact(sums, channel, is_channel, CHANNELS) / count
+    squares = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS) / count
+    variance = tl.fma(-mean, mean, squares)
+    variance = tl.where(variance < 0, 0.0, variance)
+    return one_per_thread(mean.to(tl.float32)), one_per_thread(variance.to(tl.float32))
+
+
+@triton.jit
+def add_two_sums(first, second, sums, channel, is_channel, CHANNELS: tl.constexpr):
+    """Adds two float32 values a channel to accumulators."""
+    first, second = one_per_thread(first).to(tl.float64), one_per_thread(second).to(tl.float64)
+    add_exact(sums, first, channel, is_channel, CHANNELS)
+    add_exact(sums + _WORDS * CHANNELS, second, channel, is_channel, CHANNELS)
+
+
+@triton.jit
+def load_two_sums(sums, channel, is_channel, CHANNELS):
+    """Two float32 sums a channel: `[2, CHANNELS]` as they are, or of accumulators."""
+    if sums.dtype.element_ty == tl.int64:
+        first = load_exact(sums, channel, is_channel, CHANNELS).to(tl.float32)
+        second = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS)
+        return one_per_thread(first), one_per_thread(second.to(tl.float32))
+    else:
+        first = tl.load(sums + channel, mask=is_channel, other=0.0)
+        return first, tl.load(sums + CHANNELS + channel, mask=is_channel, other=0.0)
+
+
+def new_sums(x: Tensor, channels: int, units: int = 1) -> Tensor:
+    """Accumulators `[units, 2, 6, channels]` on the device of x."""
+    return x.new_zeros((units, 2, WORDS, channels), dtype=torch.int64)
+
+
+@triton.jit(do_not_specialize=["count", "channels"])
+def finish_sums_kernel(
+    sums,
+    count,
+    results,
+    channels,
+    ARE_STATISTICS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+):
+    """Accumulators `[units, 2, 6, channels]` as float32 `[units, 2, channels]`.
+
+    The two are mean and variance, or the sums. Grid: channel blocks, units.
+    """
+    channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    is_channel = channel < channels
+    unit = tl.program_id(1)
+    sums += unit * (2 * _WORDS * channels)
+    if ARE_STATISTICS:
+        first, second = load_statistics(sums, count, channel, is_channel, channels)
+    else:
+        first, second = load_two_sums(sums, channel, is_channel, channels)
+    own = results + unit * (2 * channels) + channel
+    tl.store(own, first, mask=is_channel)
+    tl.store(own + channels, second, mask=is_channel)
+
+
+def _launch_finish(sums: Tensor, count: int) -> Tensor:
+    """A program owns a block of channels of one unit."""
+    units, _, _, channels = sums.shape
+    results = sums.new_empty((units, 2, channels), dtype=torch.float32)
+    block = 128
+    launch_kernel(
+        finish_sums_kernel,
+        (ceil_div(channels, block), units, 1),
+        (sums, count, results, channels),
+        {"ARE_STATISTICS": count > 0, "BLOCK_CHANNELS": block},
+        4,
+    )
+    return results
+
+
+def finished_statistics(sums: Tensor, count: int) -> Tensor:
+    """Mean and variance `[units, 2, channels]` of accumulators; `count` summands a channel."""
+    return _launch_finish(sums, count)
+
+
+def finished_sums(sums: Tensor) -> Tensor:
+    """The sums of accumulators, `[units, 2, channels]` float32."""
+    return _launch_finish(sums, 0)
+
+
+@triton.jit(do_not_specialize=[1, *range(3, 11)])  # one kernel for all shapes
 def sum_partials_kernel(
     partials,
     programs,
     dconv_weight,
-    sums,
-    strides,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SUMS: tl.constexpr,
+    K,
+    C,
+    S,
+    taps,
+    stride_k,
+    stride_c,
+    stride_r,
+    stride_s,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
-    """Sums `partials [programs, WEIGHTS + SUMS]` over programs: `[R, S, K, C]` weights, then sums.
+    """Sums `partials [units, programs, R, S, K, C]` over programs.
 
-    Grid: blocks of elements.
+    `dconv_weight` is `[units, K, C, R, S]` with the strides given. Grid: blocks of elements, units.
     """
+    weights = taps * K * C
     element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
-    is_element = element < WEIGHTS + SUMS
+    is_element = element < weights
+    unit = tl.program_id(1).to(tl.int64)
+    partials += unit * programs * weights
     total = tl.zeros([BLOCK_ELEMENTS], tl.float32)
     for begin in range(0, programs, _BLOCK_PROGRAMS):
         row = begin + tl.arange(0, _BLOCK_PROGRAMS)
         mask = (row < programs)[:, None] & is_element[None, :]
-        at = row.to(tl.int64)[:, None] * (WEIGHTS + SUMS) + element[None, :]
+        at = row.to(tl.int64)[:, None] * weights + element[None, :]
         total += column_sums(tl.load(partials + at, mask=mask, other=0.0))
-    if WEIGHTS > 0:
-        c, k, tap = element % C, element // C % K, element // (C * K)
-        at = k * strides.k + c * strides.c + tap // S * strides.r + tap % S * strides.s
-        value = total.to(dconv_weight.dtype.element_ty)
-        tl.store(dconv_weight + at, value, mask=element < WEIGHTS)
-    if SUMS > 0:
-        tl.store(sums + element - WEIGHTS, total, mask=is_element & (element >= WEIGHTS))
+    c, k, tap = element % C, element // C % K, element // (C * K)
+    at = k * stride_k + c * stride_c + tap // S * stride_r + tap % S * stride_s
+    value = total.to(dconv_weight.dtype.element_ty)
+    tl.store(dconv_weight + unit * weights + at, value, mask=is_element)
 
 
-def launch_sum_partials(partials: Tensor, dconv_weight: Tensor | None, sums: Tensor | None) -> None:
-    """Sums `partials` over programs into `dconv_weight` and `sums`.
+def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
+    """Sums `partials` over programs into `dconv_weights`.
 
-    A program owns a block of elements, of all programs' partials.
+    A program owns a block of elements, of all programs' partials of one unit.
 
     Args:
-        partials: `[programs, R*S*K*C + 2*C]` float32, without the part whose result is None.
-        dconv_weight: `[K, C, R, S]`, any dtype and strides, or None.
-        sums: `[2, C]` float32, or None.
+        partials: `[units, programs, R*S*K*C]` float32.
+        dconv_weights: `[units, K, C, R, S]`, any dtype; units are dense, in any order.
     """
-    K, C, _, S = (1, 1, 1, 1) if dconv_weight is None else dconv_weight.shape
+    units, programs, weights = partials.shape
+    _, K, C, R, S = dconv_weights.shape
     block = 1024 if INTERPRETED else 64
-    sum_partials_kernel[(ceil_div(partials.shape[1], block),)](
-        partials,
-        partials.shape[0],
-        dconv_weight,
-        sums,
-        None if dconv_weight is None else Strides(*dconv_weight.stride()),
-        K=K,
-        C=C,
-        S=S,
-        WEIGHTS=0 if dconv_weight is None else dconv_weight.numel(),
-        SUMS=0 if sums is None else sums.numel(),
-        BLOCK_ELEMENTS=block,
-        num_warps=4,
+    launch_kernel(
+        sum_partials_kernel,
+        (ceil_div(weights, block), units, 1),
+        (partials, programs, dconv_weights, K, C, S, R * S, *dconv_weights.stride()[1:]),
+        {"BLOCK_ELEMENTS": block},
+        4,
     )
-
-
-def new_statistics(x: Tensor, channels: int, programs: int, columns: int) -> Statistics:
-    """Uninitialized statistics for a grid of `programs` by `columns`, on the device of x."""
-    mean, var = (x.new_empty(channels, dtype=torch.float32) for _ in range(2))
-    partials = x.new_empty((programs, 4, channels), dtype=torch.float32)
-    return Statistics(partials, counters(x, columns), mean, var)

@@ -5,33 +5,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Output
+from preact_kernels.kernels.contract import BatchStatistics, Output
 from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
 from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
+    launch_kernel,
     on_device_of,
-    persistent_programs,
 )
 from preact_kernels.kernels.triton.reduction import (
+    add_moments,
     add_tile,
     empty_moments,
-    finish_statistics,
-    new_statistics,
+    finished_statistics,
+    new_sums,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def residual_add_forward_kernel(
     x,
     branch,
     y,
-    statistics,
+    sums,
     pixels,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """y = x + branch, all `[pixels, CHANNELS]`, and the statistics of y unless None.
+    """y = x + branch, all `[pixels, CHANNELS]`, and sums for the statistics of y unless None.
 
     Grid: programs, channel blocks.
     """
@@ -51,11 +52,11 @@ def residual_add_forward_kernel(
         value += tl.load(branch + at, mask=mask, other=0.0).to(tl.float32)
         stored = value.to(y.dtype.element_ty)
         tl.store(y + at, stored, mask=mask)
-        if statistics is not None:
+        if sums is not None:
             rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
             moments = add_tile(moments, stored.to(tl.float32), is_pixel, rows)
-    if statistics is not None:
-        finish_statistics(moments, statistics, channel, is_channel, CHANNELS)
+    if sums is not None:
+        add_moments(moments, sums, channel, is_channel, CHANNELS)
 
 
 def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
@@ -64,13 +65,16 @@ def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
     A program owns every `programs`-th tile of a block of channels.
     """
     launch = elementwise_launch(x)
-    programs = persistent_programs(x, launch.tiles)
     y = torch.empty_like(x, memory_format=torch.channels_last)
-    statistics = None
-    if with_stats:
-        statistics = new_statistics(y, launch.channels, programs, launch.columns)
     with on_device_of(x):
-        residual_add_forward_kernel[programs, launch.columns](
-            x, branch, y, statistics, launch.pixels, **launch.constants
+        sums = new_sums(y, launch.channels) if with_stats else None
+        launch_kernel(
+            residual_add_forward_kernel,
+            launch.persistent_grid(x),
+            (x, branch, y, sums, launch.pixels),
+            launch.constants,
+            launch.num_warps,
         )
-    return Output(y, None if statistics is None else statistics.result())
+        if sums is None:
+            return Output(y, None)
+        return Output(y, BatchStatistics(*finished_statistics(sums, launch.pixels)[0]))

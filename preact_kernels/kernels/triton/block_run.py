@@ -1,0 +1,369 @@
+"""Pre-activation blocks in a row: three launches forward and three backward for a bottleneck.
+
+A kernel reads the sums of the tensor that it normalises where the kernel before left them, as exact
+accumulators. What is launched once for all blocks: zeros for the accumulators, weights in the order
+that kernels read, and the results for Python. Gradients of weights wait, so that one launch serves
+many blocks: the blocks of a run are cut into at most `_GROUPS` groups.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from preact_kernels import torch_compat
+from preact_kernels.kernels.contract import (
+    BatchStatistics,
+    BlockRun,
+    BlockRunGradients,
+    BlockRunOutput,
+    Conv,
+    Fold,
+    Norm,
+)
+from preact_kernels.kernels.triton.batch_norm import KernelNorm
+from preact_kernels.kernels.triton.bn_relu_conv_backward import (
+    BackwardLaunch,
+    WeightUnit,
+    new_weight_gradients,
+)
+from preact_kernels.kernels.triton.bn_relu_conv_forward import Addends, ForwardLaunch
+from preact_kernels.kernels.triton.bn_stats import bn_stats
+from preact_kernels.kernels.triton.conv import precision
+from preact_kernels.kernels.triton.launch import (
+    ceil_div,
+    compiling_only,
+    on_device_of,
+)
+from preact_kernels.kernels.triton.reduction import (
+    WORDS,
+    finished_statistics,
+    finished_sums,
+    launch_sum_partials,
+)
+
+_GROUPS = 8  # more take less memory, fewer take fewer launches
+_SMALLEST_GROUP = 4
+
+
+class Place(NamedTuple):
+    """A unit of each block: what is the same for all blocks."""
+
+    conv_weights: list[Tensor]  # of all blocks, as given
+    packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the activations
+    conv: Conv
+
+    @property
+    def channels(self) -> int:
+        """Input channels."""
+        return self.conv_weights[0].shape[1]
+
+    @property
+    def out_channels(self) -> int:
+        """Output channels."""
+        return self.conv_weights[0].shape[0]
+
+
+def _group(blocks: int) -> int:
+    """How many blocks of a run are in a group; the last group may have fewer."""
+    return min(blocks, max(_SMALLEST_GROUP, ceil_div(blocks, _GROUPS)))
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """The tensor, beginning where 16-byte loads of its channels may begin, if need be as a copy.
+
+    Launches of a known kernel rely on it.
+    """
+    channels = t.shape[1] if t.dim() == 4 else t.shape[0]
+    if t.data_ptr() % math.gcd(16, channels * t.itemsize) == 0:
+        return t
+    return t.clone(memory_format=torch.preserve_format)
+
+
+def packed_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The weights, dense in the order K, R, S, C, in `dtype`; those given where they are so."""
+    if all(
+        w.dtype == dtype and w.is_contiguous(memory_format=torch.channels_last)
+        for w in conv_weights
+    ):
+        return [_aligned(w) for w in conv_weights]
+    if conv_weights[0].is_contiguous():  # stacked in their own order: one copy
+        stacked = torch.stack(list(conv_weights)).permute(0, 1, 3, 4, 2)
+    else:
+        stacked = torch.stack([w.permute(0, 2, 3, 1) for w in conv_weights])
+    return list(stacked.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind())
+
+
+def _places(run: BlockRun, dtype: torch.dtype) -> list[Place]:
+    """The places of a block, with packed weights."""
+    weights, count = run.parameters[2::3], run.units_per_block
+    return [
+        Place(list(weights[i::count]), packed_weights(weights[i::count], dtype), run.convs[i])
+        for i in range(count)
+    ]
+
+
+def _forward_launches(places: Sequence[Place], x: Tensor) -> list[ForwardLaunch]:
+    launches: list[ForwardLaunch] = []
+    for place in places:
+        shape = launches[-1].shape if launches else x.shape
+        launches.append(ForwardLaunch(x, shape, place.conv_weights[0].shape, place.conv))
+    return launches
+
+
+def _accumulators(x: Tensor, channels: Sequence[int], blocks: int) -> list[Tensor]:
+    """Zeros `[blocks, 2, 6, channels]` for every place, in one piece of memory."""
+    sizes = [blocks * 2 * WORDS * c for c in channels]
+    pieces = x.new_zeros(sum(sizes), dtype=torch.int64).split(sizes)
+    return [p.view(blocks, 2, WORDS, c) for p, c in zip(pieces, channels, strict=True)]
+
+
+def _affine(run: BlockRun, unit: int) -> tuple[Tensor, Tensor, float]:
+    """Weight, bias and eps of a unit's batch norm."""
+    bn_weight, bn_bias = run.parameters[3 * unit : 3 * unit + 2]
+    return _aligned(bn_weight), _aligned(bn_bias), run.eps[unit]
+
+
+def _known_norm(statistics: Sequence[Tensor], affine: tuple[Tensor, Tensor, float]) -> KernelNorm:
+    mean, var = statistics
+    return KernelNorm(_aligned(mean), _aligned(var), *affine)
+
+
+_compiled_runs: set[tuple] = set()
+
+
+def _compile_ahead(
+    x: Tensor,
+    run: BlockRun,
+    x_statistics: BatchStatistics | None,
+    known: Sequence[Tensor] | None,
+    keeps: dict[str, bool],
+) -> None:
+    """Compiles what a run launches, in parallel, when its like is run for the first time.
+
+    Where inputs are kept, a backward follows, and its kernels are compiled too.
+    """
+    count = run.units_per_block
+    group = _group(len(run.eps) // count)
+    weights = run.parameters[2 : 3 * count : 3]
+    layouts = tuple((w.shape, w.dtype, w.is_contiguous()) for w in weights)
+    like = x.device, x.dtype, x.shape, layouts, tuple(run.convs), group, precision(x.dtype)
+    key = *like, x_statistics is None, known is None, *keeps.values()
+    if key in _compiled_runs:
+        return
+    _compiled_runs.add(key)
+    units = min(2 * count, len(run.eps))
+
+    def on_meta(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.empty_like(t, device="meta") for t in tensors]
+
+    short = BlockRun(on_meta(run.parameters[: 3 * units]), run.eps[:units], count, run.convs)
+    of_x = None if x_statistics is None else BatchStatistics(*on_meta(x_statistics))
+    of_units = None if known is None else on_meta(known[: 2 * units])
+    (meta,) = on_meta([x])
+    with compiling_only():
+        y, _, statistics, inputs = _forward(meta, short, of_x, of_units, **keeps)
+        if keeps["keep_inputs"]:
+            rebuilt_from = None if keeps["keep_block_inputs"] else y
+            inv_count = 1.0 if known is None else 0.0
+            _backward(y, None, short, inputs, statistics, inv_count, rebuilt_from, group)
+
+
+def block_run_forward(
+    x: Tensor,
+    run: BlockRun,
+    x_statistics: BatchStatistics | None,
+    known: Sequence[Tensor] | None,
+    *,
+    with_stats: bool,
+    keep_inputs: bool,
+    keep_block_inputs: bool,
+) -> BlockRunOutput:
+    """See `BlockKernels.block_run_forward`."""
+    keeps = {
+        "with_stats": with_stats,
+        "keep_inputs": keep_inputs,
+        "keep_block_inputs": keep_block_inputs,
+    }
+    with on_device_of(x):
+        if x.is_cuda:  # not in the interpreter
+            _compile_ahead(x, run, x_statistics, known, keeps)
+        return _forward(x, run, x_statistics, known, **keeps)
+
+
+def _forward(
+    x: Tensor,
+    run: BlockRun,
+    x_statistics: BatchStatistics | None,
+    known: Sequence[Tensor] | None,
+    with_stats: bool,
+    keep_inputs: bool,
+    keep_block_inputs: bool,
+) -> BlockRunOutput:
+    count, units = run.units_per_block, len(run.eps)
+    places, blocks = _places(run, x.dtype), units // count
+    x = _aligned(x)
+    if known is None and x_statistics is None:
+        x_statistics = bn_stats(x)
+    launches = _forward_launches(places, x)
+    sums = None
+    if known is None or with_stats:
+        sums = _accumulators(x, [p.out_channels for p in places], blocks)
+    inputs: list[Tensor | None] = []
+    h = shortcut = x
+    for unit in range(units):
+        block, at = divmod(unit, count)
+        if at == 0:
+            shortcut = h
+        inputs.append(h if (keep_inputs if at else keep_block_inputs) else None)
+        affine = _affine(run, unit)
+        if known is not None:
+            norm = _known_norm(known[2 * unit : 2 * unit + 2], affine)
+        elif unit == 0:
+            norm = _known_norm(cast(BatchStatistics, x_statistics), affine)
+        else:
+            of_x = cast(list, sums)[at - 1][block if at else block - 1]
+            norm = KernelNorm(None, None, *affine, of_x, launches[at - 1].pixels)
+        is_summed = with_stats if unit + 1 == units else known is None
+        h = launches[at](
+            h,
+            norm,
+            places[at].packed[block],
+            Addends(None, shortcut if at + 1 == count else None),
+            cast(list, sums)[at][block] if is_summed else None,
+        )
+    statistics, found = None, list(known or ())
+    if sums is not None:
+        finished = [
+            finished_statistics(s, launch.pixels) for s, launch in zip(sums, launches, strict=True)
+        ]
+        rows = [s.flatten(0, 1).unbind() for s in finished]  # mean, var of each block
+        flat = [t for b in range(blocks) for r in rows for t in r[2 * b : 2 * b + 2]]
+        if with_stats:
+            statistics = BatchStatistics(*flat[-2:])
+        if known is None:
+            found = [*cast(BatchStatistics, x_statistics), *flat[:-2]]
+    return BlockRunOutput(h, statistics, found, inputs)
+
+
+class _WeightGradients:
+    """Gradients of the weights of one place, summed over programs for a group of blocks at once.
+
+    Blocks come from the last to the first.
+    """
+
+    def __init__(
+        self, place: Place, launch: BackwardLaunch, blocks: int, group: int, x: Tensor
+    ) -> None:
+        self._launch, self._group = launch, group
+        programs = launch.input_programs if launch.in_one_pass else launch.weight_programs
+        self._partials = x.new_empty((self._group, programs, launch.weights), dtype=torch.float32)
+        self._results = new_weight_gradients(place.conv_weights[0], blocks)
+        self._units: list[WeightUnit] = []
+        self._left = blocks  # that come in this group and later
+
+    def partials(self) -> Tensor | None:
+        """Where the kernel of the next block stores partial results; None if it has none."""
+        if not self._launch.in_one_pass:
+            return None
+        return self._partials[min(self._group, self._left) - len(self._units) - 1]
+
+    def add(self, unit: WeightUnit) -> None:
+        """To be called behind the kernel of each block; launches what ends a group."""
+        self._units.append(unit)
+        count = len(self._units)
+        if count < min(self._group, self._left):
+            return
+        if not self._launch.in_one_pass:
+            self._launch.weight(self._units[::-1], self._partials, self._group)
+        self._units = []
+        self._left -= count
+        launch_sum_partials(self._partials[:count], self._results[self._left :][:count])
+
+    def results(self) -> list[Tensor]:
+        """The gradients of all blocks."""
+        return list(self._results.unbind())
+
+
+def block_run_backward(
+    dy: Tensor,
+    fold: Fold | None,
+    run: BlockRun,
+    inputs: Sequence[Tensor | None],
+    statistics: Sequence[Tensor],
+    inv_count: float,
+    y: Tensor | None,
+) -> BlockRunGradients:
+    """See `BlockKernels.block_run_backward`."""
+    group = _group(len(run.eps) // run.units_per_block)
+    with on_device_of(dy):
+        return _backward(dy, fold, run, inputs, statistics, inv_count, y, group)
+
+
+def _backward(
+    dy: Tensor,
+    fold: Fold | None,
+    run: BlockRun,
+    inputs: Sequence[Tensor | None],
+    statistics: Sequence[Tensor],
+    inv_count: float,
+    y: Tensor | None,
+    group: int,
+) -> BlockRunGradients:
+    count, units = run.units_per_block, len(run.eps)
+    x = cast(Tensor, inputs[0] if y is None else y)
+    places, blocks = _places(run, x.dtype), units // count
+    negated: Sequence[Tensor] = ()
+    if y is not None:
+        # Negating the weights of a block's last unit negates each product, and so each sum.
+        negated = torch_compat.foreach_neg(places[-1].packed)
+    rebuild = _forward_launches(places, x)
+    shapes = [x.shape, *(launch.shape for launch in rebuild)]
+    launches = [
+        BackwardLaunch(x, shapes[i], shapes[i + 1], p.conv_weights[0].shape, p.conv)
+        for i, p in enumerate(places)
+    ]
+    gradients = [
+        _WeightGradients(p, launch, blocks, group, x)
+        for p, launch in zip(places, launches, strict=True)
+    ]
+    sums = _accumulators(x, [p.channels for p in places], blocks)
+    g, block_dy = dy, dy
+    for unit in range(units - 1, -1, -1):
+        block, at = divmod(unit, count)
+        launch, place = launches[at], places[at]
+        mean, var = map(_aligned, statistics[2 * unit : 2 * unit + 2])
+        bn_weight, bn_bias, eps = _affine(run, unit)
+        norm = KernelNorm(mean, var, bn_weight, bn_bias, eps)
+        ends_block = at + 1 == count
+        if ends_block and y is not None:  # x is the output of this block
+            z = _aligned(cast(Tensor, inputs[unit]))
+            x = rebuild[at](z, norm, negated[block], Addends(None, x), None)
+        h = x if at == 0 and y is not None else _aligned(cast(Tensor, inputs[unit]))
+        g, whole = launch.input(
+            g,
+            fold,
+            h,
+            norm,
+            place.packed[block],
+            sums[at][block],
+            gradients[at].partials(),
+            needs_whole=ends_block or not launch.in_one_pass,
+        )
+        if ends_block:
+            block_dy = whole
+        gradients[at].add(WeightUnit(cast(Tensor, whole), h, norm))
+        skip = block_dy if at == 0 else None
+        fold = Fold(skip, h, Norm(mean, var, bn_weight, None, eps), sums[at][block], inv_count)
+    results = [g.results() for g in gradients]
+    found = [finished_sums(s).unbind() for s in sums]
+    order = [(b, i) for b in range(blocks) for i in range(count)]
+    return BlockRunGradients(
+        g,
+        block_dy,
+        h,
+        [results[i][b] for b, i in order],
+        [found[i][b] for b, i in order],
+    )

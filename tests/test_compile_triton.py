@@ -1,0 +1,79 @@
+"""The report of `tests/compile_triton.py` finds the faults that it is there to find."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def lines_of(*command):
+    """What a Python process prints, in which Triton compiles."""
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=Path(__file__).parent.parent,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.splitlines()
+
+
+# Compiles ahead of a run of three blocks, and then runs it.
+RUN = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels.contract import BatchStatistics, BlockRun, Conv
+from preact_kernels.kernels.triton import block_run, launch
+from tests import compile_triton
+
+class Driver(compile_triton.Driver):
+    def get_current_device(self):
+        return 0
+
+triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
+launch.properties = lambda device: launch.Device(90, 132)
+norm = compile_triton.empty_norm(16)
+weight = torch.empty(16, 16, 3, 3, dtype=torch.bfloat16, device="meta")
+conv = Conv((1, 1), (1, 1), (1, 1), 1)
+run = BlockRun([norm.weight, norm.bias, weight] * 6, [1e-5] * 6, 2, [conv] * 2)
+x = compile_triton.images(16, torch.bfloat16)
+statistics = BatchStatistics(*norm[:2])
+keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": KEPT}
+block_run._compile_ahead(x, run, statistics, None, keeps)
+
+def launch_kernel(kernel, grid, args, constants, num_warps, compiled=None):
+    caches = kernel.device_caches[0][0]
+    before = len(caches)
+    kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
+    print(kernel.__name__, "is new" if len(caches) > before else "was compiled")
+
+compile_triton.replace_everywhere("launch_kernel", launch_kernel)
+y, _, found, inputs = kernels.block_run_forward(x, run, statistics, None, **keeps)
+kernels.block_run_backward(x, None, run, inputs, found, 0.5, None if KEPT else y)
+"""
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_compiles_its_kernels_ahead(kept):
+    found = lines_of("-c", RUN.replace("KEPT", str(kept)))
+    assert len(found) > 12
+    assert all(line.endswith("was compiled") for line in found)
+
+
+def test_the_report_finds_planted_faults():
+    found = lines_of("-m", "tests.planted_triton")
+    expected = (
+        ("product_kernel", "1 buffers where 2 stages were asked for"),
+        ("product_kernel", "resident programs, not 64"),
+        ("gather_kernel", "loads of 2 bytes"),
+        ("spilling_kernel", "a stack frame of"),
+    )
+    assert len(found) == len(expected)
+    for line, parts in zip(found, expected, strict=True):
+        assert all(part in line for part in parts)
