@@ -169,6 +169,7 @@ def cuda_extension():
     # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
     headers = [h for h in HEADERS if not h.startswith("csrc/cpu/")]
     digest = hashlib.sha256(b"".join(Path(h).read_bytes() for h in headers)).hexdigest()[:16]
+    names = "_".join(re.findall(r",code=(\w+)", " ".join(targets)))  # nvcc splits at commas
     return Extension(
         "preact_kernels._cuda",
         sources,
@@ -176,7 +177,13 @@ def cuda_extension():
         include_dirs=INCLUDE_DIRS + cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         extra_compile_args={
-            "nvcc": [*FLAGS, f"-DPREACT_KERNELS_HEADERS={digest}", *CUDA_FLAGS, *targets]
+            "nvcc": [
+                *FLAGS,
+                f"-DPREACT_KERNELS_HEADERS={digest}",
+                f"-DPREACT_KERNELS_TARGETS={names}",
+                *CUDA_FLAGS,
+                *targets,
+            ]
         },
         extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
         language="c++",

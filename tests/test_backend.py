@@ -242,7 +242,7 @@ WITHOUT_A_LIBRARY = """
 import sys
 from pathlib import Path
 import preact_kernels.kernels.native as native
-native._PACKAGE = Path("/nowhere")
+native.PACKAGE = Path("/nowhere")
 import preact_kernels as pk
 print(pk.available_backends())
 try:
@@ -269,7 +269,7 @@ from pathlib import Path
 import torch
 import preact_kernels.kernels.native as native
 if sys.argv[1] == "missing":
-    native._PACKAGE = Path("/nowhere")
+    native.PACKAGE = Path("/nowhere")
 import preact_kernels as pk
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

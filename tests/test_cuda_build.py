@@ -18,6 +18,8 @@ import pytest
 import setuptools
 from torch.utils import cpp_extension
 
+from preact_kernels.kernels import cuda
+
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "build" / "cuda" / "ptxas.csv"
 COLUMNS = (
@@ -153,6 +155,38 @@ def test_torch_cuda_arch_list_chooses_the_architectures(names, setup_file, monke
     flags = setup_file["cuda_extension"]().extra_compile_args["nvcc"]
     found = [f.removeprefix("-gencode=arch=compute_") for f in flags if "-gencode" in f]
     assert found == [a.replace(",", ",code=") for a in ARCHITECTURES[names]]
+    codes = "_".join(a.partition(",")[2] for a in ARCHITECTURES[names])
+    assert f"-DPREACT_KERNELS_TARGETS={codes}" in flags
+
+
+def test_the_library_tells_what_it_was_compiled_for(rows):
+    assert cuda.targets() == ("sm_80", "sm_90", "sm_100", "compute_100")
+
+
+RUNS_ON = {
+    "sm_80": ["8.0", "8.6"],
+    "sm_86": ["8.6"],
+    "sm_90": ["9.0"],
+    "sm_90a": ["9.0"],
+    "sm_100": ["10.0", "10.3"],
+    "sm_100a": ["10.0"],
+    "sm_100f": ["10.0", "10.3"],
+    "compute_80": ["8.0", "8.6", "9.0", "10.0", "10.3", "12.0"],
+    "compute_90": ["9.0", "10.0", "10.3", "12.0"],
+    "compute_90a": ["9.0"],
+}
+
+
+@pytest.mark.parametrize("target", RUNS_ON)
+def test_a_gpu_for_which_nothing_was_compiled_is_refused(target):
+    for capability in ("8.0", "8.6", "9.0", "10.0", "10.3", "12.0"):
+        major, minor = map(int, capability.split("."))
+        refusal = cuda.target_refusal((major, minor), ["sm_75", target])
+        message = (
+            f"_cuda.so was compiled for sm_75, {target}, and the GPU has compute capability "
+            f'{capability}; build it again with TORCH_CUDA_ARCH_LIST="{capability}"'
+        )
+        assert refusal == ("" if capability in RUNS_ON[target] else message)
 
 
 @pytest.mark.parametrize("names", ["Kepler", "90", "7.0;7.5+PTX", "9.0-PTX", ";"])

@@ -3,6 +3,15 @@
 #include "../host/library.h"
 #include "device.cuh"
 
+// For which GPUs the kernels were compiled, as in "sm_80_sm_90_compute_90"; read with ctypes.
+#if defined(PREACT_KERNELS_TARGETS)
+#define PK_TEXT(name) #name
+#define PK_TEXT_OF(name) PK_TEXT(name)
+extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cuda_targets() {
+  return PK_TEXT_OF(PREACT_KERNELS_TARGETS);
+}
+#endif
+
 namespace preact_kernels {
 bool bn_relu_conv_is_served(const Tensor& conv_weight);  // bn_relu_conv.cu
 }

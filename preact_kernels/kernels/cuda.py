@@ -4,14 +4,16 @@ It has fused convolutions for narrow channels (`serves_conv`). Which shapes thos
 what they hold on chip; nothing here has been measured on a GPU.
 """
 
+import ctypes
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from preact_kernels.kernels.contract import Conv
-from preact_kernels.kernels.native import NativeKernels, load_library
+from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 
 # The most pixels of a batch for which a convolution is fused, by side of the kernel and channels;
 # any number where there is no entry. A larger one is PyTorch's, behind a fused batch norm and ReLU.
@@ -19,6 +21,7 @@ from preact_kernels.kernels.native import NativeKernels, load_library
 # pixels (0.21 ns a pixel on an H200), PyTorch's way 640 bytes a pixel (0.15 ns) and two launches.
 MOST_PIXELS = {(3, 64): 2**16}
 
+LIBRARY = "_cuda.so"
 OLDEST_CAPABILITY = (8, 0)  # of those that setup.py compiles for
 
 
@@ -77,7 +80,43 @@ def load_error() -> str:
 
 def library_error() -> str:
     """Why the library is not available, or an empty string; also empty without a GPU for it."""
-    return "" if gpu_refusal() else load_library("_cuda.so")
+    if gpu_refusal():
+        return ""
+    return load_library(LIBRARY) or target_refusal(
+        torch.cuda.get_device_capability(torch.device("cuda")), targets()
+    )
+
+
+@functools.cache
+def targets() -> tuple[str, ...]:
+    """What the library was compiled for: `sm_90` is code for a GPU, `compute_90` is PTX."""
+    text = ctypes.CDLL(str(PACKAGE / LIBRARY)).preact_kernels_cuda_targets
+    text.restype = ctypes.c_char_p
+    return tuple(re.findall(r"(?:sm|compute)_\d+[af]?", text().decode()))
+
+
+def target_refusal(capability: tuple[int, int], compiled: Sequence[str]) -> str:
+    """Why no code that was compiled for these targets runs on a GPU, or an empty string.
+
+    Code for a GPU runs on those of the same major version and no smaller minor version, PTX on all
+    of no smaller version. What is specific to one version ends in a letter.
+    """
+    for target in compiled:
+        kind, version = target.split("_")
+        number = int(version.rstrip("af"))
+        oldest = divmod(number, 10)
+        is_specific = version.endswith("a")
+        if capability == oldest or (
+            not is_specific
+            and capability > oldest
+            and (capability[0] == oldest[0] or (kind == "compute" and version.isdigit()))
+        ):
+            return ""
+    given = ".".join(map(str, capability))
+    return (
+        f"{LIBRARY} was compiled for {', '.join(compiled)}, and the GPU has compute capability "
+        f'{given}; build it again with TORCH_CUDA_ARCH_LIST="{given}"'
+    )
 
 
 def gpu_refusal() -> str:

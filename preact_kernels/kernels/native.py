@@ -30,16 +30,16 @@ from preact_kernels.kernels.contract import (
 )
 from preact_kernels.kernels.flat_ops import FlatOps, flat_fold
 
-_PACKAGE = Path(__file__).parent.parent
+PACKAGE = Path(__file__).parent.parent
 
 
 @functools.cache
 def load_library(name: str) -> str:
     """Loads a compiled library of the package. Returns why it cannot, or an empty string."""
-    if not (_PACKAGE / name).exists():
+    if not (PACKAGE / name).exists():
         return f"the package was installed without {name}"
     try:
-        torch.ops.load_library(str(_PACKAGE / name))
+        torch.ops.load_library(str(PACKAGE / name))
     except OSError as error:
         return f"{name} does not load: {error}"
     return ""
