@@ -22,7 +22,7 @@ COUNT = 64
 
 def load(path):
     library = ctypes.CDLL(str(path))
-    for name in ("reverse", "stray", "divergent", "copy", "empty_grid", "multiply_add"):
+    for name in ("reverse", "stray", "divergent", "copy", "vectors", "empty_grid", "multiply_add"):
         getattr(library, name).restype = ctypes.c_char_p
     return library
 
@@ -39,6 +39,12 @@ def run(library, name, variant=0, seed=0, count=COUNT):
     library.cuda_on_host_set(ctypes.c_uint64(seed), 2)
     pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (values, out))
     return out, values, getattr(library, name)(*pointers, variant).decode()
+
+
+def lines_of(name, text):
+    """The numbers of the lines of a file of the harness that contain `text`."""
+    lines = (build.HERE / name).read_text().splitlines()
+    return [number for number, line in enumerate(lines, 1) if text in line]
 
 
 def test_every_schedule_of_a_right_kernel_gives_its_result(planted):
@@ -101,6 +107,23 @@ def test_a_copy_that_is_not_waited_for_is_not_there(planted, variant):
 @pytest.mark.parametrize("variant", [4, 5])
 def test_a_copy_that_is_not_aligned_is_an_error(planted, variant):
     assert "copy: cp_async_16: not aligned" in run(planted, "copy", variant)[2]
+
+
+def test_vectors_that_are_aligned_are_copied(planted):
+    out, values, message = run(planted, "vectors")
+    assert not message
+    np.testing.assert_array_equal(out, values)
+
+
+@pytest.mark.parametrize("variant", [1, 2])
+def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted, variant):
+    (line,) = lines_of("planted.cpp", ("const float4 four =", ") = four;")[variant - 1])
+    message = run(planted, "vectors", variant)[2]
+    assert re.fullmatch(
+        rf"vectors: .*planted\.cpp:{line}: an access of '.*float4' that is not aligned to 16 bytes "
+        r"\(thread \d+\)",
+        message,
+    ), message
 
 
 def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):

@@ -7,7 +7,7 @@
 //
 // Errors, thrown by `run_grid`: a barrier that some threads of the block do not reach, or reach at
 // another line; a warp collective that some lanes do not reach; copies and matrix loads that miss
-// shared memory or are not aligned; launches that no GPU takes.
+// shared memory; accesses that are not aligned (alignment.cpp); launches that no GPU takes.
 #pragma once
 
 #include <cstdlib>

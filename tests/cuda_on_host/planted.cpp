@@ -68,6 +68,13 @@ __global__ void copy_kernel(Params p) {
   for (int i = 0; i < 4; ++i) p.out[at + i] = tile[at + i];
 }
 
+// out = in, four at a time. 1: loads are not aligned. 2: stores are not.
+__global__ void vector_kernel(Params p) {
+  const unsigned at = 4 * threadIdx.x;
+  const float4 four = *reinterpret_cast<const float4*>(p.in + at + 2 * (p.variant == 1));
+  *reinterpret_cast<float4*>(p.out + at + 2 * (p.variant == 2)) = four;
+}
+
 struct MmaParams {
   const void *a, *b;  // [16, K] and [8, K], 16-bit elements, or fp32 for TF32
   float* d;           // [16, 8], added to
@@ -137,6 +144,9 @@ PK_ENTRY divergent(const float* in, float* out, int variant) {
 }
 PK_ENTRY copy(const float* in, float* out, int variant) {
   return run("copy", copy_kernel, 1, kThreads / 4, kThreads * 4, Params{in, out, variant});
+}
+PK_ENTRY vectors(const float* in, float* out, int variant) {
+  return run("vectors", vector_kernel, 1, kThreads / 4, 0, Params{in, out, variant});
 }
 PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
 PK_ENTRY multiply_add(const void* a, const void* b, float* d, int type, bool transposed) {
