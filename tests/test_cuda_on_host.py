@@ -18,11 +18,15 @@ if shutil.which(build.CXX[0]) is None:
 
 SEEDS = range(20)
 COUNT = 64
+ENTRIES = (
+    "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "grid_barrier",
+    "empty_grid", "multiply_add",
+)  # fmt: skip
 
 
 def load(path):
     library = ctypes.CDLL(str(path))
-    for name in ("reverse", "stray", "divergent", "copy", "vectors", "empty_grid", "multiply_add"):
+    for name in ENTRIES:
         getattr(library, name).restype = ctypes.c_char_p
     return library
 
@@ -32,11 +36,11 @@ def planted():
     return load(build.build("planted"))
 
 
-def run(library, name, variant=0, seed=0, count=COUNT):
+def run(library, name, variant=0, seed=0, count=COUNT, resident_blocks=4):
     """The output of a planted kernel on random numbers, those numbers, and the message."""
     values = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     out = np.full(count, np.nan, np.float32)
-    library.cuda_on_host_set(ctypes.c_uint64(seed), 2)
+    library.cuda_on_host_set(ctypes.c_uint64(seed), 2, resident_blocks)
     pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (values, out))
     return out, values, getattr(library, name)(*pointers, variant).decode()
 
@@ -124,6 +128,47 @@ def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted, v
         r"\(thread \d+\)",
         message,
     ), message
+
+
+MEETINGS = {
+    "count": lambda values: np.full(1, 8),
+    "last_block": lambda values: np.add.accumulate(values[:8]),
+    "grid_barrier": lambda values: 3 * values[:8][::-1],
+}
+
+
+def right_schedules(library, name, variant, resident_blocks=8):
+    """The seeds with which blocks that meet give the right result."""
+    found = []
+    for seed in SEEDS:
+        out, values, message = run(library, name, variant, seed, resident_blocks=resident_blocks)
+        assert not message
+        right = MEETINGS[name](values)
+        found += [seed] * np.array_equal(out[: right.size], right)
+    return found
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_blocks_that_meet_rightly_give_the_result_in_every_schedule(planted, name):
+    assert right_schedules(planted, name, 0) == list(SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [("count", 1), ("last_block", 1), ("last_block", 2), ("grid_barrier", 2)]
+)
+def test_blocks_that_meet_wrongly_show_in_some_schedules(planted, name, variant):
+    assert len(right_schedules(planted, name, variant)) < len(SEEDS)
+
+
+def test_blocks_that_run_one_after_another_hide_how_they_meet(planted):
+    for name, variant in (("count", 1), ("last_block", 2)):
+        assert right_schedules(planted, name, variant, resident_blocks=1) == list(SEEDS)
+
+
+@pytest.mark.parametrize(("variant", "resident_blocks"), [(1, 8), (0, 7)])
+def test_a_barrier_of_the_grid_that_never_opens_is_an_error(planted, variant, resident_blocks):
+    message = run(planted, "grid_barrier", variant, resident_blocks=resident_blocks)[2]
+    assert message.startswith("grid_barrier: a loop that waits for what no running block does")
 
 
 def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):

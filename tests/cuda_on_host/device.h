@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "grid.h"
 #include "numbers.h"
@@ -100,23 +101,24 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, PK_SI
   });
 }
 
-inline void __threadfence() {}
-inline unsigned atomicAdd(unsigned* address, unsigned value) {
-  const unsigned before = *address;
-  *address += value;
-  return before;
-}
-inline int atomicAdd(int* address, int value) {
-  const int before = *address;
-  *address += value;
-  return before;
-}
+// Where blocks meet: others may run before and after each of these.
+inline void __threadfence() { cuda_on_host::Block::running->yield(); }
 template <class T>
-T __ldg(const T* address) {
-  return *address;
+T atomicAdd(T* address, std::decay_t<T> value) {
+  static_assert(std::is_integral_v<T>, "sums of floats depend on the order of the blocks");
+  cuda_on_host::Block::running->yield();
+  const T before = *address;
+  *address += value;
+  cuda_on_host::Block::running->yield();
+  return before;
 }
 template <class T>
 T __ldcg(const T* address) {
+  cuda_on_host::Block::running->yield();
+  return *address;
+}
+template <class T>
+T __ldg(const T* address) {
   return *address;
 }
 inline float rsqrtf(float value) { return 1 / std::sqrt(value); }

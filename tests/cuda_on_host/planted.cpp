@@ -15,7 +15,8 @@ constexpr unsigned kThreads = 64;
 struct Params {
   const float* in;
   float* out;
-  int variant;  // 0 is right
+  int variant;                   // 0 is right
+  unsigned* counters = nullptr;  // zeros
 };
 
 // out = in, turned round within each block by way of shared memory.
@@ -73,6 +74,63 @@ __global__ void vector_kernel(Params p) {
   const unsigned at = 4 * threadIdx.x;
   const float4 four = *reinterpret_cast<const float4*>(p.in + at + 2 * (p.variant == 1));
   *reinterpret_cast<float4*>(p.out + at + 2 * (p.variant == 2)) = four;
+}
+
+// out[0] = the number of blocks. 1: reads and writes in two steps.
+__global__ void count_kernel(Params p) {
+  if (p.variant == 0) {
+    if (threadIdx.x == 0) atomicAdd(p.counters, 1u);
+  } else {
+    const unsigned before = p.counters[0];
+    __syncthreads();
+    if (threadIdx.x == 0) p.counters[0] = before + 1;
+  }
+  if (threadIdx.x == 0) p.out[0] = static_cast<float>(p.counters[0]);
+}
+
+// out = in of the blocks before it, added by the last block to count itself. 1: by the last of the
+// grid. 2: a block counts itself before it has stored its part.
+__global__ void last_block_kernel(Params p) {
+  float* parts = p.out + gridDim.x;
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    if (p.variant != 2) parts[blockIdx.x] = p.in[blockIdx.x];
+    if (p.variant == 1) {
+      is_last = blockIdx.x == gridDim.x - 1;
+    } else {
+      __threadfence();
+      is_last = atomicAdd(p.counters, 1u) == gridDim.x - 1;
+    }
+    if (p.variant == 2) parts[blockIdx.x] = p.in[blockIdx.x];
+  }
+  if (!__syncthreads_or(is_last) || threadIdx.x != 0) return;
+  float sum = 0;
+  for (unsigned i = 0; i < gridDim.x; ++i) p.out[i] = sum += parts[i];
+}
+
+// out = in of the blocks in another order, with a barrier of the grid between. 1: that waits for
+// one block more than there is. 2: no barrier.
+__global__ void grid_barrier_kernel(Params p) {
+  float* copy = p.out + gridDim.x;
+  for (unsigned turn = 1; turn <= 3; ++turn) {
+    if (threadIdx.x == 0) copy[blockIdx.x] = turn * p.in[blockIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0 && p.variant != 2) {
+      __threadfence();
+      atomicAdd(p.counters, 1u);
+      while (__ldcg(p.counters) < turn * gridDim.x + p.variant) {
+      }
+      __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) p.out[blockIdx.x] = copy[gridDim.x - 1 - blockIdx.x];
+    if (threadIdx.x == 0) {  // nobody may overwrite `copy` before all have read it
+      atomicAdd(p.counters + 1, 1u);
+      while (p.variant != 2 && __ldcg(p.counters + 1) < turn * gridDim.x) {
+      }
+    }
+    __syncthreads();
+  }
 }
 
 struct MmaParams {
@@ -147,6 +205,21 @@ PK_ENTRY copy(const float* in, float* out, int variant) {
 }
 PK_ENTRY vectors(const float* in, float* out, int variant) {
   return run("vectors", vector_kernel, 1, kThreads / 4, 0, Params{in, out, variant});
+}
+// Eight blocks; `out` has room for 16 values.
+template <class Kernel>
+const char* run_meeting(const char* name, Kernel kernel, const float* in, float* out, int variant) {
+  unsigned counters[2] = {};
+  return run(name, kernel, 8, kThreads, 0, Params{in, out, variant, counters});
+}
+PK_ENTRY count(const float* in, float* out, int variant) {
+  return run_meeting("count", count_kernel, in, out, variant);
+}
+PK_ENTRY last_block(const float* in, float* out, int variant) {
+  return run_meeting("last_block", last_block_kernel, in, out, variant);
+}
+PK_ENTRY grid_barrier(const float* in, float* out, int variant) {
+  return run_meeting("grid_barrier", grid_barrier_kernel, in, out, variant);
 }
 PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
 PK_ENTRY multiply_add(const void* a, const void* b, float* d, int type, bool transposed) {

@@ -24,9 +24,15 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def set_schedule(seed: int = 0, multiprocessors: int = 2) -> None:
-    """Chooses the order of threads and blocks, and the multiprocessors that launches count."""
-    library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors)
+def set_schedule(seed: int = 0, multiprocessors: int = 2, resident_blocks: int = 4) -> None:
+    """Chooses a schedule, and what launches are told.
+
+    Args:
+        seed: draws the order of threads and blocks.
+        multiprocessors: that launches count.
+        resident_blocks: that run at once.
+    """
+    library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
 
 
 def missing() -> str:
