@@ -351,6 +351,29 @@ def test_nan_passes_through(case):
     torch.testing.assert_close(found["g"][middle], expected["g"][middle], rtol=0.02, atol=0)
 
 
+LOW_NAN = 0x7F800001  # infinite without the low bits that TF32 does not have
+
+
+@typical
+@pytest.mark.parametrize("name", ["x", "dy", "conv_weight"])
+def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(case, name):
+    for inputs, options in (
+        (forward_inputs(case, torch.float32, False), False),
+        (backward_inputs(case, torch.float32, "none"), Wanted(True, True)),
+    ):
+        if name not in inputs._fields:
+            continue
+        changed = getattr(inputs, name)
+        changed.view(torch.int32)[0, 3, case.side // 2, case.side // 2] = LOW_NAN
+        assert changed.isnan().sum() == 1
+        found = call(kernels(), case, inputs, options)
+        expected = call(reference, case, inputs, options)
+        assert any(t.isnan().any() for t in expected.values())
+        for result, t in expected.items():
+            assert torch.equal(found[result].isnan(), t.isnan()), result
+            assert torch.equal(found[result].isinf(), t.isinf()), result
+
+
 def weight_gradient_inside_the_image(activation: Tensor, dy: Tensor) -> Tensor:
     """Of a 3x3 convolution: no tap reads a pixel of the padding."""
     height, width = dy.shape[2:]

@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 from tests.cuda_on_host import build
 
@@ -20,7 +19,7 @@ SEEDS = range(20)
 COUNT = 64
 ENTRIES = (
     "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "grid_barrier",
-    "empty_grid", "multiply_add",
+    "empty_grid",
 )  # fmt: skip
 
 
@@ -173,32 +172,6 @@ def test_a_barrier_of_the_grid_that_never_opens_is_an_error(planted, variant, re
 
 def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
     assert planted.empty_grid().decode() == "empty: invalid configuration: blocks of a grid"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "transposed"),
-    [
-        (torch.bfloat16, False),
-        (torch.bfloat16, True),
-        (torch.float16, False),
-        (torch.float16, True),
-        (torch.float32, False),  # ldmatrix moves elements of 16 bits
-    ],
-)
-def test_matrix_instructions_agree_with_a_matrix_product(planted, dtype, transposed):
-    torch.manual_seed(0)
-    k = 8 if dtype == torch.float32 else 16
-    a, b, d = torch.randn(16, k).to(dtype), torch.randn(8, k).to(dtype), torch.randn(16, 8)
-    given = b.t().contiguous() if transposed else b
-    if dtype == torch.float32:
-        bits = [(t.view(torch.int32) + 0x1000) & ~0x1FFF for t in (a, b)]  # as TF32 rounds
-        expected = d.double() + bits[0].view(dtype).double() @ bits[1].view(dtype).double().t()
-    else:
-        expected = d.double() + a.double() @ b.double().t()
-    kind = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (a, given, d))
-    assert not planted.multiply_add(*pointers, kind, transposed)
-    assert torch.equal(d, expected.float())
 
 
 # Without torch, which takes seconds to import there.

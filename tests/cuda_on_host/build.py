@@ -3,7 +3,8 @@
     python -m tests.cuda_on_host.build
 
 `kernels` is the CUDA library as it is, for CPU tensors; `planted` holds the kernels of the tests of
-the harness. Each also with `sanitize`, under AddressSanitizer.
+the harness, `fragments` the wrappers of matrix instructions one by one. Each also with `sanitize`,
+under AddressSanitizer.
 """
 
 import fcntl
@@ -31,6 +32,8 @@ FLAGS = [
 ]  # fmt: skip
 SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
 
+LIBRARIES = (("planted", False), ("planted", True), ("fragments", False), ("kernels", False))
+
 
 def _torch_flags() -> tuple[list[str], list[str]]:
     """To compile and to link against torch's stable ABI."""
@@ -49,15 +52,15 @@ def _digest(*parts: str) -> str:
 
 
 def build(name: str, sanitize: bool = False) -> Path:
-    """The shared library `kernels` or `planted`, compiled where something changed.
+    """The shared library `kernels`, `planted` or `fragments`, compiled where something changed.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
     compile_flags, link_flags = list(FLAGS), ["-shared"]
     sources = [HERE / "control.cpp", HERE / "alignment.cpp"]
-    if name == "planted":
-        sources.append(HERE / "planted.cpp")
+    if name != "kernels":
+        sources.append(HERE / f"{name}.cpp")
     else:
         sources += sorted((ROOT / "csrc/cuda").glob("*.cu"))
         more_compile_flags, more_link_flags = _torch_flags()
@@ -92,6 +95,31 @@ def build(name: str, sanitize: bool = False) -> Path:
     return library
 
 
+def nvcc() -> str | None:
+    """The path of nvcc, or None."""
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def build_for_gpu(name: str, capability: tuple[int, int]) -> Path:
+    """The shared library `name` for a GPU, compiled where something changed.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    flags = ["-std=c++17", "-shared", "-Xcompiler=-fPIC", "-arch=sm_{}{}".format(*capability)]
+    source = HERE / f"{name}.cpp"
+    around = [source, HERE / "entry.h", ROOT / "csrc" / "cuda" / "device.cuh"]
+    folder = OUT / f"{name}_for_gpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{name}-{_digest(*flags, *(path.read_text() for path in around))}.so"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            command = [nvcc() or "nvcc", *flags, f"-I{ROOT / 'csrc'}", "-x", "cu", str(source)]
+            _run([*command, "-o", str(library)])
+    return library
+
+
 def sanitizer_environment() -> dict[str, str]:
     """What a process needs in its environment to load a library that was built to `sanitize`."""
     # The C++ runtime beside it, or the sanitizer does not find what throws exceptions.
@@ -112,5 +140,5 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     if shutil.which(CXX[0]) is None:
         sys.exit(0)  # and the tests that need it are skipped
-    for library, sanitized in (("planted", False), ("planted", True), ("kernels", False)):
+    for library, sanitized in LIBRARIES:
         print(build(library, sanitized))

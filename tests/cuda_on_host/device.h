@@ -185,12 +185,6 @@ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row, PK_SITE) {
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, PK_SITE) {
   load_matrices<4, true>("ldmatrix_x4_trans", r, row, {file, line});
 }
-inline void ldmatrix_x2(uint32_t (&r)[2], const void* row, PK_SITE) {
-  load_matrices<2, false>("ldmatrix_x2", r, row, {file, line});
-}
-inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* row, PK_SITE) {
-  load_matrices<2, true>("ldmatrix_x2_trans", r, row, {file, line});
-}
 
 // d += a * b for a [16, K] and b [K, 8], spread over a warp: `kPack` elements a register. With
 // group l / 4 and rank l % 4, registers of a hold rows group, group + 8 in turn, of the first half
@@ -234,16 +228,23 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
     return i == 0 ? both.x : both.y;
   });
 }
+constexpr uint32_t kTf32Nan = 0x7fffffffu;
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                              PK_SITE) {
+  for (const uint32_t bits : {a[0], a[1], a[2], a[3], b[0], b[1]}) {
+    // The hardware cuts bits off: numbers would be less exact, and a NaN may become infinite.
+    if (bits & 0x1fffu && bits != kTf32Nan) {
+      cuda_on_host::Block::running->fail("mma_m16n8k8_tf32: an operand that to_tf32 did not round");
+    }
+  }
   multiply<1>("mma_m16n8k8_tf32", d, a, b, {file, line},
-              [](uint32_t bits, int) { return __uint_as_float(bits & ~0x1fffu); });
+              [](uint32_t bits, int) { return __uint_as_float(bits); });
 }
-// To nearest, ties away from zero; what mma_m16n8k8_tf32 would otherwise cut off.
+// To nearest, ties away from zero.
 inline uint32_t to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
-  if ((bits & 0x7f800000u) == 0x7f800000u) return value != value ? 0x7fffffffu : bits;
-  return (bits + 0x1000u) & ~0x1fffu;
+  if (value != value) return kTf32Nan;
+  return std::isinf(value) ? bits : (bits + 0x1000u) & ~0x1fffu;
 }
 
 // A copy in flight leaves NaN where it goes, and lands when its thread waits for it: neither a read

@@ -2,9 +2,7 @@
 //
 // The entry points return what was thrown, or an empty text.
 
-#include <string>
-
-#include "cuda/device.cuh"
+#include "entry.h"
 
 using namespace preact_kernels::cuda;
 
@@ -133,63 +131,7 @@ __global__ void grid_barrier_kernel(Params p) {
   }
 }
 
-struct MmaParams {
-  const void *a, *b;  // [16, K] and [8, K], 16-bit elements, or fp32 for TF32
-  float* d;           // [16, 8], added to
-  int type;           // 0 BFloat16, 1 Half, 2 TF32
-  bool transposed;    // b is [K, 8]
-};
-
-// d += a * b^T by one warp, operands by way of shared memory and ldmatrix where they have 16 bits.
-__global__ void mma_kernel(MmaParams p) {
-  const unsigned lane = threadIdx.x, group = lane / 4, rank = lane % 4;
-  uint32_t a[4], b[2];
-  float d[4];
-  float* corner = p.d + group * 8 + rank * 2;
-  for (int i = 0; i < 4; ++i) d[i] = corner[i / 2 * 64 + i % 2];
-  if (p.type == 2) {
-    const float *left = static_cast<const float*>(p.a), *right = static_cast<const float*>(p.b);
-    for (int i = 0; i < 4; ++i) a[i] = to_tf32(left[(group + i % 2 * 8) * 8 + rank + i / 2 * 4]);
-    for (int i = 0; i < 2; ++i) b[i] = to_tf32(right[group * 8 + rank + i * 4]);
-    mma_m16n8k8_tf32(d, a, b);
-  } else {
-    uint16_t* left = reinterpret_cast<uint16_t*>(dynamic_shared());
-    uint16_t* right = left + 16 * 16;
-    for (unsigned i = lane; i < 16 * 16; i += 32) left[i] = static_cast<const uint16_t*>(p.a)[i];
-    for (unsigned i = lane; i < 8 * 16; i += 32) right[i] = static_cast<const uint16_t*>(p.b)[i];
-    __syncwarp();
-    ldmatrix_x4(a, left + lane % 16 * 16 + lane / 16 * 8);
-    if (p.transposed) {
-      ldmatrix_x2_trans(b, right + lane % 16 * 8);
-    } else {
-      ldmatrix_x2(b, right + lane % 8 * 16 + lane / 8 % 2 * 8);
-    }
-    if (p.type == 0) {
-      mma_m16n8k16(d, a, b, BFloat16());
-    } else {
-      mma_m16n8k16(d, a, b, Half());
-    }
-  }
-  for (int i = 0; i < 4; ++i) corner[i / 2 * 64 + i % 2] = d[i];
-}
-
-std::string message;
-
-template <class P>
-const char* run(const char* name, void (*kernel)(P), unsigned blocks, unsigned threads,
-                size_t shared_bytes, const P& params) {
-  message.clear();
-  try {
-    launch(name, kernel, dim3(blocks), dim3(threads), shared_bytes, nullptr, params);
-  } catch (const std::exception& error) {
-    message = error.what();
-  }
-  return message.c_str();
-}
-
 }  // namespace
-
-#define PK_ENTRY extern "C" __attribute__((visibility("default"))) const char*
 
 PK_ENTRY reverse(const float* in, float* out, int variant) {
   return run("reverse", reverse_kernel, 4, kThreads, kThreads * 4, Params{in, out, variant});
@@ -222,6 +164,3 @@ PK_ENTRY grid_barrier(const float* in, float* out, int variant) {
   return run_meeting("grid_barrier", grid_barrier_kernel, in, out, variant);
 }
 PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
-PK_ENTRY multiply_add(const void* a, const void* b, float* d, int type, bool transposed) {
-  return run("mma", mma_kernel, 1, 32, 24 * 16 * 2, MmaParams{a, b, d, type, transposed});
-}
