@@ -31,7 +31,7 @@ LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.
 LISTING = ROOT / "build" / "libraries.sha256"  # hashes of libraries and sources
 KERNEL_TESTS = (
     ("test_cuda_fragments", "test_cuda", "test_cuda_conv"),
-    ("test_triton", "test_graphs"),
+    ("test_resnet_1001", "test_triton", "test_graphs"),
     ("test_bn_stats", "test_bn_relu", "test_bn_relu_conv", "test_residual_add"),
     (
         "test_preact_stage",

@@ -266,6 +266,25 @@ def test_backward_of_a_folded_gradient_keeps_the_budget(case, dtype):
     check(case, backward_inputs(case, dtype), ALL)
 
 
+def resnet_1001_cases():
+    """The convolutions of its blocks; without a GPU of as many images as make six tiles a block."""
+    for width, side, images in ((16, 32, 3), (32, 16, 6), (64, 8, 6)):
+        for batch in [images] if IS_CUDA_ON_HOST else [128, 64]:
+            yield Case(batch, side, side, 4 * width, width, 1)
+            yield Case(batch, side, side, width, width, 3)
+            yield Case(batch, side, side, width, 4 * width, 1)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.not_under_sanitizer
+@every_dtype
+@pytest.mark.parametrize("case", [*resnet_1001_cases()], ids=str)
+def test_many_tiles_a_block_keep_the_budget(case, dtype):
+    set_schedule(multiprocessors=1)
+    check(case, forward_inputs(case, dtype), True)
+    check(case, backward_inputs(case, dtype), ALL)
+
+
 @pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
 @typical
 @pytest.mark.parametrize(("residual", "stats"), [(False, False), (False, True), (True, False)])
