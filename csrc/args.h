@@ -16,11 +16,20 @@ struct Activation {
   int64_t pixels() const { return images * height * width; }
 };
 
+// Two sums per channel that kernels of a run add up, in the words of csrc/cuda/exact_sums.cuh. The
+// tensors that they belong to get their values at the end of the run.
+struct Accumulators {
+  uint64_t* words = nullptr;  // null where those tensors have their values already
+  int64_t second = 0;         // from a channel's first sum to its second
+  int64_t stride = 0;         // from a word to the next
+};
+
 // A batch norm. Every tensor is [C], in the statistics dtype.
 struct Norm {
   Tensor mean, var, weight;
   std::optional<Tensor> bias;  // absent where only the input gradient is computed
   double eps;
+  Accumulators moments = {};  // of mean and var: the sums of the values and of their squares
 };
 
 // Sizes of a convolution with stride 1, one group, an odd kernel and "same" padding.
@@ -41,8 +50,9 @@ struct Fold {
   std::optional<Tensor> skip;
   Tensor x;  // the input of the batch norm
   Norm norm;
-  Tensor sums;       // [2, C]: sum(g), sum(g * xhat)
-  double inv_count;  // 1 / (N*H*W), or 0 in evaluation mode: B and C are then 0
+  Tensor sums;                    // [2, C]: sum(g), sum(g * xhat)
+  double inv_count;               // 1 / (N*H*W), or 0 in evaluation mode: B and C are then 0
+  Accumulators accumulated = {};  // of sums
 };
 
 // Which gradients of bn_relu_conv the caller asks for.

@@ -75,7 +75,7 @@ struct WeightGradient {
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
                                   const std::optional<Fold>& fold, const Tensor& x,
                                   const Norm& norm, const Tensor& conv_weight,
-                                  const UnitGradients& gradients) {
+                                  const UnitGradients& gradients, UnitOfRun) {
   const Wanted& wanted = gradients.wanted;
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);

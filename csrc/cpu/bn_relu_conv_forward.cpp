@@ -11,7 +11,7 @@ namespace preact_kernels {
 void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& norm,
                                  const Tensor& conv_weight, const std::optional<Tensor>& conv_bias,
                                  const std::optional<Tensor>& residual, const Tensor& y,
-                                 const BatchStatistics& of_y) {
+                                 const BatchStatistics& of_y, UnitOfRun) {
   for_single_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;

@@ -7,7 +7,7 @@
 
 namespace preact_kernels {
 
-void check_conv_is_served(const Conv& conv) {
+void check_conv_is_served(const Conv& conv, const Tensor&) {
   const int64_t lanes = vector_bytes() / static_cast<int64_t>(sizeof(float));
   STD_TORCH_CHECK(
       conv.out_channels > 0 && conv.out_channels % lanes == 0 && conv.in_channels % lanes == 0,

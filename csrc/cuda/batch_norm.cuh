@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv_operand.cuh"
+#include "exact_sums.cuh"
 
 namespace preact_kernels::cuda {
 
@@ -10,6 +11,16 @@ struct NormPointers {
   const float *mean, *var, *weight;
   const float* bias;  // null where only the input gradient is computed
   float eps;
+  Accumulators moments;  // where there are some, mean and var follow from these and from
+  double count;          // the number of pixels
+
+  __device__ void read_mean_and_var(int channel, float& channel_mean, float& channel_var) const {
+    if (moments.words != nullptr) {
+      read_moments(moments, channel, count, channel_mean, channel_var);
+    } else {
+      channel_mean = mean[channel], channel_var = var[channel];
+    }
+  }
 };
 
 // A fold (../args.h): [skip +] A*g + B*(x - mean) + C.
@@ -19,6 +30,13 @@ struct FoldPointers {
   NormPointers norm;
   const float* sums;  // [2, C]: sum(g), sum(g * xhat)
   float inv_count;    // 0 in evaluation mode: x is then not read, so that NaN does not spread
+  Accumulators accumulated;  // where there are some, `sums` follow from these
+
+  __host__ __device__ bool reads_x() const { return inv_count != 0; }
+  __device__ float sum(int channel, int value, int channels) const {
+    if (accumulated.words != nullptr) return float(read_exact(accumulated, channel, value));
+    return sums[value * channels + channel];
+  }
 };
 
 __device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqrtf(var + eps); }
@@ -42,9 +60,8 @@ struct Normalisation {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       const int c = channel + i;
-      mean[i] = is_channel ? norm.mean[c] : 0.0f;
-      scale[i] = is_channel ? scale_of(norm, c) : 0.0f;
-      bias[i] = is_channel ? norm.bias[c] : 0.0f;
+      mean[i] = scale[i] = bias[i] = 0;
+      if (is_channel) compute(norm, c, mean[i], scale[i], bias[i]);
     }
   }
 
@@ -57,9 +74,7 @@ struct Normalisation {
   // Fills `shared` [kRows][channels] with all threads of a block.
   static __device__ void prepare(const NormPointers& norm, int channels, float* shared) {
     for (int c = threadIdx.x; c < channels; c += kThreads) {
-      shared[c] = norm.mean[c];
-      shared[channels + c] = scale_of(norm, c);
-      shared[2 * channels + c] = norm.bias[c];
+      compute(norm, c, shared[c], shared[channels + c], shared[2 * channels + c]);
     }
   }
 
@@ -77,8 +92,12 @@ struct Normalisation {
   }
 
  private:
-  static __device__ float scale_of(const NormPointers& norm, int c) {
-    return norm.weight[c] * reciprocal_std(norm.var[c], norm.eps);
+  static __device__ void compute(const NormPointers& norm, int at, float& mean, float& scale,
+                                 float& bias) {
+    float var;
+    norm.read_mean_and_var(at, mean, var);
+    scale = norm.weight[at] * reciprocal_std(var, norm.eps);
+    bias = norm.bias[at];
   }
 };
 
@@ -113,24 +132,23 @@ struct InputGradient {
     }
   }
 
-  // The gradient of the 16 bytes at `at`, rounded as PyTorch stores it.
-  template <class T>
-  __device__ FullVector<T> operator()(const FoldPointers& fold, const T* g, int64_t at) const {
-    FullVector<T> vector;
+  // The gradient of 16 bytes, rounded as PyTorch stores it, from vectors[i] of each tensor. Those
+  // of x and skip are read where the fold reads them.
+  template <class Vectors>
+  __device__ auto operator()(const FoldPointers& fold, int i, const Vectors& g, const Vectors& x,
+                             const Vectors& skip) const {
+    auto vector = g[i];
     float dy[kWidth], more[kWidth];
-    vector.load(g + at);
     vector.unpack(dy);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) dy[j] *= a[j];
-    if (fold.inv_count != 0) {
-      vector.load(static_cast<const T*>(fold.x) + at);
-      vector.unpack(more);
+    if (fold.reads_x()) {
+      x[i].unpack(more);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) dy[j] += (more[j] - mean[j]) * b[j] + c[j];
     }
     if (fold.skip != nullptr) {
-      vector.load(static_cast<const T*>(fold.skip) + at);
-      vector.unpack(more);
+      skip[i].unpack(more);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) dy[j] += more[j];
     }
@@ -143,8 +161,8 @@ struct InputGradient {
                                  float& c, float& mean) {
     const float rstd = reciprocal_std(fold.norm.var[at], fold.norm.eps);
     a = fold.norm.weight[at] * rstd;
-    b = -a * rstd * (fold.sums[channels + at] * fold.inv_count);
-    c = -a * (fold.sums[at] * fold.inv_count);
+    b = -a * rstd * (fold.sum(at, 1, channels) * fold.inv_count);
+    c = -a * (fold.sum(at, 0, channels) * fold.inv_count);
     mean = fold.norm.mean[at];
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv_tile.cuh"
+#include "weight_gradient_partials.cuh"
 
 namespace preact_kernels::cuda {
 
@@ -11,18 +12,16 @@ struct BnReluConvBackward {
   FoldPointers fold;
   const void* x;
   NormPointers norm;
-  ConvWeight weight;
-  void* g;            // null where g and its sums are not wanted
-  void* unfolded_dy;  // null where it is not wanted
-  float* partials;    // [blocks, weight + sums]: [taps][K][C] and [2][C], where they are wanted
-  bool needs_conv_weight;
+  const void* weight;  // [K][taps][C]
+  void* g;             // null where g and its sums are not wanted
+  void* unfolded_dy;   // null where it is not wanted
+  Accumulators sums;   // of g: sum(g), sum(g * xhat)
+  float* partials;     // [blocks][taps][K][C]: weight gradients of blocks; null where not wanted
+  WeightGradientPartials earlier;  // of the kernel before this one, which this one adds up
   int in_channels, out_channels;
+  int tensors;  // as BackwardShared says
   TileGrid grid;
-
-  __host__ __device__ int partial_values(int taps) const {
-    return (needs_conv_weight ? taps * out_channels * in_channels : 0) +
-           (g != nullptr ? 2 * in_channels : 0);
-  }
+  bool is_dependent;  // as `launch` says
 };
 
 // The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps. With
@@ -131,25 +130,37 @@ struct WeightGradient {
   }
 };
 
+// Shared memory of a block, in this order.
 template <class T, int C>
-int backward_shared_bytes(const TileGrid& grid, int in_channels, int out_channels) {
-  constexpr int kWidth = kFullWidth<T>;
-  const int in_row = in_channels * int(sizeof(T)) + 16,
-            out_row = out_channels * int(sizeof(T)) + 16;
-  const int pixels = Tile<C>::pixels(grid);
-  const int operands = Tile<C>::kTaps * out_channels * in_row +
-                       Tile<C>::halo_pixels(grid) * out_row + pixels * in_row;
-  const int norms =
-      (Normalisation<kWidth>::kRows * in_channels + InputGradient<kWidth>::kRows * out_channels) *
-      4;
-  const int bytes = operands + norms + pixels * (in_channels + kSumsPadding) * 4;
-  // After the last tile: sums of every thread, or a weight gradient that warps share.
-  const int weights = Tile<C>::kTaps * in_channels * out_channels;
-  const int shared_weights = out_channels / 16 * (in_channels / 16) < kWarps ? weights : 0;
-  const int thread_sums = 2 * kWidth * kThreads;
-  const int least = 4 * (shared_weights > thread_sums ? shared_weights : thread_sums);
-  return bytes > least ? bytes : least;
-}
+struct BackwardShared {
+  int weights, dy, activation, da, norm, fold, x_ahead, dy_ahead;  // where each begins
+  int bytes;
+
+  // `tensors` are those that the output's gradient is loaded from: g, and x and skip of a fold.
+  __host__ __device__ BackwardShared(const TileGrid& grid, int in_channels, int out_channels,
+                                     int tensors) {
+    constexpr int kWidth = kFullWidth<T>;
+    const int in_row = in_channels * int(sizeof(T)) + 16;
+    const int out_row = out_channels * int(sizeof(T)) + 16;
+    const int pixels = Tile<C>::pixels(grid);
+    const int sums = pixels * (in_channels + kSumsPadding) * 4;
+    weights = 0;
+    dy = weights + Tile<C>::kTaps * out_channels * in_row;
+    activation = dy + Tile<C>::halo_pixels(grid) * out_row;
+    da = activation + pixels * in_row;
+    norm = da + (sums > kPartialsBytes ? sums : kPartialsBytes);
+    fold = norm + Normalisation<kWidth>::kRows * in_channels * 4;
+    x_ahead = fold + InputGradient<kWidth>::kRows * out_channels * 4;
+    dy_ahead = x_ahead + VectorsAhead<T>::bytes(kTileVectors<T, C>);
+    bytes = dy_ahead + tensors * VectorsAhead<T>::bytes(kHaloVectors<T, C>);
+    // After the last tile: sums of every thread, or a weight gradient that warps share.
+    const int weight_values = Tile<C>::kTaps * in_channels * out_channels;
+    const int shared_values = out_channels / 16 * (in_channels / 16) < kWarps ? weight_values : 0;
+    const int thread_sums = 2 * kWidth * kThreads;
+    const int least = 4 * (shared_values > thread_sums ? shared_values : thread_sums);
+    if (bytes < least) bytes = least;
+  }
+};
 
 // Blocks of a multiprocessor, which registers limit.
 template <int C, int GROUPS>
@@ -158,7 +169,7 @@ constexpr int kBackwardBlocks = C == 0 && GROUPS == 2 ? 2 : 1;
 // g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
 // relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
-// owns every gridDim.x-th tile of pixels with all channels, and stores partial sums.
+// owns every gridDim.x-th tile of pixels with all channels, and stores its part of dweight.
 template <class T, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     bn_relu_conv_backward_kernel(const BnReluConvBackward conv) {
@@ -168,47 +179,86 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
   const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
   const int sums_pitch = channels + kSumsPadding;
-  T* weights = reinterpret_cast<T*>(dynamic_shared());
-  T* dy_tile = weights + kTaps * out_channels * pitch;
-  T* activation = dy_tile + halo_pixels * dy_pitch;
-  float* da = reinterpret_cast<float*>(activation + pixels * pitch);
-  float* norm = da + pixels * sums_pitch;
-  float* fold = norm + Normalisation<kWidth>::kRows * channels;
+  const BackwardShared<T, C> shared(conv.grid, channels, out_channels, conv.tensors);
+  unsigned char* memory = dynamic_shared();
+  T* weights = reinterpret_cast<T*>(memory + shared.weights);
+  T* dy_tile = reinterpret_cast<T*>(memory + shared.dy);
+  T* activation = reinterpret_cast<T*>(memory + shared.activation);
+  float* da = reinterpret_cast<float*>(memory + shared.da);
+  float* norm = reinterpret_cast<float*>(memory + shared.norm);
+  float* fold = reinterpret_cast<float*>(memory + shared.fold);
+  const VectorsAhead<T> x_ahead(memory + shared.x_ahead);
+  const VectorsAhead<T> g_ahead(memory + shared.dy_ahead);
+  const VectorsAhead<T> fold_x_ahead(g_ahead.next(kHaloVectors<T, C>));
+  const VectorsAhead<T> skip_ahead(fold_x_ahead.next(kHaloVectors<T, C>));
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
   const T* x = static_cast<const T*>(conv.x) + in.channel;
-  const T* dy = static_cast<const T*>(conv.dy);
+  const T* dy = static_cast<const T*>(conv.dy) + out.channel;
+  const T* fold_x = static_cast<const T*>(conv.fold.x) + out.channel;
+  const T* skip = static_cast<const T*>(conv.fold.skip) + out.channel;
   T* g = static_cast<T*>(conv.g) + in.channel;
-  const bool needs_g = conv.g != nullptr, is_folded = conv.fold.x != nullptr;
+  const bool needs_g = conv.g != nullptr, needs_weight = conv.partials != nullptr;
+  const bool is_folded = conv.fold.x != nullptr, has_skip = conv.fold.skip != nullptr;
+  const bool reads_fold_x = is_folded && conv.fold.reads_x();
   WeightGradient<T, C, GROUPS> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 
-  load_weights<T, kTaps>(conv.weight, weights, out_channels, channels);
+  const auto copy_ahead = [&](int index) {
+    if (index >= conv.grid.tiles) return;
+    const Tile<C> tile(conv.grid, index);
+    if (in.is_active) {
+#pragma unroll
+      for (int i = 0; i < kTileVectors<T, C>; ++i) {
+        const int p = in.lane + i * in.lanes;
+        if (p >= pixels) break;
+        const int64_t pixel = tile.pixel(p);
+        x_ahead.copy(i, x + pixel * channels, pixel >= 0);
+      }
+    }
+    if (out.is_active) {
+#pragma unroll
+      for (int i = 0; i < kHaloVectors<T, C>; ++i) {
+        const int p = out.lane + i * out.lanes;
+        if (p >= halo_pixels) break;
+        const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels;
+        g_ahead.copy(i, dy + at, pixel >= 0);
+        if (reads_fold_x) fold_x_ahead.copy(i, fold_x + at, pixel >= 0);
+        if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
+      }
+    }
+    cp_async_commit();
+  };
+  load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
+  wait_for_predecessors();
+  let_dependents_start();
+  copy_ahead(blockIdx.x);
   Normalisation<kWidth>::prepare(conv.norm, channels, norm);
   if (is_folded) InputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
+  add_up<T>(conv.earlier, reinterpret_cast<double*>(da));
   __syncthreads();
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
     const Tile<C> tile(conv.grid, index);
     NonFinite<T> non_finite;
     FullVector<T> own_x[kTileVectors<T, C>];
+    cp_async_wait<0>();
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
 #pragma unroll
       for (int i = 0; i < kTileVectors<T, C>; ++i) {
         const int p = in.lane + i * in.lanes;
         if (p >= pixels) break;
-        const int64_t pixel = tile.pixel(p);
         FullVector<T> a{};
-        if (pixel >= 0) {
-          own_x[i].load(x + pixel * channels);
+        if (tile.pixel(p) >= 0) {
+          own_x[i] = x_ahead[i];
           a = in_norm.template activation<T>(own_x[i]);
           if constexpr (kTaps > 1) non_finite.add(a);
         }
         a.store(activation + p * pitch + in.channel);
       }
     }
-    const auto load_dy = [&](auto form) {
+    const auto form_dy = [&](auto form) {
 #pragma unroll(kHaloVectors<T, C> > 4 || C == 0 ? 2 : 4)
       for (int i = 0; i < kHaloVectors<T, C>; ++i) {
         const int p = out.lane + i * out.lanes;
@@ -216,11 +266,11 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         const int64_t pixel = tile.halo_pixel(p);
         FullVector<T> gradient{};
         if (pixel >= 0) {
-          const int64_t at = pixel * out_channels + out.channel;
-          gradient = form(at);
+          gradient = form(i);
           if constexpr (kTaps > 1) non_finite.add(gradient);
           if (conv.unfolded_dy != nullptr && Tile<C>::is_interior(p)) {
-            gradient.store(static_cast<T*>(conv.unfolded_dy) + at);
+            T* to = static_cast<T*>(conv.unfolded_dy) + out.channel;
+            gradient.store(to + pixel * out_channels);
           }
         }
         as_operand<T>(gradient).store(dy_tile + p * dy_pitch + out.channel);
@@ -228,20 +278,17 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     };
     if (out.is_active && is_folded) {
       const InputGradient<kWidth> gradient(FromShared{}, fold, out_channels, out.channel);
-      load_dy([&](int64_t at) { return gradient(conv.fold, dy, at); });
+      form_dy([&](int i) { return gradient(conv.fold, i, g_ahead, fold_x_ahead, skip_ahead); });
     } else if (out.is_active) {
-      load_dy([&](int64_t at) {
-        FullVector<T> gradient;
-        gradient.load(dy + at);
-        return gradient;
-      });
+      form_dy([&](int i) { return g_ahead[i]; });
     }
     // Both tiles are complete. A 1x1 kernel reads no padding.
     const bool masks = kTaps > 1 ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
+    copy_ahead(index + gridDim.x);
     if (needs_g) {
       multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da);
     }
-    if (conv.needs_conv_weight) {
+    if (needs_weight) {
       if (kTaps > 1 && masks) {
         dweight.template add<true>(tile, dy_tile, activation, pixels, out_channels, channels);
       } else {
@@ -277,25 +324,28 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
   }
 
   // From here on shared memory has another layout.
-  const int weight_values = conv.needs_conv_weight ? kTaps * out_channels * channels : 0;
-  float* shared = reinterpret_cast<float*>(dynamic_shared());
-  float* partial = conv.partials + int64_t(blockIdx.x) * conv.partial_values(kTaps);
-  if (conv.needs_conv_weight) dweight.store(out_channels, channels, shared, partial);
-  if (!needs_g) return;
+  float* scratch = reinterpret_cast<float*>(memory);
   __syncthreads();
-  if (in.is_active) {
-    float* row = shared + in.lane * 2 * channels + in.channel;
+  if (needs_g) {
+    if (in.is_active) {
+      float* row = scratch + in.lane * 2 * channels + in.channel;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) row[j] = sum_g[j], row[channels + j] = sum_g_x[j];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
-    float sum = 0;
+      for (int j = 0; j < kWidth; ++j) row[j] = sum_g[j], row[channels + j] = sum_g_x[j];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
+      float sum = 0;
 #pragma unroll 8
-    for (int lane = 0; lane < in.lanes; ++lane) sum += shared[lane * 2 * channels + i];
-    const int c = i % channels;
-    const float rstd = reciprocal_std(conv.norm.var[c], conv.norm.eps);
-    partial[weight_values + i] = i < channels ? sum : sum * rstd;
+      for (int lane = 0; lane < in.lanes; ++lane) sum += scratch[lane * 2 * channels + i];
+      const int c = i % channels, value = i / channels;
+      const float rstd = reciprocal_std(conv.norm.var[c], conv.norm.eps);
+      add_exact(conv.sums, c, value, value == 0 ? sum : sum * rstd);
+    }
+  }
+  if (needs_weight) {
+    __syncthreads();
+    const int64_t weights_of_block = int64_t(kTaps) * out_channels * channels;
+    dweight.store(out_channels, channels, scratch, conv.partials + blockIdx.x * weights_of_block);
   }
 }
 

@@ -9,23 +9,34 @@ namespace preact_kernels::cuda {
 struct BnReluConvForward {
   const void* x;
   NormPointers norm;
-  ConvWeight weight;
+  const void* weight;    // [K][taps][C]
   const void* residual;  // of the shape of y, or null
   void* y;
-  StatisticsOutput statistics;
+  Accumulators statistics;  // of y: sums of the values and of their squares; or none
   int in_channels, out_channels;
   TileGrid grid;
+  bool is_dependent;  // as `launch` says
 };
 
+// Shared memory of a block, in this order.
 template <class T, int C>
-int forward_shared_bytes(const TileGrid& grid, int in_channels, int out_channels) {
-  const int operands = (Tile<C>::kTaps * out_channels + Tile<C>::halo_pixels(grid)) *
-                       (in_channels * int(sizeof(T)) + 16);
-  const int sums = Tile<C>::pixels(grid) * (out_channels + kSumsPadding) * 4;
-  const int norm = Normalisation<kFullWidth<T>>::kRows * in_channels * 4;
-  const int bytes = operands + sums + norm, least = kStatisticsBytes<kFullWidth<T>>;
-  return bytes > least ? bytes : least;
-}
+struct ForwardShared {
+  int weights, activation, sums, norm, x_ahead, residual_ahead;  // where each begins
+  int bytes;
+
+  __host__ __device__ ForwardShared(const TileGrid& grid, int in_channels, int out_channels) {
+    const int row = in_channels * int(sizeof(T)) + 16;
+    weights = 0;
+    activation = weights + Tile<C>::kTaps * out_channels * row;
+    sums = activation + Tile<C>::halo_pixels(grid) * row;
+    norm = sums + Tile<C>::pixels(grid) * (out_channels + kSumsPadding) * 4;
+    x_ahead = norm + Normalisation<kFullWidth<T>>::kRows * in_channels * 4;
+    residual_ahead = x_ahead + VectorsAhead<T>::bytes(kHaloVectors<T, C>);
+    bytes = residual_ahead + VectorsAhead<T>::bytes(kTileVectors<T, C>);
+    constexpr int kLeast = kStatisticsBytes<kFullWidth<T>>;
+    if (bytes < kLeast) bytes = kLeast;
+  }
+};
 
 // Blocks of a multiprocessor. Shared memory is the limit for 64 channels, registers for others.
 template <int C>
@@ -33,7 +44,8 @@ constexpr int kForwardBlocks = C == 64 ? 1 : 2;
 
 // y[p][k] = the sum over taps and c of relu(p)[p at tap][c] * weight[k][c][tap] [+ residual[p][k]].
 // A block owns every gridDim.x-th tile of pixels with all channels. The weight stays in shared
-// memory.
+// memory. The x of the next tile arrives while a tile is multiplied, and its residual while the
+// next tile is.
 template <class T, int C>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     bn_relu_conv_forward_kernel(const BnReluConvForward conv) {
@@ -42,37 +54,61 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   const int channels = C ? C : conv.in_channels, out_channels = C ? C : conv.out_channels;
   const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
   const int pitch = channels + kWidth, sums_pitch = out_channels + kSumsPadding;
-  T* weights = reinterpret_cast<T*>(dynamic_shared());
-  T* activation = weights + kTaps * out_channels * pitch;
-  float* sums = reinterpret_cast<float*>(activation + halo_pixels * pitch);
-  float* norm = sums + pixels * sums_pitch;
+  const ForwardShared<T, C> shared(conv.grid, channels, out_channels);
+  unsigned char* memory = dynamic_shared();
+  T* weights = reinterpret_cast<T*>(memory + shared.weights);
+  T* activation = reinterpret_cast<T*>(memory + shared.activation);
+  float* sums = reinterpret_cast<float*>(memory + shared.sums);
+  float* norm = reinterpret_cast<float*>(memory + shared.norm);
+  const VectorsAhead<T> x_ahead(memory + shared.x_ahead);
+  const VectorsAhead<T> residual_ahead(memory + shared.residual_ahead);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
   const T* x = static_cast<const T*>(conv.x) + in.channel;
-  const T* residual = static_cast<const T*>(conv.residual);
+  const T* residual = static_cast<const T*>(conv.residual) + out.channel;
+  const bool has_residual = conv.residual != nullptr;
   T* y = static_cast<T*>(conv.y) + out.channel;
   ThreadStatistics<kWidth> statistics;
 
-  // Loads the x of the next tile while the current one is multiplied.
-  FullVector<T> ahead[kHaloVectors<T, C>];
-  const auto load_x = [&](int index) {
+  // Each starts a group of copies, which may be empty.
+  const auto copy_x = [&](int index) {
     const Tile<C> tile(conv.grid, index);
+    if (index < conv.grid.tiles && in.is_active) {
 #pragma unroll
-    for (int i = 0; i < kHaloVectors<T, C>; ++i) {
-      const int p = in.lane + i * in.lanes;
-      const bool is_own = in.is_active && p < halo_pixels;
-      const int64_t pixel = is_own ? tile.halo_pixel(p) : -1;
-      if (pixel >= 0) ahead[i].load(x + pixel * channels);
+      for (int i = 0; i < kHaloVectors<T, C>; ++i) {
+        const int p = in.lane + i * in.lanes;
+        if (p >= halo_pixels) break;
+        const int64_t pixel = tile.halo_pixel(p);
+        x_ahead.copy(i, x + pixel * channels, pixel >= 0);
+      }
     }
+    cp_async_commit();
   };
+  const auto copy_residual = [&](int index) {
+    const Tile<C> tile(conv.grid, index);
+    if (has_residual && index < conv.grid.tiles && out.is_active) {
+#pragma unroll
+      for (int i = 0; i < kTileVectors<T, C>; ++i) {
+        const int p = out.lane + i * out.lanes;
+        if (p >= pixels) break;
+        const int64_t pixel = tile.pixel(p);
+        residual_ahead.copy(i, residual + pixel * out_channels, pixel >= 0);
+      }
+    }
+    cp_async_commit();
+  };
+  load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
+  wait_for_predecessors();
+  let_dependents_start();
   const int blocks = gridDim.x;
-  if (int(blockIdx.x) < conv.grid.tiles) load_x(blockIdx.x);
-  load_weights<T, kTaps>(conv.weight, weights, out_channels, channels);
+  copy_x(blockIdx.x);
+  copy_residual(blockIdx.x);
   Normalisation<kWidth>::prepare(conv.norm, channels, norm);
   __syncthreads();
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += blocks) {
     const Tile<C> tile(conv.grid, index);
+    cp_async_wait<1>();  // x is here
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
 #pragma unroll
@@ -80,16 +116,16 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
         const int p = in.lane + i * in.lanes;
         if (p >= halo_pixels) break;
         // The padding is zero after the activation.
-        const bool exists = tile.halo_pixel(p) >= 0;
         FullVector<T> a{};
-        if (exists) a = in_norm.template activation<T>(ahead[i]);
+        if (tile.halo_pixel(p) >= 0) a = in_norm.template activation<T>(x_ahead[i]);
         a.store(activation + p * pitch + in.channel);
       }
     }
     __syncthreads();  // the activation is complete
-    if (index + blocks < conv.grid.tiles) load_x(index + blocks);
+    copy_x(index + blocks);
     multiply_weights<T, C, false>(activation, weights, pixels, channels, out_channels, sums);
-    __syncthreads();  // the sums are complete, and the activation may be overwritten
+    __syncthreads();     // the sums are complete, and the activation may be overwritten
+    cp_async_wait<1>();  // the residual is here
     if (out.is_active) {
 #pragma unroll
       for (int i = 0; i < kTileVectors<T, C>; ++i) {
@@ -100,24 +136,26 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
         FullVector<T> stored;
         float values[kWidth];
         load_floats(values, sums + p * sums_pitch + out.channel);
-        if (residual != nullptr) {
+        if (has_residual) {
           float more[kWidth];
-          stored.load(residual + pixel * out_channels + out.channel);
-          stored.unpack(more);
+          residual_ahead[i].unpack(more);
+#pragma unroll
           for (int j = 0; j < kWidth; ++j) values[j] += more[j];
         }
         stored.pack(values);
         stored.store(y + pixel * out_channels);
-        if (conv.statistics.partials != nullptr) {
+        if (conv.statistics.words != nullptr) {
           stored.unpack(values);
           statistics.add(values);
         }
       }
       statistics.end_tile();
     }
+    copy_residual(index + blocks);
   }
-  if (conv.statistics.partials != nullptr) {
-    finish_statistics(statistics, out, out_channels, conv.statistics, dynamic_shared());
+  cp_async_wait<0>();  // before shared memory gets another use
+  if (conv.statistics.words != nullptr) {
+    add_statistics(statistics, out, out_channels, conv.statistics, memory);
   }
 }
 

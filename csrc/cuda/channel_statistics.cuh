@@ -1,18 +1,12 @@
-// Mean and M2, the sum of squares around the mean, of each channel: first of the values that a
-// thread stored, then of a block, then of the grid, merged in a fixed order.
+// Statistics of the channels of a kernel's output: mean and M2, the sum of squares around the mean,
+// of the values that a thread stored, then of a block, merged in a fixed order. Each block adds the
+// sums of its values and of their squares to exact sums.
 #pragma once
 
 #include "conv_tile.cuh"
-#include "reduction.cuh"
+#include "exact_sums.cuh"
 
 namespace preact_kernels::cuda {
-
-// Where the statistics of a tensor go, and the memory that the blocks of the grid share.
-struct StatisticsOutput {
-  float* partials;     // [blocks, 3 * channels + 1]: mean, its rounding error, M2, count; or null
-  unsigned* finished;  // counts the blocks that wrote their partials; 0 before the kernel
-  float *mean, *var;   // [channels]
-};
 
 // Statistics of the channels of one thread, merged tile by tile (Chan, Golub and LeVeque, 1979).
 // A mean is stored as its distance from the thread's first value, which avoids rounding where the
@@ -52,62 +46,16 @@ struct ThreadStatistics {
   }
 };
 
-struct MergedStatistics {
-  double count, mean, m2;
-};
-
-// Merges rows into statistics of channel threadIdx.x. row(index, c, mean, m2, count) reads channel
-// c of a row. Every thread of the block must call this; `scratch` holds 4 doubles a thread.
-template <class Row>
-__device__ MergedStatistics merge_statistics(int rows, int channels, Row row, double* scratch) {
-  const int slices = kThreads / channels;
-  const int c = threadIdx.x % channels, slice = threadIdx.x / channels;
-  double first_mean;
-  float m2, count;
-  row(0, c, first_mean, m2, count);
-  const double pivot = isfinite(first_mean) ? first_mean : 0;
-  double n = 0, sum = 0, from_pivot = 0, squares = 0;
-  if (slice < slices) {
-#pragma unroll 4
-    for (int r = slice; r < rows; r += slices) {
-      double mean;
-      row(r, c, mean, m2, count);
-      if (count == 0) continue;
-      const double d = mean - pivot;
-      n += count;
-      sum += count * mean;
-      from_pivot += count * d;
-      squares += m2 + count * d * d;
-    }
-    double* own = scratch + 4 * threadIdx.x;
-    own[0] = n, own[1] = sum, own[2] = from_pivot, own[3] = squares;
-  }
-  __syncthreads();
-  MergedStatistics merged{0, 0, 0};
-  if (slice == 0) {
-    n = sum = from_pivot = squares = 0;
-    for (int s = 0; s < slices; ++s) {
-      const double* other = scratch + 4 * (s * channels + c);
-      n += other[0], sum += other[1], from_pivot += other[2], squares += other[3];
-    }
-    const double left = squares - from_pivot * from_pivot / n;
-    merged = {n, sum / n, left < 0 ? 0 : left};  // NaN stays NaN
-  }
-  __syncthreads();
-  return merged;
-}
-
-// Bytes of shared memory that `finish_statistics` uses.
+// Bytes of shared memory that `add_statistics` uses.
 template <int kWidth>
-constexpr int kStatisticsBytes = 4 * 8 * kThreads + (3 * kWidth + 1) * 4 * kThreads;
+constexpr int kStatisticsBytes = 2 * 8 * kThreads + (3 * kWidth + 1) * 4 * kThreads;
 
-// Stores the statistics of a block; the last block stores those of the grid. Overwrites `shared`.
+// Adds the values of a block to `sums`. Every thread must call this. Overwrites `shared`.
 template <int kWidth>
-__device__ void finish_statistics(const ThreadStatistics<kWidth>& own, const ThreadColumn& column,
-                                  int channels, const StatisticsOutput& output,
-                                  unsigned char* shared) {
-  double* scratch = reinterpret_cast<double*>(shared);
-  float* counts = reinterpret_cast<float*>(scratch + 4 * kThreads);
+__device__ void add_statistics(const ThreadStatistics<kWidth>& own, const ThreadColumn& column,
+                               int channels, const Accumulators& sums, unsigned char* shared) {
+  double* scratch = reinterpret_cast<double*>(shared);  // 2 a thread
+  float* counts = reinterpret_cast<float*>(scratch + 2 * kThreads);
   float* means = counts + kThreads;
   float* pivots = means + kWidth * kThreads;
   float* squares = pivots + kWidth * kThreads;
@@ -120,35 +68,25 @@ __device__ void finish_statistics(const ThreadStatistics<kWidth>& own, const Thr
     }
   }
   __syncthreads();
-  const int c = threadIdx.x;
-  const MergedStatistics of_block = merge_statistics(
-      column.lanes, channels,
-      [&](int row, int c, double& mean, float& m2, float& count) {
-        const int at = row * channels + c;
-        mean = double(pivots[at]) + means[at], m2 = squares[at], count = counts[row];
-      },
-      scratch);
-  const int width = 3 * channels + 1;
-  if (c < channels) {
-    float* partial = output.partials + int64_t(blockIdx.x) * width;
-    const float mean = float(of_block.mean);
-    partial[c] = mean;
-    partial[channels + c] = isfinite(mean) ? float(of_block.mean - mean) : 0;
-    partial[2 * channels + c] = float(of_block.m2);
-    if (c == 0) partial[3 * channels] = float(of_block.count);
+  // A slice of the threads merges every `slices`-th lane.
+  const int slices = kThreads / channels;
+  const int c = threadIdx.x % channels, slice = threadIdx.x / channels;
+  double sum = 0, square_sum = 0;
+  if (slice < slices) {
+#pragma unroll 4
+    for (int lane = slice; lane < column.lanes; lane += slices) {
+      const int at = lane * channels + c;
+      const double n = counts[lane], mean = double(pivots[at]) + means[at];
+      sum += n * mean;
+      square_sum += n * mean * mean + squares[at];
+    }
   }
-  if (!is_last_block(output.finished)) return;
-  const MergedStatistics of_grid = merge_statistics(
-      gridDim.x, channels,
-      [&](int row, int c, double& mean, float& m2, float& count) {
-        const float* partial = output.partials + int64_t(row) * width;
-        mean = double(__ldcg(partial + c)) + __ldcg(partial + channels + c);
-        m2 = __ldcg(partial + 2 * channels + c), count = __ldcg(partial + 3 * channels);
-      },
-      scratch);
-  if (c < channels) {
-    output.mean[c] = float(of_grid.mean);
-    output.var[c] = float(of_grid.m2 / of_grid.count);
+  scratch[2 * threadIdx.x] = sum, scratch[2 * threadIdx.x + 1] = square_sum;
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
+    double total = 0;
+    for (int s = 0; s < slices; ++s) total += scratch[2 * s * channels + i];
+    add_exact(sums, i / 2, i % 2, total);
   }
 }
 

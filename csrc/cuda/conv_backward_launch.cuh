@@ -6,9 +6,9 @@
 namespace preact_kernels::cuda {
 
 // Calls `body` with the template arguments C and GROUPS of the kernel.
-template <class Body>
+template <class T, class Body>
 auto for_weight_groups(const Conv& conv, const Body& body) {
-  return for_channel_class(conv, [&](auto c) {
+  return for_channel_class<T>(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
     if constexpr (C == 0) {
       const int groups = conv.in_channels / 16 * (conv.out_channels / 16);
@@ -19,11 +19,12 @@ auto for_weight_groups(const Conv& conv, const Body& body) {
 }
 
 template <class T>
-ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight) {
-  return for_weight_groups(conv, [&](auto c, auto groups) {
+ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight, int tensors) {
+  return for_weight_groups<T>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value;
     ConvLaunch plan{tile_grid<T, C>(conv)};
-    plan.shared_bytes = backward_shared_bytes<T, C>(plan.grid, conv.in_channels, conv.out_channels);
+    plan.shared_bytes =
+        BackwardShared<T, C>(plan.grid, conv.in_channels, conv.out_channels, tensors).bytes;
     plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes,
                                     kBackwardBlocks<C, decltype(groups)::value>);
     if (needs_conv_weight) {
@@ -42,14 +43,15 @@ ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight) 
 template <class T>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, cudaStream_t stream) {
-  for_weight_groups(conv, [&](auto c, auto groups) {
+  for_weight_groups<T>(conv, [&](auto c, auto groups) {
     launch("bn_relu_conv_backward",
            bn_relu_conv_backward_kernel<T, decltype(c)::value, decltype(groups)::value>,
-           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params);
+           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params,
+           params.is_dependent);
   });
 }
 
-template ConvLaunch plan_bn_relu_conv_backward<PK_DTYPE>(const Conv&, bool);
+template ConvLaunch plan_bn_relu_conv_backward<PK_DTYPE>(const Conv&, bool, int);
 template void launch_bn_relu_conv_backward<PK_DTYPE>(const Conv&, const ConvLaunch&,
                                                      const BnReluConvBackward&, cudaStream_t);
 

@@ -22,19 +22,25 @@ template <class T>
 void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream);
 template <class T>
-ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight);
+ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight, int tensors);
 template <class T>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, cudaStream_t stream);
 
+// The most channels of a 3x3 convolution: more weights leave no shared memory for tiles.
+template <class T>
+constexpr int kMostChannels3x3 = sizeof(T) == 4 ? 32 : 64;
+
 // Calls `body` with the template argument C of the kernels: the channels of a 3x3 convolution, or
 // 0.
-template <class Body>
+template <class T, class Body>
 auto for_channel_class(const Conv& conv, const Body& body) {
   if (conv.taps() == 1) return body(std::integral_constant<int, 0>());
   if (conv.in_channels == 16) return body(std::integral_constant<int, 16>());
-  if (conv.in_channels == 32) return body(std::integral_constant<int, 32>());
-  return body(std::integral_constant<int, 64>());
+  if (kMostChannels3x3<T> == 32 || conv.in_channels == 32) {
+    return body(std::integral_constant<int, 32>());
+  }
+  return body(std::integral_constant<int, kMostChannels3x3<T>>());
 }
 
 template <class T, int C>

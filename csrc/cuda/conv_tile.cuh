@@ -108,45 +108,53 @@ struct ThreadColumn {
 
 // The most vectors of a thread, in a tile and in a tile with its border.
 template <class T, int C>
-constexpr int kTileVectors = C == 0 ? 2 * sizeof(T) : sizeof(T);
+constexpr int kTileVectors = C == 0 ? 4 : sizeof(T);
 template <class T, int C>
 constexpr int kHaloVectors =
     (Tile<C>::kHaloPixels * C * int(sizeof(T)) / 16 + kThreads - 1) / kThreads;
 template <class T>
 constexpr int kHaloVectors<T, 0> = kTileVectors<T, 0>;
 
-// The weight [K, C, R, S] of a convolution, of any strides.
-struct ConvWeight {
-  const void* values;
-  int64_t stride_k, stride_c, stride_r, stride_s;
-  bool has_vectors;  // whether loads may be 16 bytes: stride_c is 1, all vectors are aligned
+// Vectors of a thread that are copied to shared memory while it works on something else. Only the
+// thread that copies a vector reads it, so no barrier is needed.
+template <class T>
+class VectorsAhead {
+ public:
+  static __host__ __device__ constexpr int bytes(int vectors) { return vectors * kThreads * 16; }
+
+  __device__ explicit VectorsAhead(unsigned char* shared) : own_(shared + threadIdx.x * 16) {}
+
+  // The memory after `vectors` of each thread.
+  __device__ unsigned char* next(int vectors) const {
+    return own_ - threadIdx.x * 16 + bytes(vectors);
+  }
+
+  // Zeros unless `exists`.
+  __device__ void copy(int i, const T* from, bool exists) const {
+    cp_async_16(own_ + i * kThreads * 16, from, exists);
+  }
+  __device__ FullVector<T> operator[](int i) const {
+    FullVector<T> vector;
+    vector.load(reinterpret_cast<const T*>(own_ + i * kThreads * 16));
+    return vector;
+  }
+
+ private:
+  unsigned char* own_;
 };
 
-// Fills `shared` [taps][K][C + one vector].
+// Fills `shared` [taps][K][C + one vector] with a weight stored [K][taps][C], aligned to 16 bytes.
 template <class T, int TAPS>
-__device__ void load_weights(const ConvWeight& weight, T* shared, int out_channels, int channels) {
+__device__ void load_weights(const T* packed, T* shared, int out_channels, int channels) {
   constexpr int kWidth = kFullWidth<T>;
-  constexpr int kSide = TAPS == 1 ? 1 : 3;
-  const T* values = static_cast<const T*>(weight.values);
-  const int pitch = channels + kWidth;
-  if (weight.has_vectors) {
-    const int vectors = channels / kWidth;
-    for (int i = threadIdx.x; i < TAPS * out_channels * vectors; i += kThreads) {
-      const int c = i % vectors * kWidth, row = i / vectors;
-      const int k = row % out_channels, tap = row / out_channels;
-      const int64_t at =
-          k * weight.stride_k + tap / kSide * weight.stride_r + tap % kSide * weight.stride_s + c;
-      FullVector<T> vector;
-      vector.load(values + at);
-      as_operand<T>(vector).store(shared + row * pitch + c);
-    }
-  } else {
-    for (int i = threadIdx.x; i < TAPS * out_channels * channels; i += kThreads) {
-      const int tap = i % TAPS, c = i / TAPS % channels, k = i / (TAPS * channels);
-      const int64_t at = k * weight.stride_k + c * weight.stride_c + tap / kSide * weight.stride_r +
-                         tap % kSide * weight.stride_s;
-      shared[(tap * out_channels + k) * pitch + c] = as_operand(values[at]);
-    }
+  const int pitch = channels + kWidth, vectors = channels / kWidth;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < TAPS * out_channels * vectors; i += kThreads) {
+    const int c = i % vectors * kWidth, row = i / vectors;
+    const int tap = row % TAPS, k = row / TAPS;
+    FullVector<T> vector;
+    vector.load(packed + row * channels + c);
+    as_operand<T>(vector).store(shared + (tap * out_channels + k) * pitch + c);
   }
 }
 
@@ -156,17 +164,19 @@ template <class T, int C, bool IS_GRADIENT>
 __device__ void multiply_weights(const T* tile, const T* weights, int block_pixels, int depth,
                                  int columns, float* sums) {
   constexpr int kSide = Tile<C>::kTaps == 1 ? 1 : 3;
-  constexpr int kColumns = C == 16 ? 16 : 32;  // that a warp computes at a time
+  constexpr int kColumns = C == 16 ? 16 : 32;  // the most that a warp computes at a time
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int pitch = depth + kFullWidth<T>;
   const int weight_pitch = (IS_GRADIENT ? columns : depth) + kFullWidth<T>;
   const int weight_rows = IS_GRADIENT ? depth : columns;
   const int sums_pitch = columns + kSumsPadding;
   const int row_blocks = block_pixels / 16;
-  const int tasks = row_blocks * ((columns + kColumns - 1) / kColumns);
+  // Fewer columns where there would be less than a task for each warp.
+  const int step = row_blocks * ((columns + kColumns - 1) / kColumns) < kWarps ? 16 : kColumns;
+  const int tasks = row_blocks * ((columns + step - 1) / step);
   for (int task = warp; task < tasks; task += kWarps) {
-    const int first = task % row_blocks * 16, n = task / row_blocks * kColumns;
-    const bool is_full = kColumns == 16 || C != 0 || columns - n > 16;
+    const int first = task % row_blocks * 16, n = task / row_blocks * step;
+    const bool is_full = step == kColumns && (C != 0 || columns - n > 16);
     float d[kColumns / 8][4] = {};
 #pragma unroll 1
     for (int r = 0; r < kSide; ++r) {

@@ -15,8 +15,11 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #define PK_DISPATCH_KEY CUDA  // the dispatch key of the ops
 
@@ -78,6 +81,20 @@ __device__ inline uint32_t shared_address(const void* smem) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
 
+// Starts a copy of 16 bytes to shared memory, of zeros unless `exists`: `from` is then not read.
+__device__ inline void cp_async_16(void* smem, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)),
+               "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
+}
+// Ends a group of copies.
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most the newest `kGroups` groups of this thread are under way.
+template <int kGroups>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // Lanes 8*m to 8*m + 7 hold the addresses of the rows of matrix m: eight 16-bit elements each,
 // 16-byte aligned. Lane l gets elements 2*(l % 4) and 2*(l % 4) + 1 of row l / 4 of each matrix, or
 // of column l / 4 if transposed.
@@ -92,6 +109,27 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row))
                : "memory");
+}
+
+// Programmatic dependent launch. A kernel that is launched as `dependent` may start while the
+// kernel before it runs; past this call it sees all that earlier kernels wrote. Before it, a kernel
+// reads only what was written before the kernel ahead of it began.
+__device__ inline void wait_for_predecessors() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the next kernel start where it is dependent and finds room. To be called after
+// `wait_for_predecessors`, so that no kernel starts before the second-last before it has ended.
+__device__ inline void let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Adds to a word of global memory, in no order, with wraparound.
+__device__ inline void add_relaxed(uint64_t* to, uint64_t added) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(added) : "memory");
 }
 
 // d += a * b for a [16, 16] and b [16, 8] of BFloat16 or Half, which the last argument names.
@@ -144,18 +182,37 @@ inline int multiprocessor_shared_bytes() {
 }
 inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Launches kernel(params) on a grid of `blocks` blocks. Throws if the launch fails.
+// Lets a kernel have as much shared memory as a block may use: it must ask for more than 48 KB.
+inline void allow_shared_memory(const char* name, const void* kernel) {
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int> > allowed;  // kernels and devices
+  int device = 0;
+  check_cuda("cudaGetDevice", cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!allowed.insert({kernel, device}).second) return;
+  check_cuda(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        most_shared_bytes()));
+}
+
+// Launches kernel(params) on a grid of `blocks` blocks. Throws if the launch fails. A dependent
+// kernel calls `wait_for_predecessors`, and so does the kernel before it.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
-            size_t shared_bytes, cudaStream_t stream, const Params& params) {
-  if (shared_bytes > 48 * 1024) {  // above this, a kernel must ask first
-    check_cuda(name, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          static_cast<int>(shared_bytes)));
+            size_t shared_bytes, cudaStream_t stream, const Params& params,
+            bool is_dependent = false) {
+  const void* function = reinterpret_cast<const void*>(kernel);
+  if (shared_bytes > 48 * 1024) allow_shared_memory(name, function);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks, config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+  if (is_dependent && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
+    config.attrs = &attribute, config.numAttrs = 1;
   }
   void* arguments[] = {const_cast<Params*>(&params)};
-  check_cuda(name, cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, threads,
-                                    arguments, shared_bytes, stream));
+  check_cuda(name, cudaLaunchKernelExC(&config, function, arguments));
 }
 // Fills memory with zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t stream) {

@@ -48,15 +48,21 @@ auto for_dtype(const Tensor& x, const Body& body) {
   return body(BFloat16{});
 }
 
-// Pointers into the tensors of a batch norm; null for a bias that is absent.
-inline NormPointers pointers(const Norm& norm) {
-  return {data<float>(norm.mean), data<float>(norm.var), data<float>(norm.weight),
-          data<float>(norm.bias), static_cast<float>(norm.eps)};
+// Pointers into the tensors of a batch norm over `pixels`; null for a bias that is absent. Only
+// kernels that take part in a run read the moments.
+inline NormPointers pointers(const Norm& norm, int64_t pixels = 0) {
+  return {data<float>(norm.mean),     data<float>(norm.var),        data<float>(norm.weight),
+          data<float>(norm.bias),     static_cast<float>(norm.eps), norm.moments,
+          static_cast<double>(pixels)};
 }
 
 inline FoldPointers pointers(const Fold& fold) {
-  return {data<char>(fold.skip), data<char>(fold.x), pointers(fold.norm), data<float>(fold.sums),
-          static_cast<float>(fold.inv_count)};
+  return {data<char>(fold.skip),
+          data<char>(fold.x),
+          pointers(fold.norm),
+          data<float>(fold.sums),
+          static_cast<float>(fold.inv_count),
+          fold.accumulated};
 }
 
 // Memory of `count` bytes. torch's caching allocator reuses it in the order of the stream.

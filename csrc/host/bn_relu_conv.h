@@ -1,14 +1,14 @@
 // BN-ReLU-Conv on tensors: checks, allocation, launch.
 #pragma once
 
-#include "launch.h"
+#include "run.h"
 
 namespace preact_kernels {
 
 inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tensor& conv_weight,
                                    const std::optional<Tensor>& conv_bias,
                                    const std::optional<Tensor>& residual,
-                                   const BatchStatistics& of_y) {
+                                   const BatchStatistics& of_y, UnitOfRun unit) {
   const Conv conv = check_conv(x, conv_weight);
   check_norm(norm, conv.in_channels, x);
   const Tensor y = empty_nhwc(x, conv.output());
@@ -19,7 +19,7 @@ inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tens
                         conv_bias->scalar_type() == x.scalar_type(),
                     "conv_bias: expected ", conv.out_channels, " values in the dtype of x");
   }
-  launch_bn_relu_conv_forward(conv, x, norm, conv_weight, conv_bias, residual, y, of_y);
+  launch_bn_relu_conv_forward(conv, x, norm, conv_weight, conv_bias, residual, y, of_y, unit);
   return y;
 }
 
@@ -27,7 +27,7 @@ inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tens
 // fold applies to.
 inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& fold,
                                   const Tensor& x, const Norm& norm, const Tensor& conv_weight,
-                                  UnitGradients& gradients) {
+                                  UnitGradients& gradients, UnitOfRun unit) {
   const Conv conv = check_conv(x, conv_weight);
   const Activation size = check_activation("dy", dy);
   check_same_device("dy", dy, x);
@@ -44,7 +44,7 @@ inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& f
                   "dy: expected a fold where the unfolded gradient is wanted");
   gradients.g = gradients.wanted.g ? empty_nhwc(x, conv.input()) : absent(x);
   gradients.dy = gradients.wanted.dy ? empty_nhwc(dy, size) : absent(x);
-  launch_bn_relu_conv_backward(conv, dy, fold, x, norm, conv_weight, gradients);
+  launch_bn_relu_conv_backward(conv, dy, fold, x, norm, conv_weight, gradients, unit);
 }
 
 }  // namespace preact_kernels

@@ -21,7 +21,7 @@ inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif
 
 // Throws unless the library has direct kernels for this convolution. Each library defines it.
-void check_conv_is_served(const Conv& conv);
+void check_conv_is_served(const Conv& conv, const Tensor& x);
 
 // Checks that a tensor is [N, C, H, W] with dense NHWC memory.
 inline Activation check_activation(const char* name, const Tensor& t) {
@@ -107,7 +107,7 @@ inline Conv check_conv(const Tensor& x, const Tensor& conv_weight) {
   STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
                   " to match x, got ", shape[1]);
   const Conv conv{size.images, size.height, size.width, shape[1], out_channels, shape[2], shape[3]};
-  check_conv_is_served(conv);
+  check_conv_is_served(conv, x);
   return conv;
 }
 

@@ -2,9 +2,35 @@
 // Arguments were checked and outputs allocated by the caller.
 #pragma once
 
+#include <memory>
+
 #include "tensors.h"
 
 namespace preact_kernels {
+
+// What the launches of a run of units share: weights in the kernels' own layout, sums that are not
+// finished. Each library defines it.
+struct Run;
+
+// `sums` is the number of sums over pixels that the run's kernels compute.
+std::shared_ptr<Run> begin_run(const Tensor& like, const std::vector<Tensor>& conv_weights,
+                               int64_t sums);
+
+// The sums of a run, which are zeros; none where kernels write the tensors themselves.
+Accumulators sums_of(const Run& run);
+
+// Fills the statistics of tensors with `count` pixels from the run's sums, if it has any.
+void finish_statistics(Run& run, const Tensor& mean, const Tensor& var, int64_t count);
+
+// Fills `sums` from those of the run, if it has any, and the weight gradients that are not
+// finished.
+void finish_gradients(Run& run, const Tensor& like, const Tensor& sums);
+
+// A unit of a run, by the index of its weight.
+struct UnitOfRun {
+  Run& run;
+  size_t weight;
+};
 
 void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x);
 
@@ -28,13 +54,13 @@ void launch_bn_input_gradient(const Activation& size, const Tensor& g, const Fol
 void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& norm,
                                  const Tensor& conv_weight, const std::optional<Tensor>& conv_bias,
                                  const std::optional<Tensor>& residual, const Tensor& y,
-                                 const BatchStatistics& of_y);
+                                 const BatchStatistics& of_y, UnitOfRun unit);
 
 // g = dgrad(dy) * [p > 0] with its sums, the gradient of the weight, and dy itself: each where it
 // is wanted. With a fold, `dy` is the g that the fold applies to.
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
                                   const std::optional<Fold>& fold, const Tensor& x,
                                   const Norm& norm, const Tensor& conv_weight,
-                                  const UnitGradients& gradients);
+                                  const UnitGradients& gradients, UnitOfRun unit);
 
 }  // namespace preact_kernels

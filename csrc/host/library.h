@@ -76,22 +76,24 @@ inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
     const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual,
     bool with_stats) {
   check_activation("x", x);  // before memory on its device is written
-  std::vector<BatchStatistics> of_y{
-      empty_batch_statistics(x, with_stats, check_out_channels(conv_weight))};
-  allocate_counters(x, of_y);
+  ForwardRun run(x, {conv_weight}, {with_stats});
   const Tensor y = preact_kernels::bn_relu_conv_forward(x, {mean, var, bn_weight, bn_bias, eps},
-                                                        conv_weight, conv_bias, residual, of_y[0]);
-  return {y, of_y[0].mean, of_y[0].var};
+                                                        conv_weight, conv_bias, residual,
+                                                        run.statistics[0], {*run.shared, 0});
+  run.finish();
+  return {y, run.mean, run.var};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     const Tensor& dy, PK_FOLD_PARAMETERS, const Tensor& x, PK_NORM_PARAMETERS,
     const Tensor& conv_weight, bool wants_input, bool wants_weight, bool wants_dy) {
-  UnitGradients gradients =
-      empty_parameter_gradients(x, conv_weight, {wants_input, wants_weight, wants_dy});
+  check_activation("x", x);
+  BackwardRun run(x, {conv_weight}, {{wants_input, wants_weight, wants_dy}});
+  UnitGradients& gradients = run.gradients[0];
   preact_kernels::bn_relu_conv_backward(dy, fold_of(PK_FOLD_ARGUMENTS), x,
                                         {mean, var, bn_weight, bn_bias, eps}, conv_weight,
-                                        gradients);
+                                        gradients, {*run.shared, 0});
+  run.finish(x);
   return {*gradients.g, gradients.sums, gradients.conv_weight, *gradients.dy};
 }
 

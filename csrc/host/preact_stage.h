@@ -24,6 +24,13 @@ inline void check_units(const std::vector<Tensor>& parameters, const std::vector
   check_count("parameters", parameters, kParameters * eps.size());
 }
 
+// The weight of each unit's convolution.
+inline std::vector<Tensor> conv_weights(const std::vector<Tensor>& parameters) {
+  std::vector<Tensor> found;
+  for (size_t i = 2; i < parameters.size(); i += kParameters) found.push_back(parameters[i]);
+  return found;
+}
+
 // Blocks of `units_per_block` units with identity shortcuts, as ops/preact_stage.py runs them.
 //   parameters    bn_weight, bn_bias and conv_weight of every unit
 //   known         mean and var of every unit; none where each unit uses those of its batch
@@ -46,15 +53,10 @@ inline std::vector<Tensor> preact_stage_forward(
   } else if (known.empty()) {
     std::tie(mean, var) = bn_stats(x);
   }
-  // Small results are allocated ahead of large ones, which would otherwise leave holes of awkward
-  // sizes.
-  std::vector<BatchStatistics> of_outputs;
-  for (size_t i = 0; i < eps.size(); ++i) {
-    const bool are_wanted = i + 1 == eps.size() ? with_stats : known.empty();
-    const int64_t channels = check_out_channels(parameters[kParameters * i + 2]);
-    of_outputs.push_back(empty_batch_statistics(x, are_wanted, channels));
-  }
-  allocate_counters(x, of_outputs);
+  std::vector<bool> are_wanted(eps.size(), known.empty());
+  are_wanted.back() = with_stats;
+  ForwardRun run(x, conv_weights(parameters), are_wanted);
+  Accumulators moments;
   for (size_t i = 0; i < eps.size(); ++i) {
     const size_t place = i % units_per_block;
     const bool ends_block = place + 1 == static_cast<size_t>(units_per_block);
@@ -67,11 +69,13 @@ inline std::vector<Tensor> preact_stage_forward(
       mean = known[kStatistics * i], var = known[kStatistics * i + 1];
     }
     const Tensor* p = &parameters[kParameters * i];
-    h = bn_relu_conv_forward(h, {mean, var, p[0], p[1], eps[i]}, p[2], std::nullopt,
-                             ends_block ? std::optional<Tensor>(shortcut) : std::nullopt,
-                             of_outputs[i]);
-    mean = of_outputs[i].mean, var = of_outputs[i].var;
+    const BatchStatistics& of_output = run.statistics[i];
+    h = bn_relu_conv_forward(h, {mean, var, p[0], p[1], eps[i], moments}, p[2], std::nullopt,
+                             ends_block ? std::optional<Tensor>(shortcut) : std::nullopt, of_output,
+                             {*run.shared, i});
+    mean = of_output.mean, var = of_output.var, moments = of_output.moments;
   }
+  run.finish();
   std::vector<Tensor> results{h, mean, var};
   results.insert(results.end(), statistics.begin(), statistics.end());
   results.insert(results.end(), inputs.begin(), inputs.end());
@@ -102,14 +106,14 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
   check_count("inputs", stage.inputs, kept);
   check_count("negated", stage.negated, rebuilt);
   check_count("statistics", stage.statistics, kStatistics * units);
-  // Small results are allocated ahead of large ones, as in the forward.
+  check_activation("dy", dy);
+  std::vector<Tensor> weights = conv_weights(stage.parameters);
+  weights.insert(weights.end(), stage.negated.begin(), stage.negated.end());
+  BackwardRun run(dy, weights, std::vector<Wanted>(units, {true, true, false}));
   std::vector<Tensor> results(3);
-  std::vector<UnitGradients> gradients;
-  for (size_t i = 0; i < units; ++i) {
-    const Tensor& conv_weight = stage.parameters[kParameters * i + 2];
-    gradients.push_back(empty_parameter_gradients(dy, conv_weight, {true, true, false}));
-    results.push_back(gradients[i].conv_weight);
-    results.push_back(gradients[i].sums);
+  for (const UnitGradients& unit : run.gradients) {
+    results.push_back(unit.conv_weight);
+    results.push_back(unit.sums);
   }
   const BatchStatistics no_statistics = empty_batch_statistics(dy, false, 0);
   Tensor g = dy, block_dy = dy, x = stage.y.value_or(stage.inputs[0]);
@@ -121,14 +125,14 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
     const Tensor* moments = &stage.statistics[kStatistics * i];
     const Norm norm{moments[0], moments[1], p[0], p[1], stage.eps[i]};
     if (ends_block && rebuilt) {  // x is the output of this block
-      x = bn_relu_conv_forward(stage.inputs[left - 1], norm,
-                               stage.negated[i / stage.units_per_block], std::nullopt, x,
-                               no_statistics);
+      const size_t block = i / stage.units_per_block;
+      x = bn_relu_conv_forward(stage.inputs[left - 1], norm, stage.negated[block], std::nullopt, x,
+                               no_statistics, {*run.shared, units + block});
     }
     const Tensor& h = place == 0 && rebuilt ? x : stage.inputs[--left];
-    UnitGradients& unit = gradients[i];
+    UnitGradients& unit = run.gradients[i];
     unit.wanted.dy = ends_block && fold.has_value();
-    bn_relu_conv_backward(g, fold, h, norm, p[2], unit);
+    bn_relu_conv_backward(g, fold, h, norm, p[2], unit, {*run.shared, i});
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : g;
     g = *unit.g;
     unit.g = unit.dy = std::nullopt;
@@ -136,8 +140,10 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
             h,
             {norm.mean, norm.var, norm.weight, std::nullopt, norm.eps},
             unit.sums,
-            stage.inv_count};
+            stage.inv_count,
+            unit.accumulated};
   }
+  run.finish(dy);
   results[0] = g;
   results[1] = block_dy;
   results[2] = rebuilt ? x : stage.inputs[0];

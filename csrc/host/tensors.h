@@ -49,8 +49,7 @@ inline Tensor absent(const Tensor& like) {
 struct BatchStatistics {
   Tensor mean, var;
   bool are_wanted;
-  unsigned* counter = nullptr;  // zero; for the blocks of a fused convolution on a GPU
-  std::optional<Tensor> counter_owner = std::nullopt;
+  Accumulators moments = {};
 };
 
 inline BatchStatistics empty_batch_statistics(const Tensor& like, bool are_wanted,
@@ -59,23 +58,12 @@ inline BatchStatistics empty_batch_statistics(const Tensor& like, bool are_wante
   return {empty_statistics(like, count), empty_statistics(like, count), are_wanted};
 }
 
-// Gives a counter to all statistics that are wanted. Each library defines it.
-void allocate_counters(const Tensor& like, std::vector<BatchStatistics>& statistics);
-
 // Results of a unit's backward; without values where they are not wanted.
 struct UnitGradients {
   Wanted wanted;
   Tensor conv_weight, sums;
+  Accumulators accumulated;     // of sums
   std::optional<Tensor> g, dy;  // allocated by bn_relu_conv_backward
 };
-
-// Allocates the gradient of the weight and the sums. A stage does so ahead of its large tensors,
-// which would otherwise leave holes of awkward sizes between those that stay.
-inline UnitGradients empty_parameter_gradients(const Tensor& like, const Tensor& conv_weight,
-                                               const Wanted& wanted) {
-  check_out_channels(conv_weight);
-  return {wanted, wanted.weight ? torch::stable::empty_like(conv_weight) : absent(like),
-          wanted.g ? empty_sums(like, conv_weight.sizes()[1]) : empty_statistics(like, 0)};
-}
 
 }  // namespace preact_kernels

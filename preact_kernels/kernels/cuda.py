@@ -32,7 +32,8 @@ class CUDAKernels(NativeKernels):
     ) -> bool:
         """Whether the fused convolutions serve a weight.
 
-        They serve 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64, stride 1, where the
+        They serve 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64 (float32: 16 or 32),
+        stride 1, where the
         GPU has enough shared memory; float32 only where PyTorch may use TF32, as they do.
         """
         stride, padding, dilation, groups = conv

@@ -17,6 +17,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
+#define __grid_constant__
 
 #define threadIdx (cuda_on_host::Block::running->current->index)
 #define blockIdx (cuda_on_host::Block::running->index)
@@ -127,6 +128,7 @@ inline unsigned __float_as_uint(float value) { return cuda_on_host::bits_as<unsi
 inline float __uint_as_float(unsigned value) { return cuda_on_host::bits_as<float>(value); }
 using std::isfinite;
 using std::isinf;
+using std::isnan;
 using std::max;
 using std::min;
 
@@ -153,6 +155,12 @@ template <class T>
 float2 unpack_pair(uint32_t pair) {
   return {to_float(T{static_cast<uint16_t>(pair)}), to_float(T{static_cast<uint16_t>(pair >> 16)})};
 }
+
+// Kernels run one after the other.
+inline void wait_for_predecessors() {}
+inline void let_dependents_start() {}
+
+inline void add_relaxed(uint64_t* to, uint64_t added) { *to += added; }
 
 inline unsigned char* dynamic_shared() { return cuda_on_host::Block::running->shared; }
 
@@ -283,7 +291,7 @@ inline int most_shared_bytes() { return cuda_on_host::kMostSharedBytes; }
 // Runs kernel(params) on a grid of `blocks` blocks; throws where the launch is refused.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
-            size_t shared_bytes, cudaStream_t, const Params& params) {
+            size_t shared_bytes, cudaStream_t, const Params& params, bool = false) {
   try {
     cuda_on_host::run_grid(blocks, threads, shared_bytes, [&] { kernel(params); });
   } catch (const std::runtime_error& error) {

@@ -1,0 +1,89 @@
+// Sums over the blocks of a grid as exact integers: the order of the additions changes no bit, so
+// no block waits for the others. The kernel that reads a sum rounds it.
+//
+// A sum is six words. Words 0 to 4 count units of 2^-112, 2^-64, ... 2^80: a float64 is split into
+// integers of 48 bits, and each is added to its word with wraparound, which leaves 15 bits for the
+// number of additions. What is smaller than the lowest unit (2e-34) is lost; 2^127 and above counts
+// as infinite. Word 5 counts additions that are not finite.
+#pragma once
+
+#include "../args.h"
+#include "device.cuh"
+
+namespace preact_kernels::cuda {
+
+constexpr int kSumParts = 5, kSumWords = kSumParts + 1, kSumBits = 48;
+constexpr int kMostAdditions = 1 << (63 - kSumBits);
+
+// Word 5 holds three counts.
+constexpr uint64_t kOneNaN = 1, kOnePositive = uint64_t(1) << 21, kOneNegative = uint64_t(1) << 42;
+
+// Adds to the sum `value`, 0 or 1, of a channel.
+__device__ inline void add_exact(const Accumulators& sums, int channel, int value, double added) {
+  constexpr double kUnits[] = {0x1p-112, 0x1p-64, 0x1p-16, 0x1p32, 0x1p80};
+  constexpr double kUnitsInOne[] = {0x1p112, 0x1p64, 0x1p16, 0x1p-32, 0x1p-80};
+  uint64_t* words = sums.words + value * sums.second + channel;
+  if (!(fabs(added) < 0x1p127)) {
+    const uint64_t one = isnan(added) ? kOneNaN : added > 0 ? kOnePositive : kOneNegative;
+    add_relaxed(words + kSumParts * sums.stride, one);
+    return;
+  }
+#pragma unroll
+  for (int w = kSumParts - 1; w >= 0; --w) {
+    const int64_t units = static_cast<int64_t>(added * kUnitsInOne[w]);  // towards zero
+    added -= static_cast<double>(units) * kUnits[w];                     // exact
+    if (units != 0) add_relaxed(words + w * sums.stride, static_cast<uint64_t>(units));
+  }
+}
+
+// Makes each part but the highest less than 2^48 and not negative.
+__device__ inline void carry(int64_t (&parts)[kSumParts]) {
+#pragma unroll
+  for (int w = 0; w + 1 < kSumParts; ++w) {
+    const int64_t carried = parts[w] >> kSumBits;
+    parts[w] -= carried * (int64_t(1) << kSumBits);
+    parts[w + 1] += carried;
+  }
+}
+
+// The sum `value`, 0 or 1, of a channel.
+__device__ inline double read_exact(const Accumulators& sums, int channel, int value) {
+  constexpr double kUnits[] = {0x1p-112, 0x1p-64, 0x1p-16, 0x1p32, 0x1p80};
+  const uint64_t* words = sums.words + value * sums.second + channel;
+  int64_t parts[kSumParts];
+#pragma unroll
+  for (int w = 0; w < kSumParts; ++w) {
+    parts[w] = static_cast<int64_t>(__ldcg(words + w * sums.stride));
+  }
+  const uint64_t counts = __ldcg(words + kSumParts * sums.stride);
+  // The parts of a negative sum would cancel each other: take those of its opposite.
+  carry(parts);
+  const bool is_negative = parts[kSumParts - 1] < 0;
+  if (is_negative) {
+#pragma unroll
+    for (int w = 0; w < kSumParts; ++w) parts[w] = -parts[w];
+    carry(parts);
+  }
+  double sum = 0;
+#pragma unroll
+  for (int w = 0; w < kSumParts; ++w) sum += static_cast<double>(parts[w]) * kUnits[w];
+  if (is_negative) sum = -sum;
+  if (counts != 0) {
+    const bool has_positive = counts & (kOneNegative - kOnePositive);
+    const bool has_negative = counts >= kOneNegative;
+    const bool is_nan = counts & (kOnePositive - 1) || (has_positive && has_negative);
+    sum = is_nan ? NAN : has_positive ? INFINITY : -INFINITY;
+  }
+  return sum;
+}
+
+// Mean and biased variance of a channel, from the sums of `count` values and of their squares.
+__device__ inline void read_moments(const Accumulators& sums, int channel, double count,
+                                    float& mean, float& var) {
+  const double exact_mean = read_exact(sums, channel, 0) / count;
+  const double exact_var = read_exact(sums, channel, 1) / count - exact_mean * exact_mean;
+  mean = static_cast<float>(exact_mean);
+  var = static_cast<float>(exact_var < 0 ? 0 : exact_var);  // NaN stays NaN
+}
+
+}  // namespace preact_kernels::cuda

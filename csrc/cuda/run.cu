@@ -1,0 +1,184 @@
+// Begins and ends a run of units: packs weights, allocates sums, and stores results in float32.
+
+#include "run.cuh"
+
+namespace preact_kernels {
+namespace cuda {
+
+// A weight [K, C, R, S] of any strides, to be stored as [K][taps][C].
+struct UnpackedWeight {
+  const void* from;
+  void* to;
+  int64_t stride_k, stride_c, stride_r, stride_s;
+  int values, channels, taps, side;
+  bool is_float32;  // else it has the dtype of the activations
+};
+
+constexpr int kMostPacked = 448;  // kernels have 32,764 bytes of parameters
+
+template <int kCount>
+struct PackWeightsParams {
+  UnpackedWeight weights[kCount];
+};
+
+// A row of the grid owns one weight.
+template <class T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    pack_weights_kernel(const __grid_constant__ PackWeightsParams<kCount> p) {
+  const UnpackedWeight& weight = p.weights[blockIdx.y];
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < weight.values; i += gridDim.x * kThreads) {
+    const int c = i % weight.channels, tap = i / weight.channels % weight.taps;
+    const int k = i / (weight.channels * weight.taps);
+    const int64_t at = k * weight.stride_k + c * weight.stride_c +
+                       tap / weight.side * weight.stride_r + tap % weight.side * weight.stride_s;
+    static_cast<T*>(weight.to)[i] = weight.is_float32
+                                        ? from_float<T>(static_cast<const float*>(weight.from)[at])
+                                        : static_cast<const T*>(weight.from)[at];
+  }
+}
+
+struct FinishStatisticsParams {
+  Accumulators sums;
+  float *mean, *var;  // [channels]
+  int channels;
+  double count;
+};
+
+// A thread owns a channel.
+__global__ void __launch_bounds__(kThreads) finish_statistics_kernel(FinishStatisticsParams p) {
+  const int c = blockIdx.x * kThreads + threadIdx.x;
+  if (c < p.channels) read_moments(p.sums, c, p.count, p.mean[c], p.var[c]);
+}
+
+struct FinishGradientsParams {
+  Accumulators accumulated;
+  float* sums;  // [values]
+  int values;
+  WeightGradientPartials partials;
+};
+
+// A thread owns a sum; `add_up` says what a block owns.
+template <class T>
+__global__ void __launch_bounds__(kThreads) finish_gradients_kernel(FinishGradientsParams p) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i < p.values) p.sums[i] = static_cast<float>(read_exact(p.accumulated, i, 0));
+  add_up<T>(p.partials, reinterpret_cast<double*>(dynamic_shared()));
+}
+
+}  // namespace cuda
+
+using namespace cuda;
+
+namespace {
+
+// Whether a weight is stored as `pack_weights_kernel` would store it.
+bool is_packed(const Tensor& weight, ScalarType dtype) {
+  const auto size = weight.sizes(), stride = weight.strides();
+  int64_t expected = 1;
+  for (const int axis : {1, 3, 2, 0}) {
+    if (size[axis] > 1 && stride[axis] != expected) return false;
+    expected *= size[axis];
+  }
+  return weight.scalar_type() == dtype &&
+         reinterpret_cast<uintptr_t>(weight.const_data_ptr()) % 16 == 0;
+}
+
+template <class T, int kCount>
+void launch_pack_weights(const std::vector<UnpackedWeight>& weights, size_t begin, size_t end,
+                         cudaStream_t stream) {
+  PackWeightsParams<kCount> params{};
+  int most = 0;
+  for (size_t i = begin; i < end; ++i) {
+    params.weights[i - begin] = weights[i];
+    most = std::max(most, weights[i].values);
+  }
+  const int blocks = std::min((most + kThreads - 1) / kThreads, 16);
+  launch("pack_weights", pack_weights_kernel<T, kCount>, dim3(blocks, unsigned(end - begin)),
+         kThreads, 0, stream, params);
+}
+
+template <class T>
+void pack_weights(Run& run, const Tensor& like, const std::vector<Tensor>& conv_weights,
+                  cudaStream_t stream) {
+  std::vector<UnpackedWeight> unpacked;
+  std::vector<size_t> places;
+  int64_t bytes = 0;
+  for (const Tensor& weight : conv_weights) {
+    run.weights.push_back(weight.const_data_ptr());
+    if (is_packed(weight, like.scalar_type())) continue;
+    const auto size = weight.sizes(), stride = weight.strides();
+    places.push_back(run.weights.size() - 1);
+    // Channels are multiples of 16, so that each begins at a multiple of 16 bytes.
+    unpacked.push_back({weight.const_data_ptr(), reinterpret_cast<void*>(bytes), stride[0],
+                        stride[1], stride[2], stride[3], int(weight.numel()), int(size[1]),
+                        int(size[2] * size[3]), int(size[3]),
+                        weight.scalar_type() == ScalarType::Float});
+    bytes += weight.numel() * int64_t(sizeof(T));
+  }
+  if (unpacked.empty()) return;
+  run.owners.push_back(empty_bytes(like, bytes));
+  char* memory = mutable_data<char>(run.owners.back());
+  for (size_t i = 0; i < unpacked.size(); ++i) {
+    unpacked[i].to = memory + reinterpret_cast<intptr_t>(unpacked[i].to);
+    run.weights[places[i]] = unpacked[i].to;
+  }
+  constexpr int kFew = 8;
+  for (size_t i = 0; i < unpacked.size(); i += kMostPacked) {
+    const size_t end = std::min(unpacked.size(), i + kMostPacked);
+    if (end - i <= kFew) {
+      launch_pack_weights<T, kFew>(unpacked, i, end, stream);
+    } else {
+      launch_pack_weights<T, kMostPacked>(unpacked, i, end, stream);
+    }
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Run> begin_run(const Tensor& like, const std::vector<Tensor>& conv_weights,
+                               int64_t sums) {
+  auto run = std::make_shared<Run>();
+  const OnDeviceOf on(like);
+  if (sums > 0) {
+    const int64_t bytes = sums * kSumWords * int64_t(sizeof(uint64_t));
+    run->owners.push_back(empty_bytes(like, bytes));
+    uint64_t* words = mutable_data<uint64_t>(run->owners.back());
+    fill_zeros(words, bytes, on.stream);
+    run->sums = {words, 0, sums};
+  }
+  for_dtype(like, [&](auto value) {
+    pack_weights<decltype(value)>(*run, like, conv_weights, on.stream);
+  });
+  return run;
+}
+
+Accumulators sums_of(const Run& run) { return run.sums; }
+
+void finish_statistics(Run& run, const Tensor& mean, const Tensor& var, int64_t count) {
+  const int channels = static_cast<int>(mean.numel());
+  if (channels == 0) return;
+  const OnDeviceOf on(mean);
+  const FinishStatisticsParams params{{run.sums.words, channels, run.sums.stride},
+                                      mutable_data<float>(mean),
+                                      mutable_data<float>(var),
+                                      channels,
+                                      static_cast<double>(count)};
+  launch("finish_statistics", finish_statistics_kernel, dim3((channels + kThreads - 1) / kThreads),
+         kThreads, 0, on.stream, params);
+}
+
+void finish_gradients(Run& run, const Tensor& like, const Tensor& sums) {
+  const OnDeviceOf on(like);
+  for_dtype(like, [&](auto value) {
+    const int values = static_cast<int>(sums.numel());
+    const int width = run.partials.partials == nullptr ? 0 : run.partials.values();
+    if (values + width == 0) return;
+    const int blocks = std::max((values + kThreads - 1) / kThreads,
+                                std::min((width + 31) / 32, multiprocessors()));
+    const FinishGradientsParams params{run.sums, mutable_data<float>(sums), values, run.partials};
+    launch("finish_gradients", finish_gradients_kernel<decltype(value)>, dim3(blocks), kThreads,
+           kPartialsBytes, on.stream, params);
+  });
+}
+
+}  // namespace preact_kernels

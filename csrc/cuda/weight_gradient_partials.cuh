@@ -1,0 +1,79 @@
+// The weight gradients of the blocks of a grid, added up in a fixed order by the kernel after it.
+#pragma once
+
+#include "pixel_rows.cuh"
+
+namespace preact_kernels::cuda {
+
+struct WeightGradientPartials {
+  const float* partials;  // [rows][taps][K][C]; null where there are none
+  int rows;
+  void* dconv_weight;  // [K, C, R, S] of any strides
+  bool is_float32;     // else it has the dtype of the activations
+  int out_channels, channels, side;
+  int64_t stride_k, stride_c, stride_r, stride_s;
+
+  __host__ __device__ int values() const { return side * side * out_channels * channels; }
+};
+
+constexpr int kPartialsBytes =
+    kThreads * 4 * sizeof(double);  // of shared memory that `add_up` uses
+
+// Stores the sum over rows, with all blocks of the grid and kThreads threads each. A block owns
+// neighbouring columns, a thread four of them in every `slices`-th row. All threads must call this.
+template <class T>
+__device__ void add_up(const WeightGradientPartials& p, double* shared) {
+  if (p.partials == nullptr) return;
+  constexpr int kVector = 4, kLeastVectors = 2;  // of a row: loads of 32 bytes
+  const int width = p.values();
+  const int vectors_of_block = (width / kVector + gridDim.x - 1) / gridDim.x;
+  const int lanes = min(max(vectors_of_block, kLeastVectors), kThreads), slices = kThreads / lanes;
+  const int lane = threadIdx.x % lanes, slice = threadIdx.x / lanes;
+  for (int first = blockIdx.x * lanes * kVector; first < width;
+       first += gridDim.x * lanes * kVector) {
+    const int column = first + lane * kVector;
+    double sums[kVector] = {};
+    if (slice < slices && column < width) {
+#pragma unroll 4
+      for (int row = slice; row < p.rows; row += slices) {
+        Vector<float, kVector> values;
+        float part[kVector];
+        values.load(p.partials + int64_t(row) * width + column);
+        values.unpack(part);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sums[i] += part[i];
+      }
+    }
+    __syncthreads();  // an earlier sum was read
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) shared[i * kThreads + threadIdx.x] = sums[i];
+    for (int left = slices; left > 1;) {
+      const int half = (left + 1) / 2;
+      __syncthreads();
+      if (slice + half < left) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          shared[i * kThreads + threadIdx.x] += shared[i * kThreads + threadIdx.x + half * lanes];
+        }
+      }
+      left = half;
+    }
+    __syncthreads();
+    if (slice != 0 || column >= width) continue;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int c = (column + i) % p.channels, k = (column + i) / p.channels % p.out_channels;
+      const int tap = (column + i) / (p.channels * p.out_channels);
+      const int64_t at =
+          k * p.stride_k + c * p.stride_c + tap / p.side * p.stride_r + tap % p.side * p.stride_s;
+      const float sum = static_cast<float>(shared[i * kThreads + threadIdx.x]);
+      if (p.is_float32) {
+        static_cast<float*>(p.dconv_weight)[at] = sum;
+      } else {
+        static_cast<T*>(p.dconv_weight)[at] = from_float<T>(sum);
+      }
+    }
+  }
+}
+
+}  // namespace preact_kernels::cuda
