@@ -7,5 +7,7 @@
 extern "C" __attribute__((visibility("default"))) void cuda_on_host_set(uint64_t seed,
                                                                         int multiprocessors,
                                                                         int resident_blocks) {
-  cuda_on_host::settings = {seed, multiprocessors, resident_blocks};
+  cuda_on_host::settings.seed = seed;
+  cuda_on_host::settings.multiprocessors = multiprocessors;
+  cuda_on_host::settings.resident_blocks = resident_blocks;
 }

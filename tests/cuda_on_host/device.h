@@ -160,7 +160,7 @@ float2 unpack_pair(uint32_t pair) {
 inline void wait_for_predecessors() {}
 inline void let_dependents_start() {}
 
-inline void add_relaxed(uint64_t* to, uint64_t added) { *to += added; }
+inline void add_relaxed(uint64_t* to, uint64_t added) { atomicAdd(to, added); }
 
 inline unsigned char* dynamic_shared() { return cuda_on_host::Block::running->shared; }
 
