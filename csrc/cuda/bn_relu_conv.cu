@@ -41,6 +41,41 @@ std::optional<Tensor> aligned(const std::optional<Tensor>& t) {
   return t.has_value() ? std::optional<Tensor>(aligned(*t)) : std::nullopt;
 }
 
+// Memory for the weight gradients of `blocks` blocks, whose sum goes to `conv_weight`.
+Tensor allocate_partials(const Tensor& like, const Tensor& conv_weight, int blocks,
+                         WeightGradientPartials& partials) {
+  const auto size = conv_weight.sizes(), stride = conv_weight.strides();
+  partials = {nullptr,
+              blocks,
+              mutable_data<void>(conv_weight),
+              conv_weight.scalar_type() == ScalarType::Float,
+              int(size[0]),
+              int(size[1]),
+              int(size[3]),
+              stride[0],
+              stride[1],
+              stride[2],
+              stride[3]};
+  const Tensor memory = empty_bytes(like, int64_t(blocks) * partials.values() * 4);
+  partials.partials = data<float>(memory);
+  return memory;
+}
+
+// Whether the weight gradients of the blocks of `plan`, written and read, are more bytes than x and
+// the `tensors` of dy, which a kernel of their own would read again.
+bool costs_less_apart(const Conv& conv, const ConvLaunch& plan, int tensors, size_t itemsize) {
+  const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
+  const int64_t partials = 2 * int64_t(sizeof(float)) * plan.blocks * weights;
+  const int64_t again =
+      conv.pixels() * (conv.in_channels + tensors * conv.out_channels) * int64_t(itemsize);
+  return partials > again;
+}
+
+// An eighth of a run: its tensors are kept until then.
+size_t most_postponed(const Run& run) {
+  return std::clamp<size_t>((run.weights.size() + 7) / 8, 2, kMostWeightGradients);
+}
+
 }  // namespace
 
 void check_conv_is_served(const Conv& conv, const Tensor& x) {
@@ -62,7 +97,7 @@ bool bn_relu_conv_is_served(const Tensor& conv_weight) {
   return for_dtype(conv_weight, [&](auto value) {
     using T = decltype(value);
     const int bytes = std::max(plan_bn_relu_conv_forward<T>(conv).shared_bytes,
-                               plan_bn_relu_conv_backward<T>(conv, true, 3).shared_bytes);
+                               plan_bn_relu_conv_backward<T>(conv, 3, true, true).shared_bytes);
     return bytes <= most_shared_bytes();
   });
 }
@@ -102,14 +137,15 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
   const Tensor x = aligned(x_), dy = aligned(dy_);
   std::optional<Fold> fold = fold_;
   if (fold.has_value()) fold->x = aligned(fold->x), fold->skip = aligned(fold->skip);
+  if (!wanted.g && !wanted.weight) {
+    if (wanted.dy) launch_bn_input_gradient(conv.output(), dy, *fold, *gradients.dy);
+    return;
+  }
+  Run& run = unit.run;
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
-    const FoldPointers fold_pointers = fold.has_value() ? pointers(*fold) : FoldPointers{};
-    const int tensors = fold.has_value() ? 2 + fold->skip.has_value() : 1;
-    const ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, wanted.weight, tensors);
-    Run& run = unit.run;
     BnReluConvBackward params{data<T>(dy),
-                              fold_pointers,
+                              fold.has_value() ? pointers(*fold) : FoldPointers{},
                               data<T>(x),
                               pointers(norm, conv.pixels()),
                               run.weights[unit.weight],
@@ -120,30 +156,49 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
                               run.partials,
                               int(conv.in_channels),
                               int(conv.out_channels),
-                              tensors,
-                              plan.grid,
+                              fold.has_value() ? 2 + fold->skip.has_value() : 1,
+                              {},
                               run.has_launched};
-    std::optional<Tensor> memory;
-    WeightGradientPartials partials{};
-    if (wanted.weight) {
-      const Tensor& to = gradients.conv_weight;
-      const auto stride = to.strides();
-      partials = {nullptr,
-                  plan.blocks,
-                  mutable_data<void>(to),
-                  to.scalar_type() == ScalarType::Float,
-                  params.out_channels,
-                  params.in_channels,
-                  int(conv.kernel_w),
-                  stride[0],
-                  stride[1],
-                  stride[2],
-                  stride[3]};
-      memory = empty_bytes(x, int64_t(plan.blocks) * partials.values() * 4);
-      partials.partials = params.partials = mutable_data<float>(*memory);
+    bool is_postponed = wanted.weight && !wanted.g;
+    if (wanted.g) {
+      ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, params.tensors, true, wanted.weight);
+      is_postponed =
+          wanted.weight && costs_less_apart(conv, plan, wanted.dy ? 1 : params.tensors, sizeof(T));
+      const bool of_weight = wanted.weight && !is_postponed;
+      if (is_postponed) {
+        plan = plan_bn_relu_conv_backward<T>(conv, params.tensors, true, false);
+      }
+      WeightGradientPartials partials{};
+      std::optional<Tensor> memory;
+      if (of_weight) {
+        memory = allocate_partials(x, gradients.conv_weight, plan.blocks, partials);
+        params.partials = mutable_data<float>(*memory);
+      }
+      params.grid = plan.grid;
+      launch_bn_relu_conv_backward<T>(conv, plan, params, of_weight, on.stream);
+      run.partials = partials, run.partials_owner = memory, run.has_launched = true;
     }
-    launch_bn_relu_conv_backward<T>(conv, plan, params, on.stream);
-    run.partials = partials, run.partials_owner = memory, run.has_launched = true;
+    if (is_postponed) {
+      std::vector<Tensor> owners{x, dy, norm.mean, norm.var, norm.weight, *norm.bias};
+      if (wanted.g && wanted.dy) {  // dy was stored, unfolded
+        params.dy = data<T>(*gradients.dy), params.fold = {}, params.tensors = 1;
+        owners[1] = *gradients.dy;
+      } else if (fold.has_value()) {
+        for (const Tensor& t : {fold->x, fold->norm.mean, fold->norm.var, fold->norm.weight}) {
+          owners.push_back(t);
+        }
+        owners.push_back(fold->sums);
+        if (fold->skip.has_value()) owners.push_back(*fold->skip);
+      }
+      if (wanted.g) params.unfolded_dy = nullptr;
+      const ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, params.tensors, false, true);
+      WeightGradientPartials partials{};
+      owners.push_back(allocate_partials(x, gradients.conv_weight, plan.blocks, partials));
+      params.partials = mutable_data<float>(owners.back());
+      params.grid = plan.grid, params.earlier = {}, params.is_dependent = false;
+      run.postponed.push_back({conv, params, partials, owners});
+      if (run.postponed.size() >= most_postponed(run)) finish_postponed(run, x);
+    }
   });
 }
 

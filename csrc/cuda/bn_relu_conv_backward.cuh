@@ -1,4 +1,5 @@
-// BN-ReLU-Conv of narrow channels, backward: the gradients of input and weight in one pass over dy.
+// BN-ReLU-Conv of narrow channels, backward: the gradients of input and weight in one pass over dy,
+// or each in a kernel of its own.
 #pragma once
 
 #include "conv_tile.cuh"
@@ -13,10 +14,10 @@ struct BnReluConvBackward {
   const void* x;
   NormPointers norm;
   const void* weight;  // [K][taps][C]
-  void* g;             // null where g and its sums are not wanted
-  void* unfolded_dy;   // null where it is not wanted
-  Accumulators sums;   // of g: sum(g), sum(g * xhat)
-  float* partials;     // [blocks][taps][K][C]: weight gradients of blocks; null where not wanted
+  void* g;
+  void* unfolded_dy;               // null where it is not wanted
+  Accumulators sums;               // of g: sum(g), sum(g * xhat)
+  float* partials;                 // [blocks][taps][K][C]: weight gradients of blocks
   WeightGradientPartials earlier;  // of the kernel before this one, which this one adds up
   int in_channels, out_channels;
   int tensors;  // as BackwardShared says
@@ -136,50 +137,56 @@ struct BackwardShared {
   int weights, dy, activation, da, norm, fold, x_ahead, dy_ahead;  // where each begins
   int bytes;
 
-  // `tensors` are those that the output's gradient is loaded from: g, and x and skip of a fold.
+  // `tensors` are those that the output's gradient is loaded from: g, and x and skip of a fold. The
+  // flags say which gradients are computed.
   __host__ __device__ BackwardShared(const TileGrid& grid, int in_channels, int out_channels,
-                                     int tensors) {
+                                     int tensors, bool of_input, bool of_weight) {
     constexpr int kWidth = kFullWidth<T>;
     const int in_row = in_channels * int(sizeof(T)) + 16;
     const int out_row = out_channels * int(sizeof(T)) + 16;
     const int pixels = Tile<C>::pixels(grid);
     const int sums = pixels * (in_channels + kSumsPadding) * 4;
     weights = 0;
-    dy = weights + Tile<C>::kTaps * out_channels * in_row;
+    dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
     activation = dy + Tile<C>::halo_pixels(grid) * out_row;
     da = activation + pixels * in_row;
-    norm = da + (sums > kPartialsBytes ? sums : kPartialsBytes);
+    norm = da + (!of_input ? 0 : sums > kPartialsBytes ? sums : kPartialsBytes);
     fold = norm + Normalisation<kWidth>::kRows * in_channels * 4;
     x_ahead = fold + InputGradient<kWidth>::kRows * out_channels * 4;
     dy_ahead = x_ahead + VectorsAhead<T>::bytes(kTileVectors<T, C>);
     bytes = dy_ahead + tensors * VectorsAhead<T>::bytes(kHaloVectors<T, C>);
     // After the last tile: sums of every thread, or a weight gradient that warps share.
     const int weight_values = Tile<C>::kTaps * in_channels * out_channels;
-    const int shared_values = out_channels / 16 * (in_channels / 16) < kWarps ? weight_values : 0;
-    const int thread_sums = 2 * kWidth * kThreads;
+    const bool warps_share = of_weight && out_channels / 16 * (in_channels / 16) < kWarps;
+    const int shared_values = warps_share ? weight_values : 0;
+    const int thread_sums = of_input ? 2 * kWidth * kThreads : 0;
     const int least = 4 * (shared_values > thread_sums ? shared_values : thread_sums);
     if (bytes < least) bytes = least;
   }
 };
 
-// Blocks of a multiprocessor, which registers limit.
+// Blocks of a multiprocessor. Registers are the limit where there is a weight gradient, else shared
+// memory for 64 channels.
 template <int C, int GROUPS>
-constexpr int kBackwardBlocks = C == 0 && GROUPS == 2 ? 2 : 1;
+constexpr int kBackwardBlocks = (C == 0 && GROUPS <= 2) || (C < 64 && GROUPS == 0) ? 2 : 1;
 
 // g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
 // relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
 // owns every gridDim.x-th tile of pixels with all channels, and stores its part of dweight.
-template <class T, int C, int GROUPS>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
-    bn_relu_conv_backward_kernel(const BnReluConvBackward conv) {
+// g and its sums are computed if kInput, dweight if GROUPS > 0.
+template <class T, int C, int GROUPS, bool kInput>
+__device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
+  constexpr bool kWeight = GROUPS > 0;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
+  constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
   const int channels = C ? C : conv.in_channels, out_channels = C ? C : conv.out_channels;
   const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
   const int sums_pitch = channels + kSumsPadding;
-  const BackwardShared<T, C> shared(conv.grid, channels, out_channels, conv.tensors);
+  const BackwardShared<T, C> shared(conv.grid, channels, out_channels, conv.tensors, kInput,
+                                    kWeight);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* dy_tile = reinterpret_cast<T*>(memory + shared.dy);
@@ -198,10 +205,9 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
   const T* fold_x = static_cast<const T*>(conv.fold.x) + out.channel;
   const T* skip = static_cast<const T*>(conv.fold.skip) + out.channel;
   T* g = static_cast<T*>(conv.g) + in.channel;
-  const bool needs_g = conv.g != nullptr, needs_weight = conv.partials != nullptr;
   const bool is_folded = conv.fold.x != nullptr, has_skip = conv.fold.skip != nullptr;
   const bool reads_fold_x = is_folded && conv.fold.reads_x();
-  WeightGradient<T, C, GROUPS> dweight(out_channels, channels);
+  WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 
   const auto copy_ahead = [&](int index) {
@@ -229,13 +235,15 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     }
     cp_async_commit();
   };
-  load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
+  if constexpr (kInput) {
+    load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
+  }
   wait_for_predecessors();
   let_dependents_start();
   copy_ahead(blockIdx.x);
   Normalisation<kWidth>::prepare(conv.norm, channels, norm);
   if (is_folded) InputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
-  add_up<T>(conv.earlier, reinterpret_cast<double*>(da));
+  if constexpr (kInput) add_up<T>(conv.earlier, reinterpret_cast<double*>(da));
   __syncthreads();
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
@@ -253,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         if (tile.pixel(p) >= 0) {
           own_x[i] = x_ahead[i];
           a = in_norm.template activation<T>(own_x[i]);
-          if constexpr (kTaps > 1) non_finite.add(a);
+          if constexpr (kMayMask) non_finite.add(a);
         }
         a.store(activation + p * pitch + in.channel);
       }
@@ -267,7 +275,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
         FullVector<T> gradient{};
         if (pixel >= 0) {
           gradient = form(i);
-          if constexpr (kTaps > 1) non_finite.add(gradient);
+          if constexpr (kMayMask) non_finite.add(gradient);
           if (conv.unfolded_dy != nullptr && Tile<C>::is_interior(p)) {
             T* to = static_cast<T*>(conv.unfolded_dy) + out.channel;
             gradient.store(to + pixel * out_channels);
@@ -282,21 +290,21 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     } else if (out.is_active) {
       form_dy([&](int i) { return g_ahead[i]; });
     }
-    // Both tiles are complete. A 1x1 kernel reads no padding.
-    const bool masks = kTaps > 1 ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
+    // Both tiles are complete.
+    const bool masks = kMayMask ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
     copy_ahead(index + gridDim.x);
-    if (needs_g) {
+    if constexpr (kInput) {
       multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da);
     }
-    if (needs_weight) {
-      if (kTaps > 1 && masks) {
+    if constexpr (kWeight) {
+      if (kMayMask && masks) {
         dweight.template add<true>(tile, dy_tile, activation, pixels, out_channels, channels);
       } else {
         dweight.template add<false>(tile, dy_tile, activation, pixels, out_channels, channels);
       }
     }
     __syncthreads();  // da is complete, and both tiles may be overwritten
-    if (!needs_g || !in.is_active) continue;
+    if (!kInput || !in.is_active) continue;
 #pragma unroll
     for (int i = 0; i < kTileVectors<T, C>; ++i) {
       const int p = in.lane + i * in.lanes;
@@ -326,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
   // From here on shared memory has another layout.
   float* scratch = reinterpret_cast<float*>(memory);
   __syncthreads();
-  if (needs_g) {
+  if constexpr (kInput) {
     if (in.is_active) {
       float* row = scratch + in.lane * 2 * channels + in.channel;
 #pragma unroll
@@ -342,11 +350,31 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
       add_exact(conv.sums, c, value, value == 0 ? sum : sum * rstd);
     }
   }
-  if (needs_weight) {
+  if constexpr (kWeight) {
     __syncthreads();
     const int64_t weights_of_block = int64_t(kTaps) * out_channels * channels;
     dweight.store(out_channels, channels, scratch, conv.partials + blockIdx.x * weights_of_block);
   }
+}
+
+// One convolution: g, and dweight if GROUPS > 0.
+template <class T, int C, int GROUPS>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
+    bn_relu_conv_backward_kernel(const __grid_constant__ BnReluConvBackward conv) {
+  bn_relu_conv_backward<T, C, GROUPS, true>(conv);
+}
+
+// The weight gradients of several convolutions, each in a row of the grid.
+constexpr int kMostWeightGradients = 64;
+struct WeightGradients {
+  BnReluConvBackward of[kMostWeightGradients];
+};
+static_assert(sizeof(WeightGradients) <= 32764, "more parameters than a kernel may have");
+
+template <class T, int C, int GROUPS>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
+    bn_relu_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
+  bn_relu_conv_backward<T, C, GROUPS, false>(convs.of[blockIdx.y]);
 }
 
 }  // namespace preact_kernels::cuda

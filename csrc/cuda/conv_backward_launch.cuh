@@ -18,23 +18,25 @@ auto for_weight_groups(const Conv& conv, const Body& body) {
   });
 }
 
+// A plan for the gradient of the input, of the weight, or both.
 template <class T>
-ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight, int tensors) {
+ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input,
+                                      bool of_weight) {
   return for_weight_groups<T>(conv, [&](auto c, auto groups) {
-    constexpr int C = decltype(c)::value;
+    constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
     ConvLaunch plan{tile_grid<T, C>(conv)};
-    plan.shared_bytes =
-        BackwardShared<T, C>(plan.grid, conv.in_channels, conv.out_channels, tensors).bytes;
-    plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes,
-                                    kBackwardBlocks<C, decltype(groups)::value>);
-    if (needs_conv_weight) {
-      // At least one block a multiprocessor, and no more than make the partial weight gradients as
-      // large as x and dy: for small images they are in the cache.
-      const int channels = conv.in_channels + conv.out_channels;
-      const int64_t bytes = conv.images * conv.height * conv.width * channels * sizeof(T);
-      const int64_t weights = int64_t(Tile<C>::kTaps) * conv.in_channels * conv.out_channels;
-      const int64_t most = std::max<int64_t>(multiprocessors(), bytes / (4 * weights));
-      plan.blocks = int(std::min<int64_t>(plan.blocks, most));
+    plan.shared_bytes = BackwardShared<T, C>(plan.grid, conv.in_channels, conv.out_channels,
+                                             tensors, of_input, of_weight)
+                            .bytes;
+    if (!of_input) {
+      // Few blocks for each weight: a launch computes the gradients of several.
+      plan.blocks =
+          std::min((plan.grid.tiles + kTilesOfWeightGradient - 1) / kTilesOfWeightGradient,
+                   multiprocessors());
+    } else {
+      plan.blocks =
+          persistent_blocks(plan.grid.tiles, plan.shared_bytes,
+                            of_weight ? kBackwardBlocks<C, GROUPS> : kBackwardBlocks<C, 0>);
     }
     return plan;
   });
@@ -42,17 +44,34 @@ ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight, 
 
 template <class T>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
-                                  const BnReluConvBackward& params, cudaStream_t stream) {
+                                  const BnReluConvBackward& params, bool of_weight,
+                                  cudaStream_t stream) {
   for_weight_groups<T>(conv, [&](auto c, auto groups) {
-    launch("bn_relu_conv_backward",
-           bn_relu_conv_backward_kernel<T, decltype(c)::value, decltype(groups)::value>,
+    constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
+    launch(of_weight ? "bn_relu_conv_backward" : "bn_relu_conv_backward_input",
+           of_weight ? bn_relu_conv_backward_kernel<T, C, GROUPS>
+                     : bn_relu_conv_backward_kernel<T, C, 0>,
            dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params,
            params.is_dependent);
   });
 }
 
-template ConvLaunch plan_bn_relu_conv_backward<PK_DTYPE>(const Conv&, bool, int);
+template <class T>
+void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& plan,
+                                          const WeightGradients& params, int count,
+                                          cudaStream_t stream) {
+  for_weight_groups<T>(conv, [&](auto c, auto groups) {
+    constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
+    launch("bn_relu_conv_weight_gradients", bn_relu_conv_weight_gradients_kernel<T, C, GROUPS>,
+           dim3(plan.blocks, count), dim3(kThreads), plan.shared_bytes, stream, params);
+  });
+}
+
+template ConvLaunch plan_bn_relu_conv_backward<PK_DTYPE>(const Conv&, int, bool, bool);
 template void launch_bn_relu_conv_backward<PK_DTYPE>(const Conv&, const ConvLaunch&,
-                                                     const BnReluConvBackward&, cudaStream_t);
+                                                     const BnReluConvBackward&, bool, cudaStream_t);
+template void launch_bn_relu_conv_weight_gradients<PK_DTYPE>(const Conv&, const ConvLaunch&,
+                                                             const WeightGradients&, int,
+                                                             cudaStream_t);
 
 }  // namespace preact_kernels::cuda

@@ -22,10 +22,19 @@ template <class T>
 void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream);
 template <class T>
-ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, bool needs_conv_weight, int tensors);
+ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight);
 template <class T>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
-                                  const BnReluConvBackward& params, cudaStream_t stream);
+                                  const BnReluConvBackward& params, bool of_weight,
+                                  cudaStream_t stream);
+// Of `count` convolutions of the same sizes.
+template <class T>
+void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& plan,
+                                          const WeightGradients& params, int count,
+                                          cudaStream_t stream);
+
+// Tiles of pixels of a block that computes the gradient of a weight alone.
+constexpr int kTilesOfWeightGradient = 8;
 
 // The most channels of a 3x3 convolution: more weights leave no shared memory for tiles.
 template <class T>

@@ -1,5 +1,6 @@
 // Begins and ends a run of units: packs weights, allocates sums, and stores results in float32.
 
+#include "conv_launch.cuh"
 #include "run.cuh"
 
 namespace preact_kernels {
@@ -54,15 +55,19 @@ struct FinishGradientsParams {
   Accumulators accumulated;
   float* sums;  // [values]
   int values;
-  WeightGradientPartials partials;
+  WeightGradientPartials partials[kMostWeightGradients];
 };
 
-// A thread owns a sum; `add_up` says what a block owns.
+// A row of the grid owns one weight gradient, as `add_up` says; the first row also the sums, a
+// thread each.
 template <class T>
-__global__ void __launch_bounds__(kThreads) finish_gradients_kernel(FinishGradientsParams p) {
+__global__ void __launch_bounds__(kThreads)
+    finish_gradients_kernel(const __grid_constant__ FinishGradientsParams p) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
-  if (i < p.values) p.sums[i] = static_cast<float>(read_exact(p.accumulated, i, 0));
-  add_up<T>(p.partials, reinterpret_cast<double*>(dynamic_shared()));
+  if (blockIdx.y == 0 && i < p.values) {
+    p.sums[i] = static_cast<float>(read_exact(p.accumulated, i, 0));
+  }
+  add_up<T>(p.partials[blockIdx.y], reinterpret_cast<double*>(dynamic_shared()));
 }
 
 }  // namespace cuda
@@ -133,6 +138,58 @@ void pack_weights(Run& run, const Tensor& like, const std::vector<Tensor>& conv_
   }
 }
 
+// Stores `sums`, which may be none, and the weight gradients of `partials`.
+void launch_finish_gradients(const Run& run, const Tensor& like, const Tensor* sums,
+                             const std::vector<WeightGradientPartials>& partials,
+                             cudaStream_t stream) {
+  FinishGradientsParams params{run.sums, nullptr, 0};
+  if (sums != nullptr) params.sums = mutable_data<float>(*sums), params.values = int(sums->numel());
+  if (params.values == 0 && partials.empty()) return;
+  int width = 0;
+  for (size_t i = 0; i < partials.size(); ++i) {
+    params.partials[i] = partials[i];
+    width = std::max(width, partials[i].values());
+  }
+  const int rows = std::max<int>(1, int(partials.size()));
+  const int blocks =
+      std::max((params.values + kThreads - 1) / kThreads,
+               std::min((width + 31) / 32, (multiprocessors() + rows - 1) / rows * 2));
+  for_dtype(like, [&](auto value) {
+    launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
+           dim3(std::max(blocks, 1), rows), kThreads, kPartialsBytes, stream, params);
+  });
+}
+
+// Launches the kernels of the postponed weight gradients. Returns what they leave to be added up.
+std::vector<WeightGradientPartials> launch_postponed(Run& run, const Tensor& like,
+                                                     cudaStream_t stream) {
+  std::vector<WeightGradientPartials> partials;
+  std::vector<bool> is_launched(run.postponed.size());
+  for (size_t i = 0; i < run.postponed.size(); ++i) {
+    partials.push_back(run.postponed[i].partials);
+    if (is_launched[i]) continue;
+    Conv conv = run.postponed[i].conv;
+    WeightGradients same;
+    int count = 0, tensors = 0;
+    for (size_t j = i; j < run.postponed.size(); ++j) {
+      const PostponedWeightGradient& other = run.postponed[j];
+      if (other.conv.in_channels != conv.in_channels ||
+          other.conv.out_channels != conv.out_channels || other.conv.taps() != conv.taps()) {
+        continue;
+      }
+      is_launched[j] = true;
+      same.of[count++] = other.params;
+      tensors = std::max(tensors, other.params.tensors);
+    }
+    for_dtype(like, [&](auto value) {
+      using T = decltype(value);
+      const ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, tensors, false, true);
+      launch_bn_relu_conv_weight_gradients<T>(conv, plan, same, count, stream);
+    });
+  }
+  return partials;
+}
+
 }  // namespace
 
 std::shared_ptr<Run> begin_run(const Tensor& like, const std::vector<Tensor>& conv_weights,
@@ -167,18 +224,24 @@ void finish_statistics(Run& run, const Tensor& mean, const Tensor& var, int64_t 
          kThreads, 0, on.stream, params);
 }
 
+void finish_postponed(Run& run, const Tensor& like) {
+  const OnDeviceOf on(like);
+  launch_finish_gradients(run, like, nullptr, launch_postponed(run, like, on.stream), on.stream);
+  run.postponed.clear();
+  run.has_launched = false;
+}
+
 void finish_gradients(Run& run, const Tensor& like, const Tensor& sums) {
   const OnDeviceOf on(like);
-  for_dtype(like, [&](auto value) {
-    const int values = static_cast<int>(sums.numel());
-    const int width = run.partials.partials == nullptr ? 0 : run.partials.values();
-    if (values + width == 0) return;
-    const int blocks = std::max((values + kThreads - 1) / kThreads,
-                                std::min((width + 31) / 32, multiprocessors()));
-    const FinishGradientsParams params{run.sums, mutable_data<float>(sums), values, run.partials};
-    launch("finish_gradients", finish_gradients_kernel<decltype(value)>, dim3(blocks), kThreads,
-           kPartialsBytes, on.stream, params);
-  });
+  std::vector<WeightGradientPartials> partials = launch_postponed(run, like, on.stream);
+  if (run.partials.partials != nullptr) {
+    if (partials.size() == kMostWeightGradients) {
+      launch_finish_gradients(run, like, nullptr, partials, on.stream);
+      partials.clear();
+    }
+    partials.push_back(run.partials);
+  }
+  launch_finish_gradients(run, like, &sums, partials, on.stream);
 }
 
 }  // namespace preact_kernels

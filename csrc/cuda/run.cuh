@@ -3,11 +3,18 @@
 
 #include <vector>
 
-#include "exact_sums.cuh"
+#include "bn_relu_conv_backward.cuh"
 #include "on_device.h"
-#include "weight_gradient_partials.cuh"
 
 namespace preact_kernels {
+
+// A weight gradient that is computed apart from that of the input, with others of the run.
+struct PostponedWeightGradient {
+  Conv conv;
+  cuda::BnReluConvBackward params;
+  cuda::WeightGradientPartials partials;
+  std::vector<Tensor> owners;  // of the memory that they point to
+};
 
 struct Run {
   std::vector<const void*> weights;  // of each unit, [K][taps][C] in the dtype of the activations
@@ -16,6 +23,10 @@ struct Run {
   bool has_launched = false;         // the last launch on the stream is a convolution of this run
   cuda::WeightGradientPartials partials{};  // of the last backward, not added up yet
   std::optional<Tensor> partials_owner;
+  std::vector<PostponedWeightGradient> postponed;
 };
+
+// Computes and stores the weight gradients that were postponed.
+void finish_postponed(Run& run, const Tensor& like);
 
 }  // namespace preact_kernels
