@@ -1,9 +1,11 @@
-"""Matrix instructions and conversions of `csrc/cuda/device.cuh` against PyTorch.
+"""Matrix instructions, conversions, copies and exact sums of the CUDA kernels, one by one.
 
-With a GPU the wrappers are compiled by nvcc and run on it, else their emulation runs on the host.
+With a GPU they are compiled by nvcc and run on it, else they run on the host, the instructions by
+their emulation.
 """
 
 import ctypes
+import math
 import re
 import shutil
 
@@ -21,20 +23,37 @@ needs_nvcc = pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not instal
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.fixture(scope="module")
-def fragments():
+def load(name, *entries):
+    """The library `name` for the device of the tests."""
     if IS_ON_GPU:
         if build.nvcc() is None:
             pytest.skip("nvcc is not installed")
-        path = build.build_for_gpu("fragments", torch.cuda.get_device_capability())
+        path = build.build_for_gpu(name, torch.cuda.get_device_capability())
     else:
         if shutil.which(build.CXX[0]) is None:
             pytest.skip(f"no C++ compiler: {build.CXX[0]} not found")
-        path = build.build("fragments")
+        path = build.build(name)
     library = ctypes.CDLL(str(path))
-    for name in ("product", "conversion"):
-        getattr(library, name).restype = ctypes.c_char_p
+    for entry in entries:
+        getattr(library, entry).restype = ctypes.c_char_p
     return library
+
+
+@pytest.fixture(scope="module")
+def fragments():
+    return load("fragments", "product", "conversion", "copy")
+
+
+@pytest.fixture(scope="module")
+def exact_sums():
+    return load("exact_sums", "exact_sums")
+
+
+def pointers(*tensors):
+    """Their addresses, when all work on them is done."""
+    if IS_ON_GPU:
+        torch.cuda.synchronize()
+    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
 
 
 def product(fragments, a, b, d, a_by_rows=False, b_by_rows=False, is_rounded=True):
@@ -42,11 +61,9 @@ def product(fragments, a, b, d, a_by_rows=False, b_by_rows=False, is_rounded=Tru
     stored = [a.t() if a_by_rows else a, b.t() if b_by_rows else b]
     stored = [t.contiguous().to(DEVICE) for t in stored]
     result = d.clone().to(DEVICE)
-    torch.cuda.synchronize() if IS_ON_GPU else None
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (*stored, result))
-    kind = DTYPES.index(a.dtype)
-    message = fragments.product(kind, *pointers, a_by_rows, b_by_rows, is_rounded).decode()
-    return result.cpu(), message
+    kind, flags = DTYPES.index(a.dtype), (a_by_rows, b_by_rows, is_rounded)
+    message = fragments.product(kind, *pointers(*stored, result), *flags)
+    return result.cpu(), message.decode()
 
 
 def depth_of(dtype):
@@ -127,9 +144,8 @@ def special_numbers():
 def test_conversions_round_as_pytorch_does(fragments, dtype):
     numbers = special_numbers().view(-1, 64).repeat_interleave(2, 0).flatten()  # in pairs, singly
     given, found = numbers.to(DEVICE), torch.empty_like(numbers, device=DEVICE)
-    torch.cuda.synchronize() if IS_ON_GPU else None
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (given, found))
-    assert not fragments.conversion(DTYPES.index(dtype), *pointers, len(numbers) // 64)
+    blocks = len(numbers) // 64
+    assert not fragments.conversion(DTYPES.index(dtype), *pointers(given, found), blocks)
     found = found.cpu()
     if dtype == torch.float32:
         found = (found.view(torch.int32) & ~0x1FFF).view(dtype)  # what matrix instructions read
@@ -139,13 +155,72 @@ def test_conversions_round_as_pytorch_does(fragments, dtype):
     assert same_bits(found[~is_nan], expected[~is_nan])
 
 
+def test_copies_land_at_their_waits_and_zeros_where_there_is_nothing(fragments):
+    values = torch.randn(2, 32, 4)
+    given, found = values.to(DEVICE), torch.empty_like(values, device=DEVICE)
+    assert not fragments.copy(*pointers(given, found))
+    values[:, ::5] = 0
+    assert torch.equal(found.cpu(), values)
+
+
+def exactly_summed(exact_sums, values):
+    """The sums of `values` [count, channels] over the first dimension."""
+    count, channels = values.shape
+    words = torch.zeros(6, 2, channels, dtype=torch.int64, device=DEVICE)
+    out = torch.full((2, channels), torch.nan, dtype=torch.float64, device=DEVICE)
+    values = values.to(DEVICE)
+    message = exact_sums.exact_sums(*pointers(words, values, out), count, channels)
+    assert not message, message
+    assert not out[0].any()  # nothing was added there
+    return out[1].cpu()
+
+
+def test_sums_are_exact_in_any_order(exact_sums):
+    exponents = torch.tensor([-112, -80, -52, 0, 20, 60, 74]).repeat(3000, 1)
+    exponents = torch.cat([exponents, torch.randint(-112, 75, (3000, 1))], 1)
+    values = torch.randint(-(2**52), 2**52, (3000, 8)).double() * 2.0 ** exponents.double()
+    values[1000:2000, :4] = -values[:1000, :4]  # which leaves the rest
+    expected = [math.fsum(column) for column in values.t().tolist()]
+    found = exactly_summed(exact_sums, values)
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), rtol=2**-51, atol=0
+    )
+    assert same_bits(exactly_summed(exact_sums, values[torch.randperm(3000)]), found)
+
+
+def test_what_is_left_of_large_sums_is_exact(exact_sums):
+    large = 2.0**126
+    columns = ([large, 1.0, -large], [large, 2.0**-60, -large], [-large, -3.0, large], [0.0] * 3)
+    found = exactly_summed(exact_sums, torch.tensor(columns, dtype=torch.float64).t().contiguous())
+    assert found.tolist() == [1.0, 2.0**-60, -3.0, 0.0]
+
+
+def test_sums_of_what_is_not_finite_are_those_of_pytorch(exact_sums):
+    inf, nan = math.inf, math.nan
+    columns = [
+        [1.0, inf, 2.0],
+        [-inf, 1.0, -inf],
+        [inf, -inf, 1.0],
+        [nan, 1.0, inf],
+        [1.0, nan, nan],
+    ]
+    values = torch.tensor(columns, dtype=torch.float64).t().contiguous()
+    found = exactly_summed(exact_sums, values)
+    torch.testing.assert_close(found, values.sum(0), equal_nan=True)
+    many = torch.full((2000, 2), inf, dtype=torch.float64)
+    many[:, 1] = nan
+    found = exactly_summed(exact_sums, many)
+    assert found[0] == inf and found[1].isnan()
+
+
 @needs_nvcc
-def test_nvcc_compiles_what_a_gpu_runs():
-    assert build.build_for_gpu("fragments", (9, 0)).exists()
+@pytest.mark.parametrize("name", ["fragments", "exact_sums"])
+def test_nvcc_compiles_what_a_gpu_runs(name):
+    assert build.build_for_gpu(name, (9, 0)).exists()
 
 
-def test_every_matrix_instruction_is_tested():
-    wrappers = set(re.findall(r"inline void ((?:ldmatrix|mma)\w*)\(", WRAPPERS))
-    assert len(wrappers) >= 4
+def test_every_matrix_instruction_and_copy_is_tested():
+    wrappers = set(re.findall(r"inline void ((?:ldmatrix|mma|cp_async)\w*)\(", WRAPPERS))
+    assert len(wrappers) >= 7
     tested = (build.HERE / "fragments.cpp").read_text()
-    assert not [name for name in wrappers if not re.search(rf"\b{name}\(", tested)]
+    assert not [name for name in wrappers if not re.search(rf"\b{name}\b", tested)]

@@ -3,8 +3,8 @@
     python -m tests.cuda_on_host.build
 
 `kernels` is the CUDA library as it is, for CPU tensors; `planted` holds the kernels of the tests of
-the harness, `fragments` the wrappers of matrix instructions one by one. Each also with `sanitize`,
-under AddressSanitizer.
+the harness, `fragments` the wrappers of matrix instructions one by one, `exact_sums` those sums.
+Each also with `sanitize`, under AddressSanitizer.
 """
 
 import fcntl
@@ -32,14 +32,15 @@ FLAGS = [
 ]  # fmt: skip
 SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
 
-LIBRARIES = (("planted", False), ("planted", True), ("fragments", False), ("kernels", False))
+LIBRARIES = ("planted", "fragments", "exact_sums", "kernels")
+WITH_TORCH = ("exact_sums", "kernels")  # those that include torch's headers
 
 
 def _torch_flags() -> tuple[list[str], list[str]]:
     """To compile and to link against torch's stable ABI."""
     from torch.utils import cpp_extension
 
-    include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    include = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     (folder,) = cpp_extension.library_paths()
     return (
         [*include, "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)],
@@ -52,17 +53,18 @@ def _digest(*parts: str) -> str:
 
 
 def build(name: str, sanitize: bool = False) -> Path:
-    """The shared library `kernels`, `planted` or `fragments`, compiled where something changed.
+    """One of `LIBRARIES` for the host, compiled where something changed.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
     compile_flags, link_flags = list(FLAGS), ["-shared"]
     sources = [HERE / "control.cpp", HERE / "alignment.cpp"]
-    if name != "kernels":
-        sources.append(HERE / f"{name}.cpp")
-    else:
+    if name == "kernels":
         sources += sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    else:
+        sources.append(HERE / f"{name}.cpp")
+    if name in WITH_TORCH:
         more_compile_flags, more_link_flags = _torch_flags()
         compile_flags += more_compile_flags
         link_flags += more_link_flags
@@ -101,22 +103,25 @@ def nvcc() -> str | None:
 
 
 def build_for_gpu(name: str, capability: tuple[int, int]) -> Path:
-    """The shared library `name` for a GPU, compiled where something changed.
+    """`fragments` or `exact_sums` for a GPU, compiled where something changed.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
     flags = ["-std=c++17", "-shared", "-Xcompiler=-fPIC", "-arch=sm_{}{}".format(*capability)]
+    flags.append(f"-I{ROOT / 'csrc'}")
+    if name in WITH_TORCH:
+        include, _ = _torch_flags()
+        flags += include
     source = HERE / f"{name}.cpp"
-    around = [source, HERE / "entry.h", ROOT / "csrc" / "cuda" / "device.cuh"]
+    around = [source, HERE / "entry.h", ROOT / "csrc/args.h", *(ROOT / "csrc/cuda").glob("*.cuh")]
     folder = OUT / f"{name}_for_gpu"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{name}-{_digest(*flags, *(path.read_text() for path in around))}.so"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            command = [nvcc() or "nvcc", *flags, f"-I{ROOT / 'csrc'}", "-x", "cu", str(source)]
-            _run([*command, "-o", str(library)])
+            _run([nvcc() or "nvcc", *flags, "-x", "cu", str(source), "-o", str(library)])
     return library
 
 
@@ -140,5 +145,6 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     if shutil.which(CXX[0]) is None:
         sys.exit(0)  # and the tests that need it are skipped
-    for library, sanitized in LIBRARIES:
-        print(build(library, sanitized))
+    for library in LIBRARIES:
+        print(build(library))
+    print(build("planted", sanitize=True))

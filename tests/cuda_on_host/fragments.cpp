@@ -88,6 +88,26 @@ __global__ void conversion_kernel(ConversionParams p) {
   }
 }
 
+struct CopyParams {
+  const float* in;
+  float* out;
+};
+
+// out = in [2, 32, 4] by asynchronous copies in two groups, and zeros for every fifth thread.
+__global__ void copy_kernel(CopyParams p) {
+  float* tile = reinterpret_cast<float*>(dynamic_shared());
+  const unsigned first = 4 * threadIdx.x, second = 128 + first;
+  const bool exists = threadIdx.x % 5 != 0;
+  cp_async_16(tile + first, p.in + first, exists);
+  cp_async_commit();
+  cp_async_16(tile + second, p.in + second, exists);
+  cp_async_commit();
+  cp_async_wait<1>();
+  for (int i = 0; i < 4; ++i) p.out[first + i] = tile[first + i];
+  cp_async_wait<0>();
+  for (int i = 0; i < 4; ++i) p.out[second + i] = tile[second + i];
+}
+
 enum Type { kBFloat16, kHalf, kFloat };
 
 }  // namespace
@@ -107,4 +127,8 @@ PK_ENTRY conversion(int type, const float* in, float* out, unsigned blocks) {
                       : type == kHalf   ? conversion_kernel<Half>
                                         : conversion_kernel<float>;
   return run("conversion", kernel, blocks, 32, 0, ConversionParams{in, out});
+}
+
+PK_ENTRY copy(const float* in, float* out) {
+  return run("copy", copy_kernel, 1, 32, 256 * sizeof(float), CopyParams{in, out});
 }
