@@ -33,7 +33,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 # With folders: their times change when a file is deleted.
 CSRC := $(shell find csrc 2>/dev/null)
-CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard tests/cuda_on_host/*))
+CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard tests/cuda_on_host/* bench/*.cu))
 
 # Stamp files. CPU_BUILD is the CPU library alone, BUILD both libraries.
 REQUIREMENTS := $(VENV)/.requirements

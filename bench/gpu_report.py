@@ -2,10 +2,11 @@
 
 Uses the Python of the machine with torch, pytest and the packages of the benchmarks, and no
 network. The parts, in order: compiled libraries (existing ones of the same sources, or built now),
-tests of the kernels, benchmarks, benchmarks of the CUDA backend, the hottest kernels, and the other
-tests if time is left. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the
-CSV files of the benchmarks, all written while the parts run. If a part fails or runs out of time,
-the next one starts. `python -m bench.report --results FOLDER` writes tables and plots.
+tests of the kernels, ceilings of the GPU, the launches of a step with estimated and measured times,
+benchmarks, benchmarks of the CUDA backend, the hottest kernels, and the other tests if time is
+left. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the CSV files of the
+benchmarks, all written while the parts run. If a part fails or runs out of time, the next one
+starts. `python -m bench.report --results FOLDER` writes tables and plots.
 """
 
 import argparse
@@ -25,7 +26,9 @@ from pathlib import Path
 import torch
 
 from bench.__main__ import LOST
+from bench.dry_run import BACKENDS
 from bench.measure import ROOT
+from bench.records import LAUNCHES
 
 LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.so")]
 LISTING = ROOT / "build" / "libraries.sha256"  # hashes of libraries and sources
@@ -260,6 +263,7 @@ def measure_all(
     resume: bool,
 ) -> None:
     """Runs tests and benchmarks, the most important first."""
+    python = [sys.executable, "-m"]
     for part, line in ended.items():
         report.note(part, line)
     tests_end_s = time.monotonic() + test_seconds
@@ -269,6 +273,12 @@ def measure_all(
         share_s = (tests_end_s - time.monotonic()) / (len(groups) - index)
         report.tests(part, names, share_s)
     has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        report.run("ceilings", [*python, "bench.probes", "--out", str(report.folder)], 60)
+        for backend in BACKENDS:
+            file = report.folder / f"{backend}{LAUNCHES}"
+            command = [*python, "bench.launches", "--backend", backend, "--csv", str(file)]
+            report.run(f"launches of {backend}", command, 75)
     beside_s = 60 if has_gpu else 0
     report.bench("bench", options, report.left_s() - beside_s - 45, resume=resume)
     if has_gpu:
@@ -277,7 +287,7 @@ def measure_all(
         options = [*options, *foremost]
         environment = {"PREACT_KERNELS_BACKEND": "cuda"}
         report.bench("bench of cuda", options, beside_s, resume=resume, **environment)
-    report.run("hotspots", [sys.executable, "-m", "bench.hotspots"], 45)
+    report.run("hotspots", [*python, "bench.hotspots"], 45)
     ran = {name for names in KERNEL_TESTS for name in names}
     others = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py"))
     others = [name for name in others if name not in ran and name not in WITHOUT_GPU]

@@ -80,6 +80,8 @@ class CurvePoint:
 SCALING = "-scaling.csv"
 CONVERTED = "-converted.csv"
 INFERENCE = "-inference.csv"
+LAUNCHES = "-launches.csv"
+CEILINGS = "-ceilings.csv"
 
 
 @dataclasses.dataclass
@@ -176,6 +178,63 @@ class InferenceRow:
     def key(self) -> tuple:
         """Equal for two measurements of the same thing."""
         return self.case, self.contender, self.batch, self.image_size, self.dtype, self.device
+
+
+@dataclasses.dataclass
+class LaunchRow:
+    """A kernel of a block in a training step: see bench/launches.py."""
+
+    stage: str  # "1", or "1 projection" for the blocks of stage 1 with a projection
+    direction: str  # "forward" or "backward"
+    kernel: str  # the name, behind F1 for the first unit of a block in the forward
+    blocks: int  # of the network, whose launches were counted
+    launches_per_block: float
+    grid: str  # blocks of the GPU
+    threads: str  # of a block
+    shared_bytes: str  # of a block
+    bytes_per_block: float
+    units_per_block: float  # of the inner channels of every pixel
+    dependent: float  # share of the launches that may begin before the one ahead has ended
+    estimated_merge_us_per_block: float  # in which one block of the grid works alone
+    estimated_us_per_block: float
+    measured_us_per_block: float | None = None
+    network: str = ""
+    batch: int = 0
+    dtype: str = ""
+    backend: str = ""
+    memory: str = ""
+    multiprocessors: int = 0
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """Equal for two counts of the same thing."""
+        step = self.network, self.batch, self.dtype, self.backend, self.memory
+        return *step, self.stage, self.direction, self.kernel
+
+
+@dataclasses.dataclass
+class CeilingRow:
+    """A limit of a GPU: see bench/probes.py."""
+
+    name: str
+    unit: str
+    value: float | None = None  # None: the probe failed
+    note: str = ""  # why
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """Equal for two measurements of the same thing."""
+        return self.name, self.device
 
 
 def slug(text: str) -> str:

@@ -15,7 +15,17 @@ from bench import converted, plots
 from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival
 from bench.measure import MIB, ROOT
 from bench.network import DRIFTED, UNFINISHED, relative_times
-from bench.records import CONVERTED, INFERENCE, SCALING, ConvertedRow, CurvePoint, Row, read
+from bench.records import (
+    CEILINGS,
+    CONVERTED,
+    INFERENCE,
+    LAUNCHES,
+    SCALING,
+    ConvertedRow,
+    CurvePoint,
+    Row,
+    read,
+)
 
 PAGES = {
     "README.md": ("headline",),
@@ -38,7 +48,7 @@ def load(folder: Path) -> dict[str, tuple[list[Row], list[CurvePoint]]]:
     """
     found: dict[str, tuple[list[Row], list[CurvePoint]]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if path.name.endswith((SCALING, CONVERTED, INFERENCE)):
+        if path.name.endswith((SCALING, CONVERTED, INFERENCE, LAUNCHES, CEILINGS)):
             continue
         is_curve = path.name.endswith(_TRAINING)
         for record in read(path, CurvePoint if is_curve else Row):

@@ -94,6 +94,11 @@ def test_auto_takes_the_first_of_the_table_that_serves_the_call(monkeypatch):
     assert ran == serving[:1]
 
 
+def test_on_a_gpu_auto_prefers_the_backend_that_runs_blocks_in_one_call():
+    names = [b.name for b in backends.BACKENDS]
+    assert names.index("cuda") < names.index("triton") < names.index("reference")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted without a GPU")
 def test_auto_never_selects_a_backend_that_only_its_name_selects(monkeypatch):
     ran = record_kernels(monkeypatch, *pk.available_backends())

@@ -19,10 +19,11 @@ from torch import Tensor
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Conv, Epilogue, Fold, Norm, Wanted
-from tests.cases import device_of, in_dtype, random_stage
+from tests.cases import device_of, in_dtype, random_block, random_stage
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.cuda_on_host import build, serve_cpu
-from tests.oracle import assert_same_bits, assert_within_budget, evaluate
+from tests.oracle import assert_same_bits, assert_within_budget, check, evaluate, plain_copy
+from tests.test_autocast import Autocast
 from tests.test_preact_stage import recorded_calls, unit_by_unit
 
 if serve_cpu.missing():
@@ -250,7 +251,7 @@ def reversed_batch(inputs):
 ALL = Wanted(True, True, True)
 
 
-def check(case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
+def check_case(case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
     """Asserts the budget for every result, which has the dtype of eager's; returns the results."""
     found = call(kernels(), case, inputs, options)
     truth = call(reference, case, mapped(inputs, Tensor.double), options)
@@ -275,13 +276,13 @@ def check(case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
 @pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
 @every_case
 def test_forward_and_statistics_keep_the_budget(case, dtype):
-    check(case, forward_inputs(case, dtype), True)
+    check_case(case, forward_inputs(case, dtype), True)
 
 
 @pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_backward")
 @every_case
 def test_backward_of_a_folded_gradient_keeps_the_budget(case, dtype):
-    check(case, backward_inputs(case, dtype), ALL)
+    check_case(case, backward_inputs(case, dtype), ALL)
 
 
 def resnet_1001_cases():
@@ -307,7 +308,7 @@ def test_many_tiles_a_block_keep_the_budget(case, dtype):
 @typical
 @pytest.mark.parametrize(("residual", "stats"), [(False, False), (False, True), (True, False)])
 def test_forward_with_and_without_residual_and_statistics(case, residual, stats):
-    found = check(case, forward_inputs(case, torch.bfloat16, residual), stats)
+    found = check_case(case, forward_inputs(case, torch.bfloat16, residual), stats)
     assert ("mean" in found) == stats
 
 
@@ -319,7 +320,7 @@ def test_every_combination_of_flags(case, fold, needs):
     wanted = Wanted(*needs)
     if fold == "none" and wanted.dy:
         pytest.skip("there is nothing to unfold")
-    found = check(case, backward_inputs(case, torch.bfloat16, fold), wanted)
+    found = check_case(case, backward_inputs(case, torch.bfloat16, fold), wanted)
     names = ["g", "sums"] * wanted.input + ["conv_weight"] * wanted.weight + ["dy"] * wanted.dy
     assert list(found) == names
 
@@ -344,8 +345,8 @@ def test_schedules_change_no_bit(side, seed):
 def test_any_number_of_multiprocessors(case, multiprocessors):
     set_schedule(multiprocessors=multiprocessors)
     dtype = torch.bfloat16
-    check(case, forward_inputs(case, dtype), True)
-    check(case, backward_inputs(case, dtype), ALL)
+    check_case(case, forward_inputs(case, dtype), True)
+    check_case(case, backward_inputs(case, dtype), ALL)
 
 
 @every_dtype
@@ -359,11 +360,61 @@ def test_weights_stored_nhwc_and_tensors_that_begin_anywhere(case, dtype):
         (forward_inputs(case, dtype), True),
         (backward_inputs(case, dtype), ALL),
     ):
-        expected = check(case, inputs, options)
+        expected = check_case(case, inputs, options)
         stored_nhwc = inputs._replace(conv_weight=nhwc(inputs.conv_weight))
         strayed = mapped(inputs, lambda t: moved(t) if t.dim() == 4 else t)
         for other in (stored_nhwc, strayed):
             assert_same_bits(call(kernels(), case, other, options), expected)
+
+
+@typical
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=name)
+def test_float32_weights_beside_half_precision_are_rounded_on_the_way(case, dtype):
+    for inputs, options in (
+        (forward_inputs(case, dtype), True),
+        (backward_inputs(case, dtype), ALL),
+    ):
+        wide = torch.randn_like(inputs.conv_weight, dtype=torch.float32)
+        expected = call(kernels(), case, inputs._replace(conv_weight=wide.to(dtype)), options)
+        for weight in (wide, nhwc(wide)):
+            found = call(kernels(), case, inputs._replace(conv_weight=weight), options)
+            if "conv_weight" in found:
+                assert found["conv_weight"].dtype == torch.float32
+                found["conv_weight"] = found["conv_weight"].to(dtype)
+            assert_same_bits(found, expected)
+
+
+class Casts(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the casts of weights, and of gradients of their shape."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.shapes, self.count = {w.shape for w in weights}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and args[0].shape in self.shapes:
+            self.count += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32], ids=name)
+def test_autocast_casts_no_weight_where_convolutions_are_fused(x_dtype, memory):
+    blocks = [random_block("bottleneck", 64, 16) for _ in range(2)]
+    stage = Autocast(pk.PreActStage(blocks, memory)).to(DEVICE)
+    plain = plain_copy(stage)
+    weights = [p for p in stage.parameters() if p.dim() == 4]
+    problems = [{"x": torch.randn(3, 64, 7, 6, device=DEVICE).to(x_dtype)} for _ in range(8)]
+    counts = []
+    with pk.use_backend("cuda"):
+        for module in (stage, plain):
+            with Casts(weights) as casts:
+                evaluate(module, problems[0])
+            counts.append(casts.count)
+        check(stage, plain, problems)
+    if x_dtype == torch.bfloat16:  # a float32 stream stays float32 until it is projected
+        assert counts[0] == 0
+    assert counts[1] >= 2 * len(weights)
 
 
 @typical
@@ -455,7 +506,7 @@ def test_statistics_of_constant_channels_are_exact(case, value):
 def test_statistics_of_large_means_keep_the_budget(case):
     inputs = forward_inputs(case, torch.float32)
     inputs.residual.add_(1000)
-    check(case, inputs, True)
+    check_case(case, inputs, True)
 
 
 @pytest.mark.calls(
@@ -526,7 +577,7 @@ def test_the_library_names_what_it_does_not_take():
     weight, residual, norm = inputs.conv_weight, inputs.residual, inputs.norm
     for change, message in (
         ({"conv_weight": weight[:8]}, "conv_weight: expected 16, 32, ... or 256"),
-        ({"conv_weight": weight.float()}, "conv_weight: expected the dtype of x"),
+        ({"conv_weight": weight.half()}, "conv_weight: expected the dtype of x, or float32"),
         ({"residual": residual[:, :8]}, "residual: expected"),
         ({"norm": norm._replace(mean=norm.mean[:8])}, "mean: expected 16 values, got 8"),
     ):

@@ -206,7 +206,10 @@ def parts(monkeypatch):
 
 
 KERNEL_TESTS = ["tests 1", "tests 2", "tests 3", "tests 4"]
-MEASURED = ["bench", "bench of cuda", "hotspots", "other tests"]
+MEASURED = [
+    *("ceilings", "launches of cuda", "launches of triton"),
+    *("bench", "bench of cuda", "hotspots", "other tests"),
+]
 
 
 def test_the_most_important_parts_come_first(parts, tmp_path):

@@ -78,7 +78,10 @@ size_t most_postponed(const Run& run) {
 
 }  // namespace
 
-void check_conv_is_served(const Conv& conv, const Tensor& x) {
+void check_conv_is_served(const Conv& conv, const Tensor& x, const Tensor& conv_weight) {
+  const ScalarType dtype = conv_weight.scalar_type();
+  STD_TORCH_CHECK(dtype == x.scalar_type() || dtype == ScalarType::Float,
+                  "conv_weight: expected the dtype of x, or float32");
   const char* why = refusal(conv, x.scalar_type());
   STD_TORCH_CHECK(why == nullptr, "conv_weight: ", why ? why : "");
   constexpr int64_t kMostPixels = int64_t(1) << 30;

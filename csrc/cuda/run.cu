@@ -169,7 +169,7 @@ std::vector<WeightGradientPartials> launch_postponed(Run& run, const Tensor& lik
     partials.push_back(run.postponed[i].partials);
     if (is_launched[i]) continue;
     Conv conv = run.postponed[i].conv;
-    WeightGradients same;
+    WeightGradients same{};
     int count = 0, tensors = 0;
     for (size_t j = i; j < run.postponed.size(); ++j) {
       const PostponedWeightGradient& other = run.postponed[j];

@@ -20,8 +20,9 @@ constexpr const char* kDevice = "CPU";
 inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif
 
-// Throws unless the library has direct kernels for this convolution. Each library defines it.
-void check_conv_is_served(const Conv& conv, const Tensor& x);
+// Throws unless the library has direct kernels for a convolution of `x` with this weight. Each
+// library defines it.
+void check_conv_is_served(const Conv& conv, const Tensor& x, const Tensor& conv_weight);
 
 // Checks that a tensor is [N, C, H, W] with dense NHWC memory.
 inline Activation check_activation(const char* name, const Tensor& t) {
@@ -101,13 +102,11 @@ inline Conv check_conv(const Tensor& x, const Tensor& conv_weight) {
   const Activation size = check_activation("x", x);
   const int64_t out_channels = check_out_channels(conv_weight);
   check_same_device("conv_weight", conv_weight, x);
-  STD_TORCH_CHECK(conv_weight.scalar_type() == x.scalar_type(),
-                  "conv_weight: expected the dtype of x");
   const auto shape = conv_weight.sizes();
   STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
                   " to match x, got ", shape[1]);
   const Conv conv{size.images, size.height, size.width, shape[1], out_channels, shape[2], shape[3]};
-  check_conv_is_served(conv, x);
+  check_conv_is_served(conv, x, conv_weight);
   return conv;
 }
 

@@ -144,7 +144,14 @@ class BlockRunGradients(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The functions of a backend. `preact_kernels.kernels.reference` specifies each of them."""
+    """The functions of a backend. `preact_kernels.kernels.reference` specifies each of them.
+
+    Attributes:
+        takes_float32_weights: a convolution's weight may be float32 beside activations in half
+            precision, in which it is then multiplied; its gradient is float32, not rounded.
+    """
+
+    takes_float32_weights: bool = False
 
     @abstractmethod
     def serves_conv(

@@ -26,6 +26,7 @@ class CUDAKernels(NativeKernels):
     """The compiled CUDA library."""
 
     has_conv_bias = False
+    takes_float32_weights = True
 
     def serves_conv(
         self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device

@@ -1,7 +1,7 @@
 """BN-ReLU-Conv around PyTorch's convolution, for shapes without a fused kernel.
 
-The backend computes the activation, which is freed as soon as the convolution has read it. The
-weight may have another dtype than `x`: the activation is then rounded to it.
+The backend computes the activation, which is freed as soon as the convolution has read it. `x` and
+the weight may be float32 and a half precision: the convolution runs in the half precision.
 
 PyTorch's convolution of an NHWC tensor converts an NCHW weight at every call, and so the weight's
 gradient back. Where the weight is much larger than the activation, the activation is converted.
@@ -20,6 +20,11 @@ from preact_kernels.kernels.contract import (
     Output,
     Wanted,
 )
+
+
+def compute_dtype(x: Tensor, conv_weight: Tensor) -> torch.dtype:
+    """The dtype of the convolution: the narrower one."""
+    return min(x.dtype, conv_weight.dtype, key=lambda dtype: dtype.itemsize)
 
 
 def _nhwc(t: Tensor) -> Tensor:
@@ -44,7 +49,9 @@ def bn_relu_conv_forward(
 ) -> Output:
     """`Kernels.bn_relu_conv_forward`; `kernels` does everything but the convolution."""
     conv_bias, residual, with_stats = epilogue
-    a = kernels.bn_relu_forward(x, norm).to(conv_weight.dtype)
+    dtype = compute_dtype(x, conv_weight)
+    conv_weight = conv_weight.to(dtype)
+    a = kernels.bn_relu_forward(x, norm).to(dtype)
     if _converts_activation(x, conv_weight):
         a = a.contiguous()
     y = _nhwc(torch.conv2d(a, conv_weight, conv_bias, *conv))
@@ -67,16 +74,17 @@ def bn_relu_conv_backward(
     """`Kernels.bn_relu_conv_backward`; `kernels` does everything but the convolution."""
     if fold is not None:
         dy = kernels.bn_input_gradient(dy, fold)
-    dtype = conv_weight.dtype
+    dtype = compute_dtype(x, conv_weight)
     # Without a weight gradient only the shape of the activation is read.
     a = kernels.bn_relu_forward(x, norm).to(dtype) if wanted.weight else x
     conv_dy = dy.to(dtype)
     if _converts_activation(x, conv_weight):
         a, conv_dy = a.contiguous(), conv_dy.contiguous()
     mask = [wanted.input, wanted.weight, False]
+    weight = conv_weight.to(dtype)
     stride, padding, dilation, groups = conv
     da, dconv_weight, _ = torch.ops.aten.convolution_backward(
-        conv_dy, a, conv_weight, None, stride, padding, dilation, False, [0, 0], groups, mask
+        conv_dy, a, weight, None, stride, padding, dilation, False, [0, 0], groups, mask
     )
     del a
     g = sums = None
@@ -84,6 +92,6 @@ def bn_relu_conv_backward(
         g, sums = kernels.bn_relu_backward_mask(_nhwc(da.to(x.dtype)), x, norm)
     if not wanted.weight:
         dconv_weight = None
-    elif dconv_weight.stride() != conv_weight.stride():
+    elif dconv_weight.stride() != conv_weight.stride() or dconv_weight.dtype != conv_weight.dtype:
         dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
     return ConvGradients(g, sums, dconv_weight, dy if wanted.dy else None)

@@ -88,6 +88,8 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
             x = block.plain_forward(x)
         return x
 
+    # Weights that the kernels read as they are need no copy in `dtype`.
+    keeps_float32 = dtype == x.dtype and dispatch.kernels_for(x).takes_float32_weights
     specs: list[BlockSpec] = []
     parameters: list[Tensor] = []
     shortcuts: list[Tensor] = []
@@ -101,7 +103,7 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
             bn = batch_norm_arguments(module, dtype != x.dtype)
             bn.check_training(shape)
             _check_norm(module, bn, shape, x, dtype)
-            weight = _conv_weight(conv, shape, x, dtype)
+            weight = _conv_weight(conv, shape, x, dtype, keeps_float32)
             parameters.extend((*bn.affine(x, shape[1]), weight))
             if bn.training:
                 norms.append(module)
@@ -116,12 +118,12 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
             specs.append(BlockSpec(tuple(units), None, block.is_residual))
         else:
             specs.append(BlockSpec(tuple(units), geometry_of(projection)))
-            shortcuts.append(_conv_weight(projection, block_shape, x, dtype))
+            shortcuts.append(_conv_weight(projection, block_shape, x, dtype, keeps_float32))
         channels = block_shape[1] if projection is None else shortcuts[-1].shape[0]
         if block.is_residual and channels != shape[1]:
             raise ValueError(f"x: expected a shortcut of {shape[1]} channels, got {channels}")
 
-    kernels = dispatch.kernels_for(x, parameters[2])
+    kernels = dispatch.kernels_for(x, None if dtype == x.dtype else parameters[2])
     weights = (*parameters[2::3], *shortcuts)
     channels_last = any(map(layout.is_channels_last, (x, *weights)))
     y, *batch = PreActStageFunction.apply(
@@ -163,8 +165,10 @@ def geometry_of(conv: nn.Conv2d) -> Conv:
     return Conv(stride, padding, dilation, conv.groups)
 
 
-def _conv_weight(conv: nn.Conv2d, shape: Sequence[int], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`, once it is known to fit an input of `shape`."""
+def _conv_weight(
+    conv: nn.Conv2d, shape: Sequence[int], x: Tensor, dtype: torch.dtype, keeps_float32: bool
+) -> Tensor:
+    """The weight in `dtype`, or in float32, once it is known to fit an input of `shape`."""
     weight = conv.weight
     checks.check_conv_weight(weight, conv.groups, shape[1])
     if weight.device != x.device:
@@ -173,4 +177,4 @@ def _conv_weight(conv: nn.Conv2d, shape: Sequence[int], x: Tensor, dtype: torch.
         return weight
     if not is_autocast(x):
         checks.check_parameter_dtype("conv_weight", weight, x)
-    return weight.to(dtype)
+    return weight if keeps_float32 and weight.dtype == torch.float32 else weight.to(dtype)

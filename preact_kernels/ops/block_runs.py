@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     BatchStatistics,
     BlockKernels,
@@ -119,7 +121,7 @@ class Blocks:
         )
 
 
-def run_keys(kernels: Kernels, blocks: Blocks) -> list[tuple | None]:
+def run_keys(kernels: Kernels, blocks: Blocks, dtype: torch.dtype) -> list[tuple | None]:
     """For every block a key that is equal for blocks which can run in one call.
 
     None for a block that runs unit by unit: it has a projection or no shortcut at all, a process
@@ -136,7 +138,7 @@ def run_keys(kernels: Kernels, blocks: Blocks) -> list[tuple | None]:
             weight = blocks.conv_weight(unit)
             if u.training != spec.units[0].training or u.process_group is not None:
                 return None
-            if not kernels.serves_conv(weight.shape, u.conv, weight.dtype, weight.device):
+            if not kernels.serves_conv(weight.shape, u.conv, dtype, weight.device):
                 return None
         return len(spec.units), spec.units[0].training
 
@@ -438,9 +440,10 @@ def differentiable_forward(
         for unit, u in enumerate(spec.units, blocks.first_unit[index]):
             weight = blocks.conv_weight(unit)
             norm = blocks.norm(unit, statistics[unit])
-            a = differentiable_bn_relu(h, norm, u.training, u.process_group).to(weight.dtype)
+            dtype = pytorch_conv.compute_dtype(x, weight)
+            a = differentiable_bn_relu(h, norm, u.training, u.process_group).to(dtype)
             if h is x and spec.shortcut is not None:
-                x = F.conv2d(a, blocks.shortcuts[index], None, *spec.shortcut)
-            h = F.conv2d(a, weight, None, *u.conv)
+                x = F.conv2d(a, blocks.shortcuts[index].to(dtype), None, *spec.shortcut)
+            h = F.conv2d(a, weight.to(dtype), None, *u.conv)
         x = x.to(stream) + h.to(stream) if spec.is_residual else h.to(stream)
     return x

@@ -63,7 +63,7 @@ class BNReLUConvFunction(torch.autograd.Function):
             def forward(x, bn_weight, bn_bias, conv_weight, conv_bias):
                 norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
                 a = differentiable_bn_relu(x, norm, unit.training, unit.process_group)
-                return F.conv2d(a, conv_weight, conv_bias, *unit.conv)
+                return F.conv2d(a, conv_weight.to(a.dtype), conv_bias, *unit.conv)
 
             inputs = (x, bn_weight, bn_bias, conv_weight, conv_bias)
             with torch.autocast(x.device.type, enabled=False):
@@ -173,9 +173,9 @@ def bn_relu_conv2d_of(
             shape = geometry.output_shape(x.shape, conv.weight.shape)
         checks.check_residual(residual, "residual", shape, x)
     dtype = compute_dtype(x)
-    conv_weight = conv.weight.to(dtype)
-    conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     kernels = dispatch.kernels_for(x)
+    conv_weight = conv.weight
+    conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     if (
         geometry is None
         or x.dtype != dtype
@@ -184,11 +184,13 @@ def bn_relu_conv2d_of(
     ):
         a, statistics = normalise(kernels, x, bn)
         geometry_arguments: Any = conv[2:]
-        y = F.conv2d(a.to(dtype), conv_weight, conv_bias, *geometry_arguments)
+        y = F.conv2d(a.to(dtype), conv_weight.to(dtype), conv_bias, *geometry_arguments)
         y = y if residual is None else y + residual
         bn.update(kernels, statistics)
         return y
 
+    if not kernels.takes_float32_weights:
+        conv_weight = conv_weight.to(dtype)
     channels_last = layout.is_channels_last(x) or layout.is_channels_last(conv_weight)
     x = layout.nhwc(x)
     statistics = bn.statistics(kernels, x.detach())

@@ -71,16 +71,7 @@ BACKENDS = (
         cpu.load_error,
         library_error=cpu.load_error,
     ),
-    Backend(
-        "triton",
-        _triton_kernels,
-        (_TRITON_DEVICE,),
-        _SINGLE_AND_HALF,
-        _triton_load_error,
-        only_by_name=_IS_TRITON_INTERPRETED,
-    ),
-    # Behind Triton until both have been measured side by side on a GPU: it serves machines without
-    # Triton.
+    # Ahead of Triton: it runs many blocks in one call, with less work on the host.
     Backend(
         "cuda",
         cuda.kernels,
@@ -88,6 +79,14 @@ BACKENDS = (
         _SINGLE_AND_HALF,
         cuda.load_error,
         library_error=cuda.library_error,
+    ),
+    Backend(
+        "triton",
+        _triton_kernels,
+        (_TRITON_DEVICE,),
+        _SINGLE_AND_HALF,
+        _triton_load_error,
+        only_by_name=_IS_TRITON_INTERPRETED,
     ),
     Backend("reference", lambda: reference, (), _FLOATS, lambda: ""),
 )
@@ -100,7 +99,7 @@ def available_backends() -> tuple[str, ...]:
     """Names of the backends that this machine can run, the specification first.
 
     Returns:
-        For example `("reference", "cpu")`, or `("reference", "cuda", "triton", "cpu")` with a GPU.
+        For example `("reference", "cpu")`, or `("reference", "triton", "cuda", "cpu")` with a GPU.
     """
     return tuple(b.name for b in reversed(BACKENDS) if b.is_available())
 
@@ -174,12 +173,16 @@ def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
         if refusal:
             raise BackendError(f"backend {name!r} cannot serve this call: {refusal}")
         return _by_name[name]
+    missing: list[Backend] = []
     for backend in BACKENDS:
         if backend.only_by_name or _refusal(backend, device_type, dtype):
             continue
         if backend.is_available():
+            if backend.name == "reference":  # far slower than any of those before it
+                for other in missing:
+                    _warn_of_missing_library(other)
             return backend
-        _warn_of_missing_library(backend)
+        missing.append(backend)
     raise BackendError(f"no backend serves dtype {dtype} on {device_type}")
 
 

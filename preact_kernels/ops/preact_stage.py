@@ -33,7 +33,7 @@ class PreActStageFunction(torch.autograd.Function):
 
     Tensor arguments: `x`, `[N, C, H, W]` dense NHWC in the dtype of the residual stream, then the
     values of `Blocks`. Batch-norm parameters are in the statistics dtype; conv weights have the
-    dtype of `x`, or a half precision beside a float32 stream.
+    dtype of `x`, or a half precision beside a float32 stream, or float32 if the kernels take it.
 
     Returns `y`, then the mean and then the unbiased variance of each unit that normalised with its
     batch. Saves the statistics and the inputs that the memory mode names, and `y` where the last
@@ -44,7 +44,7 @@ class PreActStageFunction(torch.autograd.Function):
     def forward(ctx, call, x, *tensors):
         kernels, specs, memory = call
         blocks = Blocks(specs, tensors)
-        keys = block_runs.run_keys(kernels, blocks)
+        keys = block_runs.run_keys(kernels, blocks, x.dtype)
         starts = memory.segment_starts(len(specs))
         statistics: list[Any] = blocks.statistics(x)  # the blocks fill them in
         kept, h, h_statistics = [], x, None

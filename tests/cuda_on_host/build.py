@@ -61,7 +61,7 @@ def build(name: str, sanitize: bool = False) -> Path:
     compile_flags, link_flags = list(FLAGS), ["-shared"]
     sources = [HERE / "control.cpp", HERE / "alignment.cpp"]
     if name == "kernels":
-        sources += sorted((ROOT / "csrc/cuda").glob("*.cu"))
+        sources += [HERE / "addresses.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     else:
         sources.append(HERE / f"{name}.cpp")
     if name in WITH_TORCH:

@@ -11,3 +11,9 @@ extern "C" __attribute__((visibility("default"))) void cuda_on_host_set(uint64_t
   cuda_on_host::settings.multiprocessors = multiprocessors;
   cuda_on_host::settings.resident_blocks = resident_blocks;
 }
+
+// What is called in place of every launch and fill; null runs them again.
+extern "C" __attribute__((visibility("default"))) void cuda_on_host_listen(
+    void (*listener)(const cuda_on_host::Launch*)) {
+  cuda_on_host::settings.listener = listener;
+}

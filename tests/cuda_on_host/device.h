@@ -291,7 +291,12 @@ inline int most_shared_bytes() { return cuda_on_host::kMostSharedBytes; }
 // Runs kernel(params) on a grid of `blocks` blocks; throws where the launch is refused.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
-            size_t shared_bytes, cudaStream_t, const Params& params, bool = false) {
+            size_t shared_bytes, cudaStream_t, const Params& params, bool is_dependent = false) {
+  if (cuda_on_host::settings.listener) {
+    const cuda_on_host::Launch launch{name,    blocks,         threads, shared_bytes,
+                                      &params, sizeof(Params), 0,       is_dependent};
+    return cuda_on_host::settings.listener(&launch);
+  }
   try {
     cuda_on_host::run_grid(blocks, threads, shared_bytes, [&] { kernel(params); });
   } catch (const std::runtime_error& error) {
@@ -299,6 +304,12 @@ void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
   }
 }
 // Zeros, in the order of the stream.
-inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) { std::memset(memory, 0, bytes); }
+inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {
+  if (cuda_on_host::settings.listener) {
+    const cuda_on_host::Launch launch{"fill_zeros", {}, {}, 0, &memory, sizeof(memory), bytes};
+    return cuda_on_host::settings.listener(&launch);
+  }
+  std::memset(memory, 0, bytes);
+}
 
 }  // namespace preact_kernels::cuda

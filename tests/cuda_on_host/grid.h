@@ -62,11 +62,23 @@ class Generator {
 
 constexpr size_t kMostSharedBytes = 227 * 1024;  // of a block, as on sm_90 and sm_100
 
+// What a launch is given, or a fill: `params` is then the address of the pointer to the memory.
+struct Launch {
+  const char* name;
+  dim3 blocks, threads;
+  size_t shared_bytes;
+  const void* params;
+  size_t params_bytes;
+  size_t filled_bytes = 0;    // of a fill
+  bool is_dependent = false;  // may begin before the launch ahead of it has ended
+};
+
 // What tests set: see `control.cpp`.
 struct Settings {
   uint64_t seed = 0;
   int multiprocessors = 2;
-  int resident_blocks = 4;  // that run at once
+  int resident_blocks = 4;                    // that run at once
+  void (*listener)(const Launch*) = nullptr;  // called in place of every launch and fill
 };
 inline Settings settings;
 

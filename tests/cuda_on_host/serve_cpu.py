@@ -3,10 +3,13 @@
 It goes by its own name, `cuda`; `"auto"` never selects it.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +36,79 @@ def set_schedule(seed: int = 0, multiprocessors: int = 2, resident_blocks: int =
         resident_blocks: that run at once.
     """
     library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
+
+
+class Launch(NamedTuple):
+    """What a launch is given, or a fill, which has neither blocks nor threads."""
+
+    name: str
+    blocks: tuple[int, int, int]
+    threads: int  # of a block
+    shared_bytes: int  # of a block
+    is_dependent: bool  # may begin before the launch ahead of it has ended
+    filled_bytes: int  # of a fill
+    params: bytes
+
+
+class _Launch(ctypes.Structure):
+    """`Launch` of grid.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("blocks", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_size_t),
+        ("params", ctypes.c_void_p),
+        ("params_bytes", ctypes.c_size_t),
+        ("filled_bytes", ctypes.c_size_t),
+        ("is_dependent", ctypes.c_bool),
+    )
+
+
+@contextlib.contextmanager
+def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
+    """A context in which `listener` is called in place of every launch and fill.
+
+    New tensors have addresses and no memory, until something is written to them; no address is
+    given out twice.
+    """
+
+    @ctypes.CFUNCTYPE(None, ctypes.POINTER(_Launch))
+    def listen(pointer):
+        launch = pointer.contents
+        x, y, z = launch.threads
+        params = ctypes.string_at(launch.params, launch.params_bytes)
+        filled_bytes = launch.filled_bytes
+        blocks, threads = ((0, 0, 0), 0) if filled_bytes else (tuple(launch.blocks), x * y * z)
+        listener(
+            Launch(
+                launch.name.decode(),
+                blocks,
+                threads,
+                launch.shared_bytes,
+                launch.is_dependent,
+                filled_bytes,
+                params,
+            )
+        )
+
+    library().cuda_on_host_listen(listen)
+    library().cuda_on_host_reserve(True)
+    try:
+        yield
+    finally:
+        library().cuda_on_host_reserve(False)
+        library().cuda_on_host_listen(None)
+
+
+def tensor_at(address: int) -> range | None:
+    """The addresses of the tensor of `without_running` that holds an address, if there is one."""
+    begin, end = ctypes.c_void_p(), ctypes.c_void_p()
+    find = library().cuda_on_host_tensor_at
+    find.restype = ctypes.c_bool
+    if not find(ctypes.c_void_p(address), ctypes.byref(begin), ctypes.byref(end)):
+        return None
+    return range(begin.value, end.value)
 
 
 def missing() -> str:

@@ -19,6 +19,8 @@ from preact_kernels.kernels.reference.bn_stats import bn_stats
 from preact_kernels.kernels.reference.residual_add import residual_add_forward
 from preact_kernels.kernels.running_stats import running_stats_update
 
+takes_float32_weights = False
+
 __all__ = [
     "bn_input_gradient",
     "bn_relu_backward_input",
@@ -31,4 +33,5 @@ __all__ = [
     "residual_add_forward",
     "running_stats_update",
     "serves_conv",
+    "takes_float32_weights",
 ]

@@ -23,6 +23,8 @@ from preact_kernels.kernels.triton.bn_relu_conv import (
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
+takes_float32_weights = False
+
 __all__ = [
     "bn_input_gradient",
     "bn_relu_backward_input",
@@ -35,4 +37,5 @@ __all__ = [
     "residual_add_forward",
     "running_stats_update",
     "serves_conv",
+    "takes_float32_weights",
 ]

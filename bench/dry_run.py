@@ -1,0 +1,379 @@
+"""The launches of a training step, recorded without a GPU: stages run, their kernels do not.
+
+The launches are those of the backends' own code, on CPU tensors that no kernel reads or writes. The
+CUDA library is the one that tests/cuda_on_host compiles for the host. Stem, head and optimizer do
+not run, nor does the update of running statistics: a few launches a step.
+"""
+
+import bisect
+import contextlib
+import itertools
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench import floors
+from bench.contenders import Network
+from preact_kernels.ops import dispatch
+
+FORWARD, BACKWARD = "forward", "backward"
+BACKENDS = ("cuda", "triton")
+CAPABILITY = 90  # of the GPU that Triton's block shapes are chosen for
+
+
+class Launch(NamedTuple):
+    """A launch, a fill, or an operator of PyTorch (`aten::...`); only a launch has a grid."""
+
+    name: str
+    grid: str  # blocks along each axis: "264" or "132x2"; empty without
+    blocks: int  # of the first axis
+    threads: int  # of a block
+    shared_bytes: int  # of a block; 0 where only the compiler knows
+    is_dependent: bool  # may begin before the launch ahead of it has ended
+    bytes_moved: int  # of the tensors that it is given, each counted once
+
+
+class PlacedLaunch(NamedTuple):
+    """A launch, and what of a network it is for."""
+
+    launch: Launch
+    part: int  # of the stage
+    direction: str
+    kernel: str  # the name, behind F1 for the first unit of a block in the forward
+
+
+class Part(NamedTuple):
+    """Blocks of a stage whose launches are counted together."""
+
+    name: str
+    blocks: int
+    unit_bytes: int  # the inner channels of every pixel
+    floor_bytes: float  # of a block, forward and backward: bench/floors.py
+
+
+class StageLaunches(NamedTuple):
+    """The launches of a stage, in order."""
+
+    parts: list[Part]
+    launches: list[PlacedLaunch]
+
+
+class _Recorded(NamedTuple):
+    """A launch as it was met, before its tensors are known."""
+
+    launch: Launch
+    tensors: dict[int, int | None]  # bytes by address; None: not yet known
+    call: int  # of the backend
+    is_of_run: bool  # the call runs blocks, not one unit
+
+
+class Recorder(TorchDispatchMode):
+    """Records launches, and the operators of PyTorch that a backend calls.
+
+    Convolutions are not run: their results have no values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[_Recorded] = []
+        self.calls = 0
+        self._running: str | None = None  # the function of the backend that runs
+
+    def add(self, launch: Launch, tensors: dict[int, int | None]) -> None:
+        """Records a launch."""
+        is_of_run = (self._running or "").startswith("block_run")
+        self.recorded.append(_Recorded(launch, tensors, self.calls, is_of_run))
+
+    def calling(self, kernels: Any) -> Any:
+        """`kernels`, with calls that are told apart."""
+        return _Calls(kernels, self)
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """A context in which the function `name` of the backend runs."""
+        self.calls += 1
+        self._running = name
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        is_allocation = name.startswith(("aten::empty", "aten::new_empty"))
+        if function.namespace != "aten" or function.is_view or is_allocation or not self._running:
+            return function(*args, **kwargs or {})
+        if name == "aten::convolution":
+            result = _empty_convolution(*args)
+        elif name == "aten::convolution_backward":
+            _, x, weight, *_, (wants_x, wants_weight, _) = args
+            of = x if wants_x else None, weight if wants_weight else None, None
+            result = [t if t is None else torch.empty_like(t) for t in of]
+        else:
+            result = function(*args, **kwargs or {})
+        reads = not (name.startswith("aten::new_") or name.endswith("_like"))  # what it is given
+        given = (args, kwargs) if reads else ()
+        self.add(Launch(name, "", 0, 0, 0, False, 0), sizes((given, result)))
+        return result
+
+
+class _Calls:
+    """A backend's functions; the recorder is told of every call."""
+
+    def __init__(self, kernels: Any, recorder: Recorder) -> None:
+        self._kernels, self._recorder = kernels, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._kernels, name)
+        if name == "running_stats_update":  # of PyTorch's operators, others on a CPU
+            return lambda *_: None
+        if name == "serves_conv":
+            return function
+
+        def call(*args, **kwargs):
+            with self._recorder.call(name):
+                return function(*args, **kwargs)
+
+        return call
+
+
+def sizes(arguments: Any) -> dict[int, int | None]:
+    """Bytes of the tensors among nested arguments, by address."""
+    tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.numel()]
+    return {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
+
+
+def _grid(blocks: Sequence[int]) -> tuple[str, int]:
+    """The grid of a launch as text, and its first axis."""
+    axes = [str(n) for n in blocks]
+    while len(axes) > 1 and axes[-1] == "1":
+        axes.pop()
+    return "" if not blocks[0] else "x".join(axes), blocks[0]
+
+
+def _empty_convolution(x: Tensor, weight: Tensor, bias, *geometry) -> Tensor:
+    on_meta = [torch.empty_like(t, device="meta") for t in (x, weight)]
+    shape = torch.ops.aten.convolution(*on_meta, None, *geometry).shape
+    return torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
+
+
+@contextlib.contextmanager
+def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
+    """The CUDA backend, whose launches are recorded in place of running.
+
+    The pointers in the parameters of a launch are its tensors: launchers set or clear all of them.
+    """
+    from preact_kernels.kernels.cuda import CUDAKernels
+    from tests.cuda_on_host import build, serve_cpu
+
+    if shutil.which(build.CXX[0]) is None:
+        raise RuntimeError(
+            f"the CUDA library is compiled for the host, and there is no {build.CXX[0]}"
+        )
+
+    def listen(met: serve_cpu.Launch) -> None:
+        words = struct.unpack(f"{len(met.params) // 8}Q", met.params[: len(met.params) // 8 * 8])
+        addresses = [w for w in words if serve_cpu.tensor_at(w)]
+        launch = Launch(
+            met.name,
+            *_grid(met.blocks),
+            met.threads,
+            met.shared_bytes,
+            met.is_dependent,
+            met.filled_bytes,
+        )
+        recorder.add(launch, dict.fromkeys(addresses))
+
+    kernels = CUDAKernels(torch.ops.preact_kernels_cuda)
+    serve_cpu.set_schedule(multiprocessors=multiprocessors)
+    try:
+        with serve_cpu.without_running(listen):
+            yield kernels
+            _find_sizes(recorder.recorded, serve_cpu.tensor_at)
+    finally:
+        serve_cpu.set_schedule()
+
+
+def _find_sizes(recorded: list[_Recorded], tensor_at: Callable[[int], range | None]) -> None:
+    """Fills in the bytes of tensors.
+
+    A tensor that several launches are given parts of ends where the next part begins.
+    """
+    begins = sorted({address for r in recorded for address in r.tensors})
+    for r in recorded:
+        for address, known in r.tensors.items():
+            tensor = tensor_at(address)
+            if known is None and tensor is not None:
+                index = bisect.bisect_right(begins, address)
+                end = min([tensor.stop, *begins[index : index + 1]])
+                r.tensors[address] = end - address
+
+
+@contextlib.contextmanager
+def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
+    """The Triton backend, whose launches are recorded in place of running."""
+    from triton.runtime.jit import JITFunction
+
+    from preact_kernels.kernels import triton as kernels
+    from preact_kernels.kernels.triton import launch
+
+    if launch.INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set, but the interpreter has no launches")
+    kept = []  # so that no address is used twice
+
+    def record(kernel, *args, grid, warmup, **options):
+        if warmup:  # compiles, and launches nothing
+            return
+        kept.append(args)
+        name = kernel.__name__.removesuffix("_kernel")
+        met = Launch(name, *_grid(grid), 32 * options["num_warps"], 0, False, 0)
+        recorder.add(met, sizes((args, options)))
+
+    gpu = launch.Device(CAPABILITY, multiprocessors)
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(launch, "properties", lambda device: gpu),
+    ):
+        yield kernels
+
+
+def stages(
+    network: Network, batch: int, dtype: torch.dtype, memory: str, device: torch.device
+) -> Iterator[tuple[nn.Module, Tensor]]:
+    """The stages of a network without values, in channels_last, and their inputs.
+
+    Batch norms are float32.
+    """
+    with torch.device("meta"):
+        model = network.model(memory=memory)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.to(dtype)
+    height = network.image_size // model.stem.stride[0]
+    if isinstance(model.pool, nn.MaxPool2d):
+        height //= model.pool.stride
+    for stage in model.stages:
+        stage.to_empty(device=device).to(memory_format=torch.channels_last)
+        channels = next(iter(stage[0].units()))[1].in_channels
+        x = torch.empty(batch, channels, height, height, dtype=dtype, device=device)
+        yield stage, x.contiguous(memory_format=torch.channels_last).requires_grad_()
+        height //= stage[0].shortcut.stride[0] if hasattr(stage[0], "shortcut") else 1
+
+
+class _Unit(NamedTuple):
+    """The place of a convolution in a stage."""
+
+    block: int
+    place: str  # in the block: "1", "2", ... or "-shortcut"
+
+
+class _Step(NamedTuple):
+    """A stage that ran, and where its launches begin and end."""
+
+    stage: nn.Module
+    x: Tensor
+    units: list[dict[int, _Unit]]  # by address of a tensor: what tells a unit best comes first
+    forward: slice
+    backward: slice
+
+
+def _step(stage: nn.Module, x: Tensor, recorder: Recorder) -> _Step:
+    """Runs a stage forward and backward."""
+    begin = len(recorder.recorded)
+    y = stage(x)
+    turn = len(recorder.recorded)
+    parameters = dict(stage.named_parameters())
+    gradients = torch.autograd.grad(y, [x, *parameters.values()], torch.empty_like(y))
+    # By conv_weight, which may be packed elsewhere; bn_bias; bn_weight, which the fold of the next
+    # unit has too; and gradients, which a launch may finish for another unit.
+    units: list[dict[int, _Unit]] = [{}, {}, {}, {}]
+    for name, gradient in zip(parameters, gradients[1:], strict=True):
+        block, module, kind = name.split(".")
+        unit = _Unit(int(block), module[-1] if module[-1].isdigit() else f"-{module}")
+        rank = 0 if not module.startswith("bn") else 1 if kind == "bias" else 2
+        units[rank][parameters[name].data_ptr()] = units[3][gradient.data_ptr()] = unit
+    return _Step(stage, x, units, slice(begin, turn), slice(turn, len(recorder.recorded)))
+
+
+def _unit_of(launches: list[_Recorded], step: _Step) -> _Unit | None:
+    """The unit that launches are for; None where there are several, or none."""
+    addresses = {address for launch in launches for address in launch.tensors}
+    for units in step.units:
+        if found := {units[a] for a in addresses if a in units}:
+            return found.pop() if len(found) == 1 else None
+    return None
+
+
+def _placed(step: _Step, recorded: list[_Recorded], direction: str) -> Iterator[PlacedLaunch]:
+    # The launches of a unit are a call of their own, or in a call that runs many blocks.
+    def own(r: _Recorded) -> object:
+        return id(r) if r.is_of_run else r.call
+
+    projected = [block.projection() is not None for block in step.stage]
+    plain = int(len(set(projected)) > 1)  # its part
+    for _, group in itertools.groupby(recorded, own):
+        launches = list(group)
+        unit = _unit_of(launches, step)
+        part = plain if unit is None or not projected[unit.block] else 0
+        prefix = "" if unit is None else f"{direction[0].upper()}{unit.place} "
+        for r in launches:
+            moved = r.launch.bytes_moved or sum(n or 0 for n in r.tensors.values())
+            launch = r.launch._replace(bytes_moved=moved)
+            yield PlacedLaunch(launch, part, direction, prefix + launch.name)
+
+
+def _parts(step: _Step, name: str) -> list[Part]:
+    """The blocks with a projection, then the others."""
+    height, itemsize = step.x.shape[2], step.x.element_size()
+    parts: dict[bool, Part] = {}
+    for block in step.stage:
+        is_projected = block.projection() is not None
+        cost, height = floors.block_cost(block, len(step.x), height, itemsize)
+        if is_projected not in parts:
+            inner = next(iter(block.units()))[1].out_channels
+            unit_bytes = len(step.x) * inner * height**2 * itemsize
+            title = f"{name} projection" if is_projected else name
+            parts[is_projected] = Part(title, 0, unit_bytes, cost.bytes_moved)
+        known = parts[is_projected]
+        parts[is_projected] = known._replace(blocks=known.blocks + 1)
+    return [parts[key] for key in (True, False) if key in parts]
+
+
+def dry_run(
+    network: Network,
+    batch: int,
+    dtype: torch.dtype,
+    backend: str,
+    memory: str = "store",
+    multiprocessors: int = 132,
+) -> list[StageLaunches]:
+    """The launches of the stages in one training step, forward and backward.
+
+    Raises:
+        RuntimeError: the launches of the backend cannot be recorded here.
+    """
+    launches = {"cuda": cuda_launches, "triton": triton_launches}[backend]
+    recorder = Recorder()
+    with contextlib.ExitStack() as stack:
+        kernels = recorder.calling(stack.enter_context(launches(recorder, multiprocessors)))
+        stack.enter_context(mock.patch.object(dispatch, "kernels_for", lambda *_: kernels))
+        stack.enter_context(recorder)
+        on_cpu = stages(network, batch, dtype, memory, torch.device("cpu"))
+        steps = [_step(stage, x, recorder) for stage, x in on_cpu]
+    return [
+        StageLaunches(
+            _parts(step, str(index)),
+            [
+                *_placed(step, recorder.recorded[step.forward], FORWARD),
+                *_placed(step, recorder.recorded[step.backward], BACKWARD),
+            ],
+        )
+        for index, step in enumerate(steps, start=1)
+    ]

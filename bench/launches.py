@@ -1,0 +1,418 @@
+"""The launches of a training step: `python -m bench.launches --network resnet-1001 --batch 128`.
+
+Needs no GPU: the launches are those of the backend's own code, recorded in place of running
+(bench/dry_run.py). Prints, for every stage, direction and kernel, the launches of a block, the
+bytes of the tensors that they are given, each counted once a launch, and an estimated time:
+
+    bytes / copy bandwidth + gap between launches + merges by one block while the others are done
+
+The constants are in `Rates`. Arithmetic, latency within a kernel, and hits in the cache are not in
+the estimate. A unit is the inner channels of every pixel; the floor is that of bench/floors.py, 46
+units for a bottleneck. Launches that occur once a stage count as a fraction of a block's. Blocks
+with a projection are one line of the table; the CSV file has their kernels.
+
+On a GPU, also measures: each stage runs as a CUDA graph under the profiler, and a kernel takes from
+the end of the one ahead of it to its own. Stem, head and optimizer are not listed.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import preact_kernels as pk
+from bench import dry_run, measure
+from bench.contenders import Network
+from bench.dry_run import FORWARD, Part, PlacedLaunch, StageLaunches
+from bench.records import LaunchRow, Records
+from preact_kernels.ops.memory_mode import MEMORY_MODES
+
+REPLAYS = 5
+FILL = "fill_zeros"
+
+
+class Rates(NamedTuple):
+    """What the estimate assumes of a GPU: an H200."""
+
+    copy_bytes_per_us: float = 4.3e6  # read and written; published
+    launch_us: float = 1.9  # of each kernel of a CUDA graph; published
+    # With programmatic dependent launch: assumed. `python -m bench.probes` measures it.
+    dependent_launch_us: float = 0.9
+    # For each row of partial results that one block merges: 7 us for 256, read from compiled code.
+    merged_row_us: float = 0.03
+
+
+RATES = Rates()
+
+KERNELS = frozenset(
+    {
+        FILL,
+        "bn_input_gradient",
+        "bn_relu_backward_mask",
+        "bn_relu_conv_backward",
+        "bn_relu_conv_backward_input",
+        "bn_relu_conv_backward_weight",
+        "bn_relu_conv_forward",
+        "bn_relu_conv_weight_gradients",
+        "bn_relu_forward",
+        "bn_stats",
+        "finish_gradients",
+        "finish_statistics",
+        "pack_weights",
+        "residual_add_forward",
+        "sum_partials",
+    }
+)
+
+# In which the last block to finish merges a row of partial results of every block. Kernels that run
+# a few times a step are left out.
+MERGES = {"cuda": frozenset[str](), "triton": frozenset({"bn_relu_conv_forward"})}
+
+
+def is_operator(name: str) -> bool:
+    """Whether a launch is an operator of PyTorch."""
+    return name.startswith("aten::")
+
+
+def merge_us(placed: PlacedLaunch, backend: str) -> float:
+    """Estimated time in which one block of a launch works alone.
+
+    Raises:
+        ValueError: the kernel is not known.
+    """
+    name = placed.launch.name
+    if not is_operator(name) and name not in KERNELS:
+        raise ValueError(
+            f"kernel {name}: bench/launches.py does not know it; name it in KERNELS, and in MERGES "
+            "if one block merges the results of all"
+        )
+    # A backward that runs forward kernels again has their statistics.
+    merges = name in MERGES[backend] and placed.direction == FORWARD
+    return RATES.merged_row_us * placed.launch.blocks if merges else 0.0
+
+
+def estimated_us(placed: PlacedLaunch, backend: str) -> float:
+    """Estimated time from the end of the launch ahead to the end of this one."""
+    launch = placed.launch
+    gap_us = RATES.dependent_launch_us if launch.is_dependent else RATES.launch_us
+    return launch.bytes_moved / RATES.copy_bytes_per_us + gap_us + merge_us(placed, backend)
+
+
+def rows_of(
+    stage: StageLaunches, backend: str, measured_us: Sequence[float | None]
+) -> Iterator[LaunchRow]:
+    """A row for each part, direction and kernel, in the order of the launches.
+
+    Args:
+        stage: its launches.
+        backend: whose they are.
+        measured_us: time of each; None where it was not measured.
+    """
+    groups: dict[tuple, list[tuple[PlacedLaunch, float | None]]] = {}
+    for placed, us in zip(stage.launches, measured_us, strict=True):
+        key = placed.part, placed.direction, placed.kernel
+        groups.setdefault(key, []).append((placed, us))
+    for (index, direction, kernel), group in sorted(groups.items(), key=lambda g: g[0][0]):
+        part, times = stage.parts[index], [us for _, us in group]
+        launches = [placed.launch for placed, _ in group]
+        bytes_moved = sum(launch.bytes_moved for launch in launches)
+        yield LaunchRow(
+            stage=part.name,
+            direction=direction,
+            kernel=kernel,
+            blocks=part.blocks,
+            launches_per_block=len(launches) / part.blocks,
+            grid=_each([launch.grid for launch in launches]),
+            threads=_each([launch.threads for launch in launches]),
+            shared_bytes=_each([launch.shared_bytes for launch in launches]),
+            bytes_per_block=bytes_moved / part.blocks,
+            units_per_block=bytes_moved / part.blocks / part.unit_bytes,
+            dependent=sum(launch.is_dependent for launch in launches) / len(launches),
+            estimated_merge_us_per_block=sum(merge_us(p, backend) for p, _ in group) / part.blocks,
+            estimated_us_per_block=sum(estimated_us(p, backend) for p, _ in group) / part.blocks,
+            measured_us_per_block=None if None in times else sum(times) / part.blocks,
+        )
+
+
+def _each(values: Sequence) -> str:
+    """The different values, in order; empty where there is none."""
+    return " or ".join(str(v) for v in dict.fromkeys(values) if v)
+
+
+COLUMNS = (
+    "stage", "direction", "kernel", "launches a block", "grid", "threads", "MB a block",
+    "units a block", "of which one block alone", "estimated us a block", "measured us a block",
+)  # fmt: skip
+
+
+def table(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
+    """A line for each kernel of the blocks without a projection, and sums."""
+    lines = []
+    for part in [part for stage in stages for part in stage.parts]:
+        own = [row for row in rows if row.stage == part.name]
+        for _, group in itertools.groupby(own, lambda row: row.direction):
+            of_direction = list(group)
+            if "projection" not in part.name:
+                lines += [_line(row.kernel, [row], row.grid, row.threads) for row in of_direction]
+                lines.append(_line("sum", of_direction))
+        lines.append(_line(f"a block of {part.blocks}; floor {_floor_units(part):.1f} units", own))
+    return tabulate(lines, COLUMNS, disable_numparse=True)
+
+
+def _line(kernel: str, rows: Sequence[LaunchRow], grid: str = "", threads: str = "") -> list[str]:
+    directions = {row.direction for row in rows}
+    launches, moved, units, alone, estimated, measured = (
+        _sum(rows, name)
+        for name in (
+            "launches_per_block",
+            "bytes_per_block",
+            "units_per_block",
+            "estimated_merge_us_per_block",
+            "estimated_us_per_block",
+            "measured_us_per_block",
+        )
+    )
+    return [
+        rows[0].stage,
+        directions.pop() if len(directions) == 1 else "",
+        kernel,
+        f"{launches:.2f}",
+        grid,
+        threads,
+        f"{moved / 1e6:.2f}",
+        f"{units:.2f}",
+        f"{alone:.1f}",
+        f"{estimated:.1f}",
+        "" if measured is None else f"{measured:.1f}",
+    ]
+
+
+def _floor_units(part: Part) -> float:
+    return part.floor_bytes / part.unit_bytes
+
+
+def _sum(rows: Sequence[LaunchRow], name: str) -> float | None:
+    """The sum of a column; of measured times where there is any."""
+    values = [value for row in rows if (value := getattr(row, name)) is not None]
+    return sum(values) if values else None
+
+
+def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
+    """Launches, bytes and time of all stages."""
+    floor_bytes = sum(part.floor_bytes * part.blocks for stage in stages for part in stage.parts)
+    launches = [placed.launch for stage in stages for placed in stage.launches]
+    dependent = sum(launch.is_dependent for launch in launches)
+    moved = sum(row.bytes_per_block * row.blocks for row in rows)
+    estimated_ms = sum(row.estimated_us_per_block * row.blocks for row in rows) / 1e3
+    floor_ms = floor_bytes / RATES.copy_bytes_per_us / 1e3
+    return (
+        f"{len(launches)} launches in sequence, {dependent} of them dependent: "
+        "these begin before the one ahead has ended\n"
+        f"{moved / 1e9:.2f} GB, floor {floor_bytes / 1e9:.2f} GB\n"
+        f"estimated {estimated_ms:.1f} ms, floor {floor_ms:.1f} ms, "
+        f"at {RATES.copy_bytes_per_us / 1e6} TB/s, {RATES.launch_us} us a launch and "
+        f"{RATES.dependent_launch_us} us a dependent one"
+    )
+
+
+class Kernel(NamedTuple):
+    """A kernel as the profiler saw it."""
+
+    name: str
+    us: float  # from the end of the kernel ahead to its own
+
+
+def kernels_of(stage: nn.Module, x: Tensor) -> tuple[list[Kernel], float]:
+    """The kernels of a stage on a GPU in order, and the time of a step in us, in a CUDA graph."""
+    for module in stage.modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
+            module.reset_parameters()
+    with torch.no_grad():
+        x.normal_()
+    parameters = list(stage.parameters())
+    dy = torch.randn_like(stage(x))
+
+    def step() -> None:
+        torch.autograd.grad(stage(x), [x, *parameters], dy)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    step_us = 1e3 * min(measure.time_once_ms(graph.replay, x.device) for _ in range(REPLAYS))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(REPLAYS):
+            graph.replay()
+            torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events]
+    return kernels_in(spans, REPLAYS), step_us
+
+
+def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[Kernel]:
+    """The kernels of one replay, with the median of their times.
+
+    Args:
+        spans: name, begin and end in us of every kernel of all replays.
+        replays: how many there were.
+
+    Raises:
+        RuntimeError: the replays differ.
+    """
+    ordered = sorted(spans, key=lambda span: span[1])
+    count, rest = divmod(len(ordered), replays)
+    runs = [ordered[i * count : (i + 1) * count] for i in range(replays)]
+    names = [name for name, _, _ in runs[0]]
+    if rest or any([name for name, _, _ in run] != names for run in runs):
+        raise RuntimeError("the profiler saw other kernels in some replays than in others")
+    times: list[list[float]] = []
+    for run in runs:
+        ends = list(itertools.accumulate((end for _, _, end in run), max, initial=run[0][1]))
+        times.append([after - before for before, after in itertools.pairwise(ends)])
+    return [
+        Kernel(n, statistics.median(us))
+        for n, us in zip(names, zip(*times, strict=True), strict=True)
+    ]
+
+
+def own_name(kernel: str) -> str | None:
+    """The name under which a kernel of the profiler is launched; None for others'."""
+    found = re.search(r"(\w+)_kernel\b", kernel)
+    return found[1] if found and found[1] in KERNELS else None
+
+
+def times_of(launches: Sequence[PlacedLaunch], kernels: Sequence[Kernel]) -> list[float | None]:
+    """The measured time of each launch; None for a fill or an operator of PyTorch.
+
+    Raises:
+        RuntimeError: the GPU ran other kernels of this package, or in another order.
+    """
+    own = [(name, k.us) for k in kernels if (name := own_name(k.name))]
+    has_kernel = [not (is_operator(p.launch.name) or p.launch.name == FILL) for p in launches]
+    expected = [p.launch.name for p in itertools.compress(launches, has_kernel)]
+    for index, (name, met) in enumerate(itertools.zip_longest(expected, [n for n, _ in own])):
+        if not (name and met and name.startswith(met)):  # it may say which variant of the kernel
+            raise RuntimeError(f"kernel {index}: expected {name}, the GPU ran {met}")
+    times = iter(us for _, us in own)
+    return [next(times) if has else None for has in has_kernel]
+
+
+def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator[list]:
+    """The measured times of the launches of each stage; prints those of whole stages."""
+    on_gpu = dry_run.stages(a.network, a.batch, a.dtype, a.memory, torch.device("cuda"))
+    for launches, (stage, x) in zip(stages, on_gpu, strict=True):
+        name = launches.parts[-1].name
+        try:
+            with pk.use_backend(a.backend):
+                kernels, step_us = kernels_of(stage, x)
+            times = times_of(launches.launches, kernels)
+            others_us = sum(k.us for k in kernels if own_name(k.name) is None)
+            print(
+                f"stage {name}: measured {step_us / 1e3:.2f} ms, by the profiler "
+                f"{sum(k.us for k in kernels) / 1e3:.2f} ms, of which fills and kernels of PyTorch "
+                f"{others_us / 1e3:.2f} ms"
+            )
+            yield times
+        except RuntimeError as error:
+            print(f"stage {name}: not measured: {error}")
+            yield [None] * len(launches.launches)
+
+
+def recorded(a: argparse.Namespace) -> list[StageLaunches]:
+    """The launches; in another process on a GPU machine, where the CUDA library itself is used."""
+    step = a.network, a.batch, a.dtype, a.backend, a.memory, a.multiprocessors
+    if not torch.cuda.is_available():
+        return dry_run.dry_run(*step)
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        mock.patch.dict(os.environ),
+        concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
+    ):
+        os.environ.pop("PREACT_KERNELS_BACKEND", None)  # it may load the library
+        return pool.submit(dry_run.dry_run, *step).result()
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.launches",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--network", default="resnet-1001", help="as of python -m bench")
+    parser.add_argument("--batch", type=int, default=128, help="images (128)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
+    parser.add_argument("--backend", choices=dry_run.BACKENDS, default="cuda")
+    parser.add_argument("--memory", choices=MEMORY_MODES, default="store")
+    parser.add_argument("--multiprocessors", type=int, help="of the GPU (this one's, or 132)")
+    parser.add_argument("--csv", type=Path, help="file for a row of each kernel")
+    a = parser.parse_args(given)
+    if a.batch < 1:
+        parser.error(f"--batch: expected at least 1, got {a.batch}")
+    on_gpu = torch.cuda.is_available()
+    if a.multiprocessors is None:
+        gpu = torch.cuda.get_device_properties(0) if on_gpu else None
+        a.multiprocessors = gpu.multi_processor_count if gpu else 132
+    if a.multiprocessors < 1:
+        parser.error(f"--multiprocessors: expected at least 1, got {a.multiprocessors}")
+    try:
+        a.network = Network.named(a.network)
+        _ = a.network.block
+    except ValueError as error:
+        parser.error(str(error))
+    a.dtype = measure.DTYPES[a.dtype]
+    return a
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Prints the table, and writes the CSV file."""
+    a = arguments(given)
+    try:
+        stages = recorded(a)
+    except (RuntimeError, ImportError) as error:
+        sys.exit(f"bench.launches: {error}")
+    on_gpu = torch.cuda.is_available()
+    times = measured(a, stages) if on_gpu else [[None] * len(s.launches) for s in stages]
+    try:
+        rows = [r for s, us in zip(stages, times, strict=True) for r in rows_of(s, a.backend, us)]
+    except ValueError as error:
+        sys.exit(f"bench.launches: {error}")
+    machine = measure.Machine.of(torch.device("cuda" if on_gpu else "cpu"))
+    step = {
+        "network": a.network.name,
+        "batch": a.batch,
+        "dtype": measure.dtype_name(a.dtype),
+        "backend": a.backend,
+        "memory": a.memory,
+        "multiprocessors": a.multiprocessors,
+    }
+    rows = [machine.stamp(dataclasses.replace(row, **step)) for row in rows]
+    print(table(stages, rows))
+    print(f"{', '.join(map(str, step.values()))} multiprocessors\n{summary(stages, rows)}")
+    if a.csv:
+        Records(a.csv, LaunchRow, keep=False).put(*rows)
+    if on_gpu and all(row.measured_us_per_block is None for row in rows):
+        sys.exit("bench.launches: nothing was measured")
+
+
+if __name__ == "__main__":
+    main()

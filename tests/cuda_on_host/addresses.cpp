@@ -1,0 +1,77 @@
+// Memory for tensors of a step whose kernels do not run: addresses, each given out once.
+//
+// No page is used until something is written to it, so the tensors may be larger than the machine.
+// As no address is used twice, a pointer in the parameters of a launch tells which tensor it is.
+
+#undef TORCH_TARGET_VERSION  // allocators are not a part of torch's stable ABI
+#include <c10/core/Allocator.h>
+#include <sys/mman.h>
+
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+namespace {
+
+constexpr size_t kReservedBytes = size_t(1) << 42;
+constexpr size_t kAlignment = 512;  // as that of torch's allocator on a GPU
+
+class Addresses final : public c10::Allocator {
+ public:
+  Addresses() {
+    void* memory = mmap(nullptr, kReservedBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::runtime_error("no addresses for tensors without memory");
+    next_ = static_cast<char*>(memory);
+    end_ = next_ + kReservedBytes;
+  }
+
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device cpu(c10::DeviceType::CPU);
+    if (bytes == 0) return {nullptr, cpu};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (bytes > size_t(end_ - next_)) throw std::runtime_error("no addresses left for a tensor");
+    char* memory = next_;
+    next_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    bytes_of_[memory] = bytes;
+    return {memory, memory, [](void*) {}, cpu};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  // Begin and end of the tensor that holds an address; whether there is one.
+  bool find(const char* address, const char** begin, const char** end) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto found = bytes_of_.upper_bound(address);
+    if (found == bytes_of_.begin()) return false;
+    --found;
+    *begin = found->first;
+    *end = found->first + found->second;
+    return address < *end;
+  }
+
+ private:
+  std::mutex mutex_;
+  char *next_, *end_;
+  std::map<const char*, size_t> bytes_of_;
+};
+
+Addresses& addresses() {
+  static Addresses& instance = *new Addresses();  // tensors may outlive static objects
+  return instance;
+}
+
+}  // namespace
+
+// Whether new CPU tensors have addresses alone.
+extern "C" __attribute__((visibility("default"))) void cuda_on_host_reserve(bool reserves) {
+  static c10::Allocator* const usual = c10::GetAllocator(c10::DeviceType::CPU);
+  c10::SetAllocator(c10::DeviceType::CPU, reserves ? &addresses() : usual);
+}
+
+extern "C" __attribute__((visibility("default"))) bool cuda_on_host_tensor_at(const char* address,
+                                                                              const char** begin,
+                                                                              const char** end) {
+  return addresses().find(address, begin, end);
+}
