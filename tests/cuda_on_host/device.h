@@ -293,8 +293,9 @@ template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t, const Params& params, bool is_dependent = false) {
   if (cuda_on_host::settings.listener) {
-    const cuda_on_host::Launch launch{name,    blocks,         threads, shared_bytes,
-                                      &params, sizeof(Params), 0,       is_dependent};
+    const void* address = reinterpret_cast<const void*>(kernel);
+    const cuda_on_host::Launch launch{name,           blocks, threads,      shared_bytes, &params,
+                                      sizeof(Params), 0,      is_dependent, address};
     return cuda_on_host::settings.listener(&launch);
   }
   try {

@@ -71,6 +71,7 @@ struct Launch {
   size_t params_bytes;
   size_t filled_bytes = 0;    // of a fill
   bool is_dependent = false;  // may begin before the launch ahead of it has ended
+  const void* kernel = nullptr;
 };
 
 // What tests set: see `control.cpp`.
