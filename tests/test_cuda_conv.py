@@ -6,6 +6,7 @@ TF32 (to nearest, the tighter of what convolutions on a GPU do), and the truth i
 was given, unrounded: the budget stays twice eager's own error and one rounding of float32.
 """
 
+import collections
 import itertools
 import os
 import subprocess
@@ -30,6 +31,7 @@ if serve_cpu.missing():
     pytest.skip(f"backend cuda: {serve_cpu.missing()}", allow_module_level=True)
 
 DEVICE = device_of("cuda")
+on_host = pytest.mark.skipif(not IS_CUDA_ON_HOST, reason="multiprocessors are chosen on the host")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-5
 
@@ -325,6 +327,65 @@ def test_every_combination_of_flags(case, fold, needs):
     assert list(found) == names
 
 
+def launches(run) -> list[str]:
+    """The names of what `run()` launches, which does not run."""
+    found = []
+    with serve_cpu.without_running(lambda launch: found.append(launch.name)):
+        run()
+    return found
+
+
+LARGE = (
+    Case(1, 17, 33, 64, 16, 1),
+    Case(1, 17, 33, 64, 256, 1),
+    Case(2, 17, 33, 16, 16, 3),
+    Case(2, 17, 33, 32, 32, 3),
+    Case(2, 17, 35, 64, 64, 3),
+)
+
+
+@on_host
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_partial_weight_gradients_are_never_more_bytes_than_what_they_save(case, is_large):
+    """Of a large image both gradients come from one kernel, of a small one each from its own."""
+    set_schedule(multiprocessors=1)
+    case = case if is_large else case._replace(images=1, height=3, width=5)
+    inputs = backward_inputs(case, torch.bfloat16)
+    names = launches(lambda: call(kernels(), case, inputs, ALL))
+    apart = ["bn_relu_conv_backward_input", "bn_relu_conv_weight_gradients"]
+    kernel_names = ["bn_relu_conv_backward"] if is_large else apart
+    assert [n for n in names if n.startswith("bn_relu_conv")] == kernel_names
+    check_case(case, inputs, ALL)
+
+
+@on_host
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large):
+    """And some for the whole run, which large weight gradients do not add to."""
+    set_schedule(multiprocessors=1)
+    stage = pk.PreActStage([random_block("bottleneck", 64, 16) for _ in range(3)])
+    stage = in_dtype(stage, torch.bfloat16)
+    inputs = {"x": torch.randn(2, 64, *((17, 33) if is_large else (3, 3))).bfloat16()}
+    with pk.use_backend("cuda"):
+        names = launches(lambda: evaluate(stage, inputs))
+        assert_same_bits(evaluate(stage, inputs), unit_by_unit(evaluate, stage, inputs))
+    counts = collections.Counter(names)
+    assert counts.pop("bn_relu_conv_forward") == 9
+    kind = "bn_relu_conv_backward" if is_large else "bn_relu_conv_backward_input"
+    assert counts.pop(kind) == 9
+    weight_gradients = 0 if is_large else 3  # shapes of convolutions in a block
+    assert counts.pop("bn_relu_conv_weight_gradients", 0) == weight_gradients
+    assert counts == {
+        "bn_stats": 1,
+        "fill_zeros": 3,  # for bn_stats, and sums in each direction
+        "pack_weights": 2,
+        "finish_statistics": 1,
+        "finish_gradients": 1,
+        "bn_input_gradient": 1,  # dx
+    }
+
+
 @pytest.mark.parametrize("side", [1, 3])
 @pytest.mark.parametrize("seed", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_schedules_change_no_bit(side, seed):
@@ -509,6 +570,34 @@ def test_statistics_of_large_means_keep_the_budget(case):
     check_case(case, inputs, True)
 
 
+@typical
+@pytest.mark.parametrize("scale", [-1e-12, 1e-3, 1e9, -1e15])
+def test_sums_keep_the_budget_at_any_magnitude(case, scale):
+    inputs = forward_inputs(case, torch.float32)
+    inputs.conv_weight.zero_()
+    inputs.residual.add_(1).mul_(scale)
+    check_case(case, inputs, True)
+    inputs = backward_inputs(case, torch.float32)
+    for t in (inputs.dy, inputs.fold.skip, inputs.fold.sums):
+        t.add_(1).mul_(scale)
+    inputs.fold.norm.weight.mul_(1e-3 if abs(scale) > 1 else 0)  # beside which skip counts
+    check_case(case, inputs, ALL)
+
+
+@pytest.mark.parametrize(
+    "values", [(torch.inf,), (-torch.inf,), (torch.inf, -torch.inf), (torch.nan,)]
+)
+def test_statistics_of_what_is_not_finite_are_those_of_pytorch(values):
+    case = Case(2, 9, 17, 16, 16, 1)
+    inputs = forward_inputs(case, torch.float32)
+    for i, value in enumerate(values):
+        inputs.residual[i, 3, 8 * i, 5] = value
+    found = call(kernels(), case, inputs, True)
+    expected = reference.bn_stats(found["y"])
+    torch.testing.assert_close(found["mean"], expected.mean, equal_nan=True)
+    assert torch.equal(found["var"].isfinite(), expected.var.isfinite())
+
+
 @pytest.mark.calls(
     "preact_kernels_cuda::preact_stage_forward", "preact_kernels_cuda::preact_stage_backward"
 )
@@ -561,6 +650,22 @@ def test_which_weights_are_served(shape, dtype):
     padded = tuple(p + 1 for p in same.padding)
     for change in ({"stride": (2, 2)}, {"groups": 2}, {"padding": padded}):
         assert not is_served(same._replace(**change))
+
+
+def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(monkeypatch):
+    monkeypatch.setattr(cuda, "MOST_PIXELS", {(3, 16): 2 * 7 * 6})
+    same = Conv((1, 1), (1, 1), (1, 1), 1), torch.bfloat16, torch.device(DEVICE)
+    found = [kernels().serves_conv((16, 16, 3, 3), *same, pixels) for pixels in (84, 85, None)]
+    assert found == [True, False, True]
+    assert kernels().serves_conv((32, 32, 3, 3), *same, 10**6)
+    stage = pk.PreActStage([random_block("basic", 16, 16) for _ in range(2)]).to(DEVICE)
+    stage = in_dtype(stage, torch.bfloat16)
+    for images, is_fused in ((2, True), (3, False)):
+        problems = [{"x": torch.randn(images, 16, 7, 6, device=DEVICE).bfloat16()}]
+        with monkeypatch.context() as patch, pk.use_backend("cuda"):
+            calls = recorded_calls(kernels(), "block_run_forward", patch)
+            check(stage, plain_copy(stage), problems * 8)
+        assert bool(calls) == is_fused
 
 
 def test_float32_is_served_only_where_tf32_is_allowed(monkeypatch):

@@ -98,7 +98,7 @@ def test_four_bare_blocks_equal_the_plain_ones(options, kind, training, wide_dty
     check(stage, plain_copy(stage), problems)
 
 
-def unit_by_unit(kernels, blocks, dtype):
+def unit_by_unit(kernels, blocks, x):
     """In place of `run_keys`: no blocks run in one call."""
     return [None] * len(blocks.specs)
 

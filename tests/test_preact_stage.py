@@ -259,9 +259,7 @@ def direct_stage(kind="bottleneck", **options):
 def unit_by_unit(function, *args, **kwargs):
     """A call for which the library has no whole runs of blocks."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(
-            block_runs, "run_keys", lambda _, blocks, dtype: [None] * len(blocks.specs)
-        )
+        monkeypatch.setattr(block_runs, "run_keys", lambda _, blocks, x: [None] * len(blocks.specs))
         return function(*args, **kwargs)
 
 

@@ -71,9 +71,13 @@ bool costs_less_apart(const Conv& conv, const ConvLaunch& plan, int tensors, siz
   return partials > again;
 }
 
-// An eighth of a run: its tensors are kept until then.
-size_t most_postponed(const Run& run) {
-  return std::clamp<size_t>((run.weights.size() + 7) / 8, 2, kMostWeightGradients);
+// Whether to compute the weight gradients that were postponed, which keep their dy: an eighth of
+// the run's, if they are not small.
+bool are_enough(const Run& run) {
+  constexpr int64_t kSmallBytes = 64 << 20;
+  const size_t count = run.postponed.size();
+  return count == kMostWeightGradients ||
+         (count >= run.weights.size() / 8 && run.postponed_bytes >= kSmallBytes);
 }
 
 }  // namespace
@@ -200,7 +204,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
       params.partials = mutable_data<float>(owners.back());
       params.grid = plan.grid, params.earlier = {}, params.is_dependent = false;
       run.postponed.push_back({conv, params, partials, owners});
-      if (run.postponed.size() >= most_postponed(run)) finish_postponed(run, x);
+      run.postponed_bytes += conv.pixels() * conv.out_channels * int64_t(sizeof(T));
+      if (are_enough(run)) finish_postponed(run, x);
     }
   });
 }

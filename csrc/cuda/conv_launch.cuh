@@ -34,7 +34,7 @@ void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& pl
                                           cudaStream_t stream);
 
 // Tiles of pixels of a block that computes the gradient of a weight alone.
-constexpr int kTilesOfWeightGradient = 8;
+constexpr int kTilesOfWeightGradient = 16;
 
 // The most channels of a 3x3 convolution: more weights leave no shared memory for tiles.
 template <class T>

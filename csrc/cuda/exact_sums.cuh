@@ -13,7 +13,6 @@
 namespace preact_kernels::cuda {
 
 constexpr int kSumParts = 5, kSumWords = kSumParts + 1, kSumBits = 48;
-constexpr int kMostAdditions = 1 << (63 - kSumBits);
 
 // Word 5 holds three counts.
 constexpr uint64_t kOneNaN = 1, kOnePositive = uint64_t(1) << 21, kOneNegative = uint64_t(1) << 42;

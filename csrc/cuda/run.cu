@@ -228,6 +228,7 @@ void finish_postponed(Run& run, const Tensor& like) {
   const OnDeviceOf on(like);
   launch_finish_gradients(run, like, nullptr, launch_postponed(run, like, on.stream), on.stream);
   run.postponed.clear();
+  run.postponed_bytes = 0;
   run.has_launched = false;
 }
 

@@ -24,6 +24,7 @@ struct Run {
   cuda::WeightGradientPartials partials{};  // of the last backward, not added up yet
   std::optional<Tensor> partials_owner;
   std::vector<PostponedWeightGradient> postponed;
+  int64_t postponed_bytes = 0;  // of their dy
 };
 
 // Computes and stores the weight gradients that were postponed.

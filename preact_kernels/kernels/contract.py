@@ -155,9 +155,22 @@ class Kernels(Protocol):
 
     @abstractmethod
     def serves_conv(
-        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
     ) -> bool:
-        """Whether `bn_relu_conv_*` run a fused kernel, not PyTorch's convolution."""
+        """Whether `bn_relu_conv_*` run a fused kernel, not PyTorch's convolution.
+
+        Args:
+            weight_shape: `[K, C / groups, R, S]`.
+            conv: geometry.
+            dtype: of the activations.
+            device: of the activations.
+            pixels: of the input, over the batch; None where the answer is for any number.
+        """
 
     @abstractmethod
     def bn_stats(self, x: Tensor) -> BatchStatistics:

@@ -28,7 +28,12 @@ class CPUKernels(NativeKernels):
         return self._ops.vector_bytes() // 4
 
     def serves_conv(
-        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
     ) -> bool:
         """Whether the direct convolutions serve a weight."""
         stride, padding, dilation, groups = conv

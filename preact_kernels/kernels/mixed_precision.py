@@ -43,9 +43,16 @@ class MixedKernels(Kernels):
         return self.wide if x.dtype == self.stream else self.narrow
 
     def serves_conv(
-        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
     ) -> bool:
-        return dtype != self.stream and self.narrow.serves_conv(weight_shape, conv, dtype, device)
+        return dtype != self.stream and self.narrow.serves_conv(
+            weight_shape, conv, dtype, device, pixels
+        )
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float

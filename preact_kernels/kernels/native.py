@@ -50,6 +50,10 @@ class NativeKernels(FlatOps, BlockKernels):
 
     has_conv_bias: bool  # whether the fused convolution takes a bias
 
+    def _serves(self, x: Tensor, conv_weight: Tensor, conv: Conv) -> bool:
+        pixels = x.numel() // x.shape[1]
+        return self.serves_conv(conv_weight.shape, conv, x.dtype, x.device, pixels)
+
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
@@ -64,7 +68,7 @@ class NativeKernels(FlatOps, BlockKernels):
         epilogue: Epilogue = NO_EPILOGUE,
     ) -> Output:
         has_kernel = epilogue.conv_bias is None or self.has_conv_bias
-        if not has_kernel or not self.serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+        if not has_kernel or not self._serves(x, conv_weight, conv):
             return pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
         op = self._ops.bn_relu_conv_forward.default
         return self.output(op(x, *norm, conv_weight, *epilogue), epilogue.with_stats)
@@ -79,7 +83,7 @@ class NativeKernels(FlatOps, BlockKernels):
         conv: Conv,
         wanted: Wanted,
     ) -> ConvGradients:
-        if not self.serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+        if not self._serves(x, conv_weight, conv):
             return pytorch_conv.bn_relu_conv_backward(
                 self, dy, fold, x, norm, conv_weight, conv, wanted
             )

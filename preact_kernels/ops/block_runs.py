@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -121,7 +120,7 @@ class Blocks:
         )
 
 
-def run_keys(kernels: Kernels, blocks: Blocks, dtype: torch.dtype) -> list[tuple | None]:
+def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
     """For every block a key that is equal for blocks which can run in one call.
 
     None for a block that runs unit by unit: it has a projection or no shortcut at all, a process
@@ -130,7 +129,7 @@ def run_keys(kernels: Kernels, blocks: Blocks, dtype: torch.dtype) -> list[tuple
     if not hasattr(kernels, "block_run_forward"):
         return [None] * len(blocks.specs)
 
-    def key(index: int) -> tuple | None:
+    def key(index: int, pixels: int) -> tuple | None:
         spec, first = blocks.specs[index], blocks.first_unit[index]
         if spec.shortcut is not None or not spec.is_residual:
             return None
@@ -138,11 +137,20 @@ def run_keys(kernels: Kernels, blocks: Blocks, dtype: torch.dtype) -> list[tuple
             weight = blocks.conv_weight(unit)
             if u.training != spec.units[0].training or u.process_group is not None:
                 return None
-            if not kernels.serves_conv(weight.shape, u.conv, dtype, weight.device):
+            if not kernels.serves_conv(weight.shape, u.conv, x.dtype, x.device, pixels):
                 return None
         return len(spec.units), spec.units[0].training
 
-    return [key(i) for i in range(len(blocks.specs))]
+    return [key(i, pixels) for i, pixels in enumerate(_input_pixels(blocks, x))]
+
+
+def _input_pixels(blocks: Blocks, x: Tensor) -> Iterator[int]:
+    """The number of pixels of each block's input, over the batch."""
+    shape: Sequence[int] = x.shape
+    for spec, first in zip(blocks.specs, blocks.first_unit, strict=False):
+        yield shape[0] * shape[2] * shape[3]
+        for unit, u in enumerate(spec.units, first):
+            shape = u.conv.output_shape(shape, blocks.conv_weight(unit).shape)
 
 
 def runs(keys: Sequence[tuple | None], begin: int, end: int) -> Iterator[tuple[int, int]]:

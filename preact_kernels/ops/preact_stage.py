@@ -44,7 +44,7 @@ class PreActStageFunction(torch.autograd.Function):
     def forward(ctx, call, x, *tensors):
         kernels, specs, memory = call
         blocks = Blocks(specs, tensors)
-        keys = block_runs.run_keys(kernels, blocks, x.dtype)
+        keys = block_runs.run_keys(kernels, blocks, x)
         starts = memory.segment_starts(len(specs))
         statistics: list[Any] = blocks.statistics(x)  # the blocks fill them in
         kept, h, h_statistics = [], x, None

@@ -113,7 +113,12 @@ class RegisteredKernels(FlatOps):
         super().__init__(torch.ops.preact_kernels)
 
     def serves_conv(
-        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
     ) -> bool:
         """False: the backend decides when the op runs."""
         return False
@@ -170,7 +175,12 @@ class FakeKernels(Kernels):
     """`Kernels` that compute shapes and strides alone."""
 
     def serves_conv(
-        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
     ) -> bool:
         return False
 

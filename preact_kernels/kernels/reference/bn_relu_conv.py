@@ -20,7 +20,11 @@ from preact_kernels.kernels.contract import (
 
 
 def serves_conv(
-    weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+    weight_shape: Sequence[int],
+    conv: Conv,
+    dtype: torch.dtype,
+    device: torch.device,
+    pixels: int | None = None,
 ) -> bool:
     """No: every convolution is PyTorch's."""
     return False

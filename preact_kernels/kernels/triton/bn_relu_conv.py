@@ -24,7 +24,11 @@ from preact_kernels.kernels.triton.conv import precision
 
 
 def serves_conv(
-    weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+    weight_shape: Sequence[int],
+    conv: Conv,
+    dtype: torch.dtype,
+    device: torch.device,
+    pixels: int | None = None,
 ) -> bool:
     """See `Kernels.serves_conv`. The same on every device."""
     return is_fused(weight_shape, conv.groups, precision(dtype))
