@@ -302,8 +302,8 @@ def resnet_1001_cases():
 @pytest.mark.parametrize("case", [*resnet_1001_cases()], ids=str)
 def test_many_tiles_a_block_keep_the_budget(case, dtype):
     set_schedule(multiprocessors=1)
-    check(case, forward_inputs(case, dtype), True)
-    check(case, backward_inputs(case, dtype), ALL)
+    check_case(case, forward_inputs(case, dtype), True)
+    check_case(case, backward_inputs(case, dtype), ALL)
 
 
 @pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
