@@ -24,7 +24,8 @@ struct TileGrid {
   int block_pixels;  // pixels of a tile without its border; a multiple of 16
 };
 
-// One tile, and the positions of its pixels in the tensor.
+// One tile, and the positions of its pixels in the tensor: 32 bits, as a batch has at most 2^30
+// pixels. To address memory, a caller widens them.
 template <int C>
 struct Tile {
   static constexpr int kTaps = 9, kBorder = 1;
@@ -33,13 +34,13 @@ struct Tile {
   static constexpr int kPixels = kHeight * kWidth;
   static constexpr int kHaloPixels = (kHeight + 2 * kBorder) * kHaloWidth;
 
-  int64_t image;    // first pixel of the image
+  int image;        // first pixel of the image
   int row, column;  // of the tile's first pixel
   int height, width;
 
   __device__ Tile(const TileGrid& grid, int index) : height(grid.height), width(grid.width) {
     const int of_image = grid.tiles_down * grid.tiles_across;
-    image = int64_t(index / of_image) * height * width;
+    image = index / of_image * height * width;
     row = index % of_image / grid.tiles_across * kHeight;
     column = index % grid.tiles_across * kWidth;
   }
@@ -48,13 +49,13 @@ struct Tile {
   static __host__ __device__ int halo_pixels(const TileGrid&) { return kHaloPixels; }
 
   // The pixel of the tensor `down` and `right` of the tile's first, or -1 outside the image.
-  __device__ int64_t at(int down, int right) const {
+  __device__ int at(int down, int right) const {
     const int r = row + down, c = column + right;
     const bool exists = unsigned(r) < unsigned(height) && unsigned(c) < unsigned(width);
-    return exists ? image + int64_t(r) * width + c : -1;
+    return exists ? image + r * width + c : -1;
   }
-  __device__ int64_t pixel(int i) const { return at(i / kWidth, i % kWidth); }
-  __device__ int64_t halo_pixel(int i) const {
+  __device__ int pixel(int i) const { return at(i / kWidth, i % kWidth); }
+  __device__ int halo_pixel(int i) const {
     return at(i / kHaloWidth - kBorder, i % kHaloWidth - kBorder);
   }
   // Whether a pixel of the halo tile is inside the tile.
@@ -76,16 +77,16 @@ template <>
 struct Tile<0> {
   static constexpr int kTaps = 1;
 
-  int64_t first, end;
+  int first, end;
 
   __device__ Tile(const TileGrid& grid, int index)
-      : first(int64_t(index) * grid.block_pixels), end(grid.width) {}
+      : first(index * grid.block_pixels), end(grid.width) {}
 
   static __host__ __device__ int pixels(const TileGrid& grid) { return grid.block_pixels; }
   static __host__ __device__ int halo_pixels(const TileGrid& grid) { return grid.block_pixels; }
 
-  __device__ int64_t pixel(int i) const { return first + i < end ? first + i : -1; }
-  __device__ int64_t halo_pixel(int i) const { return pixel(i); }
+  __device__ int pixel(int i) const { return first + i < end ? first + i : -1; }
+  __device__ int halo_pixel(int i) const { return pixel(i); }
   static __device__ bool is_interior(int) { return true; }
   static __device__ int halo_row(int i, int, int) { return i; }
   __device__ bool is_pair(int i, int, int) const { return pixel(i) >= 0; }
