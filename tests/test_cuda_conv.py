@@ -327,6 +327,25 @@ def test_every_combination_of_flags(case, fold, needs):
     assert list(found) == names
 
 
+@pytest.mark.not_under_sanitizer
+@pytest.mark.parametrize("case", [Case(3, 16, 16, 16, 64, 1), Case(3, 16, 16, 64, 64, 3)], ids=str)
+def test_images_at_the_end_of_a_batch_do_not_depend_on_its_size(case):
+    """On a GPU behind 2^31 elements."""
+    if not IS_CUDA_ON_HOST:
+        if torch.cuda.mem_get_info()[0] < 48 * 2**30:
+            pytest.skip("needs 48 GiB of GPU memory")
+        case = case._replace(images=2**17 + 3)
+    for inputs, options, name in (
+        (forward_inputs(case, torch.bfloat16), False, "y"),
+        (backward_inputs(case, torch.bfloat16), Wanted(True, False), "g"),
+    ):
+        last = mapped(inputs, lambda t: t[-2:] if t.dim() == 4 else t)
+        last = last._replace(conv_weight=inputs.conv_weight)
+        expected = call(kernels(), case._replace(images=2), last, options)[name]
+        found = call(kernels(), case, inputs, options)[name]
+        assert_same_bits({name: found[-2:]}, {name: expected})
+
+
 def launches(run) -> list[str]:
     """The names of what `run()` launches, which does not run."""
     found = []
