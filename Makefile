@@ -57,8 +57,8 @@ NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
 BENCH_SECONDS ?= 560
 START := $(shell date +%s)
 
-SANITIZERS ?= memcheck racecheck synccheck
-SANITIZER_SECONDS ?= 170
+SANITIZERS ?= memcheck initcheck racecheck synccheck
+SANITIZER_SECONDS ?= 130
 
 .PHONY: test test-full compile-triton cuda-on-host check-oldest check-newest check-torch check-gpu \
   bench report lint format gpu-report clean
@@ -114,7 +114,7 @@ $(VENV)-torch-%/.requirements: requirements-test.txt requirements-models.txt
 check-gpu:
 	@failed=; for tool in $(SANITIZERS); do \
 	  echo "compute-sanitizer --tool $$tool, $(SANITIZER_SECONDS) s at most"; \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT -k 20 $(SANITIZER_SECONDS) \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PK_SANITIZER=$$tool timeout -s INT -k 20 $(SANITIZER_SECONDS) \
 	    compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    $(PYTHON) -m pytest -q -rfEs --tb short -p no:cacheprovider -p no:xdist \
 	    -m "not slow and not not_under_sanitizer" tests/test_cuda.py tests/test_cuda_conv.py \

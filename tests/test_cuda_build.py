@@ -1,7 +1,8 @@
-"""The CUDA library is built for every architecture, and no kernel of it spills registers.
+"""The CUDA library is built for every architecture, and no kernel of it uses local memory.
 
 Read is what ptxas said as the library was built (csrc/cuda/nvcc.sh keeps it beside each object);
-`build/cuda/ptxas.csv` is the table.
+`build/cuda/ptxas.csv` is the table. Without a GPU it also says what the blocks of ResNet-1001
+launch: threads, the most dynamic shared memory, and how many blocks then fit on a multiprocessor.
 """
 
 import csv
@@ -16,16 +17,21 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import torch
 from torch.utils import cpp_extension
 
+import preact_kernels as pk
 from preact_kernels.kernels import cuda
+from tests.cuda_on_host import serve_cpu
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "build" / "cuda" / "ptxas.csv"
 COLUMNS = (
     "source", "kernel", "architecture", "registers", "spill stores", "spill loads",
-    "stack bytes", "static shared bytes",
+    "stack bytes", "static shared bytes", "threads", "dynamic shared bytes", "resident blocks",
 )  # fmt: skip
+# Whose multiprocessors have 228 KB of shared memory, as launches on the host are told.
+LAUNCHED_FOR = ("sm_90", "sm_100")
 
 if shutil.which("nvcc") is None and shutil.which("/usr/local/cuda/bin/nvcc") is None:
     pytest.skip("nvcc is not installed", allow_module_level=True)
@@ -44,31 +50,63 @@ ENTRY = re.compile(
 )
 
 
-def parse(source, text):
-    """Rows of the table out of what `nvcc -Xptxas=-v` said."""
+def parse(source, text, launches):
+    """Rows of the table out of what `nvcc -Xptxas=-v` said.
+
+    Args:
+        source: name of the file.
+        text: of ptxas.
+        launches: threads and shared bytes by mangled name, of the kernels that are launched.
+    """
     for found in ENTRY.finditer(text):
         shared = re.search(r"(\d+) bytes smem", found["rest"])
-        numbers = (found[n] for n in ("registers", "stores", "loads", "stack"))
-        yield dict(
-            zip(
-                COLUMNS,
-                (
-                    source,
-                    readable(found["kernel"]),
-                    found["architecture"],
-                    *map(int, numbers),
-                    int(shared[1]) if shared else 0,
-                ),
-                strict=True,
-            )
-        )
+        registers, *numbers = (int(found[n]) for n in ("registers", "stores", "loads", "stack"))
+        launched = ["", "", ""]
+        if found["kernel"] in launches and found["architecture"] in LAUNCHED_FOR:
+            threads, bytes_ = launches[found["kernel"]]
+            launched = [threads, bytes_, resident_blocks(registers, threads, bytes_)]
+        name, static = readable(found["kernel"]), int(shared[1]) if shared else 0
+        values = (source, name, found["architecture"], registers, *numbers, static, *launched)
+        yield dict(zip(COLUMNS, values, strict=True))
+
+
+def resident_blocks(registers, threads, shared_bytes):
+    """How many blocks fit on a multiprocessor of compute capability 9.0 or 10.0."""
+    warps = -(-threads // 32)
+    # A quarter of the multiprocessor has 16,384 registers, given to warps in units of 256.
+    warps_of_quarter = 2**14 // (-(-registers // 8) * 8 * 32)
+    by_shared_memory = 228 * 1024 // (shared_bytes + 1024)  # 1 KB of each is the system's
+    return min(4 * min(warps_of_quarter, 16) // warps, by_shared_memory, 32)
+
+
+def launches_of_resnet_1001():
+    """Threads and the most dynamic shared bytes by mangled name; empty with a GPU."""
+    if not serve_cpu.install():
+        return {}
+    found, names = {}, serve_cpu.symbols()
+
+    def record(launch):
+        if launch.kernel:
+            _, most = found.get(names[launch.kernel], (0, 0))
+            found[names[launch.kernel]] = launch.threads, max(most, launch.shared_bytes)
+
+    for width, side in ((16, 32), (32, 16), (64, 8)):
+        blocks = [pk.PreActBottleneck(4 * width, width) for _ in range(2)]
+        stage = pk.PreActStage(blocks).bfloat16()
+        with pk.use_backend("cuda"), serve_cpu.without_running(record):
+            x = torch.empty(128, 4 * width, side, side, dtype=torch.bfloat16).requires_grad_()
+            y = stage(x)
+            y.backward(torch.empty_like(y))
+    return found
 
 
 def readable(mangled):
     """Name and template arguments of a kernel, out of its mangled name."""
-    names = re.match(r"_ZN14preact_kernels4cuda\d+([a-z_0-9]+_kernel)I(.*)EEv", mangled)
+    names = re.match(r"_ZN14preact_kernels4cuda\d+([a-z_0-9]+_kernel)(?:I(.*)EEv|E)", mangled)
     if not names:
         return mangled
+    if names[2] is None:
+        return names[1]
     arguments = re.sub(r"13__nv_bfloat16", "bf16 ", names[2])
     arguments = re.sub(r"6__half", "fp16 ", arguments)
     arguments = re.sub(r"^f(?=L)", "fp32 ", arguments)
@@ -93,10 +131,10 @@ def rows():
         check=False,
     )
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
-    found = []
+    found, launches = [], launches_of_resnet_1001()
     for source in SOURCES:
         (log,) = ROOT.glob(f"build/temp.*/csrc/cuda/{Path(source).stem}.o.ptxas")
-        found += parse(source, log.read_text())
+        found += parse(source, log.read_text(), launches)
     TABLE.parent.mkdir(parents=True, exist_ok=True)
     with TABLE.open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
@@ -114,13 +152,23 @@ def test_every_kernel_is_compiled_for_every_architecture(rows):
     assert all(found == {"sm_80", "sm_90", "sm_100"} for found in kernels.values())
 
 
-def test_no_kernel_spills(rows):
-    spilling = [
-        f"{r['kernel']} for {r['architecture']}: {r['spill stores']} and {r['spill loads']} bytes"
-        for r in rows
-        if r["spill stores"] or r["spill loads"]
-    ]
-    assert not spilling, "\n".join(spilling)
+def uses_of_local_memory(rows):
+    """What is wrong with the kernels that spill, or have a stack frame."""
+    for row in rows:
+        used = [f"{row[n]} {n}" for n in ("spill stores", "spill loads", "stack bytes") if row[n]]
+        if used:
+            yield f"{row['kernel']} for {row['architecture']}: {', '.join(used)}"
+
+
+def test_no_kernel_uses_local_memory(rows):
+    assert not [*uses_of_local_memory(rows)]
+
+
+@pytest.mark.skipif(not serve_cpu.install(), reason="launches are recorded on the host")
+def test_every_kernel_of_resnet_1001_fits_on_a_multiprocessor(rows):
+    launched = [row for row in rows if row["threads"]]
+    assert len(launched) == len(LAUNCHED_FOR) * len(launches_of_resnet_1001())
+    assert not [row["kernel"] for row in launched if row["resident blocks"] < 1]
 
 
 def test_kernels_take_their_shared_memory_at_launch(rows):
@@ -206,20 +254,63 @@ def test_an_architecture_that_nvcc_lacks_is_named(setup_file, monkeypatch):
         setup_file["cuda_extension"]()
 
 
-SPILL = """
-ptxas info    : Compiling entry function '_ZN14preact_kernels4cuda15bn_stats_kernelI13__nv_bfloat16\
-Li8EEEvNS0_13BnStatsParamsIT_EE' for 'sm_80'
-ptxas info    : Function properties for _ZN14preact_kernels4cuda15bn_stats_kernel
-    216 bytes stack frame, 340 bytes spill stores, 276 bytes spill loads
+NAME = "_ZN14preact_kernels4cuda15bn_stats_kernelI13__nv_bfloat16Li8EEEvNS0_13BnStatsParamsIT_EE"
+REPORT = """
+ptxas info    : Compiling entry function '{name}' for '{architecture}'
+ptxas info    : Function properties for {name}
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
 ptxas info    : Used 128 registers, used 1 barriers, 1024 bytes smem, 408 bytes cmem[0]
 """
 
 
-def test_a_spill_is_read():
-    (row,) = parse("bn_stats.cu", SPILL)
+def parsed(stack, stores, loads, architecture="sm_90"):
+    text = REPORT.format(
+        name=NAME, architecture=architecture, stack=stack, stores=stores, loads=loads
+    )
+    (row,) = parse("bn_stats.cu", text, {NAME: (256, 90_000)})
+    return row
+
+
+def test_what_ptxas_says_is_read():
+    row = parsed(216, 340, 276)
     assert tuple(row.values()) == (
-        "bn_stats.cu", "bn_stats_kernel<bf16, 8>", "sm_80", 128, 340, 276, 216, 1024,
+        "bn_stats.cu", "bn_stats_kernel<bf16, 8>", "sm_90", 128, 340, 276, 216, 1024,
+        256, 90_000, 2,
     )  # fmt: skip
+    assert [*parsed(0, 0, 0, "sm_80").values()][-3:] == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((216, 340, 276), "340 spill stores, 276 spill loads, 216 stack bytes"),
+        ((0, 4, 0), "4 spill stores"),
+        ((0, 0, 8), "8 spill loads"),
+        ((16, 0, 0), "16 stack bytes"),  # an array that is indexed by a variable
+    ],
+)
+def test_local_memory_is_found(numbers, message):
+    found = uses_of_local_memory([parsed(0, 0, 0), parsed(*numbers)])
+    assert [*found] == [f"bn_stats_kernel<bf16, 8> for sm_90: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "shared_bytes", "blocks"),
+    [
+        (32, 256, 0, 8),  # 2,048 threads
+        (128, 256, 0, 2),
+        (129, 256, 0, 1),  # registers of 12 warps
+        (40, 64, 0, 24),  # registers of 48 warps
+        (16, 32, 0, 32),
+        (64, 256, 100_000, 2),
+        (64, 256, 115_712, 2),
+        (64, 256, 115_713, 1),
+        (255, 256, 227 * 1024, 1),
+        (255, 512, 0, 0),
+    ],
+)
+def test_resident_blocks_are_those_that_fit(registers, threads, shared_bytes, blocks):
+    assert resident_blocks(registers, threads, shared_bytes) == blocks
 
 
 def test_the_library_names_neither_a_python_nor_a_version_of_torch(rows):

@@ -294,6 +294,25 @@ def test_backward_of_a_folded_gradient_keeps_the_budget(case, dtype):
     check_case(case, backward_inputs(case, dtype), ALL)
 
 
+def resnet_1001_cases():
+    """The convolutions of its blocks; without a GPU of as many images as make six tiles a block."""
+    for width, side, images in ((16, 32, 3), (32, 16, 6), (64, 8, 6)):
+        for batch in [images] if IS_CUDA_ON_HOST else [128, 64]:
+            yield Case(batch, side, side, 4 * width, width, 1)
+            yield Case(batch, side, side, width, width, 3)
+            yield Case(batch, side, side, width, 4 * width, 1)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.not_under_sanitizer
+@every_dtype
+@pytest.mark.parametrize("case", [*resnet_1001_cases()], ids=str)
+def test_many_tiles_a_block_keep_the_budget(case, dtype):
+    set_schedule(multiprocessors=1)
+    check_case(case, forward_inputs(case, dtype), True)
+    check_case(case, backward_inputs(case, dtype), ALL)
+
+
 @pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
 @typical
 @pytest.mark.parametrize(("residual", "stats"), [(False, False), (False, True), (True, False)])
@@ -313,6 +332,25 @@ def test_every_combination_of_flags(case, fold, needs):
     found = check_case(case, backward_inputs(case, torch.bfloat16, fold), wanted)
     names = ["g", "sums"] * wanted.input + ["conv_weight"] * wanted.weight + ["dy"] * wanted.dy
     assert list(found) == names
+
+
+@pytest.mark.not_under_sanitizer
+@pytest.mark.parametrize("case", [Case(3, 16, 16, 16, 64, 1), Case(3, 16, 16, 64, 64, 3)], ids=str)
+def test_images_at_the_end_of_a_batch_do_not_depend_on_its_size(case):
+    """On a GPU behind 2^31 elements."""
+    if not IS_CUDA_ON_HOST:
+        if torch.cuda.mem_get_info()[0] < 48 * 2**30:
+            pytest.skip("needs 48 GiB of GPU memory")
+        case = case._replace(images=2**17 + 3)
+    for inputs, options, name in (
+        (forward_inputs(case, torch.bfloat16), False, "y"),
+        (backward_inputs(case, torch.bfloat16), Wanted(True, False), "g"),
+    ):
+        last = mapped(inputs, lambda t: t[-2:] if t.dim() == 4 else t)
+        last = last._replace(conv_weight=inputs.conv_weight)
+        expected = call(kernels(), case._replace(images=2), last, options)[name]
+        found = call(kernels(), case, inputs, options)[name]
+        assert_same_bits({name: found[-2:]}, {name: expected})
 
 
 def launches(run) -> list[str]:
@@ -486,6 +524,29 @@ def test_nan_passes_through(case):
     for name, t in expected.items():
         assert torch.equal(found[name].isnan(), t.isnan())
     torch.testing.assert_close(found["g"][middle], expected["g"][middle], rtol=0.02, atol=0)
+
+
+LOW_NAN = 0x7F800001  # infinite without the low bits that TF32 does not have
+
+
+@typical
+@pytest.mark.parametrize("name", ["x", "dy", "conv_weight"])
+def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(case, name):
+    for inputs, options in (
+        (forward_inputs(case, torch.float32, False), False),
+        (backward_inputs(case, torch.float32, "none"), Wanted(True, True)),
+    ):
+        if name not in inputs._fields:
+            continue
+        changed = getattr(inputs, name)
+        changed.view(torch.int32)[0, 3, case.side // 2, case.side // 2] = LOW_NAN
+        assert changed.isnan().sum() == 1
+        found = call(kernels(), case, inputs, options)
+        expected = call(reference, case, inputs, options)
+        assert any(t.isnan().any() for t in expected.values())
+        for result, t in expected.items():
+            assert torch.equal(found[result].isnan(), t.isnan()), result
+            assert torch.equal(found[result].isinf(), t.isinf()), result
 
 
 @pytest.mark.parametrize("changed", ["x", "dy"])

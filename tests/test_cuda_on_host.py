@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 from tests.cuda_on_host import build
 
@@ -18,11 +17,15 @@ if shutil.which(build.CXX[0]) is None:
 
 SEEDS = range(20)
 COUNT = 64
+ENTRIES = (
+    "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "grid_barrier",
+    "empty_grid",
+)  # fmt: skip
 
 
 def load(path):
     library = ctypes.CDLL(str(path))
-    for name in ("reverse", "stray", "divergent", "copy", "empty_grid", "multiply_add"):
+    for name in ENTRIES:
         getattr(library, name).restype = ctypes.c_char_p
     return library
 
@@ -32,13 +35,19 @@ def planted():
     return load(build.build("planted"))
 
 
-def run(library, name, variant=0, seed=0, count=COUNT):
+def run(library, name, variant=0, seed=0, count=COUNT, resident_blocks=4):
     """The output of a planted kernel on random numbers, those numbers, and the message."""
     values = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     out = np.full(count, np.nan, np.float32)
-    library.cuda_on_host_set(ctypes.c_uint64(seed), 2)
+    library.cuda_on_host_set(ctypes.c_uint64(seed), 2, resident_blocks)
     pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (values, out))
     return out, values, getattr(library, name)(*pointers, variant).decode()
+
+
+def lines_of(name, text):
+    """The numbers of the lines of a file of the harness that contain `text`."""
+    lines = (build.HERE / name).read_text().splitlines()
+    return [number for number, line in enumerate(lines, 1) if text in line]
 
 
 def test_every_schedule_of_a_right_kernel_gives_its_result(planted):
@@ -103,34 +112,66 @@ def test_a_copy_that_is_not_aligned_is_an_error(planted, variant):
     assert "copy: cp_async_16: not aligned" in run(planted, "copy", variant)[2]
 
 
-def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
-    assert planted.empty_grid().decode() == "empty: invalid configuration: blocks of a grid"
+def test_vectors_that_are_aligned_are_copied(planted):
+    out, values, message = run(planted, "vectors")
+    assert not message
+    np.testing.assert_array_equal(out, values)
+
+
+@pytest.mark.parametrize("variant", [1, 2])
+def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted, variant):
+    (line,) = lines_of("planted.cpp", ("const float4 four =", ") = four;")[variant - 1])
+    message = run(planted, "vectors", variant)[2]
+    assert re.fullmatch(
+        rf"vectors: .*planted\.cpp:{line}: an access of '.*float4' that is not aligned to 16 bytes "
+        r"\(thread \d+\)",
+        message,
+    ), message
+
+
+MEETINGS = {
+    "count": lambda values: np.full(1, 8),
+    "last_block": lambda values: np.add.accumulate(values[:8]),
+    "grid_barrier": lambda values: 3 * values[:8][::-1],
+}
+
+
+def right_schedules(library, name, variant, resident_blocks=8):
+    """The seeds with which blocks that meet give the right result."""
+    found = []
+    for seed in SEEDS:
+        out, values, message = run(library, name, variant, seed, resident_blocks=resident_blocks)
+        assert not message
+        right = MEETINGS[name](values)
+        found += [seed] * np.array_equal(out[: right.size], right)
+    return found
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_blocks_that_meet_rightly_give_the_result_in_every_schedule(planted, name):
+    assert right_schedules(planted, name, 0) == list(SEEDS)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "transposed"),
-    [
-        (torch.bfloat16, False),
-        (torch.bfloat16, True),
-        (torch.float16, False),
-        (torch.float16, True),
-        (torch.float32, False),  # ldmatrix moves elements of 16 bits
-    ],
+    ("name", "variant"), [("count", 1), ("last_block", 1), ("last_block", 2), ("grid_barrier", 2)]
 )
-def test_matrix_instructions_agree_with_a_matrix_product(planted, dtype, transposed):
-    torch.manual_seed(0)
-    k = 8 if dtype == torch.float32 else 16
-    a, b, d = torch.randn(16, k).to(dtype), torch.randn(8, k).to(dtype), torch.randn(16, 8)
-    given = b.t().contiguous() if transposed else b
-    if dtype == torch.float32:
-        bits = [(t.view(torch.int32) + 0x1000) & ~0x1FFF for t in (a, b)]  # as TF32 rounds
-        expected = d.double() + bits[0].view(dtype).double() @ bits[1].view(dtype).double().t()
-    else:
-        expected = d.double() + a.double() @ b.double().t()
-    kind = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (a, given, d))
-    assert not planted.multiply_add(*pointers, kind, transposed)
-    assert torch.equal(d, expected.float())
+def test_blocks_that_meet_wrongly_show_in_some_schedules(planted, name, variant):
+    assert len(right_schedules(planted, name, variant)) < len(SEEDS)
+
+
+def test_blocks_that_run_one_after_another_hide_how_they_meet(planted):
+    for name, variant in (("count", 1), ("last_block", 2)):
+        assert right_schedules(planted, name, variant, resident_blocks=1) == list(SEEDS)
+
+
+@pytest.mark.parametrize(("variant", "resident_blocks"), [(1, 8), (0, 7)])
+def test_a_barrier_of_the_grid_that_never_opens_is_an_error(planted, variant, resident_blocks):
+    message = run(planted, "grid_barrier", variant, resident_blocks=resident_blocks)[2]
+    assert message.startswith("grid_barrier: a loop that waits for what no running block does")
+
+
+def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
+    assert planted.empty_grid().decode() == "empty: invalid configuration: blocks of a grid"
 
 
 # Without torch, which takes seconds to import there.

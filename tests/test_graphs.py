@@ -15,16 +15,18 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.graphs import _CapturedStep, _check_capturable, _State
+from preact_kernels.ops import dispatch as backends
 from tests.oracle import assert_same_bits, same_bits
+from tests.test_preact_stage import recorded_calls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 
 
-def batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(4, 3, 16, 16, generator=generator)
-    return images.to(DEVICE), torch.randint(10, (4,), generator=generator).to(DEVICE)
+def batch(seed=0, count=4, side=16):
+    on_cpu = {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}
+    images = torch.randn(count, 3, side, side, **on_cpu)
+    return images.to(DEVICE), torch.randint(10, (count,), **on_cpu).to(DEVICE)
 
 
 def network(**options):
@@ -54,6 +56,31 @@ def test_steps_equal_those_written_out(memory):
         loss = step(*batch(seed))
         assert same_bits(loss, written_out(other, other_optimizer, *batch(seed)))
         assert not loss.requires_grad
+    assert_same_bits(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.backends("cuda", slow=("triton",))
+@pytest.mark.parametrize("memory", ["store", "rebuild"])
+def test_steps_of_bottlenecks_under_autocast_equal_those_written_out(memory, backend, monkeypatch):
+    size = (128, 32) if DEVICE == "cuda" else (2, 8)
+    batches = [batch(seed, *size) for seed in range(2)]
+    kernels = backends.select(backend, DEVICE, torch.bfloat16)
+    runs = "block_run_forward"
+    calls = recorded_calls(
+        kernels, runs if hasattr(kernels, runs) else "bn_relu_conv_forward", monkeypatch
+    )
+    model = network(block="bottleneck", memory=memory)
+    other = copy.deepcopy(model)
+    optimizer, other_optimizer = sgd(model), sgd(other)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        step = pk.graphed_step(model, F.cross_entropy, optimizer, *batches[0])
+    for x, target in batches:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = step(x, target)
+        with torch.autocast(DEVICE, torch.bfloat16):  # which keeps casts of weights until its end
+            expected = written_out(other, other_optimizer, x, target)
+        assert same_bits(loss, expected)
+    assert calls
     assert_same_bits(model.state_dict(), other.state_dict())
 
 

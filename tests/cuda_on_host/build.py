@@ -3,7 +3,8 @@
     python -m tests.cuda_on_host.build
 
 `kernels` is the CUDA library as it is, for CPU tensors; `planted` holds the kernels of the tests of
-the harness. Each also with `sanitize`, under AddressSanitizer.
+the harness, `fragments` the wrappers of matrix instructions one by one, `exact_sums` those sums.
+Each also with `sanitize`, under AddressSanitizer.
 """
 
 import fcntl
@@ -22,19 +23,24 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "cuda_on_host"
 CXX = shlex.split(os.environ.get("CXX") or "c++")
-# No fused multiply-add where the source has none: the processor that compiles decides nothing.
+# No fused multiply-add where the source has none: the processor that compiles decides nothing. What
+# is called at an access that is not aligned is in alignment.cpp.
 FLAGS = [
     "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fsanitize=alignment",
     "-Wall", "-Wno-unknown-pragmas", "-DPK_CUDA_ON_HOST", f"-I{HERE}", f"-I{ROOT / 'csrc'}",
 ]  # fmt: skip
 SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
+
+LIBRARIES = ("planted", "fragments", "exact_sums", "kernels")
+WITH_TORCH = ("exact_sums", "kernels")  # those that include torch's headers
 
 
 def _torch_flags() -> tuple[list[str], list[str]]:
     """To compile and to link against torch's stable ABI."""
     from torch.utils import cpp_extension
 
-    include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    include = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     (folder,) = cpp_extension.library_paths()
     return (
         [*include, "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)],
@@ -47,17 +53,18 @@ def _digest(*parts: str) -> str:
 
 
 def build(name: str, sanitize: bool = False) -> Path:
-    """The shared library `kernels` or `planted`, compiled where something changed.
+    """One of `LIBRARIES` for the host, compiled where something changed.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
     compile_flags, link_flags = list(FLAGS), ["-shared"]
-    sources = [HERE / "control.cpp"]
-    if name == "planted":
-        sources.append(HERE / "planted.cpp")
-    else:
+    sources = [HERE / "control.cpp", HERE / "alignment.cpp"]
+    if name == "kernels":
         sources += [HERE / "addresses.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    else:
+        sources.append(HERE / f"{name}.cpp")
+    if name in WITH_TORCH:
         more_compile_flags, more_link_flags = _torch_flags()
         compile_flags += more_compile_flags
         link_flags += more_link_flags
@@ -90,6 +97,34 @@ def build(name: str, sanitize: bool = False) -> Path:
     return library
 
 
+def nvcc() -> str | None:
+    """The path of nvcc, or None."""
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def build_for_gpu(name: str, capability: tuple[int, int]) -> Path:
+    """`fragments` or `exact_sums` for a GPU, compiled where something changed.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    flags = ["-std=c++17", "-shared", "-Xcompiler=-fPIC", "-arch=sm_{}{}".format(*capability)]
+    flags.append(f"-I{ROOT / 'csrc'}")
+    if name in WITH_TORCH:
+        include, _ = _torch_flags()
+        flags += include
+    source = HERE / f"{name}.cpp"
+    around = [source, HERE / "entry.h", ROOT / "csrc/args.h", *(ROOT / "csrc/cuda").glob("*.cuh")]
+    folder = OUT / f"{name}_for_gpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{name}-{_digest(*flags, *(path.read_text() for path in around))}.so"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _run([nvcc() or "nvcc", *flags, "-x", "cu", str(source), "-o", str(library)])
+    return library
+
+
 def sanitizer_environment() -> dict[str, str]:
     """What a process needs in its environment to load a library that was built to `sanitize`."""
     # The C++ runtime beside it, or the sanitizer does not find what throws exceptions.
@@ -110,5 +145,6 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     if shutil.which(CXX[0]) is None:
         sys.exit(0)  # and the tests that need it are skipped
-    for library, sanitized in (("planted", False), ("planted", True), ("kernels", False)):
-        print(build(library, sanitized))
+    for library in LIBRARIES:
+        print(build(library))
+    print(build("planted", sanitize=True))

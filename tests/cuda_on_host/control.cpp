@@ -2,11 +2,14 @@
 
 #include "device.h"
 
-// The order of threads and blocks, and how many multiprocessors launches are told of.
+// The order of threads and blocks, how many multiprocessors launches are told of, and how many
+// blocks run at once.
 extern "C" __attribute__((visibility("default"))) void cuda_on_host_set(uint64_t seed,
-                                                                        int multiprocessors) {
+                                                                        int multiprocessors,
+                                                                        int resident_blocks) {
   cuda_on_host::settings.seed = seed;
   cuda_on_host::settings.multiprocessors = multiprocessors;
+  cuda_on_host::settings.resident_blocks = resident_blocks;
 }
 
 // What is called in place of every launch and fill; null runs them again.

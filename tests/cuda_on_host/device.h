@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "grid.h"
 #include "numbers.h"
@@ -101,23 +102,24 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, PK_SI
   });
 }
 
-inline void __threadfence() {}
-inline unsigned atomicAdd(unsigned* address, unsigned value) {
-  const unsigned before = *address;
-  *address += value;
-  return before;
-}
-inline int atomicAdd(int* address, int value) {
-  const int before = *address;
-  *address += value;
-  return before;
-}
+// Where blocks meet: others may run before and after each of these.
+inline void __threadfence() { cuda_on_host::Block::running->yield(); }
 template <class T>
-T __ldg(const T* address) {
-  return *address;
+T atomicAdd(T* address, std::decay_t<T> value) {
+  static_assert(std::is_integral_v<T>, "sums of floats depend on the order of the blocks");
+  cuda_on_host::Block::running->yield();
+  const T before = *address;
+  *address += value;
+  cuda_on_host::Block::running->yield();
+  return before;
 }
 template <class T>
 T __ldcg(const T* address) {
+  cuda_on_host::Block::running->yield();
+  return *address;
+}
+template <class T>
+T __ldg(const T* address) {
   return *address;
 }
 inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
@@ -158,7 +160,7 @@ float2 unpack_pair(uint32_t pair) {
 inline void wait_for_predecessors() {}
 inline void let_dependents_start() {}
 
-inline void add_relaxed(uint64_t* to, uint64_t added) { *to += added; }
+inline void add_relaxed(uint64_t* to, uint64_t added) { atomicAdd(to, added); }
 
 inline unsigned char* dynamic_shared() { return cuda_on_host::Block::running->shared; }
 
@@ -190,12 +192,6 @@ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row, PK_SITE) {
 }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, PK_SITE) {
   load_matrices<4, true>("ldmatrix_x4_trans", r, row, {file, line});
-}
-inline void ldmatrix_x2(uint32_t (&r)[2], const void* row, PK_SITE) {
-  load_matrices<2, false>("ldmatrix_x2", r, row, {file, line});
-}
-inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* row, PK_SITE) {
-  load_matrices<2, true>("ldmatrix_x2_trans", r, row, {file, line});
 }
 
 // d += a * b for a [16, K] and b [K, 8], spread over a warp: `kPack` elements a register. With
@@ -240,16 +236,23 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
     return i == 0 ? both.x : both.y;
   });
 }
+constexpr uint32_t kTf32Nan = 0x7fffffffu;
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                              PK_SITE) {
+  for (const uint32_t bits : {a[0], a[1], a[2], a[3], b[0], b[1]}) {
+    // The hardware cuts bits off: numbers would be less exact, and a NaN may become infinite.
+    if (bits & 0x1fffu && bits != kTf32Nan) {
+      cuda_on_host::Block::running->fail("mma_m16n8k8_tf32: an operand that to_tf32 did not round");
+    }
+  }
   multiply<1>("mma_m16n8k8_tf32", d, a, b, {file, line},
-              [](uint32_t bits, int) { return __uint_as_float(bits & ~0x1fffu); });
+              [](uint32_t bits, int) { return __uint_as_float(bits); });
 }
-// To nearest, ties away from zero; what mma_m16n8k8_tf32 would otherwise cut off.
+// To nearest, ties away from zero.
 inline uint32_t to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
-  if ((bits & 0x7f800000u) == 0x7f800000u) return value != value ? 0x7fffffffu : bits;
-  return (bits + 0x1000u) & ~0x1fffu;
+  if (value != value) return kTf32Nan;
+  return std::isinf(value) ? bits : (bits + 0x1000u) & ~0x1fffu;
 }
 
 // A copy in flight leaves NaN where it goes, and lands when its thread waits for it: neither a read
@@ -290,8 +293,9 @@ template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t, const Params& params, bool is_dependent = false) {
   if (cuda_on_host::settings.listener) {
-    const cuda_on_host::Launch launch{name,    blocks,         threads, shared_bytes,
-                                      &params, sizeof(Params), 0,       is_dependent};
+    const void* address = reinterpret_cast<const void*>(kernel);
+    const cuda_on_host::Launch launch{name,           blocks, threads,      shared_bytes, &params,
+                                      sizeof(Params), 0,      is_dependent, address};
     return cuda_on_host::settings.listener(&launch);
   }
   try {

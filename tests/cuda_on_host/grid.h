@@ -1,15 +1,18 @@
-// Runs a grid on the CPU: blocks one after another, the threads of a block as fibers.
+// Runs a grid on the CPU: several blocks at once, the threads of a block as fibers.
 //
-// A thread runs until it waits for others (at a barrier, in a warp collective) or returns; which of
-// the threads that can run is next, and which block, a seeded generator draws. So a kernel that
-// lacks a barrier meets schedules in which it shows. Shared memory is a heap block of the size that
-// was launched with, new for each block and full of NaN.
+// A thread runs until it waits for others (at a barrier, in a warp collective), reaches an atomic
+// operation, or returns. Which thread is next, and which block, a seeded generator draws. So a
+// kernel that lacks a barrier, or whose blocks meet without an atomic operation, has schedules in
+// which it shows, and a barrier of the grid can spin while the other blocks arrive. Shared memory
+// is a heap block of the size that was launched with, new for each block and full of NaN.
 //
 // Errors, thrown by `run_grid`: a barrier that some threads of the block do not reach, or reach at
-// another line; a warp collective that some lanes do not reach; copies and matrix loads that miss
-// shared memory or are not aligned; launches that no GPU takes.
+// another line; a warp collective that some lanes do not reach; a loop that waits for what no
+// running block does; copies and matrix loads that miss shared memory; accesses that are not
+// aligned (alignment.cpp); launches that no GPU takes.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -68,12 +71,14 @@ struct Launch {
   size_t params_bytes;
   size_t filled_bytes = 0;    // of a fill
   bool is_dependent = false;  // may begin before the launch ahead of it has ended
+  const void* kernel = nullptr;
 };
 
 // What tests set: see `control.cpp`.
 struct Settings {
   uint64_t seed = 0;
   int multiprocessors = 2;
+  int resident_blocks = 4;                    // that run at once
   void (*listener)(const Launch*) = nullptr;  // called in place of every launch and fill
 };
 inline Settings settings;
@@ -102,24 +107,24 @@ struct Warp {
 
 class Block {
  public:
-  Block(dim3 grid, dim3 threads, size_t shared_bytes, uint64_t seed)
-      : grid(grid), dim(threads), shared_bytes(shared_bytes), generator_(seed) {
+  // `slot` numbers the blocks that run at once.
+  Block(dim3 grid, dim3 threads, size_t shared_bytes, size_t slot)
+      : grid(grid), dim(threads), shared_bytes(shared_bytes) {
     static thread_local std::vector<std::unique_ptr<Thread>> pool;  // stacks are used again
-    while (pool.size() < dim.count()) pool.push_back(std::make_unique<Thread>());
-    for (size_t i = 0; i < dim.count(); ++i) threads_.push_back(pool[i].get());
+    const size_t first = slot * dim.count();
+    while (pool.size() < first + dim.count()) pool.push_back(std::make_unique<Thread>());
+    for (size_t i = 0; i < dim.count(); ++i) threads_.push_back(pool[first + i].get());
   }
 
-  // Runs the block of that index.
-  void run(dim3 block_index, const std::function<void()>& kernel) {
+  // Makes the next calls of `step` run the block of that index.
+  void start(dim3 block_index, const std::function<void()>& kernel) {
     index = block_index;
     kernel_ = &kernel;
     void* memory = nullptr;
     if (posix_memalign(&memory, 128, shared_bytes) != 0) throw std::bad_alloc();
-    std::unique_ptr<void, void (*)(void*)> owner(memory, std::free);
+    shared_owner_.reset(memory);
     std::memset(memory, 0xff, shared_bytes);
     shared = static_cast<unsigned char*>(memory);
-    at_barrier_.clear();
-    ready_.clear();
     warps_.assign((threads_.size() + kLanes - 1) / kLanes, Warp());
     finished_ = 0;
     for (unsigned i = 0; i < threads_.size(); ++i) {
@@ -131,7 +136,41 @@ class Block {
       thread.fiber.start([](void* block) { (*static_cast<Block*>(block)->kernel_)(); }, this);
       ready_.push_back(&thread);
     }
-    schedule();
+  }
+
+  // Runs one thread until it suspends; whether there is more to run.
+  bool step(Generator& generator) {
+    if (ready_.empty()) {
+      error_ = "threads wait for others that never come";
+      for (const Warp& warp : warps_) {
+        if (warp.arrived) error_ += std::string(": ") + warp.name + " at " + warp.site.text();
+      }
+      throw std::runtime_error(error_);
+    }
+    std::swap(ready_[generator.below(ready_.size())], ready_.back());
+    current = ready_.back();
+    ready_.pop_back();
+    running = this;
+    has_yielded = false;
+    current->fiber.resume();
+    running = nullptr;
+    if (error_.empty() && current->fiber.is_done()) {
+      ++finished_;
+      yields_ = 0;
+      if (!at_barrier_.empty()) {
+        error_ = "a barrier that some threads do not reach, at " + barrier_site_.text();
+      }
+    }
+    if (!error_.empty()) throw std::runtime_error(error_);
+    return finished_ != threads_.size();
+  }
+
+  // Lets other threads and other blocks run before the current thread goes on.
+  void yield() {
+    if (++yields_ > kMostYields) fail("a loop that waits for what no running block does");
+    has_yielded = true;
+    ready_.push_back(current);
+    current->fiber.suspend();
   }
 
   // Waits for all threads of the block; whether any of them voted.
@@ -151,6 +190,7 @@ class Block {
         ready_.push_back(thread);
       }
       at_barrier_.clear();
+      yields_ = 0;
     }
     Thread* self = current;
     self->fiber.suspend();
@@ -176,6 +216,7 @@ class Block {
       for (unsigned i = 0; i < kLanes; ++i) lanes[i] = static_cast<Operands*>(warp.operands[i]);
       body(lanes);
       warp.arrived = 0;
+      yields_ = 0;
       const unsigned first = current->linear - lane;
       for (unsigned i = 0; i < kLanes; ++i) ready_.push_back(threads_[first + i]);
     }
@@ -202,40 +243,19 @@ class Block {
   size_t shared_bytes;
   unsigned char* shared = nullptr;
   Thread* current = nullptr;
+  bool has_yielded = false;  // the thread that ran last
 
   static inline thread_local Block* running = nullptr;
 
  private:
-  void schedule() {
-    running = this;
-    error_.clear();
-    while (!ready_.empty()) {
-      std::swap(ready_[generator_.below(ready_.size())], ready_.back());
-      current = ready_.back();
-      ready_.pop_back();
-      current->fiber.resume();
-      if (error_.empty() && current->fiber.is_done()) {
-        ++finished_;
-        if (!at_barrier_.empty()) {
-          error_ = "a barrier that some threads do not reach, at " + barrier_site_.text();
-        }
-      }
-      if (!error_.empty()) break;
-    }
-    running = nullptr;
-    if (error_.empty() && finished_ != threads_.size()) {
-      error_ = "threads wait for others that never come";
-      for (const Warp& warp : warps_) {
-        if (warp.arrived) error_ += std::string(": ") + warp.name + " at " + warp.site.text();
-      }
-    }
-    if (!error_.empty()) throw std::runtime_error(error_);
-  }
+  static constexpr size_t kMostYields = size_t(1) << 24;
+
+  static inline thread_local size_t yields_ = 0;  // of all blocks, since threads last went on
 
   std::vector<Thread*> threads_, ready_, at_barrier_;
   std::vector<Warp> warps_;
+  std::unique_ptr<void, void (*)(void*)> shared_owner_{nullptr, std::free};
   const std::function<void()>* kernel_ = nullptr;
-  Generator generator_;
   Site barrier_site_{};
   int vote_ = 0;
   size_t finished_ = 0;
@@ -258,9 +278,28 @@ inline void run_grid(dim3 grid, dim3 threads, size_t shared_bytes,
     order[i] = i;
     std::swap(order[i], order[generator.below(i + 1)]);
   }
-  Block block(grid, threads, shared_bytes, settings.seed);
-  for (const size_t i : order) {
-    block.run(dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y), kernel);
+  const auto block_index = [&](size_t i) {
+    return dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
+  };
+  size_t next = 0;
+  std::vector<std::unique_ptr<Block>> running;
+  for (; next < std::min<size_t>(order.size(), settings.resident_blocks); ++next) {
+    running.push_back(std::make_unique<Block>(grid, threads, shared_bytes, next));
+    running.back()->start(block_index(order[next]), kernel);
+  }
+  // From a step of each block in turn to most of a block before the next. Where blocks may meet,
+  // others often run, or wrong orders that take many steps of others would never be seen.
+  const size_t steps = size_t(1) << 4 * generator.below(4);
+  for (size_t at = 0; !running.empty();) {
+    const bool meets = running[at]->has_yielded;
+    if (generator.below(meets ? 2 : steps) == 0) at = generator.below(running.size());
+    if (running[at]->step(generator)) continue;
+    if (next < order.size()) {
+      running[at]->start(block_index(order[next++]), kernel);
+    } else {
+      running.erase(running.begin() + at);
+      at = 0;
+    }
   }
 }
 

@@ -2,9 +2,7 @@
 //
 // The entry points return what was thrown, or an empty text.
 
-#include <string>
-
-#include "cuda/device.cuh"
+#include "entry.h"
 
 using namespace preact_kernels::cuda;
 
@@ -15,7 +13,8 @@ constexpr unsigned kThreads = 64;
 struct Params {
   const float* in;
   float* out;
-  int variant;  // 0 is right
+  int variant;                   // 0 is right
+  unsigned* counters = nullptr;  // zeros
 };
 
 // out = in, turned round within each block by way of shared memory.
@@ -68,63 +67,71 @@ __global__ void copy_kernel(Params p) {
   for (int i = 0; i < 4; ++i) p.out[at + i] = tile[at + i];
 }
 
-struct MmaParams {
-  const void *a, *b;  // [16, K] and [8, K], 16-bit elements, or fp32 for TF32
-  float* d;           // [16, 8], added to
-  int type;           // 0 BFloat16, 1 Half, 2 TF32
-  bool transposed;    // b is [K, 8]
-};
-
-// d += a * b^T by one warp, operands by way of shared memory and ldmatrix where they have 16 bits.
-__global__ void mma_kernel(MmaParams p) {
-  const unsigned lane = threadIdx.x, group = lane / 4, rank = lane % 4;
-  uint32_t a[4], b[2];
-  float d[4];
-  float* corner = p.d + group * 8 + rank * 2;
-  for (int i = 0; i < 4; ++i) d[i] = corner[i / 2 * 64 + i % 2];
-  if (p.type == 2) {
-    const float *left = static_cast<const float*>(p.a), *right = static_cast<const float*>(p.b);
-    for (int i = 0; i < 4; ++i) a[i] = to_tf32(left[(group + i % 2 * 8) * 8 + rank + i / 2 * 4]);
-    for (int i = 0; i < 2; ++i) b[i] = to_tf32(right[group * 8 + rank + i * 4]);
-    mma_m16n8k8_tf32(d, a, b);
-  } else {
-    uint16_t* left = reinterpret_cast<uint16_t*>(dynamic_shared());
-    uint16_t* right = left + 16 * 16;
-    for (unsigned i = lane; i < 16 * 16; i += 32) left[i] = static_cast<const uint16_t*>(p.a)[i];
-    for (unsigned i = lane; i < 8 * 16; i += 32) right[i] = static_cast<const uint16_t*>(p.b)[i];
-    __syncwarp();
-    ldmatrix_x4(a, left + lane % 16 * 16 + lane / 16 * 8);
-    if (p.transposed) {
-      ldmatrix_x2_trans(b, right + lane % 16 * 8);
-    } else {
-      ldmatrix_x2(b, right + lane % 8 * 16 + lane / 8 % 2 * 8);
-    }
-    if (p.type == 0) {
-      mma_m16n8k16(d, a, b, BFloat16());
-    } else {
-      mma_m16n8k16(d, a, b, Half());
-    }
-  }
-  for (int i = 0; i < 4; ++i) corner[i / 2 * 64 + i % 2] = d[i];
+// out = in, four at a time. 1: loads are not aligned. 2: stores are not.
+__global__ void vector_kernel(Params p) {
+  const unsigned at = 4 * threadIdx.x;
+  const float4 four = *reinterpret_cast<const float4*>(p.in + at + 2 * (p.variant == 1));
+  *reinterpret_cast<float4*>(p.out + at + 2 * (p.variant == 2)) = four;
 }
 
-std::string message;
-
-template <class P>
-const char* run(const char* name, void (*kernel)(P), unsigned blocks, unsigned threads,
-                size_t shared_bytes, const P& params) {
-  message.clear();
-  try {
-    launch(name, kernel, dim3(blocks), dim3(threads), shared_bytes, nullptr, params);
-  } catch (const std::exception& error) {
-    message = error.what();
+// out[0] = the number of blocks. 1: reads and writes in two steps.
+__global__ void count_kernel(Params p) {
+  if (p.variant == 0) {
+    if (threadIdx.x == 0) atomicAdd(p.counters, 1u);
+  } else {
+    const unsigned before = p.counters[0];
+    __syncthreads();
+    if (threadIdx.x == 0) p.counters[0] = before + 1;
   }
-  return message.c_str();
+  if (threadIdx.x == 0) p.out[0] = static_cast<float>(p.counters[0]);
+}
+
+// out = in of the blocks before it, added by the last block to count itself. 1: by the last of the
+// grid. 2: a block counts itself before it has stored its part.
+__global__ void last_block_kernel(Params p) {
+  float* parts = p.out + gridDim.x;
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    if (p.variant != 2) parts[blockIdx.x] = p.in[blockIdx.x];
+    if (p.variant == 1) {
+      is_last = blockIdx.x == gridDim.x - 1;
+    } else {
+      __threadfence();
+      is_last = atomicAdd(p.counters, 1u) == gridDim.x - 1;
+    }
+    if (p.variant == 2) parts[blockIdx.x] = p.in[blockIdx.x];
+  }
+  if (!__syncthreads_or(is_last) || threadIdx.x != 0) return;
+  float sum = 0;
+  for (unsigned i = 0; i < gridDim.x; ++i) p.out[i] = sum += parts[i];
+}
+
+// out = in of the blocks in another order, with a barrier of the grid between. 1: that waits for
+// one block more than there is. 2: no barrier.
+__global__ void grid_barrier_kernel(Params p) {
+  float* copy = p.out + gridDim.x;
+  for (unsigned turn = 1; turn <= 3; ++turn) {
+    if (threadIdx.x == 0) copy[blockIdx.x] = turn * p.in[blockIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0 && p.variant != 2) {
+      __threadfence();
+      atomicAdd(p.counters, 1u);
+      while (__ldcg(p.counters) < turn * gridDim.x + p.variant) {
+      }
+      __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) p.out[blockIdx.x] = copy[gridDim.x - 1 - blockIdx.x];
+    if (threadIdx.x == 0) {  // nobody may overwrite `copy` before all have read it
+      atomicAdd(p.counters + 1, 1u);
+      while (p.variant != 2 && __ldcg(p.counters + 1) < turn * gridDim.x) {
+      }
+    }
+    __syncthreads();
+  }
 }
 
 }  // namespace
-
-#define PK_ENTRY extern "C" __attribute__((visibility("default"))) const char*
 
 PK_ENTRY reverse(const float* in, float* out, int variant) {
   return run("reverse", reverse_kernel, 4, kThreads, kThreads * 4, Params{in, out, variant});
@@ -138,7 +145,22 @@ PK_ENTRY divergent(const float* in, float* out, int variant) {
 PK_ENTRY copy(const float* in, float* out, int variant) {
   return run("copy", copy_kernel, 1, kThreads / 4, kThreads * 4, Params{in, out, variant});
 }
-PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
-PK_ENTRY multiply_add(const void* a, const void* b, float* d, int type, bool transposed) {
-  return run("mma", mma_kernel, 1, 32, 24 * 16 * 2, MmaParams{a, b, d, type, transposed});
+PK_ENTRY vectors(const float* in, float* out, int variant) {
+  return run("vectors", vector_kernel, 1, kThreads / 4, 0, Params{in, out, variant});
 }
+// Eight blocks; `out` has room for 16 values.
+template <class Kernel>
+const char* run_meeting(const char* name, Kernel kernel, const float* in, float* out, int variant) {
+  unsigned counters[2] = {};
+  return run(name, kernel, 8, kThreads, 0, Params{in, out, variant, counters});
+}
+PK_ENTRY count(const float* in, float* out, int variant) {
+  return run_meeting("count", count_kernel, in, out, variant);
+}
+PK_ENTRY last_block(const float* in, float* out, int variant) {
+  return run_meeting("last_block", last_block_kernel, in, out, variant);
+}
+PK_ENTRY grid_barrier(const float* in, float* out, int variant) {
+  return run_meeting("grid_barrier", grid_barrier_kernel, in, out, variant);
+}
+PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }

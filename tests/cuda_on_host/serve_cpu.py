@@ -8,6 +8,7 @@ import ctypes
 import functools
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -27,9 +28,15 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def set_schedule(seed: int = 0, multiprocessors: int = 2) -> None:
-    """Chooses the order of threads and blocks, and the multiprocessors that launches count."""
-    library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors)
+def set_schedule(seed: int = 0, multiprocessors: int = 2, resident_blocks: int = 4) -> None:
+    """Chooses a schedule, and what launches are told.
+
+    Args:
+        seed: draws the order of threads and blocks.
+        multiprocessors: that launches count.
+        resident_blocks: that run at once.
+    """
+    library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
 
 
 class Launch(NamedTuple):
@@ -42,6 +49,7 @@ class Launch(NamedTuple):
     is_dependent: bool  # may begin before the launch ahead of it has ended
     filled_bytes: int  # of a fill
     params: bytes
+    kernel: int  # its address: see `symbols`
 
 
 class _Launch(ctypes.Structure):
@@ -56,6 +64,7 @@ class _Launch(ctypes.Structure):
         ("params_bytes", ctypes.c_size_t),
         ("filled_bytes", ctypes.c_size_t),
         ("is_dependent", ctypes.c_bool),
+        ("kernel", ctypes.c_void_p),
     )
 
 
@@ -83,6 +92,7 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
                 launch.is_dependent,
                 filled_bytes,
                 params,
+                launch.kernel or 0,
             )
         )
 
@@ -93,6 +103,15 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
     finally:
         library().cuda_on_host_reserve(False)
         library().cuda_on_host_listen(None)
+
+
+def symbols() -> dict[int, str]:
+    """The mangled names of the library's functions, by their addresses."""
+    lines = subprocess.check_output(["nm", "--defined-only", library()._name], text=True)
+    offsets = {name: int(offset, 16) for offset, _, name in map(str.split, lines.splitlines())}
+    known = ctypes.cast(library().cuda_on_host_set, ctypes.c_void_p).value or 0
+    base = known - offsets["cuda_on_host_set"]
+    return {base + offset: name for name, offset in offsets.items()}
 
 
 def tensor_at(address: int) -> range | None:

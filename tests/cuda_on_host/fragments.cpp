@@ -1,0 +1,134 @@
+// The wrappers of csrc/cuda/device.cuh that compute, one by one: for the host, and for a GPU.
+
+#include <type_traits>
+
+#include "entry.h"
+
+using namespace preact_kernels::cuda;
+
+namespace {
+
+template <class T>
+constexpr int kDepth = 32 / sizeof(T);  // of one product
+
+struct ProductParams {
+  const void *a, *b;
+  float* d;
+  bool a_by_rows, b_by_rows;  // stored [depth, 16]
+  bool is_rounded;            // false: float operands as they are, which is a mistake
+};
+
+template <class T>
+__device__ void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, float>) {
+    mma_m16n8k8_tf32(d, a, b);
+  } else {
+    mma_m16n8k16(d, a, b, T());
+  }
+}
+
+// d [16, 16] += a * b^T for a and b [16, kDepth], by one warp, as the convolutions do it: by way of
+// shared memory and ldmatrix. Operands of 16 bits may be stored [kDepth, 16].
+template <class T>
+__global__ void product_kernel(ProductParams p) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  constexpr int kCount = 16 * kDepth<T>;
+  Bits* left = reinterpret_cast<Bits*>(dynamic_shared());
+  Bits* right = left + kCount;
+  const int lane = threadIdx.x;
+  for (int i = lane; i < kCount; i += 32) {
+    left[i] = static_cast<const Bits*>(p.a)[i];
+    right[i] = static_cast<const Bits*>(p.b)[i];
+    if constexpr (sizeof(T) == 4) {
+      if (p.is_rounded) {
+        left[i] = to_tf32(__uint_as_float(left[i])), right[i] = to_tf32(__uint_as_float(right[i]));
+      }
+    }
+  }
+  __syncwarp();
+
+  uint32_t a[4], both[4];
+  constexpr int kHalf = kDepth<T> / 2;  // 16 bytes
+  if (p.a_by_rows) {
+    ldmatrix_x4_trans(a, left + (lane % 8 + lane / 16 * 8) * 16 + lane / 8 % 2 * 8);
+  } else {
+    ldmatrix_x4(a, left + lane % 16 * kDepth<T> + lane / 16 * kHalf);
+  }
+  if (p.b_by_rows) {
+    ldmatrix_x4_trans(both, right + (lane % 8 + lane / 8 % 2 * 8) * 16 + lane / 16 * 8);
+  } else {
+    ldmatrix_x4(both, right + (lane % 8 + lane / 16 * 8) * kDepth<T> + lane / 8 % 2 * kHalf);
+  }
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t b[2] = {both[2 * half], both[2 * half + 1]};
+    float* corner = p.d + lane / 4 * 16 + half * 8 + lane % 4 * 2;
+    float d[4] = {corner[0], corner[1], corner[128], corner[129]};
+    multiply<T>(d, a, b);
+    corner[0] = d[0], corner[1] = d[1], corner[128] = d[2], corner[129] = d[3];
+  }
+}
+
+struct ConversionParams {
+  const float* in;
+  float* out;
+};
+
+// out = in, rounded to T: for TF32 where T is float. Even blocks convert pairs, odd ones single
+// values.
+template <class T>
+__global__ void conversion_kernel(ConversionParams p) {
+  const unsigned i = (blockIdx.x * 32 + threadIdx.x) * 2;
+  if constexpr (std::is_same_v<T, float>) {
+    for (unsigned j = i; j < i + 2; ++j) p.out[j] = __uint_as_float(to_tf32(p.in[j]));
+  } else if (blockIdx.x % 2 == 0) {
+    const float2 pair = unpack_pair<T>(pack_pair<T>(p.in[i], p.in[i + 1]));
+    p.out[i] = pair.x, p.out[i + 1] = pair.y;
+  } else {
+    for (unsigned j = i; j < i + 2; ++j) p.out[j] = to_float(from_float<T>(p.in[j]));
+  }
+}
+
+struct CopyParams {
+  const float* in;
+  float* out;
+};
+
+// out = in [2, 32, 4] by asynchronous copies in two groups, and zeros for every fifth thread.
+__global__ void copy_kernel(CopyParams p) {
+  float* tile = reinterpret_cast<float*>(dynamic_shared());
+  const unsigned first = 4 * threadIdx.x, second = 128 + first;
+  const bool exists = threadIdx.x % 5 != 0;
+  cp_async_16(tile + first, p.in + first, exists);
+  cp_async_commit();
+  cp_async_16(tile + second, p.in + second, exists);
+  cp_async_commit();
+  cp_async_wait<1>();
+  for (int i = 0; i < 4; ++i) p.out[first + i] = tile[first + i];
+  cp_async_wait<0>();
+  for (int i = 0; i < 4; ++i) p.out[second + i] = tile[second + i];
+}
+
+enum Type { kBFloat16, kHalf, kFloat };
+
+}  // namespace
+
+PK_ENTRY product(int type, const void* a, const void* b, float* d, bool a_by_rows, bool b_by_rows,
+                 bool is_rounded) {
+  const ProductParams params{a, b, d, a_by_rows, b_by_rows, is_rounded};
+  const auto kernel = type == kBFloat16 ? product_kernel<BFloat16>
+                      : type == kHalf   ? product_kernel<Half>
+                                        : product_kernel<float>;
+  return run("product", kernel, 1, 32, 2 * 16 * 32, params);
+}
+
+// Of 64 values a block.
+PK_ENTRY conversion(int type, const float* in, float* out, unsigned blocks) {
+  const auto kernel = type == kBFloat16 ? conversion_kernel<BFloat16>
+                      : type == kHalf   ? conversion_kernel<Half>
+                                        : conversion_kernel<float>;
+  return run("conversion", kernel, blocks, 32, 0, ConversionParams{in, out});
+}
+
+PK_ENTRY copy(const float* in, float* out) {
+  return run("copy", copy_kernel, 1, 32, 256 * sizeof(float), CopyParams{in, out});
+}
