@@ -9,12 +9,12 @@ namespace preact_kernels::cuda {
 
 // Activations are dense in NHWC order and aligned to 16 bytes, statistics [channels].
 struct BnReluConvBackward {
-  const void* dy;  // with a fold: the g that the fold applies to
+  const void* dy;  // with a fold: the g that the fold applies to, in the dtype of operands
   FoldPointers fold;
   const void* x;
   NormPointers norm;
-  const void* weight;  // [K][taps][C]
-  void* g;
+  const void* weight;              // [K][taps][C]
+  void* g;                         // in the dtype of operands
   void* unfolded_dy;               // null where it is not wanted
   Accumulators sums;               // of g: sum(g), sum(g * xhat)
   float* partials;                 // [blocks][taps][K][C]: weight gradients of blocks
@@ -132,29 +132,39 @@ struct WeightGradient {
 };
 
 // Shared memory of a block, in this order.
-template <class T, int C>
+template <class Types, int C>
 struct BackwardShared {
-  int weights, dy, activation, da, norm, fold, x_ahead, dy_ahead;  // where each begins
+  using T = typename Types::T;
+  static constexpr int kWidth = kFullWidth<T>;
+  using XAhead = VectorsAhead<typename Types::X, kWidth>;
+  using GAhead = VectorsAhead<T, kWidth>;
+  using DyAhead = VectorsAhead<typename Types::Y, kWidth>;
+
+  int weights, dy, activation, da, norm, fold;  // where each begins
+  int x_ahead, dy_ahead, g_ahead, skip_ahead;   // dy, or x of a fold; g and skip of a fold
   int bytes;
 
   // `tensors` are those that the output's gradient is loaded from: g, and x and skip of a fold. The
   // flags say which gradients are computed.
   __host__ __device__ BackwardShared(const TileGrid& grid, int in_channels, int out_channels,
                                      int tensors, bool of_input, bool of_weight) {
-    constexpr int kWidth = kFullWidth<T>;
     const int in_row = in_channels * int(sizeof(T)) + 16;
     const int out_row = out_channels * int(sizeof(T)) + 16;
-    const int pixels = Tile<C>::pixels(grid);
+    const int pixels = Tile<C>::pixels(grid), halo_pixels = Tile<C>::halo_pixels(grid);
     const int sums = pixels * (in_channels + kSumsPadding) * 4;
     weights = 0;
     dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
-    activation = dy + Tile<C>::halo_pixels(grid) * out_row;
+    activation = dy + halo_pixels * out_row;
     da = activation + pixels * in_row;
     norm = da + (!of_input ? 0 : sums > kPartialsBytes ? sums : kPartialsBytes);
     fold = norm + Normalisation<kWidth>::kRows * in_channels * 4;
     x_ahead = fold + InputGradient<kWidth>::kRows * out_channels * 4;
-    dy_ahead = x_ahead + VectorsAhead<T>::bytes(kTileVectors<T, C>);
-    bytes = dy_ahead + tensors * VectorsAhead<T>::bytes(kHaloVectors<T, C>);
+    dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels);
+    const int dy_bytes = DyAhead::bytes(halo_pixels, out_channels);
+    const int g_bytes = GAhead::bytes(halo_pixels, out_channels);
+    g_ahead = dy_ahead + dy_bytes;
+    skip_ahead = g_ahead + g_bytes;
+    bytes = tensors == 1 ? g_ahead : tensors == 2 ? skip_ahead : skip_ahead + dy_bytes;
     // After the last tile: sums of every thread, or a weight gradient that warps share.
     const int weight_values = Tile<C>::kTaps * in_channels * out_channels;
     const bool warps_share = of_weight && out_channels / 16 * (in_channels / 16) < kWarps;
@@ -175,8 +185,12 @@ constexpr int kBackwardBlocks = (C == 0 && GROUPS <= 2) || (C < 64 && GROUPS == 
 // relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
 // owns every gridDim.x-th tile of pixels with all channels, and stores its part of dweight.
 // g and its sums are computed if kInput, dweight if GROUPS > 0.
-template <class T, int C, int GROUPS, bool kInput>
+template <class Types, int C, int GROUPS, bool kInput>
 __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
+  using T = typename Types::T;
+  using X = typename Types::X;
+  using Y = typename Types::Y;
+  using Shared = BackwardShared<Types, C>;
   constexpr bool kWeight = GROUPS > 0;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
@@ -185,8 +199,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
   const int sums_pitch = channels + kSumsPadding;
-  const BackwardShared<T, C> shared(conv.grid, channels, out_channels, conv.tensors, kInput,
-                                    kWeight);
+  const Shared shared(conv.grid, channels, out_channels, conv.tensors, kInput, kWeight);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* dy_tile = reinterpret_cast<T*>(memory + shared.dy);
@@ -194,19 +207,19 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   float* da = reinterpret_cast<float*>(memory + shared.da);
   float* norm = reinterpret_cast<float*>(memory + shared.norm);
   float* fold = reinterpret_cast<float*>(memory + shared.fold);
-  const VectorsAhead<T> x_ahead(memory + shared.x_ahead);
-  const VectorsAhead<T> g_ahead(memory + shared.dy_ahead);
-  const VectorsAhead<T> fold_x_ahead(g_ahead.next(kHaloVectors<T, C>));
-  const VectorsAhead<T> skip_ahead(fold_x_ahead.next(kHaloVectors<T, C>));
+  const typename Shared::XAhead x_ahead(memory + shared.x_ahead);
+  const typename Shared::DyAhead dy_ahead(memory + shared.dy_ahead);
+  const typename Shared::GAhead g_ahead(memory + shared.g_ahead);
+  const typename Shared::DyAhead skip_ahead(memory + shared.skip_ahead);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
-  const T* x = static_cast<const T*>(conv.x) + in.channel;
-  const T* dy = static_cast<const T*>(conv.dy) + out.channel;
-  const T* fold_x = static_cast<const T*>(conv.fold.x) + out.channel;
-  const T* skip = static_cast<const T*>(conv.fold.skip) + out.channel;
-  T* g = static_cast<T*>(conv.g) + in.channel;
+  const X* x = static_cast<const X*>(conv.x) + in.channel;
   const bool is_folded = conv.fold.x != nullptr, has_skip = conv.fold.skip != nullptr;
-  const bool reads_fold_x = is_folded && conv.fold.reads_x();
+  const Y* dy_or_x = static_cast<const Y*>(is_folded ? conv.fold.x : conv.dy) + out.channel;
+  const bool reads_dy_or_x = !is_folded || conv.fold.reads_x();
+  const T* fold_g = static_cast<const T*>(conv.dy) + out.channel;
+  const Y* skip = static_cast<const Y*>(conv.fold.skip) + out.channel;
+  T* g = static_cast<T*>(conv.g) + in.channel;
   WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 
@@ -228,8 +241,8 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels;
-        g_ahead.copy(i, dy + at, pixel >= 0);
-        if (reads_fold_x) fold_x_ahead.copy(i, fold_x + at, pixel >= 0);
+        if (reads_dy_or_x) dy_ahead.copy(i, dy_or_x + at, pixel >= 0);
+        if (is_folded) g_ahead.copy(i, fold_g + at, pixel >= 0);
         if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
       }
     }
@@ -249,7 +262,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
     const Tile<C> tile(conv.grid, index);
     NonFinite<T> non_finite;
-    FullVector<T> own_x[kTileVectors<T, C>];
+    Vector<X, kWidth> own_x[kTileVectors<T, C>];
     cp_async_wait<0>();
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
@@ -272,23 +285,26 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p);
-        FullVector<T> gradient{};
+        FullVector<T> operand{};
         if (pixel >= 0) {
-          gradient = form(i);
-          if constexpr (kMayMask) non_finite.add(gradient);
+          const Vector<Y, kWidth> gradient = form(i);
+          operand = as_operand<T>(gradient);
+          if constexpr (kMayMask) non_finite.add(operand);
           if (conv.unfolded_dy != nullptr && Tile<C>::is_interior(p)) {
-            T* to = static_cast<T*>(conv.unfolded_dy) + out.channel;
+            Y* to = static_cast<Y*>(conv.unfolded_dy) + out.channel;
             gradient.store(to + pixel * out_channels);
           }
         }
-        as_operand<T>(gradient).store(dy_tile + p * dy_pitch + out.channel);
+        operand.store(dy_tile + p * dy_pitch + out.channel);
       }
     };
     if (out.is_active && is_folded) {
       const InputGradient<kWidth> gradient(FromShared{}, fold, out_channels, out.channel);
-      form_dy([&](int i) { return gradient(conv.fold, i, g_ahead, fold_x_ahead, skip_ahead); });
+      form_dy([&](int i) {
+        return gradient.template unfold<Y>(conv.fold, i, g_ahead, dy_ahead, skip_ahead);
+      });
     } else if (out.is_active) {
-      form_dy([&](int i) { return g_ahead[i]; });
+      form_dy([&](int i) { return dy_ahead[i]; });
     }
     // Both tiles are complete.
     const bool masks = kMayMask ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
@@ -358,10 +374,10 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
 }
 
 // One convolution: g, and dweight if GROUPS > 0.
-template <class T, int C, int GROUPS>
+template <class Types, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     bn_relu_conv_backward_kernel(const __grid_constant__ BnReluConvBackward conv) {
-  bn_relu_conv_backward<T, C, GROUPS, true>(conv);
+  bn_relu_conv_backward<Types, C, GROUPS, true>(conv);
 }
 
 // The weight gradients of several convolutions, each in a row of the grid.
@@ -371,10 +387,10 @@ struct WeightGradients {
 };
 static_assert(sizeof(WeightGradients) <= 32764, "more parameters than a kernel may have");
 
-template <class T, int C, int GROUPS>
+template <class Types, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     bn_relu_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
-  bn_relu_conv_backward<T, C, GROUPS, false>(convs.of[blockIdx.y]);
+  bn_relu_conv_backward<Types, C, GROUPS, false>(convs.of[blockIdx.y]);
 }
 
 }  // namespace preact_kernels::cuda

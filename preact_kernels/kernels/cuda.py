@@ -29,7 +29,13 @@ class CUDAKernels(NativeKernels):
     takes_float32_weights = True
 
     def serves_conv(
-        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        float32_stream: bool = False,
     ) -> bool:
         """Whether the fused convolutions serve a weight.
 
@@ -46,16 +52,20 @@ class CUDAKernels(NativeKernels):
             and kernel[0] == 2 * padding[0] + 1
             and kernel[1] == 2 * padding[1] + 1
             and (dtype != torch.float32 or _may_round_to_tf32())
-            and _fits_shared_memory(self._ops, tuple(weight_shape), dtype, device)
+            and _fits_shared_memory(self._ops, tuple(weight_shape), dtype, device, float32_stream)
         )
 
 
 @functools.cache
 def _fits_shared_memory(
-    ops: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ops: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    float32_stream: bool,
 ) -> bool:
     weight = torch.empty(shape, dtype=dtype, device=device)
-    return ops.bn_relu_conv_is_served.default(weight)
+    return ops.bn_relu_conv_is_served.default(weight, float32_stream)
 
 
 def load_error() -> str:

@@ -64,7 +64,8 @@ class NativeKernels(FlatOps, BlockKernels):
         epilogue: Epilogue = NO_EPILOGUE,
     ) -> Output:
         has_kernel = epilogue.conv_bias is None or self.has_conv_bias
-        if not has_kernel or not self.serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+        dtype = pytorch_conv.compute_dtype(x, conv_weight)
+        if not has_kernel or not self.serves_conv(conv_weight.shape, conv, dtype, x.device):
             return pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
         op = self._ops.bn_relu_conv_forward.default
         return self.output(op(x, *norm, conv_weight, *epilogue), epilogue.with_stats)
@@ -79,7 +80,8 @@ class NativeKernels(FlatOps, BlockKernels):
         conv: Conv,
         wanted: Wanted,
     ) -> ConvGradients:
-        if not self.serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+        dtype = pytorch_conv.compute_dtype(x, conv_weight)
+        if not self.serves_conv(conv_weight.shape, conv, dtype, x.device):
             return pytorch_conv.bn_relu_conv_backward(
                 self, dy, fold, x, norm, conv_weight, conv, wanted
             )
