@@ -107,3 +107,101 @@ def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkey
     found = check_case(case, inputs, ALL, monkeypatch)
     assert found["g"].dtype == half
     assert found["dy"].dtype == (torch.float32 if side == "output" else half)
+
+
+@pytest.mark.covering(2)
+@typical
+@either_side
+@pytest.mark.parametrize("fold", ["none", "evaluation", "z", "skip"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("multiprocessors", [1, 7])
+def test_every_fold_keeps_the_budget(case, side, fold, wanted, multiprocessors, monkeypatch):
+    set_schedule(multiprocessors=multiprocessors)
+    inputs = beside_stream(backward_inputs(case, torch.bfloat16, fold), side)
+    check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
+
+
+@typical
+@pytest.mark.parametrize("seed", [1, 2])
+@either_side
+def test_schedules_change_no_bit(case, seed, side):
+    given = beside_stream(forward_inputs(case, torch.bfloat16), side)
+    arriving = beside_stream(backward_inputs(case, torch.bfloat16), side)
+
+    def results():
+        return call(kernels(), case, given, True) | call(kernels(), case, arriving, ALL)
+
+    expected = results()
+    set_schedule(seed)
+    assert_same_bits(results(), expected)
+
+
+def test_tensors_that_begin_anywhere():
+    def moved(t):
+        if t.dim() != 4:
+            return t
+        memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+        return memory[1:].view(t.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2).copy_(t)
+
+    for case in TYPICAL:
+        for side in ("input", "output"):
+            for inputs, options in (
+                (forward_inputs(case, torch.bfloat16), True),
+                (backward_inputs(case, torch.bfloat16), ALL),
+            ):
+                given = beside_stream(inputs, side)
+                expected = call(kernels(), case, given, options)
+                assert_same_bits(call(kernels(), case, mapped(given, moved), options), expected)
+
+
+def test_the_library_names_what_it_does_not_take():
+    case = TYPICAL[0]
+    forward = forward_inputs(case, torch.bfloat16)
+    backward = backward_inputs(case, torch.bfloat16)
+    both = forward._replace(x=forward.x.float(), residual=forward.residual.float())
+    float32_g = beside_stream(backward, "output")
+    float32_g = float32_g._replace(dy=float32_g.dy.float())
+    double = forward._replace(residual=forward.residual.double())
+    for inputs, options, message in (
+        (both, True, "x: expected the dtype of conv_weight where the output is float32"),
+        (double, True, "residual, dy: expected the dtype of the convolution, or float32"),
+        (float32_g, ALL, "dy: expected the dtype of the convolution"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(kernels(), case, inputs, options)
+
+
+class NoConvolution(torch.utils._python_dispatch.TorchDispatchMode):
+    """Convolutions of PyTorch are errors."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "convolution" not in function._schema.name
+        return function(*args, **kwargs or {})
+
+
+def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
+    """Blocks without projections, of 64 channels, in bfloat16 beside a float32 stream."""
+    blocks = [random_block(kind, 64, 16 if kind == "bottleneck" else 64) for _ in range(count)]
+    stage = pk.PreActStage(blocks, residual_dtype=torch.float32, **options)
+    return in_dtype(stage, torch.bfloat16).to(DEVICE)
+
+
+@pytest.mark.calls(
+    "preact_kernels_cuda::preact_stage_forward", "preact_kernels_cuda::preact_stage_backward"
+)
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
+    kind, training, memory, monkeypatch
+):
+    stage = bare_stage(kind, 3, memory=memory).train(training)
+    inputs = {"x": torch.randn(3, 64, 7, 6, device=DEVICE).bfloat16()}
+    names = ("block_run_forward", "block_run_backward")
+    with pk.use_backend("cuda"), NoConvolution():
+        expected = unit_by_unit(evaluate, stage, inputs)
+        calls = [recorded_calls(kernels(), name, monkeypatch) for name in names]
+        found = evaluate(stage, inputs)
+    assert_same_bits(found, expected)
+    assert found["y"].dtype == torch.float32
+    assert all(calls)

@@ -137,11 +137,13 @@ struct BackwardShared {
   using T = typename Types::T;
   static constexpr int kWidth = kFullWidth<T>;
   using XAhead = VectorsAhead<typename Types::X, kWidth>;
-  using GAhead = VectorsAhead<T, kWidth>;
-  using DyAhead = VectorsAhead<typename Types::Y, kWidth>;
+  // Each vector of dy, or of x of a fold, is followed by those of g and skip of the fold.
+  static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
+  static constexpr int kSkip = kDyParts + kParts<T, kWidth>, kAllParts = kSkip + kDyParts;
+  using DyAhead = VectorsAhead<typename Types::Y, kWidth, kAllParts>;
+  using GAhead = VectorsAhead<T, kWidth, kAllParts>;
 
-  int weights, dy, activation, da, norm, fold;  // where each begins
-  int x_ahead, dy_ahead, g_ahead, skip_ahead;   // dy, or x of a fold; g and skip of a fold
+  int weights, dy, activation, da, norm, fold, x_ahead, dy_ahead;  // where each begins
   int bytes;
 
   // `tensors` are those that the output's gradient is loaded from: g, and x and skip of a fold. The
@@ -160,11 +162,8 @@ struct BackwardShared {
     fold = norm + Normalisation<kWidth>::kRows * in_channels * 4;
     x_ahead = fold + InputGradient<kWidth>::kRows * out_channels * 4;
     dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels);
-    const int dy_bytes = DyAhead::bytes(halo_pixels, out_channels);
-    const int g_bytes = GAhead::bytes(halo_pixels, out_channels);
-    g_ahead = dy_ahead + dy_bytes;
-    skip_ahead = g_ahead + g_bytes;
-    bytes = tensors == 1 ? g_ahead : tensors == 2 ? skip_ahead : skip_ahead + dy_bytes;
+    const int parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
+    bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, parts);
     // After the last tile: sums of every thread, or a weight gradient that warps share.
     const int weight_values = Tile<C>::kTaps * in_channels * out_channels;
     const bool warps_share = of_weight && out_channels / 16 * (in_channels / 16) < kWarps;
@@ -180,6 +179,12 @@ struct BackwardShared {
 template <int C, int GROUPS>
 constexpr int kBackwardBlocks = (C == 0 && GROUPS <= 2) || (C < 64 && GROUPS == 0) ? 2 : 1;
 
+// The most vectors of a thread in a tile. A 1x1 convolution beside a float32 stream, whose vectors
+// are two, has fewer: so two blocks fit.
+template <class Types, int C, int GROUPS>
+constexpr int kBackwardVectors =
+    C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;
+
 // g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
 // relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
@@ -194,6 +199,8 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   constexpr bool kWeight = GROUPS > 0;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
+  constexpr int kVectors = kBackwardVectors<Types, C, GROUPS>;
+  constexpr int kOutVectors = C == 0 ? kVectors : kHaloVectors<T, C>;
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
   const int channels = C ? C : conv.in_channels, out_channels = C ? C : conv.out_channels;
   const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
@@ -209,8 +216,8 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   float* fold = reinterpret_cast<float*>(memory + shared.fold);
   const typename Shared::XAhead x_ahead(memory + shared.x_ahead);
   const typename Shared::DyAhead dy_ahead(memory + shared.dy_ahead);
-  const typename Shared::GAhead g_ahead(memory + shared.g_ahead);
-  const typename Shared::DyAhead skip_ahead(memory + shared.skip_ahead);
+  const typename Shared::GAhead g_ahead(memory + shared.dy_ahead, Shared::kDyParts);
+  const typename Shared::DyAhead skip_ahead(memory + shared.dy_ahead, Shared::kSkip);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
   const X* x = static_cast<const X*>(conv.x) + in.channel;
@@ -228,7 +235,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     const Tile<C> tile(conv.grid, index);
     if (in.is_active) {
 #pragma unroll
-      for (int i = 0; i < kTileVectors<T, C>; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         const int p = in.lane + i * in.lanes;
         if (p >= pixels) break;
         const int64_t pixel = tile.pixel(p);
@@ -237,7 +244,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     }
     if (out.is_active) {
 #pragma unroll
-      for (int i = 0; i < kHaloVectors<T, C>; ++i) {
+      for (int i = 0; i < kOutVectors; ++i) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels;
@@ -262,12 +269,12 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
     const Tile<C> tile(conv.grid, index);
     NonFinite<T> non_finite;
-    Vector<X, kWidth> own_x[kTileVectors<T, C>];
+    Vector<X, kWidth> own_x[kVectors];
     cp_async_wait<0>();
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
 #pragma unroll
-      for (int i = 0; i < kTileVectors<T, C>; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         const int p = in.lane + i * in.lanes;
         if (p >= pixels) break;
         FullVector<T> a{};
@@ -280,8 +287,8 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
       }
     }
     const auto form_dy = [&](auto form) {
-#pragma unroll(kHaloVectors<T, C> > 4 || C == 0 ? 2 : 4)
-      for (int i = 0; i < kHaloVectors<T, C>; ++i) {
+#pragma unroll(C == 0 && Types::kHasStream ? 1 : kOutVectors > 4 || C == 0 ? 2 : 4)
+      for (int i = 0; i < kOutVectors; ++i) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p);
@@ -322,7 +329,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     __syncthreads();  // da is complete, and both tiles may be overwritten
     if (!kInput || !in.is_active) continue;
 #pragma unroll
-    for (int i = 0; i < kTileVectors<T, C>; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int p = in.lane + i * in.lanes;
       if (p >= pixels) break;
       const int64_t pixel = tile.pixel(p);

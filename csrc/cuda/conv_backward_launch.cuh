@@ -25,7 +25,7 @@ ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_inp
                                       bool of_weight) {
   return for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
-    ConvLaunch plan{tile_grid<typename Types::T, C>(conv)};
+    ConvLaunch plan{tile_grid<typename Types::T, C, kBackwardVectors<Types, 0, GROUPS>>(conv)};
     plan.shared_bytes = BackwardShared<Types, C>(plan.grid, conv.in_channels, conv.out_channels,
                                                  tensors, of_input, of_weight)
                             .bytes;

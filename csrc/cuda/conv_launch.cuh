@@ -63,14 +63,15 @@ auto for_channel_class(const Conv& conv, const Body& body) {
   return body(std::integral_constant<int, kMostChannels3x3<T>>());
 }
 
-template <class T, int C>
+// A thread has at most kVectors of a tile of a 1x1 convolution.
+template <class T, int C, int kVectors = kTileVectors<T, 0>>
 TileGrid tile_grid(const Conv& conv) {
   TileGrid grid{};
   if constexpr (C == 0) {
     // As many pixels as keep the vectors of each thread, of either tensor, in registers.
     const int vector = kFullWidth<T>;
     const int most = int(std::max(conv.in_channels, conv.out_channels)) / vector;
-    grid.block_pixels = std::min(256, kThreads / most * kTileVectors<T, 0> / 16 * 16);
+    grid.block_pixels = std::min(256, kThreads / most * kVectors / 16 * 16);
     grid.height = 1;
     grid.width = int(conv.pixels());
     grid.tiles = int((int64_t(grid.width) + grid.block_pixels - 1) / grid.block_pixels);

@@ -29,6 +29,7 @@ struct ConvTypes {
   using T = Operand;
   using X = Input;
   using Y = Output;
+  static constexpr bool kHasStream = !std::is_same_v<X, T> || !std::is_same_v<Y, T>;
 };
 
 __device__ inline void store_pair(float* to, float low, float high) {

@@ -121,24 +121,29 @@ template <class T>
 constexpr int kHaloVectors<T, 0> = kTileVectors<T, 0>;
 
 // Vectors of a thread that are copied to shared memory while it works on something else. Only the
-// thread that copies a vector reads it, so no barrier is needed.
+// thread that copies a vector reads it, so no barrier is needed. Vectors of several tensors may
+// alternate: they are kStride parts of 16 bytes apart.
 template <class T, int kWidth>
+constexpr int kParts = kWidth * int(sizeof(T)) / 16;
+template <class T, int kWidth, int kStride = kParts<T, kWidth>>
 class VectorsAhead {
-  static constexpr int kParts = kWidth * int(sizeof(T)) / 16, kPartWidth = kFullWidth<T>;
+  static constexpr int kParts = cuda::kParts<T, kWidth>, kPartBytes = kThreads * 16;
 
  public:
-  // Of all threads, for a tile of `pixels`.
-  static __host__ __device__ int bytes(int pixels, int channels) {
+  // Of a tile of `pixels`, where the last vector has `last` parts of all tensors.
+  static __host__ __device__ int bytes(int pixels, int channels, int last = kStride) {
     const int lanes = lanes_of(channels, kWidth);
-    return (pixels + lanes - 1) / lanes * kParts * kThreads * 16;
+    return ((pixels - 1) / lanes * kStride + last) * kPartBytes;
   }
 
-  __device__ explicit VectorsAhead(unsigned char* shared) : own_(shared + threadIdx.x * 16) {}
+  // `first` is the number of parts ahead of this tensor's.
+  __device__ explicit VectorsAhead(unsigned char* shared, int first = 0)
+      : own_(shared + first * kPartBytes + threadIdx.x * 16) {}
 
   // Zeros unless `exists`.
   __device__ void copy(int i, const T* from, bool exists) const {
 #pragma unroll
-    for (int j = 0; j < kParts; ++j) cp_async_16(part(i, j), from + j * kPartWidth, exists);
+    for (int j = 0; j < kParts; ++j) cp_async_16(part(i, j), from + j * kFullWidth<T>, exists);
   }
   __device__ Vector<T, kWidth> operator[](int i) const {
     Vector<T, kWidth> vector;
@@ -155,7 +160,7 @@ class VectorsAhead {
 
  private:
   __device__ unsigned char* part(int i, int j) const {
-    return own_ + (i * kParts + j) * kThreads * 16;
+    return own_ + (i * kStride + j) * kPartBytes;
   }
 
   unsigned char* own_;

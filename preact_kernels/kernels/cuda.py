@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from preact_kernels.kernels.contract import Conv
+from preact_kernels.kernels.contract import Conv, StreamKernels
 from preact_kernels.kernels.native import NativeKernels, load_library
 
 OLDEST_CAPABILITY = (8, 0)  # of those that setup.py compiles for
@@ -22,20 +22,14 @@ def _may_round_to_tf32() -> bool:
     return cudnn.conv.fp32_precision == "tf32"
 
 
-class CUDAKernels(NativeKernels):
+class CUDAKernels(NativeKernels, StreamKernels):
     """The compiled CUDA library."""
 
     has_conv_bias = False
     takes_float32_weights = True
 
     def serves_conv(
-        self,
-        weight_shape: Sequence[int],
-        conv: Conv,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        float32_stream: bool = False,
+        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
     ) -> bool:
         """Whether the fused convolutions serve a weight.
 
@@ -43,6 +37,23 @@ class CUDAKernels(NativeKernels):
         stride 1, where the
         GPU has enough shared memory; float32 only where PyTorch may use TF32, as they do.
         """
+        return self._serves(weight_shape, conv, dtype, device, float32_stream=False)
+
+    def serves_stream_conv(
+        self, weight_shape: Sequence[int], conv: Conv, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        """See `StreamKernels`: what `serves_conv` says, with more shared memory."""
+        return self._serves(weight_shape, conv, dtype, device, float32_stream=True)
+
+    def _serves(
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        float32_stream: bool,
+    ) -> bool:
         stride, padding, dilation, groups = conv
         kernel = tuple(weight_shape[2:])
         return (

@@ -125,7 +125,8 @@ def run_keys(kernels: Kernels, blocks: Blocks, dtype: torch.dtype) -> list[tuple
     """For every block a key that is equal for blocks which can run in one call.
 
     None for a block that runs unit by unit: it has a projection or no shortcut at all, a process
-    group, or a convolution without a fused kernel, or the backend has no such call.
+    group, or a convolution without a fused kernel, or both sides of one are of a wider stream, or
+    the backend has no such call.
     """
     if not hasattr(kernels, "block_run_forward"):
         return [None] * len(blocks.specs)
@@ -133,6 +134,8 @@ def run_keys(kernels: Kernels, blocks: Blocks, dtype: torch.dtype) -> list[tuple
     def key(index: int) -> tuple | None:
         spec, first = blocks.specs[index], blocks.first_unit[index]
         if spec.shortcut is not None or not spec.is_residual:
+            return None
+        if len(spec.units) == 1 and blocks.conv_weight(first).itemsize < dtype.itemsize:
             return None
         for unit, u in enumerate(spec.units, first):
             weight = blocks.conv_weight(unit)
