@@ -1,23 +1,20 @@
-"""A float32 residual stream beside half precision in the CUDA library: it is read and written by
-the fused convolutions.
+"""A float32 residual stream beside half precision, in the fused convolutions of the CUDA library.
 
 Eager is what a backend does without such kernels: batch norm and ReLU in float32, PyTorch's
 convolution in half precision, the addition in float32.
 """
-
-import collections
 
 import pytest
 import torch
 
 import preact_kernels as pk
 from preact_kernels.kernels import reference
-from preact_kernels.kernels.contract import Conv, Wanted
-from preact_kernels.kernels.mixed_precision import MixedKernels
-from preact_kernels.ops import block_runs
+from preact_kernels.kernels.contract import Wanted
+from preact_kernels.kernels.mixed_precision import FusedMixedKernels, MixedKernels
+from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
 from tests import test_cuda_conv as cuda_conv
-from tests.cases import in_dtype, random_block, random_stage
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+from tests.cases import in_dtype, random_block
+from tests.oracle import assert_same_bits, check, evaluate, plain_copy, unit_roundoff
 from tests.test_autocast import Autocast
 from tests.test_cuda_conv import (
     ALL,
@@ -30,16 +27,16 @@ from tests.test_cuda_conv import (
     Forward,
     backward_inputs,
     call,
+    conv,
     forward_inputs,
     kernels,
-    launches,
     mapped,
     name,
     nhwc,
-    on_host,
     schedule,  # noqa: F401
     set_schedule,
 )
+from tests.test_memory_mode import rebuilt
 from tests.test_preact_stage import recorded_calls, unit_by_unit
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -73,11 +70,15 @@ def beside_stream(inputs: Forward | Backward, side: str) -> Forward | Backward:
     return inputs._replace(fold=fold._replace(x=wide(fold.x), skip=skip))
 
 
+def unfused_kernels() -> MixedKernels:
+    return MixedKernels(reference, reference, torch.float32)
+
+
 def unfused(half: torch.dtype):
     """Eager beside a float32 stream. As in plain PyTorch, `g` is a result of the convolution."""
 
     def run(case, inputs, options):
-        found = call(MixedKernels(reference, reference, torch.float32), case, inputs, options)
+        found = call(unfused_kernels(), case, inputs, options)
         return found | ({"g": found["g"].to(half)} if "g" in found else {})
 
     return run
@@ -205,3 +206,73 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     assert_same_bits(found, expected)
     assert found["y"].dtype == torch.float32
     assert all(calls)
+
+
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("half", HALVES, ids=name)
+def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypatch):
+    """That of the output, and its own: what is subtracted is what was added, to the bit."""
+    stage = in_dtype(bare_stage(kind, 2, memory="rebuild"), half)
+    x = torch.randn(3, 64, 7, 6, device=DEVICE)
+    with pk.use_backend("cuda"), NoConvolution():
+        (found,) = rebuilt(stage, x, monkeypatch)
+        with torch.no_grad():
+            expected = stage[0](x)
+            y = stage[1](expected)
+    assert found.dtype == expected.dtype == torch.float32
+    allowed = unit_roundoff(torch.float32) * (y.double().abs() + found.double().abs())
+    assert ((found.double() - expected.double()).abs() <= 1.001 * allowed).all()
+
+
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypatch):
+    """Whose first unit is PyTorch's in the basic block: its `g` is float32."""
+    width = 16 if kind == "bottleneck" else 32
+    out_channels = width * (4 if kind == "bottleneck" else 1)
+    blocks = [
+        random_block(kind, 32, 8 if kind == "bottleneck" else 32),
+        random_block(kind, 32, width, 2),
+        random_block(kind, out_channels, width),
+    ]
+    stage = in_dtype(pk.PreActStage(blocks, memory, residual_dtype=torch.float32), torch.bfloat16)
+    stage = stage.to(DEVICE)
+    problems = [{"x": torch.randn(4, 32, 7, 6, device=DEVICE)} for _ in range(8)]
+    calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
+    with pk.use_backend("cuda"):
+        check(stage, plain_copy(stage), problems)
+    assert calls
+
+
+@pytest.mark.parametrize("memory", ["store", "rebuild"])
+def test_under_autocast_weights_and_gradients_are_float32(memory):
+    blocks = [random_block("bottleneck", 64, 16) for _ in range(2)]
+    stage = Autocast(pk.PreActStage(blocks, memory, residual_dtype=torch.float32)).to(DEVICE)
+    plain = plain_copy(stage)
+    problems = [{"x": torch.randn(3, 64, 7, 6, device=DEVICE)} for _ in range(8)]
+    with pk.use_backend("cuda"):
+        with NoConvolution():
+            evaluate(stage, problems[0])
+        results = check(stage, plain, problems)
+    assert {t.dtype for n, t in results.items() if n.startswith("d")} == {torch.float32}
+
+
+@pytest.mark.parametrize("has_fold", [True, False])
+def test_a_unit_with_the_stream_on_both_sides_runs_around_the_convolution_of_pytorch(
+    has_fold, monkeypatch
+):
+    case = Case(2, 5, 7, 32, 32, 1)
+    both = FusedMixedKernels(kernels(), kernels(), torch.bfloat16)
+    monkeypatch.setattr(cuda_conv, "kernels", lambda: both)
+    monkeypatch.setattr(cuda_conv, "eager", lambda *given: call(unfused_kernels(), *given))
+    given = forward_inputs(case, torch.bfloat16)
+    given = given._replace(x=given.x.float(), residual=given.residual.float())
+    cuda_conv.check_case(case, given, True)
+    arriving = backward_inputs(case, torch.bfloat16, "skip" if has_fold else "none")
+    arriving = beside_stream(beside_stream(arriving, "input"), "output")
+    cuda_conv.check_case(case, arriving, Wanted(True, True, has_fold))
+    unit = UnitSpec(1e-5, True, conv(case))
+    blocks = Blocks([BlockSpec((unit,), None)], [*given.norm[2:4], given.conv_weight])
+    assert run_keys(both, blocks, torch.float32) == [None]
+    blocks = Blocks([BlockSpec((unit, unit), None)], [*given.norm[2:4], given.conv_weight] * 2)
+    assert run_keys(both, blocks, torch.float32) != [None]
