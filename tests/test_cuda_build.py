@@ -208,7 +208,12 @@ def test_torch_cuda_arch_list_chooses_the_architectures(names, setup_file, monke
 
 
 def test_the_library_tells_what_it_was_compiled_for(rows):
-    assert cuda.targets() == ("sm_80", "sm_90", "sm_100", "compute_100")
+    compiled = ("sm_80", "sm_90", "sm_100", "compute_100")
+    library = ROOT / "preact_kernels" / cuda.LIBRARY
+    symbols = subprocess.check_output(["readelf", "--dyn-syms", "--wide", library], text=True)
+    assert re.search(r"FUNC +GLOBAL +DEFAULT +\d+ preact_kernels_cuda_targets", symbols)
+    assert b"\0" + "_".join(compiled).encode() + b"\0" in library.read_bytes()
+    assert cuda.parse_targets("_".join(compiled)) == compiled
 
 
 RUNS_ON = {

@@ -386,12 +386,13 @@ def test_partial_weight_gradients_are_never_more_bytes_than_what_they_save(case,
 
 
 @on_host
+@pytest.mark.parametrize("stream", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("is_large", [False, True])
-def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large):
+def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large, stream):
     """And some for the whole run, which large weight gradients do not add to."""
     set_schedule(multiprocessors=1)
-    stage = pk.PreActStage([random_block("bottleneck", 64, 16) for _ in range(3)])
-    stage = in_dtype(stage, torch.bfloat16)
+    blocks = [random_block("bottleneck", 64, 16) for _ in range(3)]
+    stage = in_dtype(pk.PreActStage(blocks, residual_dtype=stream), torch.bfloat16)
     inputs = {"x": torch.randn(2, 64, *((17, 33) if is_large else (3, 3))).bfloat16()}
     with pk.use_backend("cuda"):
         names = launches(lambda: evaluate(stage, inputs))

@@ -270,6 +270,15 @@ def test_a_wide_residual_stream_beside_batch_norms_in_half_precision(options, ba
     assert results["0.bn1.running_mean"].dtype == torch.bfloat16
 
 
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
+@pytest.mark.parametrize("frozen", ["conv1", "bn", "0."])
+def test_partial_gradients_beside_a_wide_residual_stream(frozen, backend):
+    stage = in_dtype(short_stage("bottleneck", residual_dtype=torch.float32), torch.bfloat16)
+    names = [n for n, _ in stage.named_parameters() if frozen in n]
+    problems = [{"x": images(torch.bfloat16)} for _ in range(8)]
+    check(stage, plain_copy(stage), problems, frozen=names)
+
+
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_network_with_a_wide_stream_can_be_in_half_precision_throughout(half, training):

@@ -25,7 +25,7 @@ void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatist
 
 // On the CPU each kernel writes its own results.
 struct Run {};
-std::shared_ptr<Run> begin_run(const Tensor&, const std::vector<Tensor>&, int64_t) {
+std::shared_ptr<Run> begin_run(const Tensor&, ScalarType, const std::vector<Tensor>&, int64_t) {
   return std::make_shared<Run>();
 }
 Accumulators sums_of(const Run&) { return {}; }

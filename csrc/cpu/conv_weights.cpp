@@ -7,9 +7,9 @@
 
 namespace preact_kernels {
 
-void check_conv_is_served(const Conv& conv, const Tensor& x, const Tensor& conv_weight) {
-  STD_TORCH_CHECK(conv_weight.scalar_type() == x.scalar_type(),
-                  "conv_weight: expected the dtype of x");
+void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tensor& conv_weight) {
+  STD_TORCH_CHECK(conv_weight.scalar_type() == dtypes.x, "conv_weight: expected the dtype of x");
+  STD_TORCH_CHECK(dtypes.y == dtypes.x, "residual, dy: expected the dtype of x");
   const int64_t lanes = vector_bytes() / static_cast<int64_t>(sizeof(float));
   STD_TORCH_CHECK(
       conv.out_channels > 0 && conv.out_channels % lanes == 0 && conv.in_channels % lanes == 0,

@@ -80,15 +80,16 @@ struct Normalisation {
 
   __device__ float operator()(float x, int i) const { return (x - mean[i]) * scale[i] + bias[i]; }
 
-  // relu(p) of 16 bytes of x, as operands: rounded as PyTorch stores it.
-  template <class T>
-  __device__ FullVector<T> activation(FullVector<T> x) const {
+  // relu(p) of a vector of x, as operands: rounded as PyTorch stores it.
+  template <class T, class X>
+  __device__ FullVector<T> activation(const Vector<X, kWidth>& x) const {
     float p[kWidth];
     x.unpack(p);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) p[j] = relu((*this)(p[j], j));
-    x.pack(p);
-    return as_operand<T>(x);
+    FullVector<T> a;
+    a.pack(p);
+    return as_operand<T>(a);
   }
 
  private:
@@ -132,14 +133,13 @@ struct InputGradient {
     }
   }
 
-  // The gradient of 16 bytes, rounded as PyTorch stores it, from vectors[i] of each tensor. Those
-  // of x and skip are read where the fold reads them.
-  template <class Vectors>
-  __device__ auto operator()(const FoldPointers& fold, int i, const Vectors& g, const Vectors& x,
-                             const Vectors& skip) const {
-    auto vector = g[i];
+  // The gradient of a vector, in the dtype of x, from vectors[i] of each tensor. Those of x and
+  // skip are read where the fold reads them.
+  template <class Y, class OfG, class OfX>
+  __device__ Vector<Y, kWidth> unfold(const FoldPointers& fold, int i, const OfG& g, const OfX& x,
+                                      const OfX& skip) const {
     float dy[kWidth], more[kWidth];
-    vector.unpack(dy);
+    g[i].unpack(dy);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) dy[j] *= a[j];
     if (fold.reads_x()) {
@@ -152,8 +152,9 @@ struct InputGradient {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) dy[j] += more[j];
     }
-    vector.pack(dy);
-    return vector;
+    Vector<Y, kWidth> gradient;
+    gradient.pack(dy);
+    return gradient;
   }
 
  private:

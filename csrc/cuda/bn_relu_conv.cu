@@ -62,13 +62,11 @@ Tensor allocate_partials(const Tensor& like, const Tensor& conv_weight, int bloc
 }
 
 // Whether the weight gradients of the blocks of `plan`, written and read, are more bytes than x and
-// the `tensors` of dy, which a kernel of their own would read again.
-bool costs_less_apart(const Conv& conv, const ConvLaunch& plan, int tensors, size_t itemsize) {
+// dy, which a kernel of their own would read again.
+bool costs_less_apart(const Conv& conv, const ConvLaunch& plan, int64_t x_bytes, int64_t dy_bytes) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const int64_t partials = 2 * int64_t(sizeof(float)) * plan.blocks * weights;
-  const int64_t again =
-      conv.pixels() * (conv.in_channels + tensors * conv.out_channels) * int64_t(itemsize);
-  return partials > again;
+  return partials > x_bytes + dy_bytes;
 }
 
 // Whether to compute the weight gradients that were postponed, which keep their dy: an eighth of
@@ -82,11 +80,17 @@ bool are_enough(const Run& run) {
 
 }  // namespace
 
-void check_conv_is_served(const Conv& conv, const Tensor& x, const Tensor& conv_weight) {
-  const ScalarType dtype = conv_weight.scalar_type();
-  STD_TORCH_CHECK(dtype == x.scalar_type() || dtype == ScalarType::Float,
-                  "conv_weight: expected the dtype of x, or float32");
-  const char* why = refusal(conv, x.scalar_type());
+void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tensor& conv_weight) {
+  const auto is_operand = [&](ScalarType dtype) {
+    return dtype == dtypes.operands || dtype == ScalarType::Float;
+  };
+  STD_TORCH_CHECK(is_operand(dtypes.x) && is_operand(conv_weight.scalar_type()),
+                  "conv_weight: expected the dtype of x, or float32 in one of the two");
+  STD_TORCH_CHECK(is_operand(dtypes.y), "residual, dy: expected the dtype of the convolution, ",
+                  "or float32");
+  STD_TORCH_CHECK(dtypes.x == dtypes.operands || dtypes.y == dtypes.operands,
+                  "x: expected the dtype of conv_weight where the output is float32");
+  const char* why = refusal(conv, dtypes.operands);
   STD_TORCH_CHECK(why == nullptr, "conv_weight: ", why ? why : "");
   constexpr int64_t kMostPixels = int64_t(1) << 30;
   STD_TORCH_CHECK(conv.pixels() <= kMostPixels, "x: expected at most ", kMostPixels,
@@ -94,19 +98,25 @@ void check_conv_is_served(const Conv& conv, const Tensor& x, const Tensor& conv_
 }
 
 // Whether the kernels serve such a weight on its device, for stride 1, one group, and the padding
-// that keeps the size of the image.
-bool bn_relu_conv_is_served(const Tensor& conv_weight) {
+// that keeps the size of the image; with a float32 stream, beside float32 x or float32 y.
+bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   if (conv_weight.dim() != 4) return false;
   const auto size = conv_weight.sizes();
   const Conv conv{1, 1, 1, size[1], size[0], size[2], size[3]};
-  if (refusal(conv, conv_weight.scalar_type()) != nullptr) return false;
+  const ScalarType dtype = conv_weight.scalar_type(), stream = ScalarType::Float;
+  if (refusal(conv, dtype) != nullptr) return false;
   const OnDeviceOf on(conv_weight);
-  return for_dtype(conv_weight, [&](auto value) {
-    using T = decltype(value);
-    const int bytes = std::max(plan_bn_relu_conv_forward<T>(conv).shared_bytes,
-                               plan_bn_relu_conv_backward<T>(conv, 3, true, true).shared_bytes);
-    return bytes <= most_shared_bytes();
-  });
+  const auto fits = [&](const ConvDtypes& dtypes) {
+    return for_conv_types(dtypes, [&](auto types) {
+      using Types = decltype(types);
+      const int bytes =
+          std::max(plan_bn_relu_conv_forward<Types>(conv).shared_bytes,
+                   plan_bn_relu_conv_backward<Types>(conv, 3, true, true).shared_bytes);
+      return bytes <= most_shared_bytes();
+    });
+  };
+  if (!float32_stream) return fits({dtype, dtype, dtype});
+  return fits({dtype, stream, dtype}) && fits({dtype, dtype, stream});
 }
 
 void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x_, const Norm& norm,
@@ -117,20 +127,15 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x_, const Norm&
   const OnDeviceOf on(x_);
   const Tensor x = aligned(x_);
   const std::optional<Tensor> residual = aligned(residual_);
-  for_dtype(x, [&](auto value) {
-    using T = decltype(value);
-    const ConvLaunch plan = plan_bn_relu_conv_forward<T>(conv);
-    const BnReluConvForward params{data<T>(x),
-                                   pointers(norm, conv.pixels()),
-                                   unit.run.weights[unit.weight],
-                                   data<T>(residual),
-                                   mutable_data<T>(y),
-                                   of_y.moments,
-                                   int(conv.in_channels),
-                                   int(conv.out_channels),
-                                   plan.grid,
-                                   unit.run.has_launched};
-    launch_bn_relu_conv_forward<T>(conv, plan, params, on.stream);
+  for_conv_types({unit.dtype, x.scalar_type(), y.scalar_type()}, [&](auto types) {
+    using Types = decltype(types);
+    const ConvLaunch plan = plan_bn_relu_conv_forward<Types>(conv);
+    const BnReluConvForward params{
+        data<char>(x),         pointers(norm, conv.pixels()), unit.run.weights[unit.weight],
+        data<char>(residual),  mutable_data<char>(y),         of_y.moments,
+        int(conv.in_channels), int(conv.out_channels),        plan.grid,
+        unit.run.has_launched};
+    launch_bn_relu_conv_forward<Types>(conv, plan, params, on.stream);
     unit.run.has_launched = true;
   });
 }
@@ -149,15 +154,18 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
     return;
   }
   Run& run = unit.run;
-  for_dtype(x, [&](auto value) {
-    using T = decltype(value);
-    BnReluConvBackward params{data<T>(dy),
+  const ConvDtypes dtypes{unit.dtype, x.scalar_type(), (fold ? fold->x : dy).scalar_type()};
+  for_conv_types(dtypes, [&](auto types) {
+    using Types = decltype(types);
+    using T = typename Types::T;
+    using Y = typename Types::Y;
+    BnReluConvBackward params{data<char>(dy),
                               fold.has_value() ? pointers(*fold) : FoldPointers{},
-                              data<T>(x),
+                              data<char>(x),
                               pointers(norm, conv.pixels()),
                               run.weights[unit.weight],
-                              wanted.g ? mutable_data<T>(*gradients.g) : nullptr,
-                              wanted.dy ? mutable_data<T>(*gradients.dy) : nullptr,
+                              wanted.g ? mutable_data<char>(*gradients.g) : nullptr,
+                              wanted.dy ? mutable_data<char>(*gradients.dy) : nullptr,
                               gradients.accumulated,
                               nullptr,
                               run.partials,
@@ -166,14 +174,20 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
                               fold.has_value() ? 2 + fold->skip.has_value() : 1,
                               {},
                               run.has_launched};
+    const int64_t y_bytes = conv.pixels() * conv.out_channels * int64_t(sizeof(Y));
+    const int64_t g_bytes = conv.pixels() * conv.out_channels * int64_t(sizeof(T));
+    const int64_t x_bytes = conv.pixels() * conv.in_channels * int64_t(sizeof(typename Types::X));
+    // What a kernel of the weight gradient alone reads again: dy as stored, or its fold.
+    const int64_t dy_bytes =
+        !fold || (wanted.g && wanted.dy) ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
     bool is_postponed = wanted.weight && !wanted.g;
     if (wanted.g) {
-      ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, params.tensors, true, wanted.weight);
-      is_postponed =
-          wanted.weight && costs_less_apart(conv, plan, wanted.dy ? 1 : params.tensors, sizeof(T));
+      ConvLaunch plan =
+          plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, wanted.weight);
+      is_postponed = wanted.weight && costs_less_apart(conv, plan, x_bytes, dy_bytes);
       const bool of_weight = wanted.weight && !is_postponed;
       if (is_postponed) {
-        plan = plan_bn_relu_conv_backward<T>(conv, params.tensors, true, false);
+        plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, false);
       }
       WeightGradientPartials partials{};
       std::optional<Tensor> memory;
@@ -182,13 +196,13 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
         params.partials = mutable_data<float>(*memory);
       }
       params.grid = plan.grid;
-      launch_bn_relu_conv_backward<T>(conv, plan, params, of_weight, on.stream);
+      launch_bn_relu_conv_backward<Types>(conv, plan, params, of_weight, on.stream);
       run.partials = partials, run.partials_owner = memory, run.has_launched = true;
     }
     if (is_postponed) {
       std::vector<Tensor> owners{x, dy, norm.mean, norm.var, norm.weight, *norm.bias};
       if (wanted.g && wanted.dy) {  // dy was stored, unfolded
-        params.dy = data<T>(*gradients.dy), params.fold = {}, params.tensors = 1;
+        params.dy = data<char>(*gradients.dy), params.fold = {}, params.tensors = 1;
         owners[1] = *gradients.dy;
       } else if (fold.has_value()) {
         for (const Tensor& t : {fold->x, fold->norm.mean, fold->norm.var, fold->norm.weight}) {
@@ -198,13 +212,13 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
         if (fold->skip.has_value()) owners.push_back(*fold->skip);
       }
       if (wanted.g) params.unfolded_dy = nullptr;
-      const ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, params.tensors, false, true);
+      const ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, false, true);
       WeightGradientPartials partials{};
       owners.push_back(allocate_partials(x, gradients.conv_weight, plan.blocks, partials));
       params.partials = mutable_data<float>(owners.back());
       params.grid = plan.grid, params.earlier = {}, params.is_dependent = false;
-      run.postponed.push_back({conv, params, partials, owners});
-      run.postponed_bytes += conv.pixels() * conv.out_channels * int64_t(sizeof(T));
+      run.postponed.push_back({conv, dtypes, params, partials, owners});
+      run.postponed_bytes += dy_bytes;
       if (are_enough(run)) finish_postponed(run, x);
     }
   });

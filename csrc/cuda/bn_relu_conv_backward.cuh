@@ -9,12 +9,12 @@ namespace preact_kernels::cuda {
 
 // Activations are dense in NHWC order and aligned to 16 bytes, statistics [channels].
 struct BnReluConvBackward {
-  const void* dy;  // with a fold: the g that the fold applies to
+  const void* dy;  // with a fold: the g that the fold applies to, in the dtype of operands
   FoldPointers fold;
   const void* x;
   NormPointers norm;
-  const void* weight;  // [K][taps][C]
-  void* g;
+  const void* weight;              // [K][taps][C]
+  void* g;                         // in the dtype of operands
   void* unfolded_dy;               // null where it is not wanted
   Accumulators sums;               // of g: sum(g), sum(g * xhat)
   float* partials;                 // [blocks][taps][K][C]: weight gradients of blocks
@@ -132,8 +132,17 @@ struct WeightGradient {
 };
 
 // Shared memory of a block, in this order.
-template <class T, int C>
+template <class Types, int C>
 struct BackwardShared {
+  using T = typename Types::T;
+  static constexpr int kWidth = kFullWidth<T>;
+  using XAhead = VectorsAhead<typename Types::X, kWidth>;
+  // Each vector of dy, or of x of a fold, is followed by those of g and skip of the fold.
+  static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
+  static constexpr int kSkip = kDyParts + kParts<T, kWidth>, kAllParts = kSkip + kDyParts;
+  using DyAhead = VectorsAhead<typename Types::Y, kWidth, kAllParts>;
+  using GAhead = VectorsAhead<T, kWidth, kAllParts>;
+
   int weights, dy, activation, da, norm, fold, x_ahead, dy_ahead;  // where each begins
   int bytes;
 
@@ -141,20 +150,20 @@ struct BackwardShared {
   // flags say which gradients are computed.
   __host__ __device__ BackwardShared(const TileGrid& grid, int in_channels, int out_channels,
                                      int tensors, bool of_input, bool of_weight) {
-    constexpr int kWidth = kFullWidth<T>;
     const int in_row = in_channels * int(sizeof(T)) + 16;
     const int out_row = out_channels * int(sizeof(T)) + 16;
-    const int pixels = Tile<C>::pixels(grid);
+    const int pixels = Tile<C>::pixels(grid), halo_pixels = Tile<C>::halo_pixels(grid);
     const int sums = pixels * (in_channels + kSumsPadding) * 4;
     weights = 0;
     dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
-    activation = dy + Tile<C>::halo_pixels(grid) * out_row;
+    activation = dy + halo_pixels * out_row;
     da = activation + pixels * in_row;
     norm = da + (!of_input ? 0 : sums > kPartialsBytes ? sums : kPartialsBytes);
     fold = norm + Normalisation<kWidth>::kRows * in_channels * 4;
     x_ahead = fold + InputGradient<kWidth>::kRows * out_channels * 4;
-    dy_ahead = x_ahead + VectorsAhead<T>::bytes(kTileVectors<T, C>);
-    bytes = dy_ahead + tensors * VectorsAhead<T>::bytes(kHaloVectors<T, C>);
+    dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels);
+    const int parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
+    bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, parts);
     // After the last tile: sums of every thread, or a weight gradient that warps share.
     const int weight_values = Tile<C>::kTaps * in_channels * out_channels;
     const bool warps_share = of_weight && out_channels / 16 * (in_channels / 16) < kWarps;
@@ -170,23 +179,34 @@ struct BackwardShared {
 template <int C, int GROUPS>
 constexpr int kBackwardBlocks = (C == 0 && GROUPS <= 2) || (C < 64 && GROUPS == 0) ? 2 : 1;
 
+// The most vectors of a thread in a tile. A 1x1 convolution beside a float32 stream, whose vectors
+// are two, has fewer: so two blocks fit.
+template <class Types, int C, int GROUPS>
+constexpr int kBackwardVectors =
+    C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;
+
 // g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
 // relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
 // owns every gridDim.x-th tile of pixels with all channels, and stores its part of dweight.
 // g and its sums are computed if kInput, dweight if GROUPS > 0.
-template <class T, int C, int GROUPS, bool kInput>
+template <class Types, int C, int GROUPS, bool kInput>
 __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
+  using T = typename Types::T;
+  using X = typename Types::X;
+  using Y = typename Types::Y;
+  using Shared = BackwardShared<Types, C>;
   constexpr bool kWeight = GROUPS > 0;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
+  constexpr int kVectors = kBackwardVectors<Types, C, GROUPS>;
+  constexpr int kOutVectors = C == 0 ? kVectors : kHaloVectors<T, C>;
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
   const int channels = C ? C : conv.in_channels, out_channels = C ? C : conv.out_channels;
   const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
   const int sums_pitch = channels + kSumsPadding;
-  const BackwardShared<T, C> shared(conv.grid, channels, out_channels, conv.tensors, kInput,
-                                    kWeight);
+  const Shared shared(conv.grid, channels, out_channels, conv.tensors, kInput, kWeight);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* dy_tile = reinterpret_cast<T*>(memory + shared.dy);
@@ -194,19 +214,19 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   float* da = reinterpret_cast<float*>(memory + shared.da);
   float* norm = reinterpret_cast<float*>(memory + shared.norm);
   float* fold = reinterpret_cast<float*>(memory + shared.fold);
-  const VectorsAhead<T> x_ahead(memory + shared.x_ahead);
-  const VectorsAhead<T> g_ahead(memory + shared.dy_ahead);
-  const VectorsAhead<T> fold_x_ahead(g_ahead.next(kHaloVectors<T, C>));
-  const VectorsAhead<T> skip_ahead(fold_x_ahead.next(kHaloVectors<T, C>));
+  const typename Shared::XAhead x_ahead(memory + shared.x_ahead);
+  const typename Shared::DyAhead dy_ahead(memory + shared.dy_ahead);
+  const typename Shared::GAhead g_ahead(memory + shared.dy_ahead, Shared::kDyParts);
+  const typename Shared::DyAhead skip_ahead(memory + shared.dy_ahead, Shared::kSkip);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
-  const T* x = static_cast<const T*>(conv.x) + in.channel;
-  const T* dy = static_cast<const T*>(conv.dy) + out.channel;
-  const T* fold_x = static_cast<const T*>(conv.fold.x) + out.channel;
-  const T* skip = static_cast<const T*>(conv.fold.skip) + out.channel;
-  T* g = static_cast<T*>(conv.g) + in.channel;
+  const X* x = static_cast<const X*>(conv.x) + in.channel;
   const bool is_folded = conv.fold.x != nullptr, has_skip = conv.fold.skip != nullptr;
-  const bool reads_fold_x = is_folded && conv.fold.reads_x();
+  const Y* dy_or_x = static_cast<const Y*>(is_folded ? conv.fold.x : conv.dy) + out.channel;
+  const bool reads_dy_or_x = !is_folded || conv.fold.reads_x();
+  const T* fold_g = static_cast<const T*>(conv.dy) + out.channel;
+  const Y* skip = static_cast<const Y*>(conv.fold.skip) + out.channel;
+  T* g = static_cast<T*>(conv.g) + in.channel;
   WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 
@@ -215,7 +235,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     const Tile<C> tile(conv.grid, index);
     if (in.is_active) {
 #pragma unroll
-      for (int i = 0; i < kTileVectors<T, C>; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         const int p = in.lane + i * in.lanes;
         if (p >= pixels) break;
         const int64_t pixel = tile.pixel(p);
@@ -224,12 +244,12 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     }
     if (out.is_active) {
 #pragma unroll
-      for (int i = 0; i < kHaloVectors<T, C>; ++i) {
+      for (int i = 0; i < kOutVectors; ++i) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels;
-        g_ahead.copy(i, dy + at, pixel >= 0);
-        if (reads_fold_x) fold_x_ahead.copy(i, fold_x + at, pixel >= 0);
+        if (reads_dy_or_x) dy_ahead.copy(i, dy_or_x + at, pixel >= 0);
+        if (is_folded) g_ahead.copy(i, fold_g + at, pixel >= 0);
         if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
       }
     }
@@ -249,12 +269,12 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
     const Tile<C> tile(conv.grid, index);
     NonFinite<T> non_finite;
-    FullVector<T> own_x[kTileVectors<T, C>];
+    Vector<X, kWidth> own_x[kVectors];
     cp_async_wait<0>();
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
 #pragma unroll
-      for (int i = 0; i < kTileVectors<T, C>; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         const int p = in.lane + i * in.lanes;
         if (p >= pixels) break;
         FullVector<T> a{};
@@ -267,28 +287,31 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
       }
     }
     const auto form_dy = [&](auto form) {
-#pragma unroll(kHaloVectors<T, C> > 4 || C == 0 ? 2 : 4)
-      for (int i = 0; i < kHaloVectors<T, C>; ++i) {
+#pragma unroll(C == 0 && Types::kHasStream ? 1 : kOutVectors > 4 || C == 0 ? 2 : 4)
+      for (int i = 0; i < kOutVectors; ++i) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p);
-        FullVector<T> gradient{};
+        FullVector<T> operand{};
         if (pixel >= 0) {
-          gradient = form(i);
-          if constexpr (kMayMask) non_finite.add(gradient);
+          const Vector<Y, kWidth> gradient = form(i);
+          operand = as_operand<T>(gradient);
+          if constexpr (kMayMask) non_finite.add(operand);
           if (conv.unfolded_dy != nullptr && Tile<C>::is_interior(p)) {
-            T* to = static_cast<T*>(conv.unfolded_dy) + out.channel;
+            Y* to = static_cast<Y*>(conv.unfolded_dy) + out.channel;
             gradient.store(to + pixel * out_channels);
           }
         }
-        as_operand<T>(gradient).store(dy_tile + p * dy_pitch + out.channel);
+        operand.store(dy_tile + p * dy_pitch + out.channel);
       }
     };
     if (out.is_active && is_folded) {
       const InputGradient<kWidth> gradient(FromShared{}, fold, out_channels, out.channel);
-      form_dy([&](int i) { return gradient(conv.fold, i, g_ahead, fold_x_ahead, skip_ahead); });
+      form_dy([&](int i) {
+        return gradient.template unfold<Y>(conv.fold, i, g_ahead, dy_ahead, skip_ahead);
+      });
     } else if (out.is_active) {
-      form_dy([&](int i) { return g_ahead[i]; });
+      form_dy([&](int i) { return dy_ahead[i]; });
     }
     // Both tiles are complete.
     const bool masks = kMayMask ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
@@ -306,7 +329,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     __syncthreads();  // da is complete, and both tiles may be overwritten
     if (!kInput || !in.is_active) continue;
 #pragma unroll
-    for (int i = 0; i < kTileVectors<T, C>; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int p = in.lane + i * in.lanes;
       if (p >= pixels) break;
       const int64_t pixel = tile.pixel(p);
@@ -358,10 +381,10 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
 }
 
 // One convolution: g, and dweight if GROUPS > 0.
-template <class T, int C, int GROUPS>
+template <class Types, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     bn_relu_conv_backward_kernel(const __grid_constant__ BnReluConvBackward conv) {
-  bn_relu_conv_backward<T, C, GROUPS, true>(conv);
+  bn_relu_conv_backward<Types, C, GROUPS, true>(conv);
 }
 
 // The weight gradients of several convolutions, each in a row of the grid.
@@ -371,10 +394,10 @@ struct WeightGradients {
 };
 static_assert(sizeof(WeightGradients) <= 32764, "more parameters than a kernel may have");
 
-template <class T, int C, int GROUPS>
+template <class Types, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     bn_relu_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
-  bn_relu_conv_backward<T, C, GROUPS, false>(convs.of[blockIdx.y]);
+  bn_relu_conv_backward<Types, C, GROUPS, false>(convs.of[blockIdx.y]);
 }
 
 }  // namespace preact_kernels::cuda

@@ -19,8 +19,13 @@ struct BnReluConvForward {
 };
 
 // Shared memory of a block, in this order.
-template <class T, int C>
+template <class Types, int C>
 struct ForwardShared {
+  using T = typename Types::T;
+  static constexpr int kWidth = kFullWidth<T>;
+  using XAhead = VectorsAhead<typename Types::X, kWidth>;
+  using ResidualAhead = VectorsAhead<typename Types::Y, kWidth>;
+
   int weights, activation, sums, norm, x_ahead, residual_ahead;  // where each begins
   int bytes;
 
@@ -29,11 +34,12 @@ struct ForwardShared {
     weights = 0;
     activation = weights + Tile<C>::kTaps * out_channels * row;
     sums = activation + Tile<C>::halo_pixels(grid) * row;
-    norm = sums + Tile<C>::pixels(grid) * (out_channels + kSumsPadding) * 4;
-    x_ahead = norm + Normalisation<kFullWidth<T>>::kRows * in_channels * 4;
-    residual_ahead = x_ahead + VectorsAhead<T>::bytes(kHaloVectors<T, C>);
-    bytes = residual_ahead + VectorsAhead<T>::bytes(kTileVectors<T, C>);
-    constexpr int kLeast = kStatisticsBytes<kFullWidth<T>>;
+    const int pixels = Tile<C>::pixels(grid);
+    norm = sums + pixels * (out_channels + kSumsPadding) * 4;
+    x_ahead = norm + Normalisation<kWidth>::kRows * in_channels * 4;
+    residual_ahead = x_ahead + XAhead::bytes(Tile<C>::halo_pixels(grid), in_channels);
+    bytes = residual_ahead + ResidualAhead::bytes(pixels, out_channels);
+    constexpr int kLeast = kStatisticsBytes<kWidth>;
     if (bytes < kLeast) bytes = kLeast;
   }
 };
@@ -46,28 +52,32 @@ constexpr int kForwardBlocks = C == 64 ? 1 : 2;
 // A block owns every gridDim.x-th tile of pixels with all channels. The weight stays in shared
 // memory. The x of the next tile arrives while a tile is multiplied, and its residual while the
 // next tile is.
-template <class T, int C>
+template <class Types, int C>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     bn_relu_conv_forward_kernel(const BnReluConvForward conv) {
+  using T = typename Types::T;
+  using X = typename Types::X;
+  using Y = typename Types::Y;
+  using Shared = ForwardShared<Types, C>;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
   const int channels = C ? C : conv.in_channels, out_channels = C ? C : conv.out_channels;
   const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
   const int pitch = channels + kWidth, sums_pitch = out_channels + kSumsPadding;
-  const ForwardShared<T, C> shared(conv.grid, channels, out_channels);
+  const Shared shared(conv.grid, channels, out_channels);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* activation = reinterpret_cast<T*>(memory + shared.activation);
   float* sums = reinterpret_cast<float*>(memory + shared.sums);
   float* norm = reinterpret_cast<float*>(memory + shared.norm);
-  const VectorsAhead<T> x_ahead(memory + shared.x_ahead);
-  const VectorsAhead<T> residual_ahead(memory + shared.residual_ahead);
+  const typename Shared::XAhead x_ahead(memory + shared.x_ahead);
+  const typename Shared::ResidualAhead residual_ahead(memory + shared.residual_ahead);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
-  const T* x = static_cast<const T*>(conv.x) + in.channel;
-  const T* residual = static_cast<const T*>(conv.residual) + out.channel;
+  const X* x = static_cast<const X*>(conv.x) + in.channel;
+  const Y* residual = static_cast<const Y*>(conv.residual) + out.channel;
   const bool has_residual = conv.residual != nullptr;
-  T* y = static_cast<T*>(conv.y) + out.channel;
+  Y* y = static_cast<Y*>(conv.y) + out.channel;
   ThreadStatistics<kWidth> statistics;
 
   // Each starts a group of copies, which may be empty.
@@ -133,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
         if (p >= pixels) break;
         const int64_t pixel = tile.pixel(p);
         if (pixel < 0) continue;
-        FullVector<T> stored;
+        Vector<Y, kWidth> stored;
         float values[kWidth];
         load_floats(values, sums + p * sums_pitch + out.channel);
         if (has_residual) {

@@ -1,4 +1,5 @@
-// The launcher of the backward, for the dtype PK_DTYPE of the file that includes it.
+// The launcher of the backward, for the dtype PK_DTYPE of the file that includes it; beside a
+// float32 stream where PK_FLOAT32_STREAM is defined.
 #pragma once
 
 #include "conv_launch.cuh"
@@ -6,9 +7,9 @@
 namespace preact_kernels::cuda {
 
 // Calls `body` with the template arguments C and GROUPS of the kernel.
-template <class T, class Body>
+template <class Types, class Body>
 auto for_weight_groups(const Conv& conv, const Body& body) {
-  return for_channel_class<T>(conv, [&](auto c) {
+  return for_channel_class<typename Types::T>(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
     if constexpr (C == 0) {
       const int groups = conv.in_channels / 16 * (conv.out_channels / 16);
@@ -19,14 +20,14 @@ auto for_weight_groups(const Conv& conv, const Body& body) {
 }
 
 // A plan for the gradient of the input, of the weight, or both.
-template <class T>
+template <class Types>
 ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input,
                                       bool of_weight) {
-  return for_weight_groups<T>(conv, [&](auto c, auto groups) {
+  return for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
-    ConvLaunch plan{tile_grid<T, C>(conv)};
-    plan.shared_bytes = BackwardShared<T, C>(plan.grid, conv.in_channels, conv.out_channels,
-                                             tensors, of_input, of_weight)
+    ConvLaunch plan{tile_grid<typename Types::T, C, kBackwardVectors<Types, 0, GROUPS>>(conv)};
+    plan.shared_bytes = BackwardShared<Types, C>(plan.grid, conv.in_channels, conv.out_channels,
+                                                 tensors, of_input, of_weight)
                             .bytes;
     if (!of_input) {
       // Few blocks for each weight: a launch computes the gradients of several.
@@ -42,36 +43,37 @@ ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_inp
   });
 }
 
-template <class T>
+template <class Types>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, bool of_weight,
                                   cudaStream_t stream) {
-  for_weight_groups<T>(conv, [&](auto c, auto groups) {
+  for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
     launch(of_weight ? "bn_relu_conv_backward" : "bn_relu_conv_backward_input",
-           of_weight ? bn_relu_conv_backward_kernel<T, C, GROUPS>
-                     : bn_relu_conv_backward_kernel<T, C, 0>,
+           of_weight ? bn_relu_conv_backward_kernel<Types, C, GROUPS>
+                     : bn_relu_conv_backward_kernel<Types, C, 0>,
            dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params,
            params.is_dependent);
   });
 }
 
-template <class T>
+template <class Types>
 void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& plan,
                                           const WeightGradients& params, int count,
                                           cudaStream_t stream) {
-  for_weight_groups<T>(conv, [&](auto c, auto groups) {
+  for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
-    launch("bn_relu_conv_weight_gradients", bn_relu_conv_weight_gradients_kernel<T, C, GROUPS>,
+    launch("bn_relu_conv_weight_gradients", bn_relu_conv_weight_gradients_kernel<Types, C, GROUPS>,
            dim3(plan.blocks, count), dim3(kThreads), plan.shared_bytes, stream, params);
   });
 }
 
-template ConvLaunch plan_bn_relu_conv_backward<PK_DTYPE>(const Conv&, int, bool, bool);
-template void launch_bn_relu_conv_backward<PK_DTYPE>(const Conv&, const ConvLaunch&,
-                                                     const BnReluConvBackward&, bool, cudaStream_t);
-template void launch_bn_relu_conv_weight_gradients<PK_DTYPE>(const Conv&, const ConvLaunch&,
-                                                             const WeightGradients&, int,
-                                                             cudaStream_t);
+#define PK_INSTANTIATE(TYPES)                                                          \
+  template ConvLaunch plan_bn_relu_conv_backward<TYPES>(const Conv&, int, bool, bool); \
+  template void launch_bn_relu_conv_backward<TYPES>(                                   \
+      const Conv&, const ConvLaunch&, const BnReluConvBackward&, bool, cudaStream_t);  \
+  template void launch_bn_relu_conv_weight_gradients<TYPES>(                           \
+      const Conv&, const ConvLaunch&, const WeightGradients&, int, cudaStream_t);
+PK_FOR_TYPES_OF_FILE(PK_INSTANTIATE)
 
 }  // namespace preact_kernels::cuda

@@ -15,23 +15,34 @@ struct ConvLaunch {
   int blocks, shared_bytes;
 };
 
-// Defined for BFloat16, Half and float, each in its own file.
-template <class T>
+// Defined for BFloat16, Half and float, and for either half precision beside a float32 stream, each
+// in its own file.
+template <class Types>
 ConvLaunch plan_bn_relu_conv_forward(const Conv& conv);
-template <class T>
+template <class Types>
 void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream);
-template <class T>
+template <class Types>
 ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight);
-template <class T>
+template <class Types>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, bool of_weight,
                                   cudaStream_t stream);
 // Of `count` convolutions of the same sizes.
-template <class T>
+template <class Types>
 void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& plan,
                                           const WeightGradients& params, int count,
                                           cudaStream_t stream);
+
+// Calls a macro with the types that a file with PK_DTYPE defines launchers for.
+#if defined(PK_FLOAT32_STREAM)
+using StreamIn = ConvTypes<PK_DTYPE, float, PK_DTYPE>;
+using StreamOut = ConvTypes<PK_DTYPE, PK_DTYPE, float>;
+#define PK_FOR_TYPES_OF_FILE(CALL) CALL(StreamIn) CALL(StreamOut)
+#elif defined(PK_DTYPE)
+using OneDtype = ConvTypes<PK_DTYPE, PK_DTYPE, PK_DTYPE>;
+#define PK_FOR_TYPES_OF_FILE(CALL) CALL(OneDtype)
+#endif
 
 // Tiles of pixels of a block that computes the gradient of a weight alone.
 constexpr int kTilesOfWeightGradient = 16;
@@ -52,14 +63,15 @@ auto for_channel_class(const Conv& conv, const Body& body) {
   return body(std::integral_constant<int, kMostChannels3x3<T>>());
 }
 
-template <class T, int C>
+// A thread has at most kVectors of a tile of a 1x1 convolution.
+template <class T, int C, int kVectors = kTileVectors<T, 0>>
 TileGrid tile_grid(const Conv& conv) {
   TileGrid grid{};
   if constexpr (C == 0) {
     // As many pixels as keep the vectors of each thread, of either tensor, in registers.
     const int vector = kFullWidth<T>;
     const int most = int(std::max(conv.in_channels, conv.out_channels)) / vector;
-    grid.block_pixels = std::min(256, kThreads / most * kTileVectors<T, 0> / 16 * 16);
+    grid.block_pixels = std::min(256, kThreads / most * kVectors / 16 * 16);
     grid.height = 1;
     grid.width = int(conv.pixels());
     grid.tiles = int((int64_t(grid.width) + grid.block_pixels - 1) / grid.block_pixels);

@@ -22,6 +22,16 @@ constexpr int kStep = 32 / sizeof(T);
 template <class T>
 using FullVector = Vector<T, kFullWidth<T>>;
 
+// The dtypes of a convolution: of its operands and of what stays within a block, of x, and of y or
+// its gradient. One of x and y may be of a residual stream, float32 beside a half precision.
+template <class Operand, class Input, class Output>
+struct ConvTypes {
+  using T = Operand;
+  using X = Input;
+  using Y = Output;
+  static constexpr bool kHasStream = !std::is_same_v<X, T> || !std::is_same_v<Y, T>;
+};
+
 __device__ inline void store_pair(float* to, float low, float high) {
   *reinterpret_cast<float2*>(to) = make_float2(low, high);
 }
@@ -49,13 +59,21 @@ __device__ T as_operand(T value) {
   if constexpr (sizeof(T) == 4) return __uint_as_float(to_tf32(value));
   return value;
 }
-template <class T>
-__device__ FullVector<T> as_operand(FullVector<T> v) {
+// As many values as fill 16 bytes of T, rounded to it.
+template <class T, class E>
+__device__ FullVector<T> as_operand(const Vector<E, kFullWidth<T>>& v) {
   if constexpr (sizeof(T) == 4) {
     const float4 f = v.value;
-    v.value = make_float4(as_operand(f.x), as_operand(f.y), as_operand(f.z), as_operand(f.w));
+    return {make_float4(as_operand(f.x), as_operand(f.y), as_operand(f.z), as_operand(f.w))};
+  } else if constexpr (std::is_same_v<T, E>) {
+    return v;
+  } else {
+    FullVector<T> rounded;
+    float values[kFullWidth<T>];
+    v.unpack(values);
+    rounded.pack(values);
+    return rounded;
   }
-  return v;
 }
 
 // The second operand [n][k] of 16 columns n, for two products. `first` is its first value.

@@ -92,15 +92,20 @@ struct Tile<0> {
   __device__ bool is_pair(int i, int, int) const { return pixel(i) >= 0; }
 };
 
-// The 16-byte vectors of a thread in a tile: one column of vectors, and every `lanes`-th pixel.
-// Threads after the last full lane have none.
+// Pixels that threads take at a time, for channels in vectors of `width`.
+__host__ __device__ inline int lanes_of(int channels, int width) {
+  return kThreads / (channels / width);
+}
+
+// The vectors of a thread in a tile: one column of vectors, and every `lanes`-th pixel. Threads
+// after the last full lane have none.
 struct ThreadColumn {
   int lanes, lane, channel;
   bool is_active;
 
   __device__ ThreadColumn(int channels, int vector) {
     const int vectors = channels / vector;
-    lanes = kThreads / vectors;
+    lanes = lanes_of(channels, vector);
     lane = threadIdx.x / vectors;
     channel = threadIdx.x % vectors * vector;
     is_active = lane < lanes;
@@ -117,30 +122,48 @@ template <class T>
 constexpr int kHaloVectors<T, 0> = kTileVectors<T, 0>;
 
 // Vectors of a thread that are copied to shared memory while it works on something else. Only the
-// thread that copies a vector reads it, so no barrier is needed.
-template <class T>
+// thread that copies a vector reads it, so no barrier is needed. Vectors of several tensors may
+// alternate: they are kStride parts of 16 bytes apart.
+template <class T, int kWidth>
+constexpr int kParts = kWidth * int(sizeof(T)) / 16;
+template <class T, int kWidth, int kStride = kParts<T, kWidth>>
 class VectorsAhead {
+  static constexpr int kParts = cuda::kParts<T, kWidth>, kPartBytes = kThreads * 16;
+
  public:
-  static __host__ __device__ constexpr int bytes(int vectors) { return vectors * kThreads * 16; }
-
-  __device__ explicit VectorsAhead(unsigned char* shared) : own_(shared + threadIdx.x * 16) {}
-
-  // The memory after `vectors` of each thread.
-  __device__ unsigned char* next(int vectors) const {
-    return own_ - threadIdx.x * 16 + bytes(vectors);
+  // Of a tile of `pixels`, where the last vector has `last` parts of all tensors.
+  static __host__ __device__ int bytes(int pixels, int channels, int last = kStride) {
+    const int lanes = lanes_of(channels, kWidth);
+    return ((pixels - 1) / lanes * kStride + last) * kPartBytes;
   }
+
+  // `first` is the number of parts ahead of this tensor's.
+  __device__ explicit VectorsAhead(unsigned char* shared, int first = 0)
+      : own_(shared + first * kPartBytes + threadIdx.x * 16) {}
 
   // Zeros unless `exists`.
   __device__ void copy(int i, const T* from, bool exists) const {
-    cp_async_16(own_ + i * kThreads * 16, from, exists);
+#pragma unroll
+    for (int j = 0; j < kParts; ++j) cp_async_16(part(i, j), from + j * kFullWidth<T>, exists);
   }
-  __device__ FullVector<T> operator[](int i) const {
-    FullVector<T> vector;
-    vector.load(reinterpret_cast<const T*>(own_ + i * kThreads * 16));
+  __device__ Vector<T, kWidth> operator[](int i) const {
+    Vector<T, kWidth> vector;
+    if constexpr (kParts == 1) {
+      vector.load(reinterpret_cast<const T*>(part(i, 0)));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) {
+        vector.half[j].load(reinterpret_cast<const T*>(part(i, j)));
+      }
+    }
     return vector;
   }
 
  private:
+  __device__ unsigned char* part(int i, int j) const {
+    return own_ + (i * kStride + j) * kPartBytes;
+  }
+
   unsigned char* own_;
 };
 

@@ -13,14 +13,14 @@ extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cud
 #endif
 
 namespace preact_kernels {
-bool bn_relu_conv_is_served(const Tensor& conv_weight);  // bn_relu_conv.cu
+bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // bn_relu_conv.cu
 }
 
 using namespace preact_kernels;
 
 STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   define_ops(m);
-  m.def("bn_relu_conv_is_served(Tensor conv_weight) -> bool");
+  m.def("bn_relu_conv_is_served(Tensor conv_weight, bool float32_stream) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, PK_DISPATCH_KEY, m) {

@@ -37,15 +37,31 @@ class OnDeviceOf {
   cudaStream_t stream;
 };
 
-// Runs `body(T{})` for the storage type T of `x`.
+// Runs `body(T{})` for the storage type T of `x`, or of a dtype.
 template <class Body>
-auto for_dtype(const Tensor& x, const Body& body) {
-  const ScalarType dtype = x.scalar_type();
+auto for_dtype(ScalarType dtype, const Body& body) {
   if (dtype == ScalarType::Float) return body(float{});
   if (dtype == ScalarType::Half) return body(Half{});
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
                   "x: expected dtype float32, bfloat16 or float16 on the cuda backend");
   return body(BFloat16{});
+}
+template <class Body>
+auto for_dtype(const Tensor& x, const Body& body) {
+  return for_dtype(x.scalar_type(), body);
+}
+
+// Runs `body(ConvTypes<T, X, Y>{})` for dtypes that `check_conv_is_served` lets through.
+template <class Body>
+auto for_conv_types(const ConvDtypes& dtypes, const Body& body) {
+  return for_dtype(dtypes.operands, [&](auto value) {
+    using T = decltype(value);
+    if constexpr (!std::is_same_v<T, float>) {
+      if (dtypes.x != dtypes.operands) return body(ConvTypes<T, float, T>{});
+      if (dtypes.y != dtypes.operands) return body(ConvTypes<T, T, float>{});
+    }
+    return body(ConvTypes<T, T, T>{});
+  });
 }
 
 // Pointers into the tensors of a batch norm over `pixels`; null for a bias that is absent. Only

@@ -46,6 +46,25 @@ struct Vector<float, 4> {
   }
 };
 
+template <>
+struct Vector<float, 8> {
+  Vector<float, 4> half[2];
+
+  __device__ void load(const float* from) { half[0].load(from), half[1].load(from + 4); }
+  __device__ void store(float* to) const { half[0].store(to), half[1].store(to + 4); }
+  __device__ void unpack(float (&to)[8]) const {
+    for (int i = 0; i < 2; ++i) {
+      const float4 v = half[i].value;
+      to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+    }
+  }
+  __device__ void pack(const float (&from)[8]) {
+    for (int i = 0; i < 2; ++i) {
+      half[i].value = make_float4(from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]);
+    }
+  }
+};
+
 template <class T>
 struct Vector<T, 8> {
   uint4 value;

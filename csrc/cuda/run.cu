@@ -12,7 +12,7 @@ struct UnpackedWeight {
   void* to;
   int64_t stride_k, stride_c, stride_r, stride_s;
   int values, channels, taps, side;
-  bool is_float32;  // else it has the dtype of the activations
+  bool is_float32;  // else it has the dtype of the operands
 };
 
 constexpr int kMostPacked = 448;  // kernels have 32,764 bytes of parameters
@@ -110,7 +110,7 @@ void pack_weights(Run& run, const Tensor& like, const std::vector<Tensor>& conv_
   int64_t bytes = 0;
   for (const Tensor& weight : conv_weights) {
     run.weights.push_back(weight.const_data_ptr());
-    if (is_packed(weight, like.scalar_type())) continue;
+    if (is_packed(weight, run.dtype)) continue;
     const auto size = weight.sizes(), stride = weight.strides();
     places.push_back(run.weights.size() - 1);
     // Channels are multiples of 16, so that each begins at a multiple of 16 bytes.
@@ -139,7 +139,7 @@ void pack_weights(Run& run, const Tensor& like, const std::vector<Tensor>& conv_
 }
 
 // Stores `sums`, which may be none, and the weight gradients of `partials`.
-void launch_finish_gradients(const Run& run, const Tensor& like, const Tensor* sums,
+void launch_finish_gradients(const Run& run, const Tensor* sums,
                              const std::vector<WeightGradientPartials>& partials,
                              cudaStream_t stream) {
   FinishGradientsParams params{run.sums, nullptr, 0};
@@ -154,37 +154,38 @@ void launch_finish_gradients(const Run& run, const Tensor& like, const Tensor* s
   const int blocks =
       std::max((params.values + kThreads - 1) / kThreads,
                std::min((width + 31) / 32, (multiprocessors() + rows - 1) / rows * 2));
-  for_dtype(like, [&](auto value) {
+  for_dtype(run.dtype, [&](auto value) {
     launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
            dim3(std::max(blocks, 1), rows), kThreads, kPartialsBytes, stream, params);
   });
 }
 
 // Launches the kernels of the postponed weight gradients. Returns what they leave to be added up.
-std::vector<WeightGradientPartials> launch_postponed(Run& run, const Tensor& like,
-                                                     cudaStream_t stream) {
+std::vector<WeightGradientPartials> launch_postponed(Run& run, cudaStream_t stream) {
   std::vector<WeightGradientPartials> partials;
   std::vector<bool> is_launched(run.postponed.size());
   for (size_t i = 0; i < run.postponed.size(); ++i) {
     partials.push_back(run.postponed[i].partials);
     if (is_launched[i]) continue;
-    Conv conv = run.postponed[i].conv;
+    const Conv conv = run.postponed[i].conv;
+    const ConvDtypes dtypes = run.postponed[i].dtypes;
     WeightGradients same{};
     int count = 0, tensors = 0;
     for (size_t j = i; j < run.postponed.size(); ++j) {
       const PostponedWeightGradient& other = run.postponed[j];
       if (other.conv.in_channels != conv.in_channels ||
-          other.conv.out_channels != conv.out_channels || other.conv.taps() != conv.taps()) {
+          other.conv.out_channels != conv.out_channels || other.conv.taps() != conv.taps() ||
+          other.dtypes.x != dtypes.x || other.dtypes.y != dtypes.y) {
         continue;
       }
       is_launched[j] = true;
       same.of[count++] = other.params;
       tensors = std::max(tensors, other.params.tensors);
     }
-    for_dtype(like, [&](auto value) {
-      using T = decltype(value);
-      const ConvLaunch plan = plan_bn_relu_conv_backward<T>(conv, tensors, false, true);
-      launch_bn_relu_conv_weight_gradients<T>(conv, plan, same, count, stream);
+    for_conv_types(dtypes, [&](auto types) {
+      using Types = decltype(types);
+      const ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, tensors, false, true);
+      launch_bn_relu_conv_weight_gradients<Types>(conv, plan, same, count, stream);
     });
   }
   return partials;
@@ -192,9 +193,10 @@ std::vector<WeightGradientPartials> launch_postponed(Run& run, const Tensor& lik
 
 }  // namespace
 
-std::shared_ptr<Run> begin_run(const Tensor& like, const std::vector<Tensor>& conv_weights,
-                               int64_t sums) {
+std::shared_ptr<Run> begin_run(const Tensor& like, ScalarType dtype,
+                               const std::vector<Tensor>& conv_weights, int64_t sums) {
   auto run = std::make_shared<Run>();
+  run->dtype = dtype;
   const OnDeviceOf on(like);
   if (sums > 0) {
     const int64_t bytes = sums * kSumWords * int64_t(sizeof(uint64_t));
@@ -203,7 +205,7 @@ std::shared_ptr<Run> begin_run(const Tensor& like, const std::vector<Tensor>& co
     fill_zeros(words, bytes, on.stream);
     run->sums = {words, 0, sums};
   }
-  for_dtype(like, [&](auto value) {
+  for_dtype(dtype, [&](auto value) {
     pack_weights<decltype(value)>(*run, like, conv_weights, on.stream);
   });
   return run;
@@ -226,7 +228,7 @@ void finish_statistics(Run& run, const Tensor& mean, const Tensor& var, int64_t 
 
 void finish_postponed(Run& run, const Tensor& like) {
   const OnDeviceOf on(like);
-  launch_finish_gradients(run, like, nullptr, launch_postponed(run, like, on.stream), on.stream);
+  launch_finish_gradients(run, nullptr, launch_postponed(run, on.stream), on.stream);
   run.postponed.clear();
   run.postponed_bytes = 0;
   run.has_launched = false;
@@ -234,15 +236,15 @@ void finish_postponed(Run& run, const Tensor& like) {
 
 void finish_gradients(Run& run, const Tensor& like, const Tensor& sums) {
   const OnDeviceOf on(like);
-  std::vector<WeightGradientPartials> partials = launch_postponed(run, like, on.stream);
+  std::vector<WeightGradientPartials> partials = launch_postponed(run, on.stream);
   if (run.partials.partials != nullptr) {
     if (partials.size() == kMostWeightGradients) {
-      launch_finish_gradients(run, like, nullptr, partials, on.stream);
+      launch_finish_gradients(run, nullptr, partials, on.stream);
       partials.clear();
     }
     partials.push_back(run.partials);
   }
-  launch_finish_gradients(run, like, &sums, partials, on.stream);
+  launch_finish_gradients(run, &sums, partials, on.stream);
 }
 
 }  // namespace preact_kernels

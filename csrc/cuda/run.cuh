@@ -11,13 +11,15 @@ namespace preact_kernels {
 // A weight gradient that is computed apart from that of the input, with others of the run.
 struct PostponedWeightGradient {
   Conv conv;
+  ConvDtypes dtypes;
   cuda::BnReluConvBackward params;
   cuda::WeightGradientPartials partials;
   std::vector<Tensor> owners;  // of the memory that they point to
 };
 
 struct Run {
-  std::vector<const void*> weights;  // of each unit, [K][taps][C] in the dtype of the activations
+  ScalarType dtype;                  // of the convolutions' operands
+  std::vector<const void*> weights;  // of each unit, [K][taps][C] in that dtype
   std::vector<Tensor> owners;        // of that memory and of the sums
   Accumulators sums;                 // of all units
   bool has_launched = false;         // the last launch on the stream is a convolution of this run

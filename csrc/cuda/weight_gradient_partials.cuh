@@ -9,7 +9,7 @@ struct WeightGradientPartials {
   const float* partials;  // [rows][taps][K][C]; null where there are none
   int rows;
   void* dconv_weight;  // [K, C, R, S] of any strides
-  bool is_float32;     // else it has the dtype of the activations
+  bool is_float32;     // else it has the dtype of the operands
   int out_channels, channels, side;
   int64_t stride_k, stride_c, stride_r, stride_s;
 

@@ -5,13 +5,15 @@
 
 namespace preact_kernels {
 
+// y has the dtype of the residual where there is one, else that of the operands.
 inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tensor& conv_weight,
                                    const std::optional<Tensor>& conv_bias,
                                    const std::optional<Tensor>& residual,
                                    const BatchStatistics& of_y, UnitOfRun unit) {
-  const Conv conv = check_conv(x, conv_weight);
+  const ScalarType y_dtype = residual.has_value() ? residual->scalar_type() : unit.dtype;
+  const Conv conv = check_conv(x, conv_weight, unit.dtype, y_dtype);
   check_norm(norm, conv.in_channels, x);
-  const Tensor y = empty_nhwc(x, conv.output());
+  const Tensor y = empty_nhwc(x, conv.output(), y_dtype);
   if (residual.has_value()) check_like("residual", *residual, "y", y);
   if (conv_bias.has_value()) {
     check_same_device("conv_bias", *conv_bias, x);
@@ -24,26 +26,27 @@ inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tens
 }
 
 // Fills `gradients`, whose parameter gradients are allocated. With a fold, `dy` is the g that the
-// fold applies to.
+// fold applies to, in the dtype of the operands, as is the g that this computes.
 inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& fold,
                                   const Tensor& x, const Norm& norm, const Tensor& conv_weight,
                                   UnitGradients& gradients, UnitOfRun unit) {
-  const Conv conv = check_conv(x, conv_weight);
+  const ScalarType y_dtype = fold.has_value() ? fold->x.scalar_type() : dy.scalar_type();
+  const Conv conv = check_conv(x, conv_weight, unit.dtype, y_dtype);
   const Activation size = check_activation("dy", dy);
   check_same_device("dy", dy, x);
   STD_TORCH_CHECK(size.images == conv.images && size.channels == conv.out_channels &&
-                      size.height == conv.height && size.width == conv.width &&
-                      dy.scalar_type() == x.scalar_type(),
-                  "dy: expected the shape of the convolution's output and the dtype of x");
+                      size.height == conv.height && size.width == conv.width,
+                  "dy: expected the shape of the convolution's output");
   check_norm(norm, conv.in_channels, x);
   if (fold.has_value()) {
-    check_like("fold.x", fold->x, "dy", dy);
+    STD_TORCH_CHECK(dy.scalar_type() == unit.dtype, "dy: expected the dtype of the convolution");
+    check_sizes_like("fold.x", fold->x, "dy", dy);
     check_fold(*fold, conv.out_channels);
   }
   STD_TORCH_CHECK(fold.has_value() || !gradients.wanted.dy,
                   "dy: expected a fold where the unfolded gradient is wanted");
-  gradients.g = gradients.wanted.g ? empty_nhwc(x, conv.input()) : absent(x);
-  gradients.dy = gradients.wanted.dy ? empty_nhwc(dy, size) : absent(x);
+  gradients.g = gradients.wanted.g ? empty_nhwc(x, conv.input(), unit.dtype) : absent(x);
+  gradients.dy = gradients.wanted.dy ? empty_nhwc(x, size, y_dtype) : absent(x);
   launch_bn_relu_conv_backward(conv, dy, fold, x, norm, conv_weight, gradients, unit);
 }
 

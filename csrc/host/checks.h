@@ -5,6 +5,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <vector>
+
 #include "../args.h"
 
 namespace preact_kernels {
@@ -20,9 +22,24 @@ constexpr const char* kDevice = "CPU";
 inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif
 
-// Throws unless the library has direct kernels for a convolution of `x` with this weight. Each
-// library defines it.
-void check_conv_is_served(const Conv& conv, const Tensor& x, const Tensor& conv_weight);
+// The dtypes of a convolution's tensors. In a backward, y stands for its gradient.
+struct ConvDtypes {
+  ScalarType operands, x, y;
+};
+
+// The dtype in which convolutions of `x` multiply: a half precision among the weights, else that of
+// x. Beside one, the other may be float32.
+inline ScalarType operand_dtype(const Tensor& x, const std::vector<Tensor>& conv_weights) {
+  for (const Tensor& weight : conv_weights) {
+    const ScalarType dtype = weight.scalar_type();
+    if (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half) return dtype;
+  }
+  return x.scalar_type();
+}
+
+// Throws unless the library has direct kernels for a convolution of these dtypes with this weight.
+// Each library defines it.
+void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tensor& conv_weight);
 
 // Checks that a tensor is [N, C, H, W] with dense NHWC memory.
 inline Activation check_activation(const char* name, const Tensor& t) {
@@ -46,9 +63,9 @@ inline void check_same_device(const char* name, const Tensor& t, const Tensor& l
                   ": expected a tensor on the device of x");
 }
 
-// Checks that an activation has the sizes, dtype and device of another.
-inline void check_like(const char* name, const Tensor& t, const char* like_name,
-                       const Tensor& like) {
+// Checks that an activation has the sizes and device of another.
+inline void check_sizes_like(const char* name, const Tensor& t, const char* like_name,
+                             const Tensor& like) {
   check_activation(name, t);
   check_same_device(name, t, like);
   for (int axis = 0; axis < 4; ++axis) {
@@ -56,6 +73,12 @@ inline void check_like(const char* name, const Tensor& t, const char* like_name,
                     like.sizes()[axis], " on axis ", axis, " to match ", like_name, ", got ",
                     t.sizes()[axis]);
   }
+}
+
+// Also the dtype.
+inline void check_like(const char* name, const Tensor& t, const char* like_name,
+                       const Tensor& like) {
+  check_sizes_like(name, t, like_name, like);
   STD_TORCH_CHECK(t.scalar_type() == like.scalar_type(), name, ": expected the dtype of ",
                   like_name);
 }
@@ -98,7 +121,8 @@ inline int64_t check_out_channels(const Tensor& conv_weight) {
 }
 
 // Checks that the library serves the convolution of `x`.
-inline Conv check_conv(const Tensor& x, const Tensor& conv_weight) {
+inline Conv check_conv(const Tensor& x, const Tensor& conv_weight, ScalarType operands,
+                       ScalarType y) {
   const Activation size = check_activation("x", x);
   const int64_t out_channels = check_out_channels(conv_weight);
   check_same_device("conv_weight", conv_weight, x);
@@ -106,7 +130,7 @@ inline Conv check_conv(const Tensor& x, const Tensor& conv_weight) {
   STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
                   " to match x, got ", shape[1]);
   const Conv conv{size.images, size.height, size.width, shape[1], out_channels, shape[2], shape[3]};
-  check_conv_is_served(conv, x, conv_weight);
+  check_conv_is_served(conv, {operands, x.scalar_type(), y}, conv_weight);
   return conv;
 }
 

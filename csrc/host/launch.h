@@ -12,9 +12,10 @@ namespace preact_kernels {
 // finished. Each library defines it.
 struct Run;
 
-// `sums` is the number of sums over pixels that the run's kernels compute.
-std::shared_ptr<Run> begin_run(const Tensor& like, const std::vector<Tensor>& conv_weights,
-                               int64_t sums);
+// `dtype` is that of the convolutions' operands, `sums` the number of sums over pixels that the
+// run's kernels compute.
+std::shared_ptr<Run> begin_run(const Tensor& like, ScalarType dtype,
+                               const std::vector<Tensor>& conv_weights, int64_t sums);
 
 // The sums of a run, which are zeros; none where kernels write the tensors themselves.
 Accumulators sums_of(const Run& run);
@@ -30,6 +31,7 @@ void finish_gradients(Run& run, const Tensor& like, const Tensor& sums);
 struct UnitOfRun {
   Run& run;
   size_t weight;
+  ScalarType dtype;  // of the operands
 };
 
 void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x);

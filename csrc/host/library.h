@@ -77,9 +77,9 @@ inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
     bool with_stats) {
   check_activation("x", x);  // before memory on its device is written
   ForwardRun run(x, {conv_weight}, {with_stats});
-  const Tensor y = preact_kernels::bn_relu_conv_forward(x, {mean, var, bn_weight, bn_bias, eps},
-                                                        conv_weight, conv_bias, residual,
-                                                        run.statistics[0], {*run.shared, 0});
+  const Tensor y =
+      preact_kernels::bn_relu_conv_forward(x, {mean, var, bn_weight, bn_bias, eps}, conv_weight,
+                                           conv_bias, residual, run.statistics[0], run.unit(0));
   run.finish();
   return {y, run.mean, run.var};
 }
@@ -92,7 +92,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
   UnitGradients& gradients = run.gradients[0];
   preact_kernels::bn_relu_conv_backward(dy, fold_of(PK_FOLD_ARGUMENTS), x,
                                         {mean, var, bn_weight, bn_bias, eps}, conv_weight,
-                                        gradients, {*run.shared, 0});
+                                        gradients, run.unit(0));
   run.finish(x);
   return {*gradients.g, gradients.sums, gradients.conv_weight, *gradients.dy};
 }

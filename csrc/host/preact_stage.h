@@ -72,7 +72,7 @@ inline std::vector<Tensor> preact_stage_forward(
     const BatchStatistics& of_output = run.statistics[i];
     h = bn_relu_conv_forward(h, {mean, var, p[0], p[1], eps[i], moments}, p[2], std::nullopt,
                              ends_block ? std::optional<Tensor>(shortcut) : std::nullopt, of_output,
-                             {*run.shared, i});
+                             run.unit(i));
     mean = of_output.mean, var = of_output.var, moments = of_output.moments;
   }
   run.finish();
@@ -127,12 +127,12 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
     if (ends_block && rebuilt) {  // x is the output of this block
       const size_t block = i / stage.units_per_block;
       x = bn_relu_conv_forward(stage.inputs[left - 1], norm, stage.negated[block], std::nullopt, x,
-                               no_statistics, {*run.shared, units + block});
+                               no_statistics, run.unit(units + block));
     }
     const Tensor& h = place == 0 && rebuilt ? x : stage.inputs[--left];
     UnitGradients& unit = run.gradients[i];
     unit.wanted.dy = ends_block && fold.has_value();
-    bn_relu_conv_backward(g, fold, h, norm, p[2], unit, {*run.shared, i});
+    bn_relu_conv_backward(g, fold, h, norm, p[2], unit, run.unit(i));
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : g;
     g = *unit.g;
     unit.g = unit.dy = std::nullopt;

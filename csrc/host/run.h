@@ -18,6 +18,7 @@ inline Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
 
 // The forward of units whose outputs have the same number of pixels.
 struct ForwardRun {
+  ScalarType dtype;  // of the convolutions' operands
   std::shared_ptr<Run> shared;
   std::vector<BatchStatistics> statistics;  // of each unit's output; parts of:
   Tensor mean, var;
@@ -26,14 +27,14 @@ struct ForwardRun {
   // conv_weights[i] is that of unit i; its output's statistics are computed if are_wanted[i].
   ForwardRun(const Tensor& x, const std::vector<Tensor>& conv_weights,
              const std::vector<bool>& are_wanted)
-      : pixels(x.sizes()[0] * x.sizes()[2] * x.sizes()[3]) {
+      : dtype(operand_dtype(x, conv_weights)), pixels(x.sizes()[0] * x.sizes()[2] * x.sizes()[3]) {
     std::vector<int64_t> channels;
     for (size_t i = 0; i < are_wanted.size(); ++i) {
       const int64_t count = check_out_channels(conv_weights[i]);
       channels.push_back(are_wanted[i] ? count : 0);
     }
     const int64_t total = std::accumulate(channels.begin(), channels.end(), int64_t(0));
-    shared = begin_run(x, conv_weights, 2 * total);
+    shared = begin_run(x, dtype, conv_weights, 2 * total);
     mean = empty_statistics(x, total), var = empty_statistics(x, total);
     Accumulators moments = sums_of(*shared);
     moments.second = total;
@@ -48,26 +49,30 @@ struct ForwardRun {
     }
   }
 
+  UnitOfRun unit(size_t weight) { return {*shared, weight, dtype}; }
+
   // Fills mean and var where kernels have added up their sums only.
   void finish() { finish_statistics(*shared, mean, var, pixels); }
 };
 
 // The backward of units.
 struct BackwardRun {
+  ScalarType dtype;  // of the convolutions' operands
   std::shared_ptr<Run> shared;
   std::vector<UnitGradients> gradients;  // of each unit; their sums are parts of:
   Tensor sums;
 
   // The first conv_weights, as many as `wanted`, are those of the units; more may follow.
   BackwardRun(const Tensor& like, const std::vector<Tensor>& conv_weights,
-              const std::vector<Wanted>& wanted) {
+              const std::vector<Wanted>& wanted)
+      : dtype(operand_dtype(like, conv_weights)) {
     std::vector<int64_t> counts;
     for (size_t i = 0; i < wanted.size(); ++i) {
       check_out_channels(conv_weights[i]);
       counts.push_back(wanted[i].g ? 2 * conv_weights[i].sizes()[1] : 0);
     }
     const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t(0));
-    shared = begin_run(like, conv_weights, total);
+    shared = begin_run(like, dtype, conv_weights, total);
     sums = empty_statistics(like, total);
     const Accumulators all = sums_of(*shared);
     int64_t first = 0;
@@ -86,6 +91,8 @@ struct BackwardRun {
       first += counts[i];
     }
   }
+
+  UnitOfRun unit(size_t weight) { return {*shared, weight, dtype}; }
 
   // Fills sums and weight gradients where kernels have added up parts only.
   void finish(const Tensor& like) { finish_gradients(*shared, like, sums); }

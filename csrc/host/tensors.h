@@ -3,8 +3,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <vector>
-
 #include "checks.h"
 
 namespace preact_kernels {
@@ -22,10 +20,13 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
+inline Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
   const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
-  return torch::stable::empty({sizes, 4}, like.scalar_type(), std::nullopt, like.device(),
-                              std::nullopt, torch::headeronly::MemoryFormat::ChannelsLast);
+  return torch::stable::empty({sizes, 4}, dtype, std::nullopt, like.device(), std::nullopt,
+                              torch::headeronly::MemoryFormat::ChannelsLast);
+}
+inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
+  return empty_nhwc(like, size, like.scalar_type());
 }
 
 inline Tensor empty_statistics(const Tensor& like, int64_t count) {

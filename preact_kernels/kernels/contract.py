@@ -288,3 +288,25 @@ class BlockKernels(Kernels, Protocol):
             y: output of the last block, or None where all inputs are kept. Each block's input is
                 then `x = y - F(x)`, by one more call of its last convolution.
         """
+
+
+class StreamKernels(BlockKernels, Protocol):
+    """A backend whose fused convolutions also read and write a float32 residual stream.
+
+    Beside a weight in half precision, and where `serves_stream_conv` says so, one side of a
+    convolution may be float32: `x`; or the residual and so `y`, which in the backward are `x` and
+    `skip` of the fold, the unfolded `dy`, and `dy` without a fold. `g` is in half precision, both
+    the fold's and the result. In runs of blocks, of two units or more, it is that of the inputs of
+    all blocks.
+    """
+
+    @abstractmethod
+    def serves_stream_conv(
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
+    ) -> bool:
+        """`serves_conv` beside a float32 stream, for a weight of `dtype`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from preact_kernels.kernels.contract import Conv
+from preact_kernels.kernels.contract import Conv, StreamKernels
 from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 
 # The most pixels of a batch for which a convolution is fused, by side of the kernel and channels;
@@ -31,7 +31,7 @@ def _may_round_to_tf32() -> bool:
     return cudnn.conv.fp32_precision == "tf32"
 
 
-class CUDAKernels(NativeKernels):
+class CUDAKernels(NativeKernels, StreamKernels):
     """The compiled CUDA library."""
 
     has_conv_bias = False
@@ -48,9 +48,32 @@ class CUDAKernels(NativeKernels):
         """Whether the fused convolutions serve a weight.
 
         They serve 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64 (float32: 16 or 32),
-        stride 1, where the
-        GPU has enough shared memory; float32 only where PyTorch may use TF32, as they do.
+        stride 1, where the GPU has enough shared memory and `MOST_PIXELS` allows it; float32 only
+        where PyTorch may use TF32, as they do.
         """
+        return self._fuses(weight_shape, conv, dtype, device, pixels, float32_stream=False)
+
+    def serves_stream_conv(
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
+    ) -> bool:
+        """See `StreamKernels`: what `serves_conv` says, with more shared memory."""
+        return self._fuses(weight_shape, conv, dtype, device, pixels, float32_stream=True)
+
+    def _fuses(
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None,
+        *,
+        float32_stream: bool,
+    ) -> bool:
         stride, padding, dilation, groups = conv
         kernel = tuple(weight_shape[2:])
         return (
@@ -61,16 +84,20 @@ class CUDAKernels(NativeKernels):
             and kernel[1] == 2 * padding[1] + 1
             and (pixels or 0) <= MOST_PIXELS.get((kernel[0], weight_shape[0]), pixels or 0)
             and (dtype != torch.float32 or _may_round_to_tf32())
-            and _fits_shared_memory(self._ops, tuple(weight_shape), dtype, device)
+            and _fits_shared_memory(self._ops, tuple(weight_shape), dtype, device, float32_stream)
         )
 
 
 @functools.cache
 def _fits_shared_memory(
-    ops: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ops: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    float32_stream: bool,
 ) -> bool:
     weight = torch.empty(shape, dtype=dtype, device=device)
-    return ops.bn_relu_conv_is_served.default(weight)
+    return ops.bn_relu_conv_is_served.default(weight, float32_stream)
 
 
 def load_error() -> str:
@@ -92,7 +119,12 @@ def targets() -> tuple[str, ...]:
     """What the library was compiled for: `sm_90` is code for a GPU, `compute_90` is PTX."""
     text = ctypes.CDLL(str(PACKAGE / LIBRARY)).preact_kernels_cuda_targets
     text.restype = ctypes.c_char_p
-    return tuple(re.findall(r"(?:sm|compute)_\d+[af]?", text().decode()))
+    return parse_targets(text().decode())
+
+
+def parse_targets(text: str) -> tuple[str, ...]:
+    """The parts of "sm_90_compute_90"."""
+    return tuple(re.findall(r"(?:sm|compute)_\d+[af]?", text))
 
 
 def target_refusal(capability: tuple[int, int], compiled: Sequence[str]) -> str:

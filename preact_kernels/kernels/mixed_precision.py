@@ -1,10 +1,12 @@
 """A float32 residual stream beside convolutions in half precision, on any backend.
 
-No kernel mixes precisions within a call. A unit that reads the stream runs batch norm and ReLU in
-float32, rounds the activation, and calls PyTorch's convolution; a block ends with a separate
-addition. Plain PyTorch computes the same: `F.conv2d(F.relu(bn(x)).to(half), ...)` and
+`MixedKernels` need no kernel that mixes precisions. A unit that reads the stream runs batch norm
+and ReLU in float32, rounds the activation, and calls PyTorch's convolution; a block ends with a
+separate addition. Plain PyTorch computes the same: `F.conv2d(F.relu(bn(x)).to(half), ...)` and
 `x + F(x).to(float32)`. The cost is one activation, held briefly in each direction, and one more
 pass over the stream for each step that a fused kernel would have merged.
+
+`FusedMixedKernels` use the fused kernels of a backend that has them for such a stream.
 """
 
 from collections.abc import Sequence
@@ -16,6 +18,10 @@ from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
     BatchStatistics,
+    BlockKernels,
+    BlockRun,
+    BlockRunGradients,
+    BlockRunOutput,
     Conv,
     ConvGradients,
     Epilogue,
@@ -23,6 +29,7 @@ from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
     Output,
+    StreamKernels,
     Wanted,
 )
 
@@ -130,3 +137,115 @@ class MixedKernels(Kernels):
     def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         """The sum is in the dtype of the stream."""
         return self.wide.residual_add_forward(x.to(self.stream), branch.to(self.stream), with_stats)
+
+
+class FusedMixedKernels(MixedKernels, BlockKernels):
+    """`MixedKernels` of a backend whose fused convolutions take a float32 stream on one side.
+
+    `g` is in half precision, as the convolution's gradient is in plain PyTorch, unless PyTorch's
+    convolution computed it: that is unfolded first.
+
+    Args:
+        wide: functions for the residual stream.
+        narrow: functions for tensors in `half`, and for convolutions that one of both.
+        half: dtype of the weights.
+    """
+
+    narrow: StreamKernels
+
+    def __init__(self, wide: Kernels, narrow: StreamKernels, half: torch.dtype) -> None:
+        super().__init__(wide, narrow, torch.float32)
+        self.half = half
+
+    def serves_conv(
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
+    ) -> bool:
+        """Whether fused kernels serve the convolution, of whichever unit of a block."""
+        return self.narrow.serves_stream_conv(weight_shape, conv, self.half, device, pixels)
+
+    def _fuses(self, x: Tensor, conv_weight: Tensor, conv: Conv, y_dtype: torch.dtype) -> bool:
+        """Whether a fused kernel takes a convolution of `x` whose other side has `y_dtype`."""
+        return self.half in (x.dtype, y_dtype) and self.serves_conv(
+            conv_weight.shape, conv, self.half, x.device, x.numel() // x.shape[1]
+        )
+
+    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
+        return super().bn_input_gradient(g.to(fold.x.dtype), fold)
+
+    def bn_relu_conv_forward(
+        self,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        epilogue: Epilogue = NO_EPILOGUE,
+    ) -> Output:
+        residual = epilogue.residual
+        if residual is not None:
+            residual = residual.to(self.stream)
+            epilogue = epilogue._replace(residual=residual)
+        y_dtype = self.half if residual is None else self.stream
+        if not self._fuses(x, conv_weight, conv, y_dtype):
+            return super().bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
+        return self.narrow.bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
+
+    def bn_relu_conv_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        wanted: Wanted,
+    ) -> ConvGradients:
+        if fold is not None and dy.dtype == self.stream:
+            dy = self.bn_input_gradient(dy, fold)
+            found = self.bn_relu_conv_backward(
+                dy, None, x, norm, conv_weight, conv, wanted._replace(dy=False)
+            )
+            return found._replace(dy=dy if wanted.dy else None)
+        y_dtype = (dy if fold is None else fold.x).dtype
+        if not self._fuses(x, conv_weight, conv, y_dtype):
+            return super().bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
+        return self.narrow.bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
+
+    def block_run_forward(
+        self,
+        x: Tensor,
+        run: BlockRun,
+        x_statistics: BatchStatistics | None,
+        known: Sequence[Tensor] | None,
+        *,
+        with_stats: bool,
+        keep_inputs: bool,
+        keep_block_inputs: bool,
+    ) -> BlockRunOutput:
+        return self.narrow.block_run_forward(
+            x,
+            run,
+            x_statistics,
+            known,
+            with_stats=with_stats,
+            keep_inputs=keep_inputs,
+            keep_block_inputs=keep_block_inputs,
+        )
+
+    def block_run_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        run: BlockRun,
+        inputs: Sequence[Tensor | None],
+        statistics: Sequence[Tensor],
+        inv_count: float,
+        y: Tensor | None,
+    ) -> BlockRunGradients:
+        if fold is not None and dy.dtype == self.stream:
+            dy, fold = self.bn_input_gradient(dy, fold), None
+        return self.narrow.block_run_backward(dy, fold, run, inputs, statistics, inv_count, y)

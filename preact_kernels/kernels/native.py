@@ -52,7 +52,8 @@ class NativeKernels(FlatOps, BlockKernels):
 
     def _serves(self, x: Tensor, conv_weight: Tensor, conv: Conv) -> bool:
         pixels = x.numel() // x.shape[1]
-        return self.serves_conv(conv_weight.shape, conv, x.dtype, x.device, pixels)
+        dtype = pytorch_conv.compute_dtype(x, conv_weight)
+        return self.serves_conv(conv_weight.shape, conv, dtype, x.device, pixels)
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float

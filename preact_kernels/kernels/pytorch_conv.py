@@ -75,8 +75,10 @@ def bn_relu_conv_backward(
     if fold is not None:
         dy = kernels.bn_input_gradient(dy, fold)
     dtype = compute_dtype(x, conv_weight)
-    # Without a weight gradient only the shape of the activation is read.
-    a = kernels.bn_relu_forward(x, norm).to(dtype) if wanted.weight else x
+    if wanted.weight:
+        a = kernels.bn_relu_forward(x, norm).to(dtype)
+    else:  # only its shape and dtype are read
+        a = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     conv_dy = dy.to(dtype)
     if _converts_activation(x, conv_weight):
         a, conv_dy = a.contiguous(), conv_dy.contiguous()

@@ -127,7 +127,8 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
     """For every block a key that is equal for blocks which can run in one call.
 
     None for a block that runs unit by unit: it has a projection or no shortcut at all, a process
-    group, or a convolution without a fused kernel, or the backend has no such call.
+    group, or a convolution without a fused kernel, or both sides of one are of a wider stream, or
+    the backend has no such call.
     """
     if not hasattr(kernels, "block_run_forward"):
         return [None] * len(blocks.specs)
@@ -135,6 +136,8 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
     def key(index: int, pixels: int) -> tuple | None:
         spec, first = blocks.specs[index], blocks.first_unit[index]
         if spec.shortcut is not None or not spec.is_residual:
+            return None
+        if len(spec.units) == 1 and blocks.conv_weight(first).itemsize < x.itemsize:
             return None
         convs = []
         for unit, u in enumerate(spec.units, first):

@@ -7,14 +7,14 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels import cpu, cuda, reference
-from preact_kernels.kernels.contract import Kernels
-from preact_kernels.kernels.mixed_precision import MixedKernels
+from preact_kernels.kernels.contract import Kernels, StreamKernels
+from preact_kernels.kernels.mixed_precision import FusedMixedKernels, MixedKernels
 from preact_kernels.ops import checks, schema
 from preact_kernels.torch_compat import FakeTensor
 
@@ -228,7 +228,10 @@ def kernels_for(x: Tensor, conv_weight: Tensor | None = None) -> Kernels:
     """
     if conv_weight is not None and conv_weight.dtype != x.dtype:
         wide = kernels_for(x)
-        return MixedKernels(wide, kernels_for(conv_weight) if x.numel() else wide, x.dtype)
+        narrow = kernels_for(conv_weight) if x.numel() else wide
+        if x.dtype == torch.float32 and hasattr(narrow, "serves_stream_conv"):
+            return FusedMixedKernels(wide, cast(StreamKernels, narrow), conv_weight.dtype)
+        return MixedKernels(wide, narrow, x.dtype)
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
         return _registered
     if x.numel() == 0:  # the share of one process of a group

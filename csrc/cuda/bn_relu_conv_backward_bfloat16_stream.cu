@@ -1,0 +1,3 @@
+#define PK_DTYPE BFloat16
+#define PK_FLOAT32_STREAM
+#include "conv_backward_launch.cuh"

@@ -1,0 +1,3 @@
+#define PK_DTYPE Half
+#define PK_FLOAT32_STREAM
+#include "conv_backward_launch.cuh"
