@@ -108,7 +108,7 @@ def conv_forward(
     if takes_registers and not is_half:
         pixels = 32
     if channels > 128:  # room for the buffers of all blocks of input channels
-        pixels = min(pixels, 64 if is_half else 32)
+        pixels = min(pixels, 64 if is_half else 16)
     stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
         has_room = capability == HOPPER or (is_half and capability < HOPPER)
@@ -150,13 +150,15 @@ def conv_backward(
         both = ConvBlocks(16, cin, cout, 4, 1, resident=2) if in_one_pass else None
         input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
         pixels = pixels if dtype.itemsize == 2 else 16
-        if stages == 1:
+        if stages == 1 and (dtype.itemsize == 2 or capability < BLACKWELL):
             pixels, input_warps = 32 if capability < HOPPER else 16, 4
             cin = min(cin, 16)
         return BackwardBlocks(ConvBlocks(pixels, cin, cout, input_warps, 1, stages), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
     if weights > 2048:
         pixels = min(pixels, 32 if dtype.itemsize == 2 else 16)
+    if weights > 8192 and dtype.itemsize == 4:  # no room for two buffers of every block of dy
+        stages = 1
     one = ConvBlocks(pixels, cin, cout, warps, stages if capability == HOPPER else 1)
     max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
     return BackwardBlocks(one, weight, one if weights <= max_weights else None)
