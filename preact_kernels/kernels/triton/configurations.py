@@ -25,7 +25,7 @@ MAX_CHANNELS_1X1 = 256
 MAX_CHANNELS_3X3 = 64
 MAX_IEEE_PRODUCTS = 1024  # input channels times output channels
 # Largest weight whose gradient fits in a program's registers beside the gradient of the input.
-MAX_WEIGHTS_1X1 = 16 * 1024
+MAX_WEIGHTS_1X1 = 8 * 1024
 MAX_WEIGHTS_3X3 = 4 * 1024
 
 
@@ -147,7 +147,7 @@ def conv_backward(
     )
     if taps > 1:
         in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtype.itemsize == 2
-        both = ConvBlocks(16, cin, cout, 4, 1, resident=2) if in_one_pass else None
+        both = ConvBlocks(16, cin, cout, 2, 1, resident=4) if in_one_pass else None
         input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
         pixels = pixels if dtype.itemsize == 2 else 16
         if stages == 1 and (dtype.itemsize == 2 or capability < BLACKWELL):
