@@ -188,6 +188,15 @@ def groups_of_two(monkeypatch):
 def test_a_run_of_blocks_gives_the_bits_of_its_units(
     memory, kind, training, in_one_pass, dtype, is_nhwc, monkeypatch
 ):
+    compare_with_units(memory, kind, training, in_one_pass, dtype, is_nhwc, monkeypatch)
+
+
+@pytest.mark.usefixtures("groups_of_two")
+def test_gradients_of_weights_in_one_pass_are_those_of_their_blocks(monkeypatch):
+    compare_with_units({}, "bottleneck", True, True, torch.bfloat16, True, monkeypatch)
+
+
+def compare_with_units(memory, kind, training, in_one_pass, dtype, is_nhwc, monkeypatch):
     processors = 1 if in_one_pass else 10**6
     monkeypatch.setattr(launch, "properties", lambda device: launch.Device(90, processors))
     stage, x = plain_stage(kind, **memory)
