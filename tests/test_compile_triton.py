@@ -66,6 +66,43 @@ def test_a_run_compiles_its_kernels_ahead(kept):
     assert all(line.endswith("was compiled") for line in found)
 
 
+# Runs blocks with a stand-in for what starts a compiled kernel.
+REPEATED = (
+    RUN[: RUN.index("keeps =")]
+    + """
+import functools
+from triton.compiler import CompiledKernel
+
+lookups, starts = [], []
+find = triton.runtime.jit.JITFunction.run
+triton.runtime.jit.JITFunction.run = lambda *a, **k: (lookups.append(a), find(*a, **k))[1]
+
+def start(compiled, *args):
+    assert len(args) == 9 + len(compiled.src.fn.arg_names)
+    starts.append(compiled)
+
+CompiledKernel.run = property(lambda self: functools.partial(start, self))
+CompiledKernel._init_handles = lambda self: None
+CompiledKernel.function = None
+for blocks in (32, 64):
+    lookups.clear(), starts.clear()
+    many = run._replace(parameters=run.parameters[:6] * blocks, eps=[1e-5] * 2 * blocks)
+    keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": True}
+    y, _, found, inputs = kernels.block_run_forward(x, many, statistics, None, **keeps)
+    kernels.block_run_backward(x, None, many, inputs, found, 0.5, None)
+    print(len(lookups), len(starts))
+"""
+)
+
+
+def test_a_run_looks_up_each_kernel_once():
+    (lookups, starts), (lookups2, starts2) = (
+        map(int, line.split()) for line in lines_of("-c", REPEATED)
+    )
+    assert starts2 - starts == 32 * (2 + 2)
+    assert lookups2 == lookups
+
+
 def test_the_report_finds_planted_faults():
     found = lines_of("-m", "tests.planted_triton")
     expected = (

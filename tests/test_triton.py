@@ -1,5 +1,7 @@
 """What is particular to the Triton kernels: grids, partial results, addresses, choices."""
 
+import itertools
+import math
 import sys
 from functools import partial
 
@@ -29,10 +31,13 @@ from tests.test_preact_stage import recorded_calls, unit_by_unit
 if "triton" not in pk.available_backends():
     pytest.skip("neither a GPU nor the interpreter of Triton", allow_module_level=True)
 
+import triton
+import triton.language as tl
+
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import Conv, Norm, Wanted
-from preact_kernels.kernels.triton import block_run, configurations, conv, launch
+from preact_kernels.kernels.triton import block_run, configurations, conv, launch, reduction
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -183,6 +188,15 @@ def groups_of_two(monkeypatch):
 def test_a_run_of_blocks_gives_the_bits_of_its_units(
     memory, kind, training, in_one_pass, dtype, is_nhwc, monkeypatch
 ):
+    compare_with_units(memory, kind, training, in_one_pass, dtype, is_nhwc, monkeypatch)
+
+
+@pytest.mark.usefixtures("groups_of_two")
+def test_gradients_of_weights_in_one_pass_are_those_of_their_blocks(monkeypatch):
+    compare_with_units({}, "bottleneck", True, True, torch.bfloat16, True, monkeypatch)
+
+
+def compare_with_units(memory, kind, training, in_one_pass, dtype, is_nhwc, monkeypatch):
     processors = 1 if in_one_pass else 10**6
     monkeypatch.setattr(launch, "properties", lambda device: launch.Device(90, processors))
     stage, x = plain_stage(kind, **memory)
@@ -197,10 +211,76 @@ def test_a_run_of_blocks_gives_the_bits_of_its_units(
     assert forward and backward
 
 
+@triton.jit
+def sum_exactly_kernel(values, sums, results, COUNT: tl.constexpr):
+    """Adds a row of float64 `values [programs, 2, COUNT]`, or reads the sums if there are none."""
+    channel = tl.arange(0, 16)
+    is_channel = channel < COUNT
+    if results is None:
+        row = values + tl.program_id(0) * 2 * COUNT + channel
+        for i in tl.static_range(2):
+            value = tl.load(row + i * COUNT, mask=is_channel, other=0.0)
+            reduction.add_exact(sums + i * 6 * COUNT, value, channel, is_channel, COUNT)
+    else:
+        for i in tl.static_range(2):
+            value = reduction.load_exact(sums + i * 6 * COUNT, channel, is_channel, COUNT)
+            tl.store(results + i * COUNT + channel, value, mask=is_channel)
+
+
+def exact_sums(values):
+    """The sums over the first axis, and their accumulators."""
+    sums = reduction.new_sums(values, values.shape[2])
+    sum_exactly_kernel[(len(values),)](values, sums, None, values.shape[2])
+    results = torch.empty_like(values[0])
+    sum_exactly_kernel[(1,)](values, sums, results, values.shape[2])
+    return results, sums
+
+
+def test_exact_sums_do_not_depend_on_the_order_of_programs():
+    exponents = torch.randint(-60, 120, (50, 2, 13), dtype=torch.float64)
+    values = torch.randn(50, 2, 13, dtype=torch.float64) * 2.0**exponents
+    values = torch.cat([values, -values[:30]])  # what is left is far smaller than what was added
+    expected, words = exact_sums(values)
+    found, other_words = exact_sums(values[torch.randperm(80)])
+    assert torch.equal(words, other_words)
+    assert torch.equal(found, expected)
+    for index in itertools.product(range(2), range(13)):
+        truth = math.fsum(values[(slice(None), *index)].tolist())
+        assert abs(found[index].item() - truth) <= 2**-52 * abs(truth)
+
+
+def test_exact_sums_of_infinities_and_nan():
+    values = torch.ones(3, 2, 16, dtype=torch.float64)
+    inf, nan = torch.inf, torch.nan
+    cases = ((inf, 1, 1), (1, -inf, 1), (inf, -inf, 1), (nan, 1, inf), (1e41, 1, 1), (-1e40, 1, 1))
+    for channel, case in enumerate(cases):
+        values[:, 0, channel] = torch.tensor(case, dtype=torch.float64)
+    found, _ = exact_sums(values)
+    expected = [inf, -inf, nan, nan, inf, -1e40]
+    torch.testing.assert_close(found[0, :6].tolist(), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[0, 6:], torch.full((10,), 3.0, dtype=torch.float64))
+
+
+def test_statistics_of_large_means():
+    deviation = torch.randn(8, 16, 33, 31)
+    x = (deviation + 1000).contiguous(memory_format=torch.channels_last)
+    mean, var = kernels.bn_stats(x)
+    truth = reference.bn_stats(x.double())
+    torch.testing.assert_close(mean.double(), truth.mean, rtol=1e-7, atol=0)
+    torch.testing.assert_close(var.double(), truth.var, rtol=1e-6, atol=0)
+
+
 def recorded_launches(monkeypatch):
     """The names of kernels that are launched from here on; none of them runs."""
     found = []
-    replace(monkeypatch, "launch_kernel", lambda kernel, *_, **__: found.append(kernel.__name__))
+
+    def record(kernel, grid, args, constants, num_warps, compiled=None):
+        # What a launch of a known kernel relies on.
+        assert list(constants) == kernel.arg_names[len(args) :]
+        assert len(grid) == 3
+        found.append(kernel.__name__)
+
+    replace(monkeypatch, "launch_kernel", record)
     return found
 
 

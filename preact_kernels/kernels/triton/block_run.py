@@ -76,8 +76,11 @@ def _aligned(t: Tensor) -> Tensor:
 
     Launches of a known kernel rely on it.
     """
+    at = t.data_ptr() % 16
+    if at == 0:
+        return t
     channels = t.shape[1] if t.dim() == 4 else t.shape[0]
-    if t.data_ptr() % math.gcd(16, channels * t.itemsize) == 0:
+    if at % math.gcd(16, channels * t.itemsize) == 0:
         return t
     return t.clone(memory_format=torch.preserve_format)
 
@@ -113,11 +116,14 @@ def _forward_launches(places: Sequence[Place], x: Tensor) -> list[ForwardLaunch]
     return launches
 
 
-def _accumulators(x: Tensor, channels: Sequence[int], blocks: int) -> list[Tensor]:
+class _Accumulators:
     """Zeros `[blocks, 2, 6, channels]` for every place, in one piece of memory."""
-    sizes = [blocks * 2 * WORDS * c for c in channels]
-    pieces = x.new_zeros(sum(sizes), dtype=torch.int64).split(sizes)
-    return [p.view(blocks, 2, WORDS, c) for p, c in zip(pieces, channels, strict=True)]
+
+    def __init__(self, x: Tensor, channels: Sequence[int], blocks: int) -> None:
+        sizes = [blocks * 2 * WORDS * c for c in channels]
+        pieces = x.new_zeros(sum(sizes), dtype=torch.int64).split(sizes)
+        self.places = [p.view(blocks, 2, WORDS, c) for p, c in zip(pieces, channels, strict=True)]
+        self.of = [p.unbind() for p in self.places]  # [place][block]
 
 
 def _affine(run: BlockRun, unit: int) -> tuple[Tensor, Tensor, float]:
@@ -208,9 +214,8 @@ def _forward(
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
     launches = _forward_launches(places, x)
-    sums = None
-    if known is None or with_stats:
-        sums = _accumulators(x, [p.out_channels for p in places], blocks)
+    is_summing = known is None or with_stats
+    sums = _Accumulators(x, [p.out_channels for p in places], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
     h = shortcut = x
     for unit in range(units):
@@ -224,7 +229,7 @@ def _forward(
         elif unit == 0:
             norm = _known_norm(cast(BatchStatistics, x_statistics), affine)
         else:
-            of_x = cast(list, sums)[at - 1][block if at else block - 1]
+            of_x = sums.of[at - 1][block if at else block - 1]
             norm = KernelNorm(None, None, *affine, of_x, launches[at - 1].pixels)
         is_summed = with_stats if unit + 1 == units else known is None
         h = launches[at](
@@ -232,12 +237,13 @@ def _forward(
             norm,
             places[at].packed[block],
             Addends(None, shortcut if at + 1 == count else None),
-            cast(list, sums)[at][block] if is_summed else None,
+            sums.of[at][block] if is_summed else None,
         )
     statistics, found = None, list(known or ())
-    if sums is not None:
+    if is_summing:
         finished = [
-            finished_statistics(s, launch.pixels) for s, launch in zip(sums, launches, strict=True)
+            finished_statistics(s, launch.pixels)
+            for s, launch in zip(sums.places, launches, strict=True)
         ]
         rows = [s.flatten(0, 1).unbind() for s in finished]  # mean, var of each block
         flat = [t for b in range(blocks) for r in rows for t in r[2 * b : 2 * b + 2]]
@@ -260,6 +266,7 @@ class _WeightGradients:
         self._launch, self._group = launch, group
         programs = launch.input_programs if launch.in_one_pass else launch.weight_programs
         self._partials = x.new_empty((self._group, programs, launch.weights), dtype=torch.float32)
+        self._slots = self._partials.unbind()
         self._results = new_weight_gradients(place.conv_weights[0], blocks)
         self._units: list[WeightUnit] = []
         self._left = blocks  # that come in this group and later
@@ -268,7 +275,7 @@ class _WeightGradients:
         """Where the kernel of the next block stores partial results; None if it has none."""
         if not self._launch.in_one_pass:
             return None
-        return self._partials[min(self._group, self._left) - len(self._units) - 1]
+        return self._slots[min(self._group, self._left) - len(self._units) - 1]
 
     def add(self, unit: WeightUnit) -> None:
         """To be called behind the kernel of each block; launches what ends a group."""
@@ -329,7 +336,7 @@ def _backward(
         _WeightGradients(p, launch, blocks, group, x)
         for p, launch in zip(places, launches, strict=True)
     ]
-    sums = _accumulators(x, [p.channels for p in places], blocks)
+    sums = _Accumulators(x, [p.channels for p in places], blocks)
     g, block_dy = dy, dy
     for unit in range(units - 1, -1, -1):
         block, at = divmod(unit, count)
@@ -348,7 +355,7 @@ def _backward(
             h,
             norm,
             place.packed[block],
-            sums[at][block],
+            sums.of[at][block],
             gradients[at].partials(),
             needs_whole=ends_block or not launch.in_one_pass,
         )
@@ -356,9 +363,9 @@ def _backward(
             block_dy = whole
         gradients[at].add(WeightUnit(cast(Tensor, whole), h, norm))
         skip = block_dy if at == 0 else None
-        fold = Fold(skip, h, Norm(mean, var, bn_weight, None, eps), sums[at][block], inv_count)
+        fold = Fold(skip, h, Norm(mean, var, bn_weight, None, eps), sums.of[at][block], inv_count)
     results = [g.results() for g in gradients]
-    found = [finished_sums(s).unbind() for s in sums]
+    found = [finished_sums(s).unbind() for s in sums.places]
     order = [(b, i) for b in range(blocks) for i in range(count)]
     return BlockRunGradients(
         g,

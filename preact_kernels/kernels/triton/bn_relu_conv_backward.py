@@ -1,7 +1,6 @@
 """Backward of batch norm, ReLU and convolution: recomputes the activation from x.
 
-The gradient of the output may be folded, as the input gradient of the batch norm that follows; the
-kernels evaluate it as they load.
+The gradient of the output may be folded (`contract.Fold`): the kernels evaluate it as they load.
 """
 
 import itertools
@@ -104,9 +103,9 @@ def bn_relu_conv_backward_kernel(
     partials,
     sizes,
     GEOMETRY: tl.constexpr,
-    BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr,
     IN_TRAINING: tl.constexpr,
 ):
     """g `[pixels, C]` = conv_transpose(gradient) * [p > 0], its sums, and dconv_weight.
@@ -240,9 +239,9 @@ def bn_relu_conv_backward_weight_kernel(
     partials,
     sizes,
     GEOMETRY: tl.constexpr,
-    BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr,
     UNITS: tl.constexpr,
     TAPS_PER_PROGRAM: tl.constexpr,
 ):
@@ -342,17 +341,20 @@ class BackwardLaunch:
         self._both = blocks.both if self.in_one_pass else None
         self._input, self._weight = blocks.input, blocks.weight
         self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
-        self._sizes = *x_shape[2:], *dy_shape[2:]
+        images = *x_shape[2:], *dy_shape[2:]
+        self._in_sizes = Sizes(self._in_pixels, *images)
+        self._out_sizes = Sizes(self._out_pixels, *images)
         self._constants = {
             "GEOMETRY": geometry,
             "INT64": needs_int64(*elements),
             "PRECISION": precision(like.dtype),
         }
         self._compiled: dict[tuple, Any] = {}
-
-        self.input_programs = 0
-        if self._both is not None:
-            self.input_programs = self._input_grid(like, self._both)[0]
+        self._keeps_size = geometry.keeps_size()
+        self._grids = [
+            self._input_grid(like, b) for b in (blocks.input, self._both or blocks.input)
+        ]
+        self.input_programs = self._grids[True][0]
         self._taps_per_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
         self._weight_columns = (
             taps
@@ -391,7 +393,7 @@ class BackwardLaunch:
         """
         whole = stored = None
         if fold is not None and needs_whole:
-            if self._geometry.keeps_size():
+            if self._keeps_size:
                 whole = stored = torch.empty_like(dy, memory_format=torch.channels_last)
             else:  # the kernel does not read each pixel of dy exactly once
                 dy, fold = bn_input_gradient(dy, fold), None
@@ -410,7 +412,7 @@ class BackwardLaunch:
         )
         self._compiled[variant] = launch_kernel(
             bn_relu_conv_backward_kernel,
-            self._input_grid(x, blocks),
+            self._grids[partials is not None],
             (
                 gradient,
                 x,
@@ -419,13 +421,11 @@ class BackwardLaunch:
                 g,
                 sums,
                 partials,
-                Sizes(self._in_pixels, *self._sizes),
+                self._in_sizes,
             ),
             {
-                "GEOMETRY": self._geometry,
+                **self._constants,
                 "BLOCKS": blocks,
-                "INT64": self._constants["INT64"],
-                "PRECISION": self._constants["PRECISION"],
                 "IN_TRAINING": gradient.fold.inv_count != 0,
             },
             blocks.num_warps,
@@ -444,12 +444,10 @@ class BackwardLaunch:
         self._compiled[("weight",)] = launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.weight_programs, self._weight_columns, len(units)),
-            (filled, partials, Sizes(self._out_pixels, *self._sizes)),
+            (filled, partials, self._out_sizes),
             {
-                "GEOMETRY": self._geometry,
+                **self._constants,
                 "BLOCKS": blocks,
-                "INT64": self._constants["INT64"],
-                "PRECISION": self._constants["PRECISION"],
                 "UNITS": slots,
                 "TAPS_PER_PROGRAM": self._taps_per_program,
             },

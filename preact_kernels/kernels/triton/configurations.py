@@ -25,7 +25,7 @@ MAX_CHANNELS_1X1 = 256
 MAX_CHANNELS_3X3 = 64
 MAX_IEEE_PRODUCTS = 1024  # input channels times output channels
 # Largest weight whose gradient fits in a program's registers beside the gradient of the input.
-MAX_WEIGHTS_1X1 = 16 * 1024
+MAX_WEIGHTS_1X1 = 8 * 1024
 MAX_WEIGHTS_3X3 = 4 * 1024
 
 
@@ -108,7 +108,7 @@ def conv_forward(
     if takes_registers and not is_half:
         pixels = 32
     if channels > 128:  # room for the buffers of all blocks of input channels
-        pixels = min(pixels, 64 if is_half else 32)
+        pixels = min(pixels, 64 if is_half else 16)
     stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
         has_room = capability == HOPPER or (is_half and capability < HOPPER)
@@ -147,16 +147,18 @@ def conv_backward(
     )
     if taps > 1:
         in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtype.itemsize == 2
-        both = ConvBlocks(16, cin, cout, 4, 1, resident=2) if in_one_pass else None
+        both = ConvBlocks(16, cin, cout, 2, 1, resident=4) if in_one_pass else None
         input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
         pixels = pixels if dtype.itemsize == 2 else 16
-        if stages == 1:
+        if stages == 1 and (dtype.itemsize == 2 or capability < BLACKWELL):
             pixels, input_warps = 32 if capability < HOPPER else 16, 4
             cin = min(cin, 16)
         return BackwardBlocks(ConvBlocks(pixels, cin, cout, input_warps, 1, stages), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
     if weights > 2048:
         pixels = min(pixels, 32 if dtype.itemsize == 2 else 16)
+    if weights > 8192 and dtype.itemsize == 4:  # no room for two buffers of every block of dy
+        stages = 1
     one = ConvBlocks(pixels, cin, cout, warps, stages if capability == HOPPER else 1)
     max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
     return BackwardBlocks(one, weight, one if weights <= max_weights else None)

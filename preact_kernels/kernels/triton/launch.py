@@ -48,8 +48,8 @@ def launch_kernel(
     """
     if _is_compiling_only.get():
         return kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
-    knobs = triton.knobs.runtime
-    if compiled is None or knobs.launch_enter_hook is not None:
+    hook = triton.knobs.runtime.launch_enter_hook  # a profiler's, which wants to know the arguments
+    if compiled is None or (hook is not None and hook.calls):
         return kernel[grid](*args, **constants, num_warps=num_warps)
     driver = triton.runtime.driver.active
     stream = driver.get_current_stream(driver.get_current_device())
