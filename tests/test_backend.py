@@ -99,6 +99,18 @@ def test_on_a_gpu_auto_prefers_the_backend_that_runs_blocks_in_one_call():
     assert names.index("cuda") < names.index("triton") < names.index("reference")
 
 
+def test_auto_takes_a_backend_that_yields_before_the_reference_alone(monkeypatch):
+    def row(name, **options):
+        return backends.Backend(name, lambda: None, (), (torch.float32,), lambda: "", **options)
+
+    first, second = row("first", yields=lambda: True), row("second")
+    for rows, expected in (((first, second), "second"), ((first,), "first")):
+        monkeypatch.setattr(backends, "BACKENDS", (*rows, row("reference")))
+        backends._serving.cache_clear()
+        assert backends._serving("auto", "cpu", torch.float32).name == expected
+    backends._serving.cache_clear()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted without a GPU")
 def test_auto_never_selects_a_backend_that_only_its_name_selects(monkeypatch):
     ran = record_kernels(monkeypatch, *pk.available_backends())

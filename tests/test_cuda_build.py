@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
+import triton
 from torch.utils import cpp_extension
 
 import preact_kernels as pk
@@ -169,6 +170,20 @@ def test_every_kernel_of_resnet_1001_fits_on_a_multiprocessor(rows):
     launched = [row for row in rows if row["threads"]]
     assert len(launched) == len(LAUNCHED_FOR) * len(launches_of_resnet_1001())
     assert not [row["kernel"] for row in launched if row["resident blocks"] < 1]
+
+
+def test_on_hopper_a_kernel_waits_for_those_before_it_and_copies_tiles_after_that(rows):
+    """What kernels launched as dependent must do; see `wait_for_predecessors`."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    library = ROOT / "preact_kernels" / cuda.LIBRARY
+    sass = subprocess.check_output([tool, "-sass", "-arch", "sm_90", library], text=True)
+    functions = [f for f in sass.split("Function : ")[1:] if "bn_relu_conv" in f.split("\n")[0]]
+    assert len(functions) >= 30
+    for function in functions:
+        name = readable(function.split("\n")[0])
+        wait, start, copy = (function.find(i) for i in ("ACQBULK", "PREEXIT", "LDGSTS"))
+        assert 0 < wait < min(start, copy), name
+        assert "RED.E" not in function[:wait] and "STG" not in function[:wait], name
 
 
 def test_kernels_take_their_shared_memory_at_launch(rows):

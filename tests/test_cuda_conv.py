@@ -19,7 +19,7 @@ from torch import Tensor
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
-from preact_kernels.kernels.contract import Conv, Epilogue, Fold, Norm, Wanted
+from preact_kernels.kernels.contract import BlockRun, Conv, Epilogue, Fold, Norm, Wanted
 from tests.cases import device_of, in_dtype, random_block, random_stage
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.cuda_on_host import build, serve_cpu
@@ -587,7 +587,7 @@ def test_statistics_of_large_means_keep_the_budget(case):
 
 
 @typical
-@pytest.mark.parametrize("scale", [-1e-12, 1e-3, 1e9, -1e15])
+@pytest.mark.parametrize("scale", [-1e-12, 1e-3, 1e9, -1e17])
 def test_sums_keep_the_budget_at_any_magnitude(case, scale):
     inputs = forward_inputs(case, torch.float32)
     inputs.conv_weight.zero_()
@@ -705,6 +705,65 @@ def test_the_library_names_what_it_does_not_take():
         x, changed, *rest = inputs._replace(**change)
         with pytest.raises(RuntimeError, match=message):
             forward(x, *changed, rest[0], None, rest[1], True)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(16, 16, 1, 1, dtype=torch.int8), "conv_weight: expected the dtype of x"),
+        (torch.zeros(16, 16, 5, 5, dtype=torch.bfloat16), "conv_weight: expected a 1x1 or a 3x3"),
+        (torch.zeros(0, 16, 1, 1), "conv_weight: expected 16, 32, ... or 256"),
+    ],
+    ids=("dtype", "kernel", "empty"),
+)
+def test_a_weight_is_checked_before_a_kernel_reads_it(weight, message):
+    inputs = forward_inputs(Case(1, 2, 2, 16, 16, 1), torch.bfloat16, False)
+    forward = torch.ops.preact_kernels_cuda.bn_relu_conv_forward
+    weight = weight.to(DEVICE)
+
+    def call_op():
+        with pytest.raises(RuntimeError, match=message):
+            forward(inputs.x, *inputs.norm, weight, None, None, True)
+
+    assert not launches(call_op) if IS_CUDA_ON_HOST else call_op() is None
+
+
+@on_host
+def test_the_kernel_that_adds_up_a_weight_gradient_does_not_change_its_bits():
+    """Of partial sums that no order but one adds up to the same."""
+    set_schedule(multiprocessors=5)
+    case = Case(10, 16, 16, 16, 16, 1)
+    inputs = backward_inputs(case, torch.bfloat16, "none")
+    dy = torch.zeros(10, 16, 16, 16).bfloat16()
+    for image, value in ((0, 2.0**60), (8, -(2.0**60)), (9, 1.0)):
+        dy[image] = value / 256
+    unit = Norm(torch.zeros(16), torch.ones(16), torch.ones(16), torch.zeros(16), 0.0)
+    inputs = inputs._replace(dy=nhwc(dy), x=nhwc(torch.ones_like(dy)), norm=unit)
+    alone = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
+    affine = (unit.weight, unit.bias)
+    run = BlockRun((*affine, inputs.conv_weight) * 2, (0.0, 0.0), 2, (conv(case),) * 2)
+    moments = (unit.mean, unit.var) * 2
+    found = kernels().block_run_backward(
+        inputs.dy, None, run, (inputs.x, inputs.x), moments, 1 / 2560, None
+    )
+    assert torch.equal(found.conv_weights[1], alone)
+
+
+MOST_SHARED_BYTES = {"8.0": 163, "8.6": 99, "9.0": 227}
+
+
+@on_host
+@pytest.mark.parametrize("capability", MOST_SHARED_BYTES)
+def test_auto_yields_where_shared_memory_does_not_hold_the_tiles(capability, monkeypatch):
+    monkeypatch.setattr(cuda, "load_error", lambda: "")
+    monkeypatch.setattr(torch, "device", lambda name: DEVICE)
+    serve_cpu.set_most_shared_bytes(MOST_SHARED_BYTES[capability] * 1024)
+    cuda._fits_shared_memory.cache_clear()
+    try:
+        assert cuda.lacks_shared_memory() == (capability == "8.6")
+    finally:
+        serve_cpu.set_most_shared_bytes()
+        cuda._fits_shared_memory.cache_clear()
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ using OneDtype = ConvTypes<PK_DTYPE, PK_DTYPE, PK_DTYPE>;
 #endif
 
 // Tiles of pixels of a block that computes the gradient of a weight alone.
-constexpr int kTilesOfWeightGradient = 16;
+constexpr int kTilesOfWeightGradient = 8;
 
 // The most channels of a 3x3 convolution: more weights leave no shared memory for tiles.
 template <class T>

@@ -15,8 +15,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
 #include <mutex>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -120,7 +120,7 @@ __device__ inline void wait_for_predecessors() {
 #endif
 }
 // Lets the next kernel start where it is dependent and finds room. To be called after
-// `wait_for_predecessors`, so that no kernel starts before the second-last before it has ended.
+// `wait_for_predecessors`, so that when a kernel starts, the one two before it has ended.
 __device__ inline void let_dependents_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -182,35 +182,39 @@ inline int multiprocessor_shared_bytes() {
 }
 inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Lets a kernel have as much shared memory as a block may use: it must ask for more than 48 KB.
-inline void allow_shared_memory(const char* name, const void* kernel) {
+// Prepares a kernel for its first launch on a device: lets it have as much shared memory as a block
+// may. Returns whether it may be launched as dependent: whether its code, which may be PTX for an
+// older GPU, has the instruction of `wait_for_predecessors`.
+inline bool prepare_kernel(const char* name, const void* kernel) {
   static std::mutex mutex;
-  static std::set<std::pair<const void*, int> > allowed;  // kernels and devices
+  static std::map<std::pair<const void*, int>, bool> prepared;  // kernels and devices
   int device = 0;
   check_cuda("cudaGetDevice", cudaGetDevice(&device));
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!allowed.insert({kernel, device}).second) return;
+  const auto found = prepared.find({kernel, device});
+  if (found != prepared.end()) return found->second;
   check_cuda(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                         most_shared_bytes()));
+  cudaFuncAttributes attributes{};
+  check_cuda(name, cudaFuncGetAttributes(&attributes, kernel));
+  return prepared[{kernel, device}] = attributes.ptxVersion >= 90;
 }
 
 // Launches kernel(params) on a grid of `blocks` blocks. Throws if the launch fails. A dependent
-// kernel calls `wait_for_predecessors`, and so does the kernel before it.
+// kernel calls `wait_for_predecessors`.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t stream, const Params& params,
             bool is_dependent = false) {
   const void* function = reinterpret_cast<const void*>(kernel);
-  if (shared_bytes > 48 * 1024) allow_shared_memory(name, function);
+  const bool may_depend = prepare_kernel(name, function);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = blocks, config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes, config.stream = stream;
-  if (is_dependent && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9) {
-    config.attrs = &attribute, config.numAttrs = 1;
-  }
+  if (is_dependent && may_depend) config.attrs = &attribute, config.numAttrs = 1;
   void* arguments[] = {const_cast<Params*>(&params)};
   check_cuda(name, cudaLaunchKernelExC(&config, function, arguments));
 }

@@ -1,10 +1,10 @@
 // Sums over the blocks of a grid as exact integers: the order of the additions changes no bit, so
 // no block waits for the others. The kernel that reads a sum rounds it.
 //
-// A sum is six words. Words 0 to 4 count units of 2^-112, 2^-64, ... 2^80: a float64 is split into
+// A sum is six words. Words 0 to 4 count units of 2^-96, 2^-48, ... 2^96: a float64 is split into
 // integers of 48 bits, and each is added to its word with wraparound, which leaves 15 bits for the
-// number of additions. What is smaller than the lowest unit (2e-34) is lost; 2^127 and above counts
-// as infinite. Word 5 counts additions that are not finite.
+// number of additions. What is smaller than the lowest unit (1e-29) is lost; 2^143 and above, which
+// squares of float32 do not reach, counts as infinite. Word 5 counts additions that are not finite.
 #pragma once
 
 #include "../args.h"
@@ -19,10 +19,10 @@ constexpr uint64_t kOneNaN = 1, kOnePositive = uint64_t(1) << 21, kOneNegative =
 
 // Adds to the sum `value`, 0 or 1, of a channel.
 __device__ inline void add_exact(const Accumulators& sums, int channel, int value, double added) {
-  constexpr double kUnits[] = {0x1p-112, 0x1p-64, 0x1p-16, 0x1p32, 0x1p80};
-  constexpr double kUnitsInOne[] = {0x1p112, 0x1p64, 0x1p16, 0x1p-32, 0x1p-80};
+  constexpr double kUnits[] = {0x1p-96, 0x1p-48, 1, 0x1p48, 0x1p96};
+  constexpr double kUnitsInOne[] = {0x1p96, 0x1p48, 1, 0x1p-48, 0x1p-96};
   uint64_t* words = sums.words + value * sums.second + channel;
-  if (!(fabs(added) < 0x1p127)) {
+  if (!(fabs(added) < 0x1p143)) {
     const uint64_t one = isnan(added) ? kOneNaN : added > 0 ? kOnePositive : kOneNegative;
     add_relaxed(words + kSumParts * sums.stride, one);
     return;
@@ -47,7 +47,7 @@ __device__ inline void carry(int64_t (&parts)[kSumParts]) {
 
 // The sum `value`, 0 or 1, of a channel.
 __device__ inline double read_exact(const Accumulators& sums, int channel, int value) {
-  constexpr double kUnits[] = {0x1p-112, 0x1p-64, 0x1p-16, 0x1p32, 0x1p80};
+  constexpr double kUnits[] = {0x1p-96, 0x1p-48, 1, 0x1p48, 0x1p96};
   const uint64_t* words = sums.words + value * sums.second + channel;
   int64_t parts[kSumParts];
 #pragma unroll

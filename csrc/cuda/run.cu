@@ -15,12 +15,14 @@ struct UnpackedWeight {
   bool is_float32;  // else it has the dtype of the operands
 };
 
-constexpr int kMostPacked = 448;  // kernels have 32,764 bytes of parameters
+constexpr int kMostPacked = 448;
 
 template <int kCount>
 struct PackWeightsParams {
   UnpackedWeight weights[kCount];
 };
+static_assert(sizeof(PackWeightsParams<kMostPacked>) <= 32764,
+              "more parameters than a kernel may have");
 
 // A row of the grid owns one weight.
 template <class T, int kCount>
@@ -238,10 +240,6 @@ void finish_gradients(Run& run, const Tensor& like, const Tensor& sums) {
   const OnDeviceOf on(like);
   std::vector<WeightGradientPartials> partials = launch_postponed(run, on.stream);
   if (run.partials.partials != nullptr) {
-    if (partials.size() == kMostWeightGradients) {
-      launch_finish_gradients(run, nullptr, partials, on.stream);
-      partials.clear();
-    }
     partials.push_back(run.partials);
   }
   launch_finish_gradients(run, &sums, partials, on.stream);

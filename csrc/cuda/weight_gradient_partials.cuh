@@ -20,14 +20,16 @@ constexpr int kPartialsBytes =
     kThreads * 4 * sizeof(double);  // of shared memory that `add_up` uses
 
 // Stores the sum over rows, with all blocks of the grid and kThreads threads each. A block owns
-// neighbouring columns, a thread four of them in every `slices`-th row. All threads must call this.
+// neighbouring columns, a thread four of them in every `slices`-th row. The order of additions does
+// not depend on the grid. All threads must call this.
 template <class T>
 __device__ void add_up(const WeightGradientPartials& p, double* shared) {
   if (p.partials == nullptr) return;
-  constexpr int kVector = 4, kLeastVectors = 2;  // of a row: loads of 32 bytes
+  constexpr int kVector = 4;
+  constexpr int kGroups =
+      128;  // of columns: for as many blocks, each with 32 bytes or more of a row
   const int width = p.values();
-  const int vectors_of_block = (width / kVector + gridDim.x - 1) / gridDim.x;
-  const int lanes = min(max(vectors_of_block, kLeastVectors), kThreads), slices = kThreads / lanes;
+  const int lanes = min(max(width / kVector / kGroups, 2), kThreads), slices = kThreads / lanes;
   const int lane = threadIdx.x % lanes, slice = threadIdx.x / lanes;
   for (int first = blockIdx.x * lanes * kVector; first < width;
        first += gridDim.x * lanes * kVector) {

@@ -16,6 +16,18 @@ inline Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
   return torch::stable::narrow(self, 0, first, count);
 }
 
+// Checks the weights of units on activations like `x`, before a kernel reads them.
+inline void check_weights(const Tensor& x, ScalarType dtype,
+                          const std::vector<Tensor>& conv_weights) {
+  for (const Tensor& weight : conv_weights) {
+    const int64_t out_channels = check_out_channels(weight);
+    check_same_device("conv_weight", weight, x);
+    const auto size = weight.sizes();
+    check_conv_is_served({1, 1, 1, size[1], out_channels, size[2], size[3]}, {dtype, dtype, dtype},
+                         weight);
+  }
+}
+
 // The forward of units whose outputs have the same number of pixels.
 struct ForwardRun {
   ScalarType dtype;  // of the convolutions' operands
@@ -34,6 +46,7 @@ struct ForwardRun {
       channels.push_back(are_wanted[i] ? count : 0);
     }
     const int64_t total = std::accumulate(channels.begin(), channels.end(), int64_t(0));
+    check_weights(x, dtype, conv_weights);
     shared = begin_run(x, dtype, conv_weights, 2 * total);
     mean = empty_statistics(x, total), var = empty_statistics(x, total);
     Accumulators moments = sums_of(*shared);
@@ -72,6 +85,7 @@ struct BackwardRun {
       counts.push_back(wanted[i].g ? 2 * conv_weights[i].sizes()[1] : 0);
     }
     const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t(0));
+    check_weights(like, dtype, conv_weights);
     shared = begin_run(like, dtype, conv_weights, total);
     sums = empty_statistics(like, total);
     const Accumulators all = sums_of(*shared);

@@ -100,6 +100,14 @@ def _fits_shared_memory(
     return ops.bn_relu_conv_is_served.default(weight, float32_stream)
 
 
+def lacks_shared_memory() -> bool:
+    """Whether a GPU has too little shared memory for the 3x3 kernels, as 8.6, 8.9 and 12.0 do."""
+    if load_error():
+        return False
+    same = Conv((1, 1), (1, 1), (1, 1), 1)
+    return not kernels().serves_conv((32, 32, 3, 3), same, torch.bfloat16, torch.device("cuda"))
+
+
 def load_error() -> str:
     """Loads the library. Returns why it is not available, or an empty string."""
     return gpu_refusal() or library_error()

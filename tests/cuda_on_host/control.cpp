@@ -12,6 +12,11 @@ extern "C" __attribute__((visibility("default"))) void cuda_on_host_set(uint64_t
   cuda_on_host::settings.resident_blocks = resident_blocks;
 }
 
+// The shared memory that a block may have.
+extern "C" __attribute__((visibility("default"))) void cuda_on_host_limit_shared(size_t bytes) {
+  cuda_on_host::settings.most_shared_bytes = bytes;
+}
+
 // What is called in place of every launch and fill; null runs them again.
 extern "C" __attribute__((visibility("default"))) void cuda_on_host_listen(
     void (*listener)(const cuda_on_host::Launch*)) {

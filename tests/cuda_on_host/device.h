@@ -285,8 +285,8 @@ void cp_async_wait() {
 }
 
 inline int multiprocessors() { return cuda_on_host::settings.multiprocessors; }
-inline int multiprocessor_shared_bytes() { return 228 * 1024; }
-inline int most_shared_bytes() { return cuda_on_host::kMostSharedBytes; }
+inline int most_shared_bytes() { return int(cuda_on_host::settings.most_shared_bytes); }
+inline int multiprocessor_shared_bytes() { return most_shared_bytes() + 1024; }
 
 // Runs kernel(params) on a grid of `blocks` blocks; throws where the launch is refused.
 template <class Params>

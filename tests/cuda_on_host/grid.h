@@ -60,8 +60,6 @@ class Generator {
   uint64_t state_;
 };
 
-constexpr size_t kMostSharedBytes = 227 * 1024;  // of a block, as on sm_90 and sm_100
-
 // What a launch is given, or a fill: `params` is then the address of the pointer to the memory.
 struct Launch {
   const char* name;
@@ -79,6 +77,7 @@ struct Settings {
   uint64_t seed = 0;
   int multiprocessors = 2;
   int resident_blocks = 4;                    // that run at once
+  size_t most_shared_bytes = 227 * 1024;      // of a block, as on sm_90 and sm_100
   void (*listener)(const Launch*) = nullptr;  // called in place of every launch and fill
 };
 inline Settings settings;
@@ -270,7 +269,7 @@ inline void run_grid(dim3 grid, dim3 threads, size_t shared_bytes,
   if (grid.count() == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
     throw std::runtime_error("invalid configuration: blocks of a grid");
   }
-  if (shared_bytes > kMostSharedBytes)
+  if (shared_bytes > settings.most_shared_bytes)
     throw std::runtime_error("invalid configuration: shared memory");
   Generator generator(settings.seed);
   std::vector<size_t> order(grid.count());

@@ -39,6 +39,11 @@ def set_schedule(seed: int = 0, multiprocessors: int = 2, resident_blocks: int =
     library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
 
 
+def set_most_shared_bytes(count: int = 227 * 1024) -> None:
+    """Chooses the shared memory that a block may have: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6."""
+    library().cuda_on_host_limit_shared(ctypes.c_size_t(count))
+
+
 class Launch(NamedTuple):
     """What a launch is given, or a fill, which has neither blocks nor threads."""
 
