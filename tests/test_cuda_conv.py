@@ -11,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -769,11 +770,12 @@ def test_auto_yields_where_shared_memory_does_not_hold_the_tiles(capability, mon
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_CUDA_ON_HOST, reason="on a GPU, compute-sanitizer is what there is")
 @pytest.mark.skipif("PK_SANITIZE" in os.environ, reason="is what runs")
-def test_under_the_sanitizer_the_quick_tests_of_this_file_pass():
+def test_under_the_sanitizer_the_quick_tests_pass():
     build.build("kernels", sanitize=True)
+    files = [__file__, str(Path(__file__).with_name("test_cuda_float32_stream.py"))]
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m"]
     process = subprocess.run(
-        [sys.executable, *command, "not slow", __file__],
+        [sys.executable, *command, "not slow", *files],
         cwd=build.ROOT,
         env={**os.environ, **build.sanitizer_environment(), "PK_SANITIZE": "1"},
         capture_output=True,

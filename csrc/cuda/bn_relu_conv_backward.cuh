@@ -136,7 +136,9 @@ template <class Types, int C>
 struct BackwardShared {
   using T = typename Types::T;
   static constexpr int kWidth = kFullWidth<T>;
-  using XAhead = VectorsAhead<typename Types::X, kWidth>;
+  // Of two tiles: x is read again when the products are done, while that of the next arrives.
+  static constexpr int kXParts = kParts<typename Types::X, kWidth>;
+  using XAhead = VectorsAhead<typename Types::X, kWidth, 2 * kXParts>;
   // Each vector of dy, or of x of a fold, is followed by those of g and skip of the fold.
   static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
   static constexpr int kSkip = kDyParts + kParts<T, kWidth>, kAllParts = kSkip + kDyParts;
@@ -214,7 +216,6 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   float* da = reinterpret_cast<float*>(memory + shared.da);
   float* norm = reinterpret_cast<float*>(memory + shared.norm);
   float* fold = reinterpret_cast<float*>(memory + shared.fold);
-  const typename Shared::XAhead x_ahead(memory + shared.x_ahead);
   const typename Shared::DyAhead dy_ahead(memory + shared.dy_ahead);
   const typename Shared::GAhead g_ahead(memory + shared.dy_ahead, Shared::kDyParts);
   const typename Shared::DyAhead skip_ahead(memory + shared.dy_ahead, Shared::kSkip);
@@ -230,8 +231,12 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 
-  const auto copy_ahead = [&](int index) {
+  const auto x_ahead_of = [&](int turn) {  // 0 and 1 alternate
+    return typename Shared::XAhead(memory + shared.x_ahead, turn * Shared::kXParts);
+  };
+  const auto copy_ahead = [&](int index, int turn) {
     if (index >= conv.grid.tiles) return;
+    const auto x_ahead = x_ahead_of(turn);
     const Tile<C> tile(conv.grid, index);
     if (in.is_active) {
 #pragma unroll
@@ -260,16 +265,17 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   }
   wait_for_predecessors();
   let_dependents_start();
-  copy_ahead(blockIdx.x);
+  copy_ahead(blockIdx.x, 0);
   Normalisation<kWidth>::prepare(conv.norm, channels, norm);
   if (is_folded) InputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
   if constexpr (kInput) add_up<T>(conv.earlier, reinterpret_cast<double*>(da));
   __syncthreads();
 
-  for (int index = blockIdx.x; index < conv.grid.tiles; index += gridDim.x) {
+  for (int index = blockIdx.x, turn = 0; index < conv.grid.tiles;
+       index += gridDim.x, turn = 1 - turn) {
     const Tile<C> tile(conv.grid, index);
     NonFinite<T> non_finite;
-    Vector<X, kWidth> own_x[kVectors];
+    const auto x_ahead = x_ahead_of(turn);
     cp_async_wait<0>();
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
@@ -279,15 +285,14 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
         if (p >= pixels) break;
         FullVector<T> a{};
         if (tile.pixel(p) >= 0) {
-          own_x[i] = x_ahead[i];
-          a = in_norm.template activation<T>(own_x[i]);
+          a = in_norm.template activation<T>(x_ahead[i]);
           if constexpr (kMayMask) non_finite.add(a);
         }
         a.store(activation + p * pitch + in.channel);
       }
     }
     const auto form_dy = [&](auto form) {
-#pragma unroll(C == 0 && Types::kHasStream ? 1 : kOutVectors > 4 || C == 0 ? 2 : 4)
+#pragma unroll(kOutVectors > 4 || C == 0 ? 2 : 4)
       for (int i = 0; i < kOutVectors; ++i) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
@@ -315,7 +320,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     }
     // Both tiles are complete.
     const bool masks = kMayMask ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
-    copy_ahead(index + gridDim.x);
+    copy_ahead(index + gridDim.x, 1 - turn);
     if constexpr (kInput) {
       multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da);
     }
@@ -344,7 +349,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
       stored.pack(values);
       stored.store(g + pixel * channels);
       stored.unpack(values);
-      own_x[i].unpack(a);
+      x_ahead[i].unpack(a);
       load_floats(mean, norm + in.channel);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
