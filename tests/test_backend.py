@@ -111,6 +111,20 @@ def test_auto_takes_a_backend_that_yields_before_the_reference_alone(monkeypatch
     backends._serving.cache_clear()
 
 
+def test_a_backend_for_another_device_is_not_asked_anything(monkeypatch):
+    def asked():
+        raise AssertionError
+
+    cuda = backends.Backend(
+        "cuda", asked, ("cuda",), (torch.float32,), asked, library_error=asked, yields=asked
+    )
+    reference = backends.Backend("reference", asked, (), (torch.float32,), lambda: "")
+    monkeypatch.setattr(backends, "BACKENDS", (cuda, reference))
+    backends._serving.cache_clear()
+    assert backends._serving("auto", "cpu", torch.float32) is reference
+    backends._serving.cache_clear()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted without a GPU")
 def test_auto_never_selects_a_backend_that_only_its_name_selects(monkeypatch):
     ran = record_kernels(monkeypatch, *pk.available_backends())

@@ -273,6 +273,6 @@ def test_a_unit_with_the_stream_on_both_sides_runs_around_the_convolution_of_pyt
     cuda_conv.check_case(case, arriving, Wanted(True, True, has_fold))
     unit = UnitSpec(1e-5, True, conv(case))
     blocks = Blocks([BlockSpec((unit,), None)], [*given.norm[2:4], given.conv_weight])
-    assert run_keys(both, blocks, torch.float32) == [None]
+    assert run_keys(both, blocks, given.x) == [None]
     blocks = Blocks([BlockSpec((unit, unit), None)], [*given.norm[2:4], given.conv_weight] * 2)
-    assert run_keys(both, blocks, torch.float32) != [None]
+    assert run_keys(both, blocks, given.x) != [None]

@@ -63,7 +63,7 @@ struct FinishGradientsParams {
 // A row of the grid owns one weight gradient, as `add_up` says; the first row also the sums, a
 // thread each.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     finish_gradients_kernel(const __grid_constant__ FinishGradientsParams p) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (blockIdx.y == 0 && i < p.values) {

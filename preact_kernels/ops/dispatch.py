@@ -181,10 +181,9 @@ def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
         if refusal:
             raise BackendError(f"backend {name!r} cannot serve this call: {refusal}")
         return _by_name[name]
+    serving = [b for b in BACKENDS if not (b.only_by_name or _refusal(b, device_type, dtype))]
     missing: list[Backend] = []
-    for backend in sorted(BACKENDS, key=lambda b: (b.name == "reference", b.yields())):
-        if backend.only_by_name or _refusal(backend, device_type, dtype):
-            continue
+    for backend in sorted(serving, key=lambda b: (b.name == "reference", b.yields())):
         if backend.is_available():
             if backend.name == "reference":  # far slower than any of those before it
                 for other in missing:

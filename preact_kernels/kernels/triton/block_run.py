@@ -34,7 +34,7 @@ from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.launch import (
     ceil_div,
-    compiling_only,
+    compile_only,
     on_device_of,
 )
 from preact_kernels.kernels.triton.reduction import (
@@ -129,7 +129,7 @@ class _Accumulators:
 def _affine(run: BlockRun, unit: int) -> tuple[Tensor, Tensor, float]:
     """Weight, bias and eps of a unit's batch norm."""
     bn_weight, bn_bias = run.parameters[3 * unit : 3 * unit + 2]
-    return _aligned(bn_weight), _aligned(bn_bias), run.eps[unit]
+    return _aligned(bn_weight), _aligned(bn_bias), float(run.eps[unit])  # Triton types an int
 
 
 def _known_norm(statistics: Sequence[Tensor], affine: tuple[Tensor, Tensor, float]) -> KernelNorm:
@@ -159,7 +159,6 @@ def _compile_ahead(
     key = *like, x_statistics is None, known is None, *keeps.values()
     if key in _compiled_runs:
         return
-    _compiled_runs.add(key)
     units = min(2 * count, len(run.eps))
 
     def on_meta(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -169,12 +168,16 @@ def _compile_ahead(
     of_x = None if x_statistics is None else BatchStatistics(*on_meta(x_statistics))
     of_units = None if known is None else on_meta(known[: 2 * units])
     (meta,) = on_meta([x])
-    with compiling_only():
+
+    def launches() -> None:
         y, _, statistics, inputs = _forward(meta, short, of_x, of_units, **keeps)
         if keeps["keep_inputs"]:
             rebuilt_from = None if keeps["keep_block_inputs"] else y
             inv_count = 1.0 if known is None else 0.0
             _backward(y, None, short, inputs, statistics, inv_count, rebuilt_from, group)
+
+    compile_only(launches)
+    _compiled_runs.add(key)
 
 
 def block_run_forward(
@@ -245,8 +248,8 @@ def _forward(
             finished_statistics(s, launch.pixels)
             for s, launch in zip(sums.places, launches, strict=True)
         ]
-        rows = [s.flatten(0, 1).unbind() for s in finished]  # mean, var of each block
-        flat = [t for b in range(blocks) for r in rows for t in r[2 * b : 2 * b + 2]]
+        rows = [(mean.unbind(), var.unbind()) for mean, var in finished]  # of each block
+        flat = [t for b in range(blocks) for mean, var in rows for t in (mean[b], var[b])]
         if with_stats:
             statistics = BatchStatistics(*flat[-2:])
         if known is None:

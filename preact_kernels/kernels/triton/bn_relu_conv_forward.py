@@ -197,4 +197,5 @@ def launch_bn_relu_conv_forward(
         y = launch(x, kernel_norm(norm), packed_weight(conv_weight), addends, sums)
         if sums is None:
             return Output(y, None)
-        return Output(y, BatchStatistics(*finished_statistics(sums, launch.pixels)[0]))
+        mean, var = finished_statistics(sums, launch.pixels)
+        return Output(y, BatchStatistics(mean[0], var[0]))

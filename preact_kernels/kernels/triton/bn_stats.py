@@ -64,5 +64,5 @@ def launch_bn_stats(x: Tensor) -> Tensor:
 def bn_stats(x: Tensor) -> BatchStatistics:
     """See `Kernels.bn_stats`."""
     with on_device_of(x):
-        (statistics,) = finished_statistics(launch_bn_stats(x), x.numel() // x.shape[1])
-    return BatchStatistics(*statistics)
+        mean, var = finished_statistics(launch_bn_stats(x), x.numel() // x.shape[1])
+    return BatchStatistics(mean[0], var[0])

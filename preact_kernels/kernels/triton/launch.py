@@ -5,7 +5,7 @@ import contextlib
 import contextvars
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -67,16 +67,19 @@ def launch_kernel(
     return compiled
 
 
-@contextlib.contextmanager
-def compiling_only() -> Iterator[None]:
-    """A context in which launches of this thread compile kernels, in parallel, and launch none."""
-    threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-    with threads, triton.AsyncCompileMode(threads):
-        token = _is_compiling_only.set(True)
-        try:
-            yield
-        finally:
-            _is_compiling_only.reset(token)
+def compile_only(launches: Callable[[], object]) -> None:
+    """Calls `launches`, whose kernels are compiled in parallel and not launched.
+
+    In a context of its own: Triton's mode would stay active behind an error.
+    """
+
+    def run() -> None:
+        _is_compiling_only.set(True)
+        threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        with threads, triton.AsyncCompileMode(threads):
+            launches()
+
+    contextvars.copy_context().run(run)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -169,55 +169,64 @@ def new_sums(x: Tensor, channels: int, units: int = 1) -> Tensor:
     return x.new_zeros((units, 2, WORDS, channels), dtype=torch.int64)
 
 
-@triton.jit(do_not_specialize=["count", "channels"])
+@triton.jit(do_not_specialize=["count", "stride", "channels"])
 def finish_sums_kernel(
     sums,
     count,
-    results,
+    first,
+    second,
+    stride,
     channels,
     ARE_STATISTICS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Accumulators `[units, 2, 6, channels]` as float32 `[units, 2, channels]`.
+    """Accumulators `[units, 2, 6, channels]` as float32: `first` and `second` `[units, channels]`.
 
-    The two are mean and variance, or the sums. Grid: channel blocks, units.
+    The two are mean and variance, or the sums. Rows of both are `stride` elements apart. Grid:
+    channel blocks, units.
     """
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < channels
     unit = tl.program_id(1)
     sums += unit * (2 * _WORDS * channels)
     if ARE_STATISTICS:
-        first, second = load_statistics(sums, count, channel, is_channel, channels)
+        one, other = load_statistics(sums, count, channel, is_channel, channels)
     else:
-        first, second = load_two_sums(sums, channel, is_channel, channels)
-    own = results + unit * (2 * channels) + channel
-    tl.store(own, first, mask=is_channel)
-    tl.store(own + channels, second, mask=is_channel)
+        one, other = load_two_sums(sums, channel, is_channel, channels)
+    tl.store(first + unit * stride + channel, one, mask=is_channel)
+    tl.store(second + unit * stride + channel, other, mask=is_channel)
 
 
-def _launch_finish(sums: Tensor, count: int) -> Tensor:
+def _launch_finish(sums: Tensor, count: int, first: Tensor, second: Tensor) -> None:
     """A program owns a block of channels of one unit."""
     units, _, _, channels = sums.shape
-    results = sums.new_empty((units, 2, channels), dtype=torch.float32)
     block = 128
     launch_kernel(
         finish_sums_kernel,
         (ceil_div(channels, block), units, 1),
-        (sums, count, results, channels),
+        (sums, count, first, second, first.stride(0), channels),
         {"ARE_STATISTICS": count > 0, "BLOCK_CHANNELS": block},
         4,
     )
-    return results
 
 
-def finished_statistics(sums: Tensor, count: int) -> Tensor:
-    """Mean and variance `[units, 2, channels]` of accumulators; `count` summands a channel."""
-    return _launch_finish(sums, count)
+def finished_statistics(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance, `[units, channels]` each, of accumulators over `count` values a channel.
+
+    Two tensors: results of a registered op may not share memory.
+    """
+    units, _, _, channels = sums.shape
+    mean, var = (sums.new_empty((units, channels), dtype=torch.float32) for _ in range(2))
+    _launch_finish(sums, count, mean, var)
+    return mean, var
 
 
 def finished_sums(sums: Tensor) -> Tensor:
     """The sums of accumulators, `[units, 2, channels]` float32."""
-    return _launch_finish(sums, 0)
+    units, _, _, channels = sums.shape
+    results = sums.new_empty((units, 2, channels), dtype=torch.float32)
+    _launch_finish(sums, 0, results[:, 0], results[:, 1])
+    return results
 
 
 @triton.jit(do_not_specialize=[1, *range(3, 11)])  # one kernel for all shapes

@@ -77,4 +77,5 @@ def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         )
         if sums is None:
             return Output(y, None)
-        return Output(y, BatchStatistics(*finished_statistics(sums, launch.pixels)[0]))
+        mean, var = finished_statistics(sums, launch.pixels)
+        return Output(y, BatchStatistics(mean[0], var[0]))
