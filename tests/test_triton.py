@@ -3,7 +3,9 @@
 import itertools
 import math
 import sys
+import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +40,8 @@ from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import Conv, Norm, Wanted
 from preact_kernels.kernels.triton import block_run, configurations, conv, launch, reduction
+from preact_kernels.kernels.triton.batch_norm import KernelNorm
+from preact_kernels.kernels.triton.bn_relu_conv_backward import WeightUnit
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -403,3 +407,20 @@ def test_the_mean_of_a_constant_is_that_constant(value):
     mean, var = kernels.bn_stats(x)
     assert torch.equal(mean, torch.full((3,), value))
     assert (var.sqrt() <= 1e-7 * abs(value)).all()
+
+
+def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():
+    weight = torch.randn(16, 16, 1, 1)
+    place = block_run.Place([weight] * 4, [weight] * 4, Conv((1, 1), (0, 0), (1, 1), 1))
+    kept = {}
+    for in_one_pass in (True, False):
+        launch_of_place = SimpleNamespace(
+            in_one_pass=in_one_pass, input_programs=2, weight_programs=2, weights=256
+        )
+        gradients = block_run._WeightGradients(place, launch_of_place, 4, 4, weight)
+        whole, h = torch.randn(2, 16, 3, 3), torch.randn(2, 16, 3, 3)
+        alive = weakref.ref(h)
+        gradients.add(WeightUnit(whole, h, KernelNorm(weight, weight, weight, weight, 0.0)))
+        del h
+        kept[in_one_pass] = alive() is not None
+    assert kept == {True: False, False: True}

@@ -76,13 +76,14 @@ class CUDAKernels(NativeKernels, StreamKernels):
     ) -> bool:
         stride, padding, dilation, groups = conv
         kernel = tuple(weight_shape[2:])
+        most_pixels = MOST_PIXELS.get((kernel[0], weight_shape[0]))
         return (
             groups == 1
             and stride[0] == stride[1] == 1
             and (dilation[0] == dilation[1] == 1 or kernel == (1, 1))
             and kernel[0] == 2 * padding[0] + 1
             and kernel[1] == 2 * padding[1] + 1
-            and (pixels or 0) <= MOST_PIXELS.get((kernel[0], weight_shape[0]), pixels or 0)
+            and (pixels is None or most_pixels is None or pixels <= most_pixels)
             and (dtype != torch.float32 or _may_round_to_tf32())
             and _fits_shared_memory(self._ops, tuple(weight_shape), dtype, device, float32_stream)
         )

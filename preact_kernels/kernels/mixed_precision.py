@@ -147,7 +147,7 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
 
     Args:
         wide: functions for the residual stream.
-        narrow: functions for tensors in `half`, and for convolutions that one of both.
+        narrow: functions for tensors in `half`, and for convolutions with one side in `half`.
         half: dtype of the weights.
     """
 

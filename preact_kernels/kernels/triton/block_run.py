@@ -74,13 +74,13 @@ def _group(blocks: int) -> int:
 def _aligned(t: Tensor) -> Tensor:
     """The tensor, beginning where 16-byte loads of its channels may begin, if need be as a copy.
 
-    Launches of a known kernel rely on it.
+    Launches of a known kernel rely on it. Of one channel, loads run along the pixels.
     """
     at = t.data_ptr() % 16
     if at == 0:
         return t
     channels = t.shape[1] if t.dim() == 4 else t.shape[0]
-    if at % math.gcd(16, channels * t.itemsize) == 0:
+    if channels > 1 and at % math.gcd(16, channels * t.itemsize) == 0:
         return t
     return t.clone(memory_format=torch.preserve_format)
 
@@ -147,7 +147,7 @@ def _compile_ahead(
     known: Sequence[Tensor] | None,
     keeps: dict[str, bool],
 ) -> None:
-    """Compiles what a run launches, in parallel, when its like is run for the first time.
+    """Compiles what a run launches, in parallel, at the first run with these shapes.
 
     Where inputs are kept, a backward follows, and its kernels are compiled too.
     """
@@ -271,24 +271,26 @@ class _WeightGradients:
         self._partials = x.new_empty((self._group, programs, launch.weights), dtype=torch.float32)
         self._slots = self._partials.unbind()
         self._results = new_weight_gradients(place.conv_weights[0], blocks)
-        self._units: list[WeightUnit] = []
+        self._units: list[WeightUnit] = []  # of this group, where a launch of its own reads them
+        self._count = 0  # blocks of this group so far
         self._left = blocks  # that come in this group and later
 
     def partials(self) -> Tensor | None:
         """Where the kernel of the next block stores partial results; None if it has none."""
         if not self._launch.in_one_pass:
             return None
-        return self._slots[min(self._group, self._left) - len(self._units) - 1]
+        return self._slots[min(self._group, self._left) - self._count - 1]
 
     def add(self, unit: WeightUnit) -> None:
-        """To be called behind the kernel of each block; launches what ends a group."""
-        self._units.append(unit)
-        count = len(self._units)
-        if count < min(self._group, self._left):
-            return
+        """Call after each block's input kernel; launches what ends a group."""
+        self._count += 1
         if not self._launch.in_one_pass:
+            self._units.append(unit)
+        if self._count < min(self._group, self._left):
+            return
+        if self._units:
             self._launch.weight(self._units[::-1], self._partials, self._group)
-        self._units = []
+        count, self._count, self._units = self._count, 0, []
         self._left -= count
         launch_sum_partials(self._partials[:count], self._results[self._left :][:count])
 
