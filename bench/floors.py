@@ -9,6 +9,9 @@ bottleneck 4C -> C -> C -> 4C, in units of C elements per pixel:
               B1a g2 1, z1 1, x 4 -> (sums; g1 is not stored)                                 6
               B1b g2 1, z1 1, x 4, dy 4 -> dx 4                                              14
                                                                                        total 46
+
+The kernel B3 of the block below may form dx as it reads it: then dx is written once and read by
+nobody but that block's skip. That saves 4 units more, which are not counted here.
 """
 
 import functools

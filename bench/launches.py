@@ -62,6 +62,8 @@ KERNELS = frozenset(
         "bn_relu_backward_mask",
         "bn_relu_conv_backward",
         "bn_relu_conv_backward_input",
+        "bn_relu_conv_backward_product",
+        "bn_relu_conv_backward_product_input",
         "bn_relu_conv_backward_weight",
         "bn_relu_conv_forward",
         "bn_relu_conv_weight_gradients",

@@ -55,11 +55,20 @@ struct Fold {
   Accumulators accumulated = {};  // of sums
 };
 
+// The g of a fold that was not stored: [p > 0] * dz * weight for a 1x1 convolution of relu(p), the
+// gradient dz of whose output is folded.
+struct GradientProduct {
+  Fold fold;      // of dz, without skip
+  Norm norm;      // that p is from
+  size_t weight;  // its index in the run
+};
+
 // Which gradients of bn_relu_conv the caller asks for.
 struct Wanted {
-  bool g;       // with its sums
-  bool weight;  // of the convolution
-  bool dy;      // the gradient of the convolution's output, unfolded
+  bool g;                // with its sums
+  bool weight;           // of the convolution
+  bool dy;               // the gradient of the convolution's output, unfolded
+  bool stores_g = true;  // else only the sums of g
 };
 
 }  // namespace preact_kernels

@@ -73,7 +73,8 @@ struct WeightGradient {
 }  // namespace
 
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
-                                  const std::optional<Fold>& fold, const Tensor& x,
+                                  const std::optional<Fold>& fold,
+                                  const std::optional<GradientProduct>&, const Tensor& x,
                                   const Norm& norm, const Tensor& conv_weight,
                                   const UnitGradients& gradients, UnitOfRun) {
   const Wanted& wanted = gradients.wanted;
@@ -113,5 +114,7 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
     if (wanted.weight) dweight.merge();
   });
 }
+
+bool forms_gradient_product(const Conv&, const Conv&, ScalarType, const Tensor&) { return false; }
 
 }  // namespace preact_kernels

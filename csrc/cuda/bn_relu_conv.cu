@@ -140,8 +140,29 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x_, const Norm&
   });
 }
 
+bool forms_gradient_product(const Conv& conv, const Conv& of_g, ScalarType operands,
+                            const Tensor& y) {
+  if (of_g.taps() != 1 || of_g.out_channels != conv.in_channels) return false;
+  const OnDeviceOf on(y);
+  return for_conv_types({operands, operands, y.scalar_type()}, [&](auto types) {
+    using Types = decltype(types);
+    bool forms_product = false;
+    for_product_channels<Types>(conv, [&](auto) {
+      const auto plan = [&](bool has_product) {
+        return plan_bn_relu_conv_backward<Types>(conv, 3, true, true, has_product);
+      };
+      // Fewer blocks of a multiprocessor would cost more than a stored g does.
+      const ConvLaunch with_product = plan(true);
+      forms_product = with_product.shared_bytes <= most_shared_bytes() &&
+                      with_product.blocks == plan(false).blocks;
+    });
+    return forms_product;
+  });
+}
+
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
-                                  const std::optional<Fold>& fold_, const Tensor& x_,
+                                  const std::optional<Fold>& fold_,
+                                  const std::optional<GradientProduct>& product_, const Tensor& x_,
                                   const Norm& norm, const Tensor& conv_weight,
                                   const UnitGradients& gradients, UnitOfRun unit) {
   const Wanted& wanted = gradients.wanted;
@@ -149,6 +170,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
   const Tensor x = aligned(x_), dy = aligned(dy_);
   std::optional<Fold> fold = fold_;
   if (fold.has_value()) fold->x = aligned(fold->x), fold->skip = aligned(fold->skip);
+  std::optional<GradientProduct> product = product_;
+  if (product.has_value()) product->fold.x = aligned(product->fold.x);
   if (!wanted.g && !wanted.weight) {
     if (wanted.dy) launch_bn_input_gradient(conv.output(), dy, *fold, *gradients.dy);
     return;
@@ -159,12 +182,13 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
     using Types = decltype(types);
     using T = typename Types::T;
     using Y = typename Types::Y;
-    BnReluConvBackward params{data<char>(dy),
+    const bool stores_g = wanted.g && wanted.stores_g;
+    BnReluConvBackward params{product.has_value() ? nullptr : data<char>(dy),
                               fold.has_value() ? pointers(*fold) : FoldPointers{},
                               data<char>(x),
                               pointers(norm, conv.pixels()),
                               run.weights[unit.weight],
-                              wanted.g ? mutable_data<char>(*gradients.g) : nullptr,
+                              stores_g ? mutable_data<char>(*gradients.g) : nullptr,
                               wanted.dy ? mutable_data<char>(*gradients.dy) : nullptr,
                               gradients.accumulated,
                               nullptr,
@@ -182,12 +206,13 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
         !fold || (wanted.g && wanted.dy) ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
     bool is_postponed = wanted.weight && !wanted.g;
     if (wanted.g) {
-      ConvLaunch plan =
-          plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, wanted.weight);
+      ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, wanted.weight,
+                                                          product.has_value());
       is_postponed = wanted.weight && costs_less_apart(conv, plan, x_bytes, dy_bytes);
       const bool of_weight = wanted.weight && !is_postponed;
       if (is_postponed) {
-        plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, false);
+        plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, false,
+                                                 product.has_value());
       }
       WeightGradientPartials partials{};
       std::optional<Tensor> memory;
@@ -196,7 +221,16 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
         params.partials = mutable_data<float>(*memory);
       }
       params.grid = plan.grid;
-      launch_bn_relu_conv_backward<Types>(conv, plan, params, of_weight, on.stream);
+      if (product.has_value()) {
+        launch_bn_relu_conv_backward_of_product<Types>(
+            conv, plan,
+            {params,
+             {data<char>(dy), pointers(product->fold), run.weights[product->weight],
+              data<float>(product->norm.bias)}},
+            of_weight, on.stream);
+      } else {
+        launch_bn_relu_conv_backward<Types>(conv, plan, params, of_weight, on.stream);
+      }
       run.partials = partials, run.partials_owner = memory, run.has_launched = true;
     }
     if (is_postponed) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "conv_tile.cuh"
+#include "gradient_product.cuh"
 #include "weight_gradient_partials.cuh"
 
 namespace preact_kernels::cuda {
@@ -14,7 +15,7 @@ struct BnReluConvBackward {
   const void* x;
   NormPointers norm;
   const void* weight;              // [K][taps][C]
-  void* g;                         // in the dtype of operands
+  void* g;                         // in the dtype of operands; null where it is not stored
   void* unfolded_dy;               // null where it is not wanted
   Accumulators sums;               // of g: sum(g), sum(g * xhat)
   float* partials;                 // [blocks][taps][K][C]: weight gradients of blocks
@@ -23,6 +24,12 @@ struct BnReluConvBackward {
   int tensors;  // as BackwardShared says
   TileGrid grid;
   bool is_dependent;  // as `launch` says
+};
+
+// With a fold; dy is null.
+struct BnReluConvBackwardOfProduct {
+  BnReluConvBackward conv;
+  ProductPointers product;
 };
 
 // The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps. With
@@ -132,23 +139,25 @@ struct WeightGradient {
 };
 
 // Shared memory of a block, in this order.
-template <class Types, int C>
+template <class Types, int C, bool kHasProduct>
 struct BackwardShared {
   using T = typename Types::T;
   static constexpr int kWidth = kFullWidth<T>;
   // Of two tiles: x is read again when the products are done, while that of the next arrives.
   static constexpr int kXParts = kParts<typename Types::X, kWidth>;
   using XAhead = VectorsAhead<typename Types::X, kWidth, 2 * kXParts>;
-  // Each vector of dy, or of x of a fold, is followed by those of g and skip of the fold.
+  // Each vector of dy, or of x of a fold, is followed by those of g, unless that is a product, and
+  // skip of the fold.
   static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
-  static constexpr int kSkip = kDyParts + kParts<T, kWidth>, kAllParts = kSkip + kDyParts;
+  static constexpr int kSkip = kDyParts + (kHasProduct ? 0 : kParts<T, kWidth>);
+  static constexpr int kAllParts = kSkip + kDyParts;
   using DyAhead = VectorsAhead<typename Types::Y, kWidth, kAllParts>;
   using GAhead = VectorsAhead<T, kWidth, kAllParts>;
 
-  int weights, dy, activation, da, norm, fold, x_ahead, dy_ahead;  // where each begins
+  int weights, dy, activation, da, norm, fold, product, x_ahead, dy_ahead;  // where each begins
   int bytes;
 
-  // `tensors` are those that the output's gradient is loaded from: g, and x and skip of a fold. The
+  // `tensors` are those that the output's gradient is formed from: g, and x and skip of a fold. The
   // flags say which gradients are computed.
   __host__ __device__ BackwardShared(const TileGrid& grid, int in_channels, int out_channels,
                                      int tensors, bool of_input, bool of_weight) {
@@ -162,7 +171,9 @@ struct BackwardShared {
     da = activation + pixels * in_row;
     norm = da + (!of_input ? 0 : sums > kPartialsBytes ? sums : kPartialsBytes);
     fold = norm + Normalisation<kWidth>::kRows * in_channels * 4;
-    x_ahead = fold + InputGradient<kWidth>::kRows * out_channels * 4;
+    product = fold + InputGradient<kWidth>::kRows * out_channels * 4;
+    x_ahead = product;
+    if (kHasProduct) x_ahead += ProductShared<T>(pixels, out_channels, in_channels).bytes;
     dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels);
     const int parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
     bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, parts);
@@ -187,25 +198,33 @@ template <class Types, int C, int GROUPS>
 constexpr int kBackwardVectors =
     C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;
 
+// GROUPS of the convolutions that have kernels with a product.
+constexpr int kProductGroups = 2;
+
 // g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
 // relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
 // owns every gridDim.x-th tile of pixels with all channels, and stores its part of dweight.
-// g and its sums are computed if kInput, dweight if GROUPS > 0.
-template <class Types, int C, int GROUPS, bool kInput>
-__device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
+// g and its sums are computed if kInput, dweight if GROUPS > 0. With a product, that is the g of
+// the fold.
+template <class Types, int C, int GROUPS, bool kInput, class OfG = NoProduct>
+__device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG& of_g = {}) {
   using T = typename Types::T;
   using X = typename Types::X;
   using Y = typename Types::Y;
-  using Shared = BackwardShared<Types, C>;
+  constexpr bool kHasProduct = !std::is_same_v<OfG, NoProduct>;
+  using Shared = BackwardShared<Types, C, kHasProduct>;
   constexpr bool kWeight = GROUPS > 0;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
   constexpr int kVectors = kBackwardVectors<Types, C, GROUPS>;
   constexpr int kOutVectors = C == 0 ? kVectors : kHaloVectors<T, C>;
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
-  const int channels = C ? C : conv.in_channels, out_channels = C ? C : conv.out_channels;
-  const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
+  constexpr int kChannels = C ? C : OfG::kChannels, kOutChannels = C ? C : OfG::kOutChannels;
+  const int channels = kChannels ? kChannels : conv.in_channels;
+  const int out_channels = kOutChannels ? kOutChannels : conv.out_channels;
+  const int pixels = OfG::kPixels ? OfG::kPixels : Tile<C>::pixels(conv.grid);
+  const int halo_pixels = OfG::kPixels ? OfG::kPixels : Tile<C>::halo_pixels(conv.grid);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
   const int sums_pitch = channels + kSumsPadding;
   const Shared shared(conv.grid, channels, out_channels, conv.tensors, kInput, kWeight);
@@ -222,14 +241,23 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
   const X* x = static_cast<const X*>(conv.x) + in.channel;
-  const bool is_folded = conv.fold.x != nullptr, has_skip = conv.fold.skip != nullptr;
+  const bool is_folded = kHasProduct || conv.fold.x != nullptr;
+  const bool has_skip = conv.fold.skip != nullptr;
   const Y* dy_or_x = static_cast<const Y*>(is_folded ? conv.fold.x : conv.dy) + out.channel;
-  const bool reads_dy_or_x = !is_folded || conv.fold.reads_x();
+  const bool reads_dy_or_x = kHasProduct || !is_folded || conv.fold.reads_x();
   const T* fold_g = static_cast<const T*>(conv.dy) + out.channel;
   const Y* skip = static_cast<const Y*>(conv.fold.skip) + out.channel;
   T* g = static_cast<T*>(conv.g) + in.channel;
   WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
+  const auto products = [&] {
+    if constexpr (kHasProduct) {
+      return ProductTiles<T>(of_g.pointers, memory + shared.product, in, pixels, out_channels,
+                             channels);
+    } else {
+      return NoProduct();
+    }
+  }();
 
   const auto x_ahead_of = [&](int turn) {  // 0 and 1 alternate
     return typename Shared::XAhead(memory + shared.x_ahead, turn * Shared::kXParts);
@@ -254,12 +282,14 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels;
         if (reads_dy_or_x) dy_ahead.copy(i, dy_or_x + at, pixel >= 0);
-        if (is_folded) g_ahead.copy(i, fold_g + at, pixel >= 0);
+        if (!kHasProduct && is_folded) g_ahead.copy(i, fold_g + at, pixel >= 0);
         if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
       }
     }
+    if constexpr (kHasProduct) products.copy_ahead(tile);
     cp_async_commit();
   };
+  if constexpr (kHasProduct) products.load_weights();
   if constexpr (kInput) {
     load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
   }
@@ -268,6 +298,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
   copy_ahead(blockIdx.x, 0);
   Normalisation<kWidth>::prepare(conv.norm, channels, norm);
   if (is_folded) InputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
+  if constexpr (kHasProduct) products.prepare();
   if constexpr (kInput) add_up<T>(conv.earlier, reinterpret_cast<double*>(da));
   __syncthreads();
 
@@ -277,6 +308,12 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     NonFinite<T> non_finite;
     const auto x_ahead = x_ahead_of(turn);
     cp_async_wait<0>();
+    if constexpr (kHasProduct) {
+      products.form_dz(tile, activation);
+      __syncthreads();  // dz is complete
+      products.multiply(activation, dy_tile);
+      __syncthreads();  // the products are complete, and dz may be overwritten
+    }
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
 #pragma unroll
@@ -312,9 +349,18 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     };
     if (out.is_active && is_folded) {
       const InputGradient<kWidth> gradient(FromShared{}, fold, out_channels, out.channel);
-      form_dy([&](int i) {
-        return gradient.template unfold<Y>(conv.fold, i, g_ahead, dy_ahead, skip_ahead);
-      });
+      if constexpr (kHasProduct) {
+        const MaskedProducts<T, typename Shared::DyAhead> product_g(
+            gradient, products.bias() + out.channel, dy_tile + out.lane * dy_pitch + out.channel,
+            out.lanes * dy_pitch, dy_ahead);
+        form_dy([&](int i) {
+          return gradient.template unfold<Y>(conv.fold, i, product_g, dy_ahead, skip_ahead);
+        });
+      } else {
+        form_dy([&](int i) {
+          return gradient.template unfold<Y>(conv.fold, i, g_ahead, dy_ahead, skip_ahead);
+        });
+      }
     } else if (out.is_active) {
       form_dy([&](int i) { return dy_ahead[i]; });
     }
@@ -322,7 +368,8 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
     const bool masks = kMayMask ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
     copy_ahead(index + gridDim.x, 1 - turn);
     if constexpr (kInput) {
-      multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da);
+      multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da,
+                                   sums_pitch);
     }
     if constexpr (kWeight) {
       if (kMayMask && masks) {
@@ -347,7 +394,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] = a[j] == 0 ? 0 : values[j];  // NaN: passes
       stored.pack(values);
-      stored.store(g + pixel * channels);
+      if (conv.g != nullptr) stored.store(g + pixel * channels);
       stored.unpack(values);
       x_ahead[i].unpack(a);
       load_floats(mean, norm + in.channel);
@@ -390,6 +437,16 @@ template <class Types, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
     bn_relu_conv_backward_kernel(const __grid_constant__ BnReluConvBackward conv) {
   bn_relu_conv_backward<Types, C, GROUPS, true>(conv);
+}
+
+// The same of the last convolution of a bottleneck of the inner width CHANNELS, where the g of its
+// fold is a product.
+template <class Types, int CHANNELS, int GROUPS>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<0, GROUPS>)
+    bn_relu_conv_backward_product_kernel(const __grid_constant__ BnReluConvBackwardOfProduct p) {
+  constexpr int kVectors = kBackwardVectors<Types, 0, kProductGroups>;
+  constexpr int kPixels = pixels_of_tile<typename Types::T>(4 * CHANNELS, kVectors);
+  bn_relu_conv_backward<Types, 0, GROUPS, true>(p.conv, Product<CHANNELS, kPixels>{p.product});
 }
 
 // The weight gradients of several convolutions, each in a row of the grid.

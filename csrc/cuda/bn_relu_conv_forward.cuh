@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     }
     __syncthreads();  // the activation is complete
     copy_x(index + blocks);
-    multiply_weights<T, C, false>(activation, weights, pixels, channels, out_channels, sums);
+    multiply_weights<T, C, false>(activation, weights, pixels, channels, out_channels, sums,
+                                  sums_pitch);
     __syncthreads();     // the sums are complete, and the activation may be overwritten
     cp_async_wait<1>();  // the residual is here
     if (out.is_active) {

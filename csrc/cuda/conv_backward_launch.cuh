@@ -21,14 +21,18 @@ auto for_weight_groups(const Conv& conv, const Body& body) {
 
 // A plan for the gradient of the input, of the weight, or both.
 template <class Types>
-ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input,
-                                      bool of_weight) {
+ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight,
+                                      bool has_product) {
   return for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
     ConvLaunch plan{tile_grid<typename Types::T, C, kBackwardVectors<Types, 0, GROUPS>>(conv)};
-    plan.shared_bytes = BackwardShared<Types, C>(plan.grid, conv.in_channels, conv.out_channels,
-                                                 tensors, of_input, of_weight)
-                            .bytes;
+    const auto shared_bytes = [&](auto with_product) {
+      return BackwardShared<Types, C, with_product()>(
+                 plan.grid, conv.in_channels, conv.out_channels, tensors, of_input, of_weight)
+          .bytes;
+    };
+    plan.shared_bytes =
+        has_product ? shared_bytes(std::true_type()) : shared_bytes(std::false_type());
     if (!of_input) {
       // Few blocks for each weight: a launch computes the gradients of several.
       plan.blocks =
@@ -58,6 +62,20 @@ void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
 }
 
 template <class Types>
+void launch_bn_relu_conv_backward_of_product(const Conv& conv, const ConvLaunch& plan,
+                                             const BnReluConvBackwardOfProduct& params,
+                                             bool of_weight, cudaStream_t stream) {
+  for_product_channels<Types>(conv, [&](auto channels) {
+    constexpr int CHANNELS = decltype(channels)::value;
+    launch(of_weight ? "bn_relu_conv_backward_product" : "bn_relu_conv_backward_product_input",
+           of_weight ? bn_relu_conv_backward_product_kernel<Types, CHANNELS, kProductGroups>
+                     : bn_relu_conv_backward_product_kernel<Types, CHANNELS, 0>,
+           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params,
+           params.conv.is_dependent);
+  });
+}
+
+template <class Types>
 void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& plan,
                                           const WeightGradients& params, int count,
                                           cudaStream_t stream) {
@@ -68,11 +86,13 @@ void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& pl
   });
 }
 
-#define PK_INSTANTIATE(TYPES)                                                          \
-  template ConvLaunch plan_bn_relu_conv_backward<TYPES>(const Conv&, int, bool, bool); \
-  template void launch_bn_relu_conv_backward<TYPES>(                                   \
-      const Conv&, const ConvLaunch&, const BnReluConvBackward&, bool, cudaStream_t);  \
-  template void launch_bn_relu_conv_weight_gradients<TYPES>(                           \
+#define PK_INSTANTIATE(TYPES)                                                                  \
+  template ConvLaunch plan_bn_relu_conv_backward<TYPES>(const Conv&, int, bool, bool, bool);   \
+  template void launch_bn_relu_conv_backward<TYPES>(                                           \
+      const Conv&, const ConvLaunch&, const BnReluConvBackward&, bool, cudaStream_t);          \
+  template void launch_bn_relu_conv_backward_of_product<TYPES>(                                \
+      const Conv&, const ConvLaunch&, const BnReluConvBackwardOfProduct&, bool, cudaStream_t); \
+  template void launch_bn_relu_conv_weight_gradients<TYPES>(                                   \
       const Conv&, const ConvLaunch&, const WeightGradients&, int, cudaStream_t);
 PK_FOR_TYPES_OF_FILE(PK_INSTANTIATE)
 

@@ -23,11 +23,17 @@ template <class Types>
 void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream);
 template <class Types>
-ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight);
+ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight,
+                                      bool has_product = false);
 template <class Types>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, bool of_weight,
                                   cudaStream_t stream);
+// Of a convolution that `for_product_channels` has a kernel for.
+template <class Types>
+void launch_bn_relu_conv_backward_of_product(const Conv& conv, const ConvLaunch& plan,
+                                             const BnReluConvBackwardOfProduct& params,
+                                             bool of_weight, cudaStream_t stream);
 // Of `count` convolutions of the same sizes.
 template <class Types>
 void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& plan,
@@ -43,6 +49,20 @@ using StreamOut = ConvTypes<PK_DTYPE, PK_DTYPE, float>;
 using OneDtype = ConvTypes<PK_DTYPE, PK_DTYPE, PK_DTYPE>;
 #define PK_FOR_TYPES_OF_FILE(CALL) CALL(OneDtype)
 #endif
+
+// Calls `body` with the template argument CHANNELS of the kernel with a product, where there is one
+// for a convolution: the last of a bottleneck, which reads operands. Of wider ones a block has a
+// tile or two, and would wait for one more weight; float32 of 32 has no room for two blocks.
+template <class Types, class Body>
+void for_product_channels(const Conv& conv, const Body& body) {
+  if constexpr (std::is_same_v<typename Types::X, typename Types::T>) {
+    if (conv.taps() != 1 || conv.out_channels != 4 * conv.in_channels) return;
+    if (conv.in_channels == 16) body(std::integral_constant<int, 16>());
+    if constexpr (sizeof(typename Types::T) == 2) {
+      if (conv.in_channels == 32) body(std::integral_constant<int, 32>());
+    }
+  }
+}
 
 // Tiles of pixels of a block that computes the gradient of a weight alone.
 constexpr int kTilesOfWeightGradient = 8;
@@ -68,10 +88,8 @@ template <class T, int C, int kVectors = kTileVectors<T, 0>>
 TileGrid tile_grid(const Conv& conv) {
   TileGrid grid{};
   if constexpr (C == 0) {
-    // As many pixels as keep the vectors of each thread, of either tensor, in registers.
-    const int vector = kFullWidth<T>;
-    const int most = int(std::max(conv.in_channels, conv.out_channels)) / vector;
-    grid.block_pixels = std::min(256, kThreads / most * kVectors / 16 * 16);
+    const int most = int(std::max(conv.in_channels, conv.out_channels));
+    grid.block_pixels = pixels_of_tile<T>(most, kVectors);
     grid.height = 1;
     grid.width = int(conv.pixels());
     grid.tiles = int((int64_t(grid.width) + grid.block_pixels - 1) / grid.block_pixels);

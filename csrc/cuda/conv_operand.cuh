@@ -35,6 +35,11 @@ struct ConvTypes {
 __device__ inline void store_pair(float* to, float low, float high) {
   *reinterpret_cast<float2*>(to) = make_float2(low, high);
 }
+// Rounded to T.
+template <class T>
+__device__ void store_pair(T* to, float low, float high) {
+  *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(low, high);
+}
 template <int COUNT>
 __device__ void load_floats(float (&values)[COUNT], const float* from) {
 #pragma unroll
@@ -73,6 +78,17 @@ __device__ FullVector<T> as_operand(const Vector<E, kFullWidth<T>>& v) {
     v.unpack(values);
     rounded.pack(values);
     return rounded;
+  }
+}
+
+// Whether relu(p) is zero as an operand. NaN is not.
+template <class T>
+__device__ bool is_zero_operand(float p) {
+  if constexpr (sizeof(T) == 4) {
+    return p <= 0 || as_operand(p) == 0;
+  } else {
+    // Half of the least number of T rounds to even, zero.
+    return p <= (std::is_same_v<T, BFloat16> ? 0x1p-134f : 0x1p-25f);
   }
 }
 

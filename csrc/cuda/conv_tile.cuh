@@ -121,6 +121,14 @@ constexpr int kHaloVectors =
 template <class T>
 constexpr int kHaloVectors<T, 0> = kTileVectors<T, 0>;
 
+// Pixels of a tile of a 1x1 convolution with at most `channels` on either side: as many as keep
+// `vectors` of each thread, of either tensor, in registers.
+template <class T>
+__host__ __device__ constexpr int pixels_of_tile(int channels, int vectors) {
+  const int pixels = kThreads / (channels / kFullWidth<T>)*vectors / 16 * 16;
+  return pixels < 256 ? pixels : 256;
+}
+
 // Vectors of a thread that are copied to shared memory while it works on something else. Only the
 // thread that copies a vector reads it, so no barrier is needed. Vectors of several tensors may
 // alternate: they are kStride parts of 16 bytes apart.
@@ -184,16 +192,15 @@ __device__ void load_weights(const T* packed, T* shared, int out_channels, int c
 
 // sums[p][n] = the sum over taps and k < depth of tile[p at that tap][k] * weights[tap][n][k], or,
 // for the input gradient, of tile[p at the opposite tap][k] * weights[tap][k][n].
-template <class T, int C, bool IS_GRADIENT>
+template <class T, int C, bool IS_GRADIENT, class Sum>
 __device__ void multiply_weights(const T* tile, const T* weights, int block_pixels, int depth,
-                                 int columns, float* sums) {
+                                 int columns, Sum* sums, int sums_pitch) {
   constexpr int kSide = Tile<C>::kTaps == 1 ? 1 : 3;
   constexpr int kColumns = C == 16 ? 16 : 32;  // the most that a warp computes at a time
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int pitch = depth + kFullWidth<T>;
   const int weight_pitch = (IS_GRADIENT ? columns : depth) + kFullWidth<T>;
   const int weight_rows = IS_GRADIENT ? depth : columns;
-  const int sums_pitch = columns + kSumsPadding;
   const int row_blocks = block_pixels / 16;
   // Fewer columns where there would be less than a task for each warp.
   const int step = row_blocks * ((columns + kColumns - 1) / kColumns) < kWarps ? 16 : kColumns;
@@ -231,7 +238,7 @@ __device__ void multiply_weights(const T* tile, const T* weights, int block_pixe
         }
       }
     }
-    float* to = sums + (first + lane / 4) * sums_pitch + n + lane % 4 * 2;
+    Sum* to = sums + (first + lane / 4) * sums_pitch + n + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       if (j >= 2 && !is_full) break;

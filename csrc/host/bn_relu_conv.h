@@ -26,28 +26,33 @@ inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tens
 }
 
 // Fills `gradients`, whose parameter gradients are allocated. With a fold, `dy` is the g that the
-// fold applies to, in the dtype of the operands, as is the g that this computes.
+// fold applies to, or that the product's fold applies to, in the dtype of the operands, as is the g
+// that this computes.
 inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& fold,
-                                  const Tensor& x, const Norm& norm, const Tensor& conv_weight,
+                                  const std::optional<GradientProduct>& product, const Tensor& x,
+                                  const Norm& norm, const Tensor& conv_weight,
                                   UnitGradients& gradients, UnitOfRun unit) {
   const ScalarType y_dtype = fold.has_value() ? fold->x.scalar_type() : dy.scalar_type();
   const Conv conv = check_conv(x, conv_weight, unit.dtype, y_dtype);
-  const Activation size = check_activation("dy", dy);
-  check_same_device("dy", dy, x);
+  // The tensors of a product were checked with the convolution that it is of.
+  const Tensor& of_output = product.has_value() ? fold->x : dy;
+  const Activation size = check_activation("dy", of_output);
+  check_same_device("dy", of_output, x);
   STD_TORCH_CHECK(size.images == conv.images && size.channels == conv.out_channels &&
                       size.height == conv.height && size.width == conv.width,
                   "dy: expected the shape of the convolution's output");
   check_norm(norm, conv.in_channels, x);
   if (fold.has_value()) {
     STD_TORCH_CHECK(dy.scalar_type() == unit.dtype, "dy: expected the dtype of the convolution");
-    check_sizes_like("fold.x", fold->x, "dy", dy);
+    check_sizes_like("fold.x", fold->x, "dy", of_output);
     check_fold(*fold, conv.out_channels);
   }
   STD_TORCH_CHECK(fold.has_value() || !gradients.wanted.dy,
                   "dy: expected a fold where the unfolded gradient is wanted");
-  gradients.g = gradients.wanted.g ? empty_nhwc(x, conv.input(), unit.dtype) : absent(x);
+  const bool stores_g = gradients.wanted.g && gradients.wanted.stores_g;
+  gradients.g = stores_g ? empty_nhwc(x, conv.input(), unit.dtype) : absent(x);
   gradients.dy = gradients.wanted.dy ? empty_nhwc(x, size, y_dtype) : absent(x);
-  launch_bn_relu_conv_backward(conv, dy, fold, x, norm, conv_weight, gradients, unit);
+  launch_bn_relu_conv_backward(conv, dy, fold, product, x, norm, conv_weight, gradients, unit);
 }
 
 }  // namespace preact_kernels

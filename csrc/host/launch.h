@@ -59,10 +59,17 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& 
                                  const BatchStatistics& of_y, UnitOfRun unit);
 
 // g = dgrad(dy) * [p > 0] with its sums, the gradient of the weight, and dy itself: each where it
-// is wanted. With a fold, `dy` is the g that the fold applies to.
+// is wanted. With a fold, `dy` is the g that the fold applies to; with a product beside it, the g
+// that the product's fold applies to.
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
-                                  const std::optional<Fold>& fold, const Tensor& x,
+                                  const std::optional<Fold>& fold,
+                                  const std::optional<GradientProduct>& product, const Tensor& x,
                                   const Norm& norm, const Tensor& conv_weight,
                                   const UnitGradients& gradients, UnitOfRun unit);
+
+// Whether the backward of `conv` takes a product of the convolution `of_g` in place of a stored g
+// of its fold. `y` is the output of `conv`, whose input has the dtype of the operands.
+bool forms_gradient_product(const Conv& conv, const Conv& of_g, ScalarType operands,
+                            const Tensor& y);
 
 }  // namespace preact_kernels

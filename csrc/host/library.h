@@ -90,7 +90,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
   check_activation("x", x);
   BackwardRun run(x, {conv_weight}, {{wants_input, wants_weight, wants_dy}});
   UnitGradients& gradients = run.gradients[0];
-  preact_kernels::bn_relu_conv_backward(dy, fold_of(PK_FOLD_ARGUMENTS), x,
+  preact_kernels::bn_relu_conv_backward(dy, fold_of(PK_FOLD_ARGUMENTS), std::nullopt, x,
                                         {mean, var, bn_weight, bn_bias, eps}, conv_weight,
                                         gradients, run.unit(0));
   run.finish(x);

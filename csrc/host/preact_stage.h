@@ -115,8 +115,13 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
     results.push_back(unit.conv_weight);
     results.push_back(unit.sums);
   }
+  const auto conv_of = [&](size_t unit) -> Conv {
+    const auto size = dy.sizes(), weight = weights[unit].sizes();
+    return {size[0], size[2], size[3], weight[1], weight[0], weight[2], weight[3]};
+  };
   const BatchStatistics no_statistics = empty_batch_statistics(dy, false, 0);
   Tensor g = dy, block_dy = dy, x = stage.y.value_or(stage.inputs[0]);
+  std::optional<GradientProduct> product;  // where the g of the fold was not stored
   size_t left = kept;
   for (size_t i = units; i-- > 0;) {
     const size_t place = i % stage.units_per_block;
@@ -132,9 +137,17 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
     const Tensor& h = place == 0 && rebuilt ? x : stage.inputs[--left];
     UnitGradients& unit = run.gradients[i];
     unit.wanted.dy = ends_block && fold.has_value();
-    bn_relu_conv_backward(g, fold, h, norm, p[2], unit, run.unit(i));
+    const bool is_product = place == 0 && i > 0 && !ends_block &&
+                            forms_gradient_product(conv_of(i - 1), conv_of(i), run.dtype, h);
+    unit.wanted.stores_g = !is_product;
+    bn_relu_conv_backward(g, fold, product, h, norm, p[2], unit, run.unit(i));
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : g;
-    g = *unit.g;
+    product = std::nullopt;
+    if (is_product) {
+      product = {*fold, norm, i};  // of g as it is
+    } else {
+      g = *unit.g;
+    }
     unit.g = unit.dy = std::nullopt;
     fold = {place == 0 ? std::optional<Tensor>(block_dy) : std::nullopt,
             h,

@@ -1,0 +1,197 @@
+"""In a run of blocks of the CUDA library, g of a block's first unit is formed where it is read.
+
+Unit by unit, every g is stored: the bits are the same.
+"""
+
+import collections
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from preact_kernels.ops import block_runs
+from tests.cases import in_dtype, random_block
+from tests.conftest import IS_CUDA_ON_HOST
+from tests.cuda_on_host import serve_cpu
+from tests.oracle import assert_same_bits, evaluate, gradient_like
+from tests.test_preact_stage import unit_by_unit
+
+if serve_cpu.missing():
+    pytest.skip(f"backend cuda: {serve_cpu.missing()}", allow_module_level=True)
+
+from tests.test_cuda_conv import (
+    DEVICE,
+    launches,
+    on_host,
+    schedule,  # noqa: F401
+    set_schedule,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# Of the operands, and of the residual stream.
+DTYPES = {
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "float32": (torch.float32, None),
+    "bfloat16_stream": (torch.bfloat16, torch.float32),
+    "float16_stream": (torch.float16, torch.float32),
+}
+every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+BFLOAT16 = DTYPES["bfloat16"]
+
+
+def stage_of(blocks, dtypes, **options):
+    operands, stream = dtypes
+    stage = pk.PreActStage(blocks, residual_dtype=stream, **options)
+    return in_dtype(stage, operands).to(DEVICE)
+
+
+def bottlenecks(width, count=3):
+    return [random_block("bottleneck", 4 * width, width) for _ in range(count)]
+
+
+def images(dtypes, *shape):
+    operands, stream = dtypes
+    return torch.randn(*shape, device=DEVICE).to(stream or operands)
+
+
+def assert_bits_of_a_stored_gradient(stage, x, dy=None):
+    """Returns the results, by name."""
+    inputs = {"x": x}
+    with pk.use_backend("cuda"):
+        found = evaluate(stage, inputs, dy)
+        assert_same_bits(found, unit_by_unit(evaluate, stage, inputs, dy))
+    return found
+
+
+def products(stage, x):
+    """How many kernels of a step form g."""
+    with pk.use_backend("cuda"):
+        names = launches(lambda: evaluate(stage, {"x": x}))
+    counts = collections.Counter(n for n in names if n.startswith("bn_relu_conv_backward"))
+    assert counts.total() == sum(len(list(block.units())) for block in stage)
+    return sum(count for name, count in counts.items() if "product" in name)
+
+
+def shared_bytes(run):
+    """The most of a block, by the names of what `run()` launches, which does not run."""
+    found = collections.Counter()
+
+    def listen(launch):
+        found[launch.name] = max(found[launch.name], launch.shared_bytes)
+
+    with pk.use_backend("cuda"), serve_cpu.without_running(listen):
+        run()
+    return found
+
+
+@every_dtype
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("memory", ["store", "rebuild"])
+def test_the_bits_are_those_of_a_gradient_that_is_stored(dtypes, training, memory):
+    """Of several tiles a block of threads, the last of them not full."""
+    set_schedule(multiprocessors=1)
+    stage = stage_of(bottlenecks(16), dtypes, memory=memory).train(training)
+    x = images(dtypes, 3, 64, 17, 11)
+    assert_bits_of_a_stored_gradient(stage, x)
+    assert not IS_CUDA_ON_HOST or products(stage, x)
+
+
+@pytest.mark.not_under_sanitizer
+@every_dtype
+@pytest.mark.parametrize(
+    ("width", "shape"), [(32, (3, 9, 8)), (64, (2, 5, 5)), (48, (1, 3, 5)), (16, (2, 1, 1))],
+    ids=str,
+)  # fmt: skip
+def test_stages_of_other_widths_give_those_bits(dtypes, width, shape):
+    if dtypes[0] == torch.float32 and width > 32:
+        pytest.skip("no kernel serves its 3x3 convolutions")
+    count, *size = shape
+    stage = stage_of(bottlenecks(width, 2), dtypes)
+    assert_bits_of_a_stored_gradient(stage, images(dtypes, count, 4 * width, *size))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_schedules_change_no_bit(seed):
+    set_schedule(seed, multiprocessors=1)
+    stage = stage_of(bottlenecks(16), BFLOAT16)
+    assert_bits_of_a_stored_gradient(stage, images(BFLOAT16, 3, 64, 17, 11))
+
+
+@every_dtype
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["x", "dy"])
+def test_what_is_not_finite_gives_those_bits(dtypes, value, where):
+    """In evaluation mode, where it spreads to its neighbours alone."""
+    stage = stage_of(bottlenecks(16), dtypes).eval()
+    x = images(dtypes, 2, 64, 9, 11)
+    given = {"x": x, "dy": gradient_like(x)}
+    given[where][0, 5, 3, 4] = value
+    given[where][1, 17, 8, 10] = value
+    found = assert_bits_of_a_stored_gradient(stage, x, given["dy"])
+    assert not all(t.isfinite().all() for t in found.values())
+    assert found["dx"].isfinite().any()
+
+
+@every_dtype
+def test_no_gradient_passes_activations_that_are_rounded_to_zero(dtypes):
+    """And passes the next greater ones."""
+    stage = stage_of(bottlenecks(16, 2), dtypes).eval()
+    smallest = torch.finfo(dtypes[0]).smallest_normal * torch.finfo(dtypes[0]).eps
+    bn = stage[1].bn1
+    with torch.no_grad():
+        bn.weight.fill_(smallest)
+        bn.bias.zero_()
+        bn.running_mean.zero_()
+        bn.running_var.fill_(1 - bn.eps)
+        bn.weight[::2] = 1e30 if dtypes[0] != torch.float16 else 1.0
+    assert_bits_of_a_stored_gradient(stage, images(dtypes, 2, 64, 9, 11))
+
+
+@on_host
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: bottlenecks(16, 1), 0),
+        (lambda: bottlenecks(16, 4), 3),
+        (lambda: [random_block("basic", 16, 16) for _ in range(3)], 0),
+    ],
+    ids=["one_block", "bottlenecks", "basic"],
+)
+def test_the_first_block_of_a_run_and_basic_blocks_store_it(make, expected):
+    stage = stage_of(make(), BFLOAT16)
+    channels = next(stage[0].units())[1].in_channels
+    assert products(stage, images(BFLOAT16, 2, channels, 5, 7)) == expected
+
+
+@on_host
+@pytest.mark.parametrize("name", [name for name in DTYPES if name != "float32"])
+def test_it_is_stored_where_the_product_leaves_room_for_fewer_blocks_of_threads(name):
+    set_schedule(multiprocessors=1)
+    stage = stage_of(bottlenecks(32, 2), DTYPES[name])
+    x = images(DTYPES[name], 2, 128, 9, 8)
+    reserved = 1024  # of each block
+    sizes = shared_bytes(lambda: evaluate(stage, {"x": x}))
+    (of_product,) = (count for kernel, count in sizes.items() if "product" in kernel)
+    suffices = 2 * (of_product + reserved) - reserved
+    try:
+        for limit, expected in ((suffices, 1), (suffices - 16, 0)):
+            serve_cpu.set_most_shared_bytes(limit)
+            assert products(stage, x) == expected
+            assert_bits_of_a_stored_gradient(stage, x)
+    finally:
+        serve_cpu.set_most_shared_bytes()
+
+
+@on_host
+def test_blocks_of_different_widths_store_it(monkeypatch):
+    """Which are not in one run: one that is given them is right none the less."""
+    blocks = [random_block("bottleneck", 64, 16, base_width=w) for w in (64, 128, 64)]
+    stage, x = stage_of(blocks, BFLOAT16), images(BFLOAT16, 2, 64, 9, 8)
+    with pk.use_backend("cuda"):
+        expected = evaluate(stage, {"x": x})
+    monkeypatch.setattr(block_runs, "run_keys", lambda _, blocks, x: [(True,)] * len(blocks.specs))
+    with pk.use_backend("cuda"):
+        assert_same_bits(evaluate(stage, {"x": x}), expected)
+    assert products(stage, x) == 0
