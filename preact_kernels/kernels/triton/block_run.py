@@ -6,7 +6,6 @@ that kernels read, and the results for Python. Gradients of weights wait, so tha
 many blocks: the blocks of a run are cut into at most `_GROUPS` groups.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -33,6 +32,8 @@ from preact_kernels.kernels.triton.bn_relu_conv_forward import Addends, ForwardL
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.launch import (
+    aligned,
+    aligned_rows,
     ceil_div,
     compile_only,
     on_device_of,
@@ -71,32 +72,20 @@ def _group(blocks: int) -> int:
     return min(blocks, max(_SMALLEST_GROUP, ceil_div(blocks, _GROUPS)))
 
 
-def _aligned(t: Tensor) -> Tensor:
-    """The tensor, beginning where 16-byte loads of its channels may begin, if need be as a copy.
-
-    Launches of a known kernel rely on it. Of one channel, loads run along the pixels.
-    """
-    at = t.data_ptr() % 16
-    if at == 0:
-        return t
-    channels = t.shape[1] if t.dim() == 4 else t.shape[0]
-    if channels > 1 and at % math.gcd(16, channels * t.itemsize) == 0:
-        return t
-    return t.clone(memory_format=torch.preserve_format)
-
-
 def packed_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The weights, dense in the order K, R, S, C, in `dtype`; those given where they are so."""
     if all(
         w.dtype == dtype and w.is_contiguous(memory_format=torch.channels_last)
         for w in conv_weights
     ):
-        return [_aligned(w) for w in conv_weights]
-    if conv_weights[0].is_contiguous():  # stacked in their own order: one copy
+        return [aligned(w) for w in conv_weights]
+    first = conv_weights[0]
+    if first.is_contiguous():  # stacked in their own order: one copy
         stacked = torch.stack(list(conv_weights)).permute(0, 1, 3, 4, 2)
     else:
         stacked = torch.stack([w.permute(0, 2, 3, 1) for w in conv_weights])
-    return list(stacked.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind())
+    rows = aligned_rows(first, len(conv_weights), first.numel(), dtype)
+    return list(rows.view(stacked.shape).copy_(stacked).unbind())
 
 
 def _places(run: BlockRun, dtype: torch.dtype) -> list[Place]:
@@ -129,12 +118,12 @@ class _Accumulators:
 def _affine(run: BlockRun, unit: int) -> tuple[Tensor, Tensor, float]:
     """Weight, bias and eps of a unit's batch norm."""
     bn_weight, bn_bias = run.parameters[3 * unit : 3 * unit + 2]
-    return _aligned(bn_weight), _aligned(bn_bias), float(run.eps[unit])  # Triton types an int
+    return aligned(bn_weight), aligned(bn_bias), float(run.eps[unit])  # Triton types an int
 
 
 def _known_norm(statistics: Sequence[Tensor], affine: tuple[Tensor, Tensor, float]) -> KernelNorm:
     mean, var = statistics
-    return KernelNorm(_aligned(mean), _aligned(var), *affine)
+    return KernelNorm(aligned(mean), aligned(var), *affine)
 
 
 _compiled_runs: set[tuple] = set()
@@ -213,7 +202,7 @@ def _forward(
 ) -> BlockRunOutput:
     count, units = run.units_per_block, len(run.eps)
     places, blocks = _places(run, x.dtype), units // count
-    x = _aligned(x)
+    x = aligned(x)
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
     launches = _forward_launches(places, x)
@@ -233,7 +222,7 @@ def _forward(
             norm = _known_norm(cast(BatchStatistics, x_statistics), affine)
         else:
             of_x = sums.of[at - 1][block if at else block - 1]
-            norm = KernelNorm(None, None, *affine, of_x, launches[at - 1].pixels)
+            norm = KernelNorm(None, None, *affine, of_x)
         is_summed = with_stats if unit + 1 == units else known is None
         h = launches[at](
             h,
@@ -268,7 +257,12 @@ class _WeightGradients:
     ) -> None:
         self._launch, self._group = launch, group
         programs = launch.input_programs if launch.in_one_pass else launch.weight_programs
-        self._partials = x.new_empty((self._group, programs, launch.weights), dtype=torch.float32)
+        shape = group, programs, launch.weights
+        if launch.in_one_pass:  # each launch is given a slot
+            rows = aligned_rows(x, group, programs * launch.weights, torch.float32)
+            self._partials = rows.view(shape)
+        else:
+            self._partials = x.new_empty(shape, dtype=torch.float32)
         self._slots = self._partials.unbind()
         self._results = new_weight_gradients(place.conv_weights[0], blocks)
         self._units: list[WeightUnit] = []  # of this group, where a launch of its own reads them
@@ -325,7 +319,7 @@ def _backward(
     group: int,
 ) -> BlockRunGradients:
     count, units = run.units_per_block, len(run.eps)
-    x = cast(Tensor, inputs[0] if y is None else y)
+    x = cast(Tensor, inputs[0]) if y is None else aligned(y)
     places, blocks = _places(run, x.dtype), units // count
     negated: Sequence[Tensor] = ()
     if y is not None:
@@ -344,18 +338,18 @@ def _backward(
         for p, launch in zip(places, launches, strict=True)
     ]
     sums = _Accumulators(x, [p.channels for p in places], blocks)
-    g, block_dy = dy, dy
+    g = block_dy = aligned(dy)
     for unit in range(units - 1, -1, -1):
         block, at = divmod(unit, count)
         launch, place = launches[at], places[at]
-        mean, var = map(_aligned, statistics[2 * unit : 2 * unit + 2])
+        mean, var = map(aligned, statistics[2 * unit : 2 * unit + 2])
         bn_weight, bn_bias, eps = _affine(run, unit)
         norm = KernelNorm(mean, var, bn_weight, bn_bias, eps)
         ends_block = at + 1 == count
         if ends_block and y is not None:  # x is the output of this block
-            z = _aligned(cast(Tensor, inputs[unit]))
+            z = aligned(cast(Tensor, inputs[unit]))
             x = rebuild[at](z, norm, negated[block], Addends(None, x), None)
-        h = x if at == 0 and y is not None else _aligned(cast(Tensor, inputs[unit]))
+        h = x if at == 0 and y is not None else aligned(cast(Tensor, inputs[unit]))
         g, whole = launch.input(
             g,
             fold,

@@ -92,7 +92,7 @@ def load_tap(
     return tile, exists
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_relu_conv_backward_kernel(
     gradient,
     x,
@@ -102,6 +102,7 @@ def bn_relu_conv_backward_kernel(
     sums,
     partials,
     sizes,
+    pixels,
     GEOMETRY: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -122,7 +123,6 @@ def bn_relu_conv_backward_kernel(
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
-    pixels = sizes.pixels
     channel = tl.program_id(1) * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
     is_channel = channel < C
     mean, rstd, scale, bias = load_norm(norm, channel, C)
@@ -233,11 +233,12 @@ def unit_of(units, index, UNITS: tl.constexpr):
     return dy, x, mean, var, weight, bias, eps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_relu_conv_backward_weight_kernel(
     units,
     partials,
     sizes,
+    pixels,
     GEOMETRY: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -260,7 +261,6 @@ def bn_relu_conv_backward_weight_kernel(
     IS_PADDED: tl.constexpr = GEOMETRY.PAD_H + GEOMETRY.PAD_W > 0
     dy, x, mean, var, weight, bias, eps = unit_of(units, tl.program_id(2), UNITS)
     dtype: tl.constexpr = x.dtype.element_ty
-    pixels = sizes.pixels
     column = tl.program_id(1)
     first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
     channel = column % CIN_BLOCKS * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
@@ -352,8 +352,7 @@ class BackwardLaunch:
         self._input, self._weight = blocks.input, blocks.weight
         self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
         images = *x_shape[2:], *dy_shape[2:]
-        self._in_sizes = Sizes(self._in_pixels, *images)
-        self._out_sizes = Sizes(self._out_pixels, *images)
+        self._sizes = Sizes(*images)
         self._constants = {
             "GEOMETRY": geometry,
             "INT64": needs_int64(*elements),
@@ -436,7 +435,8 @@ class BackwardLaunch:
                 g,
                 sums,
                 partials,
-                self._in_sizes,
+                self._sizes,
+                self._in_pixels,
             ),
             {
                 **self._constants,
@@ -459,7 +459,7 @@ class BackwardLaunch:
         self._compiled[("weight",)] = launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.weight_programs, self._weight_columns, len(units)),
-            (filled, partials, self._out_sizes),
+            (filled, partials, self._sizes, self._out_pixels),
             {
                 **self._constants,
                 "BLOCKS": blocks,

@@ -16,7 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.launch import INTERPRETED, ceil_div, launch_kernel
+from preact_kernels.kernels.triton.launch import (
+    INTERPRETED,
+    aligned_rows,
+    ceil_div,
+    launch_kernel,
+)
 
 WORDS = 6
 
@@ -169,7 +174,7 @@ def new_sums(x: Tensor, channels: int, units: int = 1) -> Tensor:
     return x.new_zeros((units, 2, WORDS, channels), dtype=torch.int64)
 
 
-@triton.jit(do_not_specialize=["count", "stride", "channels"])
+@triton.jit(do_not_specialize=["sums", "count", "first", "second", "stride", "channels"])
 def finish_sums_kernel(
     sums,
     count,
@@ -216,7 +221,7 @@ def finished_statistics(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Two tensors: results of a registered op may not share memory.
     """
     units, _, _, channels = sums.shape
-    mean, var = (sums.new_empty((units, channels), dtype=torch.float32) for _ in range(2))
+    mean, var = (aligned_rows(sums, units, channels, torch.float32) for _ in range(2))
     _launch_finish(sums, count, mean, var)
     return mean, var
 
@@ -224,14 +229,15 @@ def finished_statistics(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def finished_sums(sums: Tensor) -> Tensor:
     """The sums of accumulators, `[units, 2, channels]` float32."""
     units, _, _, channels = sums.shape
-    results = sums.new_empty((units, 2, channels), dtype=torch.float32)
+    results = aligned_rows(sums, units, 2 * channels, torch.float32).view(units, 2, channels)
     _launch_finish(sums, 0, results[:, 0], results[:, 1])
     return results
 
 
-@triton.jit(do_not_specialize=[1, *range(3, 11)])  # one kernel for all shapes
+@triton.jit(do_not_specialize=range(12))  # one kernel for all shapes
 def sum_partials_kernel(
     partials,
+    unit_stride,
     programs,
     dconv_weight,
     K,
@@ -246,13 +252,14 @@ def sum_partials_kernel(
 ):
     """Sums `partials [units, programs, R, S, K, C]` over programs.
 
-    `dconv_weight` is `[units, K, C, R, S]` with the strides given. Grid: blocks of elements, units.
+    Units of `partials` are `unit_stride` elements apart. `dconv_weight` is `[units, K, C, R, S]`
+    with the strides given. Grid: blocks of elements, units.
     """
     weights = taps * K * C
     element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
     is_element = element < weights
     unit = tl.program_id(1).to(tl.int64)
-    partials += unit * programs * weights
+    partials += unit * unit_stride
     total = tl.zeros([BLOCK_ELEMENTS], tl.float32)
     for begin in range(0, programs, _BLOCK_PROGRAMS):
         row = begin + tl.arange(0, _BLOCK_PROGRAMS)
@@ -271,7 +278,7 @@ def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
     A program owns a block of elements, of all programs' partials of one unit.
 
     Args:
-        partials: `[units, programs, R*S*K*C]` float32.
+        partials: `[units, programs, R*S*K*C]` float32; each unit is dense.
         dconv_weights: `[units, K, C, R, S]`, any dtype; units are dense, in any order.
     """
     units, programs, weights = partials.shape
@@ -280,7 +287,17 @@ def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
     launch_kernel(
         sum_partials_kernel,
         (ceil_div(weights, block), units, 1),
-        (partials, programs, dconv_weights, K, C, S, R * S, *dconv_weights.stride()[1:]),
+        (
+            partials,
+            partials.stride(0),
+            programs,
+            dconv_weights,
+            K,
+            C,
+            S,
+            R * S,
+            *dconv_weights.stride()[1:],
+        ),
         {"BLOCK_ELEMENTS": block},
         4,
     )
