@@ -252,14 +252,27 @@ def test_exact_sums_do_not_depend_on_the_order_of_programs():
         assert abs(found[index].item() - truth) <= 2**-52 * abs(truth)
 
 
+def test_exact_sums_of_values_of_one_size():
+    largest = 2.0**143 - 2.0**90
+    values = torch.zeros(800, 2, 4, dtype=torch.float64)
+    values[:, 0, 0] = largest
+    values[:, 0, 1] = -largest
+    values[:99, 0, 2] = 2.0**96 - 2.0**48  # 99 times 48 ones in a word, which float64 does not hold
+    values[99, 0, 2] = -99 * 2.0**96
+    values[:, 0, 3] = 2.0**-96
+    found, _ = exact_sums(values)
+    for channel in range(4):
+        assert found[0, channel].item() == math.fsum(values[:, 0, channel].tolist())
+
+
 def test_exact_sums_of_infinities_and_nan():
     values = torch.ones(3, 2, 16, dtype=torch.float64)
     inf, nan = torch.inf, torch.nan
-    cases = ((inf, 1, 1), (1, -inf, 1), (inf, -inf, 1), (nan, 1, inf), (1e41, 1, 1), (-1e40, 1, 1))
+    cases = ((inf, 1, 1), (1, -inf, 1), (inf, -inf, 1), (nan, 1, inf), (2e43, 1, 1), (-1e43, 1, 1))
     for channel, case in enumerate(cases):
         values[:, 0, channel] = torch.tensor(case, dtype=torch.float64)
     found, _ = exact_sums(values)
-    expected = [inf, -inf, nan, nan, inf, -1e40]
+    expected = [inf, -inf, nan, nan, inf, -1e43]
     torch.testing.assert_close(found[0, :6].tolist(), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found[0, 6:], torch.full((10,), 3.0, dtype=torch.float64))
 

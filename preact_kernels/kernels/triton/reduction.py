@@ -6,9 +6,9 @@ programs of the gradients of a convolution's weight have many more elements; eac
 own, and a launch of its own adds them in a fixed order.
 
 Accumulators are `[2, 6, channels]` int64 zeros, for two sums a channel. A float64 value is split
-into five words of 48 bits with the units 2^-112, 2^-64, 2^-16, 2^32 and 2^80. A word is the sum of
-what up to 2^15 programs add; all that is lost is what a value has below 2^-112. The sixth word
-counts NaN, +inf and -inf in three fields of 21 bits; a value of 2^134 or more counts as infinite.
+into five words of 48 bits with the units 2^-96, 2^-48, 1, 2^48 and 2^96. A word is the sum of what
+up to 2^15 programs add; all that is lost is what a value has below 2^-96. The sixth word counts
+NaN, +inf and -inf in three fields of 21 bits; a value of 2^143 or more counts as infinite.
 """
 
 import torch
@@ -98,25 +98,47 @@ def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
     Most words are zero and are not added.
     """
     is_nan = value != value
-    is_infinite = tl.abs(value) >= 2.0**134
+    is_infinite = tl.abs(value) >= 2.0**143
     one = tl.where(is_nan, 1, tl.where(value > 0, 1 << 21, 1 << 42)).to(tl.int64)
     is_special = is_nan | is_infinite
     tl.atomic_add(sums + 5 * CHANNELS + channel, one, mask=is_channel & is_special, sem="relaxed")
     rest = tl.where(is_special, 0.0, value)
     for word in tl.static_range(4, -1, -1):
-        digits = (rest * 2.0 ** (112 - 48 * word)).to(tl.int64)
-        rest -= digits.to(tl.float64) * 2.0 ** (48 * word - 112)
+        digits = (rest * 2.0 ** (96 - 48 * word)).to(tl.int64)
+        rest -= digits.to(tl.float64) * 2.0 ** (48 * word - 96)
         mask = is_channel & (digits != 0)
         tl.atomic_add(sums + word * CHANNELS + channel, digits, mask=mask, sem="relaxed")
 
 
 @triton.jit
+def carry(words):
+    """Makes each word but the highest less than 2^48 and not negative."""
+    carried = ()
+    over = 0
+    for word in tl.static_range(4):
+        digits = words[word] + over
+        over = digits >> 48
+        carried = carried + (digits - (over << 48),)
+    return carried + (words[4] + over,)
+
+
+@triton.jit
 def load_exact(sums, channel, is_channel, CHANNELS):
     """The sums of a block of channels in float64."""
+    words = ()
+    for word in tl.static_range(5):
+        words = words + (tl.load(sums + word * CHANNELS + channel, mask=is_channel, other=0),)
+    # The words of a negative sum would cancel each other: take those of its opposite.
+    words = carry(words)
+    is_negative = words[4] < 0
+    magnitudes = ()
+    for word in tl.static_range(5):
+        magnitudes = magnitudes + (tl.where(is_negative, -words[word], words[word]),)
+    magnitudes = carry(magnitudes)
     total = tl.zeros_like(channel).to(tl.float64)
-    for word in tl.static_range(4, -1, -1):
-        digits = tl.load(sums + word * CHANNELS + channel, mask=is_channel, other=0)
-        total += digits.to(tl.float64) * 2.0 ** (48 * word - 112)
+    for word in tl.static_range(5):
+        total += magnitudes[word].to(tl.float64) * 2.0 ** (48 * word - 96)
+    total = tl.where(is_negative, -total, total)
     special = tl.load(sums + 5 * CHANNELS + channel, mask=is_channel, other=0)
     infinity: tl.constexpr = float("inf")
     total += tl.where(special >> 21 & 0x1FFFFF != 0, infinity, 0.0)
