@@ -42,7 +42,7 @@ norm = compile_triton.empty_norm(16)
 weight = torch.empty(16, 16, 3, 3, dtype=torch.bfloat16, device="meta")
 conv = Conv((1, 1), (1, 1), (1, 1), 1)
 run = BlockRun([norm.weight, norm.bias, weight] * 6, [1e-5] * 6, 2, [conv] * 2)
-x = compile_triton.images(16, torch.bfloat16)
+x = compile_triton.images(16, torch.bfloat16, 7)
 statistics = BatchStatistics(*norm[:2])
 keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": KEPT}
 block_run._compile_ahead(x, run, statistics, None, keeps)
@@ -54,14 +54,18 @@ def launch_kernel(kernel, grid, args, constants, num_warps, compiled=None):
     print(kernel.__name__, "is new" if len(caches) > before else "was compiled")
 
 compile_triton.replace_everywhere("launch_kernel", launch_kernel)
+x = x[:IMAGES]
+before = set(block_run._compiled_runs)
+block_run._compile_ahead(x, run, statistics, None, keeps)
+assert block_run._compiled_runs == before
 y, _, found, inputs = kernels.block_run_forward(x, run, statistics, None, **keeps)
 kernels.block_run_backward(x, None, run, inputs, found, 0.5, None if KEPT else y)
 """
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_run_compiles_its_kernels_ahead(kept):
-    found = lines_of("-c", RUN.replace("KEPT", str(kept)))
+@pytest.mark.parametrize(("kept", "images"), [(True, 128), (False, 127)])
+def test_a_run_compiles_its_kernels_ahead_for_any_number_of_images(kept, images):
+    found = lines_of("-c", RUN.replace("KEPT", str(kept)).replace("IMAGES", str(images)))
     assert len(found) > 12
     assert all(line.endswith("was compiled") for line in found)
 

@@ -38,7 +38,7 @@ import triton.language as tl
 
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
-from preact_kernels.kernels.contract import Conv, Norm, Wanted
+from preact_kernels.kernels.contract import BlockRun, Conv, Norm, Wanted
 from preact_kernels.kernels.triton import block_run, configurations, conv, launch, reduction
 from preact_kernels.kernels.triton.batch_norm import KernelNorm
 from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch, WeightUnit
@@ -452,6 +452,36 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     x_bytes, dy_bytes = (2 * math.prod(shape) for shape in shapes)
     apart = x_bytes + (2 - dy_is_whole) * dy_bytes + partial * found.weight_programs
     assert in_one_pass == (partial * found.input_programs <= apart)
+
+
+def test_a_run_is_compiled_again_only_for_other_kernels(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(block_run, "compile_only", compiled.append)
+    monkeypatch.setattr(block_run, "_compiled_runs", set())
+    replace(monkeypatch, "costs_less_apart", lambda *_: False)
+    block_run._variants.cache_clear()
+    norm, conv = [torch.empty(16, device="meta")] * 2, Conv((1, 1), (1, 1), (1, 1), 1)
+    keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": True}
+
+    def is_compiled(images=4, height=5, width=7, blocks=4, dtype=torch.bfloat16):
+        weight = torch.empty(16, 16, 3, 3, dtype=dtype, device="meta")
+        run = BlockRun([*norm, weight] * 2 * blocks, [1e-5] * 2 * blocks, 2, [conv] * 2)
+        x = torch.empty(images, 16, height, width, dtype=dtype, device="meta")
+        compiled.clear()
+        block_run._compile_ahead(x, run, None, None, keeps)
+        return not compiled
+
+    assert not is_compiled()
+    assert all(is_compiled(images=n) for n in range(1, 600))
+    assert block_run._variants.cache_info().currsize <= 256
+    assert is_compiled(height=11, width=3)
+    assert not is_compiled(height=16)
+    assert not is_compiled(height=1)
+    assert not is_compiled(blocks=40)
+    assert not is_compiled(dtype=torch.float16)
+    replace(monkeypatch, "costs_less_apart", lambda *_: True)
+    block_run._variants.cache_clear()
+    assert not is_compiled()
 
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():

@@ -6,6 +6,8 @@ that kernels read, and the results for Python. Gradients of weights wait, so tha
 many blocks: the blocks of a run are cut into at most `_GROUPS` groups.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -36,6 +38,7 @@ from preact_kernels.kernels.triton.launch import (
     aligned_rows,
     ceil_div,
     compile_only,
+    needs_int64,
     on_device_of,
 )
 from preact_kernels.kernels.triton.reduction import (
@@ -97,11 +100,26 @@ def _places(run: BlockRun, dtype: torch.dtype) -> list[Place]:
     ]
 
 
-def _forward_launches(places: Sequence[Place], x: Tensor) -> list[ForwardLaunch]:
+def _forward_launches(
+    like: Tensor, shape: Sequence[int], weights: Sequence[Sequence[int]], convs: Sequence[Conv]
+) -> list[ForwardLaunch]:
+    """The forward launches of a block: for an input of `shape` and weights of the shapes given."""
     launches: list[ForwardLaunch] = []
-    for place in places:
-        shape = launches[-1].shape if launches else x.shape
-        launches.append(ForwardLaunch(x, shape, place.conv_weights[0].shape, place.conv))
+    for weight, conv in zip(weights, convs, strict=True):
+        launches.append(ForwardLaunch(like, shape, weight, conv))
+        shape = launches[-1].shape
+    return launches
+
+
+def _backward_launches(
+    like: Tensor, shape: Sequence[int], forward: Sequence[ForwardLaunch]
+) -> list[BackwardLaunch]:
+    """The backward launches of a block, of which dy is stored unfolded for the next block."""
+    launches: list[BackwardLaunch] = []
+    for of in forward:
+        is_last = len(launches) + 1 == len(forward)
+        launches.append(BackwardLaunch(like, shape, of.shape, of.weight_shape, of.conv, is_last))
+        shape = of.shape
     return launches
 
 
@@ -129,6 +147,29 @@ def _known_norm(statistics: Sequence[Tensor], affine: tuple[Tensor, Tensor, floa
 _compiled_runs: set[tuple] = set()
 
 
+class _RunShape(NamedTuple):
+    """What the kernels of a run depend on, beside which tensors there are."""
+
+    device: torch.device
+    dtype: torch.dtype
+    precision: str
+    x: Sequence[int]
+    weights: tuple[Sequence[int], ...]  # shapes, of one block
+    convs: tuple[Conv, ...]
+    group: int
+
+
+@functools.lru_cache(maxsize=256)
+def _variants(run: _RunShape) -> tuple:
+    """Equal for runs whose kernels are the same, as they are for most numbers of images."""
+    like = torch.empty(0, dtype=run.dtype, device=run.device)
+    forward = _forward_launches(like, run.x, run.weights, run.convs)
+    backward = _backward_launches(like, run.x, forward)
+    of_x = needs_int64(math.prod(run.x))
+    of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
+    return run._replace(x=()), of_x, *of_units
+
+
 def _compile_ahead(
     x: Tensor,
     run: BlockRun,
@@ -136,16 +177,19 @@ def _compile_ahead(
     known: Sequence[Tensor] | None,
     keeps: dict[str, bool],
 ) -> None:
-    """Compiles what a run launches, in parallel, at the first run with these shapes.
+    """Compiles what a run launches, in parallel, at the first run of such kernels.
 
     Where inputs are kept, a backward follows, and its kernels are compiled too.
     """
     count = run.units_per_block
     group = _group(len(run.eps) // count)
     weights = run.parameters[2 : 3 * count : 3]
-    layouts = tuple((w.shape, w.dtype, w.is_contiguous()) for w in weights)
-    like = x.device, x.dtype, x.shape, layouts, tuple(run.convs), group, precision(x.dtype)
-    key = *like, x_statistics is None, known is None, *keeps.values()
+    shapes = tuple(w.shape for w in weights)
+    shape = _RunShape(
+        x.device, x.dtype, precision(x.dtype), x.shape, shapes, tuple(run.convs), group
+    )
+    dtypes = tuple(w.dtype for w in weights)
+    key = _variants(shape), dtypes, x_statistics is None, known is None, *keeps.values()
     if key in _compiled_runs:
         return
     units = min(2 * count, len(run.eps))
@@ -205,7 +249,8 @@ def _forward(
     x = aligned(x)
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
-    launches = _forward_launches(places, x)
+    shapes = [place.conv_weights[0].shape for place in places]
+    launches = _forward_launches(x, x.shape, shapes, run.convs)
     is_summing = known is None or with_stats
     sums = _Accumulators(x, [p.out_channels for p in places], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
@@ -325,14 +370,9 @@ def _backward(
     if y is not None:
         # Negating the weights of a block's last unit negates each product, and so each sum.
         negated = torch_compat.foreach_neg(places[-1].packed)
-    rebuild = _forward_launches(places, x)
-    shapes = [x.shape, *(launch.shape for launch in rebuild)]
-    launches = [
-        BackwardLaunch(
-            x, shapes[i], shapes[i + 1], p.conv_weights[0].shape, p.conv, dy_is_whole=i + 1 == count
-        )
-        for i, p in enumerate(places)
-    ]
+    shapes = [place.conv_weights[0].shape for place in places]
+    rebuild = _forward_launches(x, x.shape, shapes, run.convs)
+    launches = _backward_launches(x, x.shape, rebuild)
     gradients = [
         _WeightGradients(p, launch, blocks, group, x)
         for p, launch in zip(places, launches, strict=True)

@@ -48,6 +48,7 @@ from preact_kernels.kernels.triton.launch import (
     needs_int64,
     on_device_of,
     persistent_programs,
+    specialized,
 )
 from preact_kernels.kernels.triton.reduction import (
     add_two_sums,
@@ -327,6 +328,7 @@ class BackwardLaunch:
         dy_is_whole: whether dy is not folded, or is stored unfolded in any case.
 
     Attributes:
+        variant: equal where the compiled kernels are the same.
         weights: number of weights.
         in_one_pass: whether one kernel computes g and the gradient of the weight. Otherwise the
             gradient of the weight is a launch of its own, for several units at once.
@@ -382,6 +384,13 @@ class BackwardLaunch:
             self.input_programs, self.weight_programs, self.weights, apart_bytes
         )
         self._both = blocks.both if self.in_one_pass else None
+        numbers = self._in_pixels, self._out_pixels
+        self.variant = (
+            *self._constants.values(),
+            blocks,
+            self.in_one_pass,
+            *specialized(self._sizes, numbers),
+        )
 
     def _input_grid(self, x: Tensor, blocks: ConvBlocks) -> tuple[int, int, int]:
         columns = ceil_div(self._geometry.C, blocks.block_cin)

@@ -36,6 +36,7 @@ from preact_kernels.kernels.triton.launch import (
     needs_int64,
     on_device_of,
     persistent_programs,
+    specialized,
 )
 from preact_kernels.kernels.triton.reduction import (
     add_moments,
@@ -138,6 +139,8 @@ class ForwardLaunch:
         conv: geometry; one group.
 
     Attributes:
+        weight_shape, conv: as given.
+        variant: equal where the compiled kernels are the same.
         shape: of the output.
         pixels: of the output.
     """
@@ -146,6 +149,7 @@ class ForwardLaunch:
         self, like: Tensor, x_shape: Sequence[int], weight_shape: Sequence[int], conv: Conv
     ) -> None:
         geometry = geometry_of(weight_shape, conv)
+        self.weight_shape, self.conv = weight_shape, conv
         taps = geometry.R * geometry.S
         self.shape = conv.output_shape(x_shape, weight_shape)
         self.pixels = self.shape[0] * self.shape[2] * self.shape[3]
@@ -162,6 +166,8 @@ class ForwardLaunch:
             "INT64": needs_int64(math.prod(x_shape), math.prod(self.shape)),
             "PRECISION": precision(like.dtype),
         }
+        numbers = self.pixels, self._count
+        self.variant = *self._constants.values(), *specialized(self._sizes, numbers)
         self._compiled: dict[tuple, Any] = {}
 
     def __call__(

@@ -5,7 +5,7 @@ import contextlib
 import contextvars
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +97,17 @@ def on_device_of(x: Tensor):
 def needs_int64(*sizes: int) -> bool:
     """Whether a tensor of any of these sizes has elements that a 32-bit index does not reach."""
     return max(sizes) > _MAX_INT32_INDEX
+
+
+def specialized(in_tuple: Sequence[int], alone: Sequence[int]) -> tuple[int, ...]:
+    """Of integers, what Triton compiles kernels for.
+
+    Args:
+        in_tuple: integers in a tuple of a kernel's arguments.
+        alone: arguments that the kernel names in `do_not_specialize`.
+    """
+    wide = (n >= 2**31 for n in (*in_tuple, *alone))
+    return *(1 if n == 1 else n % 16 == 0 and 16 for n in in_tuple), *wide
 
 
 def aligned(t: Tensor) -> Tensor:
