@@ -44,7 +44,7 @@ conv = Conv((1, 1), (1, 1), (1, 1), 1)
 run = BlockRun([norm.weight, norm.bias, weight] * 6, [1e-5] * 6, 2, [conv] * 2)
 x = compile_triton.images(16, torch.bfloat16, 7)
 statistics = BatchStatistics(*norm[:2])
-keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": KEPT}
+keeps = {"with_stats": FOLDED, "keep_inputs": True, "keep_block_inputs": KEPT}
 block_run._compile_ahead(x, run, statistics, None, keeps)
 
 def launch_kernel(kernel, grid, args, constants, num_warps, compiled=None):
@@ -59,13 +59,17 @@ before = set(block_run._compiled_runs)
 block_run._compile_ahead(x, run, statistics, None, keeps)
 assert block_run._compiled_runs == before
 y, _, found, inputs = kernels.block_run_forward(x, run, statistics, None, **keeps)
-kernels.block_run_backward(x, None, run, inputs, found, 0.5, None if KEPT else y)
+fold = compile_triton.folds(x, x)[0] if FOLDED else None
+kernels.block_run_backward(x, fold, run, inputs, found, 0.5, None if KEPT else y)
 """
 
 
-@pytest.mark.parametrize(("kept", "images"), [(True, 128), (False, 127)])
-def test_a_run_compiles_its_kernels_ahead_for_any_number_of_images(kept, images):
-    found = lines_of("-c", RUN.replace("KEPT", str(kept)).replace("IMAGES", str(images)))
+@pytest.mark.parametrize(
+    ("kept", "images", "folded"), [(True, 128, False), (False, 127, False), (True, 127, True)]
+)
+def test_a_run_compiles_its_kernels_ahead_for_any_number_of_images(kept, images, folded):
+    text = RUN.replace("KEPT", str(kept)).replace("IMAGES", str(images))
+    found = lines_of("-c", text.replace("FOLDED", str(folded)))
     assert len(found) > 12
     assert all(line.endswith("was compiled") for line in found)
 

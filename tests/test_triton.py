@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import sys
 import weakref
 from functools import partial
@@ -482,6 +483,62 @@ def test_a_run_is_compiled_again_only_for_other_kernels(monkeypatch):
     replace(monkeypatch, "costs_less_apart", lambda *_: True)
     block_run._variants.cache_clear()
     assert not is_compiled()
+
+
+def test_properties_of_meta_tensors_are_those_of_the_current_gpu(monkeypatch):
+    gpus = {0: (8, 0, 108), 1: (9, 0, 132)}
+    names = ("major", "minor", "multi_processor_count")
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(**dict(zip(names, gpus[index], strict=True))),
+    )
+    launch._properties.cache_clear()
+    try:
+        for index, found in ((0, launch.Device(80, 108)), (1, launch.Device(90, 132))):
+            monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+            assert launch.properties(torch.device("meta")) == found
+            assert launch.properties(torch.device("cuda")) == found
+        assert launch.properties(torch.device("cuda", 0)) == launch.Device(80, 108)
+    finally:
+        launch._properties.cache_clear()
+
+
+def test_as_many_kernels_are_compiled_at_once_as_cpus_and_memory_allow(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for gigabytes, count in ((64, 3), (1, 2), (0.1, 1)):
+        monkeypatch.setattr(launch, "_available_bytes", lambda: int(gigabytes * 2**30))  # noqa: B023
+        assert launch._parallel_compilations() == count
+
+
+def test_the_memory_that_is_left_is_found():
+    assert 2**20 < launch._available_bytes() < 2**63
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_a_profiler_sees_launches_of_known_kernels(name, is_chain, monkeypatch):
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: "looked up"
+
+    known = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
+    driver = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+
+    def launched():
+        return launch.launch_kernel(Kernel(), (1, 1, 1), (), {}, 4, known)
+
+    assert launched() is known
+    hook = SimpleNamespace(calls=[print]) if is_chain else print
+    monkeypatch.setattr(triton.knobs.runtime, name, hook)
+    assert launched() == "looked up"
+
+
+def test_the_arguments_of_a_launch_for_many_blocks_are_few():
+    assert [block_run._group(blocks) for blocks in (1, 5, 110, 5000)] == [1, 4, 14, 64]
 
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():

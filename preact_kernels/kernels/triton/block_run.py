@@ -50,6 +50,7 @@ from preact_kernels.kernels.triton.reduction import (
 
 _GROUPS = 8  # more take less memory, fewer take fewer launches
 _SMALLEST_GROUP = 4
+_LARGEST_GROUP = 64  # of 56 bytes a block in the arguments of a launch, which are at most 4 KB
 
 
 class Place(NamedTuple):
@@ -72,7 +73,8 @@ class Place(NamedTuple):
 
 def _group(blocks: int) -> int:
     """How many blocks of a run are in a group; the last group may have fewer."""
-    return min(blocks, max(_SMALLEST_GROUP, ceil_div(blocks, _GROUPS)))
+    group = max(_SMALLEST_GROUP, ceil_div(blocks, _GROUPS))
+    return min(blocks, group, _LARGEST_GROUP)
 
 
 def packed_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -179,7 +181,8 @@ def _compile_ahead(
 ) -> None:
     """Compiles what a run launches, in parallel, at the first run of such kernels.
 
-    Where inputs are kept, a backward follows, and its kernels are compiled too.
+    Where inputs are kept, a backward follows, and its kernels are compiled too. The gradient that
+    it begins with is folded if another unit of the stage takes the statistics of the output.
     """
     count = run.units_per_block
     group = _group(len(run.eps) // count)
@@ -207,7 +210,15 @@ def _compile_ahead(
         if keeps["keep_inputs"]:
             rebuilt_from = None if keeps["keep_block_inputs"] else y
             inv_count = 1.0 if known is None else 0.0
-            _backward(y, None, short, inputs, statistics, inv_count, rebuilt_from, group)
+            of_y = y.new_empty(y.shape[1], dtype=torch.float32)
+            norm = Norm(of_y, of_y, of_y, of_y, 0.0)
+            sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
+            fold = Fold(y, y, norm, sums, inv_count)
+            ways: list[Fold | None] = [fold if keeps["with_stats"] else None]
+            if known is not None:  # nothing says what follows
+                ways = [None, fold]
+            for way in ways:
+                _backward(y, way, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)
     _compiled_runs.add(key)

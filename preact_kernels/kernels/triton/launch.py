@@ -5,7 +5,9 @@ import contextlib
 import contextvars
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,9 @@ INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
 _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
+
+
+_COMPILATION_BYTES = 2**29  # of memory for one of several at once; 100 MB and ptxas were seen
 
 
 _is_compiling_only = contextvars.ContextVar("is_compiling_only", default=False)
@@ -48,8 +53,7 @@ def launch_kernel(
     """
     if _is_compiling_only.get():
         return kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
-    hook = triton.knobs.runtime.launch_enter_hook  # a profiler's, which wants to know the arguments
-    if compiled is None or (hook is not None and hook.calls):
+    if compiled is None or has_launch_hooks():
         return kernel[grid](*args, **constants, num_warps=num_warps)
     driver = triton.runtime.driver.active
     stream = driver.get_current_stream(driver.get_current_device())
@@ -67,6 +71,33 @@ def launch_kernel(
     return compiled
 
 
+def has_launch_hooks() -> bool:
+    """Whether a profiler, say, wants to know of launches and their arguments."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _available_bytes() -> int:
+    """Memory that this process may still take, as far as Linux says; else a large number."""
+    limits = [2**63]
+    with contextlib.suppress(OSError, ValueError):
+        text = Path("/proc/meminfo").read_text()
+        limits += [1024 * int(kb) for kb in re.findall(r"MemAvailable: +(\d+) kB", text)]
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" without a limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
+def _parallel_compilations() -> int:
+    """How many kernels are compiled at once: as many as there are CPUs, if memory suffices."""
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    else:
+        cpus = os.cpu_count() or 1
+    return max(1, min(cpus, _available_bytes() // _COMPILATION_BYTES))
+
+
 def compile_only(launches: Callable[[], object]) -> None:
     """Calls `launches`, whose kernels are compiled in parallel and not launched.
 
@@ -75,7 +106,7 @@ def compile_only(launches: Callable[[], object]) -> None:
 
     def run() -> None:
         _is_compiling_only.set(True)
-        threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        threads = concurrent.futures.ThreadPoolExecutor(_parallel_compilations())
         with threads, triton.AsyncCompileMode(threads):
             launches()
 
@@ -129,12 +160,17 @@ class Device(NamedTuple):
     multiprocessors: int
 
 
-@functools.cache
 def properties(device: torch.device) -> Device:
     """Properties of a GPU; of the current one for meta tensors. Placeholders in the interpreter."""
     if INTERPRETED:
         return Device(90, 1)
-    found = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
+    index = device.index if device.type == "cuda" else None
+    return _properties(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _properties(index: int) -> Device:
+    found = torch.cuda.get_device_properties(index)
     return Device(10 * found.major + found.minor, found.multi_processor_count)
 
 
