@@ -6,6 +6,7 @@ that kernels read, and the results for Python. Gradients of weights wait, so tha
 many blocks: the blocks of a run are cut into at most `_GROUPS` groups.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -33,8 +34,11 @@ from preact_kernels.kernels.triton.bn_relu_conv_forward import Addends, ForwardL
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.launch import (
+    aligned,
+    aligned_rows,
     ceil_div,
     compile_only,
+    needs_int64,
     on_device_of,
 )
 from preact_kernels.kernels.triton.reduction import (
@@ -46,6 +50,7 @@ from preact_kernels.kernels.triton.reduction import (
 
 _GROUPS = 8  # more take less memory, fewer take fewer launches
 _SMALLEST_GROUP = 4
+_LARGEST_GROUP = 64  # of 56 bytes a block in the arguments of a launch, which are at most 4 KB
 
 
 class Place(NamedTuple):
@@ -68,21 +73,8 @@ class Place(NamedTuple):
 
 def _group(blocks: int) -> int:
     """How many blocks of a run are in a group; the last group may have fewer."""
-    return min(blocks, max(_SMALLEST_GROUP, ceil_div(blocks, _GROUPS)))
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """The tensor, beginning where 16-byte loads of its channels may begin, if need be as a copy.
-
-    Launches of a known kernel rely on it. Of one channel, loads run along the pixels.
-    """
-    at = t.data_ptr() % 16
-    if at == 0:
-        return t
-    channels = t.shape[1] if t.dim() == 4 else t.shape[0]
-    if channels > 1 and at % math.gcd(16, channels * t.itemsize) == 0:
-        return t
-    return t.clone(memory_format=torch.preserve_format)
+    group = max(_SMALLEST_GROUP, ceil_div(blocks, _GROUPS))
+    return min(blocks, group, _LARGEST_GROUP)
 
 
 def packed_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -91,12 +83,14 @@ def packed_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[T
         w.dtype == dtype and w.is_contiguous(memory_format=torch.channels_last)
         for w in conv_weights
     ):
-        return [_aligned(w) for w in conv_weights]
-    if conv_weights[0].is_contiguous():  # stacked in their own order: one copy
+        return [aligned(w) for w in conv_weights]
+    first = conv_weights[0]
+    if first.is_contiguous():  # stacked in their own order: one copy
         stacked = torch.stack(list(conv_weights)).permute(0, 1, 3, 4, 2)
     else:
         stacked = torch.stack([w.permute(0, 2, 3, 1) for w in conv_weights])
-    return list(stacked.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind())
+    rows = aligned_rows(first, len(conv_weights), first.numel(), dtype)
+    return list(rows.view(stacked.shape).copy_(stacked).unbind())
 
 
 def _places(run: BlockRun, dtype: torch.dtype) -> list[Place]:
@@ -108,11 +102,26 @@ def _places(run: BlockRun, dtype: torch.dtype) -> list[Place]:
     ]
 
 
-def _forward_launches(places: Sequence[Place], x: Tensor) -> list[ForwardLaunch]:
+def _forward_launches(
+    like: Tensor, shape: Sequence[int], weights: Sequence[Sequence[int]], convs: Sequence[Conv]
+) -> list[ForwardLaunch]:
+    """The forward launches of a block: for an input of `shape` and weights of the shapes given."""
     launches: list[ForwardLaunch] = []
-    for place in places:
-        shape = launches[-1].shape if launches else x.shape
-        launches.append(ForwardLaunch(x, shape, place.conv_weights[0].shape, place.conv))
+    for weight, conv in zip(weights, convs, strict=True):
+        launches.append(ForwardLaunch(like, shape, weight, conv))
+        shape = launches[-1].shape
+    return launches
+
+
+def _backward_launches(
+    like: Tensor, shape: Sequence[int], forward: Sequence[ForwardLaunch]
+) -> list[BackwardLaunch]:
+    """The backward launches of a block, of which dy is stored unfolded for the next block."""
+    launches: list[BackwardLaunch] = []
+    for of in forward:
+        is_last = len(launches) + 1 == len(forward)
+        launches.append(BackwardLaunch(like, shape, of.shape, of.weight_shape, of.conv, is_last))
+        shape = of.shape
     return launches
 
 
@@ -129,15 +138,38 @@ class _Accumulators:
 def _affine(run: BlockRun, unit: int) -> tuple[Tensor, Tensor, float]:
     """Weight, bias and eps of a unit's batch norm."""
     bn_weight, bn_bias = run.parameters[3 * unit : 3 * unit + 2]
-    return _aligned(bn_weight), _aligned(bn_bias), float(run.eps[unit])  # Triton types an int
+    return aligned(bn_weight), aligned(bn_bias), float(run.eps[unit])  # Triton types an int
 
 
 def _known_norm(statistics: Sequence[Tensor], affine: tuple[Tensor, Tensor, float]) -> KernelNorm:
     mean, var = statistics
-    return KernelNorm(_aligned(mean), _aligned(var), *affine)
+    return KernelNorm(aligned(mean), aligned(var), *affine)
 
 
 _compiled_runs: set[tuple] = set()
+
+
+class _RunShape(NamedTuple):
+    """What the kernels of a run depend on, beside which tensors there are."""
+
+    device: torch.device
+    dtype: torch.dtype
+    precision: str
+    x: Sequence[int]
+    weights: tuple[Sequence[int], ...]  # shapes, of one block
+    convs: tuple[Conv, ...]
+    group: int
+
+
+@functools.lru_cache(maxsize=256)
+def _variants(run: _RunShape) -> tuple:
+    """Equal for runs whose kernels are the same, as they are for most numbers of images."""
+    like = torch.empty(0, dtype=run.dtype, device=run.device)
+    forward = _forward_launches(like, run.x, run.weights, run.convs)
+    backward = _backward_launches(like, run.x, forward)
+    of_x = needs_int64(math.prod(run.x))
+    of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
+    return run._replace(x=()), of_x, *of_units
 
 
 def _compile_ahead(
@@ -147,16 +179,20 @@ def _compile_ahead(
     known: Sequence[Tensor] | None,
     keeps: dict[str, bool],
 ) -> None:
-    """Compiles what a run launches, in parallel, at the first run with these shapes.
+    """Compiles what a run launches, in parallel, at the first run of such kernels.
 
-    Where inputs are kept, a backward follows, and its kernels are compiled too.
+    Where inputs are kept, a backward follows, and its kernels are compiled too. The gradient that
+    it begins with is folded if another unit of the stage takes the statistics of the output.
     """
     count = run.units_per_block
     group = _group(len(run.eps) // count)
     weights = run.parameters[2 : 3 * count : 3]
-    layouts = tuple((w.shape, w.dtype, w.is_contiguous()) for w in weights)
-    like = x.device, x.dtype, x.shape, layouts, tuple(run.convs), group, precision(x.dtype)
-    key = *like, x_statistics is None, known is None, *keeps.values()
+    shapes = tuple(w.shape for w in weights)
+    shape = _RunShape(
+        x.device, x.dtype, precision(x.dtype), x.shape, shapes, tuple(run.convs), group
+    )
+    dtypes = tuple(w.dtype for w in weights)
+    key = _variants(shape), dtypes, x_statistics is None, known is None, *keeps.values()
     if key in _compiled_runs:
         return
     units = min(2 * count, len(run.eps))
@@ -174,7 +210,15 @@ def _compile_ahead(
         if keeps["keep_inputs"]:
             rebuilt_from = None if keeps["keep_block_inputs"] else y
             inv_count = 1.0 if known is None else 0.0
-            _backward(y, None, short, inputs, statistics, inv_count, rebuilt_from, group)
+            of_y = y.new_empty(y.shape[1], dtype=torch.float32)
+            norm = Norm(of_y, of_y, of_y, of_y, 0.0)
+            sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
+            fold = Fold(y, y, norm, sums, inv_count)
+            ways: list[Fold | None] = [fold if keeps["with_stats"] else None]
+            if known is not None:  # nothing says what follows
+                ways = [None, fold]
+            for way in ways:
+                _backward(y, way, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)
     _compiled_runs.add(key)
@@ -213,10 +257,11 @@ def _forward(
 ) -> BlockRunOutput:
     count, units = run.units_per_block, len(run.eps)
     places, blocks = _places(run, x.dtype), units // count
-    x = _aligned(x)
+    x = aligned(x)
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
-    launches = _forward_launches(places, x)
+    shapes = [place.conv_weights[0].shape for place in places]
+    launches = _forward_launches(x, x.shape, shapes, run.convs)
     is_summing = known is None or with_stats
     sums = _Accumulators(x, [p.out_channels for p in places], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
@@ -233,7 +278,7 @@ def _forward(
             norm = _known_norm(cast(BatchStatistics, x_statistics), affine)
         else:
             of_x = sums.of[at - 1][block if at else block - 1]
-            norm = KernelNorm(None, None, *affine, of_x, launches[at - 1].pixels)
+            norm = KernelNorm(None, None, *affine, of_x)
         is_summed = with_stats if unit + 1 == units else known is None
         h = launches[at](
             h,
@@ -268,7 +313,12 @@ class _WeightGradients:
     ) -> None:
         self._launch, self._group = launch, group
         programs = launch.input_programs if launch.in_one_pass else launch.weight_programs
-        self._partials = x.new_empty((self._group, programs, launch.weights), dtype=torch.float32)
+        shape = group, programs, launch.weights
+        if launch.in_one_pass:  # each launch is given a slot
+            rows = aligned_rows(x, group, programs * launch.weights, torch.float32)
+            self._partials = rows.view(shape)
+        else:
+            self._partials = x.new_empty(shape, dtype=torch.float32)
         self._slots = self._partials.unbind()
         self._results = new_weight_gradients(place.conv_weights[0], blocks)
         self._units: list[WeightUnit] = []  # of this group, where a launch of its own reads them
@@ -325,35 +375,32 @@ def _backward(
     group: int,
 ) -> BlockRunGradients:
     count, units = run.units_per_block, len(run.eps)
-    x = cast(Tensor, inputs[0] if y is None else y)
+    x = cast(Tensor, inputs[0]) if y is None else aligned(y)
     places, blocks = _places(run, x.dtype), units // count
     negated: Sequence[Tensor] = ()
     if y is not None:
         # Negating the weights of a block's last unit negates each product, and so each sum.
         negated = torch_compat.foreach_neg(places[-1].packed)
-    rebuild = _forward_launches(places, x)
-    shapes = [x.shape, *(launch.shape for launch in rebuild)]
-    launches = [
-        BackwardLaunch(x, shapes[i], shapes[i + 1], p.conv_weights[0].shape, p.conv)
-        for i, p in enumerate(places)
-    ]
+    shapes = [place.conv_weights[0].shape for place in places]
+    rebuild = _forward_launches(x, x.shape, shapes, run.convs)
+    launches = _backward_launches(x, x.shape, rebuild)
     gradients = [
         _WeightGradients(p, launch, blocks, group, x)
         for p, launch in zip(places, launches, strict=True)
     ]
     sums = _Accumulators(x, [p.channels for p in places], blocks)
-    g, block_dy = dy, dy
+    g = block_dy = aligned(dy)
     for unit in range(units - 1, -1, -1):
         block, at = divmod(unit, count)
         launch, place = launches[at], places[at]
-        mean, var = map(_aligned, statistics[2 * unit : 2 * unit + 2])
+        mean, var = map(aligned, statistics[2 * unit : 2 * unit + 2])
         bn_weight, bn_bias, eps = _affine(run, unit)
         norm = KernelNorm(mean, var, bn_weight, bn_bias, eps)
         ends_block = at + 1 == count
         if ends_block and y is not None:  # x is the output of this block
-            z = _aligned(cast(Tensor, inputs[unit]))
+            z = aligned(cast(Tensor, inputs[unit]))
             x = rebuild[at](z, norm, negated[block], Addends(None, x), None)
-        h = x if at == 0 and y is not None else _aligned(cast(Tensor, inputs[unit]))
+        h = x if at == 0 and y is not None else aligned(cast(Tensor, inputs[unit]))
         g, whole = launch.input(
             g,
             fold,

@@ -48,6 +48,7 @@ from preact_kernels.kernels.triton.launch import (
     needs_int64,
     on_device_of,
     persistent_programs,
+    specialized,
 )
 from preact_kernels.kernels.triton.reduction import (
     add_two_sums,
@@ -92,7 +93,7 @@ def load_tap(
     return tile, exists
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_relu_conv_backward_kernel(
     gradient,
     x,
@@ -102,6 +103,7 @@ def bn_relu_conv_backward_kernel(
     sums,
     partials,
     sizes,
+    pixels,
     GEOMETRY: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -122,7 +124,6 @@ def bn_relu_conv_backward_kernel(
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
-    pixels = sizes.pixels
     channel = tl.program_id(1) * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
     is_channel = channel < C
     mean, rstd, scale, bias = load_norm(norm, channel, C)
@@ -233,11 +234,12 @@ def unit_of(units, index, UNITS: tl.constexpr):
     return dy, x, mean, var, weight, bias, eps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_relu_conv_backward_weight_kernel(
     units,
     partials,
     sizes,
+    pixels,
     GEOMETRY: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -260,7 +262,6 @@ def bn_relu_conv_backward_weight_kernel(
     IS_PADDED: tl.constexpr = GEOMETRY.PAD_H + GEOMETRY.PAD_W > 0
     dy, x, mean, var, weight, bias, eps = unit_of(units, tl.program_id(2), UNITS)
     dtype: tl.constexpr = x.dtype.element_ty
-    pixels = sizes.pixels
     column = tl.program_id(1)
     first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
     channel = column % CIN_BLOCKS * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
@@ -302,6 +303,19 @@ def bn_relu_conv_backward_weight_kernel(
         tl.store(own + w_at, dweights[tap], mask=is_out_channel[:, None] & is_channel[None, :])
 
 
+def costs_less_apart(programs: int, apart_programs: int, weights: int, apart_bytes: int) -> bool:
+    """Whether a launch of its own for the gradient of a weight moves fewer bytes than one pass.
+
+    Args:
+        programs: of the pass that also computes g; each stores a gradient of the weight.
+        apart_programs: of the launch of its own.
+        weights: number of weights.
+        apart_bytes: of x and dy, which are read again, and of dy where it is stored for that.
+    """
+    partial_bytes = 2 * 4 * weights  # float32, written and read again
+    return apart_programs * partial_bytes + apart_bytes < programs * partial_bytes
+
+
 class BackwardLaunch:
     """The backward of a convolution for tensors of one shape and dtype, which may be called often.
 
@@ -311,8 +325,10 @@ class BackwardLaunch:
         dy_shape: shape of the output.
         weight_shape: `[K, C, R, S]`.
         conv: geometry; one group.
+        dy_is_whole: whether dy is not folded, or is stored unfolded in any case.
 
     Attributes:
+        variant: equal where the compiled kernels are the same.
         weights: number of weights.
         in_one_pass: whether one kernel computes g and the gradient of the weight. Otherwise the
             gradient of the weight is a launch of its own, for several units at once.
@@ -327,23 +343,18 @@ class BackwardLaunch:
         dy_shape: Sequence[int],
         weight_shape: Sequence[int],
         conv: Conv,
+        dy_is_whole: bool,
     ) -> None:
         geometry = self._geometry = geometry_of(weight_shape, conv)
         device = device_of(like)
         taps = geometry.R * geometry.S
         self.weights = taps * geometry.K * geometry.C
         blocks = conv_backward(device.capability, like.dtype, geometry.C, geometry.K, taps)
-        # Partial results, written and read again, are to be small beside x and dy.
         elements = math.prod(x_shape), math.prod(dy_shape)
-        read = sum(elements) * like.itemsize
-        partial = 4 * self.weights
-        self.in_one_pass = blocks.both is not None and 2 * partial * device.multiprocessors <= read
-        self._both = blocks.both if self.in_one_pass else None
         self._input, self._weight = blocks.input, blocks.weight
         self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
         images = *x_shape[2:], *dy_shape[2:]
-        self._in_sizes = Sizes(self._in_pixels, *images)
-        self._out_sizes = Sizes(self._out_pixels, *images)
+        self._sizes = Sizes(*images)
         self._constants = {
             "GEOMETRY": geometry,
             "INT64": needs_int64(*elements),
@@ -351,10 +362,6 @@ class BackwardLaunch:
         }
         self._compiled: dict[tuple, Any] = {}
         self._keeps_size = geometry.keeps_size()
-        self._grids = [
-            self._input_grid(like, b) for b in (blocks.input, self._both or blocks.input)
-        ]
-        self.input_programs = self._grids[True][0]
         self._taps_per_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
         self._weight_columns = (
             taps
@@ -363,10 +370,26 @@ class BackwardLaunch:
             * ceil_div(geometry.K, blocks.weight.block_cout)
         )
         tiles = ceil_div(self._out_pixels, blocks.weight.block_pixels)
+        x_bytes, dy_bytes = (n * like.itemsize for n in elements)
         self.weight_programs = min(
             persistent_programs(like, tiles, self._weight_columns, blocks.weight.resident),
             ceil_div(tiles, _TILES_PER_PROGRAM),
-            max(1, read // partial),
+            max(1, (x_bytes + dy_bytes) // (4 * self.weights)),
+        )
+        both = blocks.both or blocks.input
+        self._grids = [self._input_grid(like, b) for b in (blocks.input, both)]
+        self.input_programs = self._grids[True][0]
+        apart_bytes = x_bytes + (1 if dy_is_whole else 2) * dy_bytes
+        self.in_one_pass = blocks.both is not None and not costs_less_apart(
+            self.input_programs, self.weight_programs, self.weights, apart_bytes
+        )
+        self._both = blocks.both if self.in_one_pass else None
+        numbers = self._in_pixels, self._out_pixels
+        self.variant = (
+            *self._constants.values(),
+            blocks,
+            self.in_one_pass,
+            *specialized(self._sizes, numbers),
         )
 
     def _input_grid(self, x: Tensor, blocks: ConvBlocks) -> tuple[int, int, int]:
@@ -421,7 +444,8 @@ class BackwardLaunch:
                 g,
                 sums,
                 partials,
-                self._in_sizes,
+                self._sizes,
+                self._in_pixels,
             ),
             {
                 **self._constants,
@@ -444,7 +468,7 @@ class BackwardLaunch:
         self._compiled[("weight",)] = launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.weight_programs, self._weight_columns, len(units)),
-            (filled, partials, self._out_sizes),
+            (filled, partials, self._sizes, self._out_pixels),
             {
                 **self._constants,
                 "BLOCKS": blocks,
@@ -473,7 +497,8 @@ def launch_bn_relu_conv_backward(
     wanted: Wanted,
 ) -> ConvGradients:
     """See `Kernels.bn_relu_conv_backward`; for one group."""
-    launch = BackwardLaunch(x, x.shape, dy.shape, conv_weight.shape, conv)
+    dy_is_whole = fold is None or wanted.dy
+    launch = BackwardLaunch(x, x.shape, dy.shape, conv_weight.shape, conv, dy_is_whole)
     in_one_pass = launch.in_one_pass and wanted.input and wanted.weight
     x_norm = kernel_norm(norm)
     g = sums = dconv_weight = partials = None

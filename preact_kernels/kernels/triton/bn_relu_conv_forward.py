@@ -36,6 +36,7 @@ from preact_kernels.kernels.triton.launch import (
     needs_int64,
     on_device_of,
     persistent_programs,
+    specialized,
 )
 from preact_kernels.kernels.triton.reduction import (
     add_moments,
@@ -53,7 +54,7 @@ class Addends(NamedTuple):
     residual: Tensor | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "count"])
 def bn_relu_conv_forward_kernel(
     x,
     norm,
@@ -62,6 +63,8 @@ def bn_relu_conv_forward_kernel(
     y,
     sums,
     sizes,
+    pixels,
+    count,
     GEOMETRY: tl.constexpr,
     BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
@@ -69,8 +72,8 @@ def bn_relu_conv_forward_kernel(
 ):
     """y `[pixels, K]` = conv(relu(p)) [+ conv_bias] [+ residual].
 
-    Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output
-    channels.
+    `count` is the number of pixels of x, used if the norm has sums in place of statistics. Adds
+    sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output channels.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
@@ -79,10 +82,9 @@ def bn_relu_conv_forward_kernel(
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
-    pixels = sizes.pixels
     norms = ()
     for block in tl.static_range(CIN_BLOCKS):
-        norms = norms + (load_norm(norm, block * BLOCK_CIN + tl.arange(0, BLOCK_CIN), C),)
+        norms = norms + (load_norm(norm, block * BLOCK_CIN + tl.arange(0, BLOCK_CIN), C, count),)
     out_channel = tl.program_id(1) * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
     is_out_channel = out_channel < K
     moments = empty_moments(BLOCK_COUT)
@@ -137,6 +139,8 @@ class ForwardLaunch:
         conv: geometry; one group.
 
     Attributes:
+        weight_shape, conv: as given.
+        variant: equal where the compiled kernels are the same.
         shape: of the output.
         pixels: of the output.
     """
@@ -145,10 +149,12 @@ class ForwardLaunch:
         self, like: Tensor, x_shape: Sequence[int], weight_shape: Sequence[int], conv: Conv
     ) -> None:
         geometry = geometry_of(weight_shape, conv)
+        self.weight_shape, self.conv = weight_shape, conv
         taps = geometry.R * geometry.S
         self.shape = conv.output_shape(x_shape, weight_shape)
         self.pixels = self.shape[0] * self.shape[2] * self.shape[3]
-        self._sizes = Sizes(self.pixels, *x_shape[2:], *self.shape[2:])
+        self._count = x_shape[0] * x_shape[2] * x_shape[3]
+        self._sizes = Sizes(*x_shape[2:], *self.shape[2:])
         blocks = conv_forward(device_of(like).capability, like.dtype, geometry.C, geometry.K, taps)
         columns = ceil_div(geometry.K, blocks.block_cout)
         tiles = ceil_div(self.pixels, blocks.block_pixels)
@@ -160,6 +166,8 @@ class ForwardLaunch:
             "INT64": needs_int64(math.prod(x_shape), math.prod(self.shape)),
             "PRECISION": precision(like.dtype),
         }
+        numbers = self.pixels, self._count
+        self.variant = *self._constants.values(), *specialized(self._sizes, numbers)
         self._compiled: dict[tuple, Any] = {}
 
     def __call__(
@@ -178,7 +186,7 @@ class ForwardLaunch:
         self._compiled[variant] = launch_kernel(
             bn_relu_conv_forward_kernel,
             self._grid,
-            (x, norm, conv_weight, addends, y, sums, self._sizes),
+            (x, norm, conv_weight, addends, y, sums, self._sizes, self.pixels, self._count),
             self._constants,
             self._num_warps,
             self._compiled.get(variant),

@@ -12,22 +12,12 @@ import preact_kernels as pk
 from preact_kernels.ops import block_runs
 from tests.cases import in_dtype, random_block
 from tests.conftest import IS_CUDA_ON_HOST
+from tests.cuda_conv_cases import DEVICE, launches, on_host, set_schedule
 from tests.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, evaluate, gradient_like
 from tests.test_preact_stage import unit_by_unit
 
-if serve_cpu.missing():
-    pytest.skip(f"backend cuda: {serve_cpu.missing()}", allow_module_level=True)
-
-from tests.test_cuda_conv import (
-    DEVICE,
-    launches,
-    on_host,
-    schedule,  # noqa: F401
-    set_schedule,
-)
-
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("fused_convolutions")
 
 # Of the operands, and of the residual stream.
 DTYPES = {
