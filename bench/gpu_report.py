@@ -33,7 +33,14 @@ from bench.records import LAUNCHES
 LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.so")]
 LISTING = ROOT / "build" / "libraries.sha256"  # hashes of libraries and sources
 KERNEL_TESTS = (
-    ("test_cuda_fragments", "test_cuda", "test_cuda_conv"),
+    (
+        "test_cuda_fragments",
+        "test_cuda",
+        "test_cuda_conv",
+        "test_cuda_conv_grids",
+        "test_cuda_conv_runs",
+        "test_cuda_conv_routes",
+    ),
     ("test_resnet_1001", "test_triton", "test_graphs"),
     ("test_bn_stats", "test_bn_relu", "test_bn_relu_conv", "test_residual_add"),
     (

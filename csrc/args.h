@@ -1,14 +1,11 @@
-// The arguments of every kernel, named once, as in preact_kernels/kernels/contract.py.
+// The arguments of every kernel, named once, as in preact_kernels/kernels/contract.py. Those that
+// hold tensors are in tensor_args.h: kernels get pointers, and compile faster without torch's
+// headers.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
-#include <optional>
 
 namespace preact_kernels {
-
-using torch::stable::Tensor;
 
 // Sizes of an activation [N, C, H, W].
 struct Activation {
@@ -24,14 +21,6 @@ struct Accumulators {
   int64_t stride = 0;         // from a word to the next
 };
 
-// A batch norm. Every tensor is [C], in the statistics dtype.
-struct Norm {
-  Tensor mean, var, weight;
-  std::optional<Tensor> bias;  // absent where only the input gradient is computed
-  double eps;
-  Accumulators moments = {};  // of mean and var: the sums of the values and of their squares
-};
-
 // Sizes of a convolution with stride 1, one group, an odd kernel and "same" padding.
 struct Conv {
   int64_t images, height, width, in_channels, out_channels, kernel_h, kernel_w;
@@ -42,17 +31,6 @@ struct Conv {
   int64_t pixels() const { return images * height * width; }
   Activation input() const { return {images, in_channels, height, width}; }
   Activation output() const { return {images, out_channels, height, width}; }
-};
-
-// Turns g, the gradient behind a ReLU mask, into the gradient of the batch norm's input:
-// [skip +] A*g + B*(x - mean) + C. The gradient is folded until a kernel computes this.
-struct Fold {
-  std::optional<Tensor> skip;
-  Tensor x;  // the input of the batch norm
-  Norm norm;
-  Tensor sums;                    // [2, C]: sum(g), sum(g * xhat)
-  double inv_count;               // 1 / (N*H*W), or 0 in evaluation mode: B and C are then 0
-  Accumulators accumulated = {};  // of sums
 };
 
 // Which gradients of bn_relu_conv the caller asks for.

@@ -25,7 +25,7 @@ from tests.lost_gpu import pytest_runtest_makereport as pytest_runtest_makerepor
 IS_CUDA_ON_HOST = serve_cpu.install()  # before the backends are counted
 IS_INTERPRETED = backends._IS_TRITON_INTERPRETED
 
-pytest.register_assert_rewrite("tests.oracle")
+pytest.register_assert_rewrite("tests.oracle", "tests.cuda_conv_cases")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -190,6 +190,17 @@ def poisoned_memory():
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = was_filling
+
+
+@pytest.fixture
+def fused_convolutions(poisoned_memory, monkeypatch):
+    """The CUDA library may round to TF32, and on the host a test begins with the first schedule."""
+    monkeypatch.setattr(cuda, "_may_round_to_tf32", lambda: True)
+    if IS_CUDA_ON_HOST:
+        serve_cpu.set_schedule()
+    yield
+    if IS_CUDA_ON_HOST:
+        serve_cpu.set_schedule()
 
 
 class CalledOps(TorchDispatchMode):

@@ -12,11 +12,9 @@ from preact_kernels.kernels import reference
 from preact_kernels.kernels.contract import Wanted
 from preact_kernels.kernels.mixed_precision import FusedMixedKernels, MixedKernels
 from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
-from tests import test_cuda_conv as cuda_conv
+from tests import cuda_conv_cases as cuda_conv
 from tests.cases import in_dtype, random_block
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy, unit_roundoff
-from tests.test_autocast import Autocast
-from tests.test_cuda_conv import (
+from tests.cuda_conv_cases import (
     ALL,
     DEVICE,
     QUICK,
@@ -28,25 +26,26 @@ from tests.test_cuda_conv import (
     backward_inputs,
     call,
     conv,
+    dtype_name,
     forward_inputs,
     kernels,
     mapped,
-    name,
     nhwc,
-    schedule,  # noqa: F401
     set_schedule,
 )
+from tests.oracle import assert_same_bits, check, evaluate, plain_copy, unit_roundoff
+from tests.test_autocast import Autocast
 from tests.test_memory_mode import rebuilt
 from tests.test_preact_stage import recorded_calls, unit_by_unit
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("fused_convolutions")
 
 HALVES = (torch.bfloat16, torch.float16)
 every_case = pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)], ids=str
 )
 typical = pytest.mark.parametrize("case", TYPICAL, ids=str)
-every_half = pytest.mark.parametrize("half", HALVES, ids=name)
+every_half = pytest.mark.parametrize("half", HALVES, ids=dtype_name)
 # Whether the input of the convolution is of the stream, or its output.
 either_side = pytest.mark.parametrize("side", ["input", "output"])
 
@@ -209,7 +208,7 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
 
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-@pytest.mark.parametrize("half", HALVES, ids=name)
+@pytest.mark.parametrize("half", HALVES, ids=dtype_name)
 def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypatch):
     """That of the output, and its own: what is subtracted is what was added, to the bit."""
     stage = in_dtype(bare_stage(kind, 2, memory="rebuild"), half)

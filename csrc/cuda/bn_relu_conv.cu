@@ -1,5 +1,8 @@
 // BN-ReLU-Conv of narrow channels on tensors: which weights are served, and the launches.
 
+// No kernels: nvcc's passes for each architecture have nothing to compile.
+#if !defined(__CUDA_ARCH__)
+
 #include "conv_launch.cuh"
 #include "run.cuh"
 
@@ -225,3 +228,5 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
 }
 
 }  // namespace preact_kernels
+
+#endif

@@ -1,5 +1,8 @@
 // Registers the ops of the CUDA library.
 
+// No kernels: nvcc's passes for each architecture have nothing to compile.
+#if !defined(__CUDA_ARCH__)
+
 #include "../host/library.h"
 #include "device.cuh"
 
@@ -27,3 +30,5 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, PK_DISPATCH_KEY, m) {
   implement_ops(m);
   m.impl("bn_relu_conv_is_served", TORCH_BOX(&bn_relu_conv_is_served));
 }
+
+#endif

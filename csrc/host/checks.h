@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "../args.h"
+#include "../tensor_args.h"
 
 namespace preact_kernels {
 

@@ -33,7 +33,6 @@ FLAGS = [
 SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
 
 LIBRARIES = ("planted", "fragments", "exact_sums", "kernels")
-WITH_TORCH = ("exact_sums", "kernels")  # those that include torch's headers
 
 
 def _torch_flags() -> tuple[list[str], list[str]]:
@@ -62,12 +61,11 @@ def build(name: str, sanitize: bool = False) -> Path:
     sources = [HERE / "control.cpp", HERE / "alignment.cpp"]
     if name == "kernels":
         sources += [HERE / "addresses.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    else:
-        sources.append(HERE / f"{name}.cpp")
-    if name in WITH_TORCH:
         more_compile_flags, more_link_flags = _torch_flags()
         compile_flags += more_compile_flags
         link_flags += more_link_flags
+    else:
+        sources.append(HERE / f"{name}.cpp")
     if sanitize:
         compile_flags += SANITIZE
         link_flags += SANITIZE
@@ -110,9 +108,6 @@ def build_for_gpu(name: str, capability: tuple[int, int]) -> Path:
     """
     flags = ["-std=c++17", "-shared", "-Xcompiler=-fPIC", "-arch=sm_{}{}".format(*capability)]
     flags.append(f"-I{ROOT / 'csrc'}")
-    if name in WITH_TORCH:
-        include, _ = _torch_flags()
-        flags += include
     source = HERE / f"{name}.cpp"
     around = [source, HERE / "entry.h", ROOT / "csrc/args.h", *(ROOT / "csrc/cuda").glob("*.cuh")]
     folder = OUT / f"{name}_for_gpu"

@@ -1,0 +1,95 @@
+"""Runs of blocks in one call of the CUDA library."""
+
+import collections
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from preact_kernels.kernels.contract import BlockRun, Norm, Wanted
+from tests.cases import in_dtype, random_block, random_stage
+from tests.cuda_conv_cases import (
+    DEVICE,
+    Case,
+    backward_inputs,
+    call,
+    conv,
+    kernels,
+    launches,
+    nhwc,
+    on_host,
+    set_schedule,
+)
+from tests.oracle import assert_same_bits, evaluate
+from tests.test_preact_stage import recorded_calls, unit_by_unit
+
+pytestmark = pytest.mark.usefixtures("fused_convolutions")
+
+
+@pytest.mark.calls(
+    "preact_kernels_cuda::preact_stage_forward", "preact_kernels_cuda::preact_stage_backward"
+)
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("memory", ["store", "rebuild"])
+def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
+    kind, training, memory, monkeypatch
+):
+    stage = random_stage(kind, 16, memory=memory)
+    stage = in_dtype(stage, torch.bfloat16).train(training).to(DEVICE)
+    inputs = {"x": torch.randn(3, 10, 7, 6, device=DEVICE).bfloat16()}
+    names = ("block_run_forward", "block_run_backward")
+    with pk.use_backend("cuda"):
+        expected = unit_by_unit(evaluate, stage, inputs)
+        calls = [recorded_calls(kernels(), name, monkeypatch) for name in names]
+        assert_same_bits(evaluate(stage, inputs), expected)
+    assert [len(c) for c in calls] == [1, 1]
+
+
+@on_host
+@pytest.mark.parametrize("stream", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large, stream):
+    """And some for the whole run, which large weight gradients do not add to."""
+    set_schedule(multiprocessors=1)
+    blocks = [random_block("bottleneck", 64, 16) for _ in range(3)]
+    stage = in_dtype(pk.PreActStage(blocks, residual_dtype=stream), torch.bfloat16)
+    inputs = {"x": torch.randn(2, 64, *((17, 33) if is_large else (3, 3))).bfloat16()}
+    with pk.use_backend("cuda"):
+        names = launches(lambda: evaluate(stage, inputs))
+        assert_same_bits(evaluate(stage, inputs), unit_by_unit(evaluate, stage, inputs))
+    counts = collections.Counter(names)
+    assert counts.pop("bn_relu_conv_forward") == 9
+    kind = "bn_relu_conv_backward" if is_large else "bn_relu_conv_backward_input"
+    assert counts.pop(kind) == 9
+    weight_gradients = 0 if is_large else 3  # shapes of convolutions in a block
+    assert counts.pop("bn_relu_conv_weight_gradients", 0) == weight_gradients
+    assert counts == {
+        "bn_stats": 1,
+        "fill_zeros": 3,  # for bn_stats, and sums in each direction
+        "pack_weights": 2,
+        "finish_statistics": 1,
+        "finish_gradients": 1,
+        "bn_input_gradient": 1,  # dx
+    }
+
+
+@on_host
+def test_the_kernel_that_adds_up_a_weight_gradient_does_not_change_its_bits():
+    """Of partial sums that no order but one adds up to the same."""
+    set_schedule(multiprocessors=5)
+    case = Case(10, 16, 16, 16, 16, 1)
+    inputs = backward_inputs(case, torch.bfloat16, "none")
+    dy = torch.zeros(10, 16, 16, 16).bfloat16()
+    for image, value in ((0, 2.0**60), (8, -(2.0**60)), (9, 1.0)):
+        dy[image] = value / 256
+    unit = Norm(torch.zeros(16), torch.ones(16), torch.ones(16), torch.zeros(16), 0.0)
+    inputs = inputs._replace(dy=nhwc(dy), x=nhwc(torch.ones_like(dy)), norm=unit)
+    alone = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
+    affine = (unit.weight, unit.bias)
+    run = BlockRun((*affine, inputs.conv_weight) * 2, (0.0, 0.0), 2, (conv(case),) * 2)
+    moments = (unit.mean, unit.var) * 2
+    found = kernels().block_run_backward(
+        inputs.dy, None, run, (inputs.x, inputs.x), moments, 1 / 2560, None
+    )
+    assert torch.equal(found.conv_weights[1], alone)
