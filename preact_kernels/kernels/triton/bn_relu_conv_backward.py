@@ -6,7 +6,7 @@ The gradient of the output may be folded (`contract.Fold`): the kernels evaluate
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import triton
@@ -42,6 +42,7 @@ from preact_kernels.kernels.triton.conv import (
 )
 from preact_kernels.kernels.triton.launch import (
     INTERPRETED,
+    PreparedLaunch,
     ceil_div,
     device_of,
     launch_kernel,
@@ -360,7 +361,13 @@ class BackwardLaunch:
             "INT64": needs_int64(*elements),
             "PRECISION": precision(like.dtype),
         }
-        self._compiled: dict[tuple, Any] = {}
+        self._input_constants = {
+            (is_both, in_training): {**self._constants, "BLOCKS": b, "IN_TRAINING": in_training}
+            for is_both, b in enumerate((blocks.input, blocks.both))
+            for in_training in (False, True)
+        }
+        self._weight_constants = {**self._constants, "BLOCKS": blocks.weight}
+        self._prepared: dict[tuple, PreparedLaunch | None] = {}
         self._keeps_size = geometry.keeps_size()
         self._taps_per_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
         self._weight_columns = (
@@ -417,23 +424,23 @@ class BackwardLaunch:
         whole = stored = None
         if fold is not None and needs_whole:
             if self._keeps_size:
-                whole = stored = torch.empty_like(dy, memory_format=torch.channels_last)
+                whole = stored = torch.empty_like(dy)
             else:  # the kernel does not read each pixel of dy exactly once
                 dy, fold = bn_input_gradient(dy, fold), None
         if fold is None:
             whole = dy
-        gradient = OutputGradient(dy, NO_FOLD if fold is None else fold, stored)
+        gradient = OutputGradient(dy, fold or NO_FOLD, stored)
         blocks = self._input if partials is None else cast(ConvBlocks, self._both)
-        g = torch.empty_like(x, memory_format=torch.channels_last)
-        is_exact = gradient.fold.x is not None and gradient.fold.sums.dtype == torch.int64
+        g = torch.empty_like(x)
+        is_exact = fold is not None and fold.sums.dtype == torch.int64
         variant = (
-            gradient.fold.x is None,
+            fold is None,
             gradient.fold.skip is None,
             is_exact,
-            gradient.unfolded is None,
+            stored is None,
             partials is None,
         )
-        self._compiled[variant] = launch_kernel(
+        self._prepared[variant] = launch_kernel(
             bn_relu_conv_backward_kernel,
             self._grids[partials is not None],
             (
@@ -447,13 +454,9 @@ class BackwardLaunch:
                 self._sizes,
                 self._in_pixels,
             ),
-            {
-                **self._constants,
-                "BLOCKS": blocks,
-                "IN_TRAINING": gradient.fold.inv_count != 0,
-            },
+            self._input_constants[partials is not None, gradient.fold.inv_count != 0],
             blocks.num_warps,
-            self._compiled.get(variant),
+            self._prepared.get(variant),
         )
         return g, whole
 
@@ -465,18 +468,17 @@ class BackwardLaunch:
         """
         filled = *units, *itertools.repeat(units[0], slots - len(units))
         blocks = self._weight
-        self._compiled[("weight",)] = launch_kernel(
+        self._prepared[("weight",)] = launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.weight_programs, self._weight_columns, len(units)),
             (filled, partials, self._sizes, self._out_pixels),
             {
-                **self._constants,
-                "BLOCKS": blocks,
+                **self._weight_constants,
                 "UNITS": slots,
                 "TAPS_PER_PROGRAM": self._taps_per_program,
             },
             blocks.num_warps,
-            self._compiled.get(("weight",)),
+            self._prepared.get(("weight",)),
         )
 
 

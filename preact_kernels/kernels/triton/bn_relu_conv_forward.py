@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,10 +29,12 @@ from preact_kernels.kernels.triton.conv import (
     precision,
 )
 from preact_kernels.kernels.triton.launch import (
+    PreparedLaunch,
     ceil_div,
     device_of,
     launch_kernel,
     needs_int64,
+    nhwc_strides,
     on_device_of,
     persistent_programs,
     specialized,
@@ -52,6 +53,9 @@ class Addends(NamedTuple):
 
     conv_bias: Tensor | None
     residual: Tensor | None
+
+
+NO_ADDENDS = Addends(None, None)
 
 
 @triton.jit(do_not_specialize=["pixels", "count"])
@@ -152,9 +156,8 @@ class ForwardLaunch:
         self.weight_shape, self.conv = weight_shape, conv
         taps = geometry.R * geometry.S
         self.shape = conv.output_shape(x_shape, weight_shape)
+        self._strides = nhwc_strides(self.shape)
         self.pixels = self.shape[0] * self.shape[2] * self.shape[3]
-        self._count = x_shape[0] * x_shape[2] * x_shape[3]
-        self._sizes = Sizes(*x_shape[2:], *self.shape[2:])
         blocks = conv_forward(device_of(like).capability, like.dtype, geometry.C, geometry.K, taps)
         columns = ceil_div(geometry.K, blocks.block_cout)
         tiles = ceil_div(self.pixels, blocks.block_pixels)
@@ -166,9 +169,11 @@ class ForwardLaunch:
             "INT64": needs_int64(math.prod(x_shape), math.prod(self.shape)),
             "PRECISION": precision(like.dtype),
         }
-        numbers = self.pixels, self._count
-        self.variant = *self._constants.values(), *specialized(self._sizes, numbers)
-        self._compiled: dict[tuple, Any] = {}
+        sizes = Sizes(*x_shape[2:], *self.shape[2:])
+        numbers = self.pixels, x_shape[0] * x_shape[2] * x_shape[3]
+        self._numbers = sizes, *numbers
+        self.variant = *self._constants.values(), *specialized(sizes, numbers)
+        self._prepared: dict[tuple, PreparedLaunch | None] = {}
 
     def __call__(
         self,
@@ -179,17 +184,15 @@ class ForwardLaunch:
         sums: Tensor | None,
     ) -> Tensor:
         """y; adds to the accumulators `sums` unless None. `conv_weight` is packed."""
-        y = torch.empty(
-            self.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last
-        )
+        y = x.new_empty_strided(self.shape, self._strides)
         variant = norm.sums is None, addends.residual is None, sums is None
-        self._compiled[variant] = launch_kernel(
+        self._prepared[variant] = launch_kernel(
             bn_relu_conv_forward_kernel,
             self._grid,
-            (x, norm, conv_weight, addends, y, sums, self._sizes, self.pixels, self._count),
+            (x, norm, conv_weight, addends, y, sums, *self._numbers),
             self._constants,
             self._num_warps,
-            self._compiled.get(variant),
+            self._prepared.get(variant),
         )
         return y
 
