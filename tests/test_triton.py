@@ -41,7 +41,7 @@ from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import Conv, Norm, Wanted
 from preact_kernels.kernels.triton import block_run, configurations, conv, launch, reduction
 from preact_kernels.kernels.triton.batch_norm import KernelNorm
-from preact_kernels.kernels.triton.bn_relu_conv_backward import WeightUnit
+from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch, WeightUnit
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -201,8 +201,7 @@ def test_gradients_of_weights_in_one_pass_are_those_of_their_blocks(monkeypatch)
 
 
 def compare_with_units(memory, kind, training, in_one_pass, dtype, is_nhwc, monkeypatch):
-    processors = 1 if in_one_pass else 10**6
-    monkeypatch.setattr(launch, "properties", lambda device: launch.Device(90, processors))
+    replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
     stage, x = plain_stage(kind, **memory)
     stage = in_dtype(stage, dtype).train(training)
     if is_nhwc:
@@ -304,8 +303,7 @@ class WritingOps(TorchDispatchMode):
 @pytest.mark.parametrize("in_one_pass", [True, False])
 @pytest.mark.parametrize("memory", ["store", "rebuild"])
 def test_a_block_takes_three_launches_each_way(memory, in_one_pass, monkeypatch):
-    processors = 1 if in_one_pass else 10**6
-    monkeypatch.setattr(launch, "properties", lambda device: launch.Device(90, processors))
+    replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
     monkeypatch.setattr(kernels, "running_stats_update", lambda *_: None)
     counts = {}
     for blocks in (32, 64):
@@ -407,6 +405,40 @@ def test_the_mean_of_a_constant_is_that_constant(value):
     mean, var = kernels.bn_stats(x)
     assert torch.equal(mean, torch.full((3,), value))
     assert (var.sqrt() <= 1e-7 * abs(value)).all()
+
+
+@pytest.mark.parametrize(
+    ("images", "side", "channels", "out_channels", "kernel", "dy_is_whole", "in_one_pass"),
+    [
+        (128, 32, 16, 16, 3, False, True),  # 4 programs a multiprocessor
+        (64, 32, 16, 16, 3, False, False),
+        (128, 32, 16, 16, 3, True, False),  # dy is stored in any case
+        (256, 32, 16, 16, 3, True, True),
+        (128, 8, 256, 64, 1, False, True),  # 4 columns, and so few programs in each
+        (16, 8, 256, 64, 1, False, False),
+    ],
+)
+def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
+    images, side, channels, out_channels, kernel, dy_is_whole, in_one_pass, monkeypatch
+):
+    def programs(x, tiles, columns, resident):
+        return min(tiles, resident * 132 // columns)
+
+    replace(monkeypatch, "persistent_programs", programs)
+    monkeypatch.setattr(launch, "properties", lambda device: launch.Device(90, 132))
+    replace(monkeypatch, "_TILES_PER_PROGRAM", 8)
+    like = torch.empty(0, dtype=torch.bfloat16, device="meta")
+    shapes = [(images, c, side, side) for c in (channels, out_channels)]
+    conv = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
+    found = BackwardLaunch(
+        like, *shapes, (out_channels, channels, kernel, kernel), conv, dy_is_whole=dy_is_whole
+    )
+    assert found.in_one_pass == in_one_pass
+    # Partial results are written and read; x and dy are read, dy is written where it is not whole.
+    partial = 8 * found.weights
+    x_bytes, dy_bytes = (2 * math.prod(shape) for shape in shapes)
+    apart = x_bytes + (2 - dy_is_whole) * dy_bytes + partial * found.weight_programs
+    assert in_one_pass == (partial * found.input_programs <= apart)
 
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():

@@ -334,7 +334,9 @@ def _backward(
     rebuild = _forward_launches(places, x)
     shapes = [x.shape, *(launch.shape for launch in rebuild)]
     launches = [
-        BackwardLaunch(x, shapes[i], shapes[i + 1], p.conv_weights[0].shape, p.conv)
+        BackwardLaunch(
+            x, shapes[i], shapes[i + 1], p.conv_weights[0].shape, p.conv, dy_is_whole=i + 1 == count
+        )
         for i, p in enumerate(places)
     ]
     gradients = [

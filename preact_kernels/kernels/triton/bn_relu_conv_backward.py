@@ -302,6 +302,19 @@ def bn_relu_conv_backward_weight_kernel(
         tl.store(own + w_at, dweights[tap], mask=is_out_channel[:, None] & is_channel[None, :])
 
 
+def costs_less_apart(programs: int, apart_programs: int, weights: int, apart_bytes: int) -> bool:
+    """Whether a launch of its own for the gradient of a weight moves fewer bytes than one pass.
+
+    Args:
+        programs: of the pass that also computes g; each stores a gradient of the weight.
+        apart_programs: of the launch of its own.
+        weights: number of weights.
+        apart_bytes: of x and dy, which are read again, and of dy where it is stored for that.
+    """
+    partial_bytes = 2 * 4 * weights  # float32, written and read again
+    return apart_programs * partial_bytes + apart_bytes < programs * partial_bytes
+
+
 class BackwardLaunch:
     """The backward of a convolution for tensors of one shape and dtype, which may be called often.
 
@@ -311,6 +324,7 @@ class BackwardLaunch:
         dy_shape: shape of the output.
         weight_shape: `[K, C, R, S]`.
         conv: geometry; one group.
+        dy_is_whole: whether dy is not folded, or is stored unfolded in any case.
 
     Attributes:
         weights: number of weights.
@@ -327,18 +341,14 @@ class BackwardLaunch:
         dy_shape: Sequence[int],
         weight_shape: Sequence[int],
         conv: Conv,
+        dy_is_whole: bool,
     ) -> None:
         geometry = self._geometry = geometry_of(weight_shape, conv)
         device = device_of(like)
         taps = geometry.R * geometry.S
         self.weights = taps * geometry.K * geometry.C
         blocks = conv_backward(device.capability, like.dtype, geometry.C, geometry.K, taps)
-        # Partial results, written and read again, are to be small beside x and dy.
         elements = math.prod(x_shape), math.prod(dy_shape)
-        read = sum(elements) * like.itemsize
-        partial = 4 * self.weights
-        self.in_one_pass = blocks.both is not None and 2 * partial * device.multiprocessors <= read
-        self._both = blocks.both if self.in_one_pass else None
         self._input, self._weight = blocks.input, blocks.weight
         self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
         images = *x_shape[2:], *dy_shape[2:]
@@ -351,10 +361,6 @@ class BackwardLaunch:
         }
         self._compiled: dict[tuple, Any] = {}
         self._keeps_size = geometry.keeps_size()
-        self._grids = [
-            self._input_grid(like, b) for b in (blocks.input, self._both or blocks.input)
-        ]
-        self.input_programs = self._grids[True][0]
         self._taps_per_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
         self._weight_columns = (
             taps
@@ -363,11 +369,20 @@ class BackwardLaunch:
             * ceil_div(geometry.K, blocks.weight.block_cout)
         )
         tiles = ceil_div(self._out_pixels, blocks.weight.block_pixels)
+        x_bytes, dy_bytes = (n * like.itemsize for n in elements)
         self.weight_programs = min(
             persistent_programs(like, tiles, self._weight_columns, blocks.weight.resident),
             ceil_div(tiles, _TILES_PER_PROGRAM),
-            max(1, read // partial),
+            max(1, (x_bytes + dy_bytes) // (4 * self.weights)),
         )
+        both = blocks.both or blocks.input
+        self._grids = [self._input_grid(like, b) for b in (blocks.input, both)]
+        self.input_programs = self._grids[True][0]
+        apart_bytes = x_bytes + (1 if dy_is_whole else 2) * dy_bytes
+        self.in_one_pass = blocks.both is not None and not costs_less_apart(
+            self.input_programs, self.weight_programs, self.weights, apart_bytes
+        )
+        self._both = blocks.both if self.in_one_pass else None
 
     def _input_grid(self, x: Tensor, blocks: ConvBlocks) -> tuple[int, int, int]:
         columns = ceil_div(self._geometry.C, blocks.block_cin)
@@ -473,7 +488,8 @@ def launch_bn_relu_conv_backward(
     wanted: Wanted,
 ) -> ConvGradients:
     """See `Kernels.bn_relu_conv_backward`; for one group."""
-    launch = BackwardLaunch(x, x.shape, dy.shape, conv_weight.shape, conv)
+    dy_is_whole = fold is None or wanted.dy
+    launch = BackwardLaunch(x, x.shape, dy.shape, conv_weight.shape, conv, dy_is_whole)
     in_one_pass = launch.in_one_pass and wanted.input and wanted.weight
     x_norm = kernel_norm(norm)
     g = sums = dconv_weight = partials = None
