@@ -85,6 +85,7 @@ class Epilogue(NamedTuple):
     conv_bias: Tensor | None = None  # [K], added
     residual: Tensor | None = None  # shaped like y, added
     with_stats: bool = False  # return the statistics of y
+    dtype: torch.dtype | None = None  # of the product; None for the narrower one of its operands
 
 
 NO_EPILOGUE = Epilogue()
@@ -123,6 +124,7 @@ class BlockRun(NamedTuple):
     eps: Sequence[float]  # of every unit
     units_per_block: int
     convs: Sequence[Conv]  # of the units of a block
+    dtype: torch.dtype | None = None  # of their products; None for the narrower of the operands
 
 
 class BlockRunOutput(NamedTuple):

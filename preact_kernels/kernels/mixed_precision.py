@@ -98,7 +98,7 @@ class MixedKernels(Kernels):
         residual, with_stats = epilogue.residual, epilogue.with_stats
         if residual is not None:
             epilogue = Epilogue(epilogue.conv_bias)
-        if x.dtype == conv_weight.dtype:
+        if x.dtype != self.stream:
             output = self.narrow.bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
         else:
             output = pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
@@ -117,7 +117,7 @@ class MixedKernels(Kernels):
         wanted: Wanted,
     ) -> ConvGradients:
         """`g` has the dtype of `x`, and `dy` that of the fold's `x`."""
-        is_mixed = x.dtype != conv_weight.dtype
+        is_mixed = x.dtype == self.stream
         unfolded = None
         if fold is not None and (is_mixed or fold.x.dtype == self.stream):
             dy = self.bn_input_gradient(dy, fold)
@@ -148,7 +148,7 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
     Args:
         wide: functions for the residual stream.
         narrow: functions for tensors in `half`, and for convolutions with one side in `half`.
-        half: dtype of the weights.
+        half: dtype of the products; also of the weights, unless those are float32.
     """
 
     narrow: StreamKernels
@@ -156,6 +156,7 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
     def __init__(self, wide: Kernels, narrow: StreamKernels, half: torch.dtype) -> None:
         super().__init__(wide, narrow, torch.float32)
         self.half = half
+        self.takes_float32_weights = narrow.takes_float32_weights
 
     def serves_conv(
         self,
@@ -188,10 +189,11 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
         residual = epilogue.residual
         if residual is not None:
             residual = residual.to(self.stream)
-            epilogue = epilogue._replace(residual=residual)
+        epilogue = epilogue._replace(residual=residual, dtype=self.half)
         y_dtype = self.half if residual is None else self.stream
         if not self._fuses(x, conv_weight, conv, y_dtype):
-            return super().bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
+            weight = conv_weight.to(self.half)
+            return super().bn_relu_conv_forward(x, norm, weight, conv, epilogue)
         return self.narrow.bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
 
     def bn_relu_conv_backward(
@@ -212,7 +214,11 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
             return found._replace(dy=dy if wanted.dy else None)
         y_dtype = (dy if fold is None else fold.x).dtype
         if not self._fuses(x, conv_weight, conv, y_dtype):
-            return super().bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
+            weight = conv_weight.to(self.half)
+            found = super().bn_relu_conv_backward(dy, fold, x, norm, weight, conv, wanted)
+            if found.conv_weight is None:
+                return found
+            return found._replace(conv_weight=found.conv_weight.to(conv_weight.dtype))
         return self.narrow.bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
 
     def block_run_forward(
@@ -228,7 +234,7 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
     ) -> BlockRunOutput:
         return self.narrow.block_run_forward(
             x,
-            run,
+            run._replace(dtype=self.half),
             x_statistics,
             known,
             with_stats=with_stats,
@@ -248,4 +254,5 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
     ) -> BlockRunGradients:
         if fold is not None and dy.dtype == self.stream:
             dy, fold = self.bn_input_gradient(dy, fold), None
+        run = run._replace(dtype=self.half)
         return self.narrow.block_run_backward(dy, fold, run, inputs, statistics, inv_count, y)

@@ -217,27 +217,32 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
 _registered = schema.RegisteredKernels()
 
 
-def kernels_for(x: Tensor, conv_weight: Tensor | None = None) -> Kernels:
+def kernels_for(x: Tensor, dtype: torch.dtype | None = None) -> Kernels:
     """The kernels that serve `x`: those of a backend, or the registered ops while tracing.
 
     Args:
         x: the input.
-        conv_weight: a weight of the call; in another dtype where precisions are mixed.
+        dtype: of the convolutions; None for that of `x`. Where it is narrower, `x` is of a wider
+            residual stream.
 
     Raises:
         BackendError: the backend that was named cannot serve the device or a dtype.
     """
-    if conv_weight is not None and conv_weight.dtype != x.dtype:
-        wide = kernels_for(x)
-        narrow = kernels_for(conv_weight) if x.numel() else wide
+    if dtype is not None and dtype != x.dtype:
+        wide, narrow = _kernels_in(x, x.dtype), _kernels_in(x, dtype)
         if x.dtype == torch.float32 and hasattr(narrow, "serves_stream_conv"):
-            return FusedMixedKernels(wide, cast(StreamKernels, narrow), conv_weight.dtype)
+            return FusedMixedKernels(wide, cast(StreamKernels, narrow), dtype)
         return MixedKernels(wide, narrow, x.dtype)
+    return _kernels_in(x, x.dtype)
+
+
+def _kernels_in(x: Tensor, dtype: torch.dtype) -> Kernels:
+    """The kernels that serve tensors of `dtype` where `x` is."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
         return _registered
     if x.numel() == 0:  # the share of one process of a group
         return reference
-    return select(_current, x.device.type, x.dtype)
+    return select(_current, x.device.type, dtype)
 
 
 schema.register(lambda x: select(_current, x.device.type, x.dtype))

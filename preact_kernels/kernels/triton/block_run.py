@@ -23,6 +23,7 @@ from preact_kernels.kernels.contract import (
     Fold,
     Norm,
 )
+from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import KernelNorm
 from preact_kernels.kernels.triton.bn_relu_conv_backward import (
     BackwardLaunch,
@@ -31,12 +32,14 @@ from preact_kernels.kernels.triton.bn_relu_conv_backward import (
 )
 from preact_kernels.kernels.triton.bn_relu_conv_forward import Addends, ForwardLaunch
 from preact_kernels.kernels.triton.bn_stats import bn_stats
+from preact_kernels.kernels.triton.configurations import ConvDtypes
 from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.launch import (
     ceil_div,
     compile_only,
     on_device_of,
 )
+from preact_kernels.kernels.triton.packing import is_packed, pack_weights
 from preact_kernels.kernels.triton.reduction import (
     WORDS,
     finished_statistics,
@@ -52,8 +55,9 @@ class Place(NamedTuple):
     """A unit of each block: what is the same for all blocks."""
 
     conv_weights: list[Tensor]  # of all blocks, as given
-    packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the activations
+    packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the products
     conv: Conv
+    dtypes: ConvDtypes
 
     @property
     def channels(self) -> int:
@@ -85,25 +89,28 @@ def _aligned(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.preserve_format)
 
 
-def packed_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _packed(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The weights, dense in the order K, R, S, C, in `dtype`; those given where they are so."""
-    if all(
-        w.dtype == dtype and w.is_contiguous(memory_format=torch.channels_last)
-        for w in conv_weights
-    ):
+    if all(is_packed(w, dtype) for w in conv_weights):
         return [_aligned(w) for w in conv_weights]
-    if conv_weights[0].is_contiguous():  # stacked in their own order: one copy
-        stacked = torch.stack(list(conv_weights)).permute(0, 1, 3, 4, 2)
-    else:
-        stacked = torch.stack([w.permute(0, 2, 3, 1) for w in conv_weights])
-    return list(stacked.to(dtype, memory_format=torch.contiguous_format).contiguous().unbind())
+    return pack_weights(conv_weights, dtype)
 
 
-def _places(run: BlockRun, dtype: torch.dtype) -> list[Place]:
-    """The places of a block, with packed weights."""
+def _places(run: BlockRun, x: Tensor) -> list[Place]:
+    """The places of a block, with packed weights; `x` is an input of a block."""
     weights, count = run.parameters[2::3], run.units_per_block
+    operands = run.dtype or compute_dtype(x, weights[0])
     return [
-        Place(list(weights[i::count]), packed_weights(weights[i::count], dtype), run.convs[i])
+        Place(
+            list(weights[i::count]),
+            _packed(weights[i::count], operands),
+            run.convs[i],
+            ConvDtypes(
+                operands,
+                x.dtype if i == 0 else operands,
+                x.dtype if i + 1 == count else operands,
+            ),
+        )
         for i in range(count)
     ]
 
@@ -112,7 +119,8 @@ def _forward_launches(places: Sequence[Place], x: Tensor) -> list[ForwardLaunch]
     launches: list[ForwardLaunch] = []
     for place in places:
         shape = launches[-1].shape if launches else x.shape
-        launches.append(ForwardLaunch(x, shape, place.conv_weights[0].shape, place.conv))
+        weight_shape = place.conv_weights[0].shape
+        launches.append(ForwardLaunch(x, place.dtypes, shape, weight_shape, place.conv))
     return launches
 
 
@@ -155,7 +163,8 @@ def _compile_ahead(
     group = _group(len(run.eps) // count)
     weights = run.parameters[2 : 3 * count : 3]
     layouts = tuple((w.shape, w.dtype, w.is_contiguous()) for w in weights)
-    like = x.device, x.dtype, x.shape, layouts, tuple(run.convs), group, precision(x.dtype)
+    dtypes = x.dtype, run.dtype, precision(x.dtype)
+    like = x.device, dtypes, x.shape, layouts, tuple(run.convs), group
     key = *like, x_statistics is None, known is None, *keeps.values()
     if key in _compiled_runs:
         return
@@ -164,7 +173,7 @@ def _compile_ahead(
     def on_meta(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.empty_like(t, device="meta") for t in tensors]
 
-    short = BlockRun(on_meta(run.parameters[: 3 * units]), run.eps[:units], count, run.convs)
+    short = run._replace(parameters=on_meta(run.parameters[: 3 * units]), eps=run.eps[:units])
     of_x = None if x_statistics is None else BatchStatistics(*on_meta(x_statistics))
     of_units = None if known is None else on_meta(known[: 2 * units])
     (meta,) = on_meta([x])
@@ -212,7 +221,7 @@ def _forward(
     keep_block_inputs: bool,
 ) -> BlockRunOutput:
     count, units = run.units_per_block, len(run.eps)
-    places, blocks = _places(run, x.dtype), units // count
+    places, blocks = _places(run, x), units // count
     x = _aligned(x)
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
@@ -326,7 +335,7 @@ def _backward(
 ) -> BlockRunGradients:
     count, units = run.units_per_block, len(run.eps)
     x = cast(Tensor, inputs[0] if y is None else y)
-    places, blocks = _places(run, x.dtype), units // count
+    places, blocks = _places(run, x), units // count
     negated: Sequence[Tensor] = ()
     if y is not None:
         # Negating the weights of a block's last unit negates each product, and so each sum.
@@ -335,7 +344,13 @@ def _backward(
     shapes = [x.shape, *(launch.shape for launch in rebuild)]
     launches = [
         BackwardLaunch(
-            x, shapes[i], shapes[i + 1], p.conv_weights[0].shape, p.conv, dy_is_whole=i + 1 == count
+            x,
+            p.dtypes,
+            shapes[i],
+            shapes[i + 1],
+            p.conv_weights[0].shape,
+            p.conv,
+            dy_is_whole=i + 1 == count,
         )
         for i, p in enumerate(places)
     ]

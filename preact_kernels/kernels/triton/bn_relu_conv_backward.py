@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Norm, Wanted
+from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import (
     KernelNorm,
     kernel_norm,
@@ -26,7 +27,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     tiles_of,
 )
 from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
-from preact_kernels.kernels.triton.configurations import ConvBlocks, conv_backward
+from preact_kernels.kernels.triton.configurations import ConvBlocks, ConvDtypes, conv_backward
 from preact_kernels.kernels.triton.conv import (
     NO_FOLD,
     OutputGradient,
@@ -37,7 +38,6 @@ from preact_kernels.kernels.triton.conv import (
     load_output_gradient,
     load_weight,
     output_pixels,
-    packed_weight,
     precision,
 )
 from preact_kernels.kernels.triton.launch import (
@@ -49,6 +49,7 @@ from preact_kernels.kernels.triton.launch import (
     on_device_of,
     persistent_programs,
 )
+from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
     add_two_sums,
     column_sums,
@@ -70,10 +71,11 @@ def load_tap(
     coefficients,
     tile_pixels,
     sizes,
+    dtype: tl.constexpr,
     GEOMETRY: tl.constexpr,
     IN_TRAINING: tl.constexpr,
 ):
-    """The tile `[pixels, out channels]` of the output's gradient that a tap passes to x.
+    """The output's gradient, `[pixels, out channels]`, that a tap passes to x; rounded to `dtype`.
 
     `tile_pixels` are pixels of x, and which of them exist. The second result says to which of them
     the tap passes a gradient: no pixel of the padding may meet an infinite activation. The middle
@@ -85,11 +87,11 @@ def load_tap(
     mask = exists[:, None] & is_out_channel[None, :]
     at = out_pixel[:, None] * GEOMETRY.K + out_channel[None, :]
     tile = load_output_gradient(gradient, coefficients, at, mask, IN_TRAINING)
-    tile = tile.to(gradient.dy.dtype.element_ty)
     if gradient.unfolded is not None:
         is_own = (tap == GEOMETRY.R * GEOMETRY.S // 2) & (tl.program_id(1) == 0)
-        tl.store(gradient.unfolded + at, tile, mask=mask & is_own)
-    return tile, exists
+        stored = tile.to(gradient.unfolded.dtype.element_ty)
+        tl.store(gradient.unfolded + at, stored, mask=mask & is_own)
+    return tile.to(dtype), exists
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def bn_relu_conv_backward_kernel(
     `partials` is `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone. Grid:
     programs, blocks of input channels.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = conv_weight.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
     K: tl.constexpr = GEOMETRY.K
     TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
@@ -148,7 +150,7 @@ def bn_relu_conv_backward_kernel(
         mask = is_pixel[:, None] & is_channel[None, :]
         at = pixel[:, None] * C + channel[None, :]
         x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        p = pre_activation(x_tile, mean, scale, bias, dtype)
+        p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
         a = tl.where(mask, relu(p), 0.0)
         da = tl.zeros([BLOCK_PIXELS, BLOCK_CIN], tl.float32)
         if WITH_WEIGHT:  # one accumulator per tap, so the loop over taps is unrolled
@@ -163,6 +165,7 @@ def bn_relu_conv_backward_kernel(
                         folds[block],
                         tile_pixels,
                         sizes,
+                        dtype,
                         GEOMETRY,
                         IN_TRAINING,
                     )
@@ -185,6 +188,7 @@ def bn_relu_conv_backward_kernel(
                         folds[block],
                         tile_pixels,
                         sizes,
+                        dtype,
                         GEOMETRY,
                         IN_TRAINING,
                     )
@@ -259,7 +263,8 @@ def bn_relu_conv_backward_weight_kernel(
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
     IS_PADDED: tl.constexpr = GEOMETRY.PAD_H + GEOMETRY.PAD_W > 0
     dy, x, mean, var, weight, bias, eps = unit_of(units, tl.program_id(2), UNITS)
-    dtype: tl.constexpr = x.dtype.element_ty
+    x_dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = dy.dtype.element_ty if x_dtype == tl.float32 else x_dtype  # the narrower
     pixels = sizes.pixels
     column = tl.program_id(1)
     first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
@@ -283,14 +288,14 @@ def bn_relu_conv_backward_weight_kernel(
         is_pixel = pixel < pixels
         out_mask = is_pixel[:, None] & is_out_channel[None, :]
         out_at = pixel[:, None] * K + out_channel[None, :]
-        dy_tile = tl.load(dy + out_at, mask=out_mask, other=0.0)
+        dy_tile = tl.load(dy + out_at, mask=out_mask, other=0.0).to(dtype)
         added = ()
         for tap in tl.static_range(TAPS_PER_PROGRAM):
             in_pixel, exists = input_pixels(pixel, is_pixel, first_tap + tap, sizes, GEOMETRY)
             mask = exists[:, None] & is_channel[None, :]
             at = in_pixel[:, None] * C + channel[None, :]
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-            a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, dtype)), 0.0)
+            a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, x_dtype)), 0.0)
             # No pixel of the padding may meet an infinite gradient.
             tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
             added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
@@ -316,10 +321,11 @@ def costs_less_apart(programs: int, apart_programs: int, weights: int, apart_byt
 
 
 class BackwardLaunch:
-    """The backward of a convolution for tensors of one shape and dtype, which may be called often.
+    """The backward of a convolution for tensors of one shape, which may be called often.
 
     Args:
-        like: a tensor of the same dtype on the same device.
+        like: a tensor on the same device.
+        dtypes: of the tensors.
         x_shape: shape of the input.
         dy_shape: shape of the output.
         weight_shape: `[K, C, R, S]`.
@@ -337,6 +343,7 @@ class BackwardLaunch:
     def __init__(
         self,
         like: Tensor,
+        dtypes: ConvDtypes,
         x_shape: Sequence[int],
         dy_shape: Sequence[int],
         weight_shape: Sequence[int],
@@ -344,10 +351,12 @@ class BackwardLaunch:
         dy_is_whole: bool,
     ) -> None:
         geometry = self._geometry = geometry_of(weight_shape, conv)
+        self._dtypes = dtypes
         device = device_of(like)
         taps = geometry.R * geometry.S
         self.weights = taps * geometry.K * geometry.C
-        blocks = conv_backward(device.capability, like.dtype, geometry.C, geometry.K, taps)
+        operands = dtypes.operands
+        blocks = conv_backward(device.capability, dtypes, geometry.C, geometry.K, taps)
         elements = math.prod(x_shape), math.prod(dy_shape)
         self._input, self._weight = blocks.input, blocks.weight
         self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
@@ -357,7 +366,7 @@ class BackwardLaunch:
         self._constants = {
             "GEOMETRY": geometry,
             "INT64": needs_int64(*elements),
-            "PRECISION": precision(like.dtype),
+            "PRECISION": precision(operands),
         }
         self._compiled: dict[tuple, Any] = {}
         self._keeps_size = geometry.keeps_size()
@@ -369,7 +378,7 @@ class BackwardLaunch:
             * ceil_div(geometry.K, blocks.weight.block_cout)
         )
         tiles = ceil_div(self._out_pixels, blocks.weight.block_pixels)
-        x_bytes, dy_bytes = (n * like.itemsize for n in elements)
+        x_bytes, dy_bytes = elements[0] * dtypes.x.itemsize, elements[1] * dtypes.y.itemsize
         self.weight_programs = min(
             persistent_programs(like, tiles, self._weight_columns, blocks.weight.resident),
             ceil_div(tiles, _TILES_PER_PROGRAM),
@@ -409,14 +418,16 @@ class BackwardLaunch:
         whole = stored = None
         if fold is not None and needs_whole:
             if self._keeps_size:
-                whole = stored = torch.empty_like(dy, memory_format=torch.channels_last)
+                whole = stored = torch.empty_like(
+                    dy, dtype=self._dtypes.y, memory_format=torch.channels_last
+                )
             else:  # the kernel does not read each pixel of dy exactly once
                 dy, fold = bn_input_gradient(dy, fold), None
         if fold is None:
             whole = dy
         gradient = OutputGradient(dy, NO_FOLD if fold is None else fold, stored)
         blocks = self._input if partials is None else cast(ConvBlocks, self._both)
-        g = torch.empty_like(x, memory_format=torch.channels_last)
+        g = torch.empty_like(x, dtype=self._dtypes.operands, memory_format=torch.channels_last)
         is_exact = gradient.fold.x is not None and gradient.fold.sums.dtype == torch.int64
         variant = (
             gradient.fold.x is None,
@@ -488,8 +499,10 @@ def launch_bn_relu_conv_backward(
     wanted: Wanted,
 ) -> ConvGradients:
     """See `Kernels.bn_relu_conv_backward`; for one group."""
+    operands = compute_dtype(x, dy, conv_weight)
+    dtypes = ConvDtypes(operands, x.dtype, (dy if fold is None else fold.x).dtype)
     dy_is_whole = fold is None or wanted.dy
-    launch = BackwardLaunch(x, x.shape, dy.shape, conv_weight.shape, conv, dy_is_whole)
+    launch = BackwardLaunch(x, dtypes, x.shape, dy.shape, conv_weight.shape, conv, dy_is_whole)
     in_one_pass = launch.in_one_pass and wanted.input and wanted.weight
     x_norm = kernel_norm(norm)
     g = sums = dconv_weight = partials = None
@@ -502,7 +515,7 @@ def launch_bn_relu_conv_backward(
         if wanted.input:
             exact = new_sums(x, x.shape[1])
             own = cast(Tensor, partials)[0] if in_one_pass else None
-            weight = packed_weight(conv_weight)
+            weight = packed_weight(conv_weight, operands)
             g, whole = launch.input(dy, fold, x, x_norm, weight, exact[0], own, needs_whole)
             sums = finished_sums(exact)[0]
         elif fold is not None:
