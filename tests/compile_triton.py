@@ -228,8 +228,10 @@ def launch_others(task: Task) -> None:
 def wide_addresses():
     """A context in which `needs_int64` is true for every tensor."""
     before = replace_everywhere("needs_int64", lambda *_: True)
-    yield
-    replace_everywhere("needs_int64", before)
+    try:
+        yield
+    finally:
+        replace_everywhere("needs_int64", before)
 
 
 def launch_rare_convs(dtype: torch.dtype) -> None:

@@ -42,9 +42,9 @@ norm = compile_triton.empty_norm(16)
 weight = torch.empty(16, 16, 3, 3, dtype=torch.bfloat16, device="meta")
 conv = Conv((1, 1), (1, 1), (1, 1), 1)
 run = BlockRun([norm.weight, norm.bias, weight] * 6, [1e-5] * 6, 2, [conv] * 2)
-x = compile_triton.images(16, torch.bfloat16)
+x = compile_triton.images(16, torch.bfloat16, 7)
 statistics = BatchStatistics(*norm[:2])
-keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": KEPT}
+keeps = {"with_stats": FOLDED, "keep_inputs": True, "keep_block_inputs": KEPT}
 block_run._compile_ahead(x, run, statistics, None, keeps)
 
 def launch_kernel(kernel, grid, args, constants, num_warps, compiled=None):
@@ -54,14 +54,22 @@ def launch_kernel(kernel, grid, args, constants, num_warps, compiled=None):
     print(kernel.__name__, "is new" if len(caches) > before else "was compiled")
 
 compile_triton.replace_everywhere("launch_kernel", launch_kernel)
+x = x[:IMAGES]
+before = set(block_run._compiled_runs)
+block_run._compile_ahead(x, run, statistics, None, keeps)
+assert block_run._compiled_runs == before
 y, _, found, inputs = kernels.block_run_forward(x, run, statistics, None, **keeps)
-kernels.block_run_backward(x, None, run, inputs, found, 0.5, None if KEPT else y)
+fold = compile_triton.folds(x, x)[0] if FOLDED else None
+kernels.block_run_backward(x, fold, run, inputs, found, 0.5, None if KEPT else y)
 """
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_run_compiles_its_kernels_ahead(kept):
-    found = lines_of("-c", RUN.replace("KEPT", str(kept)))
+@pytest.mark.parametrize(
+    ("kept", "images", "folded"), [(True, 128, False), (False, 127, False), (True, 127, True)]
+)
+def test_a_run_compiles_its_kernels_ahead_for_any_number_of_images(kept, images, folded):
+    text = RUN.replace("KEPT", str(kept)).replace("IMAGES", str(images))
+    found = lines_of("-c", text.replace("FOLDED", str(folded)))
     assert len(found) > 12
     assert all(line.endswith("was compiled") for line in found)
 
@@ -101,6 +109,106 @@ def test_a_run_looks_up_each_kernel_once():
     )
     assert starts2 - starts == 32 * (2 + 2)
     assert lookups2 == lookups
+
+
+# Runs blocks whose tensors begin at any address, and says which launches of a known kernel Triton
+# would give another one.
+REUSED = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels.contract import BlockRun, Conv
+from preact_kernels.kernels.triton import block_run, launch, packing
+from tests import compile_triton
+
+class Driver(compile_triton.Driver):
+    def get_current_device(self):
+        return 0
+
+triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
+launch.properties = lambda device: launch.Device(90, 132)
+reused = []
+
+def launch_kernel(kernel, grid, args, constants, num_warps, compiled=None):
+    binder = kernel.device_caches[0][-1]
+    _, specialization, _ = binder(*args, **constants, num_warps=num_warps, debug=False)
+    if compiled is not None:
+        reused.append(kernel.__name__)
+        for name, known, own in zip(kernel.arg_names, compiled, specialization):
+            if known != own:
+                print(kernel.__name__, name, known, own)
+    return specialization
+
+compile_triton.replace_everywhere("launch_kernel", launch_kernel)
+compile_triton.replace_everywhere("costs_less_apart", lambda *_: IS_APART)
+
+def at_any_address(shape, dtype=torch.float32):
+    whole = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)
+    values = whole[len(reused_or_made) % 2 :][: whole.numel() - 1]
+    reused_or_made.append(values)
+    return values.view(shape)
+
+def image(channels, images=3):
+    return at_any_address((images, 5, 1, channels), torch.bfloat16).permute(0, 3, 1, 2)
+
+reused_or_made = []
+COUNT = 4
+sides = [(5, 20, 1), (5, 5, 3), (20, 5, 1)]
+convs = [Conv((1, 1), (side // 2, side // 2), (1, 1), 1) for *_, side in sides]
+FAULT
+
+for is_nhwc in (True, False):
+    parameters, inputs, known = [], [], []
+    for out_channels, in_channels, side in COUNT * sides:
+        weight = at_any_address((out_channels, side, side, in_channels), torch.bfloat16)
+        weight = weight.permute(0, 3, 1, 2)
+        parameters += [at_any_address((in_channels,)), at_any_address((in_channels,))]
+        parameters.append(weight if is_nhwc else weight.contiguous())
+        inputs.append(image(in_channels))
+        known += [at_any_address((in_channels,)) for _ in range(2)]
+    run = BlockRun(parameters, [1, *[1e-5] * (len(inputs) - 1)], len(sides), convs)
+    for statistics in (None, known):
+        block_run._forward(image(20), run, None, statistics, True, True, True)
+    for y in (None, image(20)):
+        block_run._backward(image(20), None, run, inputs, known, 0.5, y, 2)
+assert len(set(reused)) == (3 if IS_APART else 2), reused
+"""
+
+
+def lines_of_reused(is_apart, fault=""):
+    text = REUSED.replace("IS_APART", str(is_apart))
+    return lines_of("-c", text.replace("FAULT", fault))
+
+
+VARYING = """
+import itertools
+from preact_kernels.kernels.triton.conv import Sizes
+from preact_kernels.kernels.triton.bn_relu_conv_forward import ForwardLaunch
+heights = itertools.cycle(({}))
+ForwardLaunch._sizes = property(lambda _: Sizes(next(heights), 1, 5, 1), lambda *_: None)
+"""
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_launches_of_a_known_kernel_are_those_that_triton_would_choose(is_apart):
+    assert lines_of_reused(is_apart) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "block_run.aligned = lambda t: t",
+        "block_run.aligned_rows = packing.aligned_rows = "
+        "lambda t, n, size, dtype: t.new_empty((n, size), dtype=dtype)",
+        "block_run.float = lambda eps: eps",
+        "block_run._packed = lambda weights, dtype: ["
+        "w if i % 3 else w.to(torch.float64) for i, w in enumerate(weights)]",
+        VARYING.format("16, 17"),
+        VARYING.format("1, 2"),
+    ],
+)
+def test_another_choice_of_triton_is_found(fault):
+    assert lines_of_reused(False, fault)
 
 
 def test_the_report_finds_planted_faults():

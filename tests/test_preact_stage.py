@@ -7,6 +7,7 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.kernels import cpu
+from preact_kernels.kernels.contract import Conv
 from preact_kernels.ops import block_runs
 from preact_kernels.ops import dispatch as backends
 from tests.cases import Repeated, device_of, in_dtype, random_block, random_stage
@@ -387,3 +388,30 @@ def test_a_recomputation_keeps_the_precision_of_its_forward(backend):
     with torch.autocast(device_of(backend), torch.bfloat16):
         (found,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(found, expected)
+
+
+def test_a_backend_is_asked_about_the_pixels_of_each_unit():
+    asked = []
+
+    class Kernels:
+        block_run_forward = None
+
+        def serves_conv(self, weight_shape, conv, dtype, device, pixels):
+            asked.append(pixels)
+            return True
+
+    wide, narrow = (Conv((1, 1), (p, p), (1, 1), 1) for p in (1, 0))
+    strided = Conv((2, 2), (1, 1), (1, 1), 1)
+
+    def unit(conv):
+        return block_runs.UnitSpec(1e-5, True, conv)
+
+    projected = block_runs.BlockSpec((unit(strided), unit(wide)), strided)
+    plain = block_runs.BlockSpec((unit(wide), unit(narrow)), None)
+    point, square = torch.empty(8, 8, 1, 1), torch.empty(8, 8, 3, 3)
+    weights = [square, square, point, square]
+    values = [t for w in weights for t in (torch.empty(8), torch.empty(8), w)]
+    blocks = block_runs.Blocks([projected, plain], [*values, square])
+    keys = block_runs.run_keys(Kernels(), blocks, torch.empty(2, 8, 12, 6))
+    assert [key is None for key in keys] == [True, False]
+    assert asked == [2 * 6 * 3, 2 * 8 * 5]

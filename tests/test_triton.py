@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import sys
 import weakref
 from functools import partial
@@ -38,10 +39,11 @@ import triton.language as tl
 
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
-from preact_kernels.kernels.contract import Conv, Norm, Wanted
+from preact_kernels.kernels.contract import BlockRun, Conv, Norm, Wanted
 from preact_kernels.kernels.triton import block_run, configurations, conv, launch, reduction
 from preact_kernels.kernels.triton.batch_norm import KernelNorm
-from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch, WeightUnit
+from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
+from preact_kernels.kernels.triton.weight_gradient import WeightUnit
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -252,14 +254,27 @@ def test_exact_sums_do_not_depend_on_the_order_of_programs():
         assert abs(found[index].item() - truth) <= 2**-52 * abs(truth)
 
 
+def test_exact_sums_of_values_of_one_size():
+    largest = 2.0**143 - 2.0**90
+    values = torch.zeros(800, 2, 4, dtype=torch.float64)
+    values[:, 0, 0] = largest
+    values[:, 0, 1] = -largest
+    values[:99, 0, 2] = 2.0**96 - 2.0**48  # 99 times 48 ones in a word, which float64 does not hold
+    values[99, 0, 2] = -99 * 2.0**96
+    values[:, 0, 3] = 2.0**-96
+    found, _ = exact_sums(values)
+    for channel in range(4):
+        assert found[0, channel].item() == math.fsum(values[:, 0, channel].tolist())
+
+
 def test_exact_sums_of_infinities_and_nan():
     values = torch.ones(3, 2, 16, dtype=torch.float64)
     inf, nan = torch.inf, torch.nan
-    cases = ((inf, 1, 1), (1, -inf, 1), (inf, -inf, 1), (nan, 1, inf), (1e41, 1, 1), (-1e40, 1, 1))
+    cases = ((inf, 1, 1), (1, -inf, 1), (inf, -inf, 1), (nan, 1, inf), (2e43, 1, 1), (-1e43, 1, 1))
     for channel, case in enumerate(cases):
         values[:, 0, channel] = torch.tensor(case, dtype=torch.float64)
     found, _ = exact_sums(values)
-    expected = [inf, -inf, nan, nan, inf, -1e40]
+    expected = [inf, -inf, nan, nan, inf, -1e43]
     torch.testing.assert_close(found[0, :6].tolist(), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found[0, 6:], torch.full((10,), 3.0, dtype=torch.float64))
 
@@ -439,6 +454,92 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     x_bytes, dy_bytes = (2 * math.prod(shape) for shape in shapes)
     apart = x_bytes + (2 - dy_is_whole) * dy_bytes + partial * found.weight_programs
     assert in_one_pass == (partial * found.input_programs <= apart)
+
+
+def test_a_run_is_compiled_again_only_for_other_kernels(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(block_run, "compile_only", compiled.append)
+    monkeypatch.setattr(block_run, "_compiled_runs", set())
+    replace(monkeypatch, "costs_less_apart", lambda *_: False)
+    block_run._variants.cache_clear()
+    norm, conv = [torch.empty(16, device="meta")] * 2, Conv((1, 1), (1, 1), (1, 1), 1)
+    keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": True}
+
+    def is_compiled(images=4, height=5, width=7, blocks=4, dtype=torch.bfloat16):
+        weight = torch.empty(16, 16, 3, 3, dtype=dtype, device="meta")
+        run = BlockRun([*norm, weight] * 2 * blocks, [1e-5] * 2 * blocks, 2, [conv] * 2)
+        x = torch.empty(images, 16, height, width, dtype=dtype, device="meta")
+        compiled.clear()
+        block_run._compile_ahead(x, run, None, None, keeps)
+        return not compiled
+
+    assert not is_compiled()
+    assert all(is_compiled(images=n) for n in range(1, 600))
+    assert block_run._variants.cache_info().currsize <= 256
+    assert is_compiled(height=11, width=3)
+    assert not is_compiled(height=16)
+    assert not is_compiled(height=1)
+    assert not is_compiled(blocks=40)
+    assert not is_compiled(dtype=torch.float16)
+    replace(monkeypatch, "costs_less_apart", lambda *_: True)
+    block_run._variants.cache_clear()
+    assert not is_compiled()
+
+
+def test_properties_of_meta_tensors_are_those_of_the_current_gpu(monkeypatch):
+    gpus = {0: (8, 0, 108), 1: (9, 0, 132)}
+    names = ("major", "minor", "multi_processor_count")
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(**dict(zip(names, gpus[index], strict=True))),
+    )
+    launch._properties.cache_clear()
+    try:
+        for index, found in ((0, launch.Device(80, 108)), (1, launch.Device(90, 132))):
+            monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+            assert launch.properties(torch.device("meta")) == found
+            assert launch.properties(torch.device("cuda")) == found
+        assert launch.properties(torch.device("cuda", 0)) == launch.Device(80, 108)
+    finally:
+        launch._properties.cache_clear()
+
+
+def test_as_many_kernels_are_compiled_at_once_as_cpus_and_memory_allow(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for gigabytes, count in ((64, 3), (1, 2), (0.1, 1)):
+        monkeypatch.setattr(launch, "_available_bytes", lambda: int(gigabytes * 2**30))  # noqa: B023
+        assert launch._parallel_compilations() == count
+
+
+def test_the_memory_that_is_left_is_found():
+    assert 2**20 < launch._available_bytes() < 2**63
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_a_profiler_sees_launches_of_known_kernels(name, is_chain, monkeypatch):
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: "looked up"
+
+    known = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
+    driver = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+
+    def launched():
+        return launch.launch_kernel(Kernel(), (1, 1, 1), (), {}, 4, known)
+
+    assert launched() is known
+    hook = SimpleNamespace(calls=[print]) if is_chain else print
+    monkeypatch.setattr(triton.knobs.runtime, name, hook)
+    assert launched() == "looked up"
+
+
+def test_the_arguments_of_a_launch_for_many_blocks_are_few():
+    assert [block_run._group(blocks) for blocks in (1, 5, 110, 5000)] == [1, 4, 14, 64]
 
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():

@@ -134,7 +134,9 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
     if not hasattr(kernels, "block_run_forward"):
         return [None] * len(blocks.specs)
 
-    def key(index: int, pixels: int) -> tuple | None:
+    pixels = _input_pixels(blocks, x)
+
+    def key(index: int) -> tuple | None:
         spec, first = blocks.specs[index], blocks.first_unit[index]
         if spec.shortcut is not None or not spec.is_residual:
             return None
@@ -145,21 +147,22 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
             weight = blocks.conv_weight(unit)
             if u.training != spec.units[0].training or u.process_group is not None:
                 return None
-            if not kernels.serves_conv(weight.shape, u.conv, x.dtype, x.device, pixels):
+            if not kernels.serves_conv(weight.shape, u.conv, x.dtype, x.device, pixels[unit]):
                 return None
             convs.append((weight.shape, weight.dtype, u.conv))
         return spec.units[0].training, *convs
 
-    return [key(i, pixels) for i, pixels in enumerate(_input_pixels(blocks, x))]
+    return [key(i) for i in range(len(blocks.specs))]
 
 
-def _input_pixels(blocks: Blocks, x: Tensor) -> Iterator[int]:
-    """The number of pixels of each block's input, over the batch."""
+def _input_pixels(blocks: Blocks, x: Tensor) -> list[int]:
+    """The number of pixels of each unit's input, over the batch."""
     shape: Sequence[int] = x.shape
-    for spec, first in zip(blocks.specs, blocks.first_unit, strict=False):
-        yield shape[0] * shape[2] * shape[3]
-        for unit, u in enumerate(spec.units, first):
-            shape = u.conv.output_shape(shape, blocks.conv_weight(unit).shape)
+    pixels = []
+    for unit, u in enumerate(blocks.units):
+        pixels.append(shape[0] * shape[2] * shape[3])
+        shape = u.conv.output_shape(shape, blocks.conv_weight(unit).shape)
+    return pixels
 
 
 def runs(keys: Sequence[tuple | None], begin: int, end: int) -> Iterator[tuple[int, int]]:

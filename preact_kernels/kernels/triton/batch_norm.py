@@ -23,7 +23,6 @@ class KernelNorm(NamedTuple):
     bias: Tensor | None
     eps: float
     sums: Tensor | None = None  # of the tensor, see `reduction`; in place of mean and var
-    count: int = 0  # summands a channel
 
 
 def kernel_norm(norm: Norm) -> KernelNorm:
@@ -32,14 +31,17 @@ def kernel_norm(norm: Norm) -> KernelNorm:
 
 
 @triton.jit
-def load_norm(norm, channel, CHANNELS: tl.constexpr):
-    """mean, rstd, scale = weight * rstd, and bias of a block of channels."""
+def load_norm(norm, channel, CHANNELS: tl.constexpr, count=0):
+    """mean, rstd, scale = weight * rstd, and bias of a block of channels.
+
+    `count` is the number of summands a channel, of a norm with sums.
+    """
     is_channel = channel < CHANNELS
     if norm.sums is None:
         mean = tl.load(norm.mean + channel, mask=is_channel, other=0.0)
         var = tl.load(norm.var + channel, mask=is_channel, other=1.0)
     else:
-        mean, var = load_statistics(norm.sums, norm.count, channel, is_channel, CHANNELS)
+        mean, var = load_statistics(norm.sums, count, channel, is_channel, CHANNELS)
     rstd, scale, bias = load_affine(var, norm.weight, norm.bias, norm.eps, channel, is_channel)
     return mean, rstd, scale, bias
 

@@ -6,6 +6,8 @@ that kernels read, and the results for Python. Gradients of weights wait, so tha
 many blocks: the blocks of a run are cut into at most `_GROUPS` groups.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -25,18 +27,17 @@ from preact_kernels.kernels.contract import (
 )
 from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import KernelNorm
-from preact_kernels.kernels.triton.bn_relu_conv_backward import (
-    BackwardLaunch,
-    WeightUnit,
-    new_weight_gradients,
-)
+from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.bn_relu_conv_forward import Addends, ForwardLaunch
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.configurations import ConvDtypes
 from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.launch import (
+    aligned,
+    aligned_rows,
     ceil_div,
     compile_only,
+    needs_int64,
     on_device_of,
 )
 from preact_kernels.kernels.triton.packing import is_packed, pack_weights
@@ -46,9 +47,11 @@ from preact_kernels.kernels.triton.reduction import (
     finished_sums,
     launch_sum_partials,
 )
+from preact_kernels.kernels.triton.weight_gradient import WeightUnit, new_weight_gradients
 
 _GROUPS = 8  # more take less memory, fewer take fewer launches
 _SMALLEST_GROUP = 4
+_LARGEST_GROUP = 64  # of 56 bytes a block in the arguments of a launch, which are at most 4 KB
 
 
 class Place(NamedTuple):
@@ -72,55 +75,59 @@ class Place(NamedTuple):
 
 def _group(blocks: int) -> int:
     """How many blocks of a run are in a group; the last group may have fewer."""
-    return min(blocks, max(_SMALLEST_GROUP, ceil_div(blocks, _GROUPS)))
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """The tensor, beginning where 16-byte loads of its channels may begin, if need be as a copy.
-
-    Launches of a known kernel rely on it. Of one channel, loads run along the pixels.
-    """
-    at = t.data_ptr() % 16
-    if at == 0:
-        return t
-    channels = t.shape[1] if t.dim() == 4 else t.shape[0]
-    if channels > 1 and at % math.gcd(16, channels * t.itemsize) == 0:
-        return t
-    return t.clone(memory_format=torch.preserve_format)
+    group = max(_SMALLEST_GROUP, ceil_div(blocks, _GROUPS))
+    return min(blocks, group, _LARGEST_GROUP)
 
 
 def _packed(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The weights, dense in the order K, R, S, C, in `dtype`; those given where they are so."""
     if all(is_packed(w, dtype) for w in conv_weights):
-        return [_aligned(w) for w in conv_weights]
+        return [aligned(w) for w in conv_weights]
     return pack_weights(conv_weights, dtype)
+
+
+def _conv_dtypes(run: BlockRun, x: Tensor) -> list[ConvDtypes]:
+    """The dtypes of the convolutions of a block, of which `x` is an input."""
+    inner = run.dtype or compute_dtype(x, run.parameters[2])
+    outer = [x.dtype, *[inner] * (run.units_per_block - 1), x.dtype]
+    return [ConvDtypes(inner, *sides) for sides in itertools.pairwise(outer)]
 
 
 def _places(run: BlockRun, x: Tensor) -> list[Place]:
     """The places of a block, with packed weights; `x` is an input of a block."""
     weights, count = run.parameters[2::3], run.units_per_block
-    operands = run.dtype or compute_dtype(x, weights[0])
     return [
-        Place(
-            list(weights[i::count]),
-            _packed(weights[i::count], operands),
-            run.convs[i],
-            ConvDtypes(
-                operands,
-                x.dtype if i == 0 else operands,
-                x.dtype if i + 1 == count else operands,
-            ),
-        )
-        for i in range(count)
+        Place(list(weights[i::count]), _packed(weights[i::count], of.operands), run.convs[i], of)
+        for i, of in enumerate(_conv_dtypes(run, x))
     ]
 
 
-def _forward_launches(places: Sequence[Place], x: Tensor) -> list[ForwardLaunch]:
+def _forward_launches(
+    like: Tensor,
+    dtypes: Sequence[ConvDtypes],
+    shape: Sequence[int],
+    weights: Sequence[Sequence[int]],
+    convs: Sequence[Conv],
+) -> list[ForwardLaunch]:
+    """The forward launches of a block: for an input of `shape` and weights of the shapes given."""
     launches: list[ForwardLaunch] = []
-    for place in places:
-        shape = launches[-1].shape if launches else x.shape
-        weight_shape = place.conv_weights[0].shape
-        launches.append(ForwardLaunch(x, place.dtypes, shape, weight_shape, place.conv))
+    for of, weight, conv in zip(dtypes, weights, convs, strict=True):
+        launches.append(ForwardLaunch(like, of, shape, weight, conv))
+        shape = launches[-1].shape
+    return launches
+
+
+def _backward_launches(
+    like: Tensor, shape: Sequence[int], forward: Sequence[ForwardLaunch]
+) -> list[BackwardLaunch]:
+    """The backward launches of a block, of which dy is stored unfolded for the next block."""
+    launches: list[BackwardLaunch] = []
+    for of in forward:
+        is_last = len(launches) + 1 == len(forward)
+        launches.append(
+            BackwardLaunch(like, of.dtypes, shape, of.shape, of.weight_shape, of.conv, is_last)
+        )
+        shape = of.shape
     return launches
 
 
@@ -137,15 +144,38 @@ class _Accumulators:
 def _affine(run: BlockRun, unit: int) -> tuple[Tensor, Tensor, float]:
     """Weight, bias and eps of a unit's batch norm."""
     bn_weight, bn_bias = run.parameters[3 * unit : 3 * unit + 2]
-    return _aligned(bn_weight), _aligned(bn_bias), float(run.eps[unit])  # Triton types an int
+    return aligned(bn_weight), aligned(bn_bias), float(run.eps[unit])  # Triton types an int
 
 
 def _known_norm(statistics: Sequence[Tensor], affine: tuple[Tensor, Tensor, float]) -> KernelNorm:
     mean, var = statistics
-    return KernelNorm(_aligned(mean), _aligned(var), *affine)
+    return KernelNorm(aligned(mean), aligned(var), *affine)
 
 
 _compiled_runs: set[tuple] = set()
+
+
+class _RunShape(NamedTuple):
+    """What the kernels of a run depend on, beside which tensors there are."""
+
+    device: torch.device
+    dtypes: tuple[ConvDtypes, ...]  # of one block
+    precision: str
+    x: Sequence[int]
+    weights: tuple[Sequence[int], ...]  # shapes
+    convs: tuple[Conv, ...]
+    group: int
+
+
+@functools.lru_cache(maxsize=256)
+def _variants(run: _RunShape) -> tuple:
+    """Equal for runs whose kernels are the same, as they are for most numbers of images."""
+    like = torch.empty(0, device=run.device)
+    forward = _forward_launches(like, run.dtypes, run.x, run.weights, run.convs)
+    backward = _backward_launches(like, run.x, forward)
+    of_x = needs_int64(math.prod(run.x))
+    of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
+    return run._replace(x=()), of_x, *of_units
 
 
 def _compile_ahead(
@@ -155,17 +185,22 @@ def _compile_ahead(
     known: Sequence[Tensor] | None,
     keeps: dict[str, bool],
 ) -> None:
-    """Compiles what a run launches, in parallel, at the first run with these shapes.
+    """Compiles what a run launches, in parallel, at the first run of such kernels.
 
-    Where inputs are kept, a backward follows, and its kernels are compiled too.
+    Where inputs are kept, a backward follows, and its kernels are compiled too. The gradient that
+    it begins with is folded if another unit of the stage takes the statistics of the output.
     """
     count = run.units_per_block
     group = _group(len(run.eps) // count)
     weights = run.parameters[2 : 3 * count : 3]
-    layouts = tuple((w.shape, w.dtype, w.is_contiguous()) for w in weights)
-    dtypes = x.dtype, run.dtype, precision(x.dtype)
-    like = x.device, dtypes, x.shape, layouts, tuple(run.convs), group
-    key = *like, x_statistics is None, known is None, *keeps.values()
+    shapes = tuple(w.shape for w in weights)
+    of_block = tuple(_conv_dtypes(run, x))
+    matrix_precision = precision(of_block[0].operands)
+    shape = _RunShape(
+        x.device, of_block, matrix_precision, x.shape, shapes, tuple(run.convs), group
+    )
+    dtypes = tuple(w.dtype for w in weights)
+    key = _variants(shape), dtypes, x_statistics is None, known is None, *keeps.values()
     if key in _compiled_runs:
         return
     units = min(2 * count, len(run.eps))
@@ -183,7 +218,16 @@ def _compile_ahead(
         if keeps["keep_inputs"]:
             rebuilt_from = None if keeps["keep_block_inputs"] else y
             inv_count = 1.0 if known is None else 0.0
-            _backward(y, None, short, inputs, statistics, inv_count, rebuilt_from, group)
+            of_y = y.new_empty(y.shape[1], dtype=torch.float32)
+            norm = Norm(of_y, of_y, of_y, of_y, 0.0)
+            sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
+            fold = Fold(y, y, norm, sums, inv_count)
+            ways: list[Fold | None] = [fold if keeps["with_stats"] else None]
+            if known is not None:  # nothing says what follows
+                ways = [None, fold]
+            for way in ways:
+                dy = y if way is None else y.to(of_block[0].operands)
+                _backward(dy, way, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)
     _compiled_runs.add(key)
@@ -222,10 +266,12 @@ def _forward(
 ) -> BlockRunOutput:
     count, units = run.units_per_block, len(run.eps)
     places, blocks = _places(run, x), units // count
-    x = _aligned(x)
+    x = aligned(x)
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
-    launches = _forward_launches(places, x)
+    shapes = [place.conv_weights[0].shape for place in places]
+    dtypes = [place.dtypes for place in places]
+    launches = _forward_launches(x, dtypes, x.shape, shapes, run.convs)
     is_summing = known is None or with_stats
     sums = _Accumulators(x, [p.out_channels for p in places], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
@@ -242,7 +288,7 @@ def _forward(
             norm = _known_norm(cast(BatchStatistics, x_statistics), affine)
         else:
             of_x = sums.of[at - 1][block if at else block - 1]
-            norm = KernelNorm(None, None, *affine, of_x, launches[at - 1].pixels)
+            norm = KernelNorm(None, None, *affine, of_x)
         is_summed = with_stats if unit + 1 == units else known is None
         h = launches[at](
             h,
@@ -277,7 +323,12 @@ class _WeightGradients:
     ) -> None:
         self._launch, self._group = launch, group
         programs = launch.input_programs if launch.in_one_pass else launch.weight_programs
-        self._partials = x.new_empty((self._group, programs, launch.weights), dtype=torch.float32)
+        shape = group, programs, launch.weights
+        if launch.in_one_pass:  # each launch is given a slot
+            rows = aligned_rows(x, group, programs * launch.weights, torch.float32)
+            self._partials = rows.view(shape)
+        else:
+            self._partials = x.new_empty(shape, dtype=torch.float32)
         self._slots = self._partials.unbind()
         self._results = new_weight_gradients(place.conv_weights[0], blocks)
         self._units: list[WeightUnit] = []  # of this group, where a launch of its own reads them
@@ -334,43 +385,33 @@ def _backward(
     group: int,
 ) -> BlockRunGradients:
     count, units = run.units_per_block, len(run.eps)
-    x = cast(Tensor, inputs[0] if y is None else y)
+    x = cast(Tensor, inputs[0]) if y is None else aligned(y)
     places, blocks = _places(run, x), units // count
     negated: Sequence[Tensor] = ()
     if y is not None:
         # Negating the weights of a block's last unit negates each product, and so each sum.
         negated = torch_compat.foreach_neg(places[-1].packed)
-    rebuild = _forward_launches(places, x)
-    shapes = [x.shape, *(launch.shape for launch in rebuild)]
-    launches = [
-        BackwardLaunch(
-            x,
-            p.dtypes,
-            shapes[i],
-            shapes[i + 1],
-            p.conv_weights[0].shape,
-            p.conv,
-            dy_is_whole=i + 1 == count,
-        )
-        for i, p in enumerate(places)
-    ]
+    shapes = [place.conv_weights[0].shape for place in places]
+    dtypes = [place.dtypes for place in places]
+    rebuild = _forward_launches(x, dtypes, x.shape, shapes, run.convs)
+    launches = _backward_launches(x, x.shape, rebuild)
     gradients = [
         _WeightGradients(p, launch, blocks, group, x)
         for p, launch in zip(places, launches, strict=True)
     ]
     sums = _Accumulators(x, [p.channels for p in places], blocks)
-    g, block_dy = dy, dy
+    g = block_dy = aligned(dy)
     for unit in range(units - 1, -1, -1):
         block, at = divmod(unit, count)
         launch, place = launches[at], places[at]
-        mean, var = map(_aligned, statistics[2 * unit : 2 * unit + 2])
+        mean, var = map(aligned, statistics[2 * unit : 2 * unit + 2])
         bn_weight, bn_bias, eps = _affine(run, unit)
         norm = KernelNorm(mean, var, bn_weight, bn_bias, eps)
         ends_block = at + 1 == count
         if ends_block and y is not None:  # x is the output of this block
-            z = _aligned(cast(Tensor, inputs[unit]))
+            z = aligned(cast(Tensor, inputs[unit]))
             x = rebuild[at](z, norm, negated[block], Addends(None, x), None)
-        h = x if at == 0 and y is not None else _aligned(cast(Tensor, inputs[unit]))
+        h = x if at == 0 and y is not None else aligned(cast(Tensor, inputs[unit]))
         g, whole = launch.input(
             g,
             fold,

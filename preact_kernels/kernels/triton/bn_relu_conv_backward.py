@@ -6,7 +6,7 @@ The gradient of the output may be folded (`contract.Fold`): the kernels evaluate
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import triton
@@ -18,7 +18,6 @@ from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import (
     KernelNorm,
     kernel_norm,
-    load_affine,
     load_fold,
     load_norm,
     pixels_of,
@@ -34,7 +33,6 @@ from preact_kernels.kernels.triton.conv import (
     Sizes,
     dot,
     geometry_of,
-    input_pixels,
     load_output_gradient,
     load_weight,
     output_pixels,
@@ -48,6 +46,7 @@ from preact_kernels.kernels.triton.launch import (
     needs_int64,
     on_device_of,
     persistent_programs,
+    specialized,
 )
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -56,6 +55,11 @@ from preact_kernels.kernels.triton.reduction import (
     finished_sums,
     launch_sum_partials,
     new_sums,
+)
+from preact_kernels.kernels.triton.weight_gradient import (
+    WeightUnit,
+    bn_relu_conv_backward_weight_kernel,
+    new_weight_gradients,
 )
 
 # A program that sums the gradient of a weight has at least so many tiles, to keep partial results
@@ -94,7 +98,7 @@ def load_tap(
     return tile.to(dtype), exists
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def bn_relu_conv_backward_kernel(
     gradient,
     x,
@@ -104,6 +108,7 @@ def bn_relu_conv_backward_kernel(
     sums,
     partials,
     sizes,
+    pixels,
     GEOMETRY: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -124,7 +129,6 @@ def bn_relu_conv_backward_kernel(
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
-    pixels = sizes.pixels
     channel = tl.program_id(1) * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
     is_channel = channel < C
     mean, rstd, scale, bias = load_norm(norm, channel, C)
@@ -212,101 +216,6 @@ def bn_relu_conv_backward_kernel(
                 tl.store(own + w_at, dweights[tap * COUT_BLOCKS + block], mask=w_mask)
 
 
-class WeightUnit(NamedTuple):
-    """What the gradient of one unit's weight is computed from."""
-
-    dy: Tensor  # whole, not folded
-    x: Tensor
-    norm: KernelNorm
-
-
-@triton.jit
-def unit_of(units, index, UNITS: tl.constexpr):
-    """dy, x, and the mean, var, weight, bias and eps of the norm, of a `WeightUnit` in a tuple."""
-    dy, x, norm = units[0].dy, units[0].x, units[0].norm
-    mean, var, weight, bias, eps = norm.mean, norm.var, norm.weight, norm.bias, norm.eps
-    for i in tl.static_range(1, UNITS):
-        is_this = index == i
-        dy = tl.where(is_this, units[i].dy, dy)
-        x = tl.where(is_this, units[i].x, x)
-        mean = tl.where(is_this, units[i].norm.mean, mean)
-        var = tl.where(is_this, units[i].norm.var, var)
-        weight = tl.where(is_this, units[i].norm.weight, weight)
-        bias = tl.where(is_this, units[i].norm.bias, bias)
-        eps = tl.where(is_this, units[i].norm.eps, eps)
-    return dy, x, mean, var, weight, bias, eps
-
-
-@triton.jit
-def bn_relu_conv_backward_weight_kernel(
-    units,
-    partials,
-    sizes,
-    GEOMETRY: tl.constexpr,
-    INT64: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    UNITS: tl.constexpr,
-    TAPS_PER_PROGRAM: tl.constexpr,
-):
-    """dconv_weight alone, over the pixels of the output, of several units at once.
-
-    `partials` is `[units, programs, R, S, K, C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks
-    of output channels * blocks of input channels, units.
-    """
-    C: tl.constexpr = GEOMETRY.C
-    K: tl.constexpr = GEOMETRY.K
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
-    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
-    CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
-    COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
-    IS_PADDED: tl.constexpr = GEOMETRY.PAD_H + GEOMETRY.PAD_W > 0
-    dy, x, mean, var, weight, bias, eps = unit_of(units, tl.program_id(2), UNITS)
-    x_dtype: tl.constexpr = x.dtype.element_ty
-    dtype: tl.constexpr = dy.dtype.element_ty if x_dtype == tl.float32 else x_dtype  # the narrower
-    pixels = sizes.pixels
-    column = tl.program_id(1)
-    first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
-    channel = column % CIN_BLOCKS * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
-    is_channel = channel < C
-    out_channel = column // CIN_BLOCKS % COUT_BLOCKS * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-    is_out_channel = out_channel < K
-    mean = tl.load(mean + channel, mask=is_channel, other=0.0)
-    var = tl.load(var + channel, mask=is_channel, other=1.0)
-    _, scale, bias = load_affine(var, weight, bias, eps, channel, is_channel)
-    dweights = ()
-    for _ in tl.static_range(TAPS_PER_PROGRAM):
-        dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
-    for tile in tl.range(
-        tl.program_id(0),
-        tiles_of(pixels, BLOCK_PIXELS),
-        tl.num_programs(0),
-        num_stages=BLOCKS.num_stages,
-    ):
-        pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
-        is_pixel = pixel < pixels
-        out_mask = is_pixel[:, None] & is_out_channel[None, :]
-        out_at = pixel[:, None] * K + out_channel[None, :]
-        dy_tile = tl.load(dy + out_at, mask=out_mask, other=0.0).to(dtype)
-        added = ()
-        for tap in tl.static_range(TAPS_PER_PROGRAM):
-            in_pixel, exists = input_pixels(pixel, is_pixel, first_tap + tap, sizes, GEOMETRY)
-            mask = exists[:, None] & is_channel[None, :]
-            at = in_pixel[:, None] * C + channel[None, :]
-            x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-            a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, x_dtype)), 0.0)
-            # No pixel of the padding may meet an infinite gradient.
-            tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
-            added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
-        dweights = added
-    program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    own = partials + program.to(tl.int64) * (GEOMETRY.R * GEOMETRY.S * K * C)
-    for tap in tl.static_range(TAPS_PER_PROGRAM):
-        w_at = ((first_tap + tap) * K + out_channel[:, None]) * C + channel[None, :]
-        tl.store(own + w_at, dweights[tap], mask=is_out_channel[:, None] & is_channel[None, :])
-
-
 def costs_less_apart(programs: int, apart_programs: int, weights: int, apart_bytes: int) -> bool:
     """Whether a launch of its own for the gradient of a weight moves fewer bytes than one pass.
 
@@ -333,6 +242,7 @@ class BackwardLaunch:
         dy_is_whole: whether dy is not folded, or is stored unfolded in any case.
 
     Attributes:
+        variant: equal where the compiled kernels are the same.
         weights: number of weights.
         in_one_pass: whether one kernel computes g and the gradient of the weight. Otherwise the
             gradient of the weight is a launch of its own, for several units at once.
@@ -361,8 +271,7 @@ class BackwardLaunch:
         self._input, self._weight = blocks.input, blocks.weight
         self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
         images = *x_shape[2:], *dy_shape[2:]
-        self._in_sizes = Sizes(self._in_pixels, *images)
-        self._out_sizes = Sizes(self._out_pixels, *images)
+        self._sizes = Sizes(*images)
         self._constants = {
             "GEOMETRY": geometry,
             "INT64": needs_int64(*elements),
@@ -392,6 +301,13 @@ class BackwardLaunch:
             self.input_programs, self.weight_programs, self.weights, apart_bytes
         )
         self._both = blocks.both if self.in_one_pass else None
+        numbers = self._in_pixels, self._out_pixels
+        self.variant = (
+            *self._constants.values(),
+            blocks,
+            self.in_one_pass,
+            *specialized(self._sizes, numbers),
+        )
 
     def _input_grid(self, x: Tensor, blocks: ConvBlocks) -> tuple[int, int, int]:
         columns = ceil_div(self._geometry.C, blocks.block_cin)
@@ -447,7 +363,8 @@ class BackwardLaunch:
                 g,
                 sums,
                 partials,
-                self._in_sizes,
+                self._sizes,
+                self._in_pixels,
             ),
             {
                 **self._constants,
@@ -470,7 +387,7 @@ class BackwardLaunch:
         self._compiled[("weight",)] = launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.weight_programs, self._weight_columns, len(units)),
-            (filled, partials, self._out_sizes),
+            (filled, partials, self._sizes, self._out_pixels),
             {
                 **self._constants,
                 "BLOCKS": blocks,
@@ -480,13 +397,6 @@ class BackwardLaunch:
             blocks.num_warps,
             self._compiled.get(("weight",)),
         )
-
-
-def new_weight_gradients(conv_weight: Tensor, units: int) -> Tensor:
-    """Uninitialized `[units, K, C, R, S]`, each in the memory layout of the weight."""
-    strides = torch.empty_like(conv_weight, device="meta").stride()
-    shape = units, *conv_weight.shape
-    return conv_weight.new_empty_strided(shape, (conv_weight.numel(), *strides))
 
 
 def launch_bn_relu_conv_backward(

@@ -36,6 +36,7 @@ from preact_kernels.kernels.triton.launch import (
     needs_int64,
     on_device_of,
     persistent_programs,
+    specialized,
 )
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -54,7 +55,7 @@ class Addends(NamedTuple):
     residual: Tensor | None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "count"])
 def bn_relu_conv_forward_kernel(
     x,
     norm,
@@ -63,6 +64,8 @@ def bn_relu_conv_forward_kernel(
     y,
     sums,
     sizes,
+    pixels,
+    count,
     GEOMETRY: tl.constexpr,
     BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
@@ -70,8 +73,8 @@ def bn_relu_conv_forward_kernel(
 ):
     """y `[pixels, K]` = conv(relu(p)) [+ conv_bias] [+ residual].
 
-    Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output
-    channels.
+    `count` is the number of pixels of x, used if the norm has sums in place of statistics. Adds
+    sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output channels.
     """
     dtype: tl.constexpr = conv_weight.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
@@ -80,10 +83,9 @@ def bn_relu_conv_forward_kernel(
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
-    pixels = sizes.pixels
     norms = ()
     for block in tl.static_range(CIN_BLOCKS):
-        norms = norms + (load_norm(norm, block * BLOCK_CIN + tl.arange(0, BLOCK_CIN), C),)
+        norms = norms + (load_norm(norm, block * BLOCK_CIN + tl.arange(0, BLOCK_CIN), C, count),)
     out_channel = tl.program_id(1) * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
     is_out_channel = out_channel < K
     moments = empty_moments(BLOCK_COUT)
@@ -140,6 +142,8 @@ class ForwardLaunch:
         conv: geometry; one group.
 
     Attributes:
+        dtypes, weight_shape, conv: as given.
+        variant: equal where the compiled kernels are the same.
         shape: of the output.
         pixels: of the output.
     """
@@ -153,11 +157,12 @@ class ForwardLaunch:
         conv: Conv,
     ) -> None:
         geometry = geometry_of(weight_shape, conv)
+        self.dtypes, self.weight_shape, self.conv = dtypes, weight_shape, conv
         taps = geometry.R * geometry.S
         self.shape = conv.output_shape(x_shape, weight_shape)
         self.pixels = self.shape[0] * self.shape[2] * self.shape[3]
-        self._sizes = Sizes(self.pixels, *x_shape[2:], *self.shape[2:])
-        self._y_dtype, operands = dtypes.y, dtypes.operands
+        self._count = x_shape[0] * x_shape[2] * x_shape[3]
+        self._sizes = Sizes(*x_shape[2:], *self.shape[2:])
         blocks = conv_forward(device_of(like).capability, dtypes, geometry.C, geometry.K, taps)
         columns = ceil_div(geometry.K, blocks.block_cout)
         tiles = ceil_div(self.pixels, blocks.block_pixels)
@@ -167,8 +172,10 @@ class ForwardLaunch:
             "GEOMETRY": geometry,
             "BLOCKS": blocks,
             "INT64": needs_int64(math.prod(x_shape), math.prod(self.shape)),
-            "PRECISION": precision(operands),
+            "PRECISION": precision(dtypes.operands),
         }
+        numbers = self.pixels, self._count
+        self.variant = *self._constants.values(), *specialized(self._sizes, numbers)
         self._compiled: dict[tuple, Any] = {}
 
     def __call__(
@@ -181,13 +188,13 @@ class ForwardLaunch:
     ) -> Tensor:
         """y; adds to the accumulators `sums` unless None. `conv_weight` is packed."""
         y = torch.empty(
-            self.shape, dtype=self._y_dtype, device=x.device, memory_format=torch.channels_last
+            self.shape, dtype=self.dtypes.y, device=x.device, memory_format=torch.channels_last
         )
         variant = norm.sums is None, addends.residual is None, sums is None
         self._compiled[variant] = launch_kernel(
             bn_relu_conv_forward_kernel,
             self._grid,
-            (x, norm, conv_weight, addends, y, sums, self._sizes),
+            (x, norm, conv_weight, addends, y, sums, self._sizes, self.pixels, self._count),
             self._constants,
             self._num_warps,
             self._compiled.get(variant),

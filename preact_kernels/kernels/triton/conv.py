@@ -50,9 +50,8 @@ class Geometry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Image sizes, and the number of pixels that the tiles of a launch cover."""
+    """Image sizes. Triton specializes kernels for numbers in tuples: none depends on the batch."""
 
-    pixels: int
     height: int
     width: int
     out_height: int

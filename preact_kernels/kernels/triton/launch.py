@@ -5,7 +5,9 @@ import contextlib
 import contextvars
 import functools
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,9 @@ INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
 _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
+
+
+_COMPILATION_BYTES = 2**29  # of memory for one of several at once; 100 MB and ptxas were seen
 
 
 _is_compiling_only = contextvars.ContextVar("is_compiling_only", default=False)
@@ -39,17 +44,16 @@ def launch_kernel(
         args: tensors, numbers, and tuples of them, in the order of the kernel's parameters.
         constants: the parameters that follow, by name and in order.
         num_warps: warps of a program.
-        compiled: what an earlier launch returned, of the same kernel, constants and types, with the
-            same tensors beginning at multiples of 16 bytes. Saves looking it up, which takes Triton
-            12 us.
+        compiled: what an earlier launch returned, of the same kernel, constants and types, with
+            tensors that begin at multiples of 16 bytes in both. Saves looking it up, which takes
+            Triton 12 us.
 
     Returns:
         The compiled kernel; None under the interpreter.
     """
     if _is_compiling_only.get():
         return kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
-    hook = triton.knobs.runtime.launch_enter_hook  # a profiler's, which wants to know the arguments
-    if compiled is None or (hook is not None and hook.calls):
+    if compiled is None or has_launch_hooks():
         return kernel[grid](*args, **constants, num_warps=num_warps)
     driver = triton.runtime.driver.active
     stream = driver.get_current_stream(driver.get_current_device())
@@ -67,6 +71,33 @@ def launch_kernel(
     return compiled
 
 
+def has_launch_hooks() -> bool:
+    """Whether a profiler, say, wants to know of launches and their arguments."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _available_bytes() -> int:
+    """Memory that this process may still take, as far as Linux says; else a large number."""
+    limits = [2**63]
+    with contextlib.suppress(OSError, ValueError):
+        text = Path("/proc/meminfo").read_text()
+        limits += [1024 * int(kb) for kb in re.findall(r"MemAvailable: +(\d+) kB", text)]
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max" without a limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
+def _parallel_compilations() -> int:
+    """How many kernels are compiled at once: as many as there are CPUs, if memory suffices."""
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    else:
+        cpus = os.cpu_count() or 1
+    return max(1, min(cpus, _available_bytes() // _COMPILATION_BYTES))
+
+
 def compile_only(launches: Callable[[], object]) -> None:
     """Calls `launches`, whose kernels are compiled in parallel and not launched.
 
@@ -75,7 +106,7 @@ def compile_only(launches: Callable[[], object]) -> None:
 
     def run() -> None:
         _is_compiling_only.set(True)
-        threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        threads = concurrent.futures.ThreadPoolExecutor(_parallel_compilations())
         with threads, triton.AsyncCompileMode(threads):
             launches()
 
@@ -99,6 +130,29 @@ def needs_int64(*sizes: int) -> bool:
     return max(sizes) > _MAX_INT32_INDEX
 
 
+def specialized(in_tuple: Sequence[int], alone: Sequence[int]) -> tuple[int, ...]:
+    """Of integers, what Triton compiles kernels for.
+
+    Args:
+        in_tuple: integers in a tuple of a kernel's arguments.
+        alone: arguments that the kernel names in `do_not_specialize`.
+    """
+    wide = (n >= 2**31 for n in (*in_tuple, *alone))
+    return *(1 if n == 1 else n % 16 == 0 and 16 for n in in_tuple), *wide
+
+
+def aligned(t: Tensor) -> Tensor:
+    """The tensor, beginning at a multiple of 16 bytes, if need be as a copy."""
+    return t if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.preserve_format)
+
+
+def aligned_rows(like: Tensor, rows: int, elements: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialized `[rows, elements]`; every row begins at a multiple of 16 bytes."""
+    step = 16 // dtype.itemsize
+    padded = ceil_div(elements, step) * step
+    return like.new_empty((rows, padded), dtype=dtype)[:, :elements]
+
+
 class Device(NamedTuple):
     """The properties of a GPU that select block shapes and grids."""
 
@@ -106,12 +160,17 @@ class Device(NamedTuple):
     multiprocessors: int
 
 
-@functools.cache
 def properties(device: torch.device) -> Device:
     """Properties of a GPU; of the current one for meta tensors. Placeholders in the interpreter."""
     if INTERPRETED:
         return Device(90, 1)
-    found = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
+    index = device.index if device.type == "cuda" else None
+    return _properties(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _properties(index: int) -> Device:
+    found = torch.cuda.get_device_properties(index)
     return Device(10 * found.major + found.minor, found.multi_processor_count)
 
 

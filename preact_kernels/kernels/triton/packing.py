@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.launch import INTERPRETED, ceil_div, launch_kernel
+from preact_kernels.kernels.triton.launch import INTERPRETED, aligned_rows, ceil_div, launch_kernel
 
 _WEIGHTS_PER_LAUNCH = 64  # pointers are arguments of a launch, of which there are some 4 KB
 
 
-@triton.jit(do_not_specialize=["C", "S", "taps", "size", *(f"stride_{axis}" for axis in "kcrs")])
+@triton.jit(
+    do_not_specialize=["C", "S", "taps", "size", "row", *(f"stride_{axis}" for axis in "kcrs")]
+)
 def pack_weights_kernel(
     weights,
     packed,
@@ -25,6 +27,7 @@ def pack_weights_kernel(
     S,
     taps,
     size,
+    row,
     stride_k,
     stride_c,
     stride_r,
@@ -34,7 +37,8 @@ def pack_weights_kernel(
 ):
     """`packed [weights, K, R, S, C]` = a tuple of weights `[K, C, R, S]` of the strides given.
 
-    `size` is K * taps * C. Grid: blocks of elements, weights.
+    `size` is K * taps * C, and rows of `packed` begin `row` elements apart. Grid: blocks of
+    elements, weights.
     """
     index = tl.program_id(1)
     weight = weights[0]
@@ -46,7 +50,7 @@ def pack_weights_kernel(
     at = k * stride_k + c * stride_c + tap // S * stride_r + tap % S * stride_s
     value = tl.load(weight + at, mask=is_element, other=0.0)
     value = value.to(packed.dtype.element_ty)
-    tl.store(packed + index.to(tl.int64) * size + element, value, mask=is_element)
+    tl.store(packed + index.to(tl.int64) * row + element, value, mask=is_element)
 
 
 def is_packed(conv_weight: Tensor, dtype: torch.dtype) -> bool:
@@ -61,7 +65,8 @@ def pack_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Ten
         conv_weights = [w.contiguous() for w in conv_weights]
     first, count = conv_weights[0], len(conv_weights)
     K, C, R, S = first.shape
-    packed = first.new_empty((count, K, R, S, C), dtype=dtype)
+    rows = aligned_rows(first, count, first.numel(), dtype)
+    row = rows.stride(0)
     slots = 1 if count == 1 else _WEIGHTS_PER_LAUNCH  # as many launches as these share a kernel
     block = 2**14 if INTERPRETED else 1024
     for begin in range(0, count, slots):
@@ -70,11 +75,11 @@ def pack_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Ten
         launch_kernel(
             pack_weights_kernel,
             (ceil_div(first.numel(), block), len(part), 1),
-            (filled, packed[begin:], C, S, R * S, first.numel(), *first.stride()),
+            (filled, rows[begin:], C, S, R * S, first.numel(), row, *first.stride()),
             {"WEIGHTS": slots, "BLOCK_ELEMENTS": block},
             4,
         )
-    return list(packed.unbind())
+    return list(rows.view(count, K, R, S, C).unbind())
 
 
 def packed_weight(conv_weight: Tensor, dtype: torch.dtype) -> Tensor:

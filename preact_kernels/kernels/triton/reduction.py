@@ -6,9 +6,9 @@ programs of the gradients of a convolution's weight have many more elements; eac
 own, and a launch of its own adds them in a fixed order.
 
 Accumulators are `[2, 6, channels]` int64 zeros, for two sums a channel. A float64 value is split
-into five words of 48 bits with the units 2^-112, 2^-64, 2^-16, 2^32 and 2^80. A word is the sum of
-what up to 2^15 programs add; all that is lost is what a value has below 2^-112. The sixth word
-counts NaN, +inf and -inf in three fields of 21 bits; a value of 2^134 or more counts as infinite.
+into five words of 48 bits with the units 2^-96, 2^-48, 1, 2^48 and 2^96. A word is the sum of what
+up to 2^15 programs add; all that is lost is what a value has below 2^-96. The sixth word counts
+NaN, +inf and -inf in three fields of 21 bits; a value of 2^143 or more counts as infinite.
 """
 
 import torch
@@ -16,7 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.launch import INTERPRETED, ceil_div, launch_kernel
+from preact_kernels.kernels.triton.launch import (
+    INTERPRETED,
+    aligned_rows,
+    ceil_div,
+    launch_kernel,
+)
 
 WORDS = 6
 
@@ -93,25 +98,47 @@ def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
     Most words are zero and are not added.
     """
     is_nan = value != value
-    is_infinite = tl.abs(value) >= 2.0**134
+    is_infinite = tl.abs(value) >= 2.0**143
     one = tl.where(is_nan, 1, tl.where(value > 0, 1 << 21, 1 << 42)).to(tl.int64)
     is_special = is_nan | is_infinite
     tl.atomic_add(sums + 5 * CHANNELS + channel, one, mask=is_channel & is_special, sem="relaxed")
     rest = tl.where(is_special, 0.0, value)
     for word in tl.static_range(4, -1, -1):
-        digits = (rest * 2.0 ** (112 - 48 * word)).to(tl.int64)
-        rest -= digits.to(tl.float64) * 2.0 ** (48 * word - 112)
+        digits = (rest * 2.0 ** (96 - 48 * word)).to(tl.int64)
+        rest -= digits.to(tl.float64) * 2.0 ** (48 * word - 96)
         mask = is_channel & (digits != 0)
         tl.atomic_add(sums + word * CHANNELS + channel, digits, mask=mask, sem="relaxed")
 
 
 @triton.jit
+def carry(words):
+    """Makes each word but the highest less than 2^48 and not negative."""
+    carried = ()
+    over = 0
+    for word in tl.static_range(4):
+        digits = words[word] + over
+        over = digits >> 48
+        carried = carried + (digits - (over << 48),)
+    return carried + (words[4] + over,)
+
+
+@triton.jit
 def load_exact(sums, channel, is_channel, CHANNELS):
     """The sums of a block of channels in float64."""
+    words = ()
+    for word in tl.static_range(5):
+        words = words + (tl.load(sums + word * CHANNELS + channel, mask=is_channel, other=0),)
+    # The words of a negative sum would cancel each other: take those of its opposite.
+    words = carry(words)
+    is_negative = words[4] < 0
+    magnitudes = ()
+    for word in tl.static_range(5):
+        magnitudes = magnitudes + (tl.where(is_negative, -words[word], words[word]),)
+    magnitudes = carry(magnitudes)
     total = tl.zeros_like(channel).to(tl.float64)
-    for word in tl.static_range(4, -1, -1):
-        digits = tl.load(sums + word * CHANNELS + channel, mask=is_channel, other=0)
-        total += digits.to(tl.float64) * 2.0 ** (48 * word - 112)
+    for word in tl.static_range(5):
+        total += magnitudes[word].to(tl.float64) * 2.0 ** (48 * word - 96)
+    total = tl.where(is_negative, -total, total)
     special = tl.load(sums + 5 * CHANNELS + channel, mask=is_channel, other=0)
     infinity: tl.constexpr = float("inf")
     total += tl.where(special >> 21 & 0x1FFFFF != 0, infinity, 0.0)
@@ -169,7 +196,7 @@ def new_sums(x: Tensor, channels: int, units: int = 1) -> Tensor:
     return x.new_zeros((units, 2, WORDS, channels), dtype=torch.int64)
 
 
-@triton.jit(do_not_specialize=["count", "stride", "channels"])
+@triton.jit(do_not_specialize=["sums", "count", "first", "second", "stride", "channels"])
 def finish_sums_kernel(
     sums,
     count,
@@ -216,7 +243,7 @@ def finished_statistics(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Two tensors: results of a registered op may not share memory.
     """
     units, _, _, channels = sums.shape
-    mean, var = (sums.new_empty((units, channels), dtype=torch.float32) for _ in range(2))
+    mean, var = (aligned_rows(sums, units, channels, torch.float32) for _ in range(2))
     _launch_finish(sums, count, mean, var)
     return mean, var
 
@@ -224,14 +251,15 @@ def finished_statistics(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def finished_sums(sums: Tensor) -> Tensor:
     """The sums of accumulators, `[units, 2, channels]` float32."""
     units, _, _, channels = sums.shape
-    results = sums.new_empty((units, 2, channels), dtype=torch.float32)
+    results = aligned_rows(sums, units, 2 * channels, torch.float32).view(units, 2, channels)
     _launch_finish(sums, 0, results[:, 0], results[:, 1])
     return results
 
 
-@triton.jit(do_not_specialize=[1, *range(3, 11)])  # one kernel for all shapes
+@triton.jit(do_not_specialize=range(12))  # one kernel for all shapes
 def sum_partials_kernel(
     partials,
+    unit_stride,
     programs,
     dconv_weight,
     K,
@@ -246,13 +274,14 @@ def sum_partials_kernel(
 ):
     """Sums `partials [units, programs, R, S, K, C]` over programs.
 
-    `dconv_weight` is `[units, K, C, R, S]` with the strides given. Grid: blocks of elements, units.
+    Units of `partials` are `unit_stride` elements apart. `dconv_weight` is `[units, K, C, R, S]`
+    with the strides given. Grid: blocks of elements, units.
     """
     weights = taps * K * C
     element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
     is_element = element < weights
     unit = tl.program_id(1).to(tl.int64)
-    partials += unit * programs * weights
+    partials += unit * unit_stride
     total = tl.zeros([BLOCK_ELEMENTS], tl.float32)
     for begin in range(0, programs, _BLOCK_PROGRAMS):
         row = begin + tl.arange(0, _BLOCK_PROGRAMS)
@@ -271,7 +300,7 @@ def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
     A program owns a block of elements, of all programs' partials of one unit.
 
     Args:
-        partials: `[units, programs, R*S*K*C]` float32.
+        partials: `[units, programs, R*S*K*C]` float32; each unit is dense.
         dconv_weights: `[units, K, C, R, S]`, any dtype; units are dense, in any order.
     """
     units, programs, weights = partials.shape
@@ -280,7 +309,17 @@ def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
     launch_kernel(
         sum_partials_kernel,
         (ceil_div(weights, block), units, 1),
-        (partials, programs, dconv_weights, K, C, S, R * S, *dconv_weights.stride()[1:]),
+        (
+            partials,
+            partials.stride(0),
+            programs,
+            dconv_weights,
+            K,
+            C,
+            S,
+            R * S,
+            *dconv_weights.stride()[1:],
+        ),
         {"BLOCK_ELEMENTS": block},
         4,
     )
