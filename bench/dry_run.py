@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench import floors
 from bench.contenders import Network
-from preact_kernels.kernels.mixed_precision import FusedMixedKernels
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels
 from preact_kernels.ops import dispatch
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -379,7 +379,7 @@ def dry_run(
     with contextlib.ExitStack() as stack:
         backend_kernels = stack.enter_context(launches(recorder, multiprocessors))
         if residual_dtype not in (None, dtype):
-            backend_kernels = FusedMixedKernels(backend_kernels, backend_kernels, dtype)
+            backend_kernels = MixedBlockKernels(backend_kernels, backend_kernels, dtype)
         kernels = recorder.calling(backend_kernels)
         stack.enter_context(mock.patch.object(dispatch, "kernels_for", lambda *_: kernels))
         stack.enter_context(recorder)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.kernels import reference
+from preact_kernels.kernels import pytorch_conv, reference
 from preact_kernels.kernels.contract import Wanted
-from preact_kernels.kernels.mixed_precision import FusedMixedKernels, MixedKernels
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels, MixedKernels
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
 from tests import cuda_conv_cases as cuda_conv
@@ -34,7 +34,14 @@ from tests.cuda_conv_cases import (
     set_schedule,
 )
 from tests.gpu_backends import NoConvolution, on_cuda, on_gpu_backends
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy, unit_roundoff
+from tests.oracle import (
+    assert_same_bits,
+    check,
+    evaluate,
+    gradient_like,
+    plain_copy,
+    unit_roundoff,
+)
 from tests.test_memory_mode import rebuilt
 from tests.test_preact_stage import recorded_calls, unit_by_unit
 
@@ -224,6 +231,35 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     assert all(calls)
 
 
+@pytest.mark.covering(2, triton=1)
+@on_gpu_backends
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_a_compiled_stage_calls_no_convolution_of_pytorch(kind, memory, monkeypatch):
+    stage = bare_stage(kind, 2, memory=memory)
+    x = torch.randn(2, 64, 5, 4, device=DEVICE)
+    expected = training_step(stage, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
+
+    def refuse(*_):
+        raise AssertionError("a convolution of PyTorch")
+
+    for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
+        monkeypatch.setattr(pytorch_conv, name, refuse)
+    found = training_step(compiled, x)
+    assert found["y"].dtype == torch.float32
+    assert_same_bits(found, expected)
+
+
+def training_step(module, x) -> dict[str, torch.Tensor]:
+    """The output and all gradients."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    gradients = torch.autograd.grad(y, [x, *module.parameters()], gradient_like(y))
+    return {"y": y, **{str(i): g for i, g in enumerate(gradients)}}
+
+
 @on_gpu_backends
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("half", HALVES, ids=dtype_name)
@@ -267,7 +303,7 @@ def test_a_unit_with_the_stream_on_both_sides_runs_around_the_convolution_of_pyt
     has_fold, monkeypatch
 ):
     case = Case(2, 5, 7, 32, 32, 1)
-    both = FusedMixedKernels(kernels(), kernels(), torch.bfloat16)
+    both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
     monkeypatch.setattr(cuda_conv, "kernels", lambda: both)
     monkeypatch.setattr(cuda_conv, "eager", lambda *given: call(unfused_kernels(), *given))
     given = forward_inputs(case, torch.bfloat16)

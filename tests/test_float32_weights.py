@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.kernels.mixed_precision import FusedMixedKernels
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels
 from preact_kernels.ops import dispatch
 from tests.cases import random_block
 from tests.cuda_conv_cases import (
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("on_gpu_backend")
 def test_float32_weights_are_rounded_on_the_way(case, half, stream):
     kernels = dispatch.select(dispatch.current(), torch.device(DEVICE).type, half)
     if stream:
-        kernels = FusedMixedKernels(kernels, kernels, half)
+        kernels = MixedBlockKernels(kernels, kernels, half)
     for inputs, options in ((forward_inputs(case, half), True), (backward_inputs(case, half), ALL)):
         given = beside_stream(inputs, stream) if stream else inputs
         wide = torch.randn_like(inputs.conv_weight, dtype=torch.float32)

@@ -292,14 +292,13 @@ class BlockKernels(Kernels, Protocol):
         """
 
 
-class StreamKernels(BlockKernels, Protocol):
-    """A backend whose fused convolutions also read and write a float32 residual stream.
+class StreamConvs(Kernels, Protocol):
+    """Convolutions that also read and write a float32 residual stream.
 
     Beside a weight in half precision, and where `serves_stream_conv` says so, one side of a
     convolution may be float32: `x`; or the residual and so `y`, which in the backward are `x` and
     `skip` of the fold, the unfolded `dy`, and `dy` without a fold. `g` is in half precision, both
-    the fold's and the result. In runs of blocks, of two units or more, it is that of the inputs of
-    all blocks.
+    the fold's and the result.
     """
 
     @abstractmethod
@@ -312,3 +311,10 @@ class StreamKernels(BlockKernels, Protocol):
         pixels: int | None = None,
     ) -> bool:
         """`serves_conv` beside a float32 stream, for a weight of `dtype`."""
+
+
+class StreamKernels(StreamConvs, BlockKernels, Protocol):
+    """A backend whose fused convolutions also read and write a float32 residual stream.
+
+    In runs of blocks, of two units or more, it is that of the inputs of all blocks.
+    """

@@ -29,6 +29,7 @@ from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
     Output,
+    StreamConvs,
     StreamKernels,
     Wanted,
 )
@@ -84,7 +85,7 @@ class MixedKernels(Kernels):
         return self._of(x).bn_relu_backward_input(dy, x, norm, sums, inv_count)
 
     def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
-        return self._of(fold.x).bn_input_gradient(g, fold)
+        return self._of(fold.x).bn_input_gradient(g.to(fold.x.dtype), fold)
 
     def bn_relu_conv_forward(
         self,
@@ -139,8 +140,8 @@ class MixedKernels(Kernels):
         return self.wide.residual_add_forward(x.to(self.stream), branch.to(self.stream), with_stats)
 
 
-class FusedMixedKernels(MixedKernels, BlockKernels):
-    """`MixedKernels` of a backend whose fused convolutions take a float32 stream on one side.
+class FusedMixedKernels(MixedKernels):
+    """`MixedKernels` for convolutions that take a float32 stream on one side.
 
     `g` is in half precision, as the convolution's gradient is in plain PyTorch, unless PyTorch's
     convolution computed it: that is unfolded first.
@@ -151,9 +152,9 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
         half: dtype of the products; also of the weights, unless those are float32.
     """
 
-    narrow: StreamKernels
+    narrow: StreamConvs
 
-    def __init__(self, wide: Kernels, narrow: StreamKernels, half: torch.dtype) -> None:
+    def __init__(self, wide: Kernels, narrow: StreamConvs, half: torch.dtype) -> None:
         super().__init__(wide, narrow, torch.float32)
         self.half = half
         self.takes_float32_weights = narrow.takes_float32_weights
@@ -174,9 +175,6 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
         return self.half in (x.dtype, y_dtype) and self.serves_conv(
             conv_weight.shape, conv, self.half, x.device, x.numel() // x.shape[1]
         )
-
-    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
-        return super().bn_input_gradient(g.to(fold.x.dtype), fold)
 
     def bn_relu_conv_forward(
         self,
@@ -220,6 +218,12 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
                 return found
             return found._replace(conv_weight=found.conv_weight.to(conv_weight.dtype))
         return self.narrow.bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
+
+
+class MixedBlockKernels(FusedMixedKernels, BlockKernels):
+    """`FusedMixedKernels` that also run several blocks in one call."""
+
+    narrow: StreamKernels
 
     def block_run_forward(
         self,

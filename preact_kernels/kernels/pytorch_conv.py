@@ -24,7 +24,11 @@ from preact_kernels.kernels.contract import (
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of a convolution of these tensors: the narrowest one."""
-    return min((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+    narrowest = tensors[0].dtype
+    for t in tensors[1:]:  # Dynamo does not trace `min` with a key
+        if t.dtype.itemsize < narrowest.itemsize:
+            narrowest = t.dtype
+    return narrowest
 
 
 def _nhwc(t: Tensor) -> Tensor:

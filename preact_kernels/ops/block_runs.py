@@ -25,7 +25,7 @@ from preact_kernels.kernels.contract import (
     Norm,
     Wanted,
 )
-from preact_kernels.kernels.mixed_precision import FusedMixedKernels
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels
 from preact_kernels.ops.bn_relu import differentiable_bn_relu
 from preact_kernels.ops.bn_stats import (
     Statistics,
@@ -140,7 +140,7 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
         spec, first = blocks.specs[index], blocks.first_unit[index]
         if spec.shortcut is not None or not spec.is_residual:
             return None
-        if len(spec.units) == 1 and isinstance(kernels, FusedMixedKernels):
+        if len(spec.units) == 1 and isinstance(kernels, MixedBlockKernels):
             return None
         convs = []
         for unit, u in enumerate(spec.units, first):

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels import cpu, cuda, reference
-from preact_kernels.kernels.contract import Kernels, StreamKernels
-from preact_kernels.kernels.mixed_precision import FusedMixedKernels, MixedKernels
+from preact_kernels.kernels.contract import Kernels, StreamConvs, StreamKernels
+from preact_kernels.kernels.mixed_precision import (
+    FusedMixedKernels,
+    MixedBlockKernels,
+    MixedKernels,
+)
 from preact_kernels.ops import checks, schema
 from preact_kernels.torch_compat import FakeTensor
 
@@ -228,12 +232,18 @@ def kernels_for(x: Tensor, dtype: torch.dtype | None = None) -> Kernels:
     Raises:
         BackendError: the backend that was named cannot serve the device or a dtype.
     """
-    if dtype is not None and dtype != x.dtype:
-        wide, narrow = _kernels_in(x, x.dtype), _kernels_in(x, dtype)
-        if x.dtype == torch.float32 and hasattr(narrow, "serves_stream_conv"):
-            return FusedMixedKernels(wide, cast(StreamKernels, narrow), dtype)
-        return MixedKernels(wide, narrow, x.dtype)
-    return _kernels_in(x, x.dtype)
+    if dtype is None or dtype == x.dtype:
+        return _kernels_in(x, x.dtype)
+    return _mixed(_kernels_in(x, x.dtype), _kernels_in(x, dtype), x.dtype, dtype)
+
+
+def _mixed(wide: Kernels, narrow: Kernels, stream: torch.dtype, dtype: torch.dtype) -> MixedKernels:
+    """The kernels for a residual stream beside convolutions in a narrower dtype."""
+    if stream != torch.float32 or not hasattr(narrow, "serves_stream_conv"):
+        return MixedKernels(wide, narrow, stream)
+    if hasattr(narrow, "block_run_forward"):
+        return MixedBlockKernels(wide, cast(StreamKernels, narrow), dtype)
+    return FusedMixedKernels(wide, cast(StreamConvs, narrow), dtype)
 
 
 def _kernels_in(x: Tensor, dtype: torch.dtype) -> Kernels:
@@ -245,7 +255,15 @@ def _kernels_in(x: Tensor, dtype: torch.dtype) -> Kernels:
     return select(_current, x.device.type, dtype)
 
 
-schema.register(lambda x: select(_current, x.device.type, x.dtype))
+def _kernels_of_op(x: Tensor, half: torch.dtype | None) -> Kernels:
+    """The kernels that run a registered op; with `half`, of a convolution beside a stream."""
+    if half is None:
+        return select(_current, x.device.type, x.dtype)
+    wide, narrow = (select(_current, x.device.type, d) for d in (torch.float32, half))
+    return _mixed(wide, narrow, torch.float32, half)
+
+
+schema.register(_kernels_of_op)
 
 
 def backend_for(
