@@ -6,7 +6,8 @@ separate addition. Plain PyTorch computes the same: `F.conv2d(F.relu(bn(x)).to(h
 `x + F(x).to(float32)`. The cost is one activation, held briefly in each direction, and one more
 pass over the stream for each step that a fused kernel would have merged.
 
-`FusedMixedKernels` use the fused kernels of a backend that has them for such a stream.
+`FusedMixedKernels` use the fused kernels of a backend that has them for such a stream, and
+`MixedBlockKernels` also its calls for several blocks.
 """
 
 from collections.abc import Sequence
