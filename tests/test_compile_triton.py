@@ -118,7 +118,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import BlockRun, Conv
-from preact_kernels.kernels.triton import block_run, launch
+from preact_kernels.kernels.triton import block_run, launch, packing
 from tests import compile_triton
 
 class Driver(compile_triton.Driver):
@@ -199,9 +199,10 @@ def test_launches_of_a_known_kernel_are_those_that_triton_would_choose(is_apart)
     "fault",
     [
         "block_run.aligned = lambda t: t",
-        "block_run.aligned_rows = lambda t, n, size, dtype: t.new_empty((n, size), dtype=dtype)",
+        "block_run.aligned_rows = packing.aligned_rows = "
+        "lambda t, n, size, dtype: t.new_empty((n, size), dtype=dtype)",
         "block_run.float = lambda eps: eps",
-        "block_run.packed_weights = lambda weights, dtype: ["
+        "block_run._packed = lambda weights, dtype: ["
         "w if i % 3 else w.to(torch.float64) for i, w in enumerate(weights)]",
         VARYING.format("16, 17"),
         VARYING.format("1, 2"),

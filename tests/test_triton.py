@@ -444,9 +444,9 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     like = torch.empty(0, dtype=torch.bfloat16, device="meta")
     shapes = [(images, c, side, side) for c in (channels, out_channels)]
     conv = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
-    found = BackwardLaunch(
-        like, *shapes, (out_channels, channels, kernel, kernel), conv, dy_is_whole=dy_is_whole
-    )
+    dtypes = configurations.ConvDtypes(*[like.dtype] * 3)
+    weight_shape = (out_channels, channels, kernel, kernel)
+    found = BackwardLaunch(like, dtypes, *shapes, weight_shape, conv, dy_is_whole=dy_is_whole)
     assert found.in_one_pass == in_one_pass
     # Partial results are written and read; x and dy are read, dy is written where it is not whole.
     partial = 8 * found.weights
@@ -543,8 +543,9 @@ def test_the_arguments_of_a_launch_for_many_blocks_are_few():
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():
     weight = torch.randn(16, 16, 1, 1)
+    dtypes = configurations.ConvDtypes(*[weight.dtype] * 3)
     conv = Conv((1, 1), (0, 0), (1, 1), 1)
-    unit = block_run.UnitOfBlock([weight] * 4, [weight] * 4, [], conv)
+    unit = block_run.UnitOfBlock([weight] * 4, [weight] * 4, [], conv, dtypes)
     kept = {}
     for in_one_pass in (True, False):
         launch_of_unit = SimpleNamespace(

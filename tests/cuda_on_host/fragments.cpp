@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "cuda/divisor.cuh"
-
 #include "entry.h"
 
 using namespace preact_kernels::cuda;

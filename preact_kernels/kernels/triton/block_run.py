@@ -7,6 +7,7 @@ many blocks: the blocks of a run are cut into at most `_GROUPS` groups.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -24,18 +25,16 @@ from preact_kernels.kernels.contract import (
     Fold,
     Norm,
 )
+from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import KernelNorm
-from preact_kernels.kernels.triton.bn_relu_conv_backward import (
-    BackwardLaunch,
-    WeightUnit,
-    new_weight_gradients,
-)
+from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.bn_relu_conv_forward import (
     NO_ADDENDS,
     Addends,
     ForwardLaunch,
 )
 from preact_kernels.kernels.triton.bn_stats import bn_stats
+from preact_kernels.kernels.triton.configurations import ConvDtypes
 from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.launch import (
     aligned,
@@ -46,12 +45,14 @@ from preact_kernels.kernels.triton.launch import (
     needs_int64,
     on_device_of,
 )
+from preact_kernels.kernels.triton.packing import is_packed, pack_weights
 from preact_kernels.kernels.triton.reduction import (
     WORDS,
     finished_statistics,
     finished_sums,
     launch_sum_partials,
 )
+from preact_kernels.kernels.triton.weight_gradient import WeightUnit, new_weight_gradients
 
 _GROUPS = 8  # more take less memory, fewer take fewer launches
 _SMALLEST_GROUP = 4
@@ -62,9 +63,10 @@ class UnitOfBlock(NamedTuple):
     """One unit of every block: the first of each, say. Lists have an entry for each block."""
 
     conv_weights: list[Tensor]  # as given
-    packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the activations
+    packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the products
     affine: list[tuple[Tensor, Tensor, float]]  # weight, bias and eps of the batch norms
     conv: Conv
+    dtypes: ConvDtypes
 
     @property
     def channels(self) -> int:
@@ -83,24 +85,22 @@ def _group(blocks: int) -> int:
     return min(blocks, group, _LARGEST_GROUP)
 
 
-def packed_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _packed(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The weights, dense in the order K, R, S, C, in `dtype`; those given where they are so."""
-    if all(
-        w.dtype == dtype and w.is_contiguous(memory_format=torch.channels_last)
-        for w in conv_weights
-    ):
+    if all(is_packed(w, dtype) for w in conv_weights):
         return [aligned(w) for w in conv_weights]
-    first = conv_weights[0]
-    if first.is_contiguous():  # stacked in their own order: one copy
-        stacked = torch.stack(list(conv_weights)).permute(0, 1, 3, 4, 2)
-    else:
-        stacked = torch.stack([w.permute(0, 2, 3, 1) for w in conv_weights])
-    rows = aligned_rows(first, len(conv_weights), first.numel(), dtype)
-    return list(rows.view(stacked.shape).copy_(stacked).unbind())
+    return pack_weights(conv_weights, dtype)
 
 
-def _units_of_block(run: BlockRun, dtype: torch.dtype) -> list[UnitOfBlock]:
-    """The units of the blocks, with packed weights."""
+def _conv_dtypes(run: BlockRun, x: Tensor) -> list[ConvDtypes]:
+    """The dtypes of the convolutions of a block, of which `x` is an input."""
+    inner = run.dtype or compute_dtype(x, run.parameters[2])
+    outer = [x.dtype, *[inner] * (run.units_per_block - 1), x.dtype]
+    return [ConvDtypes(inner, *sides) for sides in itertools.pairwise(outer)]
+
+
+def _units_of_block(run: BlockRun, x: Tensor) -> list[UnitOfBlock]:
+    """The units of the blocks, with packed weights; `x` is an input of a block."""
     bn_weights, bn_biases = (all_aligned(run.parameters[i::3]) for i in (0, 1))
     weights, count = run.parameters[2::3], run.units_per_block
     eps = map(float, run.eps)  # Triton compiles another kernel for an int
@@ -108,21 +108,26 @@ def _units_of_block(run: BlockRun, dtype: torch.dtype) -> list[UnitOfBlock]:
     return [
         UnitOfBlock(
             list(weights[i::count]),
-            packed_weights(weights[i::count], dtype),
+            _packed(weights[i::count], dtypes.operands),
             affine[i::count],
             run.convs[i],
+            dtypes,
         )
-        for i in range(count)
+        for i, dtypes in enumerate(_conv_dtypes(run, x))
     ]
 
 
 def _forward_launches(
-    like: Tensor, shape: Sequence[int], weights: Sequence[Sequence[int]], convs: Sequence[Conv]
+    like: Tensor,
+    dtypes: Sequence[ConvDtypes],
+    shape: Sequence[int],
+    weights: Sequence[Sequence[int]],
+    convs: Sequence[Conv],
 ) -> list[ForwardLaunch]:
     """The forward launches of a block: for an input of `shape` and weights of the shapes given."""
     launches: list[ForwardLaunch] = []
-    for weight, conv in zip(weights, convs, strict=True):
-        launches.append(ForwardLaunch(like, shape, weight, conv))
+    for of, weight, conv in zip(dtypes, weights, convs, strict=True):
+        launches.append(ForwardLaunch(like, of, shape, weight, conv))
         shape = launches[-1].shape
     return launches
 
@@ -134,7 +139,9 @@ def _backward_launches(
     launches: list[BackwardLaunch] = []
     for of in forward:
         is_last = len(launches) + 1 == len(forward)
-        launches.append(BackwardLaunch(like, shape, of.shape, of.weight_shape, of.conv, is_last))
+        launches.append(
+            BackwardLaunch(like, of.dtypes, shape, of.shape, of.weight_shape, of.conv, is_last)
+        )
         shape = of.shape
     return launches
 
@@ -156,10 +163,10 @@ class _RunShape(NamedTuple):
     """What the kernels of a run depend on, beside which tensors there are."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtypes: tuple[ConvDtypes, ...]  # of one block
     precision: str
     x: Sequence[int]
-    weights: tuple[Sequence[int], ...]  # shapes, of one block
+    weights: tuple[Sequence[int], ...]  # shapes
     convs: tuple[Conv, ...]
     group: int
 
@@ -167,8 +174,8 @@ class _RunShape(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _variants(run: _RunShape) -> tuple:
     """Equal for runs whose kernels are the same, as they are for most numbers of images."""
-    like = torch.empty(0, dtype=run.dtype, device=run.device)
-    forward = _forward_launches(like, run.x, run.weights, run.convs)
+    like = torch.empty(0, device=run.device)
+    forward = _forward_launches(like, run.dtypes, run.x, run.weights, run.convs)
     backward = _backward_launches(like, run.x, forward)
     of_x = needs_int64(math.prod(run.x))
     of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
@@ -191,8 +198,10 @@ def _compile_ahead(
     group = _group(len(run.eps) // count)
     weights = run.parameters[2 : 3 * count : 3]
     shapes = tuple(w.shape for w in weights)
+    of_block = tuple(_conv_dtypes(run, x))
+    matrix_precision = precision(of_block[0].operands)
     shape = _RunShape(
-        x.device, x.dtype, precision(x.dtype), x.shape, shapes, tuple(run.convs), group
+        x.device, of_block, matrix_precision, x.shape, shapes, tuple(run.convs), group
     )
     dtypes = tuple(w.dtype for w in weights)
     key = _variants(shape), dtypes, x_statistics is None, known is None, *keeps.values()
@@ -203,7 +212,7 @@ def _compile_ahead(
     def on_meta(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.empty_like(t, device="meta") for t in tensors]
 
-    short = BlockRun(on_meta(run.parameters[: 3 * units]), run.eps[:units], count, run.convs)
+    short = run._replace(parameters=on_meta(run.parameters[: 3 * units]), eps=run.eps[:units])
     of_x = None if x_statistics is None else BatchStatistics(*on_meta(x_statistics))
     of_units = None if known is None else on_meta(known[: 2 * units])
     (meta,) = on_meta([x])
@@ -221,7 +230,8 @@ def _compile_ahead(
             if known is not None:  # nothing says what follows
                 ways = [None, fold]
             for way in ways:
-                _backward(y, way, short, inputs, statistics, inv_count, rebuilt_from, group)
+                dy = y if way is None else y.to(of_block[0].operands)
+                _backward(dy, way, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)
     _compiled_runs.add(key)
@@ -258,13 +268,14 @@ def _forward(
     keep_inputs: bool,
     keep_block_inputs: bool,
 ) -> BlockRunOutput:
-    units, blocks = _units_of_block(run, x.dtype), len(run.eps) // run.units_per_block
+    units, blocks = _units_of_block(run, x), len(run.eps) // run.units_per_block
     x = aligned(x)
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
     given = all_aligned(cast(BatchStatistics, x_statistics) if known is None else known)
     shapes = [unit.conv_weights[0].shape for unit in units]
-    launches = _forward_launches(x, x.shape, shapes, run.convs)
+    dtypes = [unit.dtypes for unit in units]
+    launches = _forward_launches(x, dtypes, x.shape, shapes, run.convs)
     is_summing = known is None or with_stats
     sums = _Accumulators(x, [u.out_channels for u in units], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
@@ -374,7 +385,7 @@ def _backward(
 ) -> BlockRunGradients:
     count, blocks = run.units_per_block, len(run.eps) // run.units_per_block
     x = cast(Tensor, inputs[0]) if y is None else aligned(y)
-    units = _units_of_block(run, x.dtype)
+    units = _units_of_block(run, x)
     negated: Sequence[Tensor] = ()
     if y is not None:
         # Negating the weights of a block's last unit negates each product, and so each sum.
@@ -382,7 +393,8 @@ def _backward(
     statistics = all_aligned(statistics)
     kept = [None if t is None else aligned(t) for t in inputs]
     shapes = [unit.conv_weights[0].shape for unit in units]
-    rebuild = _forward_launches(x, x.shape, shapes, run.convs)
+    dtypes = [unit.dtypes for unit in units]
+    rebuild = _forward_launches(x, dtypes, x.shape, shapes, run.convs)
     launches = _backward_launches(x, x.shape, rebuild)
     gradients = [
         _WeightGradients(unit, launch, blocks, group, x)
