@@ -4,6 +4,8 @@ Eager is what a backend does without such kernels: batch norm and ReLU in float3
 convolution in half precision, the addition in float32.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,6 +30,7 @@ from tests.cuda_conv_cases import (
     conv,
     dtype_name,
     forward_inputs,
+    is_slow,
     kernels,
     mapped,
     nhwc,
@@ -42,10 +45,15 @@ pytestmark = pytest.mark.usefixtures("fused_convolutions")
 
 HALVES = (torch.bfloat16, torch.float16)
 every_case = pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)], ids=str
+    ("case", "half"),
+    [
+        pytest.param(
+            c, half, id=f"{dtype_name(half)}-{c}", marks=[pytest.mark.slow] * is_slow(c, half)
+        )
+        for c, half in itertools.product((*QUICK, *SLOW), HALVES)
+    ],
 )
 typical = pytest.mark.parametrize("case", TYPICAL, ids=str)
-every_half = pytest.mark.parametrize("half", HALVES, ids=dtype_name)
 # Whether the input of the convolution is of the stream, or its output.
 either_side = pytest.mark.parametrize("side", ["input", "output"])
 
@@ -90,7 +98,6 @@ def check_case(case: Case, inputs: Forward | Backward, options, monkeypatch):
 
 @pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
 @every_case
-@every_half
 @either_side
 def test_forward_and_statistics_keep_the_budget(case, half, side, monkeypatch):
     inputs = beside_stream(forward_inputs(case, half), side)
@@ -100,7 +107,6 @@ def test_forward_and_statistics_keep_the_budget(case, half, side, monkeypatch):
 
 @pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_backward")
 @every_case
-@every_half
 @either_side
 def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkeypatch):
     inputs = beside_stream(backward_inputs(case, half), side)
