@@ -132,10 +132,18 @@ OF_ANY_BATCH_SIZE = {
     "rebuilt_network": lambda: Headed("rebuild"),
     "checkpointed_network": lambda: Headed("checkpoint"),
 }
+# The networks have stages of every memory mode too.
+any_batch_size = pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] * name.endswith("stage"))
+        for name, make in OF_ANY_BATCH_SIZE.items()
+    ],
+)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("module", OF_ANY_BATCH_SIZE.values(), ids=OF_ANY_BATCH_SIZE)
+@any_batch_size
 @pytest.mark.parametrize(
     ("dynamic", "frames"), [(None, 2), (True, 1)], ids=["automatic", "dynamic"]
 )
@@ -148,7 +156,7 @@ def test_training_compiles_once_for_any_batch_size(module, dynamic, frames, back
     assert counter.frame_count == frames
 
 
-@pytest.mark.parametrize("module", OF_ANY_BATCH_SIZE.values(), ids=OF_ANY_BATCH_SIZE)
+@any_batch_size
 def test_evaluation_compiles_once_for_any_batch_size(module, backend):
     module, counter = randomised(module()).eval(), CompileCounter()
     compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=True)

@@ -4,6 +4,8 @@ Eager is what a backend does without such kernels: batch norm and ReLU in float3
 convolution in half precision, the addition in float32.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ from tests.cuda_conv_cases import (
     conv,
     dtype_name,
     forward_inputs,
+    is_slow,
     mapped,
     nhwc,
     set_schedule,
@@ -49,10 +52,15 @@ pytestmark = pytest.mark.usefixtures("on_gpu_backend")
 
 HALVES = (torch.bfloat16, torch.float16)
 every_case = pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)], ids=str
+    ("case", "half"),
+    [
+        pytest.param(
+            c, half, id=f"{dtype_name(half)}-{c}", marks=[pytest.mark.slow] * is_slow(c, half)
+        )
+        for c, half in itertools.product((*QUICK, *SLOW), HALVES)
+    ],
 )
 typical = pytest.mark.parametrize("case", TYPICAL, ids=str)
-every_half = pytest.mark.parametrize("half", HALVES, ids=dtype_name)
 # Whether the input of the convolution is of the stream, or its output.
 either_side = pytest.mark.parametrize("side", ["input", "output"])
 
@@ -118,7 +126,6 @@ def check_case(case: Case, inputs: Forward | Backward, options, monkeypatch):
 @on_gpu_backends
 @pytest.mark.covering(4, triton=1)
 @every_case
-@every_half
 @either_side
 def test_forward_and_statistics_keep_the_budget(case, half, side, monkeypatch):
     inputs = beside_stream(forward_inputs(case, half), side)
@@ -129,7 +136,6 @@ def test_forward_and_statistics_keep_the_budget(case, half, side, monkeypatch):
 @on_gpu_backends
 @pytest.mark.covering(4, triton=1)
 @every_case
-@every_half
 @either_side
 def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkeypatch):
     inputs = beside_stream(backward_inputs(case, half), side)
