@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench import floors
 from bench.contenders import Network
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels
 from preact_kernels.ops import dispatch
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -134,7 +135,7 @@ class _Calls:
         function = getattr(self._kernels, name)
         if name == "running_stats_update":  # of PyTorch's operators, others on a CPU
             return lambda *_: None
-        if name == "serves_conv":
+        if name == "serves_conv" or not callable(function):
             return function
 
         def call(*args, **kwargs):
@@ -245,14 +246,19 @@ def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
 
 
 def stages(
-    network: Network, batch: int, dtype: torch.dtype, memory: str, device: torch.device
+    network: Network,
+    batch: int,
+    dtype: torch.dtype,
+    memory: str,
+    residual_dtype: torch.dtype | None,
+    device: torch.device,
 ) -> Iterator[tuple[nn.Module, Tensor]]:
     """The stages of a network without values, in channels_last, and their inputs.
 
     Batch norms are float32.
     """
     with torch.device("meta"):
-        model = network.model(memory=memory)
+        model = network.model(memory=memory, residual_dtype=residual_dtype)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.to(dtype)
@@ -262,7 +268,8 @@ def stages(
     for stage in model.stages:
         stage.to_empty(device=device).to(memory_format=torch.channels_last)
         channels = next(iter(stage[0].units()))[1].in_channels
-        x = torch.empty(batch, channels, height, height, dtype=dtype, device=device)
+        stream = residual_dtype or dtype
+        x = torch.empty(batch, channels, height, height, dtype=stream, device=device)
         yield stage, x.contiguous(memory_format=torch.channels_last).requires_grad_()
         height //= stage[0].shortcut.stride[0] if hasattr(stage[0], "shortcut") else 1
 
@@ -333,13 +340,20 @@ def _placed(step: _Step, recorded: list[_Recorded], direction: str) -> Iterator[
             yield PlacedLaunch(launch, part, direction, prefix + launch.name)
 
 
+def _itemsize(step: _Step) -> int:
+    """Bytes of an element within blocks."""
+    (_, conv), *_ = step.stage[0].units()
+    return conv.weight.element_size()
+
+
 def _parts(step: _Step, name: str) -> list[Part]:
     """The blocks with a projection, then the others."""
-    height, itemsize = step.x.shape[2], step.x.element_size()
+    height, itemsize = step.x.shape[2], _itemsize(step)
     parts: dict[bool, Part] = {}
     for block in step.stage:
         is_projected = block.projection() is not None
-        cost, height = floors.block_cost(block, len(step.x), height, itemsize)
+        stream_itemsize = step.x.element_size()
+        cost, height = floors.block_cost(block, len(step.x), height, itemsize, stream_itemsize)
         if is_projected not in parts:
             inner = next(iter(block.units()))[1].out_channels
             unit_bytes = len(step.x) * inner * height**2 * itemsize
@@ -356,6 +370,7 @@ def dry_run(
     dtype: torch.dtype,
     backend: str,
     memory: str = "store",
+    residual_dtype: torch.dtype | None = None,
     multiprocessors: int = 132,
 ) -> list[StageLaunches]:
     """The launches of the stages in one training step, forward and backward.
@@ -366,10 +381,13 @@ def dry_run(
     launches = {"cuda": cuda_launches, "triton": triton_launches}[backend]
     recorder = Recorder()
     with contextlib.ExitStack() as stack:
-        kernels = recorder.calling(stack.enter_context(launches(recorder, multiprocessors)))
+        backend_kernels = stack.enter_context(launches(recorder, multiprocessors))
+        if residual_dtype not in (None, dtype):
+            backend_kernels = MixedBlockKernels(backend_kernels, backend_kernels, dtype)
+        kernels = recorder.calling(backend_kernels)
         stack.enter_context(mock.patch.object(dispatch, "kernels_for", lambda *_: kernels))
         stack.enter_context(recorder)
-        on_cpu = stages(network, batch, dtype, memory, torch.device("cpu"))
+        on_cpu = stages(network, batch, dtype, memory, residual_dtype, torch.device("cpu"))
         steps = [_step(stage, x, recorder) for stage, x in on_cpu]
     return [
         StageLaunches(

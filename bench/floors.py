@@ -38,7 +38,9 @@ def conv_flops(conv: nn.Conv2d, batch: int, out_pixels: int) -> float:
     return 2.0 * batch * out_pixels * conv.weight.numel()
 
 
-def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tuple[Cost, int]:
+def block_cost(
+    block: nn.Module, batch: int, height: int, itemsize: int, stream_itemsize: int | None = None
+) -> tuple[Cost, int]:
     """Forward and backward of one pre-activation block.
 
     Args:
@@ -46,6 +48,7 @@ def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tupl
         batch: images.
         height: of the square input, in pixels.
         itemsize: bytes per element.
+        stream_itemsize: of the blocks' inputs and outputs and their gradients; None for `itemsize`.
 
     Returns:
         The cost, and the height of the output.
@@ -61,23 +64,26 @@ def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tupl
     outputs = [*inputs[1:], y]
     shortcut = getattr(block, "shortcut", None)
 
-    elements = sum(inputs) + sum(outputs)  # every unit reads its input and writes its output
-    elements += y if shortcut is not None else x  # the last one reads the shortcut
+    elements = sum(inputs[1:]) + sum(outputs[:-1])  # units read their inputs, write their outputs
+    stream = x + y
+    stream += y if shortcut is not None else x  # the last one reads the shortcut
     for index in reversed(range(1, len(units))):
         if index == len(units) - 1:
-            elements += y + 2 * inputs[index]  # dy, z -> g
+            stream += y  # dy
+            elements += 2 * inputs[index]  # z -> g
         else:
             elements += 2 * outputs[index] + 2 * inputs[index]  # g above, z above, z -> g
     above = 2 * outputs[0]  # g above, z above: folded into the gradient of the first unit's output
-    elements += above + x  # B1a
-    elements += above + x + x  # B1b: -> dx
+    elements += 2 * above
+    stream += x  # B1a
+    stream += x + x  # B1b: -> dx
     if shortcut is None:
-        elements += x  # B1b adds dy, of the shape of x
+        stream += x  # B1b adds dy, of the shape of x
     else:
         flops += 3 * conv_flops(shortcut, batch, height**2)
-        elements += x + y  # the projection: x -> shortcut
-        elements += 2 * y  # and its gradient: B1a and B1b both read dy
-    return Cost(elements * itemsize, flops), height
+        stream += x + y  # the projection: x -> shortcut
+        stream += 2 * y  # and its gradient: B1a and B1b both read dy
+    return Cost(elements * itemsize + stream * (stream_itemsize or itemsize), flops), height
 
 
 @functools.cache

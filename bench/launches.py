@@ -300,7 +300,8 @@ def times_of(launches: Sequence[PlacedLaunch], kernels: Sequence[Kernel]) -> lis
 
 def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator[list]:
     """The measured times of the launches of each stage; prints those of whole stages."""
-    on_gpu = dry_run.stages(a.network, a.batch, a.dtype, a.memory, torch.device("cuda"))
+    step = a.network, a.batch, a.dtype, a.memory, a.residual_dtype
+    on_gpu = dry_run.stages(*step, torch.device("cuda"))
     for launches, (stage, x) in zip(stages, on_gpu, strict=True):
         name = launches.parts[-1].name
         try:
@@ -321,7 +322,9 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
 
 def recorded(a: argparse.Namespace) -> list[StageLaunches]:
     """The launches; in another process on a GPU machine, where the CUDA library itself is used."""
-    step = a.network, a.batch, a.dtype, a.backend, a.memory, a.multiprocessors
+    step = (
+        a.network, a.batch, a.dtype, a.backend, a.memory, a.residual_dtype, a.multiprocessors
+    )  # fmt: skip
     if not torch.cuda.is_available():
         return dry_run.dry_run(*step)
     spawn = multiprocessing.get_context("spawn")
@@ -345,6 +348,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
     parser.add_argument("--backend", choices=dry_run.BACKENDS, default="cuda")
     parser.add_argument("--memory", choices=MEMORY_MODES, default="store")
+    parser.add_argument(
+        "--residual-dtype", choices=("float32",), help="of the blocks' inputs and outputs (--dtype)"
+    )
     parser.add_argument("--multiprocessors", type=int, help="of the GPU (this one's, or 132)")
     parser.add_argument("--csv", type=Path, help="file for a row of each kernel")
     a = parser.parse_args(given)
@@ -362,6 +368,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     a.dtype = measure.DTYPES[a.dtype]
+    a.residual_dtype = torch.float32 if a.residual_dtype else None
     return a
 
 
@@ -385,6 +392,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "dtype": measure.dtype_name(a.dtype),
         "backend": a.backend,
         "memory": a.memory,
+        "residual_dtype": measure.dtype_name(a.residual_dtype or a.dtype),
         "multiprocessors": a.multiprocessors,
     }
     rows = [machine.stamp(dataclasses.replace(row, **step)) for row in rows]

@@ -202,6 +202,7 @@ class LaunchRow:
     dtype: str = ""
     backend: str = ""
     memory: str = ""
+    residual_dtype: str = ""
     multiprocessors: int = 0
     commit: str = ""
     device: str = ""
@@ -212,7 +213,7 @@ class LaunchRow:
     @property
     def key(self) -> tuple:
         """Equal for two counts of the same thing."""
-        step = self.network, self.batch, self.dtype, self.backend, self.memory
+        step = self.network, self.batch, self.dtype, self.backend, self.memory, self.residual_dtype
         return *step, self.stage, self.direction, self.kernel
 
 

@@ -111,6 +111,7 @@ class Task(NamedTuple):
     dtype: torch.dtype
     shape: Shape | Block | None  # None: the ops without a convolution
     tf32: bool = True
+    stream: torch.dtype | None = None  # of the residuals of blocks; None: `dtype`
 
 
 def tasks(capabilities, quick: bool) -> list[Task]:
@@ -120,12 +121,13 @@ def tasks(capabilities, quick: bool) -> list[Task]:
     """
     shapes = (*SHAPES, *BLOCKS, None)
     chosen = [(c, torch.bfloat16) for c in capabilities]
+    wide = [Task(*c, b, stream=torch.float32) for c, b in itertools.product(chosen, BLOCKS)]
     if quick:
-        return [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
+        return wide + [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
     chosen += [(c, torch.float32) for c in capabilities]
     if 90 in capabilities:
         chosen.append((90, torch.float16))
-    found = [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
+    found = wide + [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
     if 90 in capabilities:
         narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
         found += [Task(90, torch.float32, s, tf32=False) for s in narrow]
@@ -161,7 +163,7 @@ def compile_task(task: Task) -> list[Compiled]:
     triton.runtime.driver.set_active(Driver(GPUTarget("cuda", task.capability, 32)))
     found = {}
 
-    def compile_only(kernel, grid, args, constants, num_warps, compiled=None):
+    def compile_only(kernel, grid, args, constants, num_warps, prepared=None):
         try:
             compiled = kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
         except Exception as error:
@@ -277,7 +279,10 @@ def launch_conv(task: Task) -> None:
 
 
 def launch_run(task: Task) -> None:
-    """A run of two blocks in training mode, forward and backward, with and without rebuilding."""
+    """A run of two blocks in training mode, forward and backward, with and without rebuilding.
+
+    Weights are float32 beside a float32 stream, as under autocast.
+    """
     from preact_kernels.kernels import triton as kernels
 
     channels, width = task.shape
@@ -286,21 +291,24 @@ def launch_run(task: Task) -> None:
     if channels != width:
         sides = [(width, channels, 1), (width, width, 3), (channels, width, 1)]
     parameters, inputs, statistics = [], [], []
-    x = images(channels, task.dtype, side_of_image)
+    stream = task.stream or task.dtype
+    x = images(channels, stream, side_of_image)
     for out_channels, in_channels, side in 2 * sides:
         norm = empty_norm(in_channels)
         weight = torch.empty(out_channels, in_channels, side, side, device="meta")
-        parameters += [norm.weight, norm.bias, weight.to(task.dtype)]
-        inputs.append(images(in_channels, task.dtype, side_of_image))
+        parameters += [norm.weight, norm.bias, weight.to(stream)]
+        is_first = len(inputs) % len(sides) == 0
+        inputs.append(images(in_channels, stream if is_first else task.dtype, side_of_image))
         statistics += [norm.mean, norm.var]
     convs = [Conv((1, 1), (side // 2, side // 2), (1, 1), 1) for *_, side in sides]
-    run = BlockRun(parameters, [1e-5] * len(inputs), len(sides), convs)
+    run = BlockRun(parameters, [1e-5] * len(inputs), len(sides), convs, task.dtype)
     keeps = {"keep_inputs": True, "keep_block_inputs": True}
     kernels.block_run_forward(x, run, empty_norm(channels)[:2], None, with_stats=True, **keeps)
     kernels.block_run_backward(x, None, run, inputs, statistics, 0.5, None)
     if task.dtype == torch.bfloat16:
         fold, _ = folds(None, x)
-        kernels.block_run_backward(x, fold, run, inputs, statistics, 0.5, x)
+        g = images(channels, task.dtype, side_of_image)
+        kernels.block_run_backward(g, fold, run, inputs, statistics, 0.5, x)
 
 
 def row(task: Task, launch: Launch) -> Compiled:
@@ -318,7 +326,9 @@ def row(task: Task, launch: Launch) -> Compiled:
         capability=task.capability,
         kernel=launch.kernel.__name__,
         shape=shape_name(task.shape),
-        dtype=str(task.dtype).removeprefix("torch.") + ("" if task.tf32 else " ieee"),
+        dtype=str(task.dtype).removeprefix("torch.")
+        + ("" if task.tf32 else " ieee")
+        + (" beside float32" if task.stream else ""),
         options=" ".join(
             f"{n.removeprefix('block_').removeprefix('num_')}={v}" for n, v in shown.items()
         ),

@@ -203,6 +203,13 @@ def fused_convolutions(poisoned_memory, monkeypatch):
         serve_cpu.set_schedule()
 
 
+@pytest.fixture
+def on_gpu_backend(backend, fused_convolutions):
+    """The backend that a test of `tests/gpu_backends.py` names, with every call sent to it."""
+    with pk.use_backend(backend):
+        yield
+
+
 class CalledOps(TorchDispatchMode):
     """The names of all ops that are called, as `namespace::name`."""
 

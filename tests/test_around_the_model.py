@@ -24,7 +24,14 @@ from tests.oracle import assert_same_bits, check, evaluate, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # what runs a forward is above the backends
 
-every_module = pytest.mark.parametrize("make", EVERY_MODULE.values(), ids=EVERY_MODULE)
+# The networks have stages of every memory mode too.
+every_module = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] * name.endswith("ed_stage"))
+        for name, make in EVERY_MODULE.items()
+    ],
+)
 every_plain_forward = pytest.mark.parametrize(
     "make", EVERY_PLAIN_FORWARD.values(), ids=EVERY_PLAIN_FORWARD
 )

@@ -73,6 +73,8 @@ def test_a_bottleneck_moves_46_times_its_inner_channels():
     assert cost.bytes_moved == 46 * 16 * 32 * 32 * 4
     products = 16 * 64 + 9 * 16 * 16 + 16 * 64
     assert cost.flops == 3 * 2 * products * 32 * 32
+    beside_stream, _ = floors.block_cost(block, 1, 32, 2, stream_itemsize=4)
+    assert beside_stream.bytes_moved == (46 + 32) * 16 * 32 * 32 * 2  # 32 are of its x, y and dy
 
 
 def test_floors_count_every_product_of_a_network():

@@ -96,6 +96,19 @@ def test_resnet_1001_has_its_launches_and_bytes():
     assert 16 < units(last, FORWARD) < 18
 
 
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_float32_stream_takes_twice_the_bytes_in_as_many_launches(backend, tmp_path):
+    options = ("--network", "resnet-164", "--batch", "128", "--residual-dtype", "float32")
+    rows = rows_by(backend, *options, folder=tmp_path)
+    assert {row.residual_dtype for row in rows} == {"float32"}
+    first = [r for r in rows if r.stage == "1" and r.kernel[:2] in KERNELS_OF_UNITS]
+    assert sum(round(row.launches_per_block) for row in first) == LAUNCHES_A_BLOCK[backend][0]
+    # Of 16 units, 12 are of the stream: x, and then x again and y.
+    assert 16 + 12 < units(first, FORWARD) < 16 + 12.2
+    # Of 32, and partial sums, 16: x of the fold, skip, the stored dy, and x.
+    assert 32 + 16 < units(first, BACKWARD) < 32 + 19
+
+
 def test_what_runs_again_is_listed():
     of_mode = {}
     for memory in ("store", "rebuild", "checkpoint"):

@@ -28,14 +28,14 @@ def test_forward_backward_and_running_statistics(shape, training, dtype):
     check_op([batch_norm_inputs(shape, dtype) for _ in range(enough(shape))], training=training)
 
 
-@pytest.mark.covering(1, cpu=2)
+@pytest.mark.covering(1)
 @both_modes
 @pytest.mark.parametrize("mean_over_std", [30, 1000])
 def test_large_means(mean_over_std, training, dtype):
     check_op(batch_norm_inputs(TYPICAL, dtype, mean_over_std), training=training)
 
 
-@pytest.mark.covering(1, cpu=2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [0.0, 3.0, -1e4])
 def test_constant_channels(value, dtype):
     inputs = batch_norm_inputs(TYPICAL, dtype)
@@ -57,7 +57,7 @@ def test_without_running_statistics(dtype):
     check_op(batch_norm_inputs(TYPICAL, dtype) | missing, training=True)
 
 
-@pytest.mark.covering(1, cpu=2)
+@pytest.mark.covering(1)
 @both_modes
 @pytest.mark.parametrize("wanted", ["x", "bn_weight", "bn_bias"])
 def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):

@@ -13,6 +13,7 @@ from tests.cases import (
     ConvCase,
     PlainBNReLUConv2d,
     conv_inputs,
+    device_of,
     enough,
     plain_bn_relu_conv2d,
     randomised,
@@ -28,7 +29,7 @@ def check_op(inputs, frozen=(), **arguments):
     return check(fused, partial(plain_bn_relu_conv2d, **arguments), inputs, frozen=frozen)
 
 
-@pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
+@pytest.mark.backends("cpu", slow=("reference",))
 @every_case
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.covering(1)
@@ -37,14 +38,56 @@ def test_forward_backward_and_running_statistics(case, training, dtype):
     check_op(problems, training=training, **case.conv)
 
 
-def is_fused(case):
-    """Whether the CPU library has kernels for the convolution, which differ between dtypes."""
-    weight = conv_inputs(case)["conv_weight"]
-    with pk.use_backend("cpu"):
+def is_fused(case, backend):
+    """Whether a backend has kernels for the convolution in half precision."""
+    if backend not in pk.available_backends():
+        return False
+    weight = conv_inputs(case, torch.bfloat16)["conv_weight"].to(device_of(backend))
+    with pk.use_backend(backend):
         return pk.backend_for(weight, **case.conv).endswith("fused convolution")
 
 
-FUSED = [c for c in CONV_CASES if "cpu" in pk.available_backends() and is_fused(c)]
+# The convolutions that `make test` runs where a backend leaves them to PyTorch.
+LEFT_TO_PYTORCH = ("3x3_channels_3_to_17", "3x3_groups", "same_even_kernel")
+NAMED_PADDINGS = ("same", "valid")  # numbers by the time a backend sees them
+
+
+def is_quick(case, backend):
+    if case.name in LEFT_TO_PYTORCH:
+        return True
+    return case.name not in NAMED_PADDINGS and is_fused(case, backend)
+
+
+def cases_of(backend):
+    """Every case; those in which a backend has a part of its own run in `make test`."""
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (not is_quick(c, backend)))
+            for c in CONV_CASES
+        ],
+    )
+
+
+@pytest.mark.backends("triton")
+@cases_of("triton")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.covering(1)
+def test_triton_in_forward_backward_and_running_statistics(case, training, dtype):
+    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+    check_op(problems, training=training, **case.conv)
+
+
+@pytest.mark.backends("cuda")
+@cases_of("cuda")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.covering(1)
+def test_cuda_in_forward_backward_and_running_statistics(case, training, dtype):
+    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+    check_op(problems, training=training, **case.conv)
+
+
+FUSED = [c for c in CONV_CASES if is_fused(c, "cpu")]
 
 
 @pytest.mark.backends("cpu")

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import preact_kernels as pk
 from preact_kernels.ops import schema
-from tests.cases import ConvCase, conv_inputs, random_block, random_stage, randomised
+from tests.cases import ConvCase, conv_inputs, in_dtype, random_block, random_stage, randomised
 from tests.oracle import assert_same_bits, evaluate
 
 pytestmark = pytest.mark.backends("cpu")  # graphs hold ops, and ops find a backend
@@ -99,6 +99,17 @@ def test_compiled_modules_give_the_same_bits(module, training, backend):
     assert_same_bits(run(module, compiled), run(other, other))
 
 
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_a_compiled_stage_beside_a_float32_stream_gives_the_same_bits(memory, backend):
+    """An op rounds the gradient of PyTorch's convolution, which was rounded before."""
+    blocks = [random_block("basic", 10, 10) for _ in range(2)]
+    stage = pk.PreActStage(blocks, memory, residual_dtype=torch.float32)
+    stage = in_dtype(stage, torch.bfloat16)
+    other = copy.deepcopy(stage)
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
+    assert_same_bits(run(stage, compiled), run(other, other))
+
+
 class Headed(nn.Module):
     """Two stages, the second of which has an input of computed shape, between plain layers."""
 
@@ -121,10 +132,18 @@ OF_ANY_BATCH_SIZE = {
     "rebuilt_network": lambda: Headed("rebuild"),
     "checkpointed_network": lambda: Headed("checkpoint"),
 }
+# The networks have stages of every memory mode too.
+any_batch_size = pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] * name.endswith("stage"))
+        for name, make in OF_ANY_BATCH_SIZE.items()
+    ],
+)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("module", OF_ANY_BATCH_SIZE.values(), ids=OF_ANY_BATCH_SIZE)
+@any_batch_size
 @pytest.mark.parametrize(
     ("dynamic", "frames"), [(None, 2), (True, 1)], ids=["automatic", "dynamic"]
 )
@@ -137,7 +156,7 @@ def test_training_compiles_once_for_any_batch_size(module, dynamic, frames, back
     assert counter.frame_count == frames
 
 
-@pytest.mark.parametrize("module", OF_ANY_BATCH_SIZE.values(), ids=OF_ANY_BATCH_SIZE)
+@any_batch_size
 def test_evaluation_compiles_once_for_any_batch_size(module, backend):
     module, counter = randomised(module()).eval(), CompileCounter()
     compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=True)
@@ -216,14 +235,19 @@ def kernel_arguments(dtype):
             (x, x.clone(), x.clone(), *vectors[:3], 1e-5, sums, 0.0),
         ],
         "bn_relu_conv_forward": [
-            (x, *norm, weight, *conv, None, None, False),
-            (x, *norm, weight, *conv, bias, y, True),
-            (x, *norm, weight, *strided, bias, None, True),
+            (x, *norm, weight, *conv, None, None, False, None),
+            (x, *norm, weight, *conv, bias, y, True, None),
+            (x, *norm, weight, *strided, bias, None, True, None),
+            # Beside a float32 stream: on the side of the input, and on that of the output.
+            (x.to(wide), *norm, weight, *conv, None, None, True, dtype),
+            (x, *norm, weight, *conv, None, y.to(wide), True, dtype),
         ],
         "bn_relu_conv_backward": [
             (y, *whole, *backward, True, True, False),
             (y, None, *folded, *backward, True, False, False),
             (y, y.clone(), *folded, *backward, False, True, True),
+            (y, *whole, x.to(wide), *backward[1:], True, True, False),
+            (y, y.to(wide), y.to(wide), *folded[1:], *backward, True, True, True),
         ],
         "residual_add_forward": [(x, x.clone(), False), (x, x.clone(), True)],
     }

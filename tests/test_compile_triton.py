@@ -47,7 +47,7 @@ statistics = BatchStatistics(*norm[:2])
 keeps = {"with_stats": FOLDED, "keep_inputs": True, "keep_block_inputs": KEPT}
 block_run._compile_ahead(x, run, statistics, None, keeps)
 
-def launch_kernel(kernel, grid, args, constants, num_warps, compiled=None):
+def launch_kernel(kernel, grid, args, constants, num_warps, prepared=None):
     caches = kernel.device_caches[0][0]
     before = len(caches)
     kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
@@ -118,7 +118,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import BlockRun, Conv
-from preact_kernels.kernels.triton import block_run, launch
+from preact_kernels.kernels.triton import block_run, launch, packing
 from tests import compile_triton
 
 class Driver(compile_triton.Driver):
@@ -129,12 +129,12 @@ triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
 launch.properties = lambda device: launch.Device(90, 132)
 reused = []
 
-def launch_kernel(kernel, grid, args, constants, num_warps, compiled=None):
+def launch_kernel(kernel, grid, args, constants, num_warps, prepared=None):
     binder = kernel.device_caches[0][-1]
     _, specialization, _ = binder(*args, **constants, num_warps=num_warps, debug=False)
-    if compiled is not None:
+    if prepared is not None:
         reused.append(kernel.__name__)
-        for name, known, own in zip(kernel.arg_names, compiled, specialization):
+        for name, known, own in zip(kernel.arg_names, prepared, specialization):
             if known != own:
                 print(kernel.__name__, name, known, own)
     return specialization
@@ -185,7 +185,8 @@ import itertools
 from preact_kernels.kernels.triton.conv import Sizes
 from preact_kernels.kernels.triton.bn_relu_conv_forward import ForwardLaunch
 heights = itertools.cycle(({}))
-ForwardLaunch._sizes = property(lambda _: Sizes(next(heights), 1, 5, 1), lambda *_: None)
+numbers = property(lambda _: (Sizes(next(heights), 1, 5, 1), 15, 15), lambda *_: None)
+ForwardLaunch._numbers = numbers
 """
 
 
@@ -198,9 +199,10 @@ def test_launches_of_a_known_kernel_are_those_that_triton_would_choose(is_apart)
     "fault",
     [
         "block_run.aligned = lambda t: t",
-        "block_run.aligned_rows = lambda t, n, size, dtype: t.new_empty((n, size), dtype=dtype)",
+        "block_run.aligned_rows = packing.aligned_rows = "
+        "lambda t, n, size, dtype: t.new_empty((n, size), dtype=dtype)",
         "block_run.float = lambda eps: eps",
-        "block_run.packed_weights = lambda weights, dtype: ["
+        "block_run._packed = lambda weights, dtype: ["
         "w if i % 3 else w.to(torch.float64) for i, w in enumerate(weights)]",
         VARYING.format("16, 17"),
         VARYING.format("1, 2"),

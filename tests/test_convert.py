@@ -81,7 +81,9 @@ def test_published_models_train_alike(name, memory, backend):
 
 
 @pytest.mark.backends("cpu")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in MODELS]
+)
 def test_sites_are_found(name):
     _, _, count, fused = MODELS[name]
     model, _ = built(name)

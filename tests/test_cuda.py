@@ -137,7 +137,7 @@ def test_every_op_equals_its_specification(op, dtype, shape):
     check_op(op, arguments(shape, dtype))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["bn_relu_backward_input", "bn_input_gradient"])
@@ -153,7 +153,7 @@ def test_memory_that_is_not_aligned_is_read_right(op, dtype, offset):
     check_op(op, arguments((2, 16, 3, 5), dtype, offset=offset))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @on_host
 @pytest.mark.parametrize("multiprocessors", [1, 3, 40])
 @pytest.mark.parametrize("op", OPS)

@@ -76,7 +76,29 @@ def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large, 
 
 
 @on_host
-def test_the_kernel_that_adds_up_a_weight_gradient_does_not_change_its_bits():
+@pytest.mark.parametrize(
+    ("blocks", "side", "apart", "finished"),
+    [
+        # All weight gradients are apart: launched when there are 48, and at the end.
+        (17, 3, 6, 2),
+        # Those of 3x3 are: launched at the end. Parts of others are added up when there are 64.
+        (33, 8, 1, 2),
+    ],
+)
+def test_weight_gradients_of_a_long_run_are_computed_now_and_then(blocks, side, apart, finished):
+    set_schedule(multiprocessors=1)
+    stage = pk.PreActStage([random_block("bottleneck", 64, 16) for _ in range(blocks)])
+    stage = in_dtype(stage, torch.bfloat16)
+    inputs = {"x": torch.randn(1, 64, side, side).bfloat16()}
+    with pk.use_backend("cuda"):
+        counts = collections.Counter(launches(lambda: evaluate(stage, inputs)))
+        assert_same_bits(evaluate(stage, inputs), unit_by_unit(evaluate, stage, inputs))
+    assert counts["bn_relu_conv_weight_gradients"] == apart
+    assert counts["finish_gradients"] == finished
+
+
+@on_host
+def test_other_weight_gradients_of_a_run_do_not_change_its_bits():
     """Of partial sums that no order but one adds up to the same."""
     set_schedule(multiprocessors=5)
     case = Case(10, 16, 16, 16, 16, 1)

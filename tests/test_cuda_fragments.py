@@ -41,7 +41,7 @@ def load(name, *entries):
 
 @pytest.fixture(scope="module")
 def fragments():
-    return load("fragments", "product", "conversion", "copy")
+    return load("fragments", "product", "conversion", "copy", "division")
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +224,17 @@ def test_every_matrix_instruction_and_copy_is_tested():
     assert len(wrappers) >= 7
     tested = (build.HERE / "fragments.cpp").read_text()
     assert not [name for name in wrappers if not re.search(rf"\b{name}\b", tested)]
+
+
+def test_division_is_exact(fragments):
+    generator = torch.Generator().manual_seed(0)
+    most = 2**31 - 1
+    divisors = [*range(1, 40), 1023, 1024, 1025, 2**30 - 1, 2**30, 2**30 + 1, most]
+    divisors += torch.randint(1, most, (40,), generator=generator).tolist()
+    for divisor in divisors:
+        multiples = torch.randint(1, most // divisor + 1, (30,), generator=generator) * divisor
+        edges = torch.tensor([0, 1, divisor, most // divisor * divisor, most])
+        n = torch.cat([multiples, edges, multiples - 1, edges[2:] - 1]).int().to(DEVICE)
+        found = torch.empty_like(n)
+        assert not fragments.division(divisor, *pointers(n, found), n.numel())
+        assert found.tolist() == [i // divisor for i in n.tolist()], divisor

@@ -94,7 +94,7 @@ def assert_runs_agree(backend, run):
 
 @dtypes
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.covering(2, triton=1)
+@pytest.mark.covering(1, cpu=2)
 def test_runs_of_bn_relu_conv2d_agree(case, dtype, backend):
     if backend != "cpu" and device_of(backend) == "cpu":  # where a few tiles take long
         case = case._replace(x=(2, case.x[1], 9, 11))
@@ -107,7 +107,7 @@ def test_runs_of_bn_relu_conv2d_agree(case, dtype, backend):
 @pytest.mark.parametrize("width", [6, 16])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.backends("cpu", slow=("triton", "cuda"))
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_runs_of_a_stage_agree(memory, width, dtype, backend):
     stage = in_dtype(random_stage(width=width, memory=memory), dtype)
     inputs = {"x": torch.randn(8, 10, 17, 13).to(dtype)}

@@ -106,6 +106,7 @@ def test_runs_of_every_unit_agree(stage, backend):
         assert_runs_agree(backend, partial(evaluate, call, inputs))
 
 
+@pytest.mark.covering(1)
 @both_modes
 @every_stage
 def test_runs_of_a_run_of_blocks_agree(stage, memory, backend):

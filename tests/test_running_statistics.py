@@ -137,6 +137,7 @@ def with_stale_sizes(module):
             child.in_channels, child.out_channels = child.in_channels + 3, child.out_channels + 3
 
 
+@pytest.mark.covering(2)
 @every_fused
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("configure", [without_statistics, without_count, with_stale_sizes])
@@ -173,6 +174,7 @@ INVALID = {
 }
 
 
+@pytest.mark.covering(2)
 @every_fused
 @pytest.mark.parametrize(
     "configure, training",

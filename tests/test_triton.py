@@ -42,7 +42,7 @@ from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import BlockRun, Conv, Norm, Wanted
 from preact_kernels.kernels.triton import block_run, configurations, conv, launch, reduction
 from preact_kernels.kernels.triton.batch_norm import KernelNorm
-from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch, WeightUnit
+from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -291,7 +291,7 @@ def recorded_launches(monkeypatch):
     """The names of kernels that are launched from here on; none of them runs."""
     found = []
 
-    def record(kernel, grid, args, constants, num_warps, compiled=None):
+    def record(kernel, grid, args, constants, num_warps, prepared=None):
         # What a launch of a known kernel relies on.
         assert list(constants) == kernel.arg_names[len(args) :]
         assert len(grid) == 3
@@ -444,9 +444,9 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     like = torch.empty(0, dtype=torch.bfloat16, device="meta")
     shapes = [(images, c, side, side) for c in (channels, out_channels)]
     conv = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
-    found = BackwardLaunch(
-        like, *shapes, (out_channels, channels, kernel, kernel), conv, dy_is_whole=dy_is_whole
-    )
+    dtypes = configurations.ConvDtypes(*[like.dtype] * 3)
+    weight_shape = (out_channels, channels, kernel, kernel)
+    found = BackwardLaunch(like, dtypes, *shapes, weight_shape, conv, dy_is_whole=dy_is_whole)
     assert found.in_one_pass == in_one_pass
     # Partial results are written and read; x and dy are read, dy is written where it is not whole.
     partial = 8 * found.weights
@@ -522,19 +522,19 @@ def test_the_memory_that_is_left_is_found():
 def test_a_profiler_sees_launches_of_known_kernels(name, is_chain, monkeypatch):
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: "looked up"
+            return lambda *args, **options: compiled
 
-    known = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
+    compiled = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
     driver = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
 
     def launched():
-        return launch.launch_kernel(Kernel(), (1, 1, 1), (), {}, 4, known)
+        return launch.launch_kernel(Kernel(), (1, 1, 1), (), {}, 4)
 
-    assert launched() is known
+    assert launched().run is compiled.run
     hook = SimpleNamespace(calls=[print]) if is_chain else print
     monkeypatch.setattr(triton.knobs.runtime, name, hook)
-    assert launched() == "looked up"
+    assert launched() is None
 
 
 def test_the_arguments_of_a_launch_for_many_blocks_are_few():
@@ -543,16 +543,18 @@ def test_the_arguments_of_a_launch_for_many_blocks_are_few():
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():
     weight = torch.randn(16, 16, 1, 1)
-    place = block_run.Place([weight] * 4, [weight] * 4, Conv((1, 1), (0, 0), (1, 1), 1))
+    dtypes = configurations.ConvDtypes(*[weight.dtype] * 3)
+    conv = Conv((1, 1), (0, 0), (1, 1), 1)
+    unit = block_run.UnitOfBlock([weight] * 4, [weight] * 4, [], conv, dtypes)
     kept = {}
     for in_one_pass in (True, False):
-        launch_of_place = SimpleNamespace(
+        launch_of_unit = SimpleNamespace(
             in_one_pass=in_one_pass, input_programs=2, weight_programs=2, weights=256
         )
-        gradients = block_run._WeightGradients(place, launch_of_place, 4, 4, weight)
+        gradients = block_run._WeightGradients(unit, launch_of_unit, 4, 4, weight)
         whole, h = torch.randn(2, 16, 3, 3), torch.randn(2, 16, 3, 3)
         alive = weakref.ref(h)
-        gradients.add(WeightUnit(whole, h, KernelNorm(weight, weight, weight, weight, 0.0)))
+        gradients.add(3, whole, h, KernelNorm(weight, weight, weight, weight, 0.0))
         del h
         kept[in_one_pass] = alive() is not None
     assert kept == {True: False, False: True}

@@ -13,14 +13,6 @@ struct NormPointers {
   float eps;
   Accumulators moments;  // where there are some, mean and var follow from these and from
   double count;          // the number of pixels
-
-  __device__ void read_mean_and_var(int channel, float& channel_mean, float& channel_var) const {
-    if (moments.words != nullptr) {
-      read_moments(moments, channel, count, channel_mean, channel_var);
-    } else {
-      channel_mean = mean[channel], channel_var = var[channel];
-    }
-  }
 };
 
 // A fold (../args.h): [skip +] A*g + B*(x - mean) + C.
@@ -44,14 +36,16 @@ __device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqr
 // 0 where p <= 0. NaN stays NaN, as in PyTorch.
 __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
 
-// Marks a constructor that reads values which `prepare` wrote to shared memory.
+// Marks a constructor that reads values which `load_parameters` and then `read_sums` wrote to
+// shared memory, each with all threads of a block. The first reads what no kernel of a run writes,
+// so that a kernel may call it before it waits for the one before it.
 struct FromShared {};
 
 // p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where the mean is
 // large compared with the deviation.
 template <int kWidth>
 struct Normalisation {
-  static constexpr int kRows = 3;
+  static constexpr int kRows = 4;
 
   float mean[kWidth], scale[kWidth], bias[kWidth];
 
@@ -61,7 +55,9 @@ struct Normalisation {
     for (int i = 0; i < kWidth; ++i) {
       const int c = channel + i;
       mean[i] = scale[i] = bias[i] = 0;
-      if (is_channel) compute(norm, c, mean[i], scale[i], bias[i]);
+      if (!is_channel) continue;
+      mean[i] = norm.mean[c], bias[i] = norm.bias[c];
+      scale[i] = norm.weight[c] * reciprocal_std(norm.var[c], norm.eps);
     }
   }
 
@@ -71,11 +67,27 @@ struct Normalisation {
     load_floats(bias, shared + 2 * channels + first);
   }
 
-  // Fills `shared` [kRows][channels] with all threads of a block.
-  static __device__ void prepare(const NormPointers& norm, int channels, float* shared) {
+  // Of `shared` [kRows][channels]: mean, scale, bias, 1 / standard deviation.
+  static __device__ void load_parameters(const NormPointers& norm, int channels, float* shared) {
     for (int c = threadIdx.x; c < channels; c += kThreads) {
-      compute(norm, c, shared[c], shared[channels + c], shared[2 * channels + c]);
+      shared[channels + c] = norm.weight[c];
+      shared[2 * channels + c] = norm.bias[c];
+      if (norm.moments.words != nullptr) continue;
+      shared[c] = norm.mean[c];
+      set_scale(reciprocal_std(norm.var[c], norm.eps), channels, shared + c);
     }
+  }
+  static __device__ void read_sums(const NormPointers& norm, int channels, float* shared) {
+    if (norm.moments.words == nullptr) return;
+    for (int c = threadIdx.x; c < channels; c += kThreads) {
+      float var;
+      read_moments(norm.moments, c, norm.count, shared[c], var);
+      set_scale(reciprocal_std(var, norm.eps), channels, shared + c);
+    }
+  }
+  static __device__ void load_rstd(float (&rstd)[kWidth], const float* shared, int channels,
+                                   int first) {
+    load_floats(rstd, shared + 3 * channels + first);
   }
 
   __device__ float operator()(float x, int i) const { return (x - mean[i]) * scale[i] + bias[i]; }
@@ -93,12 +105,9 @@ struct Normalisation {
   }
 
  private:
-  static __device__ void compute(const NormPointers& norm, int at, float& mean, float& scale,
-                                 float& bias) {
-    float var;
-    norm.read_mean_and_var(at, mean, var);
-    scale = norm.weight[at] * reciprocal_std(var, norm.eps);
-    bias = norm.bias[at];
+  static __device__ void set_scale(float rstd, int channels, float* shared) {
+    shared[channels] *= rstd;
+    shared[3 * channels] = rstd;
   }
 };
 
@@ -114,7 +123,12 @@ struct InputGradient {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       a[i] = b[i] = c[i] = mean[i] = 0;
-      if (is_channel) compute(fold, channels, channel + i, a[i], b[i], c[i], mean[i]);
+      if (!is_channel) continue;
+      const int at = channel + i;
+      const float rstd = reciprocal_std(fold.norm.var[at], fold.norm.eps);
+      a[i] = fold.norm.weight[at] * rstd;
+      set_sums(fold, channels, at, a[i], rstd, b[i], c[i]);
+      mean[i] = fold.norm.mean[at];
     }
   }
 
@@ -125,11 +139,19 @@ struct InputGradient {
     load_floats(mean, shared + 3 * channels + first);
   }
 
-  // Fills `shared` [kRows][channels] with all threads of a block.
-  static __device__ void prepare(const FoldPointers& fold, int channels, float* shared) {
+  // Of `shared` [kRows][channels]: a, b, c, mean.
+  static __device__ void load_parameters(const FoldPointers& fold, int channels, float* shared) {
     for (int i = threadIdx.x; i < channels; i += kThreads) {
-      compute(fold, channels, i, shared[i], shared[channels + i], shared[2 * channels + i],
-              shared[3 * channels + i]);
+      const float rstd = reciprocal_std(fold.norm.var[i], fold.norm.eps);
+      shared[i] = fold.norm.weight[i] * rstd;
+      shared[channels + i] = rstd;  // for `read_sums`
+      shared[3 * channels + i] = fold.norm.mean[i];
+    }
+  }
+  static __device__ void read_sums(const FoldPointers& fold, int channels, float* shared) {
+    for (int i = threadIdx.x; i < channels; i += kThreads) {
+      set_sums(fold, channels, i, shared[i], shared[channels + i], shared[channels + i],
+               shared[2 * channels + i]);
     }
   }
 
@@ -158,13 +180,10 @@ struct InputGradient {
   }
 
  private:
-  static __device__ void compute(const FoldPointers& fold, int channels, int at, float& a, float& b,
-                                 float& c, float& mean) {
-    const float rstd = reciprocal_std(fold.norm.var[at], fold.norm.eps);
-    a = fold.norm.weight[at] * rstd;
+  static __device__ void set_sums(const FoldPointers& fold, int channels, int at, float a,
+                                  float rstd, float& b, float& c) {
     b = -a * rstd * (fold.sum(at, 1, channels) * fold.inv_count);
     c = -a * (fold.sum(at, 0, channels) * fold.inv_count);
-    mean = fold.norm.mean[at];
   }
 };
 

@@ -72,15 +72,6 @@ bool costs_less_apart(const Conv& conv, const ConvLaunch& plan, int64_t x_bytes,
   return partials > x_bytes + dy_bytes;
 }
 
-// Whether to compute the weight gradients that were postponed, which keep their dy: an eighth of
-// the run's, if they are not small.
-bool are_enough(const Run& run) {
-  constexpr int64_t kSmallBytes = 64 << 20;
-  const size_t count = run.postponed.size();
-  return count == kMostWeightGradients ||
-         (count >= run.weights.size() / 8 && run.postponed_bytes >= kSmallBytes);
-}
-
 }  // namespace
 
 void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tensor& conv_weight) {
@@ -195,7 +186,6 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
                               wanted.dy ? mutable_data<char>(*gradients.dy) : nullptr,
                               gradients.accumulated,
                               nullptr,
-                              run.partials,
                               int(conv.in_channels),
                               int(conv.out_channels),
                               fold.has_value() ? 2 + fold->skip.has_value() : 1,
@@ -217,13 +207,13 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
         plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, false,
                                                  product.has_value());
       }
+      params.grid = plan.grid;
       WeightGradientPartials partials{};
       std::optional<Tensor> memory;
       if (of_weight) {
         memory = allocate_partials(x, gradients.conv_weight, plan.blocks, partials);
         params.partials = mutable_data<float>(*memory);
       }
-      params.grid = plan.grid;
       if (product.has_value()) {
         launch_bn_relu_conv_backward_of_product<Types>(
             conv, plan,
@@ -234,7 +224,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
       } else {
         launch_bn_relu_conv_backward<Types>(conv, plan, params, of_weight, on.stream);
       }
-      run.partials = partials, run.partials_owner = memory, run.has_launched = true;
+      run.has_launched = true;
+      if (of_weight) keep_partials(run, partials, *memory, on.stream);
     }
     if (is_postponed) {
       std::vector<Tensor> owners{x, dy, norm.mean, norm.var, norm.weight, *norm.bias};
@@ -251,12 +242,10 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
       if (wanted.g) params.unfolded_dy = nullptr;
       const ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, false, true);
       WeightGradientPartials partials{};
-      owners.push_back(allocate_partials(x, gradients.conv_weight, plan.blocks, partials));
-      params.partials = mutable_data<float>(owners.back());
-      params.grid = plan.grid, params.earlier = {}, params.is_dependent = false;
-      run.postponed.push_back({conv, dtypes, params, partials, owners});
-      run.postponed_bytes += dy_bytes;
-      if (are_enough(run)) finish_postponed(run, x);
+      const Tensor memory = allocate_partials(x, gradients.conv_weight, plan.blocks, partials);
+      params.partials = mutable_data<float>(memory);
+      params.grid = plan.grid;
+      postpone(run, {conv, dtypes, params, owners, partials, memory}, on.stream);
     }
   });
 }

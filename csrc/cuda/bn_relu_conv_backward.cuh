@@ -4,7 +4,6 @@
 
 #include "conv_tile.cuh"
 #include "gradient_product.cuh"
-#include "weight_gradient_partials.cuh"
 
 namespace preact_kernels::cuda {
 
@@ -14,12 +13,11 @@ struct BnReluConvBackward {
   FoldPointers fold;
   const void* x;
   NormPointers norm;
-  const void* weight;              // [K][taps][C]
-  void* g;                         // in the dtype of operands; null where it is not stored
-  void* unfolded_dy;               // null where it is not wanted
-  Accumulators sums;               // of g: sum(g), sum(g * xhat)
-  float* partials;                 // [blocks][taps][K][C]: weight gradients of blocks
-  WeightGradientPartials earlier;  // of the kernel before this one, which this one adds up
+  const void* weight;  // [K][taps][C]
+  void* g;             // in the dtype of operands; null where it is not stored
+  void* unfolded_dy;   // null where it is not wanted
+  Accumulators sums;   // of g: sum(g), sum(g * xhat)
+  float* partials;     // [blocks][taps][K][C]: weight gradients of blocks
   int in_channels, out_channels;
   int tensors;  // as BackwardShared says
   TileGrid grid;
@@ -32,20 +30,31 @@ struct BnReluConvBackwardOfProduct {
   ProductPointers product;
 };
 
-// The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps. With
-// fewer groups than warps, several warps share a group, and each takes a slice of the pixels.
+// The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps or
+// some of nine. With fewer groups than warps, several warps share a group, and each takes a slice
+// of the pixels.
 template <class T, int C, int GROUPS>
 struct WeightGradient {
   static constexpr int kTaps = Tile<C>::kTaps, kSide = kTaps == 1 ? 1 : 3;
+  // Where a warp has one group, two share its taps, so that a thread has fewer registers of sums.
+  static constexpr int kTapParts = C == 16 || C == 32 ? 2 : 1;
+  static constexpr int kOwnTaps = (kTaps + kTapParts - 1) / kTapParts;
 
-  int in_groups, groups, slices, slice, first_group;
-  float d[GROUPS][kTaps][2][4] = {};
+  static_assert(kTapParts == 1 || GROUPS == 1);
+
+  int in_groups, groups, slices, slice, first_group, first_tap;
+  float d[GROUPS][kOwnTaps][2][4] = {};
+
+  static __host__ __device__ int slices_of(int groups) {
+    return groups * kTapParts < kWarps ? kWarps / (groups * kTapParts) : 1;
+  }
 
   __device__ WeightGradient(int out_channels, int channels) {
-    const int warp = threadIdx.x / 32;
+    const int warp = threadIdx.x / 32 / kTapParts;
+    first_tap = threadIdx.x / 32 % kTapParts * kOwnTaps;
     in_groups = channels / 16;
     groups = out_channels / 16 * in_groups;
-    slices = groups < kWarps ? kWarps / groups : 1;
+    slices = slices_of(groups);
     slice = slices == 1 ? 0 : warp / groups;
     first_group = slices == 1 ? warp : warp % groups;
     if (slice >= slices) first_group = groups;  // this warp has no group
@@ -72,7 +81,9 @@ struct WeightGradient {
           load_b_by_rows<T>(b, [=](int i) { return activation + (p + i) * pitch + c; });
         }
 #pragma unroll
-        for (int tap = 0; tap < kTaps; ++tap) {
+        for (int t = 0; t < kOwnTaps; ++t) {
+          const int tap = first_tap + t;
+          if (tap >= kTaps) break;
           const int r = kSide - 1 - tap / kSide, s = kSide - 1 - tap % kSide;
           uint32_t a[4];
           load_a_by_rows<T>(
@@ -81,11 +92,11 @@ struct WeightGradient {
             const auto is_pair = [&](int i) { return tile.is_pair(p + i, r, s); };
             uint32_t masked[2][2] = {{b[0][0], b[0][1]}, {b[1][0], b[1][1]}};
             mask_depth<T>(a, masked, is_pair);
-            mma<T>(d[j][tap][0], a, masked[0]);
-            mma<T>(d[j][tap][1], a, masked[1]);
+            mma<T>(d[j][t][0], a, masked[0]);
+            mma<T>(d[j][t][1], a, masked[1]);
           } else {
-            mma<T>(d[j][tap][0], a, b[0]);
-            mma<T>(d[j][tap][1], a, b[1]);
+            mma<T>(d[j][t][0], a, b[0]);
+            mma<T>(d[j][t][1], a, b[1]);
           }
         }
       }
@@ -102,11 +113,13 @@ struct WeightGradient {
       if (group >= groups) break;
       const int k = group / in_groups * 16 + lane / 4, c = group % in_groups * 16 + lane % 4 * 2;
 #pragma unroll
-      for (int tap = 0; tap < kTaps; ++tap) {
+      for (int t = 0; t < kOwnTaps; ++t) {
+        const int tap = first_tap + t;
+        if (tap >= kTaps) break;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int at = (tap * out_channels + k) * channels + c + 8 * half;
-          const float (&v)[4] = d[j][tap][half];
+          const float (&v)[4] = d[j][t][half];
           visit(at, v[0], v[1]);
           visit(at + 8 * channels, v[2], v[3]);
         }
@@ -114,26 +127,24 @@ struct WeightGradient {
     }
   }
 
-  // Stores the sum of a block in `partial`. Slices are added in order, in `shared` [taps][K][C].
+  // Stores the sum of a block in `partial`. `shared` has room for [slices][taps][K][C].
   __device__ void store(int out_channels, int channels, float* shared, float* partial) const {
-    if (slices == 1) {
-      for_pairs(out_channels, channels,
-                [&](int at, float v, float w) { store_pair(partial + at, v, w); });
-      return;
-    }
-    for (int turn = 0; turn < slices; ++turn) {
-      __syncthreads();
-      if (turn != slice) continue;
-      for_pairs(out_channels, channels, [&](int at, float v, float w) {
-        const bool is_first = turn == 0;
-        store_pair(shared + at, is_first ? v : shared[at] + v, is_first ? w : shared[at + 1] + w);
-      });
-    }
+    const int values = kTaps * out_channels * channels;
+    float* to = slices == 1 ? partial : shared + slice * values;
+    for_pairs(out_channels, channels, [&](int at, float v, float w) { store_pair(to + at, v, w); });
+    if (slices == 1) return;
     __syncthreads();
-    for (int i = threadIdx.x * 4; i < kTaps * out_channels * channels; i += kThreads * 4) {
-      Vector<float, 4> values;
-      values.load(shared + i);
-      values.store(partial + i);
+    for (int i = threadIdx.x * 4; i < values; i += kThreads * 4) {
+      float sum[4], more[4];
+      load_floats(sum, shared + i);
+      for (int other = 1; other < slices; ++other) {
+        load_floats(more, shared + other * values + i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] += more[j];
+      }
+      Vector<float, 4> total;
+      total.pack(sum);
+      total.store(partial + i);
     }
   }
 };
@@ -145,17 +156,18 @@ struct BackwardShared {
   static constexpr int kWidth = kFullWidth<T>;
   // Of two tiles: x is read again when the products are done, while that of the next arrives.
   static constexpr int kXParts = kParts<typename Types::X, kWidth>;
-  using XAhead = VectorsAhead<typename Types::X, kWidth, 2 * kXParts>;
+  using XAhead = VectorsAhead<typename Types::X, kWidth>;
   // Each vector of dy, or of x of a fold, is followed by those of g, unless that is a product, and
   // skip of the fold.
   static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
   static constexpr int kSkip = kDyParts + (kHasProduct ? 0 : kParts<T, kWidth>);
   static constexpr int kAllParts = kSkip + kDyParts;
-  using DyAhead = VectorsAhead<typename Types::Y, kWidth, kAllParts>;
-  using GAhead = VectorsAhead<T, kWidth, kAllParts>;
+  using DyAhead = VectorsAhead<typename Types::Y, kWidth>;
+  using GAhead = VectorsAhead<T, kWidth>;
 
   int weights, dy, activation, da, norm, fold, product, x_ahead, dy_ahead;  // where each begins
   int bytes;
+  int dy_parts;  // of a vector in dy_ahead
 
   // `tensors` are those that the output's gradient is formed from: g, and x and skip of a fold. The
   // flags say which gradients are computed.
@@ -164,33 +176,48 @@ struct BackwardShared {
     const int in_row = in_channels * int(sizeof(T)) + 16;
     const int out_row = out_channels * int(sizeof(T)) + 16;
     const int pixels = Tile<C>::pixels(grid), halo_pixels = Tile<C>::halo_pixels(grid);
-    const int sums = pixels * (in_channels + kSumsPadding) * 4;
     weights = 0;
     dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
     activation = dy + halo_pixels * out_row;
     da = activation + pixels * in_row;
-    norm = da + (!of_input ? 0 : sums > kPartialsBytes ? sums : kPartialsBytes);
+    norm = da + (of_input ? pixels * (in_channels + kSumsPadding) * 4 : 0);
     fold = norm + Normalisation<kWidth>::kRows * in_channels * 4;
     product = fold + InputGradient<kWidth>::kRows * out_channels * 4;
     x_ahead = product;
     if (kHasProduct) x_ahead += ProductShared<T>(pixels, out_channels, in_channels).bytes;
-    dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels);
-    const int parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
-    bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, parts);
-    // After the last tile: sums of every thread, or a weight gradient that warps share.
-    const int weight_values = Tile<C>::kTaps * in_channels * out_channels;
-    const bool warps_share = of_weight && out_channels / 16 * (in_channels / 16) < kWarps;
-    const int shared_values = warps_share ? weight_values : 0;
+    dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels, 2 * kXParts);
+    dy_parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
+    bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, dy_parts);
+    // After the last tile: sums of every thread, or weight gradients of warps that share one.
+    const int groups = out_channels / 16 * (in_channels / 16);
+    const int slices = WeightGradient<T, C, 1>::slices_of(groups);
+    const bool warps_share = of_weight && slices > 1;
+    const int shared_values = slices * Tile<C>::kTaps * in_channels * out_channels;
     const int thread_sums = of_input ? 2 * kWidth * kThreads : 0;
-    const int least = 4 * (shared_values > thread_sums ? shared_values : thread_sums);
+    const int least =
+        4 * (warps_share && shared_values > thread_sums ? shared_values : thread_sums);
     if (bytes < least) bytes = least;
   }
 };
 
-// Blocks of a multiprocessor. Registers are the limit where there is a weight gradient, else shared
-// memory for 64 channels.
-template <int C, int GROUPS>
-constexpr int kBackwardBlocks = (C == 0 && GROUPS <= 2) || (C < 64 && GROUPS == 0) ? 2 : 1;
+// Whether a multiprocessor has 228 KB of shared memory, rather than 164 KB or less.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kHasLargeSharedMemory = false;
+#else
+constexpr bool kHasLargeSharedMemory = true;
+#endif
+
+// Whether its shared memory holds two blocks of a 3x3 convolution of 16 or 32 channels.
+template <class Types>
+constexpr bool kHoldsTwo3x3 =
+    kHasLargeSharedMemory && sizeof(typename Types::T) == 2 && !Types::kHasStream;
+
+// Blocks of a multiprocessor, which limit the registers. Where shared memory holds one, as for 64
+// channels, that one has them all.
+template <class Types, int C, int GROUPS>
+constexpr int kBackwardBlocks = C == 0   ? (GROUPS <= 2 ? 2 : 1)
+                                : C < 64 ? (GROUPS == 0 || kHoldsTwo3x3<Types> ? 2 : 1)
+                                         : 1;
 
 // The most vectors of a thread in a tile. A 1x1 convolution beside a float32 stream, whose vectors
 // are two, has fewer: so two blocks fit.
@@ -200,6 +227,39 @@ constexpr int kBackwardVectors =
 
 // GROUPS of the convolutions that have kernels with a product.
 constexpr int kProductGroups = 2;
+
+// Adds the two sums of the threads of a block to `sums`. `shared` has room for those of all
+// threads.
+template <int kWidth>
+__device__ void add_sums(const ThreadColumn& column, int channels, float (&first)[kWidth],
+                         float (&second)[kWidth], const Accumulators& sums, float* shared) {
+  // Where a warp has whole pixels, it adds them up. Then it has one row of sums, else each pixel.
+  const int lane = threadIdx.x % 32, vectors = channels / kWidth;
+  const bool has_whole_pixels = 32 % vectors == 0;
+  if (has_whole_pixels) {
+    for (int offset = 16; offset >= vectors; offset /= 2) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        first[j] += __shfl_xor_sync(0xffffffffu, first[j], offset);
+        second[j] += __shfl_xor_sync(0xffffffffu, second[j], offset);
+      }
+    }
+  }
+  const int rows = has_whole_pixels ? kWarps : column.lanes;
+  if (has_whole_pixels ? lane < vectors : column.is_active) {
+    const int row = has_whole_pixels ? threadIdx.x / 32 : column.lane;
+    float* to = shared + row * 2 * channels + column.channel;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) to[j] = first[j], to[channels + j] = second[j];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
+    float sum = 0;
+#pragma unroll 8
+    for (int row = 0; row < rows; ++row) sum += shared[row * 2 * channels + i];
+    add_exact(sums, i % channels, i / channels, sum);
+  }
+}
 
 // g[p][c] = [p > 0] * the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap],
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
@@ -220,6 +280,8 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
   constexpr int kVectors = kBackwardVectors<Types, C, GROUPS>;
   constexpr int kOutVectors = C == 0 ? kVectors : kHaloVectors<T, C>;
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
+  // Two blocks of a multiprocessor leave few registers beside those of nine taps.
+  constexpr bool kFewRegisters = kWeight && kTaps > 1 && kBackwardBlocks<Types, C, GROUPS> == 2;
   constexpr int kChannels = C ? C : OfG::kChannels, kOutChannels = C ? C : OfG::kOutChannels;
   const int channels = kChannels ? kChannels : conv.in_channels;
   const int out_channels = kOutChannels ? kOutChannels : conv.out_channels;
@@ -235,19 +297,22 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
   float* da = reinterpret_cast<float*>(memory + shared.da);
   float* norm = reinterpret_cast<float*>(memory + shared.norm);
   float* fold = reinterpret_cast<float*>(memory + shared.fold);
-  const typename Shared::DyAhead dy_ahead(memory + shared.dy_ahead);
-  const typename Shared::GAhead g_ahead(memory + shared.dy_ahead, Shared::kDyParts);
-  const typename Shared::DyAhead skip_ahead(memory + shared.dy_ahead, Shared::kSkip);
+  const typename Shared::DyAhead dy_ahead(memory + shared.dy_ahead, 0, shared.dy_parts);
+  const typename Shared::GAhead g_ahead(memory + shared.dy_ahead, Shared::kDyParts,
+                                        shared.dy_parts);
+  const typename Shared::DyAhead skip_ahead(memory + shared.dy_ahead, Shared::kSkip,
+                                            shared.dy_parts);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
-  const X* x = static_cast<const X*>(conv.x) + in.channel;
+  // Without their channels, which would make each a pointer in registers.
+  const X* x = static_cast<const X*>(conv.x);
+  T* g = static_cast<T*>(conv.g);
   const bool is_folded = kHasProduct || conv.fold.x != nullptr;
   const bool has_skip = conv.fold.skip != nullptr;
-  const Y* dy_or_x = static_cast<const Y*>(is_folded ? conv.fold.x : conv.dy) + out.channel;
   const bool reads_dy_or_x = kHasProduct || !is_folded || conv.fold.reads_x();
-  const T* fold_g = static_cast<const T*>(conv.dy) + out.channel;
-  const Y* skip = static_cast<const Y*>(conv.fold.skip) + out.channel;
-  T* g = static_cast<T*>(conv.g) + in.channel;
+  const Y* dy_or_x = static_cast<const Y*>(is_folded ? conv.fold.x : conv.dy);
+  const T* fold_g = static_cast<const T*>(conv.dy);
+  const Y* skip = static_cast<const Y*>(conv.fold.skip);
   WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
   const auto products = [&] {
@@ -259,28 +324,32 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
     }
   }();
 
-  const auto x_ahead_of = [&](int turn) {  // 0 and 1 alternate
-    return typename Shared::XAhead(memory + shared.x_ahead, turn * Shared::kXParts);
+  // The x of two tiles alternate.
+  const auto x_ahead_of = [&](int step) {
+    return typename Shared::XAhead(memory + shared.x_ahead, step % 2 * Shared::kXParts,
+                                   2 * Shared::kXParts);
   };
-  const auto copy_ahead = [&](int index, int turn) {
+  const auto index_of = [](int step) { return int(blockIdx.x + step * gridDim.x); };
+  const auto copy_ahead = [&](int step) {
+    const int index = index_of(step);
     if (index >= conv.grid.tiles) return;
-    const auto x_ahead = x_ahead_of(turn);
+    const auto x_ahead = x_ahead_of(step);
     const Tile<C> tile(conv.grid, index);
     if (in.is_active) {
-#pragma unroll
+#pragma unroll(kFewRegisters ? 1 : kVectors)
       for (int i = 0; i < kVectors; ++i) {
         const int p = in.lane + i * in.lanes;
         if (p >= pixels) break;
         const int64_t pixel = tile.pixel(p);
-        x_ahead.copy(i, x + pixel * channels, pixel >= 0);
+        x_ahead.copy(i, x + (pixel * channels + in.channel), pixel >= 0);
       }
     }
     if (out.is_active) {
-#pragma unroll
+#pragma unroll(kFewRegisters ? 1 : kOutVectors)
       for (int i = 0; i < kOutVectors; ++i) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
-        const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels;
+        const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels + out.channel;
         if (reads_dy_or_x) dy_ahead.copy(i, dy_or_x + at, pixel >= 0);
         if (!kHasProduct && is_folded) g_ahead.copy(i, fold_g + at, pixel >= 0);
         if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
@@ -289,24 +358,24 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
     if constexpr (kHasProduct) products.copy_ahead(tile);
     cp_async_commit();
   };
-  if constexpr (kHasProduct) products.load_weights();
+  if constexpr (kHasProduct) products.load_parameters();
   if constexpr (kInput) {
     load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
   }
+  Normalisation<kWidth>::load_parameters(conv.norm, channels, norm);
+  if (is_folded) InputGradient<kWidth>::load_parameters(conv.fold, out_channels, fold);
   wait_for_predecessors();
   let_dependents_start();
-  copy_ahead(blockIdx.x, 0);
-  Normalisation<kWidth>::prepare(conv.norm, channels, norm);
-  if (is_folded) InputGradient<kWidth>::prepare(conv.fold, out_channels, fold);
-  if constexpr (kHasProduct) products.prepare();
-  if constexpr (kInput) add_up<T>(conv.earlier, reinterpret_cast<double*>(da));
+  copy_ahead(0);
+  Normalisation<kWidth>::read_sums(conv.norm, channels, norm);
+  if (is_folded) InputGradient<kWidth>::read_sums(conv.fold, out_channels, fold);
+  if constexpr (kHasProduct) products.read_sums();
   __syncthreads();
 
-  for (int index = blockIdx.x, turn = 0; index < conv.grid.tiles;
-       index += gridDim.x, turn = 1 - turn) {
-    const Tile<C> tile(conv.grid, index);
+  for (int step = 0; index_of(step) < conv.grid.tiles; ++step) {
+    const Tile<C> tile(conv.grid, index_of(step));
     NonFinite<T> non_finite;
-    const auto x_ahead = x_ahead_of(turn);
+    const auto x_ahead = x_ahead_of(step);
     cp_async_wait<0>();
     if constexpr (kHasProduct) {
       products.form_dz(tile, activation);
@@ -329,7 +398,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
       }
     }
     const auto form_dy = [&](auto form) {
-#pragma unroll(kOutVectors > 4 || C == 0 ? 2 : 4)
+#pragma unroll(kFewRegisters ? 1 : C == 0 || kOutVectors > 4 ? 2 : 4)
       for (int i = 0; i < kOutVectors; ++i) {
         const int p = out.lane + i * out.lanes;
         if (p >= halo_pixels) break;
@@ -340,33 +409,37 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
           operand = as_operand<T>(gradient);
           if constexpr (kMayMask) non_finite.add(operand);
           if (conv.unfolded_dy != nullptr && Tile<C>::is_interior(p)) {
-            Y* to = static_cast<Y*>(conv.unfolded_dy) + out.channel;
-            gradient.store(to + pixel * out_channels);
+            Y* to = static_cast<Y*>(conv.unfolded_dy);
+            gradient.store(to + (pixel * out_channels + out.channel));
           }
         }
         operand.store(dy_tile + p * dy_pitch + out.channel);
       }
     };
-    if (out.is_active && is_folded) {
-      const InputGradient<kWidth> gradient(FromShared{}, fold, out_channels, out.channel);
+    const auto coefficients = [&] {
+      return InputGradient<kWidth>(FromShared{}, fold, out_channels, out.channel);
+    };
+    const auto unfold = [&](const InputGradient<kWidth>& gradient, int i, const auto& g) {
+      return gradient.template unfold<Y>(conv.fold, i, g, dy_ahead, skip_ahead);
+    };
+    if (out.is_active && is_folded && kFewRegisters) {
+      form_dy([&](int i) { return unfold(coefficients(), i, g_ahead); });
+    } else if (out.is_active && is_folded) {
+      const auto gradient = coefficients();
       if constexpr (kHasProduct) {
         const MaskedProducts<T, typename Shared::DyAhead> product_g(
             gradient, products.bias() + out.channel, dy_tile + out.lane * dy_pitch + out.channel,
             out.lanes * dy_pitch, dy_ahead);
-        form_dy([&](int i) {
-          return gradient.template unfold<Y>(conv.fold, i, product_g, dy_ahead, skip_ahead);
-        });
+        form_dy([&](int i) { return unfold(gradient, i, product_g); });
       } else {
-        form_dy([&](int i) {
-          return gradient.template unfold<Y>(conv.fold, i, g_ahead, dy_ahead, skip_ahead);
-        });
+        form_dy([&](int i) { return unfold(gradient, i, g_ahead); });
       }
     } else if (out.is_active) {
       form_dy([&](int i) { return dy_ahead[i]; });
     }
     // Both tiles are complete.
     const bool masks = kMayMask ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
-    copy_ahead(index + gridDim.x, 1 - turn);
+    copy_ahead(step + 1);
     if constexpr (kInput) {
       multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da,
                                    sums_pitch);
@@ -380,7 +453,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
     }
     __syncthreads();  // da is complete, and both tiles may be overwritten
     if (!kInput || !in.is_active) continue;
-#pragma unroll
+#pragma unroll(kFewRegisters ? 1 : kVectors)
     for (int i = 0; i < kVectors; ++i) {
       const int p = in.lane + i * in.lanes;
       if (p >= pixels) break;
@@ -394,7 +467,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] = a[j] == 0 ? 0 : values[j];  // NaN: passes
       stored.pack(values);
-      if (conv.g != nullptr) stored.store(g + pixel * channels);
+      if (g != nullptr) stored.store(g + (pixel * channels + in.channel));
       stored.unpack(values);
       x_ahead[i].unpack(a);
       load_floats(mean, norm + in.channel);
@@ -406,25 +479,18 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
     }
   }
 
+  if constexpr (kInput) {
+    if (in.is_active) {
+      float rstd[kWidth];
+      Normalisation<kWidth>::load_rstd(rstd, norm, channels, in.channel);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum_g_x[j] *= rstd[j];
+    }
+  }
   // From here on shared memory has another layout.
   float* scratch = reinterpret_cast<float*>(memory);
   __syncthreads();
-  if constexpr (kInput) {
-    if (in.is_active) {
-      float* row = scratch + in.lane * 2 * channels + in.channel;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) row[j] = sum_g[j], row[channels + j] = sum_g_x[j];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
-      float sum = 0;
-#pragma unroll 8
-      for (int lane = 0; lane < in.lanes; ++lane) sum += scratch[lane * 2 * channels + i];
-      const int c = i % channels, value = i / channels;
-      const float rstd = reciprocal_std(conv.norm.var[c], conv.norm.eps);
-      add_exact(conv.sums, c, value, value == 0 ? sum : sum * rstd);
-    }
-  }
+  if constexpr (kInput) add_sums(in, channels, sum_g, sum_g_x, conv.sums, scratch);
   if constexpr (kWeight) {
     __syncthreads();
     const int64_t weights_of_block = int64_t(kTaps) * out_channels * channels;
@@ -434,7 +500,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
 
 // One convolution: g, and dweight if GROUPS > 0.
 template <class Types, int C, int GROUPS>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
     bn_relu_conv_backward_kernel(const __grid_constant__ BnReluConvBackward conv) {
   bn_relu_conv_backward<Types, C, GROUPS, true>(conv);
 }
@@ -442,7 +508,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
 // The same of the last convolution of a bottleneck of the inner width CHANNELS, where the g of its
 // fold is a product.
 template <class Types, int CHANNELS, int GROUPS>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<0, GROUPS>)
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, 0, GROUPS>)
     bn_relu_conv_backward_product_kernel(const __grid_constant__ BnReluConvBackwardOfProduct p) {
   constexpr int kVectors = kBackwardVectors<Types, 0, kProductGroups>;
   constexpr int kPixels = pixels_of_tile<typename Types::T>(4 * CHANNELS, kVectors);
@@ -457,7 +523,7 @@ struct WeightGradients {
 static_assert(sizeof(WeightGradients) <= 32764, "more parameters than a kernel may have");
 
 template <class Types, int C, int GROUPS>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<C, GROUPS>)
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
     bn_relu_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
   bn_relu_conv_backward<Types, C, GROUPS, false>(convs.of[blockIdx.y]);
 }

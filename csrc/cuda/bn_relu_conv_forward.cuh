@@ -54,7 +54,7 @@ constexpr int kForwardBlocks = C == 64 ? 1 : 2;
 // next tile is.
 template <class Types, int C>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
-    bn_relu_conv_forward_kernel(const BnReluConvForward conv) {
+    bn_relu_conv_forward_kernel(const __grid_constant__ BnReluConvForward conv) {
   using T = typename Types::T;
   using X = typename Types::X;
   using Y = typename Types::Y;
@@ -108,12 +108,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     cp_async_commit();
   };
   load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
+  Normalisation<kWidth>::load_parameters(conv.norm, channels, norm);
   wait_for_predecessors();
   let_dependents_start();
   const int blocks = gridDim.x;
   copy_x(blockIdx.x);
   copy_residual(blockIdx.x);
-  Normalisation<kWidth>::prepare(conv.norm, channels, norm);
+  Normalisation<kWidth>::read_sums(conv.norm, channels, norm);
   __syncthreads();
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += blocks) {

@@ -35,13 +35,14 @@ ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_inp
         has_product ? shared_bytes(std::true_type()) : shared_bytes(std::false_type());
     if (!of_input) {
       // Few blocks for each weight: a launch computes the gradients of several.
-      plan.blocks =
-          std::min((plan.grid.tiles + kTilesOfWeightGradient - 1) / kTilesOfWeightGradient,
-                   multiprocessors());
+      const int tiles = plan.grid.tiles;
+      const int few = (tiles + kTilesOfWeightGradient - 1) / kTilesOfWeightGradient;
+      plan.blocks = std::clamp(few, std::min(tiles, kLeastBlocksOfWeightGradient),
+                               std::max(multiprocessors(), kLeastBlocksOfWeightGradient));
     } else {
-      plan.blocks =
-          persistent_blocks(plan.grid.tiles, plan.shared_bytes,
-                            of_weight ? kBackwardBlocks<C, GROUPS> : kBackwardBlocks<C, 0>);
+      plan.blocks = persistent_blocks(
+          plan.grid.tiles, plan.shared_bytes,
+          of_weight ? kBackwardBlocks<Types, C, GROUPS> : kBackwardBlocks<Types, C, 0>);
     }
     return plan;
   });
@@ -82,7 +83,8 @@ void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& pl
   for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
     launch("bn_relu_conv_weight_gradients", bn_relu_conv_weight_gradients_kernel<Types, C, GROUPS>,
-           dim3(plan.blocks, count), dim3(kThreads), plan.shared_bytes, stream, params);
+           dim3(plan.blocks, count), dim3(kThreads), plan.shared_bytes, stream, params,
+           params.of[0].is_dependent);
   });
 }
 

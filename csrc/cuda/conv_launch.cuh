@@ -64,8 +64,9 @@ void for_product_channels(const Conv& conv, const Body& body) {
   }
 }
 
-// Tiles of pixels of a block that computes the gradient of a weight alone.
-constexpr int kTilesOfWeightGradient = 8;
+// Tiles of pixels of a block that computes the gradient of a weight alone: more blocks would write
+// more partial gradients. There are at least so many blocks, as far as there are tiles.
+constexpr int kTilesOfWeightGradient = 16, kLeastBlocksOfWeightGradient = 8;
 
 // The most channels of a 3x3 convolution: more weights leave no shared memory for tiles.
 template <class T>
@@ -98,6 +99,8 @@ TileGrid tile_grid(const Conv& conv) {
     grid.tiles_down = (grid.height + Tile<C>::kHeight - 1) / Tile<C>::kHeight;
     grid.tiles_across = (grid.width + Tile<C>::kWidth - 1) / Tile<C>::kWidth;
     grid.tiles = int(conv.images * grid.tiles_down * grid.tiles_across);
+    grid.of_image = Divisor(std::max(grid.tiles_down * grid.tiles_across, 1));
+    grid.of_row = Divisor(std::max(grid.tiles_across, 1));
     grid.block_pixels = Tile<C>::kPixels;
   }
   return grid;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "batch_norm.cuh"
+#include "divisor.cuh"
 
 namespace preact_kernels::cuda {
 
@@ -21,7 +22,8 @@ struct TileGrid {
   int height, width;
   int tiles_down, tiles_across;  // of one image
   int tiles;
-  int block_pixels;  // pixels of a tile without its border; a multiple of 16
+  int block_pixels;          // pixels of a tile without its border; a multiple of 16
+  Divisor of_image, of_row;  // tiles of an image, and of a row of it
 };
 
 // One tile, and the positions of its pixels in the tensor: 32 bits, as a batch has at most 2^30
@@ -39,10 +41,12 @@ struct Tile {
   int height, width;
 
   __device__ Tile(const TileGrid& grid, int index) : height(grid.height), width(grid.width) {
-    const int of_image = grid.tiles_down * grid.tiles_across;
-    image = index / of_image * height * width;
-    row = index % of_image / grid.tiles_across * kHeight;
-    column = index % grid.tiles_across * kWidth;
+    const int images = grid.of_image.divide(index);
+    const int tile = index - images * grid.tiles_down * grid.tiles_across;
+    const int rows = grid.of_row.divide(tile);
+    image = images * height * width;
+    row = rows * kHeight;
+    column = (tile - rows * grid.tiles_across) * kWidth;
   }
 
   static __host__ __device__ int pixels(const TileGrid&) { return kPixels; }
@@ -130,24 +134,23 @@ __host__ __device__ constexpr int pixels_of_tile(int channels, int vectors) {
 }
 
 // Vectors of a thread that are copied to shared memory while it works on something else. Only the
-// thread that copies a vector reads it, so no barrier is needed. Vectors of several tensors may
-// alternate: they are kStride parts of 16 bytes apart.
+// thread that copies a vector reads it, so no barrier is needed. A vector has parts of 16 bytes.
 template <class T, int kWidth>
 constexpr int kParts = kWidth * int(sizeof(T)) / 16;
-template <class T, int kWidth, int kStride = kParts<T, kWidth>>
+template <class T, int kWidth>
 class VectorsAhead {
   static constexpr int kParts = cuda::kParts<T, kWidth>, kPartBytes = kThreads * 16;
 
  public:
-  // Of a tile of `pixels`, where the last vector has `last` parts of all tensors.
-  static __host__ __device__ int bytes(int pixels, int channels, int last = kStride) {
+  // Of a tile of `pixels`, where vectors of several tensors alternate: `parts` of all of them.
+  static __host__ __device__ int bytes(int pixels, int channels, int parts = kParts) {
     const int lanes = lanes_of(channels, kWidth);
-    return ((pixels - 1) / lanes * kStride + last) * kPartBytes;
+    return (pixels + lanes - 1) / lanes * parts * kPartBytes;
   }
 
   // `first` is the number of parts ahead of this tensor's.
-  __device__ explicit VectorsAhead(unsigned char* shared, int first = 0)
-      : own_(shared + first * kPartBytes + threadIdx.x * 16) {}
+  __device__ explicit VectorsAhead(unsigned char* shared, int first = 0, int parts = kParts)
+      : own_(shared + first * kPartBytes + threadIdx.x * 16), pitch_(parts * kPartBytes) {}
 
   // Zeros unless `exists`.
   __device__ void copy(int i, const T* from, bool exists) const {
@@ -168,11 +171,10 @@ class VectorsAhead {
   }
 
  private:
-  __device__ unsigned char* part(int i, int j) const {
-    return own_ + (i * kStride + j) * kPartBytes;
-  }
+  __device__ unsigned char* part(int i, int j) const { return own_ + i * pitch_ + j * kPartBytes; }
 
   unsigned char* own_;
+  int pitch_;
 };
 
 // Fills `shared` [taps][K][C + one vector] with a weight stored [K][taps][C], aligned to 16 bytes.

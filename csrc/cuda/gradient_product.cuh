@@ -35,7 +35,7 @@ struct Product {
 template <class T>
 struct ProductShared {
   static constexpr int kWidth = kFullWidth<T>;
-  using Ahead = VectorsAhead<T, kWidth, 2>;  // of g and of the fold's x
+  using Ahead = VectorsAhead<T, kWidth>;  // of g and of the fold's x
 
   int weights, fold, bias, ahead;  // where each begins
   int bytes;
@@ -68,16 +68,17 @@ class ProductTiles {
         channels_(channels),
         shared_(pixels, columns, channels) {}
 
-  // And the bias: what no kernel ahead of this one writes.
-  __device__ void load_weights() const {
+  // What no kernel ahead of this one writes.
+  __device__ void load_parameters() const {
     const T* weight = static_cast<const T*>(product_.weight);
     cuda::load_weights<T, 1>(weight, weights(), channels_, columns_);
     float* bias = reinterpret_cast<float*>(memory_ + shared_.bias);
     for (int c = threadIdx.x; c < columns_; c += kThreads) bias[c] = product_.bias[c];
+    InputGradient<kWidth>::load_parameters(product_.fold, channels_, fold());
   }
 
-  __device__ void prepare() const {
-    InputGradient<kWidth>::prepare(product_.fold, channels_, fold());
+  __device__ void read_sums() const {
+    InputGradient<kWidth>::read_sums(product_.fold, channels_, fold());
   }
 
   __device__ void copy_ahead(const Tile<0>& tile) const {
@@ -118,8 +119,8 @@ class ProductTiles {
  private:
   __device__ T* weights() const { return reinterpret_cast<T*>(memory_ + shared_.weights); }
   __device__ float* fold() const { return reinterpret_cast<float*>(memory_ + shared_.fold); }
-  __device__ Ahead g_ahead() const { return Ahead(memory_ + shared_.ahead); }
-  __device__ Ahead x_ahead() const { return Ahead(memory_ + shared_.ahead, 1); }
+  __device__ Ahead g_ahead() const { return Ahead(memory_ + shared_.ahead, 0, 2); }
+  __device__ Ahead x_ahead() const { return Ahead(memory_ + shared_.ahead, 1, 2); }
 
   template <class Body>
   __device__ void for_own_pixels(const Body& body) const {

@@ -65,6 +65,8 @@ struct FinishGradientsParams {
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     finish_gradients_kernel(const __grid_constant__ FinishGradientsParams p) {
+  wait_for_predecessors();
+  let_dependents_start();
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (blockIdx.y == 0 && i < p.values) {
     p.sums[i] = static_cast<float>(read_exact(p.accumulated, i, 0));
@@ -140,34 +142,42 @@ void pack_weights(Run& run, const Tensor& like, const std::vector<Tensor>& conv_
   }
 }
 
-// Stores `sums`, which may be none, and the weight gradients of `partials`.
-void launch_finish_gradients(const Run& run, const Tensor* sums,
-                             const std::vector<WeightGradientPartials>& partials,
-                             cudaStream_t stream) {
-  FinishGradientsParams params{run.sums, nullptr, 0};
-  if (sums != nullptr) params.sums = mutable_data<float>(*sums), params.values = int(sums->numel());
-  if (params.values == 0 && partials.empty()) return;
-  int width = 0;
-  for (size_t i = 0; i < partials.size(); ++i) {
-    params.partials[i] = partials[i];
-    width = std::max(width, partials[i].values());
-  }
-  const int rows = std::max<int>(1, int(partials.size()));
-  const int blocks =
-      std::max((params.values + kThreads - 1) / kThreads,
-               std::min((width + 31) / 32, (multiprocessors() + rows - 1) / rows * 2));
-  for_dtype(run.dtype, [&](auto value) {
-    launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
-           dim3(std::max(blocks, 1), rows), kThreads, kPartialsBytes, stream, params);
-  });
+// Stores `sums`, which may be none, and the weight gradients of run.partials.
+void launch_finish_gradients(Run& run, const Tensor* sums, cudaStream_t stream) {
+  size_t next = 0;
+  do {
+    FinishGradientsParams params{run.sums, nullptr, 0};
+    if (sums != nullptr) {
+      params.sums = mutable_data<float>(*sums), params.values = int(sums->numel());
+      sums = nullptr;
+    }
+    int width = 0, rows = 0;
+    for (; rows < kMostWeightGradients && next < run.partials.size(); ++rows, ++next) {
+      params.partials[rows] = run.partials[next];
+      width = std::max(width, run.partials[next].values());
+    }
+    if (params.values == 0 && rows == 0) return;
+    rows = std::max(rows, 1);
+    const int blocks =
+        std::max((params.values + kThreads - 1) / kThreads,
+                 std::min((width + 31) / 32, (multiprocessors() + rows - 1) / rows * 2));
+    for_dtype(run.dtype, [&](auto value) {
+      launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
+             dim3(std::max(blocks, 1), rows), kThreads, kPartialsBytes, stream, params,
+             run.has_launched);
+    });
+    run.has_launched = true;
+  } while (next < run.partials.size());
+  run.partials.clear(), run.partials_owners.clear();
+  run.partials_bytes = 0;
 }
 
-// Launches the kernels of the postponed weight gradients. Returns what they leave to be added up.
-std::vector<WeightGradientPartials> launch_postponed(Run& run, cudaStream_t stream) {
-  std::vector<WeightGradientPartials> partials;
+// Launches the kernels of the postponed weight gradients, whose blocks' parts join run.partials.
+void launch_postponed(Run& run, cudaStream_t stream) {
   std::vector<bool> is_launched(run.postponed.size());
   for (size_t i = 0; i < run.postponed.size(); ++i) {
-    partials.push_back(run.postponed[i].partials);
+    run.partials.push_back(run.postponed[i].partials);
+    run.partials_owners.push_back(run.postponed[i].partials_owner);
     if (is_launched[i]) continue;
     const Conv conv = run.postponed[i].conv;
     const ConvDtypes dtypes = run.postponed[i].dtypes;
@@ -184,13 +194,15 @@ std::vector<WeightGradientPartials> launch_postponed(Run& run, cudaStream_t stre
       same.of[count++] = other.params;
       tensors = std::max(tensors, other.params.tensors);
     }
+    same.of[0].is_dependent = run.has_launched;
     for_conv_types(dtypes, [&](auto types) {
       using Types = decltype(types);
       const ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, tensors, false, true);
       launch_bn_relu_conv_weight_gradients<Types>(conv, plan, same, count, stream);
     });
+    run.has_launched = true;
   }
-  return partials;
+  run.postponed.clear();
 }
 
 }  // namespace
@@ -228,21 +240,30 @@ void finish_statistics(Run& run, const Tensor& mean, const Tensor& var, int64_t 
          kThreads, 0, on.stream, params);
 }
 
-void finish_postponed(Run& run, const Tensor& like) {
-  const OnDeviceOf on(like);
-  launch_finish_gradients(run, nullptr, launch_postponed(run, on.stream), on.stream);
-  run.postponed.clear();
-  run.postponed_bytes = 0;
-  run.has_launched = false;
+void keep_partials(Run& run, const WeightGradientPartials& partials, const Tensor& memory,
+                   cudaStream_t stream) {
+  constexpr int64_t kMostBytes = 64 << 20;
+  run.partials.push_back(partials);
+  run.partials_owners.push_back(memory);
+  run.partials_bytes += memory.numel();
+  if (run.partials.size() == kMostWeightGradients || run.partials_bytes >= kMostBytes) {
+    launch_finish_gradients(run, nullptr, stream);
+  }
+}
+
+void postpone(Run& run, const PostponedWeightGradient& postponed, cudaStream_t stream) {
+  // Of 16 bottlenecks, whose kernels of one kind fill the multiprocessors.
+  constexpr size_t kEnough = 48;
+  run.postponed.push_back(postponed);
+  if (run.postponed.size() < kEnough) return;
+  launch_postponed(run, stream);
+  launch_finish_gradients(run, nullptr, stream);
 }
 
 void finish_gradients(Run& run, const Tensor& like, const Tensor& sums) {
   const OnDeviceOf on(like);
-  std::vector<WeightGradientPartials> partials = launch_postponed(run, on.stream);
-  if (run.partials.partials != nullptr) {
-    partials.push_back(run.partials);
-  }
-  launch_finish_gradients(run, &sums, partials, on.stream);
+  launch_postponed(run, on.stream);
+  launch_finish_gradients(run, &sums, on.stream);
 }
 
 }  // namespace preact_kernels

@@ -1,4 +1,4 @@
-// The weight gradients of the blocks of a grid, added up in a fixed order by the kernel after it.
+// The weight gradients of the blocks of a grid, added up in a fixed order by a later kernel.
 #pragma once
 
 #include "pixel_rows.cuh"

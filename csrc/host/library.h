@@ -73,10 +73,10 @@ inline Tensor bn_input_gradient(const Tensor& g, PK_FOLD_PARAMETERS) {
 
 inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
     const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
-    const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual,
-    bool with_stats) {
+    const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual, bool with_stats,
+    std::optional<ScalarType> dtype) {
   check_activation("x", x);  // before memory on its device is written
-  ForwardRun run(x, {conv_weight}, {with_stats});
+  ForwardRun run(x, {conv_weight}, {with_stats}, dtype);
   const Tensor y =
       preact_kernels::bn_relu_conv_forward(x, {mean, var, bn_weight, bn_bias, eps}, conv_weight,
                                            conv_bias, residual, run.statistics[0], run.unit(0));
@@ -88,7 +88,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     const Tensor& dy, PK_FOLD_PARAMETERS, const Tensor& x, PK_NORM_PARAMETERS,
     const Tensor& conv_weight, bool wants_input, bool wants_weight, bool wants_dy) {
   check_activation("x", x);
-  BackwardRun run(x, {conv_weight}, {{wants_input, wants_weight, wants_dy}});
+  BackwardRun run(x, {conv_weight}, {{wants_input, wants_weight, wants_dy}}, {dy});
   UnitGradients& gradients = run.gradients[0];
   preact_kernels::bn_relu_conv_backward(dy, fold_of(PK_FOLD_ARGUMENTS), std::nullopt, x,
                                         {mean, var, bn_weight, bn_bias, eps}, conv_weight,
@@ -125,7 +125,8 @@ void define_ops(Library& m) {
         ", Tensor sums, float inv_count) -> Tensor");
   m.def("bn_input_gradient(Tensor g, " PK_FOLD ") -> Tensor");
   m.def("bn_relu_conv_forward(Tensor x, " PK_NORM
-        ", Tensor conv_weight, Tensor? conv_bias, Tensor? residual, bool with_stats)"
+        ", Tensor conv_weight, Tensor? conv_bias, Tensor? residual, bool with_stats, "
+        "ScalarType? dtype=None)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("bn_relu_conv_backward(Tensor dy, " PK_FOLD ", Tensor x, " PK_NORM
         ", Tensor conv_weight, bool wants_input, bool wants_weight, bool wants_dy)"
@@ -133,7 +134,7 @@ void define_ops(Library& m) {
   m.def(
       "preact_stage_forward(Tensor x, Tensor[] x_statistics, Tensor[] parameters, "
       "Tensor[] known, float[] eps, int units_per_block, bool with_stats, bool keep_inputs, "
-      "bool keep_block_inputs) -> Tensor[]");
+      "bool keep_block_inputs, ScalarType? dtype=None) -> Tensor[]");
   m.def("preact_stage_backward(Tensor dy, " PK_FOLD
         ", Tensor[] inputs, Tensor[] statistics, "
         "Tensor[] parameters, float[] eps, float inv_count, int units_per_block, Tensor? y, "

@@ -35,13 +35,14 @@ inline std::vector<Tensor> conv_weights(const std::vector<Tensor>& parameters) {
 //   parameters    bn_weight, bn_bias and conv_weight of every unit
 //   known         mean and var of every unit; none where each unit uses those of its batch
 //   x_statistics  mean and var of x where the caller has them; none with `known`
+//   dtype         of the convolutions; none for that of their operands
 // Returns y and its mean and var (without values unless `with_stats`); mean and var of every unit
 // unless they are known; the inputs of the first units of blocks where `keep_block_inputs`, and of
 // all other units where `keep_inputs`. The first unit's are x and x_statistics themselves.
 inline std::vector<Tensor> preact_stage_forward(
     const Tensor& x, const std::vector<Tensor>& x_statistics, const std::vector<Tensor>& parameters,
     const std::vector<Tensor>& known, const std::vector<double>& eps, int64_t units_per_block,
-    bool with_stats, bool keep_inputs, bool keep_block_inputs) {
+    bool with_stats, bool keep_inputs, bool keep_block_inputs, std::optional<ScalarType> dtype) {
   check_activation("x", x);  // before memory on its device is written
   check_units(parameters, eps, units_per_block);
   if (!known.empty()) check_count("known", known, kStatistics * eps.size());
@@ -55,7 +56,7 @@ inline std::vector<Tensor> preact_stage_forward(
   }
   std::vector<bool> are_wanted(eps.size(), known.empty());
   are_wanted.back() = with_stats;
-  ForwardRun run(x, conv_weights(parameters), are_wanted);
+  ForwardRun run(x, conv_weights(parameters), are_wanted, dtype);
   Accumulators moments;
   for (size_t i = 0; i < eps.size(); ++i) {
     const size_t place = i % units_per_block;
@@ -109,7 +110,7 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
   check_activation("dy", dy);
   std::vector<Tensor> weights = conv_weights(stage.parameters);
   weights.insert(weights.end(), stage.negated.begin(), stage.negated.end());
-  BackwardRun run(dy, weights, std::vector<Wanted>(units, {true, true, false}));
+  BackwardRun run(dy, weights, std::vector<Wanted>(units, {true, true, false}), stage.inputs);
   std::vector<Tensor> results(3);
   for (const UnitGradients& unit : run.gradients) {
     results.push_back(unit.conv_weight);

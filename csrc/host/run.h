@@ -37,9 +37,11 @@ struct ForwardRun {
   int64_t pixels;
 
   // conv_weights[i] is that of unit i; its output's statistics are computed if are_wanted[i].
+  // Convolutions run in the dtype of their operands unless one is given.
   ForwardRun(const Tensor& x, const std::vector<Tensor>& conv_weights,
-             const std::vector<bool>& are_wanted)
-      : dtype(operand_dtype(x, conv_weights)), pixels(x.sizes()[0] * x.sizes()[2] * x.sizes()[3]) {
+             const std::vector<bool>& are_wanted, std::optional<ScalarType> given)
+      : dtype(given.value_or(operand_dtype(x, conv_weights))),
+        pixels(x.sizes()[0] * x.sizes()[2] * x.sizes()[3]) {
     std::vector<int64_t> channels;
     for (size_t i = 0; i < are_wanted.size(); ++i) {
       const int64_t count = check_out_channels(conv_weights[i]);
@@ -75,10 +77,12 @@ struct BackwardRun {
   std::vector<UnitGradients> gradients;  // of each unit; their sums are parts of:
   Tensor sums;
 
-  // The first conv_weights, as many as `wanted`, are those of the units; more may follow.
+  // The first conv_weights, as many as `wanted`, are those of the units; more may follow. Beside
+  // float32 weights and activations, a half precision of `others` is that of the convolutions.
   BackwardRun(const Tensor& like, const std::vector<Tensor>& conv_weights,
-              const std::vector<Wanted>& wanted)
+              const std::vector<Wanted>& wanted, const std::vector<Tensor>& others)
       : dtype(operand_dtype(like, conv_weights)) {
+    if (dtype == ScalarType::Float) dtype = operand_dtype(like, others);
     std::vector<int64_t> counts;
     for (size_t i = 0; i < wanted.size(); ++i) {
       check_out_channels(conv_weights[i]);

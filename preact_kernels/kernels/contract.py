@@ -85,6 +85,7 @@ class Epilogue(NamedTuple):
     conv_bias: Tensor | None = None  # [K], added
     residual: Tensor | None = None  # shaped like y, added
     with_stats: bool = False  # return the statistics of y
+    dtype: torch.dtype | None = None  # of the product; None for the narrower one of its operands
 
 
 NO_EPILOGUE = Epilogue()
@@ -123,6 +124,7 @@ class BlockRun(NamedTuple):
     eps: Sequence[float]  # of every unit
     units_per_block: int
     convs: Sequence[Conv]  # of the units of a block
+    dtype: torch.dtype | None = None  # of their products; None for the narrower of the operands
 
 
 class BlockRunOutput(NamedTuple):
@@ -290,14 +292,13 @@ class BlockKernels(Kernels, Protocol):
         """
 
 
-class StreamKernels(BlockKernels, Protocol):
-    """A backend whose fused convolutions also read and write a float32 residual stream.
+class StreamConvs(Kernels, Protocol):
+    """Convolutions that also read and write a float32 residual stream.
 
     Beside a weight in half precision, and where `serves_stream_conv` says so, one side of a
     convolution may be float32: `x`; or the residual and so `y`, which in the backward are `x` and
     `skip` of the fold, the unfolded `dy`, and `dy` without a fold. `g` is in half precision, both
-    the fold's and the result. In runs of blocks, of two units or more, it is that of the inputs of
-    all blocks.
+    the fold's and the result.
     """
 
     @abstractmethod
@@ -310,3 +311,10 @@ class StreamKernels(BlockKernels, Protocol):
         pixels: int | None = None,
     ) -> bool:
         """`serves_conv` beside a float32 stream, for a weight of `dtype`."""
+
+
+class StreamKernels(StreamConvs, BlockKernels, Protocol):
+    """A backend whose fused convolutions also read and write a float32 residual stream.
+
+    In runs of blocks, of two units or more, it is that of the inputs of all blocks.
+    """

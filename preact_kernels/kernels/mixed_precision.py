@@ -6,7 +6,8 @@ separate addition. Plain PyTorch computes the same: `F.conv2d(F.relu(bn(x)).to(h
 `x + F(x).to(float32)`. The cost is one activation, held briefly in each direction, and one more
 pass over the stream for each step that a fused kernel would have merged.
 
-`FusedMixedKernels` use the fused kernels of a backend that has them for such a stream.
+`FusedMixedKernels` use the fused kernels of a backend that has them for such a stream, and
+`MixedBlockKernels` also its calls for several blocks.
 """
 
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
     Output,
+    StreamConvs,
     StreamKernels,
     Wanted,
 )
@@ -84,7 +86,7 @@ class MixedKernels(Kernels):
         return self._of(x).bn_relu_backward_input(dy, x, norm, sums, inv_count)
 
     def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
-        return self._of(fold.x).bn_input_gradient(g, fold)
+        return self._of(fold.x).bn_input_gradient(g.to(fold.x.dtype), fold)
 
     def bn_relu_conv_forward(
         self,
@@ -98,7 +100,7 @@ class MixedKernels(Kernels):
         residual, with_stats = epilogue.residual, epilogue.with_stats
         if residual is not None:
             epilogue = Epilogue(epilogue.conv_bias)
-        if x.dtype == conv_weight.dtype:
+        if x.dtype != self.stream:
             output = self.narrow.bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
         else:
             output = pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
@@ -117,7 +119,7 @@ class MixedKernels(Kernels):
         wanted: Wanted,
     ) -> ConvGradients:
         """`g` has the dtype of `x`, and `dy` that of the fold's `x`."""
-        is_mixed = x.dtype != conv_weight.dtype
+        is_mixed = x.dtype == self.stream
         unfolded = None
         if fold is not None and (is_mixed or fold.x.dtype == self.stream):
             dy = self.bn_input_gradient(dy, fold)
@@ -139,8 +141,8 @@ class MixedKernels(Kernels):
         return self.wide.residual_add_forward(x.to(self.stream), branch.to(self.stream), with_stats)
 
 
-class FusedMixedKernels(MixedKernels, BlockKernels):
-    """`MixedKernels` of a backend whose fused convolutions take a float32 stream on one side.
+class FusedMixedKernels(MixedKernels):
+    """`MixedKernels` for convolutions that take a float32 stream on one side.
 
     `g` is in half precision, as the convolution's gradient is in plain PyTorch, unless PyTorch's
     convolution computed it: that is unfolded first.
@@ -148,14 +150,15 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
     Args:
         wide: functions for the residual stream.
         narrow: functions for tensors in `half`, and for convolutions with one side in `half`.
-        half: dtype of the weights.
+        half: dtype of the products; also of the weights, unless those are float32.
     """
 
-    narrow: StreamKernels
+    narrow: StreamConvs
 
-    def __init__(self, wide: Kernels, narrow: StreamKernels, half: torch.dtype) -> None:
+    def __init__(self, wide: Kernels, narrow: StreamConvs, half: torch.dtype) -> None:
         super().__init__(wide, narrow, torch.float32)
         self.half = half
+        self.takes_float32_weights = narrow.takes_float32_weights
 
     def serves_conv(
         self,
@@ -174,9 +177,6 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
             conv_weight.shape, conv, self.half, x.device, x.numel() // x.shape[1]
         )
 
-    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
-        return super().bn_input_gradient(g.to(fold.x.dtype), fold)
-
     def bn_relu_conv_forward(
         self,
         x: Tensor,
@@ -188,10 +188,11 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
         residual = epilogue.residual
         if residual is not None:
             residual = residual.to(self.stream)
-            epilogue = epilogue._replace(residual=residual)
+        epilogue = epilogue._replace(residual=residual, dtype=self.half)
         y_dtype = self.half if residual is None else self.stream
         if not self._fuses(x, conv_weight, conv, y_dtype):
-            return super().bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
+            weight = conv_weight.to(self.half)
+            return super().bn_relu_conv_forward(x, norm, weight, conv, epilogue)
         return self.narrow.bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
 
     def bn_relu_conv_backward(
@@ -212,8 +213,18 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
             return found._replace(dy=dy if wanted.dy else None)
         y_dtype = (dy if fold is None else fold.x).dtype
         if not self._fuses(x, conv_weight, conv, y_dtype):
-            return super().bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
+            weight = conv_weight.to(self.half)
+            found = super().bn_relu_conv_backward(dy, fold, x, norm, weight, conv, wanted)
+            if found.conv_weight is None:
+                return found
+            return found._replace(conv_weight=found.conv_weight.to(conv_weight.dtype))
         return self.narrow.bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
+
+
+class MixedBlockKernels(FusedMixedKernels, BlockKernels):
+    """`FusedMixedKernels` that also run several blocks in one call."""
+
+    narrow: StreamKernels
 
     def block_run_forward(
         self,
@@ -228,7 +239,7 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
     ) -> BlockRunOutput:
         return self.narrow.block_run_forward(
             x,
-            run,
+            run._replace(dtype=self.half),
             x_statistics,
             known,
             with_stats=with_stats,
@@ -248,4 +259,5 @@ class FusedMixedKernels(MixedKernels, BlockKernels):
     ) -> BlockRunGradients:
         if fold is not None and dy.dtype == self.stream:
             dy, fold = self.bn_input_gradient(dy, fold), None
+        run = run._replace(dtype=self.half)
         return self.narrow.block_run_backward(dy, fold, run, inputs, statistics, inv_count, y)

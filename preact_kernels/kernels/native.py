@@ -45,14 +45,18 @@ def load_library(name: str) -> str:
     return ""
 
 
+def _named(dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The last argument of an op, unless it is None, which takes the dispatcher time."""
+    return {} if dtype is None else {"dtype": dtype}
+
+
 class NativeKernels(FlatOps, BlockKernels):
     """A compiled library; see `BlockKernels`."""
 
     has_conv_bias: bool  # whether the fused convolution takes a bias
 
-    def _serves(self, x: Tensor, conv_weight: Tensor, conv: Conv) -> bool:
+    def _serves(self, x: Tensor, conv_weight: Tensor, conv: Conv, dtype: torch.dtype) -> bool:
         pixels = x.numel() // x.shape[1]
-        dtype = pytorch_conv.compute_dtype(x, conv_weight)
         return self.serves_conv(conv_weight.shape, conv, dtype, x.device, pixels)
 
     def running_stats_update(
@@ -69,10 +73,12 @@ class NativeKernels(FlatOps, BlockKernels):
         epilogue: Epilogue = NO_EPILOGUE,
     ) -> Output:
         has_kernel = epilogue.conv_bias is None or self.has_conv_bias
-        if not has_kernel or not self._serves(x, conv_weight, conv):
+        dtype = epilogue.dtype or pytorch_conv.compute_dtype(x, conv_weight)
+        if not has_kernel or not self._serves(x, conv_weight, conv, dtype):
             return pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
         op = self._ops.bn_relu_conv_forward.default
-        return self.output(op(x, *norm, conv_weight, *epilogue), epilogue.with_stats)
+        found = op(x, *norm, conv_weight, *epilogue[:3], **_named(epilogue.dtype))
+        return self.output(found, epilogue.with_stats)
 
     def bn_relu_conv_backward(
         self,
@@ -84,7 +90,8 @@ class NativeKernels(FlatOps, BlockKernels):
         conv: Conv,
         wanted: Wanted,
     ) -> ConvGradients:
-        if not self._serves(x, conv_weight, conv):
+        dtype = pytorch_conv.compute_dtype(x, dy, conv_weight)
+        if not self._serves(x, conv_weight, conv, dtype):
             return pytorch_conv.bn_relu_conv_backward(
                 self, dy, fold, x, norm, conv_weight, conv, wanted
             )
@@ -102,7 +109,7 @@ class NativeKernels(FlatOps, BlockKernels):
         keep_inputs: bool,
         keep_block_inputs: bool,
     ) -> BlockRunOutput:
-        parameters, eps, units_per_block, _ = run
+        parameters, eps, units_per_block, _, dtype = run
         y, mean, var, *rest = self._ops.preact_stage_forward.default(
             x,
             x_statistics or (),
@@ -113,6 +120,7 @@ class NativeKernels(FlatOps, BlockKernels):
             with_stats,
             keep_inputs,
             keep_block_inputs,
+            **_named(dtype),
         )
         statistics = BatchStatistics(mean, var) if with_stats else None
         count = 0 if known else 2 * len(eps)
@@ -131,7 +139,7 @@ class NativeKernels(FlatOps, BlockKernels):
         inv_count: float,
         y: Tensor | None,
     ) -> BlockRunGradients:
-        parameters, eps, units_per_block, _ = run
+        parameters, eps, units_per_block, *_ = run
         # Negating the weights of a block's last unit negates each product, and so each sum.
         stride = 3 * units_per_block
         last = list(parameters[stride - 1 :: stride])

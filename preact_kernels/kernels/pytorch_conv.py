@@ -22,9 +22,13 @@ from preact_kernels.kernels.contract import (
 )
 
 
-def compute_dtype(x: Tensor, conv_weight: Tensor) -> torch.dtype:
-    """The dtype of the convolution: the narrower one."""
-    return min(x.dtype, conv_weight.dtype, key=lambda dtype: dtype.itemsize)
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype of a convolution of these tensors: the narrowest one."""
+    narrowest = tensors[0].dtype
+    for t in tensors[1:]:  # Dynamo does not trace `min` with a key
+        if t.dtype.itemsize < narrowest.itemsize:
+            narrowest = t.dtype
+    return narrowest
 
 
 def _nhwc(t: Tensor) -> Tensor:
@@ -48,8 +52,8 @@ def bn_relu_conv_forward(
     kernels: Kernels, x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue
 ) -> Output:
     """`Kernels.bn_relu_conv_forward`; `kernels` does everything but the convolution."""
-    conv_bias, residual, with_stats = epilogue
-    dtype = compute_dtype(x, conv_weight)
+    conv_bias, residual, with_stats, dtype = epilogue
+    dtype = dtype or compute_dtype(x, conv_weight)
     conv_weight = conv_weight.to(dtype)
     a = kernels.bn_relu_forward(x, norm).to(dtype)
     if _converts_activation(x, conv_weight):

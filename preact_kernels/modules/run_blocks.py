@@ -88,8 +88,9 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
             x = block.plain_forward(x)
         return x
 
+    kernels = dispatch.kernels_for(x, dtype)
     # Weights that the kernels read as they are need no copy in `dtype`.
-    keeps_float32 = dtype == x.dtype and dispatch.kernels_for(x).takes_float32_weights
+    keeps_float32 = kernels.takes_float32_weights
     specs: list[BlockSpec] = []
     parameters: list[Tensor] = []
     shortcuts: list[Tensor] = []
@@ -123,11 +124,10 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
         if block.is_residual and channels != shape[1]:
             raise ValueError(f"x: expected a shortcut of {shape[1]} channels, got {channels}")
 
-    kernels = dispatch.kernels_for(x, None if dtype == x.dtype else parameters[2])
     weights = (*parameters[2::3], *shortcuts)
     channels_last = any(map(layout.is_channels_last, (x, *weights)))
     y, *batch = PreActStageFunction.apply(
-        StageCall(kernels, tuple(specs), memory),
+        StageCall(kernels, tuple(specs), memory, dtype),
         layout.nhwc(x),
         *parameters,
         *shortcuts,

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     BatchStatistics,
     BlockKernels,
@@ -25,6 +25,7 @@ from preact_kernels.kernels.contract import (
     Norm,
     Wanted,
 )
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels
 from preact_kernels.ops.bn_relu import differentiable_bn_relu
 from preact_kernels.ops.bn_stats import (
     Statistics,
@@ -139,7 +140,7 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
         spec, first = blocks.specs[index], blocks.first_unit[index]
         if spec.shortcut is not None or not spec.is_residual:
             return None
-        if len(spec.units) == 1 and blocks.conv_weight(first).itemsize < x.itemsize:
+        if len(spec.units) == 1 and isinstance(kernels, MixedBlockKernels):
             return None
         convs = []
         for unit, u in enumerate(spec.units, first):
@@ -450,16 +451,18 @@ class Backward(NamedTuple):
 
 
 def differentiable_forward(
-    blocks: Blocks, statistics: Sequence[BatchStatistics], x: Tensor
+    blocks: Blocks, statistics: Sequence[BatchStatistics], dtype: torch.dtype, x: Tensor
 ) -> Tensor:
-    """The blocks in PyTorch's differentiable operations, for a double backward."""
+    """The blocks in PyTorch's differentiable operations, for a double backward.
+
+    Convolutions run in `dtype`.
+    """
     stream = x.dtype
     for index, spec in enumerate(blocks.specs):
         h = x
         for unit, u in enumerate(spec.units, blocks.first_unit[index]):
             weight = blocks.conv_weight(unit)
             norm = blocks.norm(unit, statistics[unit])
-            dtype = pytorch_conv.compute_dtype(x, weight)
             a = differentiable_bn_relu(h, norm, u.training, u.process_group).to(dtype)
             if h is x and spec.shortcut is not None:
                 x = F.conv2d(a, blocks.shortcuts[index].to(dtype), None, *spec.shortcut)

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels import cpu, cuda, reference
-from preact_kernels.kernels.contract import Kernels, StreamKernels
-from preact_kernels.kernels.mixed_precision import FusedMixedKernels, MixedKernels
+from preact_kernels.kernels.contract import Kernels, StreamConvs, StreamKernels
+from preact_kernels.kernels.mixed_precision import (
+    FusedMixedKernels,
+    MixedBlockKernels,
+    MixedKernels,
+)
 from preact_kernels.ops import checks, schema
 from preact_kernels.torch_compat import FakeTensor
 
@@ -217,30 +221,49 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
 _registered = schema.RegisteredKernels()
 
 
-def kernels_for(x: Tensor, conv_weight: Tensor | None = None) -> Kernels:
+def kernels_for(x: Tensor, dtype: torch.dtype | None = None) -> Kernels:
     """The kernels that serve `x`: those of a backend, or the registered ops while tracing.
 
     Args:
         x: the input.
-        conv_weight: a weight of the call; in another dtype where precisions are mixed.
+        dtype: of the convolutions; None for that of `x`. Where it is narrower, `x` is of a wider
+            residual stream.
 
     Raises:
         BackendError: the backend that was named cannot serve the device or a dtype.
     """
-    if conv_weight is not None and conv_weight.dtype != x.dtype:
-        wide = kernels_for(x)
-        narrow = kernels_for(conv_weight) if x.numel() else wide
-        if x.dtype == torch.float32 and hasattr(narrow, "serves_stream_conv"):
-            return FusedMixedKernels(wide, cast(StreamKernels, narrow), conv_weight.dtype)
-        return MixedKernels(wide, narrow, x.dtype)
+    if dtype is None or dtype == x.dtype:
+        return _kernels_in(x, x.dtype)
+    return _mixed(_kernels_in(x, x.dtype), _kernels_in(x, dtype), x.dtype, dtype)
+
+
+def _mixed(wide: Kernels, narrow: Kernels, stream: torch.dtype, dtype: torch.dtype) -> MixedKernels:
+    """The kernels for a residual stream beside convolutions in a narrower dtype."""
+    if stream != torch.float32 or not hasattr(narrow, "serves_stream_conv"):
+        return MixedKernels(wide, narrow, stream)
+    if hasattr(narrow, "block_run_forward"):
+        return MixedBlockKernels(wide, cast(StreamKernels, narrow), dtype)
+    return FusedMixedKernels(wide, cast(StreamConvs, narrow), dtype)
+
+
+def _kernels_in(x: Tensor, dtype: torch.dtype) -> Kernels:
+    """The kernels that serve tensors of `dtype` where `x` is."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
         return _registered
     if x.numel() == 0:  # the share of one process of a group
         return reference
-    return select(_current, x.device.type, x.dtype)
+    return select(_current, x.device.type, dtype)
 
 
-schema.register(lambda x: select(_current, x.device.type, x.dtype))
+def _kernels_of_op(x: Tensor, half: torch.dtype | None) -> Kernels:
+    """The kernels that run a registered op; with `half`, of a convolution beside a stream."""
+    if half is None:
+        return select(_current, x.device.type, x.dtype)
+    wide, narrow = (select(_current, x.device.type, d) for d in (torch.float32, half))
+    return _mixed(wide, narrow, torch.float32, half)
+
+
+schema.register(_kernels_of_op)
 
 
 def backend_for(

@@ -26,6 +26,7 @@ class StageCall(NamedTuple):
     kernels: Kernels
     specs: Sequence[BlockSpec]
     memory: MemoryMode
+    dtype: torch.dtype  # of the convolutions
 
 
 class PreActStageFunction(torch.autograd.Function):
@@ -42,7 +43,7 @@ class PreActStageFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, x, *tensors):
-        kernels, specs, memory = call
+        kernels, specs, memory, _ = call
         blocks = Blocks(specs, tensors)
         keys = block_runs.run_keys(kernels, blocks, x)
         starts = memory.segment_starts(len(specs))
@@ -84,7 +85,7 @@ class PreActStageFunction(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, dy):
         y, *saved = ctx.saved_tensors
-        kernels, specs, memory = ctx.call
+        kernels, specs, memory, dtype = ctx.call
         # Lists: Dynamo of torch 2.11 makes `*saved` a tuple.
         kept, saved = list(saved[: ctx.kept_count]), list(saved[ctx.kept_count :])
         count = 2 * len(ctx.fixed_inv_counts)
@@ -96,7 +97,8 @@ class PreActStageFunction(torch.autograd.Function):
         if runs_plain_backward(dy):
 
             def forward(x, *tensors):
-                return block_runs.differentiable_forward(Blocks(specs, tensors), statistics, x)
+                blocks = Blocks(specs, tensors)
+                return block_runs.differentiable_forward(blocks, statistics, dtype, x)
 
             return None, *gradients(forward, (kept[0], *tensors), (needs_x, *needed), dy)
 

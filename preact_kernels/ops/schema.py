@@ -25,6 +25,7 @@ from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
     Output,
+    StreamConvs,
     Wanted,
     statistics_dtype,
 )
@@ -49,7 +50,7 @@ SCHEMAS = {
     "bn_input_gradient": f"(Tensor g, {_FOLD}) -> Tensor",
     "bn_relu_conv_forward": (
         f"(Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, Tensor? conv_bias, Tensor? residual, "
-        "bool with_stats) -> (Tensor, Tensor, Tensor)"
+        "bool with_stats, ScalarType? dtype) -> (Tensor, Tensor, Tensor)"
     ),
     "bn_relu_conv_backward": (
         f"(Tensor dy, {_FOLD}, Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, "
@@ -106,7 +107,7 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
     return getattr(kernels, name)(*arguments)  # all of them are flat
 
 
-class RegisteredKernels(FlatOps):
+class RegisteredKernels(FlatOps, StreamConvs):
     """The registered ops, for tracing; see `Kernels`."""
 
     def __init__(self) -> None:
@@ -122,6 +123,17 @@ class RegisteredKernels(FlatOps):
     ) -> bool:
         """False: the backend decides when the op runs."""
         return False
+
+    def serves_stream_conv(
+        self,
+        weight_shape: Sequence[int],
+        conv: Conv,
+        dtype: torch.dtype,
+        device: torch.device,
+        pixels: int | None = None,
+    ) -> bool:
+        """True: the ops take a stream, whether or not the backend fuses the convolution."""
+        return True
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
@@ -218,7 +230,9 @@ class FakeKernels(Kernels):
         epilogue: Epilogue = NO_EPILOGUE,
     ) -> Output:
         shape = conv.output_shape(x.shape, conv_weight.shape)
-        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        residual = epilogue.residual
+        dtype = (epilogue.dtype or x.dtype) if residual is None else residual.dtype
+        y = torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
         return _output(y, epilogue.with_stats)
 
     def bn_relu_conv_backward(
@@ -232,29 +246,42 @@ class FakeKernels(Kernels):
         wanted: Wanted,
     ) -> ConvGradients:
         return ConvGradients(
-            _nhwc_like(x) if wanted.input else None,
+            _nhwc_like(x).to(conv_weight.dtype) if wanted.input else None,
             _sums_like(x) if wanted.input else None,
             torch.empty_like(conv_weight) if wanted.weight else None,
-            _nhwc_like(dy) if wanted.dy else None,
+            _nhwc_like(dy if fold is None else fold.x) if wanted.dy else None,
         )
 
     def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         return _output(_nhwc_like(x), with_stats)
 
 
+def _half_beside_stream(arguments: Sequence) -> torch.dtype | None:
+    """The dtype of a convolution in half precision, where one of its tensors is float32."""
+    dtypes = {t.dtype for t in arguments if isinstance(t, Tensor) and t.dim() == 4}
+    halves = dtypes & {torch.bfloat16, torch.float16}
+    return halves.pop() if halves and torch.float32 in dtypes else None
+
+
 def register(choose_kernels) -> None:
     """Registers every op.
 
     Args:
-        choose_kernels: from a tensor argument to the `Kernels` that compute the op.
+        choose_kernels: from a tensor argument, and the dtype of a convolution beside a float32
+            stream or None, to the `Kernels` that compute the op.
     """
     fakes = FakeKernels()
     for name, schema in SCHEMAS.items():
 
         def compute(*arguments, name=name):
             first = arguments[0]  # running statistics come in lists
-            kernels = choose_kernels(first[0] if isinstance(first, list) else first)
-            return call_with_flat_arguments(kernels, name, arguments)
+            like = first[0] if isinstance(first, list) else first
+            half = _half_beside_stream(arguments) if "conv" in name else None
+            results = call_with_flat_arguments(choose_kernels(like, half), name, arguments)
+            if half is not None and name == "bn_relu_conv_backward":
+                g, *others = results  # of PyTorch's convolution, g is float32 and so rounded
+                return g.to(half), *others
+            return results
 
         def fake(*arguments, name=name):
             return call_with_flat_arguments(fakes, name, arguments)

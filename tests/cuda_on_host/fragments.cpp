@@ -1,7 +1,9 @@
-// The wrappers of csrc/cuda/device.cuh that compute, one by one: for the host, and for a GPU.
+// The wrappers of csrc/cuda/device.cuh that compute, one by one, and Divisor: for the host, and for
+// a GPU.
 
 #include <type_traits>
 
+#include "cuda/divisor.cuh"
 #include "entry.h"
 
 using namespace preact_kernels::cuda;
@@ -108,6 +110,18 @@ __global__ void copy_kernel(CopyParams p) {
   for (int i = 0; i < 4; ++i) p.out[second + i] = tile[second + i];
 }
 
+struct DivisionParams {
+  Divisor divisor;
+  const int* n;
+  int* quotients;
+  int count;
+};
+
+__global__ void division_kernel(DivisionParams p) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < p.count) p.quotients[i] = p.divisor.divide(p.n[i]);
+}
+
 enum Type { kBFloat16, kHalf, kFloat };
 
 }  // namespace
@@ -131,4 +145,9 @@ PK_ENTRY conversion(int type, const float* in, float* out, unsigned blocks) {
 
 PK_ENTRY copy(const float* in, float* out) {
   return run("copy", copy_kernel, 1, 32, 256 * sizeof(float), CopyParams{in, out});
+}
+
+PK_ENTRY division(int divisor, const int* n, int* quotients, int count) {
+  const DivisionParams params{Divisor(divisor), n, quotients, count};
+  return run("division", division_kernel, (count + 31) / 32, 32, 0, params);
 }

@@ -1,9 +1,9 @@
-"""The Triton backend, for GPUs and for the interpreter: an implementation of `BlockKernels`.
+"""The Triton backend, for GPUs and for the interpreter: an implementation of `StreamKernels`.
 
 To a kernel, a dense NHWC tensor is a `[pixels, channels]` matrix. There is one file per op, and
 `block_run` for several blocks in one call. Shared code is in `batch_norm` and `conv` (device
-functions), `reduction` (sums over programs), `launch` (launches, grids) and `configurations` (block
-shapes).
+functions), `packing` (weights), `reduction` (sums over programs), `launch` (launches, grids) and
+`configurations` (block shapes).
 """
 
 from preact_kernels.kernels.running_stats import (
@@ -21,11 +21,12 @@ from preact_kernels.kernels.triton.bn_relu_conv import (
     bn_relu_conv_backward,
     bn_relu_conv_forward,
     serves_conv,
+    serves_stream_conv,
 )
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
-takes_float32_weights = False
+takes_float32_weights = True
 
 __all__ = [
     "block_run_backward",
@@ -41,5 +42,6 @@ __all__ = [
     "residual_add_forward",
     "running_stats_update",
     "serves_conv",
+    "serves_stream_conv",
     "takes_float32_weights",
 ]

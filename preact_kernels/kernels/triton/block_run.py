@@ -7,6 +7,7 @@ many blocks: the blocks of a run are cut into at most `_GROUPS` groups.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -24,41 +25,48 @@ from preact_kernels.kernels.contract import (
     Fold,
     Norm,
 )
+from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import KernelNorm
-from preact_kernels.kernels.triton.bn_relu_conv_backward import (
-    BackwardLaunch,
-    WeightUnit,
-    new_weight_gradients,
+from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
+from preact_kernels.kernels.triton.bn_relu_conv_forward import (
+    NO_ADDENDS,
+    Addends,
+    ForwardLaunch,
 )
-from preact_kernels.kernels.triton.bn_relu_conv_forward import Addends, ForwardLaunch
 from preact_kernels.kernels.triton.bn_stats import bn_stats
+from preact_kernels.kernels.triton.configurations import ConvDtypes
 from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.launch import (
     aligned,
     aligned_rows,
+    all_aligned,
     ceil_div,
     compile_only,
     needs_int64,
     on_device_of,
 )
+from preact_kernels.kernels.triton.packing import is_packed, pack_weights
 from preact_kernels.kernels.triton.reduction import (
     WORDS,
     finished_statistics,
     finished_sums,
     launch_sum_partials,
 )
+from preact_kernels.kernels.triton.weight_gradient import WeightUnit, new_weight_gradients
 
 _GROUPS = 8  # more take less memory, fewer take fewer launches
 _SMALLEST_GROUP = 4
 _LARGEST_GROUP = 64  # of 56 bytes a block in the arguments of a launch, which are at most 4 KB
 
 
-class Place(NamedTuple):
-    """A unit of each block: what is the same for all blocks."""
+class UnitOfBlock(NamedTuple):
+    """One unit of every block: the first of each, say. Lists have an entry for each block."""
 
-    conv_weights: list[Tensor]  # of all blocks, as given
-    packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the activations
+    conv_weights: list[Tensor]  # as given
+    packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the products
+    affine: list[tuple[Tensor, Tensor, float]]  # weight, bias and eps of the batch norms
     conv: Conv
+    dtypes: ConvDtypes
 
     @property
     def channels(self) -> int:
@@ -77,38 +85,49 @@ def _group(blocks: int) -> int:
     return min(blocks, group, _LARGEST_GROUP)
 
 
-def packed_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _packed(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The weights, dense in the order K, R, S, C, in `dtype`; those given where they are so."""
-    if all(
-        w.dtype == dtype and w.is_contiguous(memory_format=torch.channels_last)
-        for w in conv_weights
-    ):
+    if all(is_packed(w, dtype) for w in conv_weights):
         return [aligned(w) for w in conv_weights]
-    first = conv_weights[0]
-    if first.is_contiguous():  # stacked in their own order: one copy
-        stacked = torch.stack(list(conv_weights)).permute(0, 1, 3, 4, 2)
-    else:
-        stacked = torch.stack([w.permute(0, 2, 3, 1) for w in conv_weights])
-    rows = aligned_rows(first, len(conv_weights), first.numel(), dtype)
-    return list(rows.view(stacked.shape).copy_(stacked).unbind())
+    return pack_weights(conv_weights, dtype)
 
 
-def _places(run: BlockRun, dtype: torch.dtype) -> list[Place]:
-    """The places of a block, with packed weights."""
+def _conv_dtypes(run: BlockRun, x: Tensor) -> list[ConvDtypes]:
+    """The dtypes of the convolutions of a block, of which `x` is an input."""
+    inner = run.dtype or compute_dtype(x, run.parameters[2])
+    outer = [x.dtype, *[inner] * (run.units_per_block - 1), x.dtype]
+    return [ConvDtypes(inner, *sides) for sides in itertools.pairwise(outer)]
+
+
+def _units_of_block(run: BlockRun, x: Tensor) -> list[UnitOfBlock]:
+    """The units of the blocks, with packed weights; `x` is an input of a block."""
+    bn_weights, bn_biases = (all_aligned(run.parameters[i::3]) for i in (0, 1))
     weights, count = run.parameters[2::3], run.units_per_block
+    eps = map(float, run.eps)  # Triton compiles another kernel for an int
+    affine = list(zip(bn_weights, bn_biases, eps, strict=True))
     return [
-        Place(list(weights[i::count]), packed_weights(weights[i::count], dtype), run.convs[i])
-        for i in range(count)
+        UnitOfBlock(
+            list(weights[i::count]),
+            _packed(weights[i::count], dtypes.operands),
+            affine[i::count],
+            run.convs[i],
+            dtypes,
+        )
+        for i, dtypes in enumerate(_conv_dtypes(run, x))
     ]
 
 
 def _forward_launches(
-    like: Tensor, shape: Sequence[int], weights: Sequence[Sequence[int]], convs: Sequence[Conv]
+    like: Tensor,
+    dtypes: Sequence[ConvDtypes],
+    shape: Sequence[int],
+    weights: Sequence[Sequence[int]],
+    convs: Sequence[Conv],
 ) -> list[ForwardLaunch]:
     """The forward launches of a block: for an input of `shape` and weights of the shapes given."""
     launches: list[ForwardLaunch] = []
-    for weight, conv in zip(weights, convs, strict=True):
-        launches.append(ForwardLaunch(like, shape, weight, conv))
+    for of, weight, conv in zip(dtypes, weights, convs, strict=True):
+        launches.append(ForwardLaunch(like, of, shape, weight, conv))
         shape = launches[-1].shape
     return launches
 
@@ -120,30 +139,21 @@ def _backward_launches(
     launches: list[BackwardLaunch] = []
     for of in forward:
         is_last = len(launches) + 1 == len(forward)
-        launches.append(BackwardLaunch(like, shape, of.shape, of.weight_shape, of.conv, is_last))
+        launches.append(
+            BackwardLaunch(like, of.dtypes, shape, of.shape, of.weight_shape, of.conv, is_last)
+        )
         shape = of.shape
     return launches
 
 
 class _Accumulators:
-    """Zeros `[blocks, 2, 6, channels]` for every place, in one piece of memory."""
+    """Zeros `[blocks, 2, 6, channels]` for every unit of a block, in one piece of memory."""
 
     def __init__(self, x: Tensor, channels: Sequence[int], blocks: int) -> None:
         sizes = [blocks * 2 * WORDS * c for c in channels]
         pieces = x.new_zeros(sum(sizes), dtype=torch.int64).split(sizes)
-        self.places = [p.view(blocks, 2, WORDS, c) for p, c in zip(pieces, channels, strict=True)]
-        self.of = [p.unbind() for p in self.places]  # [place][block]
-
-
-def _affine(run: BlockRun, unit: int) -> tuple[Tensor, Tensor, float]:
-    """Weight, bias and eps of a unit's batch norm."""
-    bn_weight, bn_bias = run.parameters[3 * unit : 3 * unit + 2]
-    return aligned(bn_weight), aligned(bn_bias), float(run.eps[unit])  # Triton types an int
-
-
-def _known_norm(statistics: Sequence[Tensor], affine: tuple[Tensor, Tensor, float]) -> KernelNorm:
-    mean, var = statistics
-    return KernelNorm(aligned(mean), aligned(var), *affine)
+        self.units = [p.view(blocks, 2, WORDS, c) for p, c in zip(pieces, channels, strict=True)]
+        self.of = [p.unbind() for p in self.units]  # [unit of the block][block]
 
 
 _compiled_runs: set[tuple] = set()
@@ -153,10 +163,10 @@ class _RunShape(NamedTuple):
     """What the kernels of a run depend on, beside which tensors there are."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtypes: tuple[ConvDtypes, ...]  # of one block
     precision: str
     x: Sequence[int]
-    weights: tuple[Sequence[int], ...]  # shapes, of one block
+    weights: tuple[Sequence[int], ...]  # shapes
     convs: tuple[Conv, ...]
     group: int
 
@@ -164,8 +174,8 @@ class _RunShape(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _variants(run: _RunShape) -> tuple:
     """Equal for runs whose kernels are the same, as they are for most numbers of images."""
-    like = torch.empty(0, dtype=run.dtype, device=run.device)
-    forward = _forward_launches(like, run.x, run.weights, run.convs)
+    like = torch.empty(0, device=run.device)
+    forward = _forward_launches(like, run.dtypes, run.x, run.weights, run.convs)
     backward = _backward_launches(like, run.x, forward)
     of_x = needs_int64(math.prod(run.x))
     of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
@@ -188,8 +198,10 @@ def _compile_ahead(
     group = _group(len(run.eps) // count)
     weights = run.parameters[2 : 3 * count : 3]
     shapes = tuple(w.shape for w in weights)
+    of_block = tuple(_conv_dtypes(run, x))
+    matrix_precision = precision(of_block[0].operands)
     shape = _RunShape(
-        x.device, x.dtype, precision(x.dtype), x.shape, shapes, tuple(run.convs), group
+        x.device, of_block, matrix_precision, x.shape, shapes, tuple(run.convs), group
     )
     dtypes = tuple(w.dtype for w in weights)
     key = _variants(shape), dtypes, x_statistics is None, known is None, *keeps.values()
@@ -200,7 +212,7 @@ def _compile_ahead(
     def on_meta(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.empty_like(t, device="meta") for t in tensors]
 
-    short = BlockRun(on_meta(run.parameters[: 3 * units]), run.eps[:units], count, run.convs)
+    short = run._replace(parameters=on_meta(run.parameters[: 3 * units]), eps=run.eps[:units])
     of_x = None if x_statistics is None else BatchStatistics(*on_meta(x_statistics))
     of_units = None if known is None else on_meta(known[: 2 * units])
     (meta,) = on_meta([x])
@@ -218,7 +230,8 @@ def _compile_ahead(
             if known is not None:  # nothing says what follows
                 ways = [None, fold]
             for way in ways:
-                _backward(y, way, short, inputs, statistics, inv_count, rebuilt_from, group)
+                dy = y if way is None else y.to(of_block[0].operands)
+                _backward(dy, way, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)
     _compiled_runs.add(key)
@@ -255,43 +268,39 @@ def _forward(
     keep_inputs: bool,
     keep_block_inputs: bool,
 ) -> BlockRunOutput:
-    count, units = run.units_per_block, len(run.eps)
-    places, blocks = _places(run, x.dtype), units // count
+    units, blocks = _units_of_block(run, x), len(run.eps) // run.units_per_block
     x = aligned(x)
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
-    shapes = [place.conv_weights[0].shape for place in places]
-    launches = _forward_launches(x, x.shape, shapes, run.convs)
+    given = all_aligned(cast(BatchStatistics, x_statistics) if known is None else known)
+    shapes = [unit.conv_weights[0].shape for unit in units]
+    dtypes = [unit.dtypes for unit in units]
+    launches = _forward_launches(x, dtypes, x.shape, shapes, run.convs)
     is_summing = known is None or with_stats
-    sums = _Accumulators(x, [p.out_channels for p in places], blocks if is_summing else 0)
+    sums = _Accumulators(x, [u.out_channels for u in units], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
-    h = shortcut = x
-    for unit in range(units):
-        block, at = divmod(unit, count)
-        if at == 0:
-            shortcut = h
-        inputs.append(h if (keep_inputs if at else keep_block_inputs) else None)
-        affine = _affine(run, unit)
-        if known is not None:
-            norm = _known_norm(known[2 * unit : 2 * unit + 2], affine)
-        elif unit == 0:
-            norm = _known_norm(cast(BatchStatistics, x_statistics), affine)
-        else:
-            of_x = sums.of[at - 1][block if at else block - 1]
-            norm = KernelNorm(None, None, *affine, of_x)
-        is_summed = with_stats if unit + 1 == units else known is None
-        h = launches[at](
-            h,
-            norm,
-            places[at].packed[block],
-            Addends(None, shortcut if at + 1 == count else None),
-            sums.of[at][block] if is_summed else None,
-        )
+    h, of_h = x, None  # the latter are sums
+    count = len(units)
+    for block in range(blocks):
+        shortcut = h
+        for index, unit in enumerate(units):
+            inputs.append(h if (keep_inputs if index else keep_block_inputs) else None)
+            if of_h is None:
+                position = block * count + index
+                mean, var = given[2 * position : 2 * position + 2]
+                norm = KernelNorm(mean, var, *unit.affine[block])
+            else:
+                norm = KernelNorm(None, None, *unit.affine[block], of_h)
+            ends_block = index + 1 == count
+            is_summed = with_stats if ends_block and block + 1 == blocks else known is None
+            of_h = sums.of[index][block] if is_summed else None
+            addends = Addends(None, shortcut) if ends_block else NO_ADDENDS
+            h = launches[index](h, norm, unit.packed[block], addends, of_h)
     statistics, found = None, list(known or ())
     if is_summing:
         finished = [
             finished_statistics(s, launch.pixels)
-            for s, launch in zip(sums.places, launches, strict=True)
+            for s, launch in zip(sums.units, launches, strict=True)
         ]
         rows = [(mean.unbind(), var.unbind()) for mean, var in finished]  # of each block
         flat = [t for b in range(blocks) for mean, var in rows for t in (mean[b], var[b])]
@@ -303,13 +312,13 @@ def _forward(
 
 
 class _WeightGradients:
-    """Gradients of the weights of one place, summed over programs for a group of blocks at once.
+    """Gradients of the weights of one unit of a block, summed over programs for a group at once.
 
     Blocks come from the last to the first.
     """
 
     def __init__(
-        self, place: Place, launch: BackwardLaunch, blocks: int, group: int, x: Tensor
+        self, unit: UnitOfBlock, launch: BackwardLaunch, blocks: int, group: int, x: Tensor
     ) -> None:
         self._launch, self._group = launch, group
         programs = launch.input_programs if launch.in_one_pass else launch.weight_programs
@@ -320,29 +329,29 @@ class _WeightGradients:
         else:
             self._partials = x.new_empty(shape, dtype=torch.float32)
         self._slots = self._partials.unbind()
-        self._results = new_weight_gradients(place.conv_weights[0], blocks)
+        self._results = new_weight_gradients(unit.conv_weights[0], blocks)
         self._units: list[WeightUnit] = []  # of this group, where a launch of its own reads them
-        self._count = 0  # blocks of this group so far
-        self._left = blocks  # that come in this group and later
+        self._group_of(blocks)
 
-    def partials(self) -> Tensor | None:
-        """Where the kernel of the next block stores partial results; None if it has none."""
-        if not self._launch.in_one_pass:
-            return None
-        return self._slots[min(self._group, self._left) - self._count - 1]
+    def _group_of(self, end: int) -> None:
+        self._begin, self._end = max(0, end - self._group), end
 
-    def add(self, unit: WeightUnit) -> None:
+    def partials(self, block: int) -> Tensor | None:
+        """Where the kernel of a block stores partial results; None if it has none."""
+        return self._slots[block - self._begin] if self._launch.in_one_pass else None
+
+    def add(self, block: int, dy: Tensor | None, x: Tensor, norm: KernelNorm) -> None:
         """Call after each block's input kernel; launches what ends a group."""
-        self._count += 1
         if not self._launch.in_one_pass:
-            self._units.append(unit)
-        if self._count < min(self._group, self._left):
+            self._units.append(WeightUnit(cast(Tensor, dy), x, norm))
+        if block > self._begin:
             return
         if self._units:
             self._launch.weight(self._units[::-1], self._partials, self._group)
-        count, self._count, self._units = self._count, 0, []
-        self._left -= count
-        launch_sum_partials(self._partials[:count], self._results[self._left :][:count])
+            self._units = []
+        count = self._end - self._begin
+        launch_sum_partials(self._partials[:count], self._results[self._begin : self._end])
+        self._group_of(self._begin)
 
     def results(self) -> list[Tensor]:
         """The gradients of all blocks."""
@@ -374,55 +383,58 @@ def _backward(
     y: Tensor | None,
     group: int,
 ) -> BlockRunGradients:
-    count, units = run.units_per_block, len(run.eps)
+    count, blocks = run.units_per_block, len(run.eps) // run.units_per_block
     x = cast(Tensor, inputs[0]) if y is None else aligned(y)
-    places, blocks = _places(run, x.dtype), units // count
+    units = _units_of_block(run, x)
     negated: Sequence[Tensor] = ()
     if y is not None:
         # Negating the weights of a block's last unit negates each product, and so each sum.
-        negated = torch_compat.foreach_neg(places[-1].packed)
-    shapes = [place.conv_weights[0].shape for place in places]
-    rebuild = _forward_launches(x, x.shape, shapes, run.convs)
+        negated = torch_compat.foreach_neg(units[-1].packed)
+    statistics = all_aligned(statistics)
+    kept = [None if t is None else aligned(t) for t in inputs]
+    shapes = [unit.conv_weights[0].shape for unit in units]
+    dtypes = [unit.dtypes for unit in units]
+    rebuild = _forward_launches(x, dtypes, x.shape, shapes, run.convs)
     launches = _backward_launches(x, x.shape, rebuild)
     gradients = [
-        _WeightGradients(p, launch, blocks, group, x)
-        for p, launch in zip(places, launches, strict=True)
+        _WeightGradients(unit, launch, blocks, group, x)
+        for unit, launch in zip(units, launches, strict=True)
     ]
-    sums = _Accumulators(x, [p.channels for p in places], blocks)
+    sums = _Accumulators(x, [u.channels for u in units], blocks)
     g = block_dy = aligned(dy)
-    for unit in range(units - 1, -1, -1):
-        block, at = divmod(unit, count)
-        launch, place = launches[at], places[at]
-        mean, var = map(aligned, statistics[2 * unit : 2 * unit + 2])
-        bn_weight, bn_bias, eps = _affine(run, unit)
+    for position in range(count * blocks - 1, -1, -1):
+        block, index = divmod(position, count)
+        launch, unit = launches[index], units[index]
+        mean, var = statistics[2 * position : 2 * position + 2]
+        bn_weight, bn_bias, eps = unit.affine[block]
         norm = KernelNorm(mean, var, bn_weight, bn_bias, eps)
-        ends_block = at + 1 == count
+        of_g = sums.of[index][block]
+        ends_block = index + 1 == count
         if ends_block and y is not None:  # x is the output of this block
-            z = aligned(cast(Tensor, inputs[unit]))
-            x = rebuild[at](z, norm, negated[block], Addends(None, x), None)
-        h = x if at == 0 and y is not None else aligned(cast(Tensor, inputs[unit]))
+            z = cast(Tensor, kept[position])
+            x = rebuild[index](z, norm, negated[block], Addends(None, x), None)
+        h = x if index == 0 and y is not None else cast(Tensor, kept[position])
         g, whole = launch.input(
             g,
             fold,
             h,
             norm,
-            place.packed[block],
-            sums.of[at][block],
-            gradients[at].partials(),
+            unit.packed[block],
+            of_g,
+            gradients[index].partials(block),
             needs_whole=ends_block or not launch.in_one_pass,
         )
         if ends_block:
             block_dy = whole
-        gradients[at].add(WeightUnit(cast(Tensor, whole), h, norm))
-        skip = block_dy if at == 0 else None
-        fold = Fold(skip, h, Norm(mean, var, bn_weight, None, eps), sums.of[at][block], inv_count)
+        gradients[index].add(block, whole, h, norm)
+        skip = block_dy if index == 0 else None
+        fold = Fold(skip, h, Norm(mean, var, bn_weight, None, eps), of_g, inv_count)
     results = [g.results() for g in gradients]
-    found = [finished_sums(s).unbind() for s in sums.places]
-    order = [(b, i) for b in range(blocks) for i in range(count)]
+    found = [finished_sums(s).unbind() for s in sums.units]
     return BlockRunGradients(
         g,
         block_dy,
         h,
-        [results[i][b] for b, i in order],
-        [found[i][b] for b, i in order],
+        [gradient for of_block in zip(*results, strict=True) for gradient in of_block],
+        [of_unit for of_block in zip(*found, strict=True) for of_unit in of_block],
     )

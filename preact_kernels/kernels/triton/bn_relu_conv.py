@@ -17,6 +17,7 @@ from preact_kernels.kernels.contract import (
     Output,
     Wanted,
 )
+from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.bn_relu_conv_backward import launch_bn_relu_conv_backward
 from preact_kernels.kernels.triton.bn_relu_conv_forward import launch_bn_relu_conv_forward
 from preact_kernels.kernels.triton.configurations import is_fused
@@ -34,11 +35,16 @@ def serves_conv(
     return is_fused(weight_shape, conv.groups, precision(dtype))
 
 
+# A float32 stream takes none of them away: see `configurations`.
+serves_stream_conv = serves_conv
+
+
 def bn_relu_conv_forward(
     x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue = NO_EPILOGUE
 ) -> Output:
     """See `Kernels.bn_relu_conv_forward`."""
-    if serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+    dtype = epilogue.dtype or compute_dtype(x, conv_weight)
+    if serves_conv(conv_weight.shape, conv, dtype, x.device):
         return launch_bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
     return pytorch_conv.bn_relu_conv_forward(kernels, x, norm, conv_weight, conv, epilogue)
 
@@ -53,6 +59,6 @@ def bn_relu_conv_backward(
     wanted: Wanted,
 ) -> ConvGradients:
     """See `Kernels.bn_relu_conv_backward`."""
-    if serves_conv(conv_weight.shape, conv, x.dtype, x.device):
+    if serves_conv(conv_weight.shape, conv, compute_dtype(x, dy, conv_weight), x.device):
         return launch_bn_relu_conv_backward(dy, fold, x, norm, conv_weight, conv, wanted)
     return pytorch_conv.bn_relu_conv_backward(kernels, dy, fold, x, norm, conv_weight, conv, wanted)

@@ -6,7 +6,7 @@ The gradient of the output may be folded (`contract.Fold`): the kernels evaluate
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
 import triton
@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Norm, Wanted
+from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import (
     KernelNorm,
     kernel_norm,
-    load_affine,
     load_fold,
     load_norm,
     pixels_of,
@@ -26,22 +26,21 @@ from preact_kernels.kernels.triton.batch_norm import (
     tiles_of,
 )
 from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
-from preact_kernels.kernels.triton.configurations import ConvBlocks, conv_backward
+from preact_kernels.kernels.triton.configurations import ConvBlocks, ConvDtypes, conv_backward
 from preact_kernels.kernels.triton.conv import (
     NO_FOLD,
     OutputGradient,
     Sizes,
     dot,
     geometry_of,
-    input_pixels,
     load_output_gradient,
     load_weight,
     output_pixels,
-    packed_weight,
     precision,
 )
 from preact_kernels.kernels.triton.launch import (
     INTERPRETED,
+    PreparedLaunch,
     ceil_div,
     device_of,
     launch_kernel,
@@ -50,12 +49,18 @@ from preact_kernels.kernels.triton.launch import (
     persistent_programs,
     specialized,
 )
+from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
     add_two_sums,
     column_sums,
     finished_sums,
     launch_sum_partials,
     new_sums,
+)
+from preact_kernels.kernels.triton.weight_gradient import (
+    WeightUnit,
+    bn_relu_conv_backward_weight_kernel,
+    new_weight_gradients,
 )
 
 # A program that sums the gradient of a weight has at least so many tiles, to keep partial results
@@ -71,10 +76,11 @@ def load_tap(
     coefficients,
     tile_pixels,
     sizes,
+    dtype: tl.constexpr,
     GEOMETRY: tl.constexpr,
     IN_TRAINING: tl.constexpr,
 ):
-    """The tile `[pixels, out channels]` of the output's gradient that a tap passes to x.
+    """The output's gradient, `[pixels, out channels]`, that a tap passes to x; rounded to `dtype`.
 
     `tile_pixels` are pixels of x, and which of them exist. The second result says to which of them
     the tap passes a gradient: no pixel of the padding may meet an infinite activation. The middle
@@ -86,11 +92,11 @@ def load_tap(
     mask = exists[:, None] & is_out_channel[None, :]
     at = out_pixel[:, None] * GEOMETRY.K + out_channel[None, :]
     tile = load_output_gradient(gradient, coefficients, at, mask, IN_TRAINING)
-    tile = tile.to(gradient.dy.dtype.element_ty)
     if gradient.unfolded is not None:
         is_own = (tap == GEOMETRY.R * GEOMETRY.S // 2) & (tl.program_id(1) == 0)
-        tl.store(gradient.unfolded + at, tile, mask=mask & is_own)
-    return tile, exists
+        stored = tile.to(gradient.unfolded.dtype.element_ty)
+        tl.store(gradient.unfolded + at, stored, mask=mask & is_own)
+    return tile.to(dtype), exists
 
 
 @triton.jit(do_not_specialize=["pixels"])
@@ -115,7 +121,7 @@ def bn_relu_conv_backward_kernel(
     `partials` is `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone. Grid:
     programs, blocks of input channels.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = conv_weight.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
     K: tl.constexpr = GEOMETRY.K
     TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
@@ -149,7 +155,7 @@ def bn_relu_conv_backward_kernel(
         mask = is_pixel[:, None] & is_channel[None, :]
         at = pixel[:, None] * C + channel[None, :]
         x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        p = pre_activation(x_tile, mean, scale, bias, dtype)
+        p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
         a = tl.where(mask, relu(p), 0.0)
         da = tl.zeros([BLOCK_PIXELS, BLOCK_CIN], tl.float32)
         if WITH_WEIGHT:  # one accumulator per tap, so the loop over taps is unrolled
@@ -164,6 +170,7 @@ def bn_relu_conv_backward_kernel(
                         folds[block],
                         tile_pixels,
                         sizes,
+                        dtype,
                         GEOMETRY,
                         IN_TRAINING,
                     )
@@ -186,6 +193,7 @@ def bn_relu_conv_backward_kernel(
                         folds[block],
                         tile_pixels,
                         sizes,
+                        dtype,
                         GEOMETRY,
                         IN_TRAINING,
                     )
@@ -209,100 +217,6 @@ def bn_relu_conv_backward_kernel(
                 tl.store(own + w_at, dweights[tap * COUT_BLOCKS + block], mask=w_mask)
 
 
-class WeightUnit(NamedTuple):
-    """What the gradient of one unit's weight is computed from."""
-
-    dy: Tensor  # whole, not folded
-    x: Tensor
-    norm: KernelNorm
-
-
-@triton.jit
-def unit_of(units, index, UNITS: tl.constexpr):
-    """dy, x, and the mean, var, weight, bias and eps of the norm, of a `WeightUnit` in a tuple."""
-    dy, x, norm = units[0].dy, units[0].x, units[0].norm
-    mean, var, weight, bias, eps = norm.mean, norm.var, norm.weight, norm.bias, norm.eps
-    for i in tl.static_range(1, UNITS):
-        is_this = index == i
-        dy = tl.where(is_this, units[i].dy, dy)
-        x = tl.where(is_this, units[i].x, x)
-        mean = tl.where(is_this, units[i].norm.mean, mean)
-        var = tl.where(is_this, units[i].norm.var, var)
-        weight = tl.where(is_this, units[i].norm.weight, weight)
-        bias = tl.where(is_this, units[i].norm.bias, bias)
-        eps = tl.where(is_this, units[i].norm.eps, eps)
-    return dy, x, mean, var, weight, bias, eps
-
-
-@triton.jit(do_not_specialize=["pixels"])
-def bn_relu_conv_backward_weight_kernel(
-    units,
-    partials,
-    sizes,
-    pixels,
-    GEOMETRY: tl.constexpr,
-    INT64: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    UNITS: tl.constexpr,
-    TAPS_PER_PROGRAM: tl.constexpr,
-):
-    """dconv_weight alone, over the pixels of the output, of several units at once.
-
-    `partials` is `[units, programs, R, S, K, C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks
-    of output channels * blocks of input channels, units.
-    """
-    C: tl.constexpr = GEOMETRY.C
-    K: tl.constexpr = GEOMETRY.K
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
-    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
-    CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
-    COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
-    IS_PADDED: tl.constexpr = GEOMETRY.PAD_H + GEOMETRY.PAD_W > 0
-    dy, x, mean, var, weight, bias, eps = unit_of(units, tl.program_id(2), UNITS)
-    dtype: tl.constexpr = x.dtype.element_ty
-    column = tl.program_id(1)
-    first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
-    channel = column % CIN_BLOCKS * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
-    is_channel = channel < C
-    out_channel = column // CIN_BLOCKS % COUT_BLOCKS * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-    is_out_channel = out_channel < K
-    mean = tl.load(mean + channel, mask=is_channel, other=0.0)
-    var = tl.load(var + channel, mask=is_channel, other=1.0)
-    _, scale, bias = load_affine(var, weight, bias, eps, channel, is_channel)
-    dweights = ()
-    for _ in tl.static_range(TAPS_PER_PROGRAM):
-        dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
-    for tile in tl.range(
-        tl.program_id(0),
-        tiles_of(pixels, BLOCK_PIXELS),
-        tl.num_programs(0),
-        num_stages=BLOCKS.num_stages,
-    ):
-        pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
-        is_pixel = pixel < pixels
-        out_mask = is_pixel[:, None] & is_out_channel[None, :]
-        out_at = pixel[:, None] * K + out_channel[None, :]
-        dy_tile = tl.load(dy + out_at, mask=out_mask, other=0.0)
-        added = ()
-        for tap in tl.static_range(TAPS_PER_PROGRAM):
-            in_pixel, exists = input_pixels(pixel, is_pixel, first_tap + tap, sizes, GEOMETRY)
-            mask = exists[:, None] & is_channel[None, :]
-            at = in_pixel[:, None] * C + channel[None, :]
-            x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-            a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, dtype)), 0.0)
-            # No pixel of the padding may meet an infinite gradient.
-            tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
-            added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
-        dweights = added
-    program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    own = partials + program.to(tl.int64) * (GEOMETRY.R * GEOMETRY.S * K * C)
-    for tap in tl.static_range(TAPS_PER_PROGRAM):
-        w_at = ((first_tap + tap) * K + out_channel[:, None]) * C + channel[None, :]
-        tl.store(own + w_at, dweights[tap], mask=is_out_channel[:, None] & is_channel[None, :])
-
-
 def costs_less_apart(programs: int, apart_programs: int, weights: int, apart_bytes: int) -> bool:
     """Whether a launch of its own for the gradient of a weight moves fewer bytes than one pass.
 
@@ -317,10 +231,11 @@ def costs_less_apart(programs: int, apart_programs: int, weights: int, apart_byt
 
 
 class BackwardLaunch:
-    """The backward of a convolution for tensors of one shape and dtype, which may be called often.
+    """The backward of a convolution for tensors of one shape, which may be called often.
 
     Args:
-        like: a tensor of the same dtype on the same device.
+        like: a tensor on the same device.
+        dtypes: of the tensors.
         x_shape: shape of the input.
         dy_shape: shape of the output.
         weight_shape: `[K, C, R, S]`.
@@ -339,6 +254,7 @@ class BackwardLaunch:
     def __init__(
         self,
         like: Tensor,
+        dtypes: ConvDtypes,
         x_shape: Sequence[int],
         dy_shape: Sequence[int],
         weight_shape: Sequence[int],
@@ -346,10 +262,12 @@ class BackwardLaunch:
         dy_is_whole: bool,
     ) -> None:
         geometry = self._geometry = geometry_of(weight_shape, conv)
+        self._dtypes = dtypes
         device = device_of(like)
         taps = geometry.R * geometry.S
         self.weights = taps * geometry.K * geometry.C
-        blocks = conv_backward(device.capability, like.dtype, geometry.C, geometry.K, taps)
+        operands = dtypes.operands
+        blocks = conv_backward(device.capability, dtypes, geometry.C, geometry.K, taps)
         elements = math.prod(x_shape), math.prod(dy_shape)
         self._input, self._weight = blocks.input, blocks.weight
         self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
@@ -358,9 +276,15 @@ class BackwardLaunch:
         self._constants = {
             "GEOMETRY": geometry,
             "INT64": needs_int64(*elements),
-            "PRECISION": precision(like.dtype),
+            "PRECISION": precision(operands),
         }
-        self._compiled: dict[tuple, Any] = {}
+        self._input_constants = {
+            (is_both, in_training): {**self._constants, "BLOCKS": b, "IN_TRAINING": in_training}
+            for is_both, b in enumerate((blocks.input, blocks.both))
+            for in_training in (False, True)
+        }
+        self._weight_constants = {**self._constants, "BLOCKS": blocks.weight}
+        self._prepared: dict[tuple, PreparedLaunch | None] = {}
         self._keeps_size = geometry.keeps_size()
         self._taps_per_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
         self._weight_columns = (
@@ -370,7 +294,7 @@ class BackwardLaunch:
             * ceil_div(geometry.K, blocks.weight.block_cout)
         )
         tiles = ceil_div(self._out_pixels, blocks.weight.block_pixels)
-        x_bytes, dy_bytes = (n * like.itemsize for n in elements)
+        x_bytes, dy_bytes = elements[0] * dtypes.x.itemsize, elements[1] * dtypes.y.itemsize
         self.weight_programs = min(
             persistent_programs(like, tiles, self._weight_columns, blocks.weight.resident),
             ceil_div(tiles, _TILES_PER_PROGRAM),
@@ -417,23 +341,23 @@ class BackwardLaunch:
         whole = stored = None
         if fold is not None and needs_whole:
             if self._keeps_size:
-                whole = stored = torch.empty_like(dy, memory_format=torch.channels_last)
+                whole = stored = torch.empty_like(dy, dtype=self._dtypes.y)
             else:  # the kernel does not read each pixel of dy exactly once
                 dy, fold = bn_input_gradient(dy, fold), None
         if fold is None:
             whole = dy
-        gradient = OutputGradient(dy, NO_FOLD if fold is None else fold, stored)
+        gradient = OutputGradient(dy, fold or NO_FOLD, stored)
         blocks = self._input if partials is None else cast(ConvBlocks, self._both)
-        g = torch.empty_like(x, memory_format=torch.channels_last)
-        is_exact = gradient.fold.x is not None and gradient.fold.sums.dtype == torch.int64
+        g = torch.empty_like(x, dtype=self._dtypes.operands)
+        is_exact = fold is not None and fold.sums.dtype == torch.int64
         variant = (
-            gradient.fold.x is None,
+            fold is None,
             gradient.fold.skip is None,
             is_exact,
-            gradient.unfolded is None,
+            stored is None,
             partials is None,
         )
-        self._compiled[variant] = launch_kernel(
+        self._prepared[variant] = launch_kernel(
             bn_relu_conv_backward_kernel,
             self._grids[partials is not None],
             (
@@ -447,13 +371,9 @@ class BackwardLaunch:
                 self._sizes,
                 self._in_pixels,
             ),
-            {
-                **self._constants,
-                "BLOCKS": blocks,
-                "IN_TRAINING": gradient.fold.inv_count != 0,
-            },
+            self._input_constants[partials is not None, gradient.fold.inv_count != 0],
             blocks.num_warps,
-            self._compiled.get(variant),
+            self._prepared.get(variant),
         )
         return g, whole
 
@@ -465,26 +385,18 @@ class BackwardLaunch:
         """
         filled = *units, *itertools.repeat(units[0], slots - len(units))
         blocks = self._weight
-        self._compiled[("weight",)] = launch_kernel(
+        self._prepared[("weight",)] = launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.weight_programs, self._weight_columns, len(units)),
             (filled, partials, self._sizes, self._out_pixels),
             {
-                **self._constants,
-                "BLOCKS": blocks,
+                **self._weight_constants,
                 "UNITS": slots,
                 "TAPS_PER_PROGRAM": self._taps_per_program,
             },
             blocks.num_warps,
-            self._compiled.get(("weight",)),
+            self._prepared.get(("weight",)),
         )
-
-
-def new_weight_gradients(conv_weight: Tensor, units: int) -> Tensor:
-    """Uninitialized `[units, K, C, R, S]`, each in the memory layout of the weight."""
-    strides = torch.empty_like(conv_weight, device="meta").stride()
-    shape = units, *conv_weight.shape
-    return conv_weight.new_empty_strided(shape, (conv_weight.numel(), *strides))
 
 
 def launch_bn_relu_conv_backward(
@@ -497,8 +409,10 @@ def launch_bn_relu_conv_backward(
     wanted: Wanted,
 ) -> ConvGradients:
     """See `Kernels.bn_relu_conv_backward`; for one group."""
+    operands = compute_dtype(x, dy, conv_weight)
+    dtypes = ConvDtypes(operands, x.dtype, (dy if fold is None else fold.x).dtype)
     dy_is_whole = fold is None or wanted.dy
-    launch = BackwardLaunch(x, x.shape, dy.shape, conv_weight.shape, conv, dy_is_whole)
+    launch = BackwardLaunch(x, dtypes, x.shape, dy.shape, conv_weight.shape, conv, dy_is_whole)
     in_one_pass = launch.in_one_pass and wanted.input and wanted.weight
     x_norm = kernel_norm(norm)
     g = sums = dconv_weight = partials = None
@@ -511,7 +425,7 @@ def launch_bn_relu_conv_backward(
         if wanted.input:
             exact = new_sums(x, x.shape[1])
             own = cast(Tensor, partials)[0] if in_one_pass else None
-            weight = packed_weight(conv_weight)
+            weight = packed_weight(conv_weight, operands)
             g, whole = launch.input(dy, fold, x, x_norm, weight, exact[0], own, needs_whole)
             sums = finished_sums(exact)[0]
         elif fold is not None:

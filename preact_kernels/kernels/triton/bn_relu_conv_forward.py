@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import BatchStatistics, Conv, Epilogue, Norm, Output
+from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import (
     KernelNorm,
     kernel_norm,
@@ -19,25 +19,27 @@ from preact_kernels.kernels.triton.batch_norm import (
     relu,
     tiles_of,
 )
-from preact_kernels.kernels.triton.configurations import conv_forward
+from preact_kernels.kernels.triton.configurations import ConvDtypes, conv_forward
 from preact_kernels.kernels.triton.conv import (
     Sizes,
     dot,
     geometry_of,
     input_pixels,
     load_weight,
-    packed_weight,
     precision,
 )
 from preact_kernels.kernels.triton.launch import (
+    PreparedLaunch,
     ceil_div,
     device_of,
     launch_kernel,
     needs_int64,
+    nhwc_strides,
     on_device_of,
     persistent_programs,
     specialized,
 )
+from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
     add_moments,
     add_tile,
@@ -52,6 +54,9 @@ class Addends(NamedTuple):
 
     conv_bias: Tensor | None
     residual: Tensor | None
+
+
+NO_ADDENDS = Addends(None, None)
 
 
 @triton.jit(do_not_specialize=["pixels", "count"])
@@ -75,7 +80,7 @@ def bn_relu_conv_forward_kernel(
     `count` is the number of pixels of x, used if the norm has sums in place of statistics. Adds
     sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output channels.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = conv_weight.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
     K: tl.constexpr = GEOMETRY.K
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
@@ -106,7 +111,8 @@ def bn_relu_conv_forward_kernel(
                 at = in_pixel[:, None] * C + channel[None, :]
                 x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
                 mean, _, scale, bias = norms[block]
-                a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, dtype)), 0.0)
+                p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
+                a = tl.where(mask, relu(p), 0.0)
                 weight = load_weight(
                     conv_weight, tap, channel, out_channel, GEOMETRY, TRANSPOSED=False
                 )
@@ -118,7 +124,7 @@ def bn_relu_conv_forward_kernel(
             total += added.to(tl.float32)[None, :]
         if addends.residual is not None:
             total += tl.load(addends.residual + at, mask=mask, other=0.0).to(tl.float32)
-        stored = total.to(dtype)
+        stored = total.to(y.dtype.element_ty)
         tl.store(y + at, stored, mask=mask)
         if sums is not None:
             rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
@@ -128,34 +134,39 @@ def bn_relu_conv_forward_kernel(
 
 
 class ForwardLaunch:
-    """The forward of a convolution for tensors of one shape and dtype, which may be called often.
+    """The forward of a convolution for tensors of one shape, which may be called often.
 
     A program owns every `programs`-th tile of a block of output channels.
 
     Args:
-        like: a tensor of the same dtype on the same device.
+        like: a tensor on the same device.
+        dtypes: of the tensors.
         x_shape: shape of the input.
         weight_shape: `[K, C, R, S]`.
         conv: geometry; one group.
 
     Attributes:
-        weight_shape, conv: as given.
+        dtypes, weight_shape, conv: as given.
         variant: equal where the compiled kernels are the same.
         shape: of the output.
         pixels: of the output.
     """
 
     def __init__(
-        self, like: Tensor, x_shape: Sequence[int], weight_shape: Sequence[int], conv: Conv
+        self,
+        like: Tensor,
+        dtypes: ConvDtypes,
+        x_shape: Sequence[int],
+        weight_shape: Sequence[int],
+        conv: Conv,
     ) -> None:
         geometry = geometry_of(weight_shape, conv)
-        self.weight_shape, self.conv = weight_shape, conv
+        self.dtypes, self.weight_shape, self.conv = dtypes, weight_shape, conv
         taps = geometry.R * geometry.S
         self.shape = conv.output_shape(x_shape, weight_shape)
+        self._strides = nhwc_strides(self.shape)
         self.pixels = self.shape[0] * self.shape[2] * self.shape[3]
-        self._count = x_shape[0] * x_shape[2] * x_shape[3]
-        self._sizes = Sizes(*x_shape[2:], *self.shape[2:])
-        blocks = conv_forward(device_of(like).capability, like.dtype, geometry.C, geometry.K, taps)
+        blocks = conv_forward(device_of(like).capability, dtypes, geometry.C, geometry.K, taps)
         columns = ceil_div(geometry.K, blocks.block_cout)
         tiles = ceil_div(self.pixels, blocks.block_pixels)
         self._grid = persistent_programs(like, tiles, columns, blocks.resident), columns, 1
@@ -164,11 +175,13 @@ class ForwardLaunch:
             "GEOMETRY": geometry,
             "BLOCKS": blocks,
             "INT64": needs_int64(math.prod(x_shape), math.prod(self.shape)),
-            "PRECISION": precision(like.dtype),
+            "PRECISION": precision(dtypes.operands),
         }
-        numbers = self.pixels, self._count
-        self.variant = *self._constants.values(), *specialized(self._sizes, numbers)
-        self._compiled: dict[tuple, Any] = {}
+        sizes = Sizes(*x_shape[2:], *self.shape[2:])
+        numbers = self.pixels, x_shape[0] * x_shape[2] * x_shape[3]
+        self._numbers = sizes, *numbers
+        self.variant = *self._constants.values(), *specialized(sizes, numbers)
+        self._prepared: dict[tuple, PreparedLaunch | None] = {}
 
     def __call__(
         self,
@@ -179,17 +192,15 @@ class ForwardLaunch:
         sums: Tensor | None,
     ) -> Tensor:
         """y; adds to the accumulators `sums` unless None. `conv_weight` is packed."""
-        y = torch.empty(
-            self.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last
-        )
+        y = x.new_empty_strided(self.shape, self._strides, dtype=self.dtypes.y)
         variant = norm.sums is None, addends.residual is None, sums is None
-        self._compiled[variant] = launch_kernel(
+        self._prepared[variant] = launch_kernel(
             bn_relu_conv_forward_kernel,
             self._grid,
-            (x, norm, conv_weight, addends, y, sums, self._sizes, self.pixels, self._count),
+            (x, norm, conv_weight, addends, y, sums, *self._numbers),
             self._constants,
             self._num_warps,
-            self._compiled.get(variant),
+            self._prepared.get(variant),
         )
         return y
 
@@ -198,11 +209,16 @@ def launch_bn_relu_conv_forward(
     x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue
 ) -> Output:
     """See `Kernels.bn_relu_conv_forward`; for one group."""
-    launch = ForwardLaunch(x, x.shape, conv_weight.shape, conv)
+    operands = epilogue.dtype or compute_dtype(x, conv_weight)
+    dtypes = ConvDtypes(
+        operands, x.dtype, operands if epilogue.residual is None else epilogue.residual.dtype
+    )
+    launch = ForwardLaunch(x, dtypes, x.shape, conv_weight.shape, conv)
     addends = Addends(epilogue.conv_bias, epilogue.residual)
     with on_device_of(x):
         sums = new_sums(x, conv_weight.shape[0]) if epilogue.with_stats else None
-        y = launch(x, kernel_norm(norm), packed_weight(conv_weight), addends, sums)
+        weight = packed_weight(conv_weight, operands)
+        y = launch(x, kernel_norm(norm), weight, addends, sums)
         if sums is None:
             return Output(y, None)
         mean, var = finished_statistics(sums, launch.pixels)

@@ -41,6 +41,21 @@ class ElementwiseBlocks(NamedTuple):
     num_warps: int
 
 
+class ConvDtypes(NamedTuple):
+    """The dtypes of a convolution's tensors.
+
+    One of `x` and `y` may be of a float32 stream beside operands in half precision.
+    """
+
+    operands: torch.dtype  # of the product, and of the gradient behind the ReLU mask
+    x: torch.dtype
+    y: torch.dtype  # and of its gradient
+
+    def has_stream(self) -> bool:
+        """Whether one side is wider than the operands, and takes more registers and memory."""
+        return max(self.x.itemsize, self.y.itemsize) > self.operands.itemsize
+
+
 class ConvBlocks(NamedTuple):
     """Launch configuration of a convolution kernel."""
 
@@ -98,17 +113,21 @@ def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> b
 
 @functools.cache
 def conv_forward(
-    capability: int, dtype: torch.dtype, channels: int, out_channels: int, taps: int
+    capability: int, dtypes: ConvDtypes, channels: int, out_channels: int, taps: int
 ) -> ConvBlocks:
     """Launch configuration of the forward of a convolution with `taps` positions."""
     cin, cout = _block(channels, 64), _block(out_channels, 128)
-    is_half = dtype.itemsize == 2
+    is_half = dtypes.operands.itemsize == 2
     pixels = 128 if capability == HOPPER and is_half and cout <= 64 else 64
+    if taps > 1 and dtypes.has_stream():
+        pixels = 64
     takes_registers = _is_ragged(channels, out_channels) or (channels > 64 and capability < HOPPER)
     if takes_registers and not is_half:
         pixels = 32
     if channels > 128:  # room for the buffers of all blocks of input channels
         pixels = min(pixels, 64 if is_half else 16)
+        if is_half and dtypes.x.itemsize == 4:
+            pixels = 32
     stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
         has_room = capability == HOPPER or (is_half and capability < HOPPER)
@@ -122,18 +141,21 @@ def conv_forward(
 
 @functools.cache
 def conv_backward(
-    capability: int, dtype: torch.dtype, channels: int, out_channels: int, taps: int
+    capability: int, dtypes: ConvDtypes, channels: int, out_channels: int, taps: int
 ) -> BackwardBlocks:
     """Launch configurations of the backward of a convolution with `taps` positions.
 
     A program that holds the weight gradients of all taps in registers has fewer pixels per tile.
     """
+    dtype = dtypes.operands
     cin = _block(channels, 64)
     cout = _block(out_channels, 128 if taps == 1 and dtype.itemsize == 2 else 64)
     weights = taps * cin * cout * triton.cdiv(out_channels, cout)
     pixels, warps = 64 if capability == HOPPER and dtype.itemsize == 2 else 32, 8
     weight_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
     stages = STAGES
+    if taps > 1 and cin * cout > 2048 and dtypes.has_stream():
+        pixels = 32
     if _is_ragged(channels, out_channels):  # no asynchronous copies of 2 bytes
         pixels, stages = 16, 1
         if dtype.itemsize == 2:
@@ -146,7 +168,7 @@ def conv_backward(
         weight_pixels, cin, min(cout, 64), weight_warps, stages if capability < BLACKWELL else 1
     )
     if taps > 1:
-        in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtype.itemsize == 2
+        in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtypes.y.itemsize == 2
         both = ConvBlocks(16, cin, cout, 2, 1, resident=4) if in_one_pass else None
         input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
         pixels = pixels if dtype.itemsize == 2 else 16
@@ -159,6 +181,8 @@ def conv_backward(
         pixels = min(pixels, 32 if dtype.itemsize == 2 else 16)
     if weights > 8192 and dtype.itemsize == 4:  # no room for two buffers of every block of dy
         stages = 1
+    if weights > 8192 and capability == HOPPER and dtypes.y.itemsize > dtype.itemsize:
+        pixels = 16
     one = ConvBlocks(pixels, cin, cout, warps, stages if capability == HOPPER else 1)
     max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
     return BackwardBlocks(one, weight, one if weights <= max_weights else None)

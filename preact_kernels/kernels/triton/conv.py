@@ -72,11 +72,6 @@ def geometry_of(weight_shape: Sequence[int], conv: Conv) -> Geometry:
     return Geometry(*fields)
 
 
-def packed_weight(conv_weight: Tensor) -> Tensor:
-    """The weight, dense in the order K, R, S, C."""
-    return conv_weight.contiguous(memory_format=torch.channels_last)
-
-
 def precision(dtype: torch.dtype) -> str:
     """`input_precision` of products: "ieee" for float32 unless PyTorch allows TF32, else "tf32".
 

@@ -1,16 +1,19 @@
-"""A float32 residual stream beside half precision, in the fused convolutions of the CUDA library.
+"""A float32 residual stream beside half precision, in the fused convolutions of both GPU backends.
 
 Eager is what a backend does without such kernels: batch norm and ReLU in float32, PyTorch's
 convolution in half precision, the addition in float32.
 """
 
+import itertools
+
 import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.kernels import reference
+from preact_kernels.kernels import pytorch_conv, reference
 from preact_kernels.kernels.contract import Wanted
-from preact_kernels.kernels.mixed_precision import FusedMixedKernels, MixedKernels
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels, MixedKernels
+from preact_kernels.ops import dispatch
 from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
 from tests import cuda_conv_cases as cuda_conv
 from tests.cases import in_dtype, random_block
@@ -28,24 +31,36 @@ from tests.cuda_conv_cases import (
     conv,
     dtype_name,
     forward_inputs,
-    kernels,
+    is_slow,
     mapped,
     nhwc,
     set_schedule,
 )
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy, unit_roundoff
-from tests.test_autocast import Autocast
+from tests.gpu_backends import NoConvolution, on_cuda, on_gpu_backends
+from tests.oracle import (
+    assert_same_bits,
+    check,
+    evaluate,
+    gradient_like,
+    plain_copy,
+    unit_roundoff,
+)
 from tests.test_memory_mode import rebuilt
 from tests.test_preact_stage import recorded_calls, unit_by_unit
 
-pytestmark = pytest.mark.usefixtures("fused_convolutions")
+pytestmark = pytest.mark.usefixtures("on_gpu_backend")
 
 HALVES = (torch.bfloat16, torch.float16)
 every_case = pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW)], ids=str
+    ("case", "half"),
+    [
+        pytest.param(
+            c, half, id=f"{dtype_name(half)}-{c}", marks=[pytest.mark.slow] * is_slow(c, half)
+        )
+        for c, half in itertools.product((*QUICK, *SLOW), HALVES)
+    ],
 )
 typical = pytest.mark.parametrize("case", TYPICAL, ids=str)
-every_half = pytest.mark.parametrize("half", HALVES, ids=dtype_name)
 # Whether the input of the convolution is of the stream, or its output.
 either_side = pytest.mark.parametrize("side", ["input", "output"])
 
@@ -83,14 +98,34 @@ def unfused(half: torch.dtype):
     return run
 
 
+def kernels():
+    """Of the backend under test."""
+    return dispatch.select(dispatch.current(), torch.device(DEVICE).type, torch.bfloat16)
+
+
+class Fused:
+    """The kernels of a backend, in which convolutions of PyTorch are errors."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def __getattr__(self, name):
+        def call(*args):
+            with NoConvolution():
+                return getattr(self.backend, name)(*args)
+
+        return call
+
+
 def check_case(case: Case, inputs: Forward | Backward, options, monkeypatch):
+    monkeypatch.setattr(cuda_conv, "kernels", lambda: Fused(kernels()))
     monkeypatch.setattr(cuda_conv, "eager", unfused(inputs.conv_weight.dtype))
     return cuda_conv.check_case(case, inputs, options)
 
 
-@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
+@on_gpu_backends
+@pytest.mark.covering(4, triton=1)
 @every_case
-@every_half
 @either_side
 def test_forward_and_statistics_keep_the_budget(case, half, side, monkeypatch):
     inputs = beside_stream(forward_inputs(case, half), side)
@@ -98,9 +133,9 @@ def test_forward_and_statistics_keep_the_budget(case, half, side, monkeypatch):
     assert found["y"].dtype == (torch.float32 if side == "output" else half)
 
 
-@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_backward")
+@on_gpu_backends
+@pytest.mark.covering(4, triton=1)
 @every_case
-@every_half
 @either_side
 def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkeypatch):
     inputs = beside_stream(backward_inputs(case, half), side)
@@ -109,7 +144,8 @@ def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkey
     assert found["dy"].dtype == (torch.float32 if side == "output" else half)
 
 
-@pytest.mark.covering(2)
+@on_gpu_backends
+@pytest.mark.covering(2, triton=1)
 @typical
 @either_side
 @pytest.mark.parametrize("fold", ["none", "evaluation", "z", "skip"])
@@ -121,6 +157,7 @@ def test_every_fold_keeps_the_budget(case, side, fold, wanted, multiprocessors, 
     check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
 
 
+@on_cuda
 @typical
 @pytest.mark.parametrize("seed", [1, 2])
 @either_side
@@ -136,6 +173,7 @@ def test_schedules_change_no_bit(case, seed, side):
     assert_same_bits(results(), expected)
 
 
+@on_gpu_backends
 def test_tensors_that_begin_anywhere():
     def moved(t):
         if t.dim() != 4:
@@ -154,6 +192,7 @@ def test_tensors_that_begin_anywhere():
                 assert_same_bits(call(kernels(), case, mapped(given, moved), options), expected)
 
 
+@on_cuda
 def test_the_library_names_what_it_does_not_take():
     case = TYPICAL[0]
     forward = forward_inputs(case, torch.bfloat16)
@@ -171,14 +210,6 @@ def test_the_library_names_what_it_does_not_take():
             call(kernels(), case, inputs, options)
 
 
-class NoConvolution(torch.utils._python_dispatch.TorchDispatchMode):
-    """Convolutions of PyTorch are errors."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert "convolution" not in function._schema.name
-        return function(*args, **kwargs or {})
-
-
 def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
     """Blocks without projections, of 64 channels, in bfloat16 beside a float32 stream."""
     blocks = [random_block(kind, 64, 16 if kind == "bottleneck" else 64) for _ in range(count)]
@@ -186,9 +217,8 @@ def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
     return in_dtype(stage, torch.bfloat16).to(DEVICE)
 
 
-@pytest.mark.calls(
-    "preact_kernels_cuda::preact_stage_forward", "preact_kernels_cuda::preact_stage_backward"
-)
+@on_gpu_backends
+@pytest.mark.covering(4, triton=2)
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
@@ -198,7 +228,7 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     stage = bare_stage(kind, 3, memory=memory).train(training)
     inputs = {"x": torch.randn(3, 64, 7, 6, device=DEVICE).bfloat16()}
     names = ("block_run_forward", "block_run_backward")
-    with pk.use_backend("cuda"), NoConvolution():
+    with NoConvolution():
         expected = unit_by_unit(evaluate, stage, inputs)
         calls = [recorded_calls(kernels(), name, monkeypatch) for name in names]
         found = evaluate(stage, inputs)
@@ -207,13 +237,43 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     assert all(calls)
 
 
+@pytest.mark.covering(2, triton=1)
+@on_gpu_backends
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_a_compiled_stage_calls_no_convolution_of_pytorch(kind, memory, monkeypatch):
+    stage = bare_stage(kind, 2, memory=memory)
+    x = torch.randn(2, 64, 5, 4, device=DEVICE)
+    expected = training_step(stage, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
+
+    def refuse(*_):
+        raise AssertionError("a convolution of PyTorch")
+
+    for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
+        monkeypatch.setattr(pytorch_conv, name, refuse)
+    found = training_step(compiled, x)
+    assert found["y"].dtype == torch.float32
+    assert_same_bits(found, expected)
+
+
+def training_step(module, x) -> dict[str, torch.Tensor]:
+    """The output and all gradients."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    gradients = torch.autograd.grad(y, [x, *module.parameters()], gradient_like(y))
+    return {"y": y, **{str(i): g for i, g in enumerate(gradients)}}
+
+
+@on_gpu_backends
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("half", HALVES, ids=dtype_name)
 def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypatch):
     """That of the output, and its own: what is subtracted is what was added, to the bit."""
     stage = in_dtype(bare_stage(kind, 2, memory="rebuild"), half)
     x = torch.randn(3, 64, 7, 6, device=DEVICE)
-    with pk.use_backend("cuda"), NoConvolution():
+    with NoConvolution():
         (found,) = rebuilt(stage, x, monkeypatch)
         with torch.no_grad():
             expected = stage[0](x)
@@ -223,6 +283,7 @@ def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypa
     assert ((found.double() - expected.double()).abs() <= 1.001 * allowed).all()
 
 
+@on_gpu_backends
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypatch):
@@ -238,30 +299,17 @@ def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypat
     stage = stage.to(DEVICE)
     problems = [{"x": torch.randn(4, 32, 7, 6, device=DEVICE)} for _ in range(8)]
     calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
-    with pk.use_backend("cuda"):
-        check(stage, plain_copy(stage), problems)
+    check(stage, plain_copy(stage), problems)
     assert calls
 
 
-@pytest.mark.parametrize("memory", ["store", "rebuild"])
-def test_under_autocast_weights_and_gradients_are_float32(memory):
-    blocks = [random_block("bottleneck", 64, 16) for _ in range(2)]
-    stage = Autocast(pk.PreActStage(blocks, memory, residual_dtype=torch.float32)).to(DEVICE)
-    plain = plain_copy(stage)
-    problems = [{"x": torch.randn(3, 64, 7, 6, device=DEVICE)} for _ in range(8)]
-    with pk.use_backend("cuda"):
-        with NoConvolution():
-            evaluate(stage, problems[0])
-        results = check(stage, plain, problems)
-    assert {t.dtype for n, t in results.items() if n.startswith("d")} == {torch.float32}
-
-
+@on_gpu_backends
 @pytest.mark.parametrize("has_fold", [True, False])
 def test_a_unit_with_the_stream_on_both_sides_runs_around_the_convolution_of_pytorch(
     has_fold, monkeypatch
 ):
     case = Case(2, 5, 7, 32, 32, 1)
-    both = FusedMixedKernels(kernels(), kernels(), torch.bfloat16)
+    both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
     monkeypatch.setattr(cuda_conv, "kernels", lambda: both)
     monkeypatch.setattr(cuda_conv, "eager", lambda *given: call(unfused_kernels(), *given))
     given = forward_inputs(case, torch.bfloat16)

@@ -1,0 +1,87 @@
+"""Weights of convolutions as kernels read them: dense in the order K, R, S, C, in one dtype.
+
+Weights that are stored so are read where they are. Others are copied, once for a run of blocks:
+those in the default layout, and float32 weights beside activations in half precision.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preact_kernels.kernels.triton.launch import INTERPRETED, aligned_rows, ceil_div, launch_kernel
+
+_WEIGHTS_PER_LAUNCH = 64  # pointers are arguments of a launch, of which there are some 4 KB
+
+
+@triton.jit(
+    do_not_specialize=["C", "S", "taps", "size", "row", *(f"stride_{axis}" for axis in "kcrs")]
+)
+def pack_weights_kernel(
+    weights,
+    packed,
+    C,
+    S,
+    taps,
+    size,
+    row,
+    stride_k,
+    stride_c,
+    stride_r,
+    stride_s,
+    WEIGHTS: tl.constexpr,
+    BLOCK_ELEMENTS: tl.constexpr,
+):
+    """`packed [weights, K, R, S, C]` = a tuple of weights `[K, C, R, S]` of the strides given.
+
+    `size` is K * taps * C, and rows of `packed` begin `row` elements apart. Grid: blocks of
+    elements, weights.
+    """
+    index = tl.program_id(1)
+    weight = weights[0]
+    for i in tl.static_range(1, WEIGHTS):
+        weight = tl.where(index == i, weights[i], weight)
+    element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
+    is_element = element < size
+    c, tap, k = element % C, element // C % taps, element // (C * taps)
+    at = k * stride_k + c * stride_c + tap // S * stride_r + tap % S * stride_s
+    value = tl.load(weight + at, mask=is_element, other=0.0)
+    value = value.to(packed.dtype.element_ty)
+    tl.store(packed + index.to(tl.int64) * row + element, value, mask=is_element)
+
+
+def is_packed(conv_weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels can read a weight where it is."""
+    is_dense = conv_weight.is_contiguous(memory_format=torch.channels_last)
+    return is_dense and conv_weight.dtype == dtype
+
+
+def pack_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Copies of weights of one shape and dtype, `[K, R, S, C]`. A program owns a block of one."""
+    if len({w.stride() for w in conv_weights}) > 1:
+        conv_weights = [w.contiguous() for w in conv_weights]
+    first, count = conv_weights[0], len(conv_weights)
+    K, C, R, S = first.shape
+    rows = aligned_rows(first, count, first.numel(), dtype)
+    row = rows.stride(0)
+    slots = 1 if count == 1 else _WEIGHTS_PER_LAUNCH  # as many launches as these share a kernel
+    block = 2**14 if INTERPRETED else 1024
+    for begin in range(0, count, slots):
+        part = conv_weights[begin : begin + slots]
+        filled = *part, *itertools.repeat(first, slots - len(part))
+        launch_kernel(
+            pack_weights_kernel,
+            (ceil_div(first.numel(), block), len(part), 1),
+            (filled, rows[begin:], C, S, R * S, first.numel(), row, *first.stride()),
+            {"WEIGHTS": slots, "BLOCK_ELEMENTS": block},
+            4,
+        )
+    return list(rows.view(count, K, R, S, C).unbind())
+
+
+def packed_weight(conv_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """One weight, packed."""
+    return conv_weight if is_packed(conv_weight, dtype) else pack_weights([conv_weight], dtype)[0]
