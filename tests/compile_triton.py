@@ -81,7 +81,7 @@ class Compiled(NamedTuple):
     stages: int  # that the launcher asks for
     buffers: int  # of the loop's asynchronous copies
     two_byte_loads: int
-    two_byte_loads_needed: bool  # as channels are no multiple of 8
+    two_byte_loads_needed: bool  # `needs_two_byte_loads`
     partial_bytes: int  # of a launch: partial results, written and read again
     wgmma: int
     mma: int
@@ -341,7 +341,7 @@ def row(task: Task, launch: Launch) -> Compiled:
         stages=max(blocks.get("num_stages", 1), tap_stages(launch)),
         buffers=buffers(compiled.asm["ttgir"]),
         two_byte_loads=len(re.findall(r"\bld\.global\S*\.[bu]16\b", ptx)),
-        two_byte_loads_needed=any(c % 8 for c in channels_of(constants)),
+        two_byte_loads_needed=needs_two_byte_loads(launch),
         partial_bytes=0 if partials is None else partials.numel() * partials.itemsize,
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         mma=len(re.findall(r"\bmma\.sync", ptx)),
@@ -370,6 +370,12 @@ def channels_of(constants: Mapping[str, Any]) -> list[int]:
     if "GEOMETRY" in constants:
         return [constants["GEOMETRY"].C, constants["GEOMETRY"].K]
     return [constants[n] for n in ("CHANNELS", "C", "K") if n in constants]
+
+
+def needs_two_byte_loads(launch: Launch) -> bool:
+    """Whether elements that a thread stores together do not lie together where it loads them."""
+    is_packing = launch.kernel.__name__ == "pack_weights_kernel"  # from any memory layout
+    return is_packing or any(c % 8 for c in channels_of(launch.constants))
 
 
 def buffers(ttgir: str) -> int:
