@@ -87,8 +87,9 @@ def test_resnet_1001_has_its_launches_and_bytes():
     # weights are small in the first stage.
     assert 16 < units(first, FORWARD) < 16.2
     # g of a block's first unit is not stored: the kernel after it reads two units in its place, dx
-    # with it, and writes dx where the plan of the floors has B1b.
-    assert 26 < units(first, BACKWARD) < 28
+    # with it, and writes dx where the plan of the floors has B1b. Partial weight gradients are
+    # written and read.
+    assert 26 < units(first, BACKWARD) < 26 + 2.5
     products = [r for r in rows if r.kernel.startswith("B3 bn_relu_conv_backward_product")]
     assert {r.stage for r in products} == {"1", "2"}
     assert all(r.launches_per_block * r.blocks == pytest.approx(109) for r in products)
@@ -105,8 +106,10 @@ def test_a_float32_stream_takes_twice_the_bytes_in_as_many_launches(backend, tmp
     assert sum(round(row.launches_per_block) for row in first) == LAUNCHES_A_BLOCK[backend][0]
     # Of 16 units, 12 are of the stream: x, and then x again and y.
     assert 16 + 12 < units(first, FORWARD) < 16 + 12.2
-    # Of 32, and partial sums, 16: x of the fold, skip, the stored dy, and x.
-    assert 32 + 16 < units(first, BACKWARD) < 32 + 19
+    # Of 32, or 26 where g of the first unit is not stored, and of partial sums, 16 are of the
+    # stream: x of the fold, skip, the stored dy, and x.
+    least = {"cuda": 26, "triton": 32}[backend] + 16
+    assert least < units(first, BACKWARD) < least + 3
 
 
 def test_what_runs_again_is_listed():

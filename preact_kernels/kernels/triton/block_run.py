@@ -225,13 +225,13 @@ def _compile_ahead(
             of_y = y.new_empty(y.shape[1], dtype=torch.float32)
             norm = Norm(of_y, of_y, of_y, of_y, 0.0)
             sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
-            fold = Fold(y, y, norm, sums, inv_count)
-            ways: list[Fold | None] = [fold if keeps["with_stats"] else None]
-            if known is not None:  # nothing says what follows
-                ways = [None, fold]
-            for way in ways:
-                dy = y if way is None else y.to(of_block[0].operands)
-                _backward(dy, way, short, inputs, statistics, inv_count, rebuilt_from, group)
+            ways: list[Fold | None] = [] if keeps["with_stats"] else [None]
+            if keeps["with_stats"] or known is not None:  # the latter does not say what follows
+                # Without skip where the block above has a projection.
+                ways += [Fold(skip, y, norm, sums, inv_count) for skip in (y, None)]
+            for fold in ways:
+                dy = y if fold is None else y.to(of_block[0].operands)
+                _backward(dy, fold, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)
     _compiled_runs.add(key)
