@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from tests.cuda_on_host import build
 
@@ -19,7 +20,7 @@ SEEDS = range(20)
 COUNT = 64
 ENTRIES = (
     "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "grid_barrier",
-    "empty_grid",
+    "empty_grid", "chain", "plain_chain",
 )  # fmt: skip
 
 
@@ -172,6 +173,65 @@ def test_a_barrier_of_the_grid_that_never_opens_is_an_error(planted, variant, re
 
 def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
     assert planted.empty_grid().decode() == "empty: invalid configuration: blocks of a grid"
+
+
+CHAIN = 8 * COUNT
+
+
+@pytest.mark.parametrize(("variant", "early"), [(0, None), (1, np.nan), (2, np.nan), (3, 2)])
+@pytest.mark.parametrize("resident_blocks", [1, 4, 8])
+def test_what_a_dependent_launch_does_early_comes_before_the_launch_ahead(
+    planted, variant, early, resident_blocks
+):
+    """By the blocks that start early, as many as run at once; `early` is out / in of those."""
+    for seed in SEEDS:
+        out, values, message = run(planted, "chain", variant, seed, CHAIN, resident_blocks)
+        assert not message
+        is_right = (out == 6 * values).reshape(8, COUNT)
+        if early is None:
+            assert is_right.all()
+            continue
+        assert (is_right.any(1) == is_right.all(1)).all()  # whole blocks
+        assert (~is_right).any(1).sum() == resident_blocks
+        wrong = out.reshape(8, COUNT)[~is_right]
+        np.testing.assert_array_equal(wrong, early * values.reshape(8, COUNT)[~is_right])
+
+
+@pytest.mark.parametrize("variant", range(7))
+def test_a_launch_that_is_not_dependent_does_nothing_early(planted, variant):
+    out, values, message = run(planted, "plain_chain", variant, count=CHAIN)
+    assert not message
+    np.testing.assert_array_equal(out, 6 * values)
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (4, "a dependent launch with a thread that does not call wait_for_predecessors"),
+        (5, "a dependent launch with a thread that does not call wait_for_predecessors"),
+        (6, r"let_dependents_start before wait_for_predecessors \(thread \d+\)"),
+    ],
+)
+def test_a_dependent_launch_that_does_not_wait_is_an_error(planted, variant, message):
+    for seed in SEEDS:
+        found = run(planted, "chain", variant, seed, CHAIN)[2]
+        assert re.fullmatch(f"third: {message}", found)
+
+
+@pytest.mark.parametrize("after", ["", "a copy", "memory was freed"])
+def test_an_op_ends_with_what_it_launched_in_the_order_of_its_calls(after, poisoned_memory):
+    torch.ops.load_library(str(build.build("planted_ops")))
+    x = torch.randn(300)
+    y = torch.ops.cuda_on_host_planted.planted(x, after)
+    assert torch.equal(y, (4 if after == "memory was freed" else 2) * x)
+
+
+def test_what_an_op_launched_runs_where_it_fails_later(poisoned_memory):
+    torch.ops.load_library(str(build.build("planted_ops")))
+    x = torch.ones(300)
+    with pytest.raises(RuntimeError, match="after a launch"):
+        torch.ops.cuda_on_host_planted.planted(x, "a write to the input")
+    assert (x == 4).all()
 
 
 # Without torch, which takes seconds to import there.

@@ -3,8 +3,8 @@
     python -m tests.cuda_on_host.build
 
 `kernels` is the CUDA library as it is, for CPU tensors; `planted` holds the kernels of the tests of
-the harness, `fragments` the wrappers of matrix instructions one by one, `exact_sums` those sums.
-Each also with `sanitize`, under AddressSanitizer.
+the harness, `planted_ops` an op, `fragments` the wrappers of matrix instructions one by one,
+`exact_sums` those sums. Each also with `sanitize`, under AddressSanitizer.
 """
 
 import fcntl
@@ -32,7 +32,10 @@ FLAGS = [
 ]  # fmt: skip
 SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
 
-LIBRARIES = ("planted", "fragments", "exact_sums", "kernels")
+LIBRARIES = ("planted", "planted_ops", "fragments", "exact_sums", "kernels")
+WITH_TORCH = ("planted_ops", "kernels")
+# Functions of torch that torch_calls.cpp stands before.
+WRAPPED = ("torch_call_dispatcher", "aoti_torch_delete_tensor_object")
 
 
 def _torch_flags() -> tuple[list[str], list[str]]:
@@ -42,8 +45,15 @@ def _torch_flags() -> tuple[list[str], list[str]]:
     include = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     (folder,) = cpp_extension.library_paths()
     return (
-        [*include, "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)],
-        [f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch", "-ltorch_cpu", "-lc10"],
+        [
+            *include,
+            "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH),
+            *("-include", "ops.h"),
+        ],
+        [
+            *(f"-Wl,--wrap={function}" for function in WRAPPED),
+            *(f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch", "-ltorch_cpu", "-lc10"),
+        ],
     )
 
 
@@ -61,11 +71,13 @@ def build(name: str, sanitize: bool = False) -> Path:
     sources = [HERE / "control.cpp", HERE / "alignment.cpp"]
     if name == "kernels":
         sources += [HERE / "addresses.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    else:
+        sources.append(HERE / f"{name}.cpp")
+    if name in WITH_TORCH:
+        sources.append(HERE / "torch_calls.cpp")
         more_compile_flags, more_link_flags = _torch_flags()
         compile_flags += more_compile_flags
         link_flags += more_link_flags
-    else:
-        sources.append(HERE / f"{name}.cpp")
     if sanitize:
         compile_flags += SANITIZE
         link_flags += SANITIZE

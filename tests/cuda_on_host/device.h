@@ -8,8 +8,8 @@
 #include <cmath>
 #include <type_traits>
 
-#include "grid.h"
 #include "numbers.h"
+#include "stream.h"
 
 #define __global__
 #define __device__
@@ -156,9 +156,8 @@ float2 unpack_pair(uint32_t pair) {
   return {to_float(T{static_cast<uint16_t>(pair)}), to_float(T{static_cast<uint16_t>(pair >> 16)})};
 }
 
-// Kernels run one after the other.
-inline void wait_for_predecessors() {}
-inline void let_dependents_start() {}
+inline void wait_for_predecessors() { cuda_on_host::Block::running->wait_for_predecessors(); }
+inline void let_dependents_start() { cuda_on_host::Block::running->let_dependents_start(); }
 
 inline void add_relaxed(uint64_t* to, uint64_t added) { atomicAdd(to, added); }
 
@@ -288,7 +287,8 @@ inline int multiprocessors() { return cuda_on_host::settings.multiprocessors; }
 inline int most_shared_bytes() { return int(cuda_on_host::settings.most_shared_bytes); }
 inline int multiprocessor_shared_bytes() { return most_shared_bytes() + 1024; }
 
-// Runs kernel(params) on a grid of `blocks` blocks; throws where the launch is refused.
+// Runs kernel(params) on a grid of `blocks` blocks, when `stream` says; throws where the launch is
+// refused, or the one ahead fails.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t, const Params& params, bool is_dependent = false) {
@@ -298,11 +298,8 @@ void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
                                       sizeof(Params), 0,      is_dependent, address};
     return cuda_on_host::settings.listener(&launch);
   }
-  try {
-    cuda_on_host::run_grid(blocks, threads, shared_bytes, [&] { kernel(params); });
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(std::string(name) + ": " + error.what());
-  }
+  cuda_on_host::stream.launch(std::make_unique<cuda_on_host::Grid>(
+      name, blocks, threads, shared_bytes, is_dependent, [kernel, params] { kernel(params); }));
 }
 // Zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {
@@ -310,7 +307,8 @@ inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {
     const cuda_on_host::Launch launch{"fill_zeros", {}, {}, 0, &memory, sizeof(memory), bytes};
     return cuda_on_host::settings.listener(&launch);
   }
-  std::memset(memory, 0, bytes);
+  cuda_on_host::stream.launch(std::make_unique<cuda_on_host::Grid>(
+      "fill_zeros", 1, 1, 0, false, [memory, bytes] { std::memset(memory, 0, bytes); }));
 }
 
 }  // namespace preact_kernels::cuda

@@ -8,19 +8,29 @@
 // An entry point returns what was thrown, or an empty text.
 #define PK_ENTRY extern "C" __attribute__((visibility("default"))) const char*
 
-template <class Params>
-const char* run(const char* name, void (*kernel)(Params), unsigned blocks, unsigned threads,
-                size_t shared_bytes, const Params& params) {
+// Calls `launches`, and waits until all have run.
+template <class Body>
+const char* run_all(const Body& launches) {
   static std::string message;
   message.clear();
   try {
-    preact_kernels::cuda::launch(name, kernel, dim3(blocks), dim3(threads), shared_bytes, nullptr,
-                                 params);
-#if !defined(PK_CUDA_ON_HOST)
-    preact_kernels::cuda::check_cuda(name, cudaDeviceSynchronize());
+    launches();
+#if defined(PK_CUDA_ON_HOST)
+    cuda_on_host::stream.synchronize();
+#else
+    preact_kernels::cuda::check_cuda("cudaDeviceSynchronize", cudaDeviceSynchronize());
 #endif
   } catch (const std::exception& error) {
     message = error.what();
   }
   return message.c_str();
+}
+
+template <class Params>
+const char* run(const char* name, void (*kernel)(Params), unsigned blocks, unsigned threads,
+                size_t shared_bytes, const Params& params) {
+  return run_all([&] {
+    preact_kernels::cuda::launch(name, kernel, dim3(blocks), dim3(threads), shared_bytes, nullptr,
+                                 params);
+  });
 }

@@ -6,13 +6,18 @@
 // which it shows, and a barrier of the grid can spin while the other blocks arrive. Shared memory
 // is a heap block of the size that was launched with, new for each block and full of NaN.
 //
-// Errors, thrown by `run_grid`: a barrier that some threads of the block do not reach, or reach at
+// The first blocks of a dependent launch run up to `wait_for_predecessors` before the launch ahead
+// of them begins (stream.h): what a kernel reads before that call is what was there before.
+//
+// Errors, thrown by `Grid`: a barrier that some threads of the block do not reach, or reach at
 // another line; a warp collective that some lanes do not reach; a loop that waits for what no
-// running block does; copies and matrix loads that miss shared memory; accesses that are not
-// aligned (alignment.cpp); launches that no GPU takes.
+// running block does; threads of a dependent launch that do not wait for the launches ahead, or let
+// the next one start before that; copies and matrix loads that miss shared memory; accesses that
+// are not aligned (alignment.cpp); launches that no GPU takes.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -92,9 +97,11 @@ struct Thread {
   Fiber fiber;
   dim3 index;
   unsigned linear = 0;
-  int vote = 0;  // what a barrier with a vote found
+  int vote = 0;             // what a barrier with a vote found
+  bool has_waited = false;  // for the launches ahead
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;
+  std::deque<std::array<unsigned char, 16>> read_early;  // what copies of these were to read
 };
 
 struct Warp {
@@ -104,21 +111,31 @@ struct Warp {
   Site site{};
 };
 
+// What a block does next.
+enum class State { kRuns, kWaits, kHasEnded };
+
 class Block {
  public:
-  // `slot` numbers the blocks that run at once.
-  Block(dim3 grid, dim3 threads, size_t shared_bytes, size_t slot)
-      : grid(grid), dim(threads), shared_bytes(shared_bytes) {
-    static thread_local std::vector<std::unique_ptr<Thread>> pool;  // stacks are used again
-    const size_t first = slot * dim.count();
-    while (pool.size() < first + dim.count()) pool.push_back(std::make_unique<Thread>());
-    for (size_t i = 0; i < dim.count(); ++i) threads_.push_back(pool[first + i].get());
+  Block(dim3 grid, dim3 threads, size_t shared_bytes, bool is_dependent)
+      : grid(grid), dim(threads), shared_bytes(shared_bytes), is_dependent_(is_dependent) {
+    while (threads_.size() < dim.count()) {
+      if (pool_.empty()) pool_.push_back(std::make_unique<Thread>());
+      threads_.push_back(std::move(pool_.back()));
+      pool_.pop_back();
+    }
   }
+  ~Block() {
+    for (std::unique_ptr<Thread>& thread : threads_) pool_.push_back(std::move(thread));
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
 
-  // Makes the next calls of `step` run the block of that index.
-  void start(dim3 block_index, const std::function<void()>& kernel) {
+  // Makes the next calls of `step` run the block of that index. Before `end_wait` it runs no
+  // further than to `wait_for_predecessors` if it is early.
+  void start(dim3 block_index, const std::function<void()>& kernel, bool is_early) {
     index = block_index;
     kernel_ = &kernel;
+    is_early_ = is_early;
     void* memory = nullptr;
     if (posix_memalign(&memory, 128, shared_bytes) != 0) throw std::bad_alloc();
     shared_owner_.reset(memory);
@@ -130,15 +147,17 @@ class Block {
       Thread& thread = *threads_[i];
       thread.linear = i;
       thread.index = dim3(i % dim.x, i / dim.x % dim.y, i / dim.x / dim.y);
+      thread.has_waited = false;
       thread.uncommitted.clear();
       thread.groups.clear();
+      thread.read_early.clear();
       thread.fiber.start([](void* block) { (*static_cast<Block*>(block)->kernel_)(); }, this);
       ready_.push_back(&thread);
     }
   }
 
-  // Runs one thread until it suspends; whether there is more to run.
-  bool step(Generator& generator) {
+  // Runs one thread until it suspends.
+  State step(Generator& generator) {
     if (ready_.empty()) {
       error_ = "threads wait for others that never come";
       for (const Warp& warp : warps_) {
@@ -159,9 +178,36 @@ class Block {
       if (!at_barrier_.empty()) {
         error_ = "a barrier that some threads do not reach, at " + barrier_site_.text();
       }
+      if (is_dependent_ && !current->has_waited) {
+        error_ = "a dependent launch with a thread that does not call wait_for_predecessors";
+      }
     }
     if (!error_.empty()) throw std::runtime_error(error_);
-    return finished_ != threads_.size();
+    if (finished_ == threads_.size()) return State::kHasEnded;
+    return ready_.empty() && !at_wait_.empty() ? State::kWaits : State::kRuns;
+  }
+
+  // The launches ahead have ended.
+  void end_wait() {
+    is_early_ = false;
+    ready_.insert(ready_.end(), at_wait_.begin(), at_wait_.end());
+    at_wait_.clear();
+  }
+
+  void wait_for_predecessors() {
+    current->has_waited = true;
+    if (!is_early_) return;
+    // The copies that are in flight may have read what was there.
+    for (std::vector<Copy>& group : current->groups) read_early(group);
+    read_early(current->uncommitted);
+    at_wait_.push_back(current);
+    current->fiber.suspend();
+  }
+
+  void let_dependents_start() {
+    if (is_dependent_ && !current->has_waited) {
+      fail("let_dependents_start before wait_for_predecessors");
+    }
   }
 
   // Lets other threads and other blocks run before the current thread goes on.
@@ -217,7 +263,7 @@ class Block {
       warp.arrived = 0;
       yields_ = 0;
       const unsigned first = current->linear - lane;
-      for (unsigned i = 0; i < kLanes; ++i) ready_.push_back(threads_[first + i]);
+      for (unsigned i = 0; i < kLanes; ++i) ready_.push_back(threads_[first + i].get());
     }
     current->fiber.suspend();
   }
@@ -250,8 +296,19 @@ class Block {
   static constexpr size_t kMostYields = size_t(1) << 24;
 
   static inline thread_local size_t yields_ = 0;  // of all blocks, since threads last went on
+  static inline thread_local std::vector<std::unique_ptr<Thread>> pool_;  // stacks to use again
 
-  std::vector<Thread*> threads_, ready_, at_barrier_;
+  void read_early(std::vector<Copy>& group) {
+    for (Copy& copy : group) {
+      if (copy.from == nullptr) continue;
+      std::memcpy(current->read_early.emplace_back().data(), copy.from, 16);
+      copy.from = current->read_early.back().data();
+    }
+  }
+
+  bool is_dependent_, is_early_ = false;
+  std::vector<std::unique_ptr<Thread>> threads_;
+  std::vector<Thread*> ready_, at_barrier_, at_wait_;
   std::vector<Warp> warps_;
   std::unique_ptr<void, void (*)(void*)> shared_owner_{nullptr, std::free};
   const std::function<void()>* kernel_ = nullptr;
@@ -261,45 +318,102 @@ class Block {
   std::string error_;
 };
 
-inline void run_grid(dim3 grid, dim3 threads, size_t shared_bytes,
-                     const std::function<void()>& kernel) {
-  if (threads.count() == 0 || threads.count() > 1024 || threads.z > 64) {
-    throw std::runtime_error("invalid configuration: threads of a block");
+// The blocks of a launch.
+class Grid {
+ public:
+  // Throws where the launch is refused.
+  Grid(std::string name, dim3 grid, dim3 threads, size_t shared_bytes, bool is_dependent,
+       std::function<void()> kernel)
+      : name_(std::move(name)),
+        grid_(grid),
+        threads_(threads),
+        shared_bytes_(shared_bytes),
+        is_dependent_(is_dependent),
+        kernel_(std::move(kernel)) {
+    if (threads.count() == 0 || threads.count() > 1024 || threads.z > 64) {
+      refuse("threads of a block");
+    }
+    if (grid.count() == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
+      refuse("blocks of a grid");
+    }
+    if (shared_bytes > settings.most_shared_bytes) refuse("shared memory");
+    order_.resize(grid.count());
+    for (size_t i = 0; i < order_.size(); ++i) {
+      order_[i] = i;
+      std::swap(order_[i], order_[generator_.below(i + 1)]);
+    }
+    steps_ = size_t(1) << 4 * generator_.below(4);
   }
-  if (grid.count() == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
-    throw std::runtime_error("invalid configuration: blocks of a grid");
+
+  // While the launch ahead has not begun: runs the first blocks of a dependent launch until they
+  // wait.
+  void start_early() {
+    if (!is_dependent_) return;
+    start_first(true);
+    run();
   }
-  if (shared_bytes > settings.most_shared_bytes)
-    throw std::runtime_error("invalid configuration: shared memory");
-  Generator generator(settings.seed);
-  std::vector<size_t> order(grid.count());
-  for (size_t i = 0; i < order.size(); ++i) {
-    order[i] = i;
-    std::swap(order[i], order[generator.below(i + 1)]);
-  }
-  const auto block_index = [&](size_t i) {
-    return dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
-  };
-  size_t next = 0;
-  std::vector<std::unique_ptr<Block>> running;
-  for (; next < std::min<size_t>(order.size(), settings.resident_blocks); ++next) {
-    running.push_back(std::make_unique<Block>(grid, threads, shared_bytes, next));
-    running.back()->start(block_index(order[next]), kernel);
-  }
-  // From a step of each block in turn to most of a block before the next. Where blocks may meet,
-  // others often run, or wrong orders that take many steps of others would never be seen.
-  const size_t steps = size_t(1) << 4 * generator.below(4);
-  for (size_t at = 0; !running.empty();) {
-    const bool meets = running[at]->has_yielded;
-    if (generator.below(meets ? 2 : steps) == 0) at = generator.below(running.size());
-    if (running[at]->step(generator)) continue;
-    if (next < order.size()) {
-      running[at]->start(block_index(order[next++]), kernel);
+
+  // The launch ahead has ended: runs all blocks to their end.
+  void finish() {
+    if (waiting_.empty()) {
+      start_first(false);
     } else {
-      running.erase(running.begin() + at);
-      at = 0;
+      for (std::unique_ptr<Block>& block : waiting_) block->end_wait();
+      running_.swap(waiting_);
+    }
+    run();
+  }
+
+ private:
+  [[noreturn]] void refuse(const char* what) const {
+    throw std::runtime_error(name_ + ": invalid configuration: " + what);
+  }
+
+  void start(Block& block, bool is_early) {
+    const size_t i = order_[next_++];
+    block.start(dim3(i % grid_.x, i / grid_.x % grid_.y, i / grid_.x / grid_.y), kernel_, is_early);
+  }
+
+  void start_first(bool are_early) {
+    while (next_ < std::min<size_t>(order_.size(), settings.resident_blocks)) {
+      running_.push_back(std::make_unique<Block>(grid_, threads_, shared_bytes_, is_dependent_));
+      start(*running_.back(), are_early);
     }
   }
-}
+
+  // Runs blocks until all have ended, or wait for the launch ahead.
+  void run() {
+    try {
+      for (size_t at = 0; !running_.empty();) {
+        const bool meets = running_[at]->has_yielded;
+        if (generator_.below(meets ? 2 : steps_) == 0) at = generator_.below(running_.size());
+        const State state = running_[at]->step(generator_);
+        if (state == State::kRuns) continue;
+        if (state == State::kHasEnded && next_ < order_.size()) {
+          start(*running_[at], false);
+          continue;
+        }
+        if (state == State::kWaits) waiting_.push_back(std::move(running_[at]));
+        running_.erase(running_.begin() + at);
+        at = 0;
+      }
+    } catch (const std::runtime_error& error) {
+      throw std::runtime_error(name_ + ": " + error.what());
+    }
+  }
+
+  std::string name_;
+  dim3 grid_, threads_;
+  size_t shared_bytes_;
+  bool is_dependent_;
+  std::function<void()> kernel_;
+  Generator generator_{settings.seed};
+  std::vector<size_t> order_;
+  size_t next_ = 0;
+  // From a step of each block in turn to most of a block before the next. Where blocks may meet,
+  // others often run, or wrong orders that take many steps of others would never be seen.
+  size_t steps_ = 1;
+  std::vector<std::unique_ptr<Block>> running_, waiting_;
+};
 
 }  // namespace cuda_on_host

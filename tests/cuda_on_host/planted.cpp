@@ -131,6 +131,48 @@ __global__ void grid_barrier_kernel(Params p) {
   }
 }
 
+// Launched one after the other: first = 2 * in, second = 2 * first, out = first + second.
+struct ChainParams {
+  const float* in;
+  float *first, *second, *out;
+  int variant;
+};
+
+__device__ unsigned own_index() { return blockIdx.x * kThreads + threadIdx.x; }
+
+__global__ void first_kernel(ChainParams p) { p.first[own_index()] = 2 * p.in[own_index()]; }
+
+__global__ void second_kernel(ChainParams p) {
+  wait_for_predecessors();
+  let_dependents_start();
+  p.second[own_index()] = 2 * p.first[own_index()];
+}
+
+// Before it waits, it may read `first`. 1: reads `second`. 2: copies `second`. 3: writes what the
+// kernel ahead reads. 4: does not wait. 5: half of the threads do not. 6: lets the next start
+// first.
+__global__ void third_kernel(ChainParams p) {
+  float* tile = reinterpret_cast<float*>(dynamic_shared());
+  const unsigned i = own_index();
+  const float first = p.first[i];
+  const float early = p.variant == 1 ? p.second[i] : 0;
+  const auto copy = [&] {
+    if (threadIdx.x % 4 == 0) cp_async_16(tile + threadIdx.x, p.second + i, true);
+    cp_async_commit();
+  };
+  if (p.variant == 2) copy();
+  if (p.variant == 3) p.first[i] = 0;
+  if (p.variant == 6) let_dependents_start();
+  if (p.variant != 4 && (p.variant != 5 || threadIdx.x % 2)) {
+    wait_for_predecessors();
+    let_dependents_start();
+  }
+  if (p.variant != 2) copy();
+  cp_async_wait<0>();
+  __syncthreads();
+  p.out[i] = first + (p.variant == 1 ? early : tile[threadIdx.x]);
+}
+
 }  // namespace
 
 PK_ENTRY reverse(const float* in, float* out, int variant) {
@@ -164,3 +206,22 @@ PK_ENTRY grid_barrier(const float* in, float* out, int variant) {
   return run_meeting("grid_barrier", grid_barrier_kernel, in, out, variant);
 }
 PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
+
+// Eight blocks each.
+const char* run_chain(const float* in, float* out, int variant, bool is_dependent) {
+  alignas(16) float first[8 * kThreads], second[8 * kThreads];
+  std::fill(first, first + 8 * kThreads, NAN);
+  std::fill(second, second + 8 * kThreads, NAN);
+  const ChainParams params{in, first, second, out, variant};
+  return run_all([&] {
+    launch("first", first_kernel, 8, kThreads, 0, nullptr, params);
+    launch("second", second_kernel, 8, kThreads, 0, nullptr, params, is_dependent);
+    launch("third", third_kernel, 8, kThreads, kThreads * 4, nullptr, params, is_dependent);
+  });
+}
+PK_ENTRY chain(const float* in, float* out, int variant) {
+  return run_chain(in, out, variant, true);
+}
+PK_ENTRY plain_chain(const float* in, float* out, int variant) {
+  return run_chain(in, out, variant, false);
+}

@@ -1,0 +1,28 @@
+// Comes before every source that registers ops: an op ends when all that it launched has run.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include "stream.h"
+
+namespace cuda_on_host {
+
+template <class Function, Function* function>
+void run_op(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
+  try {
+    torch::stable::detail::boxer<Function, function>::boxed_fn(stack, arguments, outputs);
+  } catch (...) {
+    try {
+      stream.synchronize();
+    } catch (const std::runtime_error&) {  // of what was launched earlier, or because of it
+    }
+    throw;
+  }
+  stream.synchronize();
+}
+
+}  // namespace cuda_on_host
+
+#undef TORCH_BOX
+#define TORCH_BOX(function) \
+  cuda_on_host::run_op<std::remove_pointer_t<decltype(function)>, (function)>

@@ -1,0 +1,35 @@
+// What an op calls in torch, in the order of the stream. The linker sends the calls here (--wrap).
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include <string>
+
+#include "stream.h"
+
+using cuda_on_host::stream;
+
+extern "C" {
+
+AOTITorchError __real_torch_call_dispatcher(const char*, const char*, StableIValue*, uint64_t);
+AOTITorchError __real_aoti_torch_delete_tensor_object(AtenTensorHandle);
+
+// torch's kernels run when all that was launched before has.
+AOTITorchError __wrap_torch_call_dispatcher(const char* op, const char* overload,
+                                            StableIValue* stack, uint64_t version) {
+  const std::string name = op;
+  const bool has_kernel =
+      name != "aten::empty" && name != "aten::empty_like" && name != "aten::view";
+  if (has_kernel) stream.synchronize();
+  return __real_torch_call_dispatcher(op, overload, stack, version);
+}
+
+AOTITorchError __wrap_aoti_torch_delete_tensor_object(AtenTensorHandle tensor) {
+  if (stream.is_idle()) return __real_aoti_torch_delete_tensor_object(tensor);
+  stream.keep(std::shared_ptr<void>(tensor, [](void* kept) {
+    __real_aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(kept));
+  }));
+  return AOTI_TORCH_SUCCESS;
+}
+
+}  // extern "C"
