@@ -6,8 +6,8 @@
 // which it shows, and a barrier of the grid can spin while the other blocks arrive. Shared memory
 // is a heap block of the size that was launched with, new for each block and full of NaN.
 //
-// The first blocks of a dependent launch run up to `wait_for_predecessors` before the launch ahead
-// of them begins (stream.h): what a kernel reads before that call is what was there before.
+// The first block of a dependent launch runs up to `wait_for_predecessors` before the launch ahead
+// begins (stream.h): what a kernel reads before that call is what was there before.
 //
 // Errors, thrown by `Grid`: a barrier that some threads of the block do not reach, or reach at
 // another line; a warp collective that some lanes do not reach; a loop that waits for what no
@@ -345,22 +345,19 @@ class Grid {
     steps_ = size_t(1) << 4 * generator_.below(4);
   }
 
-  // While the launch ahead has not begun: runs the first blocks of a dependent launch until they
-  // wait.
+  // While the launch ahead has not begun: runs the first block of a dependent launch until it
+  // waits.
   void start_early() {
     if (!is_dependent_) return;
-    start_first(true);
+    start_blocks(1, true);
     run();
   }
 
   // The launch ahead has ended: runs all blocks to their end.
   void finish() {
-    if (waiting_.empty()) {
-      start_first(false);
-    } else {
-      for (std::unique_ptr<Block>& block : waiting_) block->end_wait();
-      running_.swap(waiting_);
-    }
+    running_.swap(waiting_);
+    for (std::unique_ptr<Block>& block : running_) block->end_wait();
+    start_blocks(settings.resident_blocks, false);
     run();
   }
 
@@ -374,8 +371,9 @@ class Grid {
     block.start(dim3(i % grid_.x, i / grid_.x % grid_.y, i / grid_.x / grid_.y), kernel_, is_early);
   }
 
-  void start_first(bool are_early) {
-    while (next_ < std::min<size_t>(order_.size(), settings.resident_blocks)) {
+  // Up to so many that run at once.
+  void start_blocks(size_t most, bool are_early) {
+    while (running_.size() < most && next_ < order_.size()) {
       running_.push_back(std::make_unique<Block>(grid_, threads_, shared_bytes_, is_dependent_));
       start(*running_.back(), are_early);
     }

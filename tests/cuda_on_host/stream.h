@@ -1,11 +1,11 @@
 // What a thread launches, in order, at the worst moment that a GPU may choose.
 //
-// A launch is held back until the next one. If that is dependent, its first blocks run up to
-// `wait_for_predecessors` before the held launch begins (on a GPU they may start while it runs, and
-// need not see what it writes). The held launch then runs, and the next one is held, with the
-// blocks that wait. So a kernel reads, before it waits, what the launch ahead has not written yet.
+// A launch is held back until the next one. If that is dependent, its first block runs up to
+// `wait_for_predecessors` before the held launch begins: on a GPU it may start while that runs, and
+// need not see what it writes. The held launch then runs, and the next one is held, with the block
+// that waits.
 //
-// The launch before the held one has ended by then, as kernels let the next start after they
+// The launch before the held one has ended by then, as kernels let the next one start after they
 // waited.
 #pragma once
 
