@@ -152,7 +152,7 @@ def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkey
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("multiprocessors", [1, 7])
 def test_every_fold_keeps_the_budget(case, side, fold, wanted, multiprocessors, monkeypatch):
-    set_schedule(multiprocessors=multiprocessors)
+    set_schedule(multiprocessors=multiprocessors)  # of the CUDA library
     inputs = beside_stream(backward_inputs(case, torch.bfloat16, fold), side)
     check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
 

@@ -184,7 +184,7 @@ def _output(y: Tensor, with_stats: bool) -> Output:
 
 
 class FakeKernels(Kernels):
-    """`Kernels` that compute shapes and strides alone."""
+    """`Kernels` that compute the shapes, strides and dtypes of results alone."""
 
     def serves_conv(
         self,
