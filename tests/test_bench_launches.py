@@ -141,6 +141,15 @@ def test_networks_with_convolutions_of_pytorch_run_none_of_them(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
+def test_no_small_number_beside_half_a_pointer_is_the_address_of_a_tensor():
+    with serve_cpu.without_running(lambda launch: None):
+        tensors = [torch.empty(gib << 30, dtype=torch.uint8) for gib in (1, 1, 2, 2, 3, 1)]
+    for t in tensors:
+        begin = t.data_ptr() % 2**32
+        assert begin >= 2**30 and begin + t.numel() <= 2**32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
 def test_kernels_run_again_after_a_recording():
     of_cuda("--network", "resnet-29", "--batch", "2")
     assert serve_cpu.tensor_at(torch.empty(1000).data_ptr()) is None

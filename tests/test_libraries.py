@@ -14,9 +14,9 @@ import torch
 from preact_kernels.ops.schema import SCHEMAS
 
 PACKAGE = Path(importlib.util.find_spec("preact_kernels").origin).parent
-# A library may lack these: its convolutions have one geometry, or one dtype, and PyTorch can update
-# running statistics.
-OPTIONAL_ARGUMENTS = {"stride", "padding", "dilation", "groups", "dtype"}
+# A library may lack these: its convolutions have one geometry, and PyTorch can update running
+# statistics.
+OPTIONAL_ARGUMENTS = {"stride", "padding", "dilation", "groups"}
 OPTIONAL_OPS = {"running_stats_update"}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 LIBRARIES = {
