@@ -115,6 +115,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
   });
 }
 
-bool forms_gradient_product(const Conv&, const Conv&, ScalarType, const Tensor&) { return false; }
+bool forms_gradient_product(const Conv&, const Conv&, const ConvDtypes&, const Tensor&) {
+  return false;
+}
 
 }  // namespace preact_kernels

@@ -63,10 +63,10 @@ void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
 }
 
 template <class Types>
-void launch_bn_relu_conv_backward_of_product(const Conv& conv, const ConvLaunch& plan,
+bool launch_bn_relu_conv_backward_of_product(const Conv& conv, const ConvLaunch& plan,
                                              const BnReluConvBackwardOfProduct& params,
                                              bool of_weight, cudaStream_t stream) {
-  for_product_channels<Types>(conv, [&](auto channels) {
+  return for_product_channels<Types>(conv, [&](auto channels) {
     constexpr int CHANNELS = decltype(channels)::value;
     launch(of_weight ? "bn_relu_conv_backward_product" : "bn_relu_conv_backward_product_input",
            of_weight ? bn_relu_conv_backward_product_kernel<Types, CHANNELS, kProductGroups>
@@ -92,7 +92,7 @@ void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& pl
   template ConvLaunch plan_bn_relu_conv_backward<TYPES>(const Conv&, int, bool, bool, bool);   \
   template void launch_bn_relu_conv_backward<TYPES>(                                           \
       const Conv&, const ConvLaunch&, const BnReluConvBackward&, bool, cudaStream_t);          \
-  template void launch_bn_relu_conv_backward_of_product<TYPES>(                                \
+  template bool launch_bn_relu_conv_backward_of_product<TYPES>(                                \
       const Conv&, const ConvLaunch&, const BnReluConvBackwardOfProduct&, bool, cudaStream_t); \
   template void launch_bn_relu_conv_weight_gradients<TYPES>(                                   \
       const Conv&, const ConvLaunch&, const WeightGradients&, int, cudaStream_t);

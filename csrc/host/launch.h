@@ -31,7 +31,8 @@ void finish_gradients(Run& run, const Tensor& like, const Tensor& sums);
 struct UnitOfRun {
   Run& run;
   size_t weight;
-  ScalarType dtype;  // of the operands
+  ScalarType dtype;           // of the operands
+  bool is_x_rebuilt = false;  // then nothing but the run keeps x, where it postpones its use
 };
 
 void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x);
@@ -67,9 +68,9 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
                                   const Norm& norm, const Tensor& conv_weight,
                                   const UnitGradients& gradients, UnitOfRun unit);
 
-// Whether the backward of `conv` takes a product of the convolution `of_g` in place of a stored g
-// of its fold. `y` is the output of `conv`, whose input has the dtype of the operands.
-bool forms_gradient_product(const Conv& conv, const Conv& of_g, ScalarType operands,
-                            const Tensor& y);
+// Whether the backward of `conv`, whose input is `x`, takes a product of the convolution `of_g` in
+// place of a stored g of its fold.
+bool forms_gradient_product(const Conv& conv, const Conv& of_g, const ConvDtypes& dtypes,
+                            const Tensor& x);
 
 }  // namespace preact_kernels

@@ -138,10 +138,15 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
     const Tensor& h = place == 0 && rebuilt ? x : stage.inputs[--left];
     UnitGradients& unit = run.gradients[i];
     unit.wanted.dy = ends_block && fold.has_value();
-    const bool is_product = place == 0 && i > 0 && !ends_block &&
-                            forms_gradient_product(conv_of(i - 1), conv_of(i), run.dtype, h);
+    bool is_product = false;
+    if (place == 0 && i > 0 && !ends_block) {
+      const Tensor& x_ahead = stage.inputs[left - 1];  // of unit i - 1, the last of its block
+      is_product = forms_gradient_product(
+          conv_of(i - 1), conv_of(i), {run.dtype, x_ahead.scalar_type(), h.scalar_type()}, x_ahead);
+    }
     unit.wanted.stores_g = !is_product;
-    bn_relu_conv_backward(g, fold, product, h, norm, p[2], unit, run.unit(i));
+    bn_relu_conv_backward(g, fold, product, h, norm, p[2], unit,
+                          run.unit(i, place == 0 && rebuilt));
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : g;
     product = std::nullopt;
     if (is_product) {
