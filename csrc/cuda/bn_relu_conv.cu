@@ -115,26 +115,26 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x_, const Norm&
   });
 }
 
-bool forms_gradient_product(const Conv& conv, const Conv& of_g, const ConvDtypes& dtypes,
-                            const Tensor& x) {
-  if (of_g.taps() != 1 || of_g.out_channels != conv.in_channels) return false;
+bool recomputes_g(const Conv& conv, const Conv& conv_of_g, const ConvDtypes& dtypes,
+                  const Tensor& x) {
+  if (conv_of_g.taps() != 1 || conv_of_g.out_channels != conv.in_channels) return false;
   const OnDeviceOf on(x);
   return for_conv_types(dtypes, [&](auto types) {
     using Types = decltype(types);
-    if (!for_product_channels<Types>(conv, [](auto) {})) return false;
-    const auto plan = [&](bool has_product) {
-      return plan_bn_relu_conv_backward<Types>(conv, 3, true, true, has_product);
+    if (!for_recomputed_channels<Types>(conv, [](auto) {})) return false;
+    const auto plan = [&](bool is_recomputed) {
+      return plan_bn_relu_conv_backward<Types>(conv, 3, true, true, is_recomputed);
     };
     // Fewer blocks of a multiprocessor would cost more than a stored g does.
-    const ConvLaunch with_product = plan(true);
-    return with_product.shared_bytes <= most_shared_bytes() &&
-           with_product.blocks == plan(false).blocks;
+    const ConvLaunch recomputed = plan(true);
+    return recomputed.shared_bytes <= most_shared_bytes() &&
+           recomputed.blocks == plan(false).blocks;
   });
 }
 
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
                                   const std::optional<Fold>& fold_,
-                                  const std::optional<GradientProduct>& product_, const Tensor& x_,
+                                  const std::optional<RecomputedG>& recomputed_g_, const Tensor& x_,
                                   const Norm& norm, const Tensor& conv_weight,
                                   const UnitGradients& gradients, UnitOfRun unit) {
   const Wanted& wanted = gradients.wanted;
@@ -143,8 +143,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
   const Tensor x = aligned(x_, run), dy = aligned(dy_, run);
   std::optional<Fold> fold = fold_;
   if (fold.has_value()) fold->x = aligned(fold->x, run), fold->skip = aligned(fold->skip, run);
-  std::optional<GradientProduct> product = product_;
-  if (product.has_value()) product->fold.x = aligned(product->fold.x, run);
+  std::optional<RecomputedG> recomputed_g = recomputed_g_;
+  if (recomputed_g.has_value()) recomputed_g->fold.x = aligned(recomputed_g->fold.x, run);
   if (!wanted.g && !wanted.weight) {
     if (wanted.dy) launch_bn_input_gradient(conv.output(), dy, *fold, *gradients.dy);
     return;
@@ -155,7 +155,7 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
     using T = typename Types::T;
     using Y = typename Types::Y;
     const bool stores_g = wanted.g && wanted.stores_g;
-    BnReluConvBackward params{product.has_value() ? nullptr : data<char>(dy),
+    BnReluConvBackward params{recomputed_g.has_value() ? nullptr : data<char>(dy),
                               fold.has_value() ? pointers(*fold) : FoldPointers{},
                               data<char>(x),
                               pointers(norm, conv.pixels()),
@@ -178,12 +178,12 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
     bool is_postponed = wanted.weight && !wanted.g;
     if (wanted.g) {
       ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, wanted.weight,
-                                                          product.has_value());
+                                                          recomputed_g.has_value());
       is_postponed = wanted.weight && costs_less_apart(conv, plan, x_bytes, dy_bytes);
       const bool of_weight = wanted.weight && !is_postponed;
       if (is_postponed) {
         plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, false,
-                                                 product.has_value());
+                                                 recomputed_g.has_value());
       }
       params.grid = plan.grid;
       WeightGradientPartials partials{};
@@ -192,12 +192,12 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
         memory = allocate_partials(gradients.conv_weight, plan.blocks, partials);
         params.partials = mutable_data<float>(*memory);
       }
-      if (product.has_value()) {
-        const bool is_launched = launch_bn_relu_conv_backward_of_product<Types>(
+      if (recomputed_g.has_value()) {
+        const bool is_launched = launch_bn_relu_conv_backward_recomputed<Types>(
             conv, plan,
             {params,
-             {data<char>(dy), pointers(product->fold), run.weights[product->weight],
-              data<float>(product->norm.bias)}},
+             {data<char>(dy), pointers(recomputed_g->fold), run.weights[recomputed_g->weight],
+              data<float>(recomputed_g->bn_bias)}},
             of_weight, on.stream);
         STD_TORCH_CHECK(is_launched, "g: expected one that was stored");
       } else {

@@ -1,4 +1,4 @@
-"""In a run of blocks of the CUDA library, g of a block's first unit is formed where it is read.
+"""In a run of blocks of the CUDA library, g of a block's first unit is recomputed where it is read.
 
 Unit by unit, every g is stored: the bits are the same.
 """
@@ -57,13 +57,13 @@ def assert_bits_of_a_stored_gradient(stage, x, dy=None):
     return found
 
 
-def products(stage, x):
-    """How many kernels of a step form g."""
+def recomputing_kernels(stage, x):
+    """How many kernels of a step recompute g."""
     with pk.use_backend("cuda"):
         names = launches(lambda: evaluate(stage, {"x": x}))
     counts = collections.Counter(n for n in names if n.startswith("bn_relu_conv_backward"))
     assert counts.total() == sum(len(list(block.units())) for block in stage)
-    return sum(count for name, count in counts.items() if "product" in name)
+    return sum(count for name, count in counts.items() if "recomputed" in name)
 
 
 def shared_bytes(run):
@@ -88,7 +88,9 @@ def test_the_bits_are_those_of_a_gradient_that_is_stored(dtypes, training, memor
     x = images(dtypes, 3, 64, 17, 11)
     assert_bits_of_a_stored_gradient(stage, x)
     if IS_CUDA_ON_HOST:
-        assert products(stage, x) == (2 if memory == "store" else 1)  # the first is a run alone
+        assert recomputing_kernels(stage, x) == (
+            2 if memory == "store" else 1
+        )  # the first is a run alone
 
 
 @pytest.mark.not_under_sanitizer
@@ -104,7 +106,9 @@ def test_stages_of_other_sizes_give_those_bits(dtypes, width, shape):
     stage, x = stage_of(bottlenecks(width, 2), dtypes), images(dtypes, count, 4 * width, *size)
     assert_bits_of_a_stored_gradient(stage, x)
     if IS_CUDA_ON_HOST:
-        assert products(stage, x) == (width <= (16 if dtypes[0] == torch.float32 else 32))
+        assert recomputing_kernels(stage, x) == (
+            width <= (16 if dtypes[0] == torch.float32 else 32)
+        )
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -164,23 +168,23 @@ def test_no_gradient_passes_activations_that_are_rounded_to_zero(dtypes):
 def test_the_first_block_of_a_run_and_basic_blocks_store_it(make, expected):
     stage = stage_of(make(), BFLOAT16)
     channels = next(stage[0].units())[1].in_channels
-    assert products(stage, images(BFLOAT16, 2, channels, 5, 7)) == expected
+    assert recomputing_kernels(stage, images(BFLOAT16, 2, channels, 5, 7)) == expected
 
 
 @on_host
 @pytest.mark.parametrize("name", [name for name in DTYPES if name != "float32"])
-def test_it_is_stored_where_the_product_leaves_room_for_fewer_blocks_of_threads(name):
+def test_it_is_stored_where_fewer_blocks_of_threads_would_fit(name):
     set_schedule(multiprocessors=1)
     stage = stage_of(bottlenecks(32, 2), DTYPES[name])
     x = images(DTYPES[name], 2, 128, 9, 8)
     reserved = 1024  # of each block
     sizes = shared_bytes(lambda: evaluate(stage, {"x": x}))
-    (of_product,) = (count for kernel, count in sizes.items() if "product" in kernel)
-    suffices = 2 * (of_product + reserved) - reserved
+    (most,) = (count for kernel, count in sizes.items() if "recomputed" in kernel)
+    suffices = 2 * (most + reserved) - reserved
     try:
         for limit, expected in ((suffices, 1), (suffices - 16, 0)):
             serve_cpu.set_most_shared_bytes(limit)
-            assert products(stage, x) == expected
+            assert recomputing_kernels(stage, x) == expected
             assert_bits_of_a_stored_gradient(stage, x)
     finally:
         serve_cpu.set_most_shared_bytes()
@@ -196,4 +200,4 @@ def test_blocks_of_different_widths_store_it(monkeypatch):
     monkeypatch.setattr(block_runs, "run_keys", lambda _, blocks, x: [(True,)] * len(blocks.specs))
     with pk.use_backend("cuda"):
         assert_same_bits(evaluate(stage, {"x": x}), expected)
-    assert products(stage, x) == 0
+    assert recomputing_kernels(stage, x) == 0
