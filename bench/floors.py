@@ -1,6 +1,6 @@
-"""Lower bounds for a step or an op: bytes that must move, and FLOPs.
+"""What a step or an op costs at least: bytes that must move, and FLOPs.
 
-Bytes follow the plan of the fused kernels, block by block, without caches. The passes of a
+Bytes follow a plan for fused kernels, block by block, without caches. The passes of a
 bottleneck 4C -> C -> C -> 4C, in units of C elements per pixel:
 
     forward   F1  x 4 -> z1 1          F2  z1 1 -> z2 1        F3  z2 1, x 4 -> y 4          16
@@ -10,8 +10,8 @@ bottleneck 4C -> C -> C -> 4C, in units of C elements per pixel:
               B1b g2 1, z1 1, x 4, dy 4 -> dx 4                                              14
                                                                                        total 46
 
-The kernel B3 of the block below may form dx as it reads it: then dx is written once and read by
-nobody but that block's skip. That saves 4 units more, which are not counted here.
+B3 of the block below may form dx in place of B1b, and reads it only once with that: 4 units less,
+which are not counted here.
 """
 
 import functools

@@ -323,8 +323,14 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
 def recorded(a: argparse.Namespace) -> list[StageLaunches]:
     """The launches; in another process on a GPU machine, where the CUDA library itself is used."""
     step = (
-        a.network, a.batch, a.dtype, a.backend, a.memory, a.residual_dtype, a.multiprocessors
-    )  # fmt: skip
+        a.network,
+        a.batch,
+        a.dtype,
+        a.backend,
+        a.memory,
+        a.residual_dtype,
+        a.multiprocessors,
+    )
     if not torch.cuda.is_available():
         return dry_run.dry_run(*step)
     spawn = multiprocessing.get_context("spawn")

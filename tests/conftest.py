@@ -193,7 +193,14 @@ def poisoned_memory():
 
 
 @pytest.fixture
-def fused_convolutions(poisoned_memory, monkeypatch):
+def fused_convolutions(first_schedule):
+    """Skips a test of the CUDA library where that is missing."""
+    if serve_cpu.missing():
+        pytest.skip(f"backend cuda: {serve_cpu.missing()}")
+
+
+@pytest.fixture
+def first_schedule(poisoned_memory, monkeypatch):
     """The CUDA library may round to TF32, and on the host a test begins with the first schedule."""
     monkeypatch.setattr(cuda, "_may_round_to_tf32", lambda: True)
     if IS_CUDA_ON_HOST:
@@ -204,7 +211,7 @@ def fused_convolutions(poisoned_memory, monkeypatch):
 
 
 @pytest.fixture
-def on_gpu_backend(backend, fused_convolutions):
+def on_gpu_backend(backend, first_schedule):
     """The backend that a test of `tests/gpu_backends.py` names, with every call sent to it."""
     with pk.use_backend(backend):
         yield

@@ -20,9 +20,6 @@ from tests.conftest import IS_CUDA_ON_HOST
 from tests.cuda_on_host import serve_cpu
 from tests.oracle import assert_within_budget
 
-if serve_cpu.missing():
-    pytest.skip(f"backend cuda: {serve_cpu.missing()}", allow_module_level=True)
-
 DEVICE = device_of("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-5

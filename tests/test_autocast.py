@@ -9,6 +9,7 @@ import preact_kernels as pk
 from tests.cases import (
     ConvCase,
     conv_inputs,
+    device_of,
     plain_bn_relu,
     plain_bn_relu_conv2d,
     random_block,
@@ -17,7 +18,7 @@ from tests.cases import (
 )
 from tests.oracle import check, evaluate, plain_copy
 
-pytestmark = pytest.mark.backends("cpu")  # dtypes are chosen above the backends
+pytestmark = pytest.mark.backends("cpu")  # most dtypes are chosen above the backends
 
 CASE = ConvCase("typical", (6, 16, 6, 5), 32, padding=1, conv_bias=True, residual=True)
 every_input = pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -54,6 +55,7 @@ def test_bn_relu_keeps_the_dtype_of_its_input(x_dtype, training, backend):
     assert results["running_mean"].dtype == torch.float32
 
 
+@pytest.mark.backends("cpu", "triton", "cuda")  # which take float32 weights, or do not
 @pytest.mark.covering(2)
 @every_input
 @pytest.mark.parametrize("training", [True, False])
@@ -71,7 +73,8 @@ def test_convolutions_run_in_the_autocast_dtype(x_dtype, residual, training, bac
     assert results["dconv_weight"].dtype == torch.float32
 
 
-@pytest.mark.covering(2)
+@pytest.mark.backends("cpu", "triton", "cuda")
+@pytest.mark.covering(1, cpu=2)
 @every_input
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
@@ -80,9 +83,21 @@ def test_convolutions_run_in_the_autocast_dtype(x_dtype, residual, training, bac
     ids=lambda b: "-".join(map(str, b)),
 )
 def test_blocks_equal_the_plain_ones(block, training, x_dtype, backend):
-    module = random_block(*block).train(training)
-    problems = [{"x": torch.randn(3, block[1], 7, 6).to(x_dtype)} for _ in range(8)]
+    module = random_block(*block).train(training).to(device_of(backend))
+    x = torch.randn(8, 3, block[1], 7, 6, device=device_of(backend)).to(x_dtype)
+    problems = [{"x": images} for images in x]
     check_autocast(module, plain_copy(module), problems)
+
+
+@pytest.mark.backends("cpu", "triton", "cuda")
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_a_stage_beside_a_float32_stream_equals_the_plain_one(memory, backend):
+    """Some of its convolutions are fused, others are PyTorch's."""
+    blocks = [random_block("basic", 16, 16), random_block("basic", 16, 32, 2)]
+    stage = pk.PreActStage(blocks, memory, residual_dtype=torch.float32).to(device_of(backend))
+    x = torch.randn(8, 3, 16, 7, 6, device=device_of(backend)).to(torch.bfloat16)
+    problems = [{"x": images} for images in x]
+    check_autocast(stage, plain_copy(stage), problems)
 
 
 @every_input

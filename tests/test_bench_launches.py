@@ -87,8 +87,9 @@ def test_resnet_1001_has_its_launches_and_bytes():
     # weights are small in the first stage.
     assert 16 < units(first, FORWARD) < 16.2
     # g of a block's first unit is not stored: the kernel after it reads two units in its place, dx
-    # with it, and writes dx where the plan of the floors has B1b.
-    assert 26 < units(first, BACKWARD) < 28
+    # with it, and writes dx where the plan of the floors has B1b. Partial weight gradients are
+    # written and read.
+    assert 26 < units(first, BACKWARD) < 26 + 2.5
     recomputed = [r for r in rows if r.kernel.startswith("B3 bn_relu_conv_backward_recomputed")]
     assert {r.stage for r in recomputed} == {"1", "2"}
     assert all(r.launches_per_block * r.blocks == pytest.approx(109) for r in recomputed)
@@ -105,8 +106,10 @@ def test_a_float32_stream_takes_twice_the_bytes_in_as_many_launches(backend, tmp
     assert sum(round(row.launches_per_block) for row in first) == LAUNCHES_A_BLOCK[backend][0]
     # Of 16 units, 12 are of the stream: x, and then x again and y.
     assert 16 + 12 < units(first, FORWARD) < 16 + 12.2
-    # Of 32, and partial sums, 16: x of the fold, skip, the stored dy, and x.
-    assert 32 + 16 < units(first, BACKWARD) < 32 + 19
+    # Of 32, or 26 where g of the first unit is not stored, and of partial sums, 16 are of the
+    # stream: x of the fold, skip, the stored dy, and x.
+    least = {"cuda": 26, "triton": 32}[backend] + 16
+    assert least < units(first, BACKWARD) < least + 3
 
 
 def test_what_runs_again_is_listed():
@@ -135,6 +138,15 @@ def test_networks_with_convolutions_of_pytorch_run_none_of_them(tmp_path):
     rows = of_cuda("--network", "imagenet-resnet-50", "--batch", "64")
     names = {row.kernel.split()[-1] for row in rows}
     assert {"aten::convolution", "aten::convolution_backward", "bn_relu_backward_mask"} < names
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
+def test_no_small_number_beside_half_a_pointer_is_the_address_of_a_tensor():
+    with serve_cpu.without_running(lambda launch: None):
+        tensors = [torch.empty(gib << 30, dtype=torch.uint8) for gib in (1, 1, 2, 2, 3, 1)]
+    for t in tensors:
+        begin = t.data_ptr() % 2**32
+        assert begin >= 2**30 and begin + t.numel() <= 2**32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")

@@ -99,10 +99,14 @@ def test_compiled_modules_give_the_same_bits(module, training, backend):
     assert_same_bits(run(module, compiled), run(other, other))
 
 
+@pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
+@pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
-def test_a_compiled_stage_beside_a_float32_stream_gives_the_same_bits(memory, backend):
+@pytest.mark.parametrize("sizes", [(10, 10), (10, 16, 2)], ids=["plain", "projection"])
+def test_a_compiled_stage_beside_a_float32_stream_gives_the_same_bits(memory, sizes, backend):
     """An op rounds the gradient of PyTorch's convolution, which was rounded before."""
-    blocks = [random_block("basic", 10, 10) for _ in range(2)]
+    width = sizes[1]
+    blocks = [random_block("basic", *sizes), random_block("basic", width, width)]
     stage = pk.PreActStage(blocks, memory, residual_dtype=torch.float32)
     stage = in_dtype(stage, torch.bfloat16)
     other = copy.deepcopy(stage)
@@ -247,6 +251,7 @@ def kernel_arguments(dtype):
             (y, None, *folded, *backward, True, False, False),
             (y, y.clone(), *folded, *backward, False, True, True),
             (y, *whole, x.to(wide), *backward[1:], True, True, False),
+            (y, *whole, x.to(wide), *backward[1:], False, True, False),
             (y, y.to(wide), y.to(wide), *folded[1:], *backward, True, True, True),
         ],
         "residual_add_forward": [(x, x.clone(), False), (x, x.clone(), True)],

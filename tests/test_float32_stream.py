@@ -152,7 +152,7 @@ def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkey
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("multiprocessors", [1, 7])
 def test_every_fold_keeps_the_budget(case, side, fold, wanted, multiprocessors, monkeypatch):
-    set_schedule(multiprocessors=multiprocessors)
+    set_schedule(multiprocessors=multiprocessors)  # of the CUDA library
     inputs = beside_stream(backward_inputs(case, torch.bfloat16, fold), side)
     check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
 
@@ -304,10 +304,19 @@ def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypat
 
 
 @on_gpu_backends
-@pytest.mark.parametrize("has_fold", [True, False])
-def test_a_unit_with_the_stream_on_both_sides_runs_around_the_convolution_of_pytorch(
-    has_fold, monkeypatch
-):
+def test_the_backward_of_a_projection_is_fused(monkeypatch):
+    """Its dy and x are of the stream, but its output was not."""
+    case = Case(2, 5, 7, 16, 64, 1)
+    both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
+    monkeypatch.setattr(cuda_conv, "kernels", lambda: Fused(both))
+    monkeypatch.setattr(cuda_conv, "eager", unfused(torch.bfloat16))
+    arriving = backward_inputs(case, torch.bfloat16, "none")
+    arriving = beside_stream(beside_stream(arriving, "input"), "output")
+    cuda_conv.check_case(case, arriving, Wanted(True, True, False))
+
+
+@on_gpu_backends
+def test_a_unit_with_the_stream_on_both_sides_runs_around_the_convolution_of_pytorch(monkeypatch):
     case = Case(2, 5, 7, 32, 32, 1)
     both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
     monkeypatch.setattr(cuda_conv, "kernels", lambda: both)
@@ -315,9 +324,9 @@ def test_a_unit_with_the_stream_on_both_sides_runs_around_the_convolution_of_pyt
     given = forward_inputs(case, torch.bfloat16)
     given = given._replace(x=given.x.float(), residual=given.residual.float())
     cuda_conv.check_case(case, given, True)
-    arriving = backward_inputs(case, torch.bfloat16, "skip" if has_fold else "none")
+    arriving = backward_inputs(case, torch.bfloat16, "skip")
     arriving = beside_stream(beside_stream(arriving, "input"), "output")
-    cuda_conv.check_case(case, arriving, Wanted(True, True, has_fold))
+    cuda_conv.check_case(case, arriving, Wanted(True, True, True))
     unit = UnitSpec(1e-5, True, conv(case))
     blocks = Blocks([BlockSpec((unit,), None)], [*given.norm[2:4], given.conv_weight])
     assert run_keys(both, blocks, given.x) == [None]

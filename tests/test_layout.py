@@ -109,7 +109,6 @@ def test_strides_of_the_inputs_change_no_bit(layout, fused, plain, inputs, backe
             assert_same_bits(evaluate(with_layout(fused, layout, [name]), inputs), expected)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.backends("cpu", "triton", "cuda")  # whose kernels read weights of any strides
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("name", ["channels_last", "transposed_image", "every_other_channel"])

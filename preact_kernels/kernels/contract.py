@@ -151,7 +151,8 @@ class Kernels(Protocol):
 
     Attributes:
         takes_float32_weights: a convolution's weight may be float32 beside activations in half
-            precision, in which it is then multiplied; its gradient is float32, not rounded.
+            precision, in which it is then multiplied; its gradient is float32, and not rounded
+            where a fused kernel computes it.
     """
 
     takes_float32_weights: bool = False
@@ -295,10 +296,10 @@ class BlockKernels(Kernels, Protocol):
 class StreamConvs(Kernels, Protocol):
     """Convolutions that also read and write a float32 residual stream.
 
-    Beside a weight in half precision, and where `serves_stream_conv` says so, one side of a
-    convolution may be float32: `x`; or the residual and so `y`, which in the backward are `x` and
-    `skip` of the fold, the unfolded `dy`, and `dy` without a fold. `g` is in half precision, both
-    the fold's and the result.
+    Where `serves_stream_conv` says so, one side of a convolution in half precision may be float32:
+    `x`; or the residual and so `y`, which in the backward are `x` and `skip` of the fold, the
+    unfolded `dy`, and `dy` without a fold. `g` is in half precision, both the fold's and the
+    result.
     """
 
     @abstractmethod
@@ -310,11 +311,12 @@ class StreamConvs(Kernels, Protocol):
         device: torch.device,
         pixels: int | None = None,
     ) -> bool:
-        """`serves_conv` beside a float32 stream, for a weight of `dtype`."""
+        """`serves_conv` beside a float32 stream, for products in `dtype`."""
 
 
 class StreamKernels(StreamConvs, BlockKernels, Protocol):
     """A backend whose fused convolutions also read and write a float32 residual stream.
 
-    In runs of blocks, of two units or more, it is that of the inputs of all blocks.
+    In a run of blocks, which have two units or more, inputs and outputs of all blocks are of the
+    stream.
     """

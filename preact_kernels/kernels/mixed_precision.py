@@ -211,6 +211,8 @@ class FusedMixedKernels(MixedKernels):
                 dy, None, x, norm, conv_weight, conv, wanted._replace(dy=False)
             )
             return found._replace(dy=dy if wanted.dy else None)
+        if fold is None and x.dtype == self.stream:  # of a projection: as autograd rounds it
+            dy = dy.to(self.half)
         y_dtype = (dy if fold is None else fold.x).dtype
         if not self._fuses(x, conv_weight, conv, y_dtype):
             weight = conv_weight.to(self.half)

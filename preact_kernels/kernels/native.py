@@ -46,7 +46,7 @@ def load_library(name: str) -> str:
 
 
 def _named(dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The last argument of an op, unless it is None, which takes the dispatcher time."""
+    """The last argument of an op, unless it is None: passing None costs time in the dispatcher."""
     return {} if dtype is None else {"dtype": dtype}
 
 

@@ -426,7 +426,8 @@ class Backward(NamedTuple):
                 )
                 self.gradients.shortcuts[index] = shortcut.conv_weight
                 if needs_g:
-                    cast(Tensor, g).add_(cast(Tensor, shortcut.g))
+                    g = cast(Tensor, g).to(h.dtype)  # that of a float32 stream
+                    g.add_(cast(Tensor, shortcut.g))
                     cast(Tensor, sums).add_(cast(Tensor, shortcut.sums))
             self._set_gradients(unit, dconv_weight, sums)
             # Weights take the sums of their own process: only the gradient of `h` needs all.

@@ -50,7 +50,7 @@ SCHEMAS = {
     "bn_input_gradient": f"(Tensor g, {_FOLD}) -> Tensor",
     "bn_relu_conv_forward": (
         f"(Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, Tensor? conv_bias, Tensor? residual, "
-        "bool with_stats, ScalarType? dtype) -> (Tensor, Tensor, Tensor)"
+        "bool with_stats, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)"
     ),
     "bn_relu_conv_backward": (
         f"(Tensor dy, {_FOLD}, Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, "
@@ -184,7 +184,7 @@ def _output(y: Tensor, with_stats: bool) -> Output:
 
 
 class FakeKernels(Kernels):
-    """`Kernels` that compute shapes and strides alone."""
+    """`Kernels` that compute the shapes, strides and dtypes of results alone."""
 
     def serves_conv(
         self,
@@ -278,7 +278,7 @@ def register(choose_kernels) -> None:
             like = first[0] if isinstance(first, list) else first
             half = _half_beside_stream(arguments) if "conv" in name else None
             results = call_with_flat_arguments(choose_kernels(like, half), name, arguments)
-            if half is not None and name == "bn_relu_conv_backward":
+            if half is not None and name == "bn_relu_conv_backward" and arguments[-3]:
                 g, *others = results  # of PyTorch's convolution, g is float32 and so rounded
                 return g.to(half), *others
             return results

@@ -2,11 +2,15 @@
 //
 // No page is used until something is written to it, so the tensors may be larger than the machine.
 // As no address is used twice, a pointer in the parameters of a launch tells which tensor it is.
+//
+// An int, or a float below 2, may lie in front of padding that still holds the upper half of a
+// pointer. So that this is no address of a tensor, none is in the first 1 GiB of each 4 GiB.
 
 #undef TORCH_TARGET_VERSION  // allocators are not a part of torch's stable ABI
 #include <c10/core/Allocator.h>
 #include <sys/mman.h>
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -15,6 +19,7 @@ namespace {
 
 constexpr size_t kReservedBytes = size_t(1) << 42;
 constexpr size_t kAlignment = 512;  // as that of torch's allocator on a GPU
+constexpr size_t kUnused = size_t(1) << 30, kPeriod = size_t(1) << 32;
 
 class Addresses final : public c10::Allocator {
  public:
@@ -30,7 +35,11 @@ class Addresses final : public c10::Allocator {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) return {nullptr, cpu};
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (bytes > size_t(end_ - next_)) throw std::runtime_error("no addresses left for a tensor");
+    const size_t at = reinterpret_cast<uintptr_t>(next_) % kPeriod;
+    if (at < kUnused) next_ += kUnused - at;
+    if (at + bytes > kPeriod && bytes <= kPeriod - kUnused) next_ += kPeriod - at + kUnused;
+    if (end_ < next_ || bytes > size_t(end_ - next_))
+      throw std::runtime_error("no addresses left for a tensor");
     char* memory = next_;
     next_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     bytes_of_[memory] = bytes;

@@ -153,7 +153,7 @@ class _Accumulators:
         sizes = [blocks * 2 * WORDS * c for c in channels]
         pieces = x.new_zeros(sum(sizes), dtype=torch.int64).split(sizes)
         self.units = [p.view(blocks, 2, WORDS, c) for p, c in zip(pieces, channels, strict=True)]
-        self.of = [p.unbind() for p in self.units]  # [unit of the block][block]
+        self.by_unit = [p.unbind() for p in self.units]  # [unit of the block][block]
 
 
 _compiled_runs: set[tuple] = set()
@@ -213,25 +213,25 @@ def _compile_ahead(
         return [torch.empty_like(t, device="meta") for t in tensors]
 
     short = run._replace(parameters=on_meta(run.parameters[: 3 * units]), eps=run.eps[:units])
-    of_x = None if x_statistics is None else BatchStatistics(*on_meta(x_statistics))
-    of_units = None if known is None else on_meta(known[: 2 * units])
-    (meta,) = on_meta([x])
+    meta_statistics = None if x_statistics is None else BatchStatistics(*on_meta(x_statistics))
+    meta_known = None if known is None else on_meta(known[: 2 * units])
+    (meta_x,) = on_meta([x])
 
     def launches() -> None:
-        y, _, statistics, inputs = _forward(meta, short, of_x, of_units, **keeps)
+        y, _, statistics, inputs = _forward(meta_x, short, meta_statistics, meta_known, **keeps)
         if keeps["keep_inputs"]:
             rebuilt_from = None if keeps["keep_block_inputs"] else y
             inv_count = 1.0 if known is None else 0.0
-            of_y = y.new_empty(y.shape[1], dtype=torch.float32)
-            norm = Norm(of_y, of_y, of_y, of_y, 0.0)
+            channels = y.new_empty(y.shape[1], dtype=torch.float32)
+            norm = Norm(channels, channels, channels, channels, 0.0)
             sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
-            fold = Fold(y, y, norm, sums, inv_count)
-            ways: list[Fold | None] = [fold if keeps["with_stats"] else None]
-            if known is not None:  # nothing says what follows
-                ways = [None, fold]
-            for way in ways:
-                dy = y if way is None else y.to(of_block[0].operands)
-                _backward(dy, way, short, inputs, statistics, inv_count, rebuilt_from, group)
+            folds: list[Fold | None] = [] if keeps["with_stats"] else [None]
+            if keeps["with_stats"] or known is not None:  # the latter does not say what follows
+                # Without skip where the block above has a projection.
+                folds += [Fold(skip, y, norm, sums, inv_count) for skip in (y, None)]
+            for fold in folds:
+                dy = y if fold is None else y.to(of_block[0].operands)
+                _backward(dy, fold, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)
     _compiled_runs.add(key)
@@ -279,23 +279,23 @@ def _forward(
     is_summing = known is None or with_stats
     sums = _Accumulators(x, [u.out_channels for u in units], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
-    h, of_h = x, None  # the latter are sums
+    h, h_sums = x, None
     count = len(units)
     for block in range(blocks):
         shortcut = h
         for index, unit in enumerate(units):
             inputs.append(h if (keep_inputs if index else keep_block_inputs) else None)
-            if of_h is None:
+            if h_sums is None:
                 position = block * count + index
                 mean, var = given[2 * position : 2 * position + 2]
                 norm = KernelNorm(mean, var, *unit.affine[block])
             else:
-                norm = KernelNorm(None, None, *unit.affine[block], of_h)
+                norm = KernelNorm(None, None, *unit.affine[block], h_sums)
             ends_block = index + 1 == count
             is_summed = with_stats if ends_block and block + 1 == blocks else known is None
-            of_h = sums.of[index][block] if is_summed else None
+            h_sums = sums.by_unit[index][block] if is_summed else None
             addends = Addends(None, shortcut) if ends_block else NO_ADDENDS
-            h = launches[index](h, norm, unit.packed[block], addends, of_h)
+            h = launches[index](h, norm, unit.packed[block], addends, h_sums)
     statistics, found = None, list(known or ())
     if is_summing:
         finished = [
@@ -331,9 +331,9 @@ class _WeightGradients:
         self._slots = self._partials.unbind()
         self._results = new_weight_gradients(unit.conv_weights[0], blocks)
         self._units: list[WeightUnit] = []  # of this group, where a launch of its own reads them
-        self._group_of(blocks)
+        self._begin_group(blocks)
 
-    def _group_of(self, end: int) -> None:
+    def _begin_group(self, end: int) -> None:
         self._begin, self._end = max(0, end - self._group), end
 
     def partials(self, block: int) -> Tensor | None:
@@ -351,7 +351,7 @@ class _WeightGradients:
             self._units = []
         count = self._end - self._begin
         launch_sum_partials(self._partials[:count], self._results[self._begin : self._end])
-        self._group_of(self._begin)
+        self._begin_group(self._begin)
 
     def results(self) -> list[Tensor]:
         """The gradients of all blocks."""
@@ -408,7 +408,7 @@ def _backward(
         mean, var = statistics[2 * position : 2 * position + 2]
         bn_weight, bn_bias, eps = unit.affine[block]
         norm = KernelNorm(mean, var, bn_weight, bn_bias, eps)
-        of_g = sums.of[index][block]
+        g_sums = sums.by_unit[index][block]
         ends_block = index + 1 == count
         if ends_block and y is not None:  # x is the output of this block
             z = cast(Tensor, kept[position])
@@ -420,7 +420,7 @@ def _backward(
             h,
             norm,
             unit.packed[block],
-            of_g,
+            g_sums,
             gradients[index].partials(block),
             needs_whole=ends_block or not launch.in_one_pass,
         )
@@ -428,7 +428,7 @@ def _backward(
             block_dy = whole
         gradients[index].add(block, whole, h, norm)
         skip = block_dy if index == 0 else None
-        fold = Fold(skip, h, Norm(mean, var, bn_weight, None, eps), of_g, inv_count)
+        fold = Fold(skip, h, Norm(mean, var, bn_weight, None, eps), g_sums, inv_count)
     results = [g.results() for g in gradients]
     found = [finished_sums(s).unbind() for s in sums.units]
     return BlockRunGradients(

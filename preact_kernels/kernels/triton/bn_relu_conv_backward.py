@@ -384,8 +384,8 @@ class BackwardLaunch:
         unit. `slots` is at least the number of units: launches of as many share a kernel.
         """
         filled = *units, *itertools.repeat(units[0], slots - len(units))
-        blocks = self._weight
-        self._prepared[("weight",)] = launch_kernel(
+        blocks, key = self._weight, ("weight", len(units))  # the grid depends on their number
+        self._prepared[key] = launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.weight_programs, self._weight_columns, len(units)),
             (filled, partials, self._sizes, self._out_pixels),
@@ -395,7 +395,7 @@ class BackwardLaunch:
                 "TAPS_PER_PROGRAM": self._taps_per_program,
             },
             blocks.num_warps,
-            self._prepared.get(("weight",)),
+            self._prepared.get(key),
         )
 
 

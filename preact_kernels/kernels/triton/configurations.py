@@ -181,8 +181,9 @@ def conv_backward(
         pixels = min(pixels, 32 if dtype.itemsize == 2 else 16)
     if weights > 8192 and dtype.itemsize == 4:  # no room for two buffers of every block of dy
         stages = 1
-    if capability >= HOPPER and dtypes.y.itemsize > dtype.itemsize:
-        pixels = 16 if weights > (8192 if capability == HOPPER else 2048) else pixels
+    most_weights = 8192 if capability == HOPPER else 2048
+    if capability >= HOPPER and dtypes.y.itemsize > dtype.itemsize and weights > most_weights:
+        pixels = 16
     one = ConvBlocks(pixels, cin, cout, warps, stages if capability == HOPPER else 1)
     max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
     return BackwardBlocks(one, weight, one if weights <= max_weights else None)

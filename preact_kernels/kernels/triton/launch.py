@@ -84,7 +84,7 @@ def has_launch_hooks() -> bool:
 
 
 def _available_bytes() -> int:
-    """Memory that this process may still take, as far as Linux says; else a large number."""
+    """At most this much memory is left, as far as Linux says; else a large number."""
     limits = [2**63]
     with contextlib.suppress(OSError, ValueError):
         text = Path("/proc/meminfo").read_text()
