@@ -312,13 +312,13 @@ def _step(stage: nn.Module, x: Tensor, recorder: Recorder) -> _Step:
 def _unit_of(launches: list[_Recorded], step: _Step) -> _Unit | None:
     """The unit that launches are for; None where there are several, or none.
 
-    A kernel with a product is given the weight of another unit after its own.
+    A kernel that recomputes g is given the weight of another unit after its own.
     """
-    has_product = any("product" in r.launch.name for r in launches)
+    recomputes_g = any("recomputed" in r.launch.name for r in launches)
     addresses = [address for r in launches for address in r.tensors]
     for units in step.units:
         if found := list(dict.fromkeys(units[a] for a in addresses if a in units)):
-            return found[0] if len(found) == 1 or has_product else None
+            return found[0] if len(found) == 1 or recomputes_g else None
     return None
 
 

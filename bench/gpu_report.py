@@ -39,7 +39,7 @@ KERNEL_TESTS = (
         "test_cuda_conv",
         "test_cuda_conv_grids",
         "test_cuda_conv_runs",
-        "test_cuda_conv_products",
+        "test_cuda_conv_recomputed",
         "test_cuda_conv_routes",
     ),
     ("test_resnet_1001", "test_triton", "test_graphs"),

@@ -32,10 +32,10 @@ struct Fold {
 
 // The g of a fold that was not stored: [p > 0] * dz * weight for a 1x1 convolution of relu(p), the
 // gradient dz of whose output is folded.
-struct GradientProduct {
-  Fold fold;      // of dz, without skip
-  Norm norm;      // that p is from
-  size_t weight;  // its index in the run
+struct RecomputedG {
+  Fold fold;       // of dz, without skip
+  Tensor bn_bias;  // of the batch norm that p is from, which is that of the fold of g
+  size_t weight;   // its index in the run
 };
 
 }  // namespace preact_kernels

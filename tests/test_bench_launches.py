@@ -90,9 +90,9 @@ def test_resnet_1001_has_its_launches_and_bytes():
     # with it, and writes dx where the plan of the floors has B1b. Partial weight gradients are
     # written and read.
     assert 26 < units(first, BACKWARD) < 26 + 2.5
-    products = [r for r in rows if r.kernel.startswith("B3 bn_relu_conv_backward_product")]
-    assert {r.stage for r in products} == {"1", "2"}
-    assert all(r.launches_per_block * r.blocks == pytest.approx(109) for r in products)
+    recomputed = [r for r in rows if r.kernel.startswith("B3 bn_relu_conv_backward_recomputed")]
+    assert {r.stage for r in recomputed} == {"1", "2"}
+    assert all(r.launches_per_block * r.blocks == pytest.approx(109) for r in recomputed)
     last = [r for r in rows if r.stage == "3" and "sum" not in r.kernel]
     assert 16 < units(last, FORWARD) < 18
 

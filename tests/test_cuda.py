@@ -153,7 +153,7 @@ def test_memory_that_is_not_aligned_is_read_right(op, dtype, offset):
     check_op(op, arguments((2, 16, 3, 5), dtype, offset=offset))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @on_host
 @pytest.mark.parametrize("multiprocessors", [1, 3, 40])
 @pytest.mark.parametrize("op", OPS)

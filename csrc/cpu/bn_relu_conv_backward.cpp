@@ -74,7 +74,7 @@ struct WeightGradient {
 
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
                                   const std::optional<Fold>& fold,
-                                  const std::optional<GradientProduct>&, const Tensor& x,
+                                  const std::optional<RecomputedG>&, const Tensor& x,
                                   const Norm& norm, const Tensor& conv_weight,
                                   const UnitGradients& gradients, UnitOfRun) {
   const Wanted& wanted = gradients.wanted;
@@ -115,6 +115,6 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
   });
 }
 
-bool forms_gradient_product(const Conv&, const Conv&, ScalarType, const Tensor&) { return false; }
+bool recomputes_g(const Conv&, const Conv&, const ConvDtypes&, const Tensor&) { return false; }
 
 }  // namespace preact_kernels

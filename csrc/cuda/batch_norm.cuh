@@ -41,15 +41,16 @@ __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
 // so that a kernel may call it before it waits for the one before it.
 struct FromShared {};
 
-// p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where the mean is
-// large compared with the deviation.
+// p = (x - mean) * scale + bias: one rounding after the difference, wherever it is computed.
+// Subtracting the mean first avoids cancellation where the mean is large compared with the
+// deviation.
 template <int kWidth>
 struct Normalisation {
   static constexpr int kRows = 4;
 
   float mean[kWidth], scale[kWidth], bias[kWidth];
 
-  // Zeros for a thread without channels.
+  // Zeros for a thread without channels. Reads mean and var: the norm has no `moments`.
   __device__ Normalisation(const NormPointers& norm, int channel, bool is_channel) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -65,6 +66,13 @@ struct Normalisation {
     load_floats(mean, shared + first);
     load_floats(scale, shared + channels + first);
     load_floats(bias, shared + 2 * channels + first);
+  }
+
+  __device__ Normalisation(const float (&mean_)[kWidth], const float (&scale_)[kWidth],
+                           const float* bias_) {
+    load_floats(bias, bias_);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) mean[i] = mean_[i], scale[i] = scale_[i];
   }
 
   // Of `shared` [kRows][channels]: mean, scale, bias, 1 / standard deviation.
@@ -90,7 +98,7 @@ struct Normalisation {
     load_floats(rstd, shared + 3 * channels + first);
   }
 
-  __device__ float operator()(float x, int i) const { return (x - mean[i]) * scale[i] + bias[i]; }
+  __device__ float operator()(float x, int i) const { return fmaf(x - mean[i], scale[i], bias[i]); }
 
   // relu(p) of a vector of x, as operands: rounded as PyTorch stores it.
   template <class T, class X>
@@ -157,9 +165,9 @@ struct InputGradient {
 
   // The gradient of a vector, in the dtype of x, from vectors[i] of each tensor. Those of x and
   // skip are read where the fold reads them.
-  template <class Y, class OfG, class OfX>
-  __device__ Vector<Y, kWidth> unfold(const FoldPointers& fold, int i, const OfG& g, const OfX& x,
-                                      const OfX& skip) const {
+  template <class Y, class G, class X>
+  __device__ Vector<Y, kWidth> unfold(const FoldPointers& fold, int i, const G& g, const X& x,
+                                      const X& skip) const {
     float dy[kWidth], more[kWidth];
     g[i].unpack(dy);
 #pragma unroll

@@ -36,32 +36,13 @@ const char* refusal(const Conv& conv, ScalarType dtype) {
 }
 
 // The tensor, or a copy of it where its memory is not aligned to 16 bytes.
-Tensor aligned(const Tensor& t) {
-  const bool is_aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-  return is_aligned ? t : torch::stable::clone(t);
+Tensor aligned(const Tensor& t, Run& run) {
+  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0) return t;
+  run.has_launched = false;  // the last launch is PyTorch's
+  return torch::stable::clone(t);
 }
-std::optional<Tensor> aligned(const std::optional<Tensor>& t) {
-  return t.has_value() ? std::optional<Tensor>(aligned(*t)) : std::nullopt;
-}
-
-// Memory for the weight gradients of `blocks` blocks, whose sum goes to `conv_weight`.
-Tensor allocate_partials(const Tensor& like, const Tensor& conv_weight, int blocks,
-                         WeightGradientPartials& partials) {
-  const auto size = conv_weight.sizes(), stride = conv_weight.strides();
-  partials = {nullptr,
-              blocks,
-              mutable_data<void>(conv_weight),
-              conv_weight.scalar_type() == ScalarType::Float,
-              int(size[0]),
-              int(size[1]),
-              int(size[3]),
-              stride[0],
-              stride[1],
-              stride[2],
-              stride[3]};
-  const Tensor memory = empty_bytes(like, int64_t(blocks) * partials.values() * 4);
-  partials.partials = data<float>(memory);
-  return memory;
+std::optional<Tensor> aligned(const std::optional<Tensor>& t, Run& run) {
+  return t.has_value() ? std::optional<Tensor>(aligned(*t, run)) : std::nullopt;
 }
 
 // Whether the weight gradients of the blocks of `plan`, written and read, are more bytes than x and
@@ -119,8 +100,8 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x_, const Norm&
                                  const BatchStatistics& of_y, UnitOfRun unit) {
   STD_TORCH_CHECK(!conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
   const OnDeviceOf on(x_);
-  const Tensor x = aligned(x_);
-  const std::optional<Tensor> residual = aligned(residual_);
+  const Tensor x = aligned(x_, unit.run);
+  const std::optional<Tensor> residual = aligned(residual_, unit.run);
   for_conv_types({unit.dtype, x.scalar_type(), y.scalar_type()}, [&](auto types) {
     using Types = decltype(types);
     const ConvLaunch plan = plan_bn_relu_conv_forward<Types>(conv);
@@ -134,50 +115,47 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x_, const Norm&
   });
 }
 
-bool forms_gradient_product(const Conv& conv, const Conv& of_g, ScalarType operands,
-                            const Tensor& y) {
-  if (of_g.taps() != 1 || of_g.out_channels != conv.in_channels) return false;
-  const OnDeviceOf on(y);
-  return for_conv_types({operands, operands, y.scalar_type()}, [&](auto types) {
+bool recomputes_g(const Conv& conv, const Conv& conv_of_g, const ConvDtypes& dtypes,
+                  const Tensor& x) {
+  if (conv_of_g.taps() != 1 || conv_of_g.out_channels != conv.in_channels) return false;
+  const OnDeviceOf on(x);
+  return for_conv_types(dtypes, [&](auto types) {
     using Types = decltype(types);
-    bool forms_product = false;
-    for_product_channels<Types>(conv, [&](auto) {
-      const auto plan = [&](bool has_product) {
-        return plan_bn_relu_conv_backward<Types>(conv, 3, true, true, has_product);
-      };
-      // Fewer blocks of a multiprocessor would cost more than a stored g does.
-      const ConvLaunch with_product = plan(true);
-      forms_product = with_product.shared_bytes <= most_shared_bytes() &&
-                      with_product.blocks == plan(false).blocks;
-    });
-    return forms_product;
+    if (!for_recomputed_channels<Types>(conv, [](auto) {})) return false;
+    const auto plan = [&](bool is_recomputed) {
+      return plan_bn_relu_conv_backward<Types>(conv, 3, true, true, is_recomputed);
+    };
+    // Fewer blocks of a multiprocessor would cost more than a stored g does.
+    const ConvLaunch recomputed = plan(true);
+    return recomputed.shared_bytes <= most_shared_bytes() &&
+           recomputed.blocks == plan(false).blocks;
   });
 }
 
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
                                   const std::optional<Fold>& fold_,
-                                  const std::optional<GradientProduct>& product_, const Tensor& x_,
+                                  const std::optional<RecomputedG>& recomputed_g_, const Tensor& x_,
                                   const Norm& norm, const Tensor& conv_weight,
                                   const UnitGradients& gradients, UnitOfRun unit) {
   const Wanted& wanted = gradients.wanted;
   const OnDeviceOf on(x_);
-  const Tensor x = aligned(x_), dy = aligned(dy_);
+  Run& run = unit.run;
+  const Tensor x = aligned(x_, run), dy = aligned(dy_, run);
   std::optional<Fold> fold = fold_;
-  if (fold.has_value()) fold->x = aligned(fold->x), fold->skip = aligned(fold->skip);
-  std::optional<GradientProduct> product = product_;
-  if (product.has_value()) product->fold.x = aligned(product->fold.x);
+  if (fold.has_value()) fold->x = aligned(fold->x, run), fold->skip = aligned(fold->skip, run);
+  std::optional<RecomputedG> recomputed_g = recomputed_g_;
+  if (recomputed_g.has_value()) recomputed_g->fold.x = aligned(recomputed_g->fold.x, run);
   if (!wanted.g && !wanted.weight) {
     if (wanted.dy) launch_bn_input_gradient(conv.output(), dy, *fold, *gradients.dy);
     return;
   }
-  Run& run = unit.run;
   const ConvDtypes dtypes{unit.dtype, x.scalar_type(), (fold ? fold->x : dy).scalar_type()};
   for_conv_types(dtypes, [&](auto types) {
     using Types = decltype(types);
     using T = typename Types::T;
     using Y = typename Types::Y;
     const bool stores_g = wanted.g && wanted.stores_g;
-    BnReluConvBackward params{product.has_value() ? nullptr : data<char>(dy),
+    BnReluConvBackward params{recomputed_g.has_value() ? nullptr : data<char>(dy),
                               fold.has_value() ? pointers(*fold) : FoldPointers{},
                               data<char>(x),
                               pointers(norm, conv.pixels()),
@@ -200,27 +178,28 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
     bool is_postponed = wanted.weight && !wanted.g;
     if (wanted.g) {
       ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, wanted.weight,
-                                                          product.has_value());
+                                                          recomputed_g.has_value());
       is_postponed = wanted.weight && costs_less_apart(conv, plan, x_bytes, dy_bytes);
       const bool of_weight = wanted.weight && !is_postponed;
       if (is_postponed) {
         plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, false,
-                                                 product.has_value());
+                                                 recomputed_g.has_value());
       }
       params.grid = plan.grid;
       WeightGradientPartials partials{};
       std::optional<Tensor> memory;
       if (of_weight) {
-        memory = allocate_partials(x, gradients.conv_weight, plan.blocks, partials);
+        memory = allocate_partials(gradients.conv_weight, plan.blocks, partials);
         params.partials = mutable_data<float>(*memory);
       }
-      if (product.has_value()) {
-        launch_bn_relu_conv_backward_of_product<Types>(
+      if (recomputed_g.has_value()) {
+        const bool is_launched = launch_bn_relu_conv_backward_recomputed<Types>(
             conv, plan,
             {params,
-             {data<char>(dy), pointers(product->fold), run.weights[product->weight],
-              data<float>(product->norm.bias)}},
+             {data<char>(dy), pointers(recomputed_g->fold), run.weights[recomputed_g->weight],
+              data<float>(recomputed_g->bn_bias)}},
             of_weight, on.stream);
+        STD_TORCH_CHECK(is_launched, "g: expected one that was stored");
       } else {
         launch_bn_relu_conv_backward<Types>(conv, plan, params, of_weight, on.stream);
       }
@@ -229,6 +208,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
     }
     if (is_postponed) {
       std::vector<Tensor> owners{x, dy, norm.mean, norm.var, norm.weight, *norm.bias};
+      int64_t bytes = fold.has_value() && !(wanted.g && wanted.dy) ? g_bytes : y_bytes;
+      if (unit.is_x_rebuilt) bytes += x_bytes;
       if (wanted.g && wanted.dy) {  // dy was stored, unfolded
         params.dy = data<char>(*gradients.dy), params.fold = {}, params.tensors = 1;
         owners[1] = *gradients.dy;
@@ -240,12 +221,7 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
         if (fold->skip.has_value()) owners.push_back(*fold->skip);
       }
       if (wanted.g) params.unfolded_dy = nullptr;
-      const ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, false, true);
-      WeightGradientPartials partials{};
-      const Tensor memory = allocate_partials(x, gradients.conv_weight, plan.blocks, partials);
-      params.partials = mutable_data<float>(memory);
-      params.grid = plan.grid;
-      postpone(run, {conv, dtypes, params, owners, partials, memory}, on.stream);
+      postpone(run, {conv, dtypes, params, owners, bytes, gradients.conv_weight}, on.stream);
     }
   });
 }

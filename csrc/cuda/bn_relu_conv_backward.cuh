@@ -3,7 +3,7 @@
 #pragma once
 
 #include "conv_tile.cuh"
-#include "gradient_product.cuh"
+#include "recomputed_g.cuh"
 
 namespace preact_kernels::cuda {
 
@@ -24,10 +24,10 @@ struct BnReluConvBackward {
   bool is_dependent;  // as `launch` says
 };
 
-// With a fold; dy is null.
-struct BnReluConvBackwardOfProduct {
-  BnReluConvBackward conv;
-  ProductPointers product;
+// A convolution with a fold whose g is recomputed.
+struct BnReluConvBackwardRecomputed {
+  BnReluConvBackward conv;  // dy is null
+  RecomputedGPointers recomputed_g;
 };
 
 // The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps or
@@ -150,22 +150,23 @@ struct WeightGradient {
 };
 
 // Shared memory of a block, in this order.
-template <class Types, int C, bool kHasProduct>
+template <class Types, int C, bool kRecomputesG>
 struct BackwardShared {
   using T = typename Types::T;
   static constexpr int kWidth = kFullWidth<T>;
   // Of two tiles: x is read again when the products are done, while that of the next arrives.
   static constexpr int kXParts = kParts<typename Types::X, kWidth>;
   using XAhead = VectorsAhead<typename Types::X, kWidth>;
-  // Each vector of dy, or of x of a fold, is followed by those of g, unless that is a product, and
+  // Each vector of dy, or of x of a fold, is followed by those of g, unless that is recomputed, and
   // skip of the fold.
   static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
-  static constexpr int kSkip = kDyParts + (kHasProduct ? 0 : kParts<T, kWidth>);
+  static constexpr int kSkip = kDyParts + (kRecomputesG ? 0 : kParts<T, kWidth>);
   static constexpr int kAllParts = kSkip + kDyParts;
   using DyAhead = VectorsAhead<typename Types::Y, kWidth>;
   using GAhead = VectorsAhead<T, kWidth>;
 
-  int weights, dy, activation, da, norm, fold, product, x_ahead, dy_ahead;  // where each begins
+  // Where each begins.
+  int weights, dy, activation, da, norm, fold, recomputed_g, x_ahead, dy_ahead;
   int bytes;
   int dy_parts;  // of a vector in dy_ahead
 
@@ -182,9 +183,9 @@ struct BackwardShared {
     da = activation + pixels * in_row;
     norm = da + (of_input ? pixels * (in_channels + kSumsPadding) * 4 : 0);
     fold = norm + Normalisation<kWidth>::kRows * in_channels * 4;
-    product = fold + InputGradient<kWidth>::kRows * out_channels * 4;
-    x_ahead = product;
-    if (kHasProduct) x_ahead += ProductShared<T>(pixels, out_channels, in_channels).bytes;
+    recomputed_g = fold + InputGradient<kWidth>::kRows * out_channels * 4;
+    x_ahead = recomputed_g;
+    if (kRecomputesG) x_ahead += RecomputedGShared<T>(pixels, in_channels, out_channels).bytes;
     dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels, 2 * kXParts);
     dy_parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
     bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, dy_parts);
@@ -200,24 +201,28 @@ struct BackwardShared {
   }
 };
 
-// Whether a multiprocessor has 228 KB of shared memory, rather than 164 KB or less.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kHasLargeSharedMemory = false;
-#else
-constexpr bool kHasLargeSharedMemory = true;
-#endif
-
-// Whether its shared memory holds two blocks of a 3x3 convolution of 16 or 32 channels.
-template <class Types>
-constexpr bool kHoldsTwo3x3 =
-    kHasLargeSharedMemory && sizeof(typename Types::T) == 2 && !Types::kHasStream;
+// Shared memory of a multiprocessor that holds two blocks of a 3x3 convolution of 16 or 32 channels
+// in half precision: that of 9.0 and 10.0. 8.0 has 164 KB, 8.6 and 12.0 have 100 KB.
+constexpr int kLargeSharedBytes = 228 * 1024;
 
 // Blocks of a multiprocessor, which limit the registers. Where shared memory holds one, as for 64
 // channels, that one has them all.
 template <class Types, int C, int GROUPS>
-constexpr int kBackwardBlocks = C == 0   ? (GROUPS <= 2 ? 2 : 1)
-                                : C < 64 ? (GROUPS == 0 || kHoldsTwo3x3<Types> ? 2 : 1)
-                                         : 1;
+constexpr int backward_blocks(bool has_large_shared_memory) {
+  if (C == 0) return GROUPS <= 2 ? 2 : 1;
+  if (C == 64) return 1;
+  const bool is_small = sizeof(typename Types::T) == 2 && !Types::kHasStream;
+  return GROUPS == 0 || (is_small && has_large_shared_memory) ? 2 : 1;
+}
+
+// The same of the GPU that code is compiled for; the host asks the GPU that it launches on.
+#if defined(__CUDA_ARCH__)
+constexpr bool kHasLargeSharedMemory = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200;
+#else
+constexpr bool kHasLargeSharedMemory = true;
+#endif
+template <class Types, int C, int GROUPS>
+constexpr int kBackwardBlocks = backward_blocks<Types, C, GROUPS>(kHasLargeSharedMemory);
 
 // The most vectors of a thread in a tile. A 1x1 convolution beside a float32 stream, whose vectors
 // are two, has fewer: so two blocks fit.
@@ -225,15 +230,16 @@ template <class Types, int C, int GROUPS>
 constexpr int kBackwardVectors =
     C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;
 
-// GROUPS of the convolutions that have kernels with a product.
-constexpr int kProductGroups = 2;
+// GROUPS of the convolutions that have kernels that recompute g.
+constexpr int kRecomputedGroups = 2;
 
 // Adds the two sums of the threads of a block to `sums`. `shared` has room for those of all
 // threads.
 template <int kWidth>
 __device__ void add_sums(const ThreadColumn& column, int channels, float (&first)[kWidth],
                          float (&second)[kWidth], const Accumulators& sums, float* shared) {
-  // Where a warp has whole pixels, it adds them up. Then it has one row of sums, else each pixel.
+  // Where a warp has whole pixels, it adds up theirs and stores one row of sums. Else every lane of
+  // the column stores one.
   const int lane = threadIdx.x % 32, vectors = channels / kWidth;
   const bool has_whole_pixels = 32 % vectors == 0;
   if (has_whole_pixels) {
@@ -265,15 +271,17 @@ __device__ void add_sums(const ThreadColumn& column, int channels, float (&first
 // sum(g), sum(g * xhat), and dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] *
 // relu(p)[p][c]. A folded dy is unfolded as it is loaded, and stored where it is wanted. A block
 // owns every gridDim.x-th tile of pixels with all channels, and stores its part of dweight.
-// g and its sums are computed if kInput, dweight if GROUPS > 0. With a product, that is the g of
-// the fold.
-template <class Types, int C, int GROUPS, bool kInput, class OfG = NoProduct>
-__device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG& of_g = {}) {
+// g and its sums are computed if kInput, dweight if GROUPS > 0. FoldG says whether the g of the
+// fold is read or recomputed.
+template <class Types, int C, int GROUPS, bool kInput, class FoldG = StoredG>
+__device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
+                                      const FoldG& recomputed_g = {}) {
   using T = typename Types::T;
   using X = typename Types::X;
   using Y = typename Types::Y;
-  constexpr bool kHasProduct = !std::is_same_v<OfG, NoProduct>;
-  using Shared = BackwardShared<Types, C, kHasProduct>;
+  constexpr bool kRecomputesG = !std::is_same_v<FoldG, StoredG>;
+  static_assert(!kRecomputesG || C == 0, "recomputes g for a 1x1 convolution");
+  using Shared = BackwardShared<Types, C, kRecomputesG>;
   constexpr bool kWeight = GROUPS > 0;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
@@ -282,11 +290,12 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
   // Two blocks of a multiprocessor leave few registers beside those of nine taps.
   constexpr bool kFewRegisters = kWeight && kTaps > 1 && kBackwardBlocks<Types, C, GROUPS> == 2;
-  constexpr int kChannels = C ? C : OfG::kChannels, kOutChannels = C ? C : OfG::kOutChannels;
+  constexpr int kChannels = C ? C : FoldG::kChannels;
+  constexpr int kOutChannels = C ? C : FoldG::kOutChannels;
   const int channels = kChannels ? kChannels : conv.in_channels;
   const int out_channels = kOutChannels ? kOutChannels : conv.out_channels;
-  const int pixels = OfG::kPixels ? OfG::kPixels : Tile<C>::pixels(conv.grid);
-  const int halo_pixels = OfG::kPixels ? OfG::kPixels : Tile<C>::halo_pixels(conv.grid);
+  const int pixels = FoldG::kPixels ? FoldG::kPixels : Tile<C>::pixels(conv.grid);
+  const int halo_pixels = FoldG::kPixels ? FoldG::kPixels : Tile<C>::halo_pixels(conv.grid);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
   const int sums_pitch = channels + kSumsPadding;
   const Shared shared(conv.grid, channels, out_channels, conv.tensors, kInput, kWeight);
@@ -304,23 +313,22 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
                                             shared.dy_parts);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
-  // Without their channels, which would make each a pointer in registers.
+  // The thread's channel is added where they are used: pointers to it would take registers.
   const X* x = static_cast<const X*>(conv.x);
   T* g = static_cast<T*>(conv.g);
-  const bool is_folded = kHasProduct || conv.fold.x != nullptr;
+  const bool is_folded = kRecomputesG || conv.fold.x != nullptr;
   const bool has_skip = conv.fold.skip != nullptr;
-  const bool reads_dy_or_x = kHasProduct || !is_folded || conv.fold.reads_x();
+  const bool reads_dy_or_x = kRecomputesG || !is_folded || conv.fold.reads_x();
   const Y* dy_or_x = static_cast<const Y*>(is_folded ? conv.fold.x : conv.dy);
   const T* fold_g = static_cast<const T*>(conv.dy);
   const Y* skip = static_cast<const Y*>(conv.fold.skip);
   WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
-  const auto products = [&] {
-    if constexpr (kHasProduct) {
-      return ProductTiles<T>(of_g.pointers, memory + shared.product, in, pixels, out_channels,
-                             channels);
+  const auto g_tiles = [&] {
+    if constexpr (kRecomputesG) {
+      return RecomputedGTiles<T, FoldG>(recomputed_g.pointers, memory + shared.recomputed_g, in);
     } else {
-      return NoProduct();
+      return StoredG();
     }
   }();
 
@@ -351,14 +359,14 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels + out.channel;
         if (reads_dy_or_x) dy_ahead.copy(i, dy_or_x + at, pixel >= 0);
-        if (!kHasProduct && is_folded) g_ahead.copy(i, fold_g + at, pixel >= 0);
+        if (!kRecomputesG && is_folded) g_ahead.copy(i, fold_g + at, pixel >= 0);
         if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
       }
     }
-    if constexpr (kHasProduct) products.copy_ahead(tile);
+    if constexpr (kRecomputesG) g_tiles.copy_ahead(tile);
     cp_async_commit();
   };
-  if constexpr (kHasProduct) products.load_parameters();
+  if constexpr (kRecomputesG) g_tiles.load_parameters();
   if constexpr (kInput) {
     load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
   }
@@ -369,7 +377,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
   copy_ahead(0);
   Normalisation<kWidth>::read_sums(conv.norm, channels, norm);
   if (is_folded) InputGradient<kWidth>::read_sums(conv.fold, out_channels, fold);
-  if constexpr (kHasProduct) products.read_sums();
+  if constexpr (kRecomputesG) g_tiles.read_sums();
   __syncthreads();
 
   for (int step = 0; index_of(step) < conv.grid.tiles; ++step) {
@@ -377,10 +385,10 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
     NonFinite<T> non_finite;
     const auto x_ahead = x_ahead_of(step);
     cp_async_wait<0>();
-    if constexpr (kHasProduct) {
-      products.form_dz(tile, activation);
+    if constexpr (kRecomputesG) {
+      g_tiles.form_dz(tile, activation);
       __syncthreads();  // dz is complete
-      products.multiply(activation, dy_tile);
+      g_tiles.multiply(activation, dy_tile);
       __syncthreads();  // the products are complete, and dz may be overwritten
     }
     if (in.is_active) {
@@ -422,20 +430,24 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv, const OfG&
     const auto unfold = [&](const InputGradient<kWidth>& gradient, int i, const auto& g) {
       return gradient.template unfold<Y>(conv.fold, i, g, dy_ahead, skip_ahead);
     };
-    if (out.is_active && is_folded && kFewRegisters) {
-      form_dy([&](int i) { return unfold(coefficients(), i, g_ahead); });
-    } else if (out.is_active && is_folded) {
-      const auto gradient = coefficients();
-      if constexpr (kHasProduct) {
-        const MaskedProducts<T, typename Shared::DyAhead> product_g(
-            gradient, products.bias() + out.channel, dy_tile + out.lane * dy_pitch + out.channel,
-            out.lanes * dy_pitch, dy_ahead);
-        form_dy([&](int i) { return unfold(gradient, i, product_g); });
+    if (out.is_active) {
+      if constexpr (kRecomputesG) {
+        const auto gradient = coefficients();
+        const Normalisation<kWidth> norm_of_p(gradient.mean, gradient.a,
+                                              g_tiles.bn_bias() + out.channel);
+        const RecomputedGVectors<T, typename Shared::DyAhead> vectors{
+            norm_of_p, dy_tile + out.lane * dy_pitch + out.channel, out.lanes * dy_pitch, dy_ahead};
+        form_dy([&](int i) { return unfold(gradient, i, vectors); });
+      } else if (is_folded) {
+        if constexpr (kFewRegisters) {
+          form_dy([&](int i) { return unfold(coefficients(), i, g_ahead); });
+        } else {
+          const auto gradient = coefficients();
+          form_dy([&](int i) { return unfold(gradient, i, g_ahead); });
+        }
       } else {
-        form_dy([&](int i) { return unfold(gradient, i, g_ahead); });
+        form_dy([&](int i) { return dy_ahead[i]; });
       }
-    } else if (out.is_active) {
-      form_dy([&](int i) { return dy_ahead[i]; });
     }
     // Both tiles are complete.
     const bool masks = kMayMask ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
@@ -506,13 +518,15 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
 }
 
 // The same of the last convolution of a bottleneck of the inner width CHANNELS, where the g of its
-// fold is a product.
+// fold is recomputed.
 template <class Types, int CHANNELS, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, 0, GROUPS>)
-    bn_relu_conv_backward_product_kernel(const __grid_constant__ BnReluConvBackwardOfProduct p) {
-  constexpr int kVectors = kBackwardVectors<Types, 0, kProductGroups>;
+    bn_relu_conv_backward_recomputed_kernel(
+        const __grid_constant__ BnReluConvBackwardRecomputed p) {
+  constexpr int kVectors = kBackwardVectors<Types, 0, kRecomputedGroups>;
   constexpr int kPixels = pixels_of_tile<typename Types::T>(4 * CHANNELS, kVectors);
-  bn_relu_conv_backward<Types, 0, GROUPS, true>(p.conv, Product<CHANNELS, kPixels>{p.product});
+  bn_relu_conv_backward<Types, 0, GROUPS, true>(
+      p.conv, RecomputedGOfWidth<CHANNELS, kPixels>{p.recomputed_g});
 }
 
 // The weight gradients of several convolutions, each in a row of the grid.

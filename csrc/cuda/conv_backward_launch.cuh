@@ -22,17 +22,17 @@ auto for_weight_groups(const Conv& conv, const Body& body) {
 // A plan for the gradient of the input, of the weight, or both.
 template <class Types>
 ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight,
-                                      bool has_product) {
+                                      bool recomputes_g) {
   return for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
     ConvLaunch plan{tile_grid<typename Types::T, C, kBackwardVectors<Types, 0, GROUPS>>(conv)};
-    const auto shared_bytes = [&](auto with_product) {
-      return BackwardShared<Types, C, with_product()>(
+    const auto shared_bytes = [&](auto is_recomputed) {
+      return BackwardShared<Types, C, is_recomputed()>(
                  plan.grid, conv.in_channels, conv.out_channels, tensors, of_input, of_weight)
           .bytes;
     };
     plan.shared_bytes =
-        has_product ? shared_bytes(std::true_type()) : shared_bytes(std::false_type());
+        recomputes_g ? shared_bytes(std::true_type()) : shared_bytes(std::false_type());
     if (!of_input) {
       // Few blocks for each weight: a launch computes the gradients of several.
       const int tiles = plan.grid.tiles;
@@ -40,9 +40,10 @@ ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_inp
       plan.blocks = std::clamp(few, std::min(tiles, kLeastBlocksOfWeightGradient),
                                std::max(multiprocessors(), kLeastBlocksOfWeightGradient));
     } else {
-      plan.blocks = persistent_blocks(
-          plan.grid.tiles, plan.shared_bytes,
-          of_weight ? kBackwardBlocks<Types, C, GROUPS> : kBackwardBlocks<Types, C, 0>);
+      const bool is_large = multiprocessor_shared_bytes() >= kLargeSharedBytes;
+      plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes,
+                                      of_weight ? backward_blocks<Types, C, GROUPS>(is_large)
+                                                : backward_blocks<Types, C, 0>(is_large));
     }
     return plan;
   });
@@ -63,16 +64,17 @@ void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
 }
 
 template <class Types>
-void launch_bn_relu_conv_backward_of_product(const Conv& conv, const ConvLaunch& plan,
-                                             const BnReluConvBackwardOfProduct& params,
+bool launch_bn_relu_conv_backward_recomputed(const Conv& conv, const ConvLaunch& plan,
+                                             const BnReluConvBackwardRecomputed& params,
                                              bool of_weight, cudaStream_t stream) {
-  for_product_channels<Types>(conv, [&](auto channels) {
+  return for_recomputed_channels<Types>(conv, [&](auto channels) {
     constexpr int CHANNELS = decltype(channels)::value;
-    launch(of_weight ? "bn_relu_conv_backward_product" : "bn_relu_conv_backward_product_input",
-           of_weight ? bn_relu_conv_backward_product_kernel<Types, CHANNELS, kProductGroups>
-                     : bn_relu_conv_backward_product_kernel<Types, CHANNELS, 0>,
-           dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params,
-           params.conv.is_dependent);
+    launch(
+        of_weight ? "bn_relu_conv_backward_recomputed" : "bn_relu_conv_backward_recomputed_input",
+        of_weight ? bn_relu_conv_backward_recomputed_kernel<Types, CHANNELS, kRecomputedGroups>
+                  : bn_relu_conv_backward_recomputed_kernel<Types, CHANNELS, 0>,
+        dim3(plan.blocks), dim3(kThreads), plan.shared_bytes, stream, params,
+        params.conv.is_dependent);
   });
 }
 
@@ -88,13 +90,13 @@ void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& pl
   });
 }
 
-#define PK_INSTANTIATE(TYPES)                                                                  \
-  template ConvLaunch plan_bn_relu_conv_backward<TYPES>(const Conv&, int, bool, bool, bool);   \
-  template void launch_bn_relu_conv_backward<TYPES>(                                           \
-      const Conv&, const ConvLaunch&, const BnReluConvBackward&, bool, cudaStream_t);          \
-  template void launch_bn_relu_conv_backward_of_product<TYPES>(                                \
-      const Conv&, const ConvLaunch&, const BnReluConvBackwardOfProduct&, bool, cudaStream_t); \
-  template void launch_bn_relu_conv_weight_gradients<TYPES>(                                   \
+#define PK_INSTANTIATE(TYPES)                                                                   \
+  template ConvLaunch plan_bn_relu_conv_backward<TYPES>(const Conv&, int, bool, bool, bool);    \
+  template void launch_bn_relu_conv_backward<TYPES>(                                            \
+      const Conv&, const ConvLaunch&, const BnReluConvBackward&, bool, cudaStream_t);           \
+  template bool launch_bn_relu_conv_backward_recomputed<TYPES>(                                 \
+      const Conv&, const ConvLaunch&, const BnReluConvBackwardRecomputed&, bool, cudaStream_t); \
+  template void launch_bn_relu_conv_weight_gradients<TYPES>(                                    \
       const Conv&, const ConvLaunch&, const WeightGradients&, int, cudaStream_t);
 PK_FOR_TYPES_OF_FILE(PK_INSTANTIATE)
 

@@ -24,15 +24,15 @@ void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream);
 template <class Types>
 ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight,
-                                      bool has_product = false);
+                                      bool recomputes_g = false);
 template <class Types>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, bool of_weight,
                                   cudaStream_t stream);
-// Of a convolution that `for_product_channels` has a kernel for.
+// Returns whether `for_recomputed_channels` has a kernel.
 template <class Types>
-void launch_bn_relu_conv_backward_of_product(const Conv& conv, const ConvLaunch& plan,
-                                             const BnReluConvBackwardOfProduct& params,
+bool launch_bn_relu_conv_backward_recomputed(const Conv& conv, const ConvLaunch& plan,
+                                             const BnReluConvBackwardRecomputed& params,
                                              bool of_weight, cudaStream_t stream);
 // Of `count` convolutions of the same sizes.
 template <class Types>
@@ -50,18 +50,20 @@ using OneDtype = ConvTypes<PK_DTYPE, PK_DTYPE, PK_DTYPE>;
 #define PK_FOR_TYPES_OF_FILE(CALL) CALL(OneDtype)
 #endif
 
-// Calls `body` with the template argument CHANNELS of the kernel with a product, where there is one
-// for a convolution: the last of a bottleneck, which reads operands. Of wider ones a block has a
-// tile or two, and would wait for one more weight; float32 of 32 has no room for two blocks.
+// Calls `body` with the template argument CHANNELS of the kernel that recomputes g, and returns
+// whether there is one for a convolution: the last of a bottleneck, which reads operands. There is
+// none for inner width 64, whose blocks have a tile or two and would load one more weight for them,
+// nor for 32 in float32, where one block would fit a multiprocessor in place of two.
 template <class Types, class Body>
-void for_product_channels(const Conv& conv, const Body& body) {
+bool for_recomputed_channels(const Conv& conv, const Body& body) {
   if constexpr (std::is_same_v<typename Types::X, typename Types::T>) {
-    if (conv.taps() != 1 || conv.out_channels != 4 * conv.in_channels) return;
-    if (conv.in_channels == 16) body(std::integral_constant<int, 16>());
+    if (conv.taps() != 1 || conv.out_channels != 4 * conv.in_channels) return false;
+    if (conv.in_channels == 16) return body(std::integral_constant<int, 16>()), true;
     if constexpr (sizeof(typename Types::T) == 2) {
-      if (conv.in_channels == 32) body(std::integral_constant<int, 32>());
+      if (conv.in_channels == 32) return body(std::integral_constant<int, 32>()), true;
     }
   }
+  return false;
 }
 
 // Tiles of pixels of a block that computes the gradient of a weight alone: more blocks would write
@@ -99,8 +101,8 @@ TileGrid tile_grid(const Conv& conv) {
     grid.tiles_down = (grid.height + Tile<C>::kHeight - 1) / Tile<C>::kHeight;
     grid.tiles_across = (grid.width + Tile<C>::kWidth - 1) / Tile<C>::kWidth;
     grid.tiles = int(conv.images * grid.tiles_down * grid.tiles_across);
-    grid.of_image = Divisor(std::max(grid.tiles_down * grid.tiles_across, 1));
-    grid.of_row = Divisor(std::max(grid.tiles_across, 1));
+    grid.tiles_of_image = Divisor(std::max(grid.tiles_down * grid.tiles_across, 1));
+    grid.tiles_of_row = Divisor(std::max(grid.tiles_across, 1));
     grid.block_pixels = Tile<C>::kPixels;
   }
   return grid;

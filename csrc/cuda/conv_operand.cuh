@@ -81,17 +81,6 @@ __device__ FullVector<T> as_operand(const Vector<E, kFullWidth<T>>& v) {
   }
 }
 
-// Whether relu(p) is zero as an operand. NaN is not.
-template <class T>
-__device__ bool is_zero_operand(float p) {
-  if constexpr (sizeof(T) == 4) {
-    return p <= 0 || as_operand(p) == 0;
-  } else {
-    // Half of the least number of T rounds to even, zero.
-    return p <= (std::is_same_v<T, BFloat16> ? 0x1p-134f : 0x1p-25f);
-  }
-}
-
 // The second operand [n][k] of 16 columns n, for two products. `first` is its first value.
 template <class T>
 __device__ void load_b_by_columns(uint32_t (&b)[2][2], const T* first, int pitch) {

@@ -22,8 +22,8 @@ struct TileGrid {
   int height, width;
   int tiles_down, tiles_across;  // of one image
   int tiles;
-  int block_pixels;          // pixels of a tile without its border; a multiple of 16
-  Divisor of_image, of_row;  // tiles of an image, and of a row of it
+  int block_pixels;  // pixels of a tile without its border; a multiple of 16
+  Divisor tiles_of_image, tiles_of_row;
 };
 
 // One tile, and the positions of its pixels in the tensor: 32 bits, as a batch has at most 2^30
@@ -41,9 +41,9 @@ struct Tile {
   int height, width;
 
   __device__ Tile(const TileGrid& grid, int index) : height(grid.height), width(grid.width) {
-    const int images = grid.of_image.divide(index);
+    const int images = grid.tiles_of_image.divide(index);
     const int tile = index - images * grid.tiles_down * grid.tiles_across;
-    const int rows = grid.of_row.divide(tile);
+    const int rows = grid.tiles_of_row.divide(tile);
     image = images * height * width;
     row = rows * kHeight;
     column = (tile - rows * grid.tiles_across) * kWidth;

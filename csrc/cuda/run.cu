@@ -176,13 +176,11 @@ void launch_finish_gradients(Run& run, const Tensor* sums, cudaStream_t stream) 
 void launch_postponed(Run& run, cudaStream_t stream) {
   std::vector<bool> is_launched(run.postponed.size());
   for (size_t i = 0; i < run.postponed.size(); ++i) {
-    run.partials.push_back(run.postponed[i].partials);
-    run.partials_owners.push_back(run.postponed[i].partials_owner);
     if (is_launched[i]) continue;
     const Conv conv = run.postponed[i].conv;
     const ConvDtypes dtypes = run.postponed[i].dtypes;
-    WeightGradients same{};
-    int count = 0, tensors = 0;
+    std::vector<const PostponedWeightGradient*> same;
+    int tensors = 0;
     for (size_t j = i; j < run.postponed.size(); ++j) {
       const PostponedWeightGradient& other = run.postponed[j];
       if (other.conv.in_channels != conv.in_channels ||
@@ -191,18 +189,29 @@ void launch_postponed(Run& run, cudaStream_t stream) {
         continue;
       }
       is_launched[j] = true;
-      same.of[count++] = other.params;
+      same.push_back(&other);
       tensors = std::max(tensors, other.params.tensors);
     }
-    same.of[0].is_dependent = run.has_launched;
     for_conv_types(dtypes, [&](auto types) {
       using Types = decltype(types);
       const ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, tensors, false, true);
-      launch_bn_relu_conv_weight_gradients<Types>(conv, plan, same, count, stream);
+      WeightGradients gradients{};
+      for (size_t j = 0; j < same.size(); ++j) {
+        WeightGradientPartials partials{};
+        const Tensor memory = allocate_partials(same[j]->conv_weight, plan.blocks, partials);
+        gradients.of[j] = same[j]->params;
+        gradients.of[j].grid = plan.grid;
+        gradients.of[j].partials = mutable_data<float>(memory);
+        run.partials.push_back(partials);
+        run.partials_owners.push_back(memory);
+      }
+      gradients.of[0].is_dependent = run.has_launched;
+      launch_bn_relu_conv_weight_gradients<Types>(conv, plan, gradients, int(same.size()), stream);
     });
     run.has_launched = true;
   }
   run.postponed.clear();
+  run.postponed_bytes = 0;
 }
 
 }  // namespace
@@ -240,9 +249,29 @@ void finish_statistics(Run& run, const Tensor& mean, const Tensor& var, int64_t 
          kThreads, 0, on.stream, params);
 }
 
+Tensor allocate_partials(const Tensor& conv_weight, int blocks, WeightGradientPartials& partials) {
+  const auto size = conv_weight.sizes(), stride = conv_weight.strides();
+  partials = {nullptr,
+              blocks,
+              mutable_data<void>(conv_weight),
+              conv_weight.scalar_type() == ScalarType::Float,
+              int(size[0]),
+              int(size[1]),
+              int(size[3]),
+              stride[0],
+              stride[1],
+              stride[2],
+              stride[3]};
+  const Tensor memory = empty_bytes(conv_weight, int64_t(blocks) * partials.values() * 4);
+  partials.partials = data<float>(memory);
+  return memory;
+}
+
+// The most that a run keeps of partial sums, and of what postponed weight gradients read.
+constexpr int64_t kMostBytes = 64 << 20;
+
 void keep_partials(Run& run, const WeightGradientPartials& partials, const Tensor& memory,
                    cudaStream_t stream) {
-  constexpr int64_t kMostBytes = 64 << 20;
   run.partials.push_back(partials);
   run.partials_owners.push_back(memory);
   run.partials_bytes += memory.numel();
@@ -252,10 +281,12 @@ void keep_partials(Run& run, const WeightGradientPartials& partials, const Tenso
 }
 
 void postpone(Run& run, const PostponedWeightGradient& postponed, cudaStream_t stream) {
-  // Of 16 bottlenecks, whose kernels of one kind fill the multiprocessors.
+  // Of 16 bottlenecks: for each of their convolutions 16 x 8 blocks or more are launched at once,
+  // about as many as the 132 multiprocessors of an H100.
   constexpr size_t kEnough = 48;
   run.postponed.push_back(postponed);
-  if (run.postponed.size() < kEnough) return;
+  run.postponed_bytes += postponed.bytes;
+  if (run.postponed.size() < kEnough && run.postponed_bytes < kMostBytes) return;
   launch_postponed(run, stream);
   launch_finish_gradients(run, nullptr, stream);
 }

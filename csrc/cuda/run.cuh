@@ -13,10 +13,10 @@ namespace preact_kernels {
 struct PostponedWeightGradient {
   Conv conv;
   ConvDtypes dtypes;
-  cuda::BnReluConvBackward params;
-  std::vector<Tensor> owners;  // of the memory that they point to
-  cuda::WeightGradientPartials partials;
-  Tensor partials_owner;
+  cuda::BnReluConvBackward params;  // without partials
+  std::vector<Tensor> owners;       // of the memory that they point to
+  int64_t bytes;                    // of owners that nothing but the run keeps
+  Tensor conv_weight;               // the gradient
 };
 
 struct Run {
@@ -24,18 +24,26 @@ struct Run {
   std::vector<const void*> weights;  // of each unit, [K][taps][C] in that dtype
   std::vector<Tensor> owners;        // of that memory and of the sums
   Accumulators sums;                 // of all units
-  bool has_launched = false;         // the last launch on the stream is a kernel of this run
+  // Whether the last launch on the stream is a kernel of this run that calls
+  // `wait_for_predecessors`, so that weights were packed and sums zeroed before it began.
+  bool has_launched = false;
   std::vector<cuda::WeightGradientPartials> partials;  // not added up yet
   std::vector<Tensor> partials_owners;                 // of their memory
   int64_t partials_bytes = 0;
   std::vector<PostponedWeightGradient> postponed;
+  int64_t postponed_bytes = 0;
 };
+
+// Memory for the weight gradients of `blocks` blocks, whose sum goes to `conv_weight`.
+Tensor allocate_partials(const Tensor& conv_weight, int blocks,
+                         cuda::WeightGradientPartials& partials);
 
 // Keeps partial weight gradients, which `memory` owns, until there are enough to add up.
 void keep_partials(Run& run, const cuda::WeightGradientPartials& partials, const Tensor& memory,
                    cudaStream_t stream);
 
-// Keeps what a weight gradient is computed from until there are enough for a launch.
+// Keeps what a weight gradient is computed from until there are enough for a launch, or too much
+// memory waits.
 void postpone(Run& run, const PostponedWeightGradient& postponed, cudaStream_t stream);
 
 }  // namespace preact_kernels

@@ -26,16 +26,16 @@ inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tens
 }
 
 // Fills `gradients`, whose parameter gradients are allocated. With a fold, `dy` is the g that the
-// fold applies to, or that the product's fold applies to, in the dtype of the operands, as is the g
-// that this computes.
+// fold applies to, or that the fold of `recomputed_g` applies to, in the dtype of the operands, as
+// is the g that this computes.
 inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& fold,
-                                  const std::optional<GradientProduct>& product, const Tensor& x,
+                                  const std::optional<RecomputedG>& recomputed_g, const Tensor& x,
                                   const Norm& norm, const Tensor& conv_weight,
                                   UnitGradients& gradients, UnitOfRun unit) {
   const ScalarType y_dtype = fold.has_value() ? fold->x.scalar_type() : dy.scalar_type();
   const Conv conv = check_conv(x, conv_weight, unit.dtype, y_dtype);
-  // The tensors of a product were checked with the convolution that it is of.
-  const Tensor& of_output = product.has_value() ? fold->x : dy;
+  // The tensors of `recomputed_g` were checked with the convolution that g is of.
+  const Tensor& of_output = recomputed_g.has_value() ? fold->x : dy;
   const Activation size = check_activation("dy", of_output);
   check_same_device("dy", of_output, x);
   STD_TORCH_CHECK(size.images == conv.images && size.channels == conv.out_channels &&
@@ -52,7 +52,7 @@ inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& f
   const bool stores_g = gradients.wanted.g && gradients.wanted.stores_g;
   gradients.g = stores_g ? empty_nhwc(x, conv.input(), unit.dtype) : absent(x);
   gradients.dy = gradients.wanted.dy ? empty_nhwc(x, size, y_dtype) : absent(x);
-  launch_bn_relu_conv_backward(conv, dy, fold, product, x, norm, conv_weight, gradients, unit);
+  launch_bn_relu_conv_backward(conv, dy, fold, recomputed_g, x, norm, conv_weight, gradients, unit);
 }
 
 }  // namespace preact_kernels

@@ -31,7 +31,8 @@ void finish_gradients(Run& run, const Tensor& like, const Tensor& sums);
 struct UnitOfRun {
   Run& run;
   size_t weight;
-  ScalarType dtype;  // of the operands
+  ScalarType dtype;           // of the operands
+  bool is_x_rebuilt = false;  // then nothing but the run keeps x, where it postpones its use
 };
 
 void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x);
@@ -59,17 +60,17 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& 
                                  const BatchStatistics& of_y, UnitOfRun unit);
 
 // g = dgrad(dy) * [p > 0] with its sums, the gradient of the weight, and dy itself: each where it
-// is wanted. With a fold, `dy` is the g that the fold applies to; with a product beside it, the g
-// that the product's fold applies to.
+// is wanted. With a fold, `dy` is the g that the fold applies to; with `recomputed_g` beside it,
+// the g that the fold in there applies to.
 void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
                                   const std::optional<Fold>& fold,
-                                  const std::optional<GradientProduct>& product, const Tensor& x,
+                                  const std::optional<RecomputedG>& recomputed_g, const Tensor& x,
                                   const Norm& norm, const Tensor& conv_weight,
                                   const UnitGradients& gradients, UnitOfRun unit);
 
-// Whether the backward of `conv` takes a product of the convolution `of_g` in place of a stored g
-// of its fold. `y` is the output of `conv`, whose input has the dtype of the operands.
-bool forms_gradient_product(const Conv& conv, const Conv& of_g, ScalarType operands,
-                            const Tensor& y);
+// Whether the backward of `conv`, whose input is `x`, recomputes the g of its fold, which is that
+// of the convolution `conv_of_g`.
+bool recomputes_g(const Conv& conv, const Conv& conv_of_g, const ConvDtypes& dtypes,
+                  const Tensor& x);
 
 }  // namespace preact_kernels

@@ -122,7 +122,7 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
   };
   const BatchStatistics no_statistics = empty_batch_statistics(dy, false, 0);
   Tensor g = dy, block_dy = dy, x = stage.y.value_or(stage.inputs[0]);
-  std::optional<GradientProduct> product;  // where the g of the fold was not stored
+  std::optional<RecomputedG> recomputed_g;  // where the g of the fold was not stored
   size_t left = kept;
   for (size_t i = units; i-- > 0;) {
     const size_t place = i % stage.units_per_block;
@@ -138,14 +138,19 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
     const Tensor& h = place == 0 && rebuilt ? x : stage.inputs[--left];
     UnitGradients& unit = run.gradients[i];
     unit.wanted.dy = ends_block && fold.has_value();
-    const bool is_product = place == 0 && i > 0 && !ends_block &&
-                            forms_gradient_product(conv_of(i - 1), conv_of(i), run.dtype, h);
-    unit.wanted.stores_g = !is_product;
-    bn_relu_conv_backward(g, fold, product, h, norm, p[2], unit, run.unit(i));
+    bool is_recomputed = false;
+    if (place == 0 && i > 0 && !ends_block) {
+      const Tensor& x_ahead = stage.inputs[left - 1];  // of unit i - 1, the last of its block
+      is_recomputed = recomputes_g(conv_of(i - 1), conv_of(i),
+                                   {run.dtype, x_ahead.scalar_type(), h.scalar_type()}, x_ahead);
+    }
+    unit.wanted.stores_g = !is_recomputed;
+    bn_relu_conv_backward(g, fold, recomputed_g, h, norm, p[2], unit,
+                          run.unit(i, place == 0 && rebuilt));
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : g;
-    product = std::nullopt;
-    if (is_product) {
-      product = {*fold, norm, i};  // of g as it is
+    recomputed_g = std::nullopt;
+    if (is_recomputed) {
+      recomputed_g = {*fold, *norm.bias, i};  // from this unit's dy: g stays the one of its fold
     } else {
       g = *unit.g;
     }

@@ -110,7 +110,9 @@ struct BackwardRun {
     }
   }
 
-  UnitOfRun unit(size_t weight) { return {*shared, weight, dtype}; }
+  UnitOfRun unit(size_t weight, bool is_x_rebuilt = false) {
+    return {*shared, weight, dtype, is_x_rebuilt};
+  }
 
   // Fills sums and weight gradients where kernels have added up parts only.
   void finish(const Tensor& like) { finish_gradients(*shared, like, sums); }
