@@ -117,7 +117,7 @@ check-gpu:
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PK_SANITIZER=$$tool timeout -s INT -k 20 $(SANITIZER_SECONDS) \
 	    compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    $(PYTHON) -m pytest -q -rfEs --tb short -p no:cacheprovider -p no:xdist \
-	    -m "not slow and not not_under_sanitizer" -k "not triton" tests/test_cuda.py \
+	    -m "not slow and not not_under_sanitizer" tests/test_cuda.py \
 	    tests/test_cuda_conv*.py tests/test_float32_stream.py tests/test_float32_weights.py \
 	    $(ARGS) || failed="$$failed $$tool (exit status $$?)"; \
 	done; test -z "$$failed" || { echo "not passed:$$failed; 124 and 137 are out of time" >&2; exit 1; }

@@ -1,5 +1,7 @@
 """What tests of both GPU backends share: `cuda` runs on the host or on a GPU, as does `triton`."""
 
+import os
+
 import pytest
 import torch
 
@@ -14,7 +16,9 @@ def _backend(name: str):
 
 
 on_cuda = pytest.mark.parametrize("backend", [_backend("cuda")])
-on_gpu_backends = pytest.mark.parametrize("backend", [_backend("cuda"), _backend("triton")])
+# compute-sanitizer is for the CUDA library.
+_NAMES = ("cuda",) if os.environ.get("PK_SANITIZER") else ("cuda", "triton")
+on_gpu_backends = pytest.mark.parametrize("backend", [_backend(name) for name in _NAMES])
 
 
 class NoConvolution(torch.utils._python_dispatch.TorchDispatchMode):

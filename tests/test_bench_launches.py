@@ -87,9 +87,10 @@ def test_resnet_1001_has_its_launches_and_bytes():
     # weights are small in the first stage.
     assert 16 < units(first, FORWARD) < 16.2
     # g of a block's first unit is not stored: the kernel after it reads two units in its place, dx
-    # with it, and writes dx where the plan of the floors has B1b. Partial weight gradients are
-    # written and read.
-    assert 26 < units(first, BACKWARD) < 26 + 2.5
+    # with it, and writes dx where the plan of the floors has B1b. At most 2 blocks on each of 132
+    # multiprocessors write partial weight gradients, which are read once.
+    partials = 2 * 4 * 264 * (2 * 64 * 16 + 9 * 16 * 16) / (128 * 32 * 32 * 16 * 2)
+    assert 26 < units(first, BACKWARD) < 26.1 + partials
     recomputed = [r for r in rows if r.kernel.startswith("B3 bn_relu_conv_backward_recomputed")]
     assert {r.stage for r in recomputed} == {"1", "2"}
     assert all(r.launches_per_block * r.blocks == pytest.approx(109) for r in recomputed)

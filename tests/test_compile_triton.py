@@ -41,10 +41,10 @@ launch.properties = lambda device: launch.Device(90, 132)
 norm = compile_triton.empty_norm(16)
 weight = torch.empty(16, 16, 3, 3, dtype=torch.bfloat16, device="meta")
 conv = Conv((1, 1), (1, 1), (1, 1), 1)
-run = BlockRun([norm.weight, norm.bias, weight] * 6, [1e-5] * 6, 2, [conv] * 2)
-x = compile_triton.images(16, torch.bfloat16, 7)
+run = BlockRun([norm.weight, norm.bias, weight] * 6, [1e-5] * 6, 2, [conv] * 2, torch.bfloat16)
+x = compile_triton.images(16, torch.STREAM, 7)
 statistics = BatchStatistics(*norm[:2])
-keeps = {"with_stats": FOLDED is not None, "keep_inputs": True, "keep_block_inputs": KEPT}
+keeps = {"with_stats": WITH_STATS, "keep_inputs": True, "keep_block_inputs": KEPT}
 block_run._compile_ahead(x, run, statistics, None, keeps)
 
 def launch_kernel(kernel, grid, args, constants, num_warps, prepared=None):
@@ -60,25 +60,35 @@ block_run._compile_ahead(x, run, statistics, None, keeps)
 assert block_run._compiled_runs == before
 y, _, found, inputs = kernels.block_run_forward(x, run, statistics, None, **keeps)
 fold = None if FOLDED is None else compile_triton.folds(x if FOLDED else None, x)[0]
-kernels.block_run_backward(x, fold, run, inputs, found, 0.5, None if KEPT else y)
+dy = x if fold is None else x.to(torch.bfloat16)
+kernels.block_run_backward(dy, fold, run, inputs, found, 0.5, None if KEPT else y)
 """
 
 
 # Folded: None, or whether the fold has a skip.
 @pytest.mark.parametrize(
-    ("kept", "images", "folded"),
-    [(True, 128, None), (False, 127, None), (True, 127, True), (True, 128, False)],
+    ("kept", "images", "folded", "stream"),
+    [
+        (True, 128, None, "bfloat16"),
+        (False, 127, None, "bfloat16"),
+        (True, 127, True, "bfloat16"),
+        (True, 128, False, "bfloat16"),
+        (True, 128, True, "float32"),
+        (True, 128, None, "float32"),  # in front of a block with a projection
+    ],
 )
-def test_a_run_compiles_its_kernels_ahead_for_any_number_of_images(kept, images, folded):
-    text = RUN.replace("KEPT", str(kept)).replace("IMAGES", str(images))
-    found = lines_of("-c", text.replace("FOLDED", str(folded)))
+def test_a_run_compiles_its_kernels_ahead_for_any_number_of_images(kept, images, folded, stream):
+    text = RUN.replace("KEPT", str(kept)).replace("IMAGES", str(images)).replace("STREAM", stream)
+    with_stats = folded is not None or stream == "float32"
+    text = text.replace("WITH_STATS", str(with_stats)).replace("FOLDED", str(folded))
+    found = lines_of("-c", text)
     assert len(found) > 12
     assert all(line.endswith("was compiled") for line in found)
 
 
 # Runs blocks with a stand-in for what starts a compiled kernel.
 REPEATED = (
-    RUN[: RUN.index("keeps =")]
+    RUN[: RUN.index("keeps =")].replace("STREAM", "bfloat16")
     + """
 import functools
 from triton.compiler import CompiledKernel

@@ -113,7 +113,7 @@ def test_weight_gradients_of_a_long_run_are_computed_now_and_then(blocks, side, 
         # And x of a block's first unit, which is rebuilt: when there are six, and at the end. The
         # first block, whose x is stored, is a run of its own.
         ("rebuild", 2000, 4, 4),
-        # None are apart. Their parts, 8 MiB each, are added up when there are nine.
+        # None are apart. Their parts, 7.9 MiB each, are added up when there are nine.
         ("store", 56, 0, 2),
     ],
 )
@@ -126,6 +126,20 @@ def test_what_a_run_keeps_for_later_is_never_much(memory, multiprocessors, apart
         counts = collections.Counter(launches(lambda: evaluate(stage, inputs)))
     assert counts["bn_relu_conv_weight_gradients"] == apart
     assert counts["finish_gradients"] == finished
+
+
+@on_host
+def test_all_dependent_launches_of_a_run_start_early_on_the_host():
+    """Or no test would see what a kernel reads before it waits."""
+    stage = in_dtype(pk.PreActStage([random_block("bottleneck", 64, 16)] * 2), torch.bfloat16)
+    inputs = {"x": torch.randn(2, 64, 5, 7).bfloat16()}
+    dependent = []
+    with pk.use_backend("cuda"):
+        with serve_cpu.without_running(lambda launch: dependent.append(launch.is_dependent)):
+            evaluate(stage, inputs)
+        before = serve_cpu.early_starts()
+        evaluate(stage, inputs)
+    assert serve_cpu.early_starts() - before == sum(dependent) >= 10
 
 
 @on_host

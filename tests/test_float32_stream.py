@@ -316,7 +316,7 @@ def test_the_backward_of_a_projection_is_fused(monkeypatch):
 
 
 @on_gpu_backends
-def test_a_unit_with_the_stream_on_both_sides_runs_around_the_convolution_of_pytorch(monkeypatch):
+def test_a_lone_unit_between_tensors_of_the_stream_runs_around_pytorchs_convolution(monkeypatch):
     case = Case(2, 5, 7, 32, 32, 1)
     both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
     monkeypatch.setattr(cuda_conv, "kernels", lambda: both)

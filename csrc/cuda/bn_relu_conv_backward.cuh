@@ -375,7 +375,6 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
   wait_for_predecessors();
   let_dependents_start();
   copy_ahead(0);
-  Normalisation<kWidth>::read_sums(conv.norm, channels, norm);
   if (is_folded) InputGradient<kWidth>::read_sums(conv.fold, out_channels, fold);
   if constexpr (kRecomputesG) g_tiles.read_sums();
   __syncthreads();

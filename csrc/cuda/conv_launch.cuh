@@ -29,7 +29,7 @@ template <class Types>
 void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, bool of_weight,
                                   cudaStream_t stream);
-// Returns whether `for_recomputed_channels` has a kernel.
+// Launches; false, with nothing launched, where `for_recomputed_channels` has no kernel.
 template <class Types>
 bool launch_bn_relu_conv_backward_recomputed(const Conv& conv, const ConvLaunch& plan,
                                              const BnReluConvBackwardRecomputed& params,

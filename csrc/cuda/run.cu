@@ -267,7 +267,8 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks, WeightGradientPa
   return memory;
 }
 
-// The most that a run keeps of partial sums, and of what postponed weight gradients read.
+// The most that a run keeps of partial sums of one-pass kernels, and of what postponed weight
+// gradients read. Partial sums of the latter are added up as soon as they are computed.
 constexpr int64_t kMostBytes = 64 << 20;
 
 void keep_partials(Run& run, const WeightGradientPartials& partials, const Tensor& memory,
@@ -284,6 +285,7 @@ void postpone(Run& run, const PostponedWeightGradient& postponed, cudaStream_t s
   // Of 16 bottlenecks: for each of their convolutions 16 x 8 blocks or more are launched at once,
   // about as many as the 132 multiprocessors of an H100.
   constexpr size_t kEnough = 48;
+  static_assert(kEnough <= kMostWeightGradients);
   run.postponed.push_back(postponed);
   run.postponed_bytes += postponed.bytes;
   if (run.postponed.size() < kEnough && run.postponed_bytes < kMostBytes) return;

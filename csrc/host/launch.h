@@ -32,7 +32,7 @@ struct UnitOfRun {
   Run& run;
   size_t weight;
   ScalarType dtype;           // of the operands
-  bool is_x_rebuilt = false;  // then nothing but the run keeps x, where it postpones its use
+  bool is_x_rebuilt = false;  // a postponed weight gradient alone keeps x alive
 };
 
 void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x);

@@ -140,9 +140,10 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
     unit.wanted.dy = ends_block && fold.has_value();
     bool is_recomputed = false;
     if (place == 0 && i > 0 && !ends_block) {
-      const Tensor& x_ahead = stage.inputs[left - 1];  // of unit i - 1, the last of its block
-      is_recomputed = recomputes_g(conv_of(i - 1), conv_of(i),
-                                   {run.dtype, x_ahead.scalar_type(), h.scalar_type()}, x_ahead);
+      const Tensor& x_of_previous = stage.inputs[left - 1];  // of unit i - 1, the last of its block
+      is_recomputed =
+          recomputes_g(conv_of(i - 1), conv_of(i),
+                       {run.dtype, x_of_previous.scalar_type(), h.scalar_type()}, x_of_previous);
     }
     unit.wanted.stores_g = !is_recomputed;
     bn_relu_conv_backward(g, fold, recomputed_g, h, norm, p[2], unit,
@@ -150,7 +151,7 @@ inline std::vector<Tensor> preact_stage_backward(const Tensor& dy, std::optional
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : g;
     recomputed_g = std::nullopt;
     if (is_recomputed) {
-      recomputed_g = {*fold, *norm.bias, i};  // from this unit's dy: g stays the one of its fold
+      recomputed_g = {*fold, *norm.bias, i};  // whose fold applies to g, which stays as it is
     } else {
       g = *unit.g;
     }

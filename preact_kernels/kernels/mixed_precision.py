@@ -145,7 +145,8 @@ class FusedMixedKernels(MixedKernels):
     """`MixedKernels` for convolutions that take a float32 stream on one side.
 
     `g` is in half precision, as the convolution's gradient is in plain PyTorch, unless PyTorch's
-    convolution computed it: that is unfolded first.
+    convolution computed it, or that of a projection was added. Such a `g` is unfolded first.
+    Without a fold, `dy` beside an input of the stream is that of a projection, and is rounded.
 
     Args:
         wide: functions for the residual stream.

@@ -426,7 +426,7 @@ class Backward(NamedTuple):
                 )
                 self.gradients.shortcuts[index] = shortcut.conv_weight
                 if needs_g:
-                    g = cast(Tensor, g).to(h.dtype)  # that of a float32 stream
+                    g = cast(Tensor, g).to(h.dtype)  # beside a float32 stream, added in float32
                     g.add_(cast(Tensor, shortcut.g))
                     cast(Tensor, sums).add_(cast(Tensor, shortcut.sums))
             self._set_gradients(unit, dconv_weight, sums)

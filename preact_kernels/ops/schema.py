@@ -278,8 +278,8 @@ def register(choose_kernels) -> None:
             like = first[0] if isinstance(first, list) else first
             half = _half_beside_stream(arguments) if "conv" in name else None
             results = call_with_flat_arguments(choose_kernels(like, half), name, arguments)
-            if half is not None and name == "bn_relu_conv_backward" and arguments[-3]:
-                g, *others = results  # of PyTorch's convolution, g is float32 and so rounded
+            if name == "bn_relu_conv_backward" and half and Wanted(*arguments[-3:]).input:
+                g, *others = results  # in float32 where PyTorch's convolution computed it
                 return g.to(half), *others
             return results
 

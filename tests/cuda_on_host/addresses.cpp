@@ -4,7 +4,8 @@
 // As no address is used twice, a pointer in the parameters of a launch tells which tensor it is.
 //
 // An int, or a float below 2, may lie in front of padding that still holds the upper half of a
-// pointer. So that this is no address of a tensor, none is in the first 1 GiB of each 4 GiB.
+// pointer. So that this is no address of a tensor, none of at most 3 GiB is in the first 1 GiB of
+// each 4 GiB.
 
 #undef TORCH_TARGET_VERSION  // allocators are not a part of torch's stable ABI
 #include <c10/core/Allocator.h>

@@ -17,6 +17,11 @@ extern "C" __attribute__((visibility("default"))) void cuda_on_host_limit_shared
   cuda_on_host::settings.most_shared_bytes = bytes;
 }
 
+// How many dependent launches have started while the one ahead had not begun.
+extern "C" __attribute__((visibility("default"))) int64_t cuda_on_host_early_starts() {
+  return cuda_on_host::settings.early_starts;
+}
+
 // What is called in place of every launch and fill; null runs them again.
 extern "C" __attribute__((visibility("default"))) void cuda_on_host_listen(
     void (*listener)(const cuda_on_host::Launch*)) {

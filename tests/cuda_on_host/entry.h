@@ -22,6 +22,9 @@ const char* run_all(const Body& launches) {
 #endif
   } catch (const std::exception& error) {
     message = error.what();
+#if defined(PK_CUDA_ON_HOST)
+    cuda_on_host::stream.clear();  // what was launched before holds pointers of the caller
+#endif
   }
   return message.c_str();
 }

@@ -84,6 +84,7 @@ struct Settings {
   int resident_blocks = 4;                    // that run at once
   size_t most_shared_bytes = 227 * 1024;      // of a block, as on sm_90 and sm_100
   void (*listener)(const Launch*) = nullptr;  // called in place of every launch and fill
+  int64_t early_starts = 0;  // of dependent launches, counted: the one ahead had not begun
 };
 inline Settings settings;
 
@@ -347,10 +348,12 @@ class Grid {
 
   // While the launch ahead has not begun: runs the first block of a dependent launch until it
   // waits.
-  void start_early() {
-    if (!is_dependent_) return;
+  // Returns whether there is one.
+  bool start_early() {
+    if (!is_dependent_) return false;
     start_blocks(1, true);
     run();
+    return true;
   }
 
   // The launch ahead has ended: runs all blocks to their end.

@@ -110,6 +110,13 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
         library().cuda_on_host_listen(None)
 
 
+def early_starts() -> int:
+    """How many dependent launches have started before the one ahead of them had begun."""
+    count = library().cuda_on_host_early_starts
+    count.restype = ctypes.c_int64
+    return count()
+
+
 def symbols() -> dict[int, str]:
     """The mangled names of the library's functions, by their addresses."""
     lines = subprocess.check_output(["nm", "--defined-only", library()._name], text=True)

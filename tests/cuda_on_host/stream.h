@@ -23,13 +23,16 @@ class Stream {
     const auto owners = std::move(owners_);  // of memory that the held launch may use
     owners_.clear();
     const std::unique_ptr<Grid> ahead = std::move(held_);
-    if (next) next->start_early();
+    if (next && ahead && next->start_early()) ++settings.early_starts;
     if (ahead) ahead->finish();
     held_ = std::move(next);
   }
 
   // Runs all that was launched.
   void synchronize() { launch(nullptr); }
+
+  // Drops what was launched and has not run.
+  void clear() { held_.reset(), owners_.clear(); }
 
   bool is_idle() const { return held_ == nullptr; }
 

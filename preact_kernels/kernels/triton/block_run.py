@@ -225,7 +225,9 @@ def _compile_ahead(
             channels = y.new_empty(y.shape[1], dtype=torch.float32)
             norm = Norm(channels, channels, channels, channels, 0.0)
             sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
-            folds: list[Fold | None] = [] if keeps["with_stats"] else [None]
+            # Beside a float32 stream, the gradient of a block with a projection is not folded.
+            is_whole = not keeps["with_stats"] or x.dtype != of_block[0].operands
+            folds: list[Fold | None] = [None] if is_whole else []
             if keeps["with_stats"] or known is not None:  # the latter does not say what follows
                 # Without skip where the block above has a projection.
                 folds += [Fold(skip, y, norm, sums, inv_count) for skip in (y, None)]

@@ -84,7 +84,7 @@ def has_launch_hooks() -> bool:
 
 
 def _available_bytes() -> int:
-    """At most this much memory is left, as far as Linux says; else a large number."""
+    """An upper bound of the memory that this process may still take; 2**63 where unknown."""
     limits = [2**63]
     with contextlib.suppress(OSError, ValueError):
         text = Path("/proc/meminfo").read_text()
