@@ -168,18 +168,14 @@ struct InputGradient {
   template <class Y, class G, class X>
   __device__ Vector<Y, kWidth> unfold(const FoldPointers& fold, int i, const G& g, const X& x,
                                       const X& skip) const {
-    // The roundings are written out: a g that is recomputed has the bits of one that was stored.
     float dy[kWidth], more[kWidth];
     g[i].unpack(dy);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) dy[j] *= a[j];
     if (fold.reads_x()) {
       x[i].unpack(more);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        dy[j] = fmaf(dy[j], a[j], fmaf(more[j] - mean[j], b[j], c[j]));
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) dy[j] *= a[j];
+      for (int j = 0; j < kWidth; ++j) dy[j] += fmaf(more[j] - mean[j], b[j], c[j]);
     }
     if (fold.skip != nullptr) {
       skip[i].unpack(more);
