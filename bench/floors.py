@@ -10,8 +10,8 @@ bottleneck 4C -> C -> C -> 4C, in units of C elements per pixel:
               B1b g2 1, z1 1, x 4, dy 4 -> dx 4                                              14
                                                                                        total 46
 
-In the backward, B3 of one block may form the dx of the next, in place of B1b. Then no kernel reads
-that dx only to fold it: 4 units less, which are not counted here.
+B3 may form its own dy, in place of B1b of the next block. That takes 4 units less, which are not
+counted here.
 """
 
 import functools

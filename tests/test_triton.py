@@ -529,7 +529,7 @@ def test_as_many_kernels_are_compiled_at_once_as_cpus_and_memory_allow(monkeypat
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     for gigabytes, count in ((64, 3), (1, 2), (0.1, 1)):
-        monkeypatch.setattr(launch, "_available_bytes", lambda: int(gigabytes * 2**30))  # noqa: B023
+        monkeypatch.setattr(launch, "_available_bytes", lambda n=gigabytes: int(n * 2**30))
         assert launch._parallel_compilations() == count
 
 

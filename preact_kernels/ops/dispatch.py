@@ -258,8 +258,8 @@ def _kernels_in(x: Tensor, dtype: torch.dtype) -> Kernels:
 def _kernels_of_op(x: Tensor, half: torch.dtype | None) -> Kernels:
     """The kernels that run a registered op; with `half`, of a convolution beside a stream."""
     if half is None:
-        return select(_current, x.device.type, x.dtype)
-    wide, narrow = (select(_current, x.device.type, d) for d in (torch.float32, half))
+        return _kernels_in(x, x.dtype)
+    wide, narrow = (_kernels_in(x, dtype) for dtype in (torch.float32, half))
     return _mixed(wide, narrow, torch.float32, half)
 
 
