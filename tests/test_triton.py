@@ -41,7 +41,6 @@ from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import BlockRun, Conv, Norm, Wanted
 from preact_kernels.kernels.triton import block_run, configurations, conv, launch, reduction
-from preact_kernels.kernels.triton.batch_norm import KernelNorm
 from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
 
 DEVICE = torch.device(device_of("triton"))
@@ -174,6 +173,14 @@ def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
     for index, bn in enumerate(norms):
         bn.eps = 1e-3 * (index + 1)
     return stage.to(DEVICE), torch.randn(3, channels, 7, 6)
+
+
+@pytest.fixture(autouse=True)
+def no_prepared_launches():
+    """Launches that are prepared before a test or in it do not fit what tests replace."""
+    block_run._launches.cache_clear()
+    yield
+    block_run._launches.cache_clear()
 
 
 @pytest.fixture
@@ -311,7 +318,7 @@ def recorded_launches(monkeypatch):
     """The names of kernels that are launched from here on; none of them runs."""
     found = []
 
-    def record(kernel, grid, args, constants, num_warps, prepared=None):
+    def record(kernel, grid, args, constants, num_warps, prepared=None, key=()):
         # What a launch of a known kernel relies on.
         assert list(constants) == kernel.arg_names[len(args) :]
         assert len(grid) == 3
@@ -480,7 +487,7 @@ def test_a_run_is_compiled_again_only_for_other_kernels(monkeypatch):
     monkeypatch.setattr(block_run, "compile_only", compiled.append)
     monkeypatch.setattr(block_run, "_compiled_runs", set())
     replace(monkeypatch, "costs_less_apart", lambda *_: False)
-    block_run._variants.cache_clear()
+    block_run._launches.cache_clear()
     norm, conv = [torch.empty(16, device="meta")] * 2, Conv((1, 1), (1, 1), (1, 1), 1)
     keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": True}
 
@@ -494,14 +501,14 @@ def test_a_run_is_compiled_again_only_for_other_kernels(monkeypatch):
 
     assert not is_compiled()
     assert all(is_compiled(images=n) for n in range(1, 600))
-    assert block_run._variants.cache_info().currsize <= 256
+    assert block_run._launches.cache_info().currsize <= 256
     assert is_compiled(height=11, width=3)
     assert not is_compiled(height=16)
     assert not is_compiled(height=1)
     assert not is_compiled(blocks=40)
     assert not is_compiled(dtype=torch.float16)
     replace(monkeypatch, "costs_less_apart", lambda *_: True)
-    block_run._variants.cache_clear()
+    block_run._launches.cache_clear()
     assert not is_compiled()
 
 
@@ -549,12 +556,16 @@ def test_a_profiler_sees_launches_of_known_kernels(name, is_chain, monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
 
     def launched():
-        return launch.launch_kernel(Kernel(), (1, 1, 1), (), {}, 4)
+        prepared = {}
+        launch.launch_kernel(Kernel(), (1, 1, 1), (), {}, 4, prepared, ("key",))
+        return prepared
 
-    assert launched().run is compiled.run
+    assert launched()["key",].run is compiled.run
+    before = launch.lifetime_of_prepared(torch.empty(0))
     hook = SimpleNamespace(calls=[print]) if is_chain else print
     monkeypatch.setattr(triton.knobs.runtime, name, hook)
-    assert launched() is None
+    assert not launched()
+    assert launch.lifetime_of_prepared(torch.empty(0)) != before
 
 
 def test_the_arguments_of_a_launch_for_many_blocks_are_few():
@@ -563,18 +574,16 @@ def test_the_arguments_of_a_launch_for_many_blocks_are_few():
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():
     weight = torch.randn(16, 16, 1, 1)
-    dtypes = configurations.ConvDtypes(*[weight.dtype] * 3)
-    conv = Conv((1, 1), (0, 0), (1, 1), 1)
-    unit = block_run.UnitOfBlock([weight] * 4, [weight] * 4, [], conv, dtypes)
     kept = {}
     for in_one_pass in (True, False):
         launch_of_unit = SimpleNamespace(
             in_one_pass=in_one_pass, input_programs=2, weight_programs=2, weights=256
         )
-        gradients = block_run._WeightGradients(unit, launch_of_unit, 4, 4, weight)
+        unit = block_run.UnitOfBlock([weight] * 4, [weight] * 4, [], None, launch_of_unit)
+        gradients = block_run._WeightGradients(unit, 4, 4, weight)
         whole, h = torch.randn(2, 16, 3, 3), torch.randn(2, 16, 3, 3)
         alive = weakref.ref(h)
-        gradients.add(3, whole, h, KernelNorm(weight, weight, weight, weight, 0.0))
+        gradients.add(3, whole, h, Norm(weight, weight, weight, weight, 0.0))
         del h
         kept[in_one_pass] = alive() is not None
     assert kept == {True: False, False: True}

@@ -34,7 +34,7 @@ class Norm(NamedTuple):
     mean: Tensor
     var: Tensor  # biased
     weight: Tensor
-    bias: Tensor | None  # None in a fold, which does not read it
+    bias: Tensor | None  # may be None in a fold, which does not read it
     eps: float
 
 

@@ -4,44 +4,24 @@ Tiles are `[pixels, channels]`. Arithmetic is in float32. Results that PyTorch w
 rounded to the dtype of the activations.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from preact_kernels.kernels.contract import Norm
 from preact_kernels.kernels.triton.reduction import load_statistics, load_two_sums
 
 
-class KernelNorm(NamedTuple):
-    """What normalises a tensor: a `Norm`, or one whose statistics are still exact sums."""
-
-    mean: Tensor | None
-    var: Tensor | None
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    sums: Tensor | None = None  # of the tensor, see `reduction`; in place of mean and var
-
-
-def kernel_norm(norm: Norm) -> KernelNorm:
-    """A norm whose statistics are known."""
-    return KernelNorm(*norm)
-
-
 @triton.jit
-def load_norm(norm, channel, CHANNELS: tl.constexpr, count=0):
+def load_norm(norm, channel, CHANNELS: tl.constexpr, sums=None, count=0):
     """mean, rstd, scale = weight * rstd, and bias of a block of channels.
 
-    `count` is the number of summands a channel, of a norm with sums.
+    Statistics are those of the accumulators `sums` unless None, of `count` summands a channel.
     """
     is_channel = channel < CHANNELS
-    if norm.sums is None:
+    if sums is None:
         mean = tl.load(norm.mean + channel, mask=is_channel, other=0.0)
         var = tl.load(norm.var + channel, mask=is_channel, other=1.0)
     else:
-        mean, var = load_statistics(norm.sums, count, channel, is_channel, CHANNELS)
+        mean, var = load_statistics(sums, count, channel, is_channel, CHANNELS)
     rstd, scale, bias = load_affine(var, norm.weight, norm.bias, norm.eps, channel, is_channel)
     return mean, rstd, scale, bias
 

@@ -26,7 +26,6 @@ from preact_kernels.kernels.contract import (
     Norm,
 )
 from preact_kernels.kernels.pytorch_conv import compute_dtype
-from preact_kernels.kernels.triton.batch_norm import KernelNorm
 from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.bn_relu_conv_forward import (
     NO_ADDENDS,
@@ -35,13 +34,14 @@ from preact_kernels.kernels.triton.bn_relu_conv_forward import (
 )
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.configurations import ConvDtypes
-from preact_kernels.kernels.triton.conv import precision
+from preact_kernels.kernels.triton.conv import NONE, precision
 from preact_kernels.kernels.triton.launch import (
     aligned,
     aligned_rows,
     all_aligned,
     ceil_div,
     compile_only,
+    lifetime_of_prepared,
     needs_int64,
     on_device_of,
 )
@@ -65,8 +65,8 @@ class UnitOfBlock(NamedTuple):
     conv_weights: list[Tensor]  # as given
     packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the products
     affine: list[tuple[Tensor, Tensor, float]]  # weight, bias and eps of the batch norms
-    conv: Conv
-    dtypes: ConvDtypes
+    forward: ForwardLaunch
+    backward: BackwardLaunch
 
     @property
     def channels(self) -> int:
@@ -85,18 +85,19 @@ def _group(blocks: int) -> int:
     return min(blocks, group, _LARGEST_GROUP)
 
 
-def _packed(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The weights, dense in the order K, R, S, C, in `dtype`; those given where they are so."""
+def _packed(conv_weights: Sequence[Tensor], launch: ForwardLaunch) -> list[Tensor]:
+    """The weights as `launch` takes them: those given, or copies of all."""
+    dtype = launch.dtypes.operands
     if all(is_packed(w, dtype) for w in conv_weights):
-        return [aligned(w) for w in conv_weights]
-    return pack_weights(conv_weights, dtype)
+        return list(all_aligned(conv_weights))
+    return pack_weights(conv_weights, dtype, launch.prepared)
 
 
-def _conv_dtypes(run: BlockRun, x: Tensor) -> list[ConvDtypes]:
+def _conv_dtypes(run: BlockRun, x: Tensor) -> tuple[ConvDtypes, ...]:
     """The dtypes of the convolutions of a block, of which `x` is an input."""
     inner = run.dtype or compute_dtype(x, run.parameters[2])
     outer = [x.dtype, *[inner] * (run.units_per_block - 1), x.dtype]
-    return [ConvDtypes(inner, *sides) for sides in itertools.pairwise(outer)]
+    return tuple(ConvDtypes(inner, *sides) for sides in itertools.pairwise(outer))
 
 
 def _units_of_block(run: BlockRun, x: Tensor) -> list[UnitOfBlock]:
@@ -105,15 +106,18 @@ def _units_of_block(run: BlockRun, x: Tensor) -> list[UnitOfBlock]:
     weights, count = run.parameters[2::3], run.units_per_block
     eps = map(float, run.eps)  # Triton compiles another kernel for an int
     affine = list(zip(bn_weights, bn_biases, eps, strict=True))
+    launches = _launches(_run_shape(run, x))
     return [
         UnitOfBlock(
             list(weights[i::count]),
-            _packed(weights[i::count], dtypes.operands),
+            _packed(weights[i::count], forward),
             affine[i::count],
-            run.convs[i],
-            dtypes,
+            forward,
+            backward,
         )
-        for i, dtypes in enumerate(_conv_dtypes(run, x))
+        for i, (forward, backward) in enumerate(
+            zip(launches.forward, launches.backward, strict=True)
+        )
     ]
 
 
@@ -146,6 +150,53 @@ def _backward_launches(
     return launches
 
 
+class _RunShape(NamedTuple):
+    """What the launches of a run depend on, beside which tensors there are."""
+
+    device: torch.device
+    lifetime: tuple  # see `lifetime_of_prepared`
+    dtypes: tuple[ConvDtypes, ...]  # of one block
+    parameter_dtypes: tuple[torch.dtype, ...]  # of one block
+    precision: str
+    x: Sequence[int]
+    weights: tuple[Sequence[int], ...]  # shapes
+    convs: tuple[Conv, ...]
+
+
+def _run_shape(run: BlockRun, x: Tensor) -> _RunShape:
+    of_block = run.parameters[: 3 * run.units_per_block]
+    dtypes = _conv_dtypes(run, x)
+    return _RunShape(
+        x.device,
+        lifetime_of_prepared(x),
+        dtypes,
+        tuple(p.dtype for p in of_block),
+        precision(dtypes[0].operands),
+        x.shape,
+        tuple(w.shape for w in of_block[2::3]),
+        tuple(run.convs),
+    )
+
+
+class _Launches(NamedTuple):
+    """The launches of a block."""
+
+    forward: list[ForwardLaunch]
+    backward: list[BackwardLaunch]
+    variant: tuple  # equal for runs whose kernels are the same, as for most numbers of images
+
+
+@functools.lru_cache(maxsize=256)
+def _launches(run: _RunShape) -> _Launches:
+    """One object for all runs of a shape: what has been launched stays prepared."""
+    like = torch.empty(0, device=run.device)
+    forward = _forward_launches(like, run.dtypes, run.x, run.weights, run.convs)
+    backward = _backward_launches(like, run.x, forward)
+    of_x = needs_int64(math.prod(run.x))
+    of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
+    return _Launches(forward, backward, (run._replace(x=(), lifetime=()), of_x, *of_units))
+
+
 class _Accumulators:
     """Zeros `[blocks, 2, 6, channels]` for every unit of a block, in one piece of memory."""
 
@@ -157,29 +208,6 @@ class _Accumulators:
 
 
 _compiled_runs: set[tuple] = set()
-
-
-class _RunShape(NamedTuple):
-    """What the kernels of a run depend on, beside which tensors there are."""
-
-    device: torch.device
-    dtypes: tuple[ConvDtypes, ...]  # of one block
-    precision: str
-    x: Sequence[int]
-    weights: tuple[Sequence[int], ...]  # shapes
-    convs: tuple[Conv, ...]
-    group: int
-
-
-@functools.lru_cache(maxsize=256)
-def _variants(run: _RunShape) -> tuple:
-    """Equal for runs whose kernels are the same, as they are for most numbers of images."""
-    like = torch.empty(0, device=run.device)
-    forward = _forward_launches(like, run.dtypes, run.x, run.weights, run.convs)
-    backward = _backward_launches(like, run.x, forward)
-    of_x = needs_int64(math.prod(run.x))
-    of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
-    return run._replace(x=()), of_x, *of_units
 
 
 def _compile_ahead(
@@ -196,15 +224,8 @@ def _compile_ahead(
     """
     count = run.units_per_block
     group = _group(len(run.eps) // count)
-    weights = run.parameters[2 : 3 * count : 3]
-    shapes = tuple(w.shape for w in weights)
-    of_block = tuple(_conv_dtypes(run, x))
-    matrix_precision = precision(of_block[0].operands)
-    shape = _RunShape(
-        x.device, of_block, matrix_precision, x.shape, shapes, tuple(run.convs), group
-    )
-    dtypes = tuple(w.dtype for w in weights)
-    key = _variants(shape), dtypes, x_statistics is None, known is None, *keeps.values()
+    shape = _run_shape(run, x)
+    key = _launches(shape).variant, group, x_statistics is None, known is None, *keeps.values()
     if key in _compiled_runs:
         return
     units = min(2 * count, len(run.eps))
@@ -226,13 +247,13 @@ def _compile_ahead(
             norm = Norm(channels, channels, channels, channels, 0.0)
             sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
             # Beside a float32 stream, the gradient of a block with a projection is not folded.
-            is_whole = not keeps["with_stats"] or x.dtype != of_block[0].operands
+            is_whole = not keeps["with_stats"] or x.dtype != shape.dtypes[0].operands
             folds: list[Fold | None] = [None] if is_whole else []
             if keeps["with_stats"] or known is not None:  # the latter does not say what follows
                 # Without skip where the block above has a projection.
                 folds += [Fold(skip, y, norm, sums, inv_count) for skip in (y, None)]
             for fold in folds:
-                dy = y if fold is None else y.to(of_block[0].operands)
+                dy = y if fold is None else y.to(shape.dtypes[0].operands)
                 _backward(dy, fold, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)
@@ -275,9 +296,6 @@ def _forward(
     if known is None and x_statistics is None:
         x_statistics = bn_stats(x)
     given = all_aligned(cast(BatchStatistics, x_statistics) if known is None else known)
-    shapes = [unit.conv_weights[0].shape for unit in units]
-    dtypes = [unit.dtypes for unit in units]
-    launches = _forward_launches(x, dtypes, x.shape, shapes, run.convs)
     is_summing = known is None or with_stats
     sums = _Accumulators(x, [u.out_channels for u in units], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
@@ -287,22 +305,22 @@ def _forward(
         shortcut = h
         for index, unit in enumerate(units):
             inputs.append(h if (keep_inputs if index else keep_block_inputs) else None)
+            mean = var = NONE
             if h_sums is None:
                 position = block * count + index
                 mean, var = given[2 * position : 2 * position + 2]
-                norm = KernelNorm(mean, var, *unit.affine[block])
-            else:
-                norm = KernelNorm(None, None, *unit.affine[block], h_sums)
+            norm = Norm(mean, var, *unit.affine[block])
             ends_block = index + 1 == count
             is_summed = with_stats if ends_block and block + 1 == blocks else known is None
-            h_sums = sums.by_unit[index][block] if is_summed else None
+            y_sums = sums.by_unit[index][block] if is_summed else None
             addends = Addends(None, shortcut) if ends_block else NO_ADDENDS
-            h = launches[index](h, norm, unit.packed[block], addends, h_sums)
+            h = unit.forward(h, norm, h_sums, unit.packed[block], addends, y_sums)
+            h_sums = y_sums
     statistics, found = None, list(known or ())
     if is_summing:
         finished = [
-            finished_statistics(s, launch.pixels)
-            for s, launch in zip(sums.units, launches, strict=True)
+            finished_statistics(s, unit.forward.pixels, unit.forward.prepared)
+            for s, unit in zip(sums.units, units, strict=True)
         ]
         rows = [(mean.unbind(), var.unbind()) for mean, var in finished]  # of each block
         flat = [t for b in range(blocks) for mean, var in rows for t in (mean[b], var[b])]
@@ -319,10 +337,9 @@ class _WeightGradients:
     Blocks come from the last to the first.
     """
 
-    def __init__(
-        self, unit: UnitOfBlock, launch: BackwardLaunch, blocks: int, group: int, x: Tensor
-    ) -> None:
-        self._launch, self._group = launch, group
+    def __init__(self, unit: UnitOfBlock, blocks: int, group: int, x: Tensor) -> None:
+        launch = self._launch = unit.backward
+        self._group = group
         programs = launch.input_programs if launch.in_one_pass else launch.weight_programs
         shape = group, programs, launch.weights
         if launch.in_one_pass:  # each launch is given a slot
@@ -342,7 +359,7 @@ class _WeightGradients:
         """Where the kernel of a block stores partial results; None if it has none."""
         return self._slots[block - self._begin] if self._launch.in_one_pass else None
 
-    def add(self, block: int, dy: Tensor | None, x: Tensor, norm: KernelNorm) -> None:
+    def add(self, block: int, dy: Tensor | None, x: Tensor, norm: Norm) -> None:
         """Call after each block's input kernel; launches what ends a group."""
         if not self._launch.in_one_pass:
             self._units.append(WeightUnit(cast(Tensor, dy), x, norm))
@@ -352,7 +369,8 @@ class _WeightGradients:
             self._launch.weight(self._units[::-1], self._partials, self._group)
             self._units = []
         count = self._end - self._begin
-        launch_sum_partials(self._partials[:count], self._results[self._begin : self._end])
+        results = self._results[self._begin : self._end]
+        launch_sum_partials(self._partials[:count], results, self._launch.prepared)
         self._begin_group(self._begin)
 
     def results(self) -> list[Tensor]:
@@ -394,29 +412,21 @@ def _backward(
         negated = torch_compat.foreach_neg(units[-1].packed)
     statistics = all_aligned(statistics)
     kept = [None if t is None else aligned(t) for t in inputs]
-    shapes = [unit.conv_weights[0].shape for unit in units]
-    dtypes = [unit.dtypes for unit in units]
-    rebuild = _forward_launches(x, dtypes, x.shape, shapes, run.convs)
-    launches = _backward_launches(x, x.shape, rebuild)
-    gradients = [
-        _WeightGradients(unit, launch, blocks, group, x)
-        for unit, launch in zip(units, launches, strict=True)
-    ]
+    gradients = [_WeightGradients(unit, blocks, group, x) for unit in units]
     sums = _Accumulators(x, [u.channels for u in units], blocks)
     g = block_dy = aligned(dy)
     for position in range(count * blocks - 1, -1, -1):
         block, index = divmod(position, count)
-        launch, unit = launches[index], units[index]
+        unit = units[index]
         mean, var = statistics[2 * position : 2 * position + 2]
-        bn_weight, bn_bias, eps = unit.affine[block]
-        norm = KernelNorm(mean, var, bn_weight, bn_bias, eps)
+        norm = Norm(mean, var, *unit.affine[block])
         g_sums = sums.by_unit[index][block]
         ends_block = index + 1 == count
         if ends_block and y is not None:  # x is the output of this block
             z = cast(Tensor, kept[position])
-            x = rebuild[index](z, norm, negated[block], Addends(None, x), None)
+            x = unit.forward(z, norm, None, negated[block], Addends(None, x), None)
         h = x if index == 0 and y is not None else cast(Tensor, kept[position])
-        g, whole = launch.input(
+        g, whole = unit.backward.input(
             g,
             fold,
             h,
@@ -424,15 +434,18 @@ def _backward(
             unit.packed[block],
             g_sums,
             gradients[index].partials(block),
-            needs_whole=ends_block or not launch.in_one_pass,
+            needs_whole=ends_block or not unit.backward.in_one_pass,
         )
         if ends_block:
             block_dy = whole
         gradients[index].add(block, whole, h, norm)
         skip = block_dy if index == 0 else None
-        fold = Fold(skip, h, Norm(mean, var, bn_weight, None, eps), g_sums, inv_count)
+        fold = Fold(skip, h, norm, g_sums, inv_count)
     results = [g.results() for g in gradients]
-    found = [finished_sums(s).unbind() for s in sums.units]
+    found = [
+        finished_sums(s, unit.backward.prepared).unbind()
+        for s, unit in zip(sums.units, units, strict=True)
+    ]
     return BlockRunGradients(
         g,
         block_dy,

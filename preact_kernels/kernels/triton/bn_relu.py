@@ -7,7 +7,6 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import Fold, Norm
 from preact_kernels.kernels.triton.batch_norm import (
-    kernel_norm,
     load_fold,
     load_folded,
     load_norm,
@@ -132,7 +131,7 @@ def bn_relu_forward(x: Tensor, norm: Norm) -> Tensor:
         launch_kernel(
             bn_relu_forward_kernel,
             launch.grid,
-            (x, kernel_norm(norm), y, launch.pixels),
+            (x, norm, y, launch.pixels),
             launch.constants,
             launch.num_warps,
         )
@@ -150,7 +149,7 @@ def _launch_mask(dy: Tensor, x: Tensor, norm: Norm, g: Tensor | None) -> Tensor:
         launch_kernel(
             bn_relu_backward_mask_kernel,
             launch.persistent_grid(x),
-            (dy, x, kernel_norm(norm), g, sums, launch.pixels),
+            (dy, x, norm, g, sums, launch.pixels),
             launch.constants,
             launch.num_warps,
         )

@@ -16,8 +16,6 @@ from torch import Tensor
 from preact_kernels.kernels.contract import Conv, ConvGradients, Fold, Norm, Wanted
 from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import (
-    KernelNorm,
-    kernel_norm,
     load_fold,
     load_norm,
     pixels_of,
@@ -40,7 +38,7 @@ from preact_kernels.kernels.triton.conv import (
 )
 from preact_kernels.kernels.triton.launch import (
     INTERPRETED,
-    PreparedLaunch,
+    PreparedLaunches,
     ceil_div,
     device_of,
     launch_kernel,
@@ -249,6 +247,7 @@ class BackwardLaunch:
             gradient of the weight is a launch of its own, for several units at once.
         input_programs: partial results of the gradient of the weight in one pass.
         weight_programs: partial results for each unit of a launch of its own.
+        prepared: see `launch_kernel`.
     """
 
     def __init__(
@@ -284,7 +283,7 @@ class BackwardLaunch:
             for in_training in (False, True)
         }
         self._weight_constants = {**self._constants, "BLOCKS": blocks.weight}
-        self._prepared: dict[tuple, PreparedLaunch | None] = {}
+        self.prepared: PreparedLaunches = {}
         self._keeps_size = geometry.keeps_size()
         self._taps_per_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
         self._weight_columns = (
@@ -326,7 +325,7 @@ class BackwardLaunch:
         dy: Tensor,
         fold: Fold | None,
         x: Tensor,
-        norm: KernelNorm,
+        norm: Norm,
         conv_weight: Tensor,
         sums: Tensor,
         partials: Tensor | None,
@@ -349,15 +348,9 @@ class BackwardLaunch:
         gradient = OutputGradient(dy, fold or NO_FOLD, stored)
         blocks = self._input if partials is None else cast(ConvBlocks, self._both)
         g = torch.empty_like(x, dtype=self._dtypes.operands)
+        in_training = gradient.fold.inv_count != 0
         is_exact = fold is not None and fold.sums.dtype == torch.int64
-        variant = (
-            fold is None,
-            gradient.fold.skip is None,
-            is_exact,
-            stored is None,
-            partials is None,
-        )
-        self._prepared[variant] = launch_kernel(
+        launch_kernel(
             bn_relu_conv_backward_kernel,
             self._grids[partials is not None],
             (
@@ -371,9 +364,18 @@ class BackwardLaunch:
                 self._sizes,
                 self._in_pixels,
             ),
-            self._input_constants[partials is not None, gradient.fold.inv_count != 0],
+            self._input_constants[partials is not None, in_training],
             blocks.num_warps,
-            self._prepared.get(variant),
+            self.prepared if fold is None or is_exact else None,  # others' tensors begin anywhere
+            (
+                "input",
+                fold is None,
+                gradient.fold.skip is None,
+                in_training,
+                is_exact,
+                stored is None,
+                partials is None,
+            ),
         )
         return g, whole
 
@@ -384,8 +386,7 @@ class BackwardLaunch:
         unit. `slots` is at least the number of units: launches of as many share a kernel.
         """
         filled = *units, *itertools.repeat(units[0], slots - len(units))
-        blocks, key = self._weight, ("weight", len(units))  # the grid depends on their number
-        self._prepared[key] = launch_kernel(
+        launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.weight_programs, self._weight_columns, len(units)),
             (filled, partials, self._sizes, self._out_pixels),
@@ -394,8 +395,9 @@ class BackwardLaunch:
                 "UNITS": slots,
                 "TAPS_PER_PROGRAM": self._taps_per_program,
             },
-            blocks.num_warps,
-            self._prepared.get(key),
+            self._weight.num_warps,
+            self.prepared,
+            ("weight", slots, len(units)),
         )
 
 
@@ -414,7 +416,6 @@ def launch_bn_relu_conv_backward(
     dy_is_whole = fold is None or wanted.dy
     launch = BackwardLaunch(x, dtypes, x.shape, dy.shape, conv_weight.shape, conv, dy_is_whole)
     in_one_pass = launch.in_one_pass and wanted.input and wanted.weight
-    x_norm = kernel_norm(norm)
     g = sums = dconv_weight = partials = None
     with on_device_of(x):
         if wanted.weight:
@@ -426,13 +427,13 @@ def launch_bn_relu_conv_backward(
             exact = new_sums(x, x.shape[1])
             own = cast(Tensor, partials)[0] if in_one_pass else None
             weight = packed_weight(conv_weight, operands)
-            g, whole = launch.input(dy, fold, x, x_norm, weight, exact[0], own, needs_whole)
+            g, whole = launch.input(dy, fold, x, norm, weight, exact[0], own, needs_whole)
             sums = finished_sums(exact)[0]
         elif fold is not None:
             whole = bn_input_gradient(dy, fold)
         if partials is not None:
             if not in_one_pass:
-                launch.weight([WeightUnit(cast(Tensor, whole), x, x_norm)], partials)
+                launch.weight([WeightUnit(cast(Tensor, whole), x, norm)], partials)
             results = new_weight_gradients(conv_weight, 1)
             launch_sum_partials(partials, results)
             dconv_weight = results[0]

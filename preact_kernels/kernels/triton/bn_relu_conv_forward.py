@@ -11,8 +11,6 @@ from torch import Tensor
 from preact_kernels.kernels.contract import BatchStatistics, Conv, Epilogue, Norm, Output
 from preact_kernels.kernels.pytorch_conv import compute_dtype
 from preact_kernels.kernels.triton.batch_norm import (
-    KernelNorm,
-    kernel_norm,
     load_norm,
     pixels_of,
     pre_activation,
@@ -29,7 +27,7 @@ from preact_kernels.kernels.triton.conv import (
     precision,
 )
 from preact_kernels.kernels.triton.launch import (
-    PreparedLaunch,
+    PreparedLaunches,
     ceil_div,
     device_of,
     launch_kernel,
@@ -63,6 +61,7 @@ NO_ADDENDS = Addends(None, None)
 def bn_relu_conv_forward_kernel(
     x,
     norm,
+    x_sums,
     conv_weight,
     addends,
     y,
@@ -77,8 +76,9 @@ def bn_relu_conv_forward_kernel(
 ):
     """y `[pixels, K]` = conv(relu(p)) [+ conv_bias] [+ residual].
 
-    `count` is the number of pixels of x, used if the norm has sums in place of statistics. Adds
-    sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output channels.
+    Unless `x_sums` is None, it has the statistics of x, over `count` pixels, in place of the norm.
+    Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output
+    channels.
     """
     dtype: tl.constexpr = conv_weight.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
@@ -89,7 +89,8 @@ def bn_relu_conv_forward_kernel(
     CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
     norms = ()
     for block in tl.static_range(CIN_BLOCKS):
-        norms = norms + (load_norm(norm, block * BLOCK_CIN + tl.arange(0, BLOCK_CIN), C, count),)
+        channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+        norms = norms + (load_norm(norm, channel, C, x_sums, count),)
     out_channel = tl.program_id(1) * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
     is_out_channel = out_channel < K
     moments = empty_moments(BLOCK_COUT)
@@ -150,6 +151,7 @@ class ForwardLaunch:
         variant: equal where the compiled kernels are the same.
         shape: of the output.
         pixels: of the output.
+        prepared: see `launch_kernel`.
     """
 
     def __init__(
@@ -181,26 +183,31 @@ class ForwardLaunch:
         numbers = self.pixels, x_shape[0] * x_shape[2] * x_shape[3]
         self._numbers = sizes, *numbers
         self.variant = *self._constants.values(), *specialized(sizes, numbers)
-        self._prepared: dict[tuple, PreparedLaunch | None] = {}
+        self.prepared: PreparedLaunches = {}
 
     def __call__(
         self,
         x: Tensor,
-        norm: KernelNorm,
+        norm: Norm,
+        x_sums: Tensor | None,
         conv_weight: Tensor,
         addends: Addends,
         sums: Tensor | None,
     ) -> Tensor:
-        """y; adds to the accumulators `sums` unless None. `conv_weight` is packed."""
+        """y. `conv_weight` is packed.
+
+        The statistics of x are those of the accumulators `x_sums` unless None, of the norm
+        otherwise. Adds to the accumulators `sums` unless None.
+        """
         y = x.new_empty_strided(self.shape, self._strides, dtype=self.dtypes.y)
-        variant = norm.sums is None, addends.residual is None, sums is None
-        self._prepared[variant] = launch_kernel(
+        launch_kernel(
             bn_relu_conv_forward_kernel,
             self._grid,
-            (x, norm, conv_weight, addends, y, sums, *self._numbers),
+            (x, norm, x_sums, conv_weight, addends, y, sums, *self._numbers),
             self._constants,
             self._num_warps,
-            self._prepared.get(variant),
+            self.prepared,
+            (x_sums is None, addends.residual is None, sums is None),
         )
         return y
 
@@ -218,7 +225,7 @@ def launch_bn_relu_conv_forward(
     with on_device_of(x):
         sums = new_sums(x, conv_weight.shape[0]) if epilogue.with_stats else None
         weight = packed_weight(conv_weight, operands)
-        y = launch(x, kernel_norm(norm), weight, addends, sums)
+        y = launch(x, norm, None, weight, addends, sums)
         if sums is None:
             return Output(y, None)
         mean, var = finished_statistics(sums, launch.pixels)

@@ -20,9 +20,9 @@ from preact_kernels.kernels.triton.launch import INTERPRETED
 # The interpreter multiplies bfloat16 operands incorrectly, and float32 operands correctly.
 _UPCAST = tl.constexpr(INTERPRETED)
 
-# In place of None: kernels test `fold.x`, as Triton 3.6 cannot compare a tuple that holds None.
-_NONE: Any = None
-NO_FOLD = Fold(None, _NONE, Norm(_NONE, _NONE, _NONE, None, 0.0), _NONE, 0.0)
+NONE: Any = None  # where a type names a tensor that no kernel reads
+# Kernels test `fold.x`, as Triton 3.6 cannot compare a tuple that holds None.
+NO_FOLD = Fold(None, NONE, Norm(NONE, NONE, NONE, None, 0.0), NONE, 0.0)
 
 
 class Geometry(NamedTuple):

@@ -36,14 +36,18 @@ class PreparedLaunch(NamedTuple):
     after: tuple  # compile-time constants
 
 
+PreparedLaunches = dict[tuple, PreparedLaunch]
+
+
 def launch_kernel(
     kernel: Any,
     grid: tuple[int, int, int],
     args: tuple,
     constants: Mapping[str, Any],
     num_warps: int,
-    prepared: PreparedLaunch | None = None,
-) -> PreparedLaunch | None:
+    prepared: PreparedLaunches | None = None,
+    key: tuple = (),
+) -> None:
     """Launches a kernel on the current stream. Every launch of the package is a call of this.
 
     Args:
@@ -52,28 +56,38 @@ def launch_kernel(
         args: tensors, numbers, and tuples of them, in the order of the kernel's parameters.
         constants: the parameters that follow, by name and in order.
         num_warps: warps of a program.
-        prepared: what an earlier launch returned, on the same stream, of the same kernel, grid,
-            constants and types, with tensors that begin at multiples of 16 bytes in both. Saves
-            looking the kernel up, which takes Triton 12 us.
-
-    Returns:
-        What prepares the next launch; None where each has to be looked up: under the interpreter,
-        or where a profiler wants to know of launches.
+        prepared: launches on the current stream, by key: this one is added unless it is there.
+            Saves looking the kernel up, which takes Triton 12 us. None where each is looked up.
+        key: launches with one key are of the same kernel, grid, constants and types, and all of
+            their tensors begin at multiples of 16 bytes.
     """
-    if prepared is not None:
-        run, before, after = prepared
+    known = None if prepared is None else prepared.get(key)
+    if known is not None:
+        run, before, after = known
         run(*before, *args, *after)
-        return prepared
+        return
     if _is_compiling_only.get():
         kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
-        return None
+        return
     compiled = kernel[grid](*args, **constants, num_warps=num_warps)
-    if compiled is None or has_launch_hooks():
-        return None
+    if compiled is None or prepared is None or has_launch_hooks():
+        return  # under the interpreter, or where a profiler wants to know of launches
+    before = *grid, _current_stream(), compiled.function, compiled.packed_metadata, None, None, None
+    prepared[key] = PreparedLaunch(compiled.run, before, tuple(constants.values()))
+
+
+def _current_stream() -> int:
     driver = triton.runtime.driver.active
-    stream = driver.get_current_stream(driver.get_current_device())
-    before = *grid, stream, compiled.function, compiled.packed_metadata, None, None, None
-    return PreparedLaunch(compiled.run, before, tuple(constants.values()))
+    return driver.get_current_stream(driver.get_current_device())
+
+
+def lifetime_of_prepared(x: Tensor) -> tuple:
+    """While it is equal, launches on the device of `x`, the current one, stay prepared.
+
+    It has the device's properties, the stream, and whether a profiler wants to know of launches.
+    """
+    stream = _current_stream() if x.is_cuda else 0  # there is none in the interpreter
+    return properties(x.device), stream, has_launch_hooks()
 
 
 def has_launch_hooks() -> bool:

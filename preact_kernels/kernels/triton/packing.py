@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.launch import INTERPRETED, aligned_rows, ceil_div, launch_kernel
+from preact_kernels.kernels.triton.launch import (
+    INTERPRETED,
+    PreparedLaunches,
+    aligned_rows,
+    all_aligned,
+    ceil_div,
+    launch_kernel,
+)
 
 _WEIGHTS_PER_LAUNCH = 64  # pointers are arguments of a launch, of which there are some 4 KB
 
@@ -59,8 +66,14 @@ def is_packed(conv_weight: Tensor, dtype: torch.dtype) -> bool:
     return is_dense and conv_weight.dtype == dtype
 
 
-def pack_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Copies of weights of one shape and dtype, `[K, R, S, C]`. A program owns a block of one."""
+def pack_weights(
+    conv_weights: Sequence[Tensor], dtype: torch.dtype, prepared: PreparedLaunches | None = None
+) -> list[Tensor]:
+    """Copies of weights of one shape and dtype, `[K, R, S, C]`. A program owns a block of one.
+
+    For `prepared` see `launch_kernel`; of weights of this shape and these dtypes.
+    """
+    conv_weights = all_aligned(conv_weights)
     if len({w.stride() for w in conv_weights}) > 1:
         conv_weights = [w.contiguous() for w in conv_weights]
     first, count = conv_weights[0], len(conv_weights)
@@ -78,6 +91,8 @@ def pack_weights(conv_weights: Sequence[Tensor], dtype: torch.dtype) -> list[Ten
             (filled, rows[begin:], C, S, R * S, first.numel(), row, *first.stride()),
             {"WEIGHTS": slots, "BLOCK_ELEMENTS": block},
             4,
+            prepared,
+            ("pack", slots, len(part)),
         )
     return list(rows.view(count, K, R, S, C).unbind())
 

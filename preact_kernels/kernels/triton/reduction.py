@@ -18,6 +18,7 @@ from torch import Tensor
 
 from preact_kernels.kernels.triton.launch import (
     INTERPRETED,
+    PreparedLaunches,
     aligned_rows,
     ceil_div,
     launch_kernel,
@@ -224,7 +225,9 @@ def finish_sums_kernel(
     tl.store(second + unit * stride + channel, other, mask=is_channel)
 
 
-def _launch_finish(sums: Tensor, count: int, first: Tensor, second: Tensor) -> None:
+def _launch_finish(
+    sums: Tensor, count: int, first: Tensor, second: Tensor, prepared: PreparedLaunches | None
+) -> None:
     """A program owns a block of channels of one unit."""
     units, _, _, channels = sums.shape
     block = 128
@@ -234,25 +237,33 @@ def _launch_finish(sums: Tensor, count: int, first: Tensor, second: Tensor) -> N
         (sums, count, first, second, first.stride(0), channels),
         {"ARE_STATISTICS": count > 0, "BLOCK_CHANNELS": block},
         4,
+        prepared,
+        ("finish", units),
     )
 
 
-def finished_statistics(sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def finished_statistics(
+    sums: Tensor, count: int, prepared: PreparedLaunches | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean and variance, `[units, channels]` each, of accumulators over `count` values a channel.
 
-    Two tensors: results of a registered op may not share memory.
+    Two tensors: results of a registered op may not share memory. For `prepared` see
+    `launch_kernel`; of such tensors, but for the number of units.
     """
     units, _, _, channels = sums.shape
     mean, var = (aligned_rows(sums, units, channels, torch.float32) for _ in range(2))
-    _launch_finish(sums, count, mean, var)
+    _launch_finish(sums, count, mean, var, prepared)
     return mean, var
 
 
-def finished_sums(sums: Tensor) -> Tensor:
-    """The sums of accumulators, `[units, 2, channels]` float32."""
+def finished_sums(sums: Tensor, prepared: PreparedLaunches | None = None) -> Tensor:
+    """The sums of accumulators, `[units, 2, channels]` float32.
+
+    For `prepared` see `launch_kernel`; of such tensors, but for the number of units.
+    """
     units, _, _, channels = sums.shape
     results = aligned_rows(sums, units, 2 * channels, torch.float32).view(units, 2, channels)
-    _launch_finish(sums, 0, results[:, 0], results[:, 1])
+    _launch_finish(sums, 0, results[:, 0], results[:, 1], prepared)
     return results
 
 
@@ -294,7 +305,9 @@ def sum_partials_kernel(
     tl.store(dconv_weight + unit * weights + at, value, mask=is_element)
 
 
-def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
+def launch_sum_partials(
+    partials: Tensor, dconv_weights: Tensor, prepared: PreparedLaunches | None = None
+) -> None:
     """Sums `partials` over programs into `dconv_weights`.
 
     A program owns a block of elements, of all programs' partials of one unit.
@@ -302,6 +315,7 @@ def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
     Args:
         partials: `[units, programs, R*S*K*C]` float32; each unit is dense.
         dconv_weights: `[units, K, C, R, S]`, any dtype; units are dense, in any order.
+        prepared: see `launch_kernel`; of such tensors, but for the number of units.
     """
     units, programs, weights = partials.shape
     _, K, C, R, S = dconv_weights.shape
@@ -322,4 +336,6 @@ def launch_sum_partials(partials: Tensor, dconv_weights: Tensor) -> None:
         ),
         {"BLOCK_ELEMENTS": block},
         4,
+        prepared,
+        ("sum_partials", units),
     )

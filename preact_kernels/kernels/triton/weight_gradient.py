@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preact_kernels.kernels.contract import Norm
 from preact_kernels.kernels.triton.batch_norm import (
-    KernelNorm,
     load_affine,
     pixels_of,
     pre_activation,
@@ -26,7 +26,7 @@ class WeightUnit(NamedTuple):
 
     dy: Tensor  # whole, not folded
     x: Tensor
-    norm: KernelNorm
+    norm: Norm
 
 
 @triton.jit
