@@ -241,6 +241,7 @@ def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
     with (
         mock.patch.object(JITFunction, "run", record),
         mock.patch.object(launch, "properties", lambda device: gpu),
+        mock.patch.object(launch, "current_stream", lambda: 0),
     ):
         yield kernels
 

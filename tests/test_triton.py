@@ -177,7 +177,7 @@ def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
 
 @pytest.fixture(autouse=True)
 def no_prepared_launches():
-    """Launches that are prepared before a test or in it do not fit what tests replace."""
+    """Tests replace what launches are built from, so none is reused across tests."""
     block_run._launches.cache_clear()
     yield
     block_run._launches.cache_clear()
@@ -548,24 +548,31 @@ def test_the_memory_that_is_left_is_found():
 @pytest.mark.parametrize("is_chain", [True, False])
 def test_a_profiler_sees_launches_of_known_kernels(name, is_chain, monkeypatch):
     class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: compiled
+        __name__ = "kernel"
 
+        def __getitem__(self, grid):
+            return lambda *args, **options: lookups.append(grid) or compiled
+
+    lookups, prepared = [], {}
     compiled = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
     driver = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
 
-    def launched():
-        prepared = {}
-        launch.launch_kernel(Kernel(), (1, 1, 1), (), {}, 4, prepared, ("key",))
-        return prepared
+    def looked_up():
+        lookups.clear()
+        launch.launch_kernel(Kernel(), (1, 1, 1), (), {}, 4, prepared)
+        return bool(lookups)
 
-    assert launched()["key",].run is compiled.run
-    before = launch.lifetime_of_prepared(torch.empty(0))
     hook = SimpleNamespace(calls=[print]) if is_chain else print
+    with monkeypatch.context() as profiled:
+        profiled.setattr(triton.knobs.runtime, name, hook)
+        assert looked_up()
+        assert looked_up()
+        assert not prepared
+    assert looked_up()
+    assert not looked_up()
     monkeypatch.setattr(triton.knobs.runtime, name, hook)
-    assert not launched()
-    assert launch.lifetime_of_prepared(torch.empty(0)) != before
+    assert looked_up()
 
 
 def test_the_arguments_of_a_launch_for_many_blocks_are_few():

@@ -14,7 +14,8 @@ from preact_kernels.kernels.triton.reduction import load_statistics, load_two_su
 def load_norm(norm, channel, CHANNELS: tl.constexpr, sums=None, count=0):
     """mean, rstd, scale = weight * rstd, and bias of a block of channels.
 
-    Statistics are those of the accumulators `sums` unless None, of `count` summands a channel.
+    Statistics are read from the accumulators `sums`, of `count` summands a channel, or from the
+    norm if they are None.
     """
     is_channel = channel < CHANNELS
     if sums is None:

@@ -36,12 +36,13 @@ from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.configurations import ConvDtypes
 from preact_kernels.kernels.triton.conv import NONE, precision
 from preact_kernels.kernels.triton.launch import (
+    LaunchContext,
     aligned,
     aligned_rows,
     all_aligned,
     ceil_div,
     compile_only,
-    lifetime_of_prepared,
+    launch_context,
     needs_int64,
     on_device_of,
 )
@@ -106,7 +107,7 @@ def _units_of_block(run: BlockRun, x: Tensor) -> list[UnitOfBlock]:
     weights, count = run.parameters[2::3], run.units_per_block
     eps = map(float, run.eps)  # Triton compiles another kernel for an int
     affine = list(zip(bn_weights, bn_biases, eps, strict=True))
-    launches = _launches(_run_shape(run, x))
+    launches = _launches(_run_key(run, x))
     return [
         UnitOfBlock(
             list(weights[i::count]),
@@ -150,11 +151,13 @@ def _backward_launches(
     return launches
 
 
-class _RunShape(NamedTuple):
-    """What the launches of a run depend on, beside which tensors there are."""
+class _RunKey(NamedTuple):
+    """What the launches of a run depend on, apart from which optional tensors are None.
 
-    device: torch.device
-    lifetime: tuple  # see `lifetime_of_prepared`
+    Blocks have equal dtypes and shapes, and tensors that are no parameters have dtypes that follow.
+    """
+
+    context: LaunchContext
     dtypes: tuple[ConvDtypes, ...]  # of one block
     parameter_dtypes: tuple[torch.dtype, ...]  # of one block
     precision: str
@@ -163,12 +166,11 @@ class _RunShape(NamedTuple):
     convs: tuple[Conv, ...]
 
 
-def _run_shape(run: BlockRun, x: Tensor) -> _RunShape:
+def _run_key(run: BlockRun, x: Tensor) -> _RunKey:
     of_block = run.parameters[: 3 * run.units_per_block]
     dtypes = _conv_dtypes(run, x)
-    return _RunShape(
-        x.device,
-        lifetime_of_prepared(x),
+    return _RunKey(
+        launch_context(x),
         dtypes,
         tuple(p.dtype for p in of_block),
         precision(dtypes[0].operands),
@@ -187,14 +189,15 @@ class _Launches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _launches(run: _RunShape) -> _Launches:
-    """One object for all runs of a shape: what has been launched stays prepared."""
-    like = torch.empty(0, device=run.device)
+def _launches(run: _RunKey) -> _Launches:
+    """The launches of runs with this key, which look up each kernel once between them."""
+    like = torch.empty(0, device=run.context.device)
     forward = _forward_launches(like, run.dtypes, run.x, run.weights, run.convs)
     backward = _backward_launches(like, run.x, forward)
+    of_run = run._replace(x=(), context=run.context._replace(stream=0))
     of_x = needs_int64(math.prod(run.x))
     of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
-    return _Launches(forward, backward, (run._replace(x=(), lifetime=()), of_x, *of_units))
+    return _Launches(forward, backward, (of_run, of_x, *of_units))
 
 
 class _Accumulators:
@@ -224,7 +227,7 @@ def _compile_ahead(
     """
     count = run.units_per_block
     group = _group(len(run.eps) // count)
-    shape = _run_shape(run, x)
+    shape = _run_key(run, x)
     key = _launches(shape).variant, group, x_statistics is None, known is None, *keeps.values()
     if key in _compiled_runs:
         return

@@ -366,13 +366,11 @@ class BackwardLaunch:
             ),
             self._input_constants[partials is not None, in_training],
             blocks.num_warps,
-            self.prepared if fold is None or is_exact else None,  # others' tensors begin anywhere
+            self.prepared if fold is None or is_exact else None,  # a caller's may be unaligned
             (
-                "input",
+                in_training,
                 fold is None,
                 gradient.fold.skip is None,
-                in_training,
-                is_exact,
                 stored is None,
                 partials is None,
             ),
@@ -397,7 +395,7 @@ class BackwardLaunch:
             },
             self._weight.num_warps,
             self.prepared,
-            ("weight", slots, len(units)),
+            slots,
         )
 
 

@@ -76,9 +76,9 @@ def bn_relu_conv_forward_kernel(
 ):
     """y `[pixels, K]` = conv(relu(p)) [+ conv_bias] [+ residual].
 
-    Unless `x_sums` is None, it has the statistics of x, over `count` pixels, in place of the norm.
-    Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks of output
-    channels.
+    Reads the statistics of x from the accumulators `x_sums`, of `count` pixels, or from the norm if
+    they are None. Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks
+    of output channels.
     """
     dtype: tl.constexpr = conv_weight.dtype.element_ty
     C: tl.constexpr = GEOMETRY.C
@@ -196,8 +196,8 @@ class ForwardLaunch:
     ) -> Tensor:
         """y. `conv_weight` is packed.
 
-        The statistics of x are those of the accumulators `x_sums` unless None, of the norm
-        otherwise. Adds to the accumulators `sums` unless None.
+        The statistics of x are those of the accumulators `x_sums`, or of the norm if they are
+        None. Adds to the accumulators `sums` unless None.
         """
         y = x.new_empty_strided(self.shape, self._strides, dtype=self.dtypes.y)
         launch_kernel(

@@ -20,7 +20,7 @@ from preact_kernels.kernels.triton.launch import INTERPRETED
 # The interpreter multiplies bfloat16 operands incorrectly, and float32 operands correctly.
 _UPCAST = tl.constexpr(INTERPRETED)
 
-NONE: Any = None  # where a type names a tensor that no kernel reads
+NONE: Any = None  # for fields of `Norm` and `Fold` that the kernel does not read
 # Kernels test `fold.x`, as Triton 3.6 cannot compare a tuple that holds None.
 NO_FOLD = Fold(None, NONE, Norm(NONE, NONE, NONE, None, 0.0), NONE, 0.0)
 

@@ -6,7 +6,7 @@ import contextvars
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ _is_compiling_only = contextvars.ContextVar("is_compiling_only", default=False)
 class PreparedLaunch(NamedTuple):
     """A compiled kernel, and what surrounds its arguments at a launch."""
 
+    compiled: Any  # Triton 3.9 unloads the code of a kernel that nothing refers to
     run: Callable
     before: tuple  # the arguments: the grid, the stream, the function and its metadata, no hooks
     after: tuple  # compile-time constants
@@ -46,7 +47,7 @@ def launch_kernel(
     constants: Mapping[str, Any],
     num_warps: int,
     prepared: PreparedLaunches | None = None,
-    key: tuple = (),
+    key: Hashable = None,
 ) -> None:
     """Launches a kernel on the current stream. Every launch of the package is a call of this.
 
@@ -56,38 +57,49 @@ def launch_kernel(
         args: tensors, numbers, and tuples of them, in the order of the kernel's parameters.
         constants: the parameters that follow, by name and in order.
         num_warps: warps of a program.
-        prepared: launches on the current stream, by key: this one is added unless it is there.
-            Saves looking the kernel up, which takes Triton 12 us. None where each is looked up.
-        key: launches with one key are of the same kernel, grid, constants and types, and all of
-            their tensors begin at multiples of 16 bytes.
+        prepared: launches in one `LaunchContext`; this one is added unless it is there. Saves
+            looking the kernel up, which takes Triton 12 us. None where it has to be looked up.
+        key: launches of a kernel with one grid and one key have the same constants and types, and
+            all of their tensors begin at multiples of 16 bytes.
     """
-    known = None if prepared is None else prepared.get(key)
+    own_key = kernel.__name__, grid, key
+    with_hooks = has_launch_hooks()  # a launch from `prepared` calls none
+    known = None if prepared is None or with_hooks else prepared.get(own_key)
     if known is not None:
-        run, before, after = known
+        _, run, before, after = known
         run(*before, *args, *after)
         return
     if _is_compiling_only.get():
         kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
         return
     compiled = kernel[grid](*args, **constants, num_warps=num_warps)
-    if compiled is None or prepared is None or has_launch_hooks():
-        return  # under the interpreter, or where a profiler wants to know of launches
-    before = *grid, _current_stream(), compiled.function, compiled.packed_metadata, None, None, None
-    prepared[key] = PreparedLaunch(compiled.run, before, tuple(constants.values()))
+    if compiled is None or prepared is None or with_hooks:  # None under the interpreter
+        return
+    before = *grid, current_stream(), compiled.function, compiled.packed_metadata, None, None, None
+    prepared[own_key] = PreparedLaunch(compiled, compiled.run, before, tuple(constants.values()))
 
 
-def _current_stream() -> int:
+def current_stream() -> int:
+    """The handle of the current stream of the current device."""
     driver = triton.runtime.driver.active
     return driver.get_current_stream(driver.get_current_device())
 
 
-def lifetime_of_prepared(x: Tensor) -> tuple:
-    """While it is equal, launches on the device of `x`, the current one, stay prepared.
+class LaunchContext(NamedTuple):
+    """What a prepared launch depends on, beside its key."""
 
-    It has the device's properties, the stream, and whether a profiler wants to know of launches.
-    """
-    stream = _current_stream() if x.is_cuda else 0  # there is none in the interpreter
-    return properties(x.device), stream, has_launch_hooks()
+    device: torch.device
+    properties: "Device"  # of the current device for meta tensors
+    stream: int
+    options: tuple  # those of Triton that select a kernel
+
+
+def launch_context(x: Tensor) -> LaunchContext:
+    """The context of launches on the device of `x`, the current one."""
+    knobs = triton.knobs
+    options = knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    stream = 0 if INTERPRETED else current_stream()
+    return LaunchContext(x.device, properties(x.device), stream, options)
 
 
 def has_launch_hooks() -> bool:

@@ -71,7 +71,7 @@ def pack_weights(
 ) -> list[Tensor]:
     """Copies of weights of one shape and dtype, `[K, R, S, C]`. A program owns a block of one.
 
-    For `prepared` see `launch_kernel`; of weights of this shape and these dtypes.
+    `prepared`: see `launch_kernel`; one for each shape and dtypes of weights.
     """
     conv_weights = all_aligned(conv_weights)
     if len({w.stride() for w in conv_weights}) > 1:
@@ -92,7 +92,7 @@ def pack_weights(
             {"WEIGHTS": slots, "BLOCK_ELEMENTS": block},
             4,
             prepared,
-            ("pack", slots, len(part)),
+            slots,
         )
     return list(rows.view(count, K, R, S, C).unbind())
 
