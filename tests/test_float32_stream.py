@@ -283,6 +283,7 @@ def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypa
     assert ((found.double() - expected.double()).abs() <= 1.001 * allowed).all()
 
 
+@pytest.mark.covering(2, triton=1)
 @on_gpu_backends
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
