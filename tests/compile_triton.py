@@ -163,7 +163,7 @@ def compile_task(task: Task) -> list[Compiled]:
     triton.runtime.driver.set_active(Driver(GPUTarget("cuda", task.capability, 32)))
     found = {}
 
-    def compile_only(kernel, grid, args, constants, num_warps, prepared=None, key=()):
+    def compile_only(kernel, grid, args, constants, num_warps, *_):
         try:
             compiled = kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
         except Exception as error:

@@ -47,7 +47,7 @@ statistics = BatchStatistics(*norm[:2])
 keeps = {"with_stats": WITH_STATS, "keep_inputs": True, "keep_block_inputs": KEPT}
 block_run._compile_ahead(x, run, statistics, None, keeps)
 
-def launch_kernel(kernel, grid, args, constants, num_warps, prepared=None, key=()):
+def launch_kernel(kernel, grid, args, constants, num_warps, *_):
     caches = kernel.device_caches[0][0]
     before = len(caches)
     kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
@@ -130,7 +130,7 @@ def test_runs_look_up_each_kernel_once():
 # Runs blocks whose tensors begin at any address, and says which launches from `prepared` Triton
 # would give another kernel, grid or stream. Prints the kernels that were launched so.
 REUSED = """
-import random, torch, triton, weakref
+import inspect, random, torch, triton, weakref
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from preact_kernels.kernels.contract import BatchStatistics, BlockRun, Conv, Fold, Norm
@@ -152,35 +152,48 @@ compile_triton.replace_everywhere("costs_less_apart", lambda *_: IS_APART)
 any_offset = random.Random(0)
 reused, lookups = set(), []
 
-def of_launch(kernel, grid, args, constants, num_warps, *_):
+def chosen(kernel, grid, args, constants, num_warps, *_):
     debug = triton.knobs.runtime.debug
     binder = kernel.device_caches[0][-1]
     _, types, _ = binder(*args, **constants, num_warps=num_warps, debug=debug)
-    own = {"kernel": kernel, "grid": grid, "warps": num_warps}
-    own |= {"stream": Driver.stream, "debug": debug}
-    return own | dict(zip(kernel.arg_names, types, strict=True))
+    choice = {"kernel": kernel, "grid": grid, "warps": num_warps}
+    choice |= {"stream": Driver.stream, "debug": debug}
+    return choice | dict(zip(kernel.arg_names, types, strict=True))
+
+last_request, precisions = [], []  # what `launch_kernel` was asked for
+real_launch_kernel = launch.launch_kernel
+
+def launch_kernel(*request):
+    last_request[:] = request
+    if request[3].get("PRECISION", precisions[-1]) != precisions[-1]:
+        print(request[0].__name__, "has another precision than", precisions[-1])
+    real_launch_kernel(*request)
+
+compile_triton.replace_everywhere("launch_kernel", launch_kernel)
 
 class Compiled:
     function = packed_metadata = None
 
     def __init__(self):
-        self.found = of_launch(*launch_of_package)
+        self.choice = chosen(*last_request)
 
     @property
     def run(self):
         alive = weakref.ref(self)  # as Triton's: what starts a kernel does not keep its code
 
         def start(*args):
-            if alive() is None:
-                return print("a kernel is gone")
-            kernel, grid, *_ = launch_of_package
+            kernel, grid, requested, constants, *_ = last_request
             reused.add(kernel.__name__)
-            own = of_launch(*launch_of_package)
-            for name, value in alive().found.items():
-                if own.get(name) != value:
-                    print(kernel.__name__, name, value, own.get(name))
-            if args[:4] != (*grid, Driver.stream) or len(args) != 9 + len(kernel.arg_names):
-                print(kernel.__name__, "is started with", args)
+            if alive() is None:
+                return print(kernel.__name__, "is gone")
+            choice = chosen(*last_request)
+            for name, value in alive().choice.items():
+                if choice.get(name) != value:
+                    print(kernel.__name__, name, value, choice.get(name))
+            requested = (*requested, *constants.values())
+            are_those = len(args) == 9 + len(requested) and args[:4] == (*grid, Driver.stream)
+            if not are_those or any(a is not b for a, b in zip(args[9:], requested)):
+                print(kernel.__name__, "is started with other arguments")
 
         return start
 
@@ -189,16 +202,6 @@ def look_up(kernel, *args, **options):
     return Compiled()
 
 JITFunction.run = look_up
-launch_kernel = launch.launch_kernel
-
-def recorded(*args):
-    launch_of_package[:] = args
-    if args[3].get("PRECISION", precisions[-1]) != precisions[-1]:
-        print(args[0].__name__, "has another precision than", precisions[-1])
-    launch_kernel(*args)
-
-launch_of_package, precisions = [], []
-compile_triton.replace_everywhere("launch_kernel", recorded)
 
 def at_any_address(shape, dtype=torch.float32):
     whole = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)
@@ -206,8 +209,8 @@ def at_any_address(shape, dtype=torch.float32):
 
 def run_once(blocks, sides, is_nhwc=True, weight_dtype=torch.bfloat16, dtype=torch.bfloat16,
              stream=None, groups=(None,)):
-    def image(channels, dtype=stream or dtype, images=3):
-        return at_any_address((images, 5, 1, channels), dtype).permute(0, 3, 1, 2)
+    def image(channels, dtype=stream or dtype):
+        return at_any_address((3, 5, 1, channels), dtype).permute(0, 3, 1, 2)
 
     def folded(skip):
         norm = Norm(*(at_any_address((20,)) for _ in range(3)), None, 1)
@@ -241,12 +244,13 @@ def run_once(blocks, sides, is_nhwc=True, weight_dtype=torch.bfloat16, dtype=tor
             block_run._backward(dy, fold, run, inputs, known, inv_count, y, group)
 
 bottleneck, basic = [(5, 20, 1), (5, 5, 3), (20, 5, 1)], [(20, 20, 3)] * 2
+small = [(5, 20, 1), (5, 5, 1), (20, 5, 1)]  # two kernels of one grid
 FAULT
 
 for blocks in (1, 2, 5, 5, 65, 5, 1):
     groups = (None, 2) if blocks == 5 else (None,)
     run_once(blocks, bottleneck, weight_dtype=torch.float32, groups=groups)
-for sides in (bottleneck, basic, basic[:1]):
+for sides in (bottleneck, basic, basic[:1], small):
     for is_nhwc in (True, False):
         for weight_dtype in (torch.bfloat16, torch.float32):
             run_once(5, sides, is_nhwc, weight_dtype)
@@ -287,16 +291,29 @@ ForwardLaunch._numbers = numbers
 """
 
 
-WITHOUT = """
+WITHOUT_IN_KEY = """
 key_of = block_run._run_key
 block_run._run_key = lambda *a: key_of(*a)._replace({})
+"""
+
+
+PREPARED = """
+prepared_launch = launch.PreparedLaunch
+launch.PreparedLaunch = lambda compiled, run, before, after: prepared_launch({})
+"""
+OWN_KEY = """
+text = inspect.getsource(real_launch_kernel)
+changed = text.replace("own_key = kernel.__name__, grid, key", "own_key = {}")
+assert changed != text
+exec(changed, vars(launch))
+real_launch_kernel = launch.launch_kernel
 """
 
 
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_launches_of_a_known_kernel_are_those_that_triton_would_choose(is_apart):
     (line,) = lines_of_reused(is_apart)
-    assert line.split() == [*REUSABLE, "4"]  # at each fold that is given
+    assert line.split() == [*REUSABLE, "4"]  # lookups: one for each fold of a caller
 
 
 @pytest.mark.parametrize(
@@ -312,12 +329,19 @@ def test_launches_of_a_known_kernel_are_those_that_triton_would_choose(is_apart)
         VARYING.format("1, 2"),
         "block_run.all_aligned = lambda tensors: tensors",
         "packing.all_aligned = lambda tensors: tensors",
-        WITHOUT.format("parameter_dtypes=()"),
-        WITHOUT.format("precision=''"),
-        WITHOUT.format("context=key_of(*a).context._replace(stream=0)"),
-        WITHOUT.format("context=key_of(*a).context._replace(options=())"),
-        "prepared = launch.PreparedLaunch\n"
-        "launch.PreparedLaunch = lambda compiled, *a: prepared(None, *a)",
+        WITHOUT_IN_KEY.format("parameter_dtypes=()"),
+        WITHOUT_IN_KEY.format("precision=''"),
+        *(
+            WITHOUT_IN_KEY.format(f"context=key_of(*a).context._replace({field})")
+            for field in ("stream=0", "options=()")
+        ),
+        PREPARED.format("None, run, before, after"),
+        PREPARED.format("compiled, run, before, after[::-1]"),
+        PREPARED.format("compiled, run, (1, 1, 1, *before[3:]), after"),
+        PREPARED.format("compiled, lambda *a: run(*a[:9], *a[9:][::-1]), before, after"),
+        OWN_KEY.format("grid, key"),
+        OWN_KEY.format("kernel.__name__, key"),
+        OWN_KEY.format("kernel.__name__, grid"),
     ],
 )
 def test_another_choice_of_triton_is_found(fault):

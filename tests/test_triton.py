@@ -318,7 +318,7 @@ def recorded_launches(monkeypatch):
     """The names of kernels that are launched from here on; none of them runs."""
     found = []
 
-    def record(kernel, grid, args, constants, num_warps, prepared=None, key=()):
+    def record(kernel, grid, args, constants, num_warps, *_):
         # What a launch of a known kernel relies on.
         assert list(constants) == kernel.arg_names[len(args) :]
         assert len(grid) == 3
@@ -487,7 +487,6 @@ def test_a_run_is_compiled_again_only_for_other_kernels(monkeypatch):
     monkeypatch.setattr(block_run, "compile_only", compiled.append)
     monkeypatch.setattr(block_run, "_compiled_runs", set())
     replace(monkeypatch, "costs_less_apart", lambda *_: False)
-    block_run._launches.cache_clear()
     norm, conv = [torch.empty(16, device="meta")] * 2, Conv((1, 1), (1, 1), (1, 1), 1)
     keeps = {"with_stats": False, "keep_inputs": True, "keep_block_inputs": True}
 

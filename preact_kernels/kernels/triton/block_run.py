@@ -87,7 +87,7 @@ def _group(blocks: int) -> int:
 
 
 def _packed(conv_weights: Sequence[Tensor], launch: ForwardLaunch) -> list[Tensor]:
-    """The weights as `launch` takes them: those given, or copies of all."""
+    """The weights as `launch` takes them: those given, or copies."""
     dtype = launch.dtypes.operands
     if all(is_packed(w, dtype) for w in conv_weights):
         return list(all_aligned(conv_weights))
@@ -132,7 +132,7 @@ def _forward_launches(
     """The forward launches of a block: for an input of `shape` and weights of the shapes given."""
     launches: list[ForwardLaunch] = []
     for of, weight, conv in zip(dtypes, weights, convs, strict=True):
-        launches.append(ForwardLaunch(like, of, shape, weight, conv))
+        launches.append(ForwardLaunch(like, of, shape, weight, conv, {}))
         shape = launches[-1].shape
     return launches
 
@@ -145,16 +145,16 @@ def _backward_launches(
     for of in forward:
         is_last = len(launches) + 1 == len(forward)
         launches.append(
-            BackwardLaunch(like, of.dtypes, shape, of.shape, of.weight_shape, of.conv, is_last)
+            BackwardLaunch(like, of.dtypes, shape, of.shape, of.weight_shape, of.conv, is_last, {})
         )
         shape = of.shape
     return launches
 
 
 class _RunKey(NamedTuple):
-    """What the launches of a run depend on, apart from which optional tensors are None.
+    """What the launches of a run depend on, except which optional tensors are None.
 
-    Blocks have equal dtypes and shapes, and tensors that are no parameters have dtypes that follow.
+    All blocks have the dtypes and shapes of the first; dtypes of other tensors follow from these.
     """
 
     context: LaunchContext
@@ -189,13 +189,13 @@ class _Launches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _launches(run: _RunKey) -> _Launches:
-    """The launches of runs with this key, which look up each kernel once between them."""
-    like = torch.empty(0, device=run.context.device)
-    forward = _forward_launches(like, run.dtypes, run.x, run.weights, run.convs)
-    backward = _backward_launches(like, run.x, forward)
-    of_run = run._replace(x=(), context=run.context._replace(stream=0))
-    of_x = needs_int64(math.prod(run.x))
+def _launches(key: _RunKey) -> _Launches:
+    """The launches of runs with this key, which share prepared launches."""
+    like = torch.empty(0, device=key.context.device)
+    forward = _forward_launches(like, key.dtypes, key.x, key.weights, key.convs)
+    backward = _backward_launches(like, key.x, forward)
+    of_run = key._replace(x=(), context=key.context._replace(stream=0))
+    of_x = needs_int64(math.prod(key.x))
     of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
     return _Launches(forward, backward, (of_run, of_x, *of_units))
 
@@ -227,8 +227,8 @@ def _compile_ahead(
     """
     count = run.units_per_block
     group = _group(len(run.eps) // count)
-    shape = _run_key(run, x)
-    key = _launches(shape).variant, group, x_statistics is None, known is None, *keeps.values()
+    run_key = _run_key(run, x)
+    key = _launches(run_key).variant, group, x_statistics is None, known is None, *keeps.values()
     if key in _compiled_runs:
         return
     units = min(2 * count, len(run.eps))
@@ -250,13 +250,13 @@ def _compile_ahead(
             norm = Norm(channels, channels, channels, channels, 0.0)
             sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
             # Beside a float32 stream, the gradient of a block with a projection is not folded.
-            is_whole = not keeps["with_stats"] or x.dtype != shape.dtypes[0].operands
+            is_whole = not keeps["with_stats"] or x.dtype != run_key.dtypes[0].operands
             folds: list[Fold | None] = [None] if is_whole else []
             if keeps["with_stats"] or known is not None:  # the latter does not say what follows
                 # Without skip where the block above has a projection.
                 folds += [Fold(skip, y, norm, sums, inv_count) for skip in (y, None)]
             for fold in folds:
-                dy = y if fold is None else y.to(shape.dtypes[0].operands)
+                dy = y if fold is None else y.to(run_key.dtypes[0].operands)
                 _backward(dy, fold, short, inputs, statistics, inv_count, rebuilt_from, group)
 
     compile_only(launches)

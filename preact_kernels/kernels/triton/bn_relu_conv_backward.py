@@ -239,6 +239,8 @@ class BackwardLaunch:
         weight_shape: `[K, C, R, S]`.
         conv: geometry; one group.
         dy_is_whole: whether dy is not folded, or is stored unfolded in any case.
+        prepared: see `launch_kernel`; {} for launches of which all tensors are aligned, but for
+            those of a fold without exact sums.
 
     Attributes:
         variant: equal where the compiled kernels are the same.
@@ -247,7 +249,7 @@ class BackwardLaunch:
             gradient of the weight is a launch of its own, for several units at once.
         input_programs: partial results of the gradient of the weight in one pass.
         weight_programs: partial results for each unit of a launch of its own.
-        prepared: see `launch_kernel`.
+        prepared: as given.
     """
 
     def __init__(
@@ -259,6 +261,7 @@ class BackwardLaunch:
         weight_shape: Sequence[int],
         conv: Conv,
         dy_is_whole: bool,
+        prepared: PreparedLaunches | None = None,
     ) -> None:
         geometry = self._geometry = geometry_of(weight_shape, conv)
         self._dtypes = dtypes
@@ -283,7 +286,7 @@ class BackwardLaunch:
             for in_training in (False, True)
         }
         self._weight_constants = {**self._constants, "BLOCKS": blocks.weight}
-        self.prepared: PreparedLaunches = {}
+        self.prepared = prepared
         self._keeps_size = geometry.keeps_size()
         self._taps_per_program = geometry.S if geometry.S <= 3 else 1  # a row, if registers hold it
         self._weight_columns = (
@@ -349,7 +352,8 @@ class BackwardLaunch:
         blocks = self._input if partials is None else cast(ConvBlocks, self._both)
         g = torch.empty_like(x, dtype=self._dtypes.operands)
         in_training = gradient.fold.inv_count != 0
-        is_exact = fold is not None and fold.sums.dtype == torch.int64
+        # Only a run folds with exact sums. Tensors of a caller's fold may be unaligned.
+        is_own = fold is None or fold.sums.dtype == torch.int64
         launch_kernel(
             bn_relu_conv_backward_kernel,
             self._grids[partials is not None],
@@ -366,7 +370,7 @@ class BackwardLaunch:
             ),
             self._input_constants[partials is not None, in_training],
             blocks.num_warps,
-            self.prepared if fold is None or is_exact else None,  # a caller's may be unaligned
+            self.prepared if is_own else None,
             (
                 in_training,
                 fold is None,

@@ -145,13 +145,13 @@ class ForwardLaunch:
         x_shape: shape of the input.
         weight_shape: `[K, C, R, S]`.
         conv: geometry; one group.
+        prepared: see `launch_kernel`; {} for launches of which all tensors are aligned.
 
     Attributes:
-        dtypes, weight_shape, conv: as given.
+        dtypes, weight_shape, conv, prepared: as given.
         variant: equal where the compiled kernels are the same.
         shape: of the output.
         pixels: of the output.
-        prepared: see `launch_kernel`.
     """
 
     def __init__(
@@ -161,6 +161,7 @@ class ForwardLaunch:
         x_shape: Sequence[int],
         weight_shape: Sequence[int],
         conv: Conv,
+        prepared: PreparedLaunches | None = None,
     ) -> None:
         geometry = geometry_of(weight_shape, conv)
         self.dtypes, self.weight_shape, self.conv = dtypes, weight_shape, conv
@@ -183,7 +184,7 @@ class ForwardLaunch:
         numbers = self.pixels, x_shape[0] * x_shape[2] * x_shape[3]
         self._numbers = sizes, *numbers
         self.variant = *self._constants.values(), *specialized(sizes, numbers)
-        self.prepared: PreparedLaunches = {}
+        self.prepared = prepared
 
     def __call__(
         self,
@@ -207,7 +208,12 @@ class ForwardLaunch:
             self._constants,
             self._num_warps,
             self.prepared,
-            (x_sums is None, addends.residual is None, sums is None),
+            (
+                x_sums is None,
+                addends.conv_bias is None,
+                addends.residual is None,
+                sums is None,
+            ),
         )
         return y
 

@@ -33,8 +33,8 @@ class PreparedLaunch(NamedTuple):
 
     compiled: Any  # Triton 3.9 unloads the code of a kernel that nothing refers to
     run: Callable
-    before: tuple  # the arguments: the grid, the stream, the function and its metadata, no hooks
-    after: tuple  # compile-time constants
+    before: tuple  # what precedes the arguments: grid, stream, function, metadata, no hooks
+    after: tuple  # what follows them: compile-time constants
 
 
 PreparedLaunches = dict[tuple, PreparedLaunch]
@@ -57,13 +57,15 @@ def launch_kernel(
         args: tensors, numbers, and tuples of them, in the order of the kernel's parameters.
         constants: the parameters that follow, by name and in order.
         num_warps: warps of a program.
-        prepared: launches in one `LaunchContext`; this one is added unless it is there. Saves
-            looking the kernel up, which takes Triton 12 us. None where it has to be looked up.
-        key: launches of a kernel with one grid and one key have the same constants and types, and
-            all of their tensors begin at multiples of 16 bytes.
+        prepared: launches in one `LaunchContext`, which save looking the kernel up: 12 us of
+            Triton's. One that is not there is added, but not under the interpreter, nor where a
+            profiler has set hooks, which no prepared launch calls. None: looks the kernel up.
+        key: launches of a kernel with one grid and one key have the same constants, warps and
+            types, integers that Triton specializes alike, and tensors that all begin at multiples
+            of 16 bytes.
     """
     own_key = kernel.__name__, grid, key
-    with_hooks = has_launch_hooks()  # a launch from `prepared` calls none
+    with_hooks = has_launch_hooks()
     known = None if prepared is None or with_hooks else prepared.get(own_key)
     if known is not None:
         _, run, before, after = known
@@ -73,7 +75,7 @@ def launch_kernel(
         kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
         return
     compiled = kernel[grid](*args, **constants, num_warps=num_warps)
-    if compiled is None or prepared is None or with_hooks:  # None under the interpreter
+    if compiled is None or prepared is None or with_hooks:
         return
     before = *grid, current_stream(), compiled.function, compiled.packed_metadata, None, None, None
     prepared[own_key] = PreparedLaunch(compiled, compiled.run, before, tuple(constants.values()))
@@ -85,11 +87,18 @@ def current_stream() -> int:
     return driver.get_current_stream(driver.get_current_device())
 
 
+class Device(NamedTuple):
+    """The properties of a GPU that select block shapes and grids."""
+
+    capability: int  # 90 for 9.0
+    multiprocessors: int
+
+
 class LaunchContext(NamedTuple):
-    """What a prepared launch depends on, beside its key."""
+    """What a prepared launch depends on, besides its key."""
 
     device: torch.device
-    properties: "Device"  # of the current device for meta tensors
+    properties: Device  # of the current device for meta tensors
     stream: int
     options: tuple  # those of Triton that select a kernel
 
@@ -195,13 +204,6 @@ def aligned_rows(like: Tensor, rows: int, elements: int, dtype: torch.dtype) -> 
     step = 16 // dtype.itemsize
     padded = ceil_div(elements, step) * step
     return like.new_empty((rows, padded), dtype=dtype)[:, :elements]
-
-
-class Device(NamedTuple):
-    """The properties of a GPU that select block shapes and grids."""
-
-    capability: int  # 90 for 9.0
-    multiprocessors: int
 
 
 def properties(device: torch.device) -> Device:

@@ -71,7 +71,7 @@ def pack_weights(
 ) -> list[Tensor]:
     """Copies of weights of one shape and dtype, `[K, R, S, C]`. A program owns a block of one.
 
-    `prepared`: see `launch_kernel`; one for each shape and dtypes of weights.
+    For `prepared` see `launch_kernel`; use one for each shape and dtypes of weights.
     """
     conv_weights = all_aligned(conv_weights)
     if len({w.stride() for w in conv_weights}) > 1:

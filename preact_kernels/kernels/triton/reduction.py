@@ -238,6 +238,7 @@ def _launch_finish(
         {"ARE_STATISTICS": count > 0, "BLOCK_CHANNELS": block},
         4,
         prepared,
+        count > 0,
     )
 
 
@@ -246,8 +247,8 @@ def finished_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance, `[units, channels]` each, of accumulators over `count` values a channel.
 
-    Two tensors: results of a registered op may not share memory. `prepared`: see
-    `launch_kernel`; one for each number of channels.
+    Two tensors: results of a registered op may not share memory. For `prepared` see
+    `launch_kernel`; use one for each number of channels.
     """
     units, _, _, channels = sums.shape
     mean, var = (aligned_rows(sums, units, channels, torch.float32) for _ in range(2))
@@ -258,7 +259,7 @@ def finished_statistics(
 def finished_sums(sums: Tensor, prepared: PreparedLaunches | None = None) -> Tensor:
     """The sums of accumulators, `[units, 2, channels]` float32.
 
-    `prepared`: see `launch_kernel`; one for each number of channels.
+    For `prepared` see `launch_kernel`; use one for each number of channels.
     """
     units, _, _, channels = sums.shape
     results = aligned_rows(sums, units, 2 * channels, torch.float32).view(units, 2, channels)
@@ -314,7 +315,7 @@ def launch_sum_partials(
     Args:
         partials: `[units, programs, R*S*K*C]` float32; each unit is dense.
         dconv_weights: `[units, K, C, R, S]`, any dtype; units are dense, in any order.
-        prepared: see `launch_kernel`; one for each shape and dtype of weights.
+        prepared: see `launch_kernel`. Use one for each shape of partials and dtype of weights.
     """
     units, programs, weights = partials.shape
     _, K, C, R, S = dconv_weights.shape
