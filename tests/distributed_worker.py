@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -567,6 +568,7 @@ def job_with_seeds(argument: str) -> tuple[str, list[int]]:
     return job, [int(seed) for seed in seeds.split(",")]
 
 
+@record  # so that torchrun's last lines are the traceback of the process that failed first
 def main() -> None:
     """Joins the other processes, does the jobs, and saves what each returned."""
     parser = argparse.ArgumentParser(description=__doc__)
