@@ -47,10 +47,9 @@ class Shape(NamedTuple):
 # convolutions of the networks for ImageNet.
 SHAPES = (
     *(Shape(4 * w, w) for w in (16, 32, 64)),
-    *(Shape(w, 4 * w) for w in (16, 32, 64)),
+    *(Shape(w, 4 * w) for w in (16, 32, 64)),  # projections too
     *(Shape(w, w, 3) for w in (16, 32, 64)),
     *(Shape(w, w, 3, 2) for w in (32, 64)),
-    *(Shape(16 * w, 64 * w) for w in (1, 2)),  # projections
 )
 
 
@@ -119,15 +118,15 @@ def tasks(capabilities, quick: bool) -> list[Task]:
 
     Only bfloat16 if quick.
     """
-    shapes = (*SHAPES, *BLOCKS, None)
+    shapes = (None, *BLOCKS, *SHAPES)  # those that take long first: processes end together
     chosen = [(c, torch.bfloat16) for c in capabilities]
     wide = [Task(*c, b, stream=torch.float32) for c, b in itertools.product(chosen, BLOCKS)]
     if quick:
-        return wide + [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
+        return wide + [Task(*c, shape) for shape, c in itertools.product(shapes, chosen)]
     chosen += [(c, torch.float32) for c in capabilities]
     if 90 in capabilities:
         chosen.append((90, torch.float16))
-    found = wide + [Task(*c, shape) for c, shape in itertools.product(chosen, shapes)]
+    found = wide + [Task(*c, shape) for shape, c in itertools.product(shapes, chosen)]
     if 90 in capabilities:
         narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
         found += [Task(90, torch.float32, s, tf32=False) for s in narrow]

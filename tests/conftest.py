@@ -1,11 +1,9 @@
 """Fixtures: backends, poisoned memory, seeds and threads."""
 
 import contextlib
-import dataclasses
 import os
 import re
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -120,48 +118,11 @@ def backend_of(item):
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter():
-    """Triton's interpreter, mended, and at three times its speed.
+    """Patches Triton's interpreter where tests run in it."""
+    if IS_INTERPRETED and "triton" in pk.available_backends():
+        from tests import triton_interpreter
 
-    It rounds float32 to bfloat16 to nearest, as hardware does, and not towards zero. Its scalars
-    serve as bounds of loops with NumPy 2.5 too, as in Triton 3.9. It does without a check of every
-    integer operation for overflow, and without preparing the language for a device function when
-    the kernel that calls it has done so.
-    """
-    if not IS_INTERPRETED or "triton" not in pk.available_backends():
-        return
-    from triton import language
-    from triton.runtime import interpreter
-
-    def convert(value, source, target, rounding_mode, other=interpreter._convert_float):
-        if (source, target) == (language.float32, language.bfloat16):
-            rounded = torch.from_numpy(np.ascontiguousarray(value)).bfloat16()
-            return rounded.view(torch.uint16).numpy()
-        if (source, target) == (language.bfloat16, language.float32):
-            return value.astype(np.uint32) << 16
-        return other(value, source, target, rounding_mode)
-
-    interpreter._convert_float = convert
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor, *scope):
-        patch_tensor(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-
-    interpreter._patch_lang_tensor = patch_tensor_and_index
-
-    options = interpreter.interpreter_builder.options
-    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    prepare = interpreter._patch_lang
-    plain_range = language.static_range
-
-    def prepare_once(function):
-        uses = [m for m in function.__globals__.values() if m is language or m is language.core]
-        if any(m.static_range is plain_range for m in uses):
-            return prepare(function)
-        return None
-
-    interpreter._patch_lang = prepare_once
+        triton_interpreter.patch()
 
 
 @pytest.fixture(autouse=True)

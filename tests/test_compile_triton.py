@@ -316,33 +316,35 @@ def test_launches_of_a_known_kernel_are_those_that_triton_would_choose(is_apart)
     assert line.split() == [*REUSABLE, "4"]  # lookups: one for each fold of a caller
 
 
+QUICK_FAULTS = [
+    "block_run.all_aligned = lambda tensors: tensors",
+    VARYING.format("16, 17"),
+    WITHOUT_IN_KEY.format("precision=''"),
+    WITHOUT_IN_KEY.format("context=key_of(*a).context._replace(stream=0)"),
+    PREPARED.format("None, run, before, after"),
+    PREPARED.format("compiled, run, (1, 1, 1, *before[3:]), after"),
+    PREPARED.format("compiled, run, before, after[::-1]"),
+    OWN_KEY.format("kernel.__name__, key"),
+]
+SLOW_FAULTS = [
+    "block_run.aligned = lambda t: t",
+    "block_run.aligned_rows = packing.aligned_rows = "
+    "lambda t, n, size, dtype: t.new_empty((n, size), dtype=dtype)",
+    "block_run.float = lambda eps: eps",
+    "block_run._packed = lambda weights, launch: ["
+    "w if i % 3 else w.to(torch.float64) for i, w in enumerate(weights)]",
+    "packing.all_aligned = lambda tensors: tensors",
+    VARYING.format("1, 2"),
+    WITHOUT_IN_KEY.format("parameter_dtypes=()"),
+    WITHOUT_IN_KEY.format("context=key_of(*a).context._replace(options=())"),
+    PREPARED.format("compiled, lambda *a: run(*a[:9], *a[9:][::-1]), before, after"),
+    OWN_KEY.format("grid, key"),
+    OWN_KEY.format("kernel.__name__, grid"),
+]
+
+
 @pytest.mark.parametrize(
-    "fault",
-    [
-        "block_run.aligned = lambda t: t",
-        "block_run.aligned_rows = packing.aligned_rows = "
-        "lambda t, n, size, dtype: t.new_empty((n, size), dtype=dtype)",
-        "block_run.float = lambda eps: eps",
-        "block_run._packed = lambda weights, launch: ["
-        "w if i % 3 else w.to(torch.float64) for i, w in enumerate(weights)]",
-        VARYING.format("16, 17"),
-        VARYING.format("1, 2"),
-        "block_run.all_aligned = lambda tensors: tensors",
-        "packing.all_aligned = lambda tensors: tensors",
-        WITHOUT_IN_KEY.format("parameter_dtypes=()"),
-        WITHOUT_IN_KEY.format("precision=''"),
-        *(
-            WITHOUT_IN_KEY.format(f"context=key_of(*a).context._replace({field})")
-            for field in ("stream=0", "options=()")
-        ),
-        PREPARED.format("None, run, before, after"),
-        PREPARED.format("compiled, run, before, after[::-1]"),
-        PREPARED.format("compiled, run, (1, 1, 1, *before[3:]), after"),
-        PREPARED.format("compiled, lambda *a: run(*a[:9], *a[9:][::-1]), before, after"),
-        OWN_KEY.format("grid, key"),
-        OWN_KEY.format("kernel.__name__, key"),
-        OWN_KEY.format("kernel.__name__, grid"),
-    ],
+    "fault", [*QUICK_FAULTS, *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW_FAULTS)]
 )
 def test_another_choice_of_triton_is_found(fault):
     *found, _ = lines_of_reused(False, fault)

@@ -78,6 +78,7 @@ def shared_bytes(run):
     return found
 
 
+@pytest.mark.covering(2)
 @every_dtype
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("memory", ["store", "rebuild"])
@@ -125,6 +126,7 @@ def test_schedules_change_no_bit(seed):
         assert_same_bits(evaluate(stage, {"x": x}, dy), expected)
 
 
+@pytest.mark.covering(2)
 @every_dtype
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "dy"])

@@ -59,7 +59,7 @@ class Casts(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.covering(4, triton=2)
+@pytest.mark.covering(4, triton=1)
 @on_gpu_backends
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.parametrize(
