@@ -568,7 +568,7 @@ def job_with_seeds(argument: str) -> tuple[str, list[int]]:
     return job, [int(seed) for seed in seeds.split(",")]
 
 
-@record  # so that torchrun's last lines are the traceback of the process that failed first
+@record  # torchrun ends with the tracebacks of all processes
 def main() -> None:
     """Joins the other processes, does the jobs, and saves what each returned."""
     parser = argparse.ArgumentParser(description=__doc__)
