@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench import data, floors, measure, network, plots, report, scaling, training
+from bench import floors, measure, network, plots, report, scaling, training
 from bench.contenders import (
     ANCHOR,
     BY_NAME,
@@ -40,6 +40,7 @@ from bench.contenders import (
 from bench.correctness import first_line, judged_network
 from bench.network import Session
 from bench.records import CurvePoint, Records, Row, slug
+from preact_kernels.study import data
 
 FAILED = "failed"
 LOST = 3  # exit status: a kernel broke the GPU context

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from bench import data, measure
+from bench import measure
 from bench.contenders import BY_NAME, Contender, Network, State
+from preact_kernels.study import data
 
 QUANTITIES = ("losses", "logits", "gradient")
 SMALLEST = {
@@ -116,7 +117,7 @@ def judge(
     """
     network = judged_network(network, dtype)
     state = network.state()
-    images, labels = next(data.batches(images_source, batch, seed=1, size=network.image_size))
+    images, labels = data.Batches(images_source, batch, seed=1, size=network.image_size)[0]
 
     def run(contender: Contender, in_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         return results(contender, network, state, images, labels, device, in_dtype)

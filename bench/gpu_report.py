@@ -60,7 +60,7 @@ WITHOUT_GPU = (
     "test_versions",
     "test_docs",
     "test_bench",
-    "test_bench_data",
+    "test_study_data",
     "test_gpu_report",
     "test_lost_gpu",
 )

@@ -12,9 +12,10 @@ from tabulate import tabulate
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench import data, floors, measure
+from bench import floors, measure
 from bench.contenders import BY_NAME, Network, available
 from bench.network import TrainingStep
+from preact_kernels.study import data
 
 
 def hotspots(
@@ -27,7 +28,7 @@ def hotspots(
     """
     chosen = BY_NAME[contender]
     images = data.load_digits()
-    x, labels = next(data.batches(images, batch, seed=2, size=network.image_size))
+    x, labels = data.Batches(images, batch, seed=2, size=network.image_size)[0]
     model = chosen.build(network, network.state(), device, dtype)
     inputs = [(chosen.input(x, device, dtype), labels.to(device))]
     step = TrainingStep(model, inputs, graphed=chosen.graphed)

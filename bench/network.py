@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import preact_kernels as pk
-from bench import correctness, data, floors, measure
+from bench import correctness, floors, measure
 from bench.contenders import ANCHOR, Contender, Network
 from bench.correctness import Verdict
 from bench.records import Records, Row
+from preact_kernels.study import data
 
 DRIFTED = "the machine drifted"  # in the note of times that do not compare with earlier groups
 UNFINISHED = "stopped before its last round"  # in the note of incomplete times
@@ -174,8 +175,8 @@ def _measure_group(
     if device.type == "cpu":  # one call: each computes the truth again, which is slow on a CPU
         session.judge(contenders, network)
     state = network.state()
-    stream = data.batches(session.images, batch, seed=2, size=network.image_size)
-    drawn = [next(stream) for _ in range(4)]
+    batches = data.Batches(session.images, batch, seed=2, size=network.image_size)
+    drawn = [batches[i] for i in range(4)]
     steps: dict[str, TrainingStep] = {}
     rows: dict[str, Row] = {}
     wanted: dict[str, tuple[str, str]] = {}  # correct, note
@@ -341,7 +342,7 @@ def count_kept_bytes(session: Session, contenders: list[Contender], network: Net
         network: what to run.
     """
     batch = 1
-    images, _ = next(data.batches(session.images, batch, seed=2, size=network.image_size))
+    images, _ = data.Batches(session.images, batch, seed=2, size=network.image_size)[0]
     for contender in tqdm(contenders, desc=f"{network.name}: kept bytes", leave=False):
         row = session.row(contender, network, batch)
         if row.saved_bytes is not None:

@@ -33,10 +33,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import correctness, data, measure
+from bench import correctness, measure
 from bench.contenders import ANCHOR, Contender, Network, is_rival
 from bench.network import TrainingStep
 from bench.records import SCALING, Records, ScalingRow, slug
+from preact_kernels.study import data
 
 CONTENDERS = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
 SHARED, LOCAL = "of all processes", "of each process"
@@ -126,8 +127,8 @@ def measure_scaling(
                 found = correctness.judge(judged, network, images, joined, device, a.dtype)
                 verdicts |= {(name, norm): verdict for name, verdict in found.items()}
     state = network.state()
-    stream = data.batches(images, batch, seed=2 + rank, size=network.image_size)
-    drawn = [next(stream) for _ in range(4)]
+    batches = data.Batches(images, batch, seed=2 + rank, size=network.image_size)
+    drawn = [batches[i] for i in range(4)]
     rows, steps = [], []
     for contender in contenders:
         verdict = verdicts[contender.name, contender.batch_norm]

@@ -3,10 +3,11 @@
 import torch
 from tqdm import tqdm
 
-from bench import data, measure
+from bench import measure
 from bench.contenders import BY_NAME, Network
 from bench.network import Session, TrainingStep
 from bench.records import CurvePoint
+from preact_kernels.study import data
 
 TRUTH = "float64"
 
@@ -17,8 +18,8 @@ def losses(
     """The loss of each of `steps` training steps."""
     chosen = BY_NAME[contender]
     model = chosen.build(network, network.state(), session.device, dtype)
-    stream = data.batches(session.images, batch, seed=3, size=network.image_size)
-    drawn = [next(stream) for _ in range(steps)]
+    batches = data.Batches(session.images, batch, seed=3, size=network.image_size)
+    drawn = [batches[i] for i in range(steps)]
     inputs = [(chosen.input(x, session.device, dtype), y.to(session.device)) for x, y in drawn]
     step = TrainingStep(model, inputs)
     return [

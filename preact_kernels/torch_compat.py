@@ -27,6 +27,7 @@ foreach_add_ = torch._foreach_add_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_neg = torch._foreach_neg
+foreach_norm = torch._foreach_norm
 
 # Base class of all batch norms; planning overrides `momentum`.
 BatchNormBase = nn.modules.batchnorm._BatchNorm

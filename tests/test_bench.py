@@ -16,7 +16,6 @@ pytest.importorskip("tqdm")
 import preact_kernels as pk
 from bench import (
     converted,
-    data,
     floors,
     foreign_models,
     inference,
@@ -35,6 +34,7 @@ from bench.hotspots import main as hot_main
 from bench.measure import Ceilings, Machine, Timing, time_in_turn
 from bench.peak import peak_of_step
 from bench.records import ConvertedRow, CurvePoint, InferenceRow, Records, Row, ScalingRow, read
+from preact_kernels.study import data
 from tests.torchrun import torchrun
 
 CPU = torch.device("cpu")

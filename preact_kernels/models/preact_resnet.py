@@ -1,6 +1,6 @@
 """Pre-activation ResNets: "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -88,6 +88,10 @@ class PreActResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(self.fc.bias)
 
+    def extra_repr(self) -> str:
+        """Whether the blocks run fused."""
+        return f"fused={self.fused}"
+
     def forward(self, x: Tensor) -> Tensor:
         """`[N, 3, H, W]` to logits `[N, num_classes]`."""
         if self.fused and not runs_plain(x):
@@ -105,6 +109,8 @@ def preact_resnet(
     block: str | None = None,
     width: int = 1,
     stride_on: str = "conv2",
+    groups: int = 1,
+    base_width: int = 64,
     memory: str = "store",
     segments: int | None = None,
     anchor_every: int | None = None,
@@ -125,6 +131,8 @@ def preact_resnet(
             110 layers and bottleneck above.
         width: multiplies the channels of every stage (WideResNet).
         stride_on: `"conv2"`, or `"conv1"` as in the authors' released network.
+        groups: of the 3x3 convolutions of bottlenecks (ResNeXt).
+        base_width: inner channels a group in a stage of 64 channels (ResNeXt).
         memory: see `PreActStage`.
         segments: see `PreActStage`; a stage of fewer blocks takes as many as it has.
         anchor_every: see `PreActStage`; likewise.
@@ -139,7 +147,99 @@ def preact_resnet(
         TypeError: a number is not an int.
         ValueError: an argument is unknown or out of range, or no network has that depth.
     """
-    for name, value in (("depth", depth), ("num_classes", num_classes), ("width", width)):
+    layout = resnet_layout(
+        depth,
+        num_classes,
+        variant=variant,
+        block=block,
+        width=width,
+        stride_on=stride_on,
+        groups=groups,
+        base_width=base_width,
+    )
+    check_memory(memory, segments, anchor_every, max(layout.counts))
+    check_residual_dtype(residual_dtype)
+    if not fused and memory != "store":
+        raise ValueError(f"memory: expected 'store' beside fused=False, got {memory!r}")
+    build: Callable[..., PreActBlock] = PreActBasicBlock
+    if layout.block == "bottleneck":
+        build = partial(PreActBottleneck, groups=groups, base_width=base_width, stride_on=stride_on)
+    stages = []
+    for units in layout.stages():
+        blocks = [build(*unit) for unit in units]
+        stage = PreActStage(
+            blocks,
+            memory,
+            segments and min(segments, len(blocks)),
+            anchor_every=anchor_every and min(anchor_every, len(blocks)),
+            residual_dtype=residual_dtype,
+        )
+        stages.append(stage if fused else nn.Sequential(*blocks))
+    stem, pool = layout.stem()
+    return PreActResNet(stem, pool, stages, layout.out_channels, num_classes, fused=fused)
+
+
+class ResNetLayout(NamedTuple):
+    """Blocks and channels of a network."""
+
+    block: str  # "basic" or "bottleneck"
+    counts: tuple[int, ...]  # blocks of each stage
+    channels: tuple[int, ...]  # inner channels of each stage
+    stem_channels: int
+    has_large_stem: bool  # 7x7 of stride 2 and a max pool, not a 3x3
+
+    @property
+    def expansion(self) -> int:
+        """Channels of a block's output over its inner channels."""
+        return 4 if self.block == "bottleneck" else 1
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the last stage's output."""
+        return self.channels[-1] * self.expansion
+
+    def stages(self) -> Iterator[list[tuple[int, int, int]]]:
+        """Of each stage, the input channels, inner channels and stride of its blocks."""
+        in_channels = self.stem_channels
+        for index, (count, channels) in enumerate(zip(self.counts, self.channels, strict=True)):
+            units = []
+            for i in range(count):
+                units.append((in_channels, channels, 2 if index > 0 and i == 0 else 1))
+                in_channels = channels * self.expansion
+            yield units
+
+    def stem(self) -> tuple[nn.Conv2d, nn.Module]:
+        """The first convolution, and the pool behind it."""
+        if self.has_large_stem:
+            conv = nn.Conv2d(3, self.stem_channels, 7, 2, 3, bias=False)
+            return conv, nn.MaxPool2d(3, 2, 1)
+        return nn.Conv2d(3, self.stem_channels, 3, 1, 1, bias=False), nn.Identity()
+
+
+def resnet_layout(
+    depth: int,
+    num_classes: int,
+    *,
+    variant: str,
+    block: str | None,
+    width: int,
+    stride_on: str,
+    groups: int,
+    base_width: int,
+) -> ResNetLayout:
+    """Checks the arguments of `preact_resnet` that describe the network, and lays it out.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: an argument is unknown or out of range, or no network has that depth.
+    """
+    for name, value in (
+        ("depth", depth),
+        ("num_classes", num_classes),
+        ("width", width),
+        ("groups", groups),
+        ("base_width", base_width),
+    ):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
         if value < 1:
@@ -148,37 +248,14 @@ def preact_resnet(
     _check_choice("stride_on", stride_on, ("conv1", "conv2"))
     if block is not None:
         _check_choice("block", block, _BLOCKS)
-    block, counts = _layout(depth, variant, block, width)
-    check_memory(memory, segments, anchor_every, max(counts))
-    check_residual_dtype(residual_dtype)
-    if not fused and memory != "store":
-        raise ValueError(f"memory: expected 'store' beside fused=False, got {memory!r}")
+    block, counts = _blocks(depth, variant, block, width)
+    if block == "basic":
+        for name, value, default in (("groups", groups, 1), ("base_width", base_width, 64)):
+            if value != default:
+                raise ValueError(f"{name}: expected {default} beside basic blocks, got {value}")
     family = _VARIANTS[variant]
-    if family.has_large_stem:
-        stem = nn.Conv2d(3, family.stem_channels, 7, 2, 3, bias=False)
-        pool: nn.Module = nn.MaxPool2d(3, 2, 1)
-    else:
-        stem = nn.Conv2d(3, family.stem_channels, 3, 1, 1, bias=False)
-        pool = nn.Identity()
-    build: Callable[..., PreActBlock] = PreActBasicBlock
-    if block == "bottleneck":
-        build = partial(PreActBottleneck, stride_on=stride_on)
-    stages, channels = [], family.stem_channels
-    for index, count in enumerate(counts):
-        blocks = []
-        for i in range(count):
-            stride = 2 if index > 0 and i == 0 else 1
-            blocks.append(build(channels, family.channels[index] * width, stride))
-            channels = family.channels[index] * width * blocks[-1].expansion
-        stage = PreActStage(
-            blocks,
-            memory,
-            segments and min(segments, count),
-            anchor_every=anchor_every and min(anchor_every, count),
-            residual_dtype=residual_dtype,
-        )
-        stages.append(stage if fused else nn.Sequential(*blocks))
-    return PreActResNet(stem, pool, stages, channels, num_classes, fused=fused)
+    channels = tuple(c * width for c in family.channels)
+    return ResNetLayout(block, counts, channels, family.stem_channels, family.has_large_stem)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -186,10 +263,10 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def _layout(depth: int, variant: str, block: str | None, width: int) -> tuple[str, tuple[int, ...]]:
+def _blocks(depth: int, variant: str, block: str | None, width: int) -> tuple[str, tuple[int, ...]]:
     """The kind of block, and the number of blocks in each stage."""
     if variant == "cifar":
-        return _three_stage_layout(depth, block, width)
+        return _three_stages(depth, block, width)
     if depth not in _DEPTHS[variant]:
         expected = ", ".join(map(str, _DEPTHS[variant]))
         raise ValueError(f"depth: expected one of {expected} for {variant!r}, got {depth}")
@@ -199,9 +276,7 @@ def _layout(depth: int, variant: str, block: str | None, width: int) -> tuple[st
     return usual, counts
 
 
-def _three_stage_layout(
-    depth: int, block: str | None, width: int
-) -> tuple[str, tuple[int, int, int]]:
+def _three_stages(depth: int, block: str | None, width: int) -> tuple[str, tuple[int, int, int]]:
     forms = {"basic": [(6, 2)], "bottleneck": [(9, 2)]}  # depth = step * n + offset
     if width > 1:
         forms["basic"].append((6, 4))

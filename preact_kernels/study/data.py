@@ -11,7 +11,6 @@ import hashlib
 import os
 import tarfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +25,23 @@ _PIXELS = 3 * 32 * 32
 class Images(NamedTuple):
     """A labelled data set."""
 
-    images: Tensor  # [N, 3, 32, 32] float32, mean 0 and standard deviation 1 per channel
+    # [N, 3, H, W] float32; over the training set, mean 0 and standard deviation 1 per channel
+    images: Tensor
     labels: Tensor  # [N] int64
     classes: int
     may_flip: bool  # a mirrored image keeps its label
     name: str  # "cifar-10", "cifar-100" or "digits"
+
+    def to(self, device: torch.device | str) -> "Images":
+        """The same with images and labels on a device."""
+        return self._replace(images=self.images.to(device), labels=self.labels.to(device))
+
+    def resized(self, size: int) -> "Images":
+        """The same with images of `size x size` pixels, interpolated with antialiasing."""
+        if self.images.shape[-1] == size:
+            return self
+        resize = {"size": (size, size), "mode": "bilinear", "antialias": True}
+        return self._replace(images=F.interpolate(self.images, **resize))  # type: ignore[arg-type]
 
 
 class _Distribution(NamedTuple):
@@ -42,6 +53,8 @@ class _Distribution(NamedTuple):
     test: tuple[str, ...]
     label_bytes: int  # per record; the last one is read
     classes: int
+    mean: tuple[float, ...]  # of red, green and blue over the training set, from 0 to 1
+    std: tuple[float, ...]
 
 
 _CIFAR = (
@@ -54,6 +67,8 @@ _CIFAR = (
         test=("test_batch.bin",),
         label_bytes=1,
         classes=10,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
     ),
     _Distribution(
         name="cifar-100",
@@ -64,9 +79,12 @@ _CIFAR = (
         test=("test.bin",),
         label_bytes=2,
         classes=100,
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
     ),
 )
 _PUBLISHED_TRAIN, _PUBLISHED_TEST = 50_000, 10_000
+_TEST_DIGITS = 297
 
 
 def load(directory: str | Path | None = None, *, train: bool = True) -> Images:
@@ -74,7 +92,7 @@ def load(directory: str | Path | None = None, *, train: bool = True) -> Images:
 
     Args:
         directory: see `load_cifar`; the default is the environment variable `PREACT_KERNELS_DATA`.
-        train: the training set; False: the test set (of the digits, the last 297 scans).
+        train: the training set; False: the test set (of the digits, 297 scans).
 
     Raises:
         FileNotFoundError: the directory has no CIFAR files.
@@ -93,7 +111,7 @@ def load_cifar(directory: str | Path, *, train: bool = True) -> Images:
         train: the training set; False: the test set.
 
     Returns:
-        The images, normalised by their own mean and standard deviation.
+        The images, normalised by mean and standard deviation of the training set.
 
     Raises:
         FileNotFoundError: the directory or a file is missing.
@@ -138,7 +156,7 @@ def _from_archive(kind: _Distribution, path: Path, train: bool) -> Images:
     with tarfile.open(path) as archive:
         for name in kind.train if train else kind.test:
             member = archive.extractfile(f"{kind.folder}/{name}")
-            contents[f"{path}:{name}"] = member.read()
+            contents[f"{path}:{name}"] = member.read() if member else b""
     return _decoded(kind, contents, train)
 
 
@@ -177,14 +195,17 @@ def _decoded(kind: _Distribution, contents: dict[str, bytes], train: bool) -> Im
             stacklevel=3,
         )
     images = records[:, kind.label_bytes :].reshape(-1, 3, 32, 32).float() / 255
-    return Images(_normalised(images), labels, kind.classes, True, kind.name)
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (kind.mean, kind.std))
+    return Images((images - mean) / std, labels, kind.classes, True, kind.name)
 
 
-def load_digits(*, train: bool = True) -> Images:
-    """scikit-learn's 1,797 handwritten digits, 8x8, resized to 32x32 and three equal channels.
+def load_digits(*, train: bool = True, size: int = 32) -> Images:
+    """scikit-learn's 1,797 handwritten digits, 8x8, resized, in three equal channels.
 
     Args:
-        train: the first 1,500 scans; False: the other 297.
+        train: 1,500 scans; False: the other 297, taken evenly from the whole set, so that both
+            parts have digits of every writer.
+        size: height and width in pixels.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -198,72 +219,112 @@ def load_digits(*, train: bool = True) -> Images:
         ) from error
     bunch = datasets.load_digits()
     scans = torch.from_numpy(bunch.images).float()[:, None] / 16
-    images = F.interpolate(scans, size=(32, 32), mode="bilinear", align_corners=False)
-    images = _normalised(images).repeat(1, 3, 1, 1)
-    part = slice(None, 1500) if train else slice(1500, None)
+    images = F.interpolate(scans, size=(size, size), mode="bilinear", align_corners=False)
+    is_test = torch.zeros(len(scans), dtype=torch.bool)
+    is_test[(torch.arange(_TEST_DIGITS) + 0.5).mul(len(scans) / _TEST_DIGITS).long()] = True
+    std, mean = torch.std_mean(images[~is_test])
+    images = ((images - mean) / std).repeat(1, 3, 1, 1)
     labels = torch.from_numpy(bunch.target).long()
-    return Images(images[part].clone(), labels[part].clone(), 10, False, "digits")
+    part = ~is_test if train else is_test
+    return Images(images[part], labels[part], 10, False, "digits")
 
 
-def _normalised(images: Tensor) -> Tensor:
-    std, mean = torch.std_mean(images, dim=(0, 2, 3), keepdim=True)
-    return (images - mean) / std.clamp_min(1e-6)
-
-
-def augmented(images: Tensor, generator: torch.Generator, *, may_flip: bool) -> Tensor:
-    """Images shifted by up to 4 pixels, filled with zeros, and mirrored with probability 1/2.
+def shifted(images: Tensor, top: Tensor, left: Tensor, flipped: Tensor, limit: int) -> Tensor:
+    """Shifts each image, filled with zeros, and mirrors some.
 
     Args:
-        images: `[N, 3, H, W]`.
-        generator: on the CPU.
-        may_flip: False: never mirror.
+        images: `[N, C, H, W]`.
+        top: `[N]` rows to shift up by, plus `limit`: from 0 to `2 * limit`.
+        left: `[N]` columns to shift left by, likewise.
+        flipped: `[N]` bool: which images are mirrored.
+        limit: the largest shift in pixels.
 
     Returns:
-        `[N, 3, H, W]`.
+        `[N, C, H, W]`.
     """
     count, channels, height, width = images.shape
-    padded = F.pad(images, (4, 4, 4, 4))
-    top, left = torch.randint(0, 9, (2, count), generator=generator)
-    rows = top[:, None] + torch.arange(height)
-    columns = left[:, None] + torch.arange(width)
-    if may_flip:
-        flipped = torch.rand(count, generator=generator) < 0.5
-        columns = torch.where(flipped[:, None], columns.flip(1), columns)
-    index = torch.arange(count)[:, None, None, None]
-    channel = torch.arange(channels)[None, :, None, None]
+    device = images.device
+    padded = F.pad(images, (limit,) * 4)
+    rows = top[:, None] + torch.arange(height, device=device)
+    columns = left[:, None] + torch.arange(width, device=device)
+    columns = torch.where(flipped[:, None], columns.flip(1), columns)
+    index = torch.arange(count, device=device)[:, None, None, None]
+    channel = torch.arange(channels, device=device)[None, :, None, None]
     return padded[index, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
-def batches(
-    data: Images,
-    batch: int,
-    *,
-    seed: int = 0,
-    size: int = 32,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled batches; the incomplete last batch of each epoch is dropped.
+class Batches:
+    """Shuffled and augmented batches; the incomplete last batch of each epoch is dropped.
+
+    `batches[step]` depends on the seed and the step alone, on every device: a run that continues
+    at a step sees the batches of a run that was never stopped. Images are shifted by up to an
+    eighth of their size (4 pixels of 32) and, where a mirrored image keeps its label, mirrored with
+    probability 1/2, on the device that holds them.
 
     Args:
-        data: the source.
+        data: the source, on the device of the batches.
         batch: images per batch.
         seed: of shuffling and augmentation.
-        size: height and width in pixels; images are resized bilinearly.
-
-    Yields:
-        Images `[batch, 3, size, size]` float32 and labels `[batch]` int64, without end.
+        augment: False: no shifts, no mirroring.
+        size: height and width in pixels; images are resized bilinearly. None: as they are.
+        rank: the part of each batch that this process gets.
+        world_size: number of parts.
 
     Raises:
-        ValueError: the set is smaller than one batch.
+        ValueError: the set is smaller than one batch, or a batch is no multiple of `world_size`.
     """
-    if not 1 <= batch <= len(data.labels):
-        raise ValueError(f"batch: expected 1 to {len(data.labels)} ({data.name}), got {batch}")
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(data.labels), generator=generator)
-        for indices in order.split(batch):
-            if len(indices) < batch:
-                continue
-            images = augmented(data.images[indices], generator, may_flip=data.may_flip)
-            if images.shape[-1] != size:
-                images = F.interpolate(images, size=(size, size), mode="bilinear")
-            yield images, data.labels[indices]
+
+    def __init__(
+        self,
+        data: Images,
+        batch: int,
+        *,
+        seed: int = 0,
+        augment: bool = True,
+        size: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if not 1 <= batch <= len(data.labels):
+            raise ValueError(f"batch: expected 1 to {len(data.labels)} ({data.name}), got {batch}")
+        if batch % world_size:
+            raise ValueError(
+                f"batch: expected a multiple of the {world_size} processes, got {batch}"
+            )
+        self.data, self.batch, self.seed, self.augment, self.size = data, batch, seed, augment, size
+        part = batch // world_size
+        self.part = slice(rank * part, (rank + 1) * part)
+        self.limit = data.images.shape[-1] // 8
+        self.epoch = -1
+        self.draws: Tensor
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in the set."""
+        return len(self.data.labels) // self.batch
+
+    def _draw(self, epoch: int) -> None:
+        """Order, shifts and mirroring of all images of an epoch, as `[4, steps * batch]`."""
+        count = self.steps_per_epoch * self.batch
+        # PyTorch's generator on the CPU takes 32 bits of a seed.
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
+        order = torch.randperm(len(self.data.labels), generator=generator)[:count]
+        shifts = torch.randint(0, 2 * self.limit + 1, (2, count), generator=generator)
+        flips = torch.randint(0, 2, (1, count), generator=generator)
+        self.draws = torch.cat((order[None], shifts, flips)).to(self.data.images.device)
+        self.epoch = epoch
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Images `[batch / world_size, 3, size, size]` float32 and labels int64 of a step."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if epoch != self.epoch:
+            self._draw(epoch)
+        start = index * self.batch
+        chosen, top, left, flips = self.draws[:, start : start + self.batch][:, self.part]
+        images = self.data.images[chosen]
+        if self.augment:
+            flipped = flips.bool() & self.data.may_flip
+            images = shifted(images, top, left, flipped, self.limit)
+        if self.size not in (None, images.shape[-1]):
+            images = F.interpolate(images, size=(self.size, self.size), mode="bilinear")
+        return images, self.data.labels[chosen]

@@ -1,4 +1,4 @@
-"""The images of the benchmarks: CIFAR files, digits, batches, augmentation."""
+"""Images of the study and the benchmarks: CIFAR files, digits, batches, augmentation."""
 
 import hashlib
 import io
@@ -12,8 +12,8 @@ pytest.importorskip("tabulate")
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
-from bench import data
 from bench.__main__ import main
+from preact_kernels.study import data
 
 RECORDS = 20  # a file: few, and the reader says that they are a part
 
@@ -42,9 +42,9 @@ class TestCifar:
             assert (images.name, images.classes, images.may_flip) == ("cifar-10", 10, True)
             assert images.images.shape == (files * RECORDS, 3, 32, 32)
             assert torch.equal(images.labels, (torch.arange(RECORDS) % 10).repeat(files))
-            std, mean = torch.std_mean(images.images.double(), dim=(0, 2, 3))
-            torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-5, rtol=0)
-            torch.testing.assert_close(std, torch.ones_like(std), atol=1e-4, rtol=0)
+            # Pixels of record i are i, normalised as the published training set.
+            expected = (torch.arange(RECORDS) / 255 - 0.4914) / 0.2470
+            torch.testing.assert_close(images.images[:RECORDS, 0, 5, 7], expected)
 
     def test_planes_are_red_green_and_blue_in_rows(self, tmp_path):
         pixels = torch.arange(3 * 32 * 32).remainder(251).to(torch.uint8)
@@ -125,23 +125,80 @@ def test_digits_are_the_default(monkeypatch):
     train, test = data.load(), data.load(train=False)
     assert (len(train.labels), len(test.labels), train.may_flip) == (1500, 297, False)
     assert train.images.shape[1:] == (3, 32, 32)
+    std, mean = torch.std_mean(train.images.double())
+    torch.testing.assert_close(torch.stack((mean, std)).float(), torch.tensor([0.0, 1.0]))
 
 
-def test_batches_are_the_same_for_a_seed_and_of_the_size_that_is_wanted():
+def test_training_and_test_digits_are_all_digits_once():
+    train, test = (data.load_digits(train=t, size=8) for t in (True, False))
+    images = torch.cat((train.images, test.images)).flatten(1)
+    assert len(images.unique(dim=0)) == len(images) == 1797
+    counts = torch.bincount(test.labels, minlength=10)
+    assert counts.min() >= 20 and counts.max() <= 40
+
+
+def test_the_test_set_is_normalised_by_the_training_set():
+    train, test = data.load_digits(size=8), data.load_digits(train=False, size=8)
+    for images in (train, test):
+        assert images.images.min() == train.images.min()  # white in both
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    images = data.load_digits(size=8)
+    batches, other = data.Batches(images, 128, seed=1), data.Batches(images, 128, seed=2)
+    expected = [batches[step] for step in (0, 1, 11, 23)]
+    assert batches.steps_per_epoch == 11
+    again = data.Batches(images, 128, seed=1)
+    for step, (x, labels) in reversed(list(zip((0, 1, 11, 23), expected, strict=True))):
+        assert torch.equal(again[step][0], x) and torch.equal(again[step][1], labels)
+    assert not torch.equal(other[0][0], expected[0][0])
+    assert not torch.equal(expected[0][1], expected[2][1])  # another order in the next epoch
+
+
+def test_an_epoch_has_each_image_once():
+    images = data.load_digits(size=8)
+    numbered = images._replace(labels=torch.arange(1500))
+    batches = data.Batches(numbered, 100)
+    seen = torch.cat([batches[15 + step][1] for step in range(15)])
+    assert torch.equal(seen.sort().values, torch.arange(1500))
+
+
+def test_processes_share_a_batch():
+    images = data.load_digits(size=8)
+    whole = data.Batches(images, 12, seed=3)[5]
+    parts = [data.Batches(images, 12, seed=3, rank=r, world_size=3)[5] for r in range(3)]
+    for index in range(2):
+        assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
+    with pytest.raises(ValueError, match="multiple of the 5 processes, got 12"):
+        data.Batches(images, 12, world_size=5)
+
+
+def test_batches_are_of_the_size_that_is_wanted():
     images = data.load_digits()
-    first, again, other = (next(data.batches(images, 4, seed=s)) for s in (1, 1, 2))
-    assert torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], other[0])
-    large, labels = next(data.batches(images, 4, seed=1, size=64))
+    large, labels = data.Batches(images, 4, seed=1, size=64)[0]
     assert large.shape == (4, 3, 64, 64)
-    assert torch.equal(labels, first[1])
+    assert torch.equal(labels, data.Batches(images, 4, seed=1)[0][1])
     with pytest.raises(ValueError, match="batch: expected 1 to 1500"):
-        next(data.batches(images, 1501))
+        data.Batches(images, 1501)
 
 
-def test_an_image_moves_by_four_pixels_at_most():
-    image = torch.zeros(64, 1, 9, 9)
-    image[:, :, 4, 4] = 1
-    moved = data.augmented(image, torch.Generator().manual_seed(0), may_flip=False)
-    assert torch.equal(moved.sum((1, 2, 3)), torch.ones(64))
-    assert len({tuple(p) for p in moved.nonzero()[:, 2:].tolist()}) > 20
+def test_images_move_by_an_eighth_of_their_size_at_most():
+    dots = torch.zeros(512, 3, 32, 32)
+    dots[:, :, 16, 16] = 1
+    images = data.Images(dots, torch.zeros(512, dtype=torch.long), 10, False, "dots")
+    moved, _ = data.Batches(images, 512)[0]
+    places = moved[:, 0].nonzero()[:, 1:]
+    assert torch.equal(places.min(0).values, torch.tensor([12, 12]))
+    assert torch.equal(places.max(0).values, torch.tensor([20, 20]))
+    still, _ = data.Batches(images, 512, augment=False)[0]
+    assert torch.equal(still, dots)
+
+
+@pytest.mark.parametrize("may_flip", [False, True])
+def test_images_are_mirrored_where_that_keeps_the_label(may_flip):
+    ramp = torch.arange(8.0).expand(256, 3, 8, 8).clone()
+    images = data.Images(ramp, torch.zeros(256, dtype=torch.long), 10, may_flip, "ramp")
+    moved, _ = data.Batches(images, 256)[0]
+    falls = (moved[:, 0, 4, 2:6].diff() < 0).all(-1)
+    assert falls.any() == may_flip
+    assert may_flip is False or 64 < falls.sum() < 192

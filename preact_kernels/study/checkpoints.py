@@ -1,0 +1,87 @@
+"""Checkpoints that are written whole or not at all, and checked before they are used."""
+
+import contextlib
+import io
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = "preact_kernels.study checkpoint"
+VERSION = 1
+
+
+class CheckpointError(ValueError):
+    """A file is not a checkpoint that this run can continue from."""
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file so that at every moment the old or the new content is there.
+
+    Raises:
+        OSError: the content cannot be written, as on a full disk; the old file is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        kept = "; the file from before is still there" if path.exists() else ""
+        raise OSError(error.errno, f"{path}: not written ({error.strerror}){kept}") from error
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Writes a checkpoint atomically.
+
+    Args:
+        path: the file.
+        content: tensors, numbers, strings, and dicts, lists and tuples of them.
+
+    Raises:
+        OSError: it cannot be written; an earlier checkpoint is still there.
+    """
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, "version": VERSION, **content}, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint, onto the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is truncated, damaged, or no checkpoint of this package.
+    """
+    expected = f"{path}: expected a checkpoint of python -m preact_kernels.study train"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not compare the checksums
+        if damaged is not None:
+            raise CheckpointError(f"{expected}, got one whose {damaged} is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # the unpickler raises errors of any class
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{expected}, got a file that cannot be read: {reason}") from error
+    found = content.get("format") if isinstance(content, dict) else type(content).__name__
+    if found != FORMAT:
+        raise CheckpointError(f"{expected} with format {FORMAT!r}, got {found!r}")
+    if content["version"] != VERSION:
+        raise CheckpointError(f"{expected} of version {VERSION}, got {content['version']}")
+    return content

@@ -1,0 +1,215 @@
+"""A comparison of networks: training runs, results in words, and the report."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from preact_kernels.study import data
+from preact_kernels.study.checkpoints import write_atomically
+from preact_kernels.study.config import Config
+from preact_kernels.study.diagnostics import BlockRow, histograms, measure
+from preact_kernels.study.logs import csv_text
+from preact_kernels.study.networks import fused_parts
+from preact_kernels.study.report import command, machine, parameter_count
+from preact_kernels.study.training import build_network, train
+
+SIGNAL_IMAGES = 32
+_HISTOGRAM_IMAGES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How large a comparison is."""
+
+    depths: tuple[int, ...]
+    epochs: int
+    batch: int
+    seeds: int
+    image_size: int
+    recipe: str
+
+
+class Result(NamedTuple):
+    """What one training run found."""
+
+    label: str
+    depth: int
+    seed: int
+    test_error: float  # percent, after the last epoch
+    train_loss: float  # mean of the last epoch
+    seconds: float
+    losses: list[float]
+    initial: list[BlockRow]
+    histograms: dict[str, tuple[list[float], list[float]]]
+    parts: str  # what runs fused
+    parameters: int
+
+
+class Comparison:
+    """One comparison in a folder.
+
+    Args:
+        name: a key of `SMALL`.
+        size: see `Size`.
+        base: options of all runs.
+        out: the folder; finished runs in it are not repeated.
+    """
+
+    def __init__(self, name: str, size: Size, base: dict[str, Any], out: Path) -> None:
+        self.name, self.size, self.base, self.out = name, size, base, out
+        self.images = data.load(base.get("data")).resized(size.image_size)
+        self.lines: list[str] = []
+
+    def config(self, **options: Any) -> Config:
+        """The options of one run."""
+        size = self.size
+        shared = {
+            "epochs": max(1, size.epochs),
+            "batch": size.batch,
+            "image_size": size.image_size,
+            "recipe": size.recipe,
+        }
+        return Config(**{**shared, **self.base, **options})
+
+    def train_all(self, cases: Mapping[str, dict[str, Any]]) -> list[Result]:
+        """Trains each case with each seed, all cases with the first seed first."""
+        todo = [(s, d, c) for s in range(self.size.seeds) for d in self.size.depths for c in cases]
+        results = []
+        for number, (seed, depth, label) in enumerate(todo, 1):
+            config = self.config(seed=seed, depth=depth, **cases[label])
+            tqdm.write(f"run {number} of {len(todo)}: {label}, {depth} layers, seed {seed}")
+            results.append(self._train(label, config))
+        return results
+
+    def _train(self, label: str, config: Config) -> Result:
+        slug = label.replace(",", "").replace(" ", "-")
+        run = train(config, self.out / "runs" / f"{slug}-{config.depth}-seed{config.seed}")
+        last = run.history.epochs[-1]
+        x = run.test_images.images[:_HISTOGRAM_IMAGES].to(run.device)
+        stages = {
+            f"stage {i}": (counts.tolist(), edges.tolist())
+            for i, (counts, edges) in enumerate(histograms(run.network, x).values(), 1)
+        }
+        return Result(
+            label,
+            config.depth,
+            config.seed,
+            100 * (1 - last.test_accuracy),
+            last.train_loss,
+            sum(row.seconds for row in run.history.epochs),
+            run.history.losses,
+            self.initial_signal(config),
+            stages,
+            fused_parts(run.network),
+            parameter_count(run.network),
+        )
+
+    def initial_signal(self, config: Config) -> list[BlockRow]:
+        """The signal flow of the network that a run begins with."""
+        network = build_network(config, self.images.classes)
+        images = data.Batches(self.images, SIGNAL_IMAGES, seed=config.seed)
+        return measure(network, F.cross_entropy, *images[0])
+
+    # The report
+
+    def write(self, *lines: str) -> None:
+        """Adds lines to the report."""
+        self.lines += lines
+
+    def plot(self, text: str, draw: Callable[..., Path], *args: Any, **options: Any) -> None:
+        """Draws a plot and adds it to the report."""
+        name = f"{text.lower().replace(' ', '-')}.png"
+        path = self.out / "".join(c for c in name if c.isalnum() or c in "-.")
+        draw(*args, path, **options)
+        self.write(f"![{text}]({path.name})", "")
+
+    def begin(self, title: str, *lines: str) -> None:
+        """Begins the report."""
+        size = self.size
+        self.write(
+            f"# {title}",
+            "",
+            *lines,
+            "",
+            f"- Images: {self.images.name}, {len(self.images.labels):,} of "
+            f"{size.image_size}x{size.image_size} pixels to train on.",
+        )
+        if size.epochs:
+            self.write(
+                f"- Training: {size.epochs} epochs of batches of {size.batch}, recipe "
+                f"{size.recipe}, {size.seeds} seeds.",
+            )
+        device = self.base.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.write(
+            f"- Machine: {machine(torch.device(device))}.",
+            f"- Command: `{command()}`",
+            "",
+        )
+
+    def end(self) -> Path:
+        """Writes the report."""
+        path = self.out / "report.md"
+        write_atomically(path, ("\n".join(self.lines).rstrip() + "\n").encode())
+        return path
+
+    def write_results(self, results: Sequence[Result]) -> None:
+        """Writes `results.csv` and `signal.csv`."""
+        columns = ("label", "depth", "seed", "test_error", "train_loss", "seconds", "parameters")
+        rows = [[getattr(r, c) for c in columns] for r in results]
+        write_atomically(self.out / "results.csv", csv_text(columns, rows))
+        blocks = [(r.label, r.depth, r.seed, *row) for r in results for row in r.initial]
+        fields = ("label", "depth", "seed", *BlockRow._fields)
+        write_atomically(self.out / "signal.csv", csv_text(fields, blocks))
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """The median, and the least and the largest value behind it."""
+    text = f"{statistics.median(values):.{digits}f}"
+    if len(values) == 1:
+        return text
+    return f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def by_label(results: Iterable[Result], column: str) -> dict[str, list[Any]]:
+    """A column of all seeds by label."""
+    found: dict[str, list[Any]] = {}
+    for result in results:
+        found.setdefault(result.label, []).append(getattr(result, column))
+    return found
+
+
+def order_in_words(own: Mapping[str, Sequence[float]], quoted: Mapping[str, float | None]) -> str:
+    """Whether the order of errors is the paper's, pair by pair.
+
+    A pair shows the paper's order if every seed of one is below every seed of the other.
+    """
+    shown, reversed_, open_ = [], [], []
+    labels = [label for label in quoted if label in own]
+    for i, a in enumerate(labels):
+        for b in labels[i + 1 :]:
+            first, second = quoted[a], quoted[b]
+            if first == second:
+                continue
+            better, worse = (a, b) if second is None or (first or 100) < second else (b, a)
+            if max(own[better]) < min(own[worse]):
+                shown.append((better, worse))
+            elif max(own[worse]) < min(own[better]):
+                reversed_.append((better, worse))
+            else:
+                open_.append((better, worse))
+    total = len(shown) + len(reversed_) + len(open_)
+    text = (
+        f"Of the {total} pairs that the paper ranks, {len(shown)} have its order here with every "
+        f"seed, {len(reversed_)} the opposite order, and {len(open_)} overlap."
+    )
+    if shown:
+        text += " Its order: " + "; ".join(f"{a} below {b}" for a, b in shown) + "."
+    if reversed_:
+        text += " The opposite: " + "; ".join(f"{b} below {a}" for a, b in reversed_) + "."
+    return text

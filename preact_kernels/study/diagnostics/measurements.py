@@ -1,0 +1,360 @@
+"""Measurements of signal flow by block: activations, gradients, weights and their updates."""
+
+import copy
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from preact_kernels.modules.preact_block import PreActBlock
+from preact_kernels.study.diagnostics.hooks import (
+    STAGE,
+    Blocks,
+    Key,
+    blocks_of,
+    checked_blocks,
+    output_hooks,
+    rows_of,
+    statistics,
+    unchanged_state,
+    unwrapped,
+    weights_of,
+    wide,
+)
+from preact_kernels.study.diagnostics.rows import (
+    BlockRow,
+    Thresholds,
+    warnings_of,
+    write_csv,
+)
+
+
+def measure(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    x: Tensor,
+    target: Any,
+    *,
+    blocks: Blocks | None = None,
+    step: int = 0,
+) -> list[BlockRow]:
+    """Measures every block in one forward and backward of `loss_fn(model(x), target)`.
+
+    Gradients (`p.grad`), buffers, torch's random state and the mode of the model stay as they are.
+    The blocks have hooks meanwhile, so a `PreActStage` runs them one by one and keeps what mode
+    `"store"` keeps, whatever its mode. A block that is called more than once counts the first time.
+
+    Args:
+        model: in the mode (training or evaluation) to measure; `DistributedDataParallel` is
+            unwrapped, so each process measures its own batch.
+        loss_fn: takes the model's output and the target; returns one element.
+        x: input of the model.
+        target: its target.
+        blocks: modules by name, each of which returns a tensor; None takes `blocks_of(model)`.
+        step: of the rows.
+
+    Returns:
+        A row for each block that was called, in the order of `blocks`; `update_to_weight` is None.
+
+    Raises:
+        TypeError: an argument has the wrong type, or a block returns no tensor.
+        ValueError: there are no blocks, the model calls none of them, the loss has more than one
+            element, or it does not depend on a parameter that requires a gradient.
+    """
+    blocks = checked_blocks(model, blocks)
+    model = unwrapped(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    scalars: dict[Key, Tensor] = {}
+
+    def read(name: str, y: Tensor) -> None:
+        def read_gradient(dy: Tensor) -> None:
+            scalars[("dy", name)] = torch.linalg.vector_norm(dy.detach(), dtype=wide(dy.dtype))
+
+        scalars.update(statistics(name, y))
+        if y.requires_grad:
+            y.register_hook(read_gradient)
+
+    with unchanged_state(model), torch.enable_grad():
+        with output_hooks(blocks, read):
+            output = model(x)
+        loss = loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn: expected a tensor of one element, got {got}")
+        if not parameters or not loss.requires_grad:
+            raise ValueError("model: expected a loss that depends on parameters, got a constant")
+        # Unlike `backward`, this leaves `p.grad` alone and runs no hooks of its accumulation.
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients = {id(p): g for p, g in zip(parameters, found, strict=True)}
+    return rows_of(step, blocks, lambda p: gradients.get(id(p)), scalars)
+
+
+class _Pending(NamedTuple):
+    """What `before_step` keeps for `after_step`."""
+
+    scalars: dict[Key, Tensor]
+    weights: dict[str, list[tuple[nn.Parameter, Tensor]]]
+
+
+class Monitor:
+    """Measures every block at training steps 1, `every`, 2 `every`, 3 `every`, and so on.
+
+    Training gives the same bits with and without it. At those steps `before_step` runs one more
+    forward, without gradients, whose hooks read the outputs of the blocks, and copies the weights;
+    then it restores buffers and torch's random state. The step itself has no hooks on blocks:
+    stages keep their memory mode, and a captured CUDA graph may be replayed.
+    `activation_gradient_norm` is None. Gradients are `p.grad` after the step: unscaled and clipped,
+    as the optimizer used them; one that is None counts as zero.
+
+    Around an ordinary training loop::
+
+        with Monitor(model).attach(optimizer) as monitor:
+            train()
+        print(monitor.warnings)
+
+    Where the model is not called at every step (`graphed_step`), call `before_step(x)` and
+    `after_step()` around each step in place of `attach`.
+
+    Args:
+        model: the network; `DistributedDataParallel` is unwrapped, and each process measures its
+            own batch.
+        every: steps between measurements.
+        thresholds: of the warnings; None takes the defaults.
+        blocks: modules by name, each of which returns a tensor; None takes `blocks_of(model)`.
+
+    Attributes:
+        step: steps done; set it when training resumes.
+        rows: `BlockRow`s of all measurements.
+        warnings: what `warnings_of` says about them.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: there are no blocks, or `every` is below 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 50,
+        *,
+        thresholds: Thresholds | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        self.blocks = checked_blocks(model, blocks)
+        if isinstance(every, bool) or not isinstance(every, int):
+            raise TypeError(f"every: expected an int, got {type(every).__name__}")
+        if every < 1:
+            raise ValueError(f"every: expected at least 1, got {every}")
+        self.model = model
+        self.every = every
+        self.thresholds = Thresholds() if thresholds is None else thresholds
+        self.step = 0
+        self.rows: list[BlockRow] = []
+        self.warnings: list[str] = []
+        self._pending: _Pending | None = None
+        self._is_running = False  # the forward of `before_step`
+        self._handles: list[Any] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is to be measured."""
+        return self.step == 0 or (self.step + 1) % self.every == 0
+
+    def before_step(self, *args: Any, **kwargs: Any) -> None:
+        """Measures `model(*args, **kwargs)` if the next step is due and was not yet measured."""
+        if self._is_running or self._pending is not None or not self.is_due:
+            return
+        scalars: dict[Key, Tensor] = {}
+        model = unwrapped(self.model)
+        self._is_running = True
+        try:
+            with (
+                unchanged_state(model),
+                torch.no_grad(),
+                output_hooks(self.blocks, lambda name, y: scalars.update(statistics(name, y))),
+            ):
+                model(*args, **kwargs)
+        finally:
+            self._is_running = False
+        weights = {
+            name: [(p, p.detach().clone()) for p in weights_of(block)]
+            for name, block in self.blocks.items()
+        }
+        self._pending = _Pending(scalars, weights)
+
+    def after_step(self) -> None:
+        """Counts a step of the optimizer; adds rows and warnings if `before_step` measured it."""
+        self.step += 1
+        if self._pending is None:
+            return
+        scalars, weights = self._pending
+        self._pending = None
+        rows = rows_of(self.step, self.blocks, lambda p: p.grad, scalars, weights)
+        self.rows += rows
+        self.warnings += warnings_of(rows, self.thresholds)
+
+    def attach(self, optimizer: Optimizer) -> "Monitor":
+        """Calls `before_step` at forwards of the model and `after_step` at steps of `optimizer`.
+
+        Only forwards in training mode with gradients count, and of several before a step
+        (gradient accumulation) the first. Calls of `torch.compile(model)` are measured; those
+        after `model.compile()`, and in the capture of a CUDA graph, are not.
+
+        Returns:
+            This monitor; as a context manager, it calls `detach` at the end.
+
+        Raises:
+            TypeError: `optimizer` is no `torch.optim.Optimizer`.
+            ValueError: the monitor is attached.
+        """
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {kind}")
+        if self._handles:
+            raise ValueError("optimizer: expected a detached monitor, got one that is attached")
+        called = self.model
+        while isinstance(called, DistributedDataParallel):
+            called = called.module  # gets its input on the right device
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is not called:  # a deep copy of the model has the hook too
+                return
+            if module.training and torch.is_grad_enabled() and not _is_recorded():
+                self.before_step(*args, **kwargs)
+
+        def after(*_: Any) -> None:
+            if not _is_recorded():
+                self.after_step()
+
+        self._handles = [
+            called.register_forward_pre_hook(before, with_kwargs=True),
+            optimizer.register_step_post_hook(after),
+        ]
+        return self
+
+    def detach(self) -> None:
+        """Undoes `attach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def write_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes `rows` with `write_csv`."""
+        write_csv(path, self.rows)
+
+
+def _is_recorded() -> bool:
+    """Whether calls are being compiled or captured in place of run."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def identity_test(model: nn.Module, x: Tensor, *, blocks: Blocks | None = None) -> dict[str, bool]:
+    """Whether blocks return their input once the last convolution of their branch is zero.
+
+    `True` says that `block(x) == x` for every element (-0.0 equals 0.0), as in a network of full
+    pre-activation. A ReLU behind the addition would leave the positive outputs of a ReLU alone, so
+    each block gets its input less the mean. Runs a copy of the model in training mode.
+
+    Args:
+        model: of `PreActBlock`s, `ResidualUnit`s or other blocks with an attribute `last_conv`.
+        x: input of the model.
+        blocks: modules by name; None takes `blocks_of(model)`.
+
+    Returns:
+        By name, for the blocks whose output has the shape of their input.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: there are no blocks, or one has no `last_conv`.
+    """
+    model, blocks = copy.deepcopy((unwrapped(model), checked_blocks(model, blocks)))
+    inputs: dict[str, Tensor] = {}
+    result: dict[str, bool] = {}
+
+    def centred(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        centred_input = args[0] - args[0].mean()
+        inputs.setdefault(name, centred_input.clone())  # the block may write into its input
+        return (centred_input, *args[1:])
+
+    def compare(name: str, y: Tensor) -> None:
+        if y.shape == inputs[name].shape:
+            result[name] = torch.equal(y, inputs[name])
+
+    with torch.no_grad():
+        for name, block in blocks.items():
+            conv = _last_conv(name, block)
+            conv.weight.zero_()
+            if conv.bias is not None:
+                conv.bias.zero_()
+            block.register_forward_pre_hook(lambda _, args, name=name: centred(name, args))
+        model.train()
+        with unchanged_state(model), output_hooks(blocks, compare):
+            model(x)
+    return result
+
+
+def _last_conv(name: str, block: nn.Module) -> nn.Conv2d:
+    if isinstance(block, PreActBlock):
+        *_, (_, conv) = block.units()
+        return conv
+    last = getattr(block, "last_conv", None)
+    if not isinstance(last, nn.Conv2d):
+        kind = type(block).__name__
+        raise ValueError(f"blocks: expected blocks with a last_conv, got {kind} as {name!r}")
+    return last
+
+
+def histograms(
+    model: nn.Module, x: Tensor, *, bins: int = 81, limit: float | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Histograms of the activations behind each stage, in the mode that the model is in.
+
+    Args:
+        model: a network whose blocks are named `stages.<i>.<j>`.
+        x: input of the model.
+        bins: of equal width, from `-limit` to `limit`.
+        limit: values beyond it are not counted; None takes the largest magnitude of a stage.
+
+    Returns:
+        By stage (`"stages.0"`), counts `[bins]` and edges `[bins + 1]`, both on the CPU.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: there are no stages, or a number is out of range.
+    """
+    if isinstance(bins, bool) or not isinstance(bins, int):
+        raise TypeError(f"bins: expected an int, got {type(bins).__name__}")
+    if bins < 1:
+        raise ValueError(f"bins: expected at least 1, got {bins}")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"limit: expected a positive number or None, got {limit}")
+    named = ((STAGE.fullmatch(name), block) for name, block in blocks_of(model).items())
+    ends = {match[1]: block for match, block in named if match}  # the last block of each stage
+    if not ends:
+        raise ValueError("model: expected blocks named stages.<i>.<j>, got none")
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def count(name: str, y: Tensor) -> None:
+        values = y.detach().double().cpu().flatten()
+        values = values[values.isfinite()]
+        end = limit or (float(values.abs().max()) if values.numel() else 0.0) or 1.0
+        counts = torch.histc(values, bins, -end, end).long()
+        found[name] = counts, torch.linspace(-end, end, bins + 1, dtype=torch.float64)
+
+    model = unwrapped(model)
+    with unchanged_state(model), torch.no_grad(), output_hooks(ends, count):
+        model(x)
+    return found

@@ -1,0 +1,130 @@
+"""Learning rates and the optimizer of a training run."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+WARM_UP_SHARE = 0.05  # of the steps of "warmup-cosine"
+
+
+class Recipe(NamedTuple):
+    """Values that a configuration takes where it gives none."""
+
+    epochs: int
+    batch: int
+    lr: float
+    warm_up_steps: int | None  # None: a share of all steps
+
+
+RECIPES = {
+    "paper": Recipe(epochs=200, batch=128, lr=0.1, warm_up_steps=400),
+    "warmup-cosine": Recipe(epochs=30, batch=64, lr=0.1, warm_up_steps=None),
+}
+"""`"paper"`: arXiv 1603.05027, appendix: a tenth of the rate in the first 400 iterations, then the
+rate, divided by 10 after epochs 82 and 123 of 200 (of other lengths, after the same shares).
+`"warmup-cosine"`: a linear rise, then half a cosine down to zero (arXiv 1608.03983)."""
+_PAPER_MILESTONES = (82 / 200, 123 / 200)
+
+
+def learning_rate(recipe: str, lr: float, step: int, total_steps: int, warm_up_steps: int) -> float:
+    """The learning rate of a step.
+
+    Args:
+        recipe: a key of `RECIPES`.
+        lr: the highest rate.
+        step: from 0.
+        total_steps: of the whole run.
+        warm_up_steps: at the begin of the run.
+    """
+    if recipe == "paper":
+        if step < warm_up_steps:
+            return lr / 10
+        passed = sum(step >= share * total_steps for share in _PAPER_MILESTONES)
+        return lr / 10**passed
+    if step < warm_up_steps:
+        return lr * (step + 1) / warm_up_steps
+    done = (step - warm_up_steps) / max(1, total_steps - warm_up_steps)
+    return lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def warm_up_steps(recipe: str, given: int | None, total_steps: int) -> int:
+    """Steps of warm-up: those given, or the recipe's, but at most a tenth of the run."""
+    if given is not None:
+        return given
+    steps = RECIPES[recipe].warm_up_steps
+    if steps is None:
+        return round(WARM_UP_SHARE * total_steps)
+    return min(steps, total_steps // 10)
+
+
+class Group(NamedTuple):
+    """Parameters with one learning rate."""
+
+    name: str
+    factor: float  # of the learning rate
+    parameters: list[nn.Parameter]
+
+
+def parameter_groups(model: nn.Module, first_factor: float) -> list[Group]:
+    """Parameters by depth: stem, each stage, head; the factor rises geometrically to 1.
+
+    Args:
+        model: with children `stages` in the order of depth.
+        first_factor: factor of the stem's learning rate. With 1 there is one group.
+    """
+    if first_factor == 1:
+        return [Group("all", 1.0, list(model.parameters()))]
+    named: dict[str, list[nn.Parameter]] = {}
+    seen_stage = False
+    for name, p in model.named_parameters():
+        parts = name.split(".")
+        seen_stage |= parts[0] == "stages"
+        place = f"stage {int(parts[1]) + 1}" if parts[0] == "stages" else "head"
+        named.setdefault(place if seen_stage else "stem", []).append(p)
+    last = len(named) - 1
+    return [
+        Group(name, first_factor ** (1 - i / last), parameters)
+        for i, (name, parameters) in enumerate(named.items())
+    ]
+
+
+def sgd(
+    groups: Iterable[Group],
+    *,
+    momentum: float,
+    weight_decay: float,
+    is_captured: bool,
+    device: torch.device,
+) -> torch.optim.SGD:
+    """SGD with one parameter group for each of `groups`; `set_learning_rate` sets the rates.
+
+    Args:
+        groups: see `parameter_groups`.
+        momentum: of SGD.
+        weight_decay: of SGD, on all parameters as in the paper.
+        is_captured: the step runs in a CUDA graph, which reads the rate from a tensor.
+        device: of the parameters.
+    """
+    options = [
+        {"params": g.parameters, "lr": torch.zeros((), device=device) if is_captured else 0.0}
+        for g in groups
+    ]
+    return torch.optim.SGD(
+        options,
+        lr=0.0,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        fused=is_captured or None,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, groups: list[Group], lr: float) -> None:
+    """Sets the learning rate of every group, in place where it is a tensor."""
+    for options, group in zip(optimizer.param_groups, groups, strict=True):
+        if isinstance(options["lr"], torch.Tensor):
+            options["lr"].fill_(lr * group.factor)
+        else:
+            options["lr"] = lr * group.factor

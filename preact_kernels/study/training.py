@@ -1,0 +1,483 @@
+"""Training runs that continue bit for bit after they were stopped at any moment.
+
+Everything random is a function of the seed and the step: the weights, the order and augmentation
+of images (`data.Batches`), and dropout, for which PyTorch is seeded anew at each step. So a
+checkpoint holds no state of generators, and other numbers of processes can continue it.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from preact_kernels.graphs import graphed_step
+from preact_kernels.planning import plan_memory
+from preact_kernels.study import checkpoints, data, recipes
+from preact_kernels.study.checkpoints import CheckpointError
+from preact_kernels.study.config import RUNNING, Config, parse_bytes
+from preact_kernels.study.diagnostics import Monitor
+from preact_kernels.study.history import EpochRow, History
+from preact_kernels.study.logs import Logs
+from preact_kernels.study.networks import study_network
+
+CHECKPOINT = "checkpoint.pt"
+_FETCH_EVERY = 10  # steps between reads of losses from the device
+_EVALUATION_BATCH = 256
+
+
+class Processes(NamedTuple):
+    """This process and those that `torchrun` started beside it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def of_environment(cls) -> "Processes":
+        """From the variables that `torchrun` sets; without them, one process."""
+        names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+        return cls(*(int(os.environ.get(name, value)) for name, value in names.items()))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def group(self, device: torch.device) -> Iterator[None]:
+        """The process group of all processes, if there are several."""
+        if self.world_size == 1 or dist.is_initialized():
+            yield
+            return
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+class _Autocast(nn.Module):
+    """A network under autocast."""
+
+    def __init__(self, network: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.network, self.device_type, self.dtype = network, device_type, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, self.dtype):
+            return self.network(x)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has written a checkpoint."""
+
+
+class TrainingRun:
+    """A training run in a folder, which holds its checkpoint.
+
+    Args:
+        config: its options.
+        out: the folder; a checkpoint in it is continued.
+        processes: this process and others.
+        show_progress: draw a progress bar.
+
+    Raises:
+        CheckpointError: the folder holds a checkpoint of other options, or a damaged one.
+        FileNotFoundError: there are no images where the options name them.
+        ValueError: options do not fit each other or the images.
+    """
+
+    def __init__(
+        self, config: Config, out: Path, processes: Processes, *, show_progress: bool = True
+    ) -> None:
+        self.config, self.out, self.processes = config, Path(out), processes
+        self.show_progress = show_progress and processes.is_first
+        self.device = _device(config, processes)
+        self.path = self.out / CHECKPOINT
+        self.found = checkpoints.load(self.path) if self.path.exists() else None
+        if self.found is not None:
+            _check_same_options(self.path, self.found["config"], config)
+        self.train_images = self._images(train=True)
+        self.test_images = self._images(train=False)
+        self.batches = data.Batches(
+            self.train_images.to(self.device),
+            config.batch or 0,
+            seed=config.seed,
+            augment=config.augment,
+            rank=processes.rank,
+            world_size=processes.world_size,
+        )
+        self.total_steps = (config.epochs or 0) * self.batches.steps_per_epoch
+        self.warm_up = recipes.warm_up_steps(config.recipe, config.warm_up_steps, self.total_steps)
+        self.history = History()
+        self.step = 0
+        self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._pending: list[Tensor] = []
+        self._build()
+        if self.found is not None:
+            self._restore(self.found)
+        self.train_step = self._train_step()
+
+    def _images(self, *, train: bool) -> data.Images:
+        return data.load(self.config.data, train=train).resized(self.config.image_size)
+
+    def _build(self) -> None:
+        config = self.config
+        network = build_network(config, self.train_images.classes)
+        network.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if config.memory_budget is not None:
+            x, _ = self._batch(0)
+            try:
+                plan_memory(network, x, parse_bytes(config.memory_budget)).apply(network)
+            except ValueError as error:
+                raise ValueError(f"memory_budget: {error}") from error
+        self.network = network
+        model: nn.Module = network
+        self.scaler = None
+        if config.autocast is not None:
+            model = _Autocast(network, self.device.type, getattr(torch, config.autocast))
+            if config.autocast == "float16":
+                self.scaler = torch.amp.GradScaler(self.device.type)
+        if self.processes.world_size > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+            if config.sync_batch_norm:  # in place; behind DDP, which refuses it on a CPU
+                nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        self.model = model
+        on_gpu = self.device.type == "cuda"
+        self.is_captured = config.capture and on_gpu and self.processes.world_size == 1
+        self.groups = recipes.parameter_groups(network, config.depth_lr)
+        self.optimizer = recipes.sgd(
+            self.groups,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            is_captured=self.is_captured and self.scaler is None,
+            device=self.device,
+        )
+        if config.clip_norm is not None:
+            parameters = list(network.parameters())
+            self.optimizer.register_step_pre_hook(
+                lambda *_: nn.utils.clip_grad_norm_(parameters, config.clip_norm) and None  # type: ignore[arg-type]
+            )
+        self.monitor = Monitor(network, config.diagnose_every) if config.diagnose_every else None
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        x, labels = self.batches[step]
+        return x.contiguous(memory_format=torch.channels_last), labels
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.correct.add_((logits.detach().argmax(1) == labels).sum())
+        return F.cross_entropy(logits.float(), labels)
+
+    def _train_step(self) -> Callable[[Tensor, Tensor], Tensor]:
+        if not self.is_captured:
+            return self._uncaptured_step
+        correct = self.correct.clone()
+        self._set_learning_rate(self.step)
+        step = graphed_step(
+            self.model, self._loss, self.optimizer, *self._batch(0), scaler=self.scaler
+        )
+        self.correct.copy_(correct)  # without the steps of the warm-up
+        return step
+
+    def _uncaptured_step(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._loss(self.model(x), labels)
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss.detach()
+
+    # Checkpoints
+
+    def _restore(self, found: dict[str, Any]) -> None:
+        expected = [self.train_images.name, len(self.train_images.labels)]
+        if found["images"] != expected:
+            raise CheckpointError(
+                f"{self.path}: expected a run on {expected[0]} ({expected[1]} images), got one on "
+                f"{found['images'][0]} ({found['images'][1]})"
+            )
+        self.network.load_state_dict(found["network"])
+        self._restore_optimizer(found["optimizer"])
+        if self.scaler is not None and found["scaler"] is not None:
+            self.scaler.load_state_dict(found["scaler"])
+        self.correct.fill_(found["correct"] if self.processes.is_first else 0)
+        self.step = found["step"]
+        self.history = History.of_state(found["history"])
+        if self.monitor is not None:
+            self.monitor.step = self.step
+            self.monitor.rows = self.history.signal
+            self.monitor.warnings = self.history.warnings
+
+    def _restore_optimizer(self, state: dict[str, Any]) -> None:
+        options = [(group["lr"], group["fused"]) for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state)
+        for group, (lr, fused) in zip(self.optimizer.param_groups, options, strict=True):
+            group["lr"], group["fused"] = lr, fused  # of this machine; rates are set at each step
+
+    def checkpoint(self) -> None:
+        """Writes the checkpoint and the CSV files."""
+        self._fetch()
+        correct = int(self._summed(self.correct))
+        if not self.processes.is_first:
+            return
+        if self.monitor is not None:
+            self.history.signal = self.monitor.rows
+            self.history.warnings = self.monitor.warnings
+        content = {
+            "config": dataclasses.asdict(self.config),
+            "images": [self.train_images.name, len(self.train_images.labels)],
+            "step": self.step,
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "correct": correct,
+            "history": self.history.state(),
+        }
+        checkpoints.save(self.path, content)
+
+    # Steps
+
+    def _summed(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        if self.processes.world_size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def _set_learning_rate(self, step: int) -> float:
+        config = self.config
+        lr = recipes.learning_rate(
+            config.recipe, config.lr or 0.0, step, self.total_steps, self.warm_up
+        )
+        recipes.set_learning_rate(self.optimizer, self.groups, lr)
+        return lr
+
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each step so far."""
+        config = self.config
+        return [
+            recipes.learning_rate(
+                config.recipe, config.lr or 0.0, s, self.total_steps, self.warm_up
+            )
+            for s in range(len(self.history.losses))
+        ]
+
+    def _fetch(self) -> list[float]:
+        """Reads the losses of the last steps from the device, averaged over the processes."""
+        if not self._pending:
+            return []
+        losses = self._summed(torch.stack(self._pending).double()) / self.processes.world_size
+        self._pending = []
+        self.history.losses += (found := losses.tolist())
+        return found
+
+    def one_step(self) -> None:
+        """Trains one step."""
+        start_s = time.perf_counter()
+        x, labels = self._batch(self.step)
+        self.history.input_seconds += time.perf_counter() - start_s
+        # The generator takes 32 bits of a seed.
+        seed = (self.config.seed * 1_000_003 + self.step) * 4093 + self.processes.rank
+        torch.manual_seed(seed % 2**32)
+        self._set_learning_rate(self.step)
+        if self.monitor is not None:
+            self.monitor.before_step(x)
+        self._pending.append(self.train_step(x, labels))
+        if self.monitor is not None:
+            self.monitor.after_step()
+        self.step += 1
+
+    def evaluate(self) -> float:
+        """The share of the test images that the network gets right, with running statistics."""
+        images, labels = self.test_images.images, self.test_images.labels
+        own = slice(self.processes.rank, None, self.processes.world_size)
+        images, labels = images[own], labels[own]
+        model = self.model.module if self.processes.world_size > 1 else self.model
+        assert isinstance(model, nn.Module)
+        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        model.eval()
+        try:
+            with torch.no_grad():
+                for start in range(0, len(labels), _EVALUATION_BATCH):
+                    part = slice(start, start + _EVALUATION_BATCH)
+                    x = images[part].to(self.device, memory_format=torch.channels_last)
+                    correct += (model(x).argmax(1) == labels[part].to(self.device)).sum()
+        finally:
+            model.train()
+        return int(self._summed(correct)) / len(self.test_images.labels)
+
+    def _end_epoch(self, seconds: float) -> EpochRow:
+        self._fetch()
+        per_epoch = self.batches.steps_per_epoch
+        losses = self.history.losses[-per_epoch:]
+        row = EpochRow(
+            epoch=self.step // per_epoch,
+            train_loss=sum(losses) / len(losses),
+            train_accuracy=int(self._summed(self.correct)) / (per_epoch * self.batches.batch),
+            test_accuracy=self.evaluate(),
+            seconds=seconds,
+        )
+        self.correct.zero_()
+        self.history.epochs.append(row)
+        return row
+
+    def run(self, logs: Logs | None = None) -> History:
+        """Trains to the end, with a checkpoint at each epoch and as the options say.
+
+        Args:
+            logs: gets losses and epochs as they come.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
+            OSError: a file cannot be written, as on a full disk; the last checkpoint is there.
+        """
+        config, history = self.config, self.history
+        asked_to_stop: list[int] = []
+        bar = tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            unit="step",
+            disable=None if self.show_progress else True,  # None: without a terminal
+            dynamic_ncols=True,
+        )
+        with bar, _stop_signals(asked_to_stop, self.processes):
+            start_s = time.perf_counter() - history.seconds
+            while self.step < self.total_steps:
+                self.one_step()
+                bar.update()
+                if self.step % _FETCH_EVERY == 0:
+                    losses = self._fetch()
+                    if logs is not None:
+                        logs.add_losses(len(history.losses) - len(losses), losses)
+                    bar.set_postfix(loss=f"{history.losses[-1]:.3f}", refresh=False)
+                ends_epoch = self.step % self.batches.steps_per_epoch == 0
+                if ends_epoch:
+                    row = self._end_epoch(time.perf_counter() - start_s)
+                    start_s = time.perf_counter()
+                    if logs is not None:
+                        logs.add_epoch(self.step, row)
+                history.seconds = time.perf_counter() - start_s
+                every = config.checkpoint_every or self.batches.steps_per_epoch
+                if ends_epoch or self.step % every == 0 or asked_to_stop:
+                    self.checkpoint()
+                    if logs is not None:
+                        logs.write(history, self.learning_rates(), self.batches.steps_per_epoch)
+                if asked_to_stop:
+                    raise Interrupted(signal.Signals(asked_to_stop[0]).name)
+        return history
+
+
+def build_network(config: Config, classes: int) -> nn.Module:
+    """The network that a run begins with, on the CPU."""
+    torch.manual_seed(config.seed)
+    return study_network(
+        config.depth,
+        classes,
+        variant=config.variant,
+        block=config.block,
+        width=config.width,
+        stride_on=config.stride_on,
+        groups=config.groups,
+        base_width=config.base_width,
+        survival=config.survival,
+        init=config.init,
+        memory=config.memory,
+        segments=config.segments,
+        anchor_every=config.anchor_every,
+        residual_dtype=torch.float32 if config.float32_stream else None,
+        fused=config.fused,
+        **config.unit_options(),
+    )
+
+
+@contextlib.contextmanager
+def _stop_signals(received: list[int], processes: Processes) -> Iterator[None]:
+    """Appends SIGINT and SIGTERM to `received` in place of their effects, in a single process.
+
+    Several processes receive a signal at different steps, so there it ends them at once.
+    """
+    if processes.world_size > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {
+        number: signal.signal(number, lambda n, _: received.append(n))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _device(config: Config, processes: Processes) -> torch.device:
+    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected one such as 'cpu' or 'cuda:0', got {name!r}") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device: expected 'cpu', as PyTorch sees no GPU, got {name!r}")
+        if device.index is None:
+            device = torch.device("cuda", processes.local_rank)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _check_same_options(path: Path, found: dict[str, Any], config: Config) -> None:
+    expected = dataclasses.asdict(config)
+    different = [
+        f"{name} {found.get(name)!r} in place of {value!r}"
+        for name, value in expected.items()
+        if name not in RUNNING and found.get(name) != value
+    ]
+    if different:
+        raise CheckpointError(
+            f"{path}: expected a run with the given options, got one with {', '.join(different)}; "
+            "name another folder with --out, or remove this one"
+        )
+
+
+def train(config: Config, out: Path, *, show_progress: bool = True) -> TrainingRun:
+    """Trains in a folder, or continues there; the first process writes logs.
+
+    Args:
+        config: the options.
+        out: the folder.
+        show_progress: draw a progress bar.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
+        OSError: a file cannot be written; the last checkpoint is there.
+        TypeError: see `TrainingRun`.
+        ValueError: see `TrainingRun`.
+    """
+    processes = Processes.of_environment()
+    with processes.group(_device(config, processes)):
+        run = TrainingRun(config, out, processes, show_progress=show_progress)
+        logs = Logs(run.out, run.step) if processes.is_first else None
+        try:
+            run.run(logs)
+        finally:
+            if logs is not None:
+                logs.close()
+    return run

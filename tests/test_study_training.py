@@ -1,0 +1,401 @@
+"""Training runs of the study: recipes, checkpoints, continuing, files, wrong input."""
+
+import errno
+import io
+import math
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
+from preact_kernels.study import checkpoints, recipes
+from preact_kernels.study.__main__ import main
+from preact_kernels.study.checkpoints import CheckpointError
+from preact_kernels.study.config import Config, parse_bytes
+from preact_kernels.study.networks import study_network
+from preact_kernels.study.training import Interrupted, Processes, TrainingRun, train
+from tests.torchrun import torchrun
+
+ONE = Processes(0, 0, 1)
+# Everything random: dropout, stochastic depth, order and augmentation.
+SMALL = {"depth": 8, "image_size": 8, "batch": 250, "epochs": 3, "dropout": 0.2, "survival": 0.8}
+ARGUMENTS = [t for k, v in SMALL.items() for t in (f"--{k.replace('_', '-')}", str(v))]
+
+
+def small(**options):
+    return Config(**{**SMALL, "device": "cpu", **options})
+
+
+def trained(out, **options):
+    return train(small(**options), out, show_progress=False)
+
+
+class Killed(BaseException):
+    """In place of SIGKILL."""
+
+
+def killed_at(monkeypatch, step, out, **options):
+    """A run that ends before `step` as if killed."""
+    one_step = TrainingRun.one_step
+
+    def interrupted(run):
+        if run.step == step:
+            raise Killed
+        one_step(run)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(TrainingRun, "one_step", interrupted)
+        trained(out, **options)
+
+
+def assert_same_run(a, b):
+    assert a.history.losses == b.history.losses
+    for x, y in zip(a.history.epochs, b.history.epochs, strict=True):
+        assert x._replace(seconds=0) == y._replace(seconds=0)
+    assert a.history.signal == b.history.signal
+    assert a.network.state_dict().keys() == b.network.state_dict().keys()
+    for name, value in a.network.state_dict().items():
+        assert torch.equal(value, b.network.state_dict()[name]), name
+    for name in ("losses.csv", "signal.csv"):
+        assert (a.out / name).read_bytes() == (b.out / name).read_bytes()
+
+
+# Recipes
+
+
+def test_the_rates_of_the_paper():
+    rates = [recipes.learning_rate("paper", 0.1, s, 78_000, 400) for s in range(78_000)]
+    assert rates[:400] == [0.1 / 10] * 400
+    changes = [s for s in range(1, 78_000) if rates[s] != rates[s - 1]]
+    assert changes == [400, 82 * 390, 123 * 390]
+    assert [rates[s] for s in changes] == pytest.approx([0.1, 0.01, 0.001])
+
+
+def test_warm_up_and_cosine():
+    rates = [recipes.learning_rate("warmup-cosine", 0.2, s, 110, 10) for s in range(111)]
+    assert rates[:10] == pytest.approx([0.02 * (i + 1) for i in range(10)])
+    assert rates[10] == pytest.approx(0.2)
+    assert rates[60] == pytest.approx(0.1)
+    assert rates[110] == pytest.approx(0)
+    assert rates[35] == pytest.approx(0.2 * (0.5 + 0.5 * math.cos(math.pi / 4)))
+
+
+def test_a_short_run_warms_up_for_a_tenth_at_most():
+    assert recipes.warm_up_steps("paper", None, 78_000) == 400
+    assert recipes.warm_up_steps("paper", None, 100) == 10
+    assert recipes.warm_up_steps("paper", 50, 100) == 50
+    assert recipes.warm_up_steps("warmup-cosine", None, 100) == 5
+
+
+def test_learning_rates_rise_with_depth():
+    network = study_network(20)
+    groups = recipes.parameter_groups(network, 0.25)
+    assert [g.name for g in groups] == ["stem", "stage 1", "stage 2", "stage 3", "head"]
+    assert [g.factor for g in groups] == pytest.approx([0.25 ** (1 - i / 4) for i in range(5)])
+    assert sum(len(g.parameters) for g in groups) == len(list(network.parameters()))
+    device = torch.device("cpu")
+    sgd = recipes.sgd(groups, momentum=0.9, weight_decay=1e-4, is_captured=False, device=device)
+    recipes.set_learning_rate(sgd, groups, 0.1)
+    assert [g["lr"] for g in sgd.param_groups] == pytest.approx([0.1 * g.factor for g in groups])
+
+
+def test_the_defaults_are_a_recipe():
+    assert (Config().epochs, Config().batch, Config().lr) == (30, 64, 0.1)
+    paper = Config(recipe="paper")
+    assert (paper.epochs, paper.batch, paper.momentum, paper.weight_decay) == (200, 128, 0.9, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1000", 1000), ("300MiB", 300 * 2**20), ("1.5 GB", 1_500_000_000), ("64k", 64_000)],
+)
+def test_bytes_are_read(text, expected):
+    assert parse_bytes(text) == expected
+
+
+# Training
+
+
+def test_a_run_learns_and_writes_its_files(tmp_path, capsys):
+    assert main(["train", *ARGUMENTS, "--out", str(tmp_path), "--diagnose-every", "6"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    accuracy = re.fullmatch(r"test accuracy: (0\.\d{4}|1\.0000)", lines[-1])
+    assert accuracy and float(accuracy[1]) > 0.3
+    for name in ("checkpoint.pt", "losses.csv", "epochs.csv", "signal.csv", "report.md"):
+        assert (tmp_path / name).stat().st_size
+    losses = (tmp_path / "losses.csv").read_text().splitlines()
+    assert losses[0] == "step,epoch,learning_rate,loss" and len(losses) == 1 + 3 * 6
+    assert float(losses[-1].split(",")[-1]) < float(losses[1].split(",")[-1])
+    signal_rows = (tmp_path / "signal.csv").read_text().splitlines()
+    assert len(signal_rows) == 1 + 3 * 4  # blocks; steps 1, 6, 12 and 18
+    report = (tmp_path / "report.md").read_text()
+    pictures = re.findall(r"\]\((.*?\.png)\)", report)
+    assert len(pictures) == 6 and all((tmp_path / p).exists() for p in pictures)
+    assert "batch norms fused" in report
+    # The same command again: nothing is left to train.
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    assert main(["train", *ARGUMENTS, "--out", str(tmp_path), "--diagnose-every", "6"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == lines[-1]
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"autocast": "bfloat16", "float32_stream": True, "dropout": 0.0, "survival": 1.0},
+        {"autocast": "float16", "clip_norm": 1.0},
+        {"memory_budget": "3.5MB", "dropout": 0.0, "survival": 1.0, "depth": 20},
+        {"depth_lr": 0.5, "recipe": "paper", "fused": False},
+    ],
+    ids=["bfloat16", "float16", "budget", "depth-lr"],
+)
+def test_options_train(options, tmp_path):
+    run = trained(tmp_path, epochs=1, **options)
+    assert all(map(math.isfinite, run.history.losses))
+    assert all(p.isfinite().all() for p in run.network.parameters())
+    if "memory_budget" in options:
+        assert any(stage.memory != "store" for stage in run.network.stages)
+
+
+def test_gradients_are_clipped(tmp_path):
+    norms = []
+
+    def norm(optimizer, *_):
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in parameters])))
+
+    run = TrainingRun(small(clip_norm=0.01), tmp_path, ONE, show_progress=False)
+    run.optimizer.register_step_pre_hook(norm)  # behind the hook that clips
+    run.one_step()
+    assert norms == pytest.approx([0.01], rel=1e-3)
+
+
+def test_measuring_signal_flow_changes_no_bit(tmp_path):
+    with_monitor = trained(tmp_path / "with", diagnose_every=2)
+    without = trained(tmp_path / "without", diagnose_every=0)
+    assert len(with_monitor.history.signal) == 3 * 10
+    assert with_monitor.history.losses == without.history.losses
+
+
+def test_evaluation_uses_all_images_and_running_statistics(tmp_path):
+    run = TrainingRun(small(epochs=1), tmp_path, ONE, show_progress=False)
+    for _ in range(6):
+        run.one_step()
+    accuracy = run.evaluate()
+    network = run.network.eval()
+    with torch.no_grad():
+        logits = network(run.test_images.images)
+    assert accuracy == float((logits.argmax(1) == run.test_images.labels).double().mean())
+
+
+# Continuing
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"autocast": "float16"}, marks=pytest.mark.slow)],  # slow on a CPU
+    ids=["float32", "float16"],
+)
+def test_a_killed_run_continues_bit_for_bit(options, monkeypatch, tmp_path):
+    """Killed within epochs, at their ends, and before the first checkpoint."""
+    options = {"checkpoint_every": 4, "diagnose_every": 5, "clip_norm": 0.5, **options}
+    unbroken = trained(tmp_path / "unbroken", **options)
+    for step in (3, 5, 6, 11, 12, 17):
+        killed_at(monkeypatch, step, tmp_path / "broken", **options)
+    continued = trained(tmp_path / "broken", **options)
+    assert_same_run(continued, unbroken)
+
+
+@pytest.mark.slow
+def test_a_run_killed_ten_times_at_random_moments_continues_bit_for_bit(tmp_path):
+    """With SIGKILL, which may come within a write."""
+    arguments = [*ARGUMENTS, "--device", "cpu", "--checkpoint-every", "1", "--epochs", "30"]
+
+    def start(out):
+        command = [sys.executable, "-m", "preact_kernels.study", "train", *arguments]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([*command, "--out", str(tmp_path / out)], **quiet)
+
+    start_s = time.monotonic()
+    assert start("unbroken").wait() == 0
+    whole_s = time.monotonic() - start_s
+    draws = random.Random(0)
+    kills = 0
+    for _ in range(200):
+        process = start("broken")
+        limit_s = None if kills == 10 else draws.uniform(0.3, 0.6) * whole_s
+        try:
+            assert process.wait(limit_s) == 0
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+    assert kills >= 1
+    for name in ("losses.csv", "signal.csv"):
+        same = [(tmp_path / out / name).read_bytes() for out in ("broken", "unbroken")]
+        assert same[0] == same[1]
+
+
+def test_a_signal_stops_a_run_with_a_checkpoint(monkeypatch, tmp_path, capsys):
+    one_step = TrainingRun.one_step
+
+    def stopped(run):
+        one_step(run)
+        if run.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="SIGTERM"):
+        patch.setattr(TrainingRun, "one_step", stopped)
+        trained(tmp_path / "broken")
+    assert checkpoints.load(tmp_path / "broken" / "checkpoint.pt")["step"] == 2
+    assert_same_run(trained(tmp_path / "broken"), trained(tmp_path / "unbroken"))
+
+
+def test_memory_mode_and_plain_may_change_when_a_run_continues(monkeypatch, tmp_path):
+    options = {"dropout": 0.0, "survival": 1.0, "depth": 14}
+    killed_at(monkeypatch, 7, tmp_path, **options)
+    run = trained(tmp_path, memory="rebuild", **options)
+    assert len(run.history.losses) == 18
+    killed_at(monkeypatch, 7, tmp_path / "b", **options)
+    assert len(trained(tmp_path / "b", fused=False, **options).history.losses) == 18
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    """Losses are those of one process but for rounding: batch norms are synchronised."""
+    arguments = ["train", *ARGUMENTS, "--device", "cpu", "--dropout", "0", "--survival", "1"]
+    arguments += ["--sync-batch-norm", "--out", str(tmp_path / "two")]
+    process = torchrun(2, ["preact_kernels.study", *arguments])
+    assert process.returncode == 0, process.stderr
+    assert re.fullmatch(r"test accuracy: \d\.\d{4}", process.stdout.splitlines()[-1])
+    one = trained(tmp_path / "one", dropout=0.0, survival=1.0, sync_batch_norm=True)
+    two = (tmp_path / "two" / "losses.csv").read_text().splitlines()[1:]
+    found = torch.tensor([float(line.split(",")[-1]) for line in two])
+    torch.testing.assert_close(found[:6], torch.tensor(one.history.losses[:6]), rtol=1e-3, atol=0)
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The checkpoint of a finished run."""
+    trained(tmp_path, epochs=1)
+    return tmp_path / "checkpoint.pt"
+
+
+def damaged(content):
+    """`content` with one bit of a stored tensor changed."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def foreign(_):
+    buffer = io.BytesIO()
+    torch.save({"state_dict": {}}, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content[: len(content) // 2], "cannot be read"),
+        (damaged, "is damaged"),
+        (lambda _: b"", "cannot be read"),
+        (lambda _: b"hello", "cannot be read"),
+        (foreign, "with format 'preact_kernels.study checkpoint', got None"),
+    ],
+    ids=["truncated", "bit", "empty", "text", "foreign"],
+)
+def test_a_file_that_is_no_checkpoint_is_refused_and_stays(change, message, finished):
+    content = change(finished.read_bytes())
+    finished.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"checkpoint\.pt: expected a checkpoint.*{message}"):
+        trained(finished.parent, epochs=1)
+    assert finished.read_bytes() == content
+
+
+def test_a_checkpoint_of_other_options_is_refused_and_stays(finished):
+    content = finished.read_bytes()
+    with pytest.raises(CheckpointError, match=r"with depth 8 in place of 14, lr 0\.1 in place"):
+        trained(finished.parent, epochs=1, depth=14, lr=0.05)
+    assert finished.read_bytes() == content
+
+
+def test_a_checkpoint_of_other_images_is_refused(finished):
+    content = torch.load(finished)
+    torch.save(content | {"images": ["cifar-10", 50_000]}, finished)
+    with pytest.raises(CheckpointError, match=r"run on digits \(1500 images\), got one on cifar"):
+        trained(finished.parent, epochs=1)
+
+
+def test_a_full_disk_loses_no_checkpoint(finished):
+    """A limit on the size of files, which the second checkpoint exceeds."""
+    run = TrainingRun(small(epochs=1), finished.parent, ONE, show_progress=False)
+    content = finished.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) // 2, hard))
+        with pytest.raises(OSError, match=r"not written \(.*the file from before is still") as e:
+            run.checkpoint()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert e.value.errno == errno.EFBIG
+    assert finished.read_bytes() == content
+    assert not list(finished.parent.glob(".*partial*"))
+    run.checkpoint()
+    checkpoints.load(finished)
+
+
+# Wrong input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/nowhere"], "data: expected a directory with CIFAR files, found none at"),
+        (["--depth", "21"], r"depth: expected 6n\+2"),
+        (["--batch", "5000"], r"batch: expected 1 to 1500 \(digits\), got 5000"),
+        (["--lr", "-1"], "lr: expected a positive number, got -1.0"),
+        (["--epochs", "0"], "epochs: expected at least 1, got 0"),
+        (["--memory-budget", "lots"], "memory_budget: expected bytes such as 300MiB, got 'lots'"),
+        (["--memory-budget", "1"], "memory_budget: model: expected at least one PreActStage"),
+        (["--memory", "rebuild"], "memory: expected 'store' beside other units"),
+        (["--device", "gpu"], "device: expected one such as 'cpu'"),
+        (["--resume"], "resume: expected .*checkpoint.pt, found none"),
+    ],
+)
+def test_wrong_options_are_named(arguments, message, tmp_path):
+    with pytest.raises(SystemExit, match=f"study: .*{message}"):
+        main(["train", *ARGUMENTS, "--out", str(tmp_path / "out"), *arguments])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_variant_lists_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--placement", "pre"])
+    message = capsys.readouterr().err
+    assert "'original'" in message and "'full-preactivation'" in message
+    with pytest.raises(ValueError, match="placement: expected one of 'original'"):
+        Config(placement="pre")
+    with pytest.raises(TypeError, match="epochs: expected int, got str"):
+        Config(epochs="3")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "preact_kernels.study.comparisons", None)
+    monkeypatch.delattr("preact_kernels.study.comparisons", raising=False)
+    with pytest.raises(SystemExit, match=r"which is not installed: pip install 'preact-kernels\["):
+        main(["train"])
