@@ -429,11 +429,13 @@ def test_csv_with_other_columns_is_an_error(tmp_path):
         pytest.param({"depth": 20, "memory": "rebuild"}, True, id="basic"),
         pytest.param({"placement": "original"}, False, id="original"),
         pytest.param({"placement": "bn-after-addition"}, False, id="bn-after-addition"),
-        pytest.param({"placement": "relu-only-preactivation"}, True, id="relu-only"),
+        pytest.param({"placement": "relu-before-addition"}, False, id="relu-before-addition"),
+        pytest.param({"placement": "relu-only-preactivation"}, False, id="relu-only"),
+        pytest.param({"shortcut": "shortcut-only-gating"}, False, id="gated"),
         pytest.param({"shortcut": "constant-scaling"}, False, id="scaled"),
     ],
 )
-def test_identity_holds_where_nothing_stands_on_the_shortcut(options, expected):
+def test_only_full_preactivation_with_identity_shortcuts_can_be_the_identity(options, expected):
     options = {"depth": 20, **options}
     model = network(build=study_network, **options)
     before, hooks = state_of(model), hook_count(model)

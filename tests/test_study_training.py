@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -134,6 +135,8 @@ def test_a_run_learns_and_writes_its_files(tmp_path, capsys):
     assert accuracy and float(accuracy[1]) > 0.3
     for name in ("checkpoint.pt", "losses.csv", "epochs.csv", "signal.csv", "report.md"):
         assert (tmp_path / name).stat().st_size
+    if find_spec("tensorboard"):
+        assert list((tmp_path / "tensorboard").glob("events*"))
     losses = (tmp_path / "losses.csv").read_text().splitlines()
     assert losses[0] == "step,epoch,learning_rate,loss" and len(losses) == 1 + 3 * 6
     assert float(losses[-1].split(",")[-1]) < float(losses[1].split(",")[-1])
@@ -215,6 +218,19 @@ def test_a_killed_run_continues_bit_for_bit(options, monkeypatch, tmp_path):
         killed_at(monkeypatch, step, tmp_path / "broken", **options)
     continued = trained(tmp_path / "broken", **options)
     assert_same_run(continued, unbroken)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("options", [{}, {"autocast": "bfloat16"}, {"autocast": "float16"}])
+def test_captured_steps_continue_bit_for_bit(options, monkeypatch, tmp_path):
+    options = {"device": "cuda", "checkpoint_every": 4, "diagnose_every": 5, **options}
+    unbroken = trained(tmp_path / "unbroken", clip_norm=0.5, **options)
+    assert unbroken.is_captured
+    for step in (3, 6, 11):
+        killed_at(monkeypatch, step, tmp_path / "broken", clip_norm=0.5, **options)
+    assert_same_run(trained(tmp_path / "broken", clip_norm=0.5, **options), unbroken)
+    uncaptured = trained(tmp_path / "uncaptured", clip_norm=0.5, capture=False, **options)
+    assert uncaptured.history.losses[:3] == pytest.approx(unbroken.history.losses[:3], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ def _train(arguments: dict) -> int:
     if resume and not (out / CHECKPOINT).exists():
         raise CheckpointError(f"resume: expected {out / CHECKPOINT}, found none")
     is_first = Processes.of_environment().is_first
+    if is_first:
+        print(f"out: {out}", flush=True)
     try:
         run = train(config, out)
     except Interrupted as stopped:

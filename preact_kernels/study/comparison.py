@@ -77,9 +77,12 @@ class Comparison:
         }
         return Config(**{**shared, **self.base, **options})
 
-    def train_all(self, cases: Mapping[str, dict[str, Any]]) -> list[Result]:
-        """Trains each case with each seed, all cases with the first seed first."""
-        todo = [(s, d, c) for s in range(self.size.seeds) for d in self.size.depths for c in cases]
+    def train_all(
+        self, cases: Mapping[str, dict[str, Any]], depths: Sequence[int] | None = None
+    ) -> list[Result]:
+        """Trains each case with each seed and depth, all with the first seed first."""
+        depths = depths or self.size.depths
+        todo = [(s, d, c) for s in range(self.size.seeds) for d in depths for c in cases]
         results = []
         for number, (seed, depth, label) in enumerate(todo, 1):
             config = self.config(seed=seed, depth=depth, **cases[label])

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from preact_kernels.study import cost, paper, plots
+from preact_kernels.study import cost, data, paper, plots
 from preact_kernels.study.checkpoints import write_atomically
 from preact_kernels.study.comparison import (
     SIGNAL_IMAGES,
@@ -30,12 +31,14 @@ from preact_kernels.study.report import (
 from preact_kernels.study.training import build_network
 from preact_kernels.study.units import PLACEMENTS, SHORTCUTS
 
-SMALL = {  # ten minutes on two cores
-    "placements": Size((56,), 12, 64, 2, 16, "warmup-cosine"),
-    "shortcuts": Size((56,), 8, 64, 2, 16, "warmup-cosine"),
+SMALL = {  # within ten minutes on two cores
+    "placements": Size((110,), 10, 64, 2, 16, "warmup-cosine"),
+    "shortcuts": Size((110,), 7, 64, 2, 16, "warmup-cosine"),
     "depth": Size((20, 56, 110), 10, 64, 2, 16, "warmup-cosine"),
     "signal": Size((20, 56, 110), 0, 32, 1, 32, "warmup-cosine"),
 }
+FUSED_AND_PLAIN_DEPTH = 164
+COST_DEPTHS = (110, 164, 1001)
 PAPER = {
     "placements": Size((110, 164), 200, 128, 5, 32, "paper"),
     "shortcuts": Size((110,), 200, 128, 5, 32, "paper"),
@@ -219,9 +222,10 @@ def _depth(comparison: Comparison) -> Path:
         "",
     )
     comparison.plot("Error against depth", plots.plot_error_against_depth, series, reference=quoted)
+    _fused_and_plain(comparison)
     comparison.write("## Time and memory", "")
     batch = 16 if not torch.cuda.is_available() else comparison.size.batch
-    costs = cost.measure_costs((110, 164, 1001), batch, comparison.base.get("device"))
+    costs = cost.measure_costs(COST_DEPTHS, batch, comparison.base.get("device"))
     comparison.write(*cost.table(costs, batch), "")
     times = {c.label: {} for c in costs}  # type: dict[str, dict[int, float]]
     memory = {c.label: {} for c in costs}  # type: dict[str, dict[int, float]]
@@ -231,6 +235,31 @@ def _depth(comparison: Comparison) -> Path:
     comparison.plot("Cost against depth", plots.plot_cost_against_depth, times, memory)
     comparison.write_results(results)
     return comparison.end()
+
+
+def _fused_and_plain(comparison: Comparison) -> None:
+    """Trains one network fused and as plain PyTorch, from the same weights on the same images."""
+    cases = {"fused": {"fused": True}, "plain PyTorch": {"fused": False}}
+    results = comparison.train_all(cases, depths=(FUSED_AND_PLAIN_DEPTH,))
+    errors, losses = by_label(results, "test_error"), by_label(results, "train_loss")
+    seconds = by_label(results, "seconds")
+    comparison.write(
+        f"## Fused and plain, {FUSED_AND_PLAIN_DEPTH} layers",
+        "",
+        "Full pre-activation, the same weights, images and order. Roundings differ, and training "
+        "magnifies them.",
+        "",
+        markdown_table(
+            ("runs", "test error, %", "training loss", "s"),
+            [
+                (name, spread(errors[name]), spread(losses[name], 4), spread(seconds[name], 0))
+                for name in cases
+            ],
+        ),
+        "",
+    )
+    curves = {r.label: [list(enumerate(r.losses, 1))] for r in results if r.seed == 0}
+    comparison.plot("Fused and plain", plots.plot_losses, curves, smooth=10, log=True)
 
 
 def _signal(comparison: Comparison) -> Path:
@@ -243,7 +272,8 @@ def _signal(comparison: Comparison) -> Path:
         "## The identity test",
         "",
         "With the last convolution of every branch set to zero, a unit of full pre-activation "
-        "returns its input bit for bit. Blocks whose shape changes are not counted.",
+        "returns its input bit for bit. Norms have random biases here, as after training. Blocks "
+        "whose shape changes are not counted.",
         "",
         _identity_table(comparison),
         "",
@@ -356,6 +386,11 @@ def run(name: str, arguments: dict[str, Any]) -> int:
             if value < 1:
                 raise ValueError(f"{option}: expected at least 1, got {value}")
             size = dataclasses.replace(size, **{option: value})
+    if arguments["paper"] and not (arguments["data"] or os.environ.get(data.ENVIRONMENT_VARIABLE)):
+        raise ValueError(
+            "data: expected a directory of CIFAR files beside --paper, got none "
+            f"(--data, or the variable {data.ENVIRONMENT_VARIABLE})"
+        )
     if arguments["depths"]:
         size = dataclasses.replace(size, depths=tuple(arguments["depths"]))
     base = {k: arguments[k] for k in ("data", "device") if arguments[k] is not None}

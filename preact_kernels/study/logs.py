@@ -1,5 +1,6 @@
 """CSV files and TensorBoard events of a training run."""
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterable, Sequence
@@ -70,4 +71,5 @@ class Logs:
     def close(self) -> None:
         """Closes the event file."""
         if self.writer is not None:
-            self.writer.close()
+            with contextlib.suppress(OSError):  # a full disk, which has ended the run
+                self.writer.close()

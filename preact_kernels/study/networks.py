@@ -58,7 +58,6 @@ class ResidualNetwork(nn.Module):
         self.norm = norm(channels) if "norm" in before else nn.Identity()
         self.act = activation() if "act" in before else nn.Identity()
         self.fc = nn.Linear(channels, num_classes)
-        self.fused_parts = "plain PyTorch"
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, 3, H, W]` to logits `[N, num_classes]`."""
@@ -68,7 +67,7 @@ class ResidualNetwork(nn.Module):
 
     def extra_repr(self) -> str:
         """What runs fused."""
-        return self.fused_parts
+        return fused_parts(self)
 
 
 def study_network(
@@ -166,7 +165,6 @@ def study_network(
     initialise(network, init)
     if fused:
         convert(network)
-        network.fused_parts = fused_parts(network)
     return network
 
 
@@ -236,6 +234,8 @@ def fused_parts(network: nn.Module) -> str:
     sites = list(conversion_report(network))
     if not sites:
         return "plain PyTorch: no batch norm"
+    if not any(s.fused for s in sites):
+        return "plain PyTorch"
     counts = Counter(
         f"in {s.into}" if s.fused else f"plain, as {s.reason.replace('(add)', '')}".strip()
         for s in sites

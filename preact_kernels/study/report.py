@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from preact_kernels.ops.dispatch import available_backends
-from preact_kernels.study import data, plots
+from preact_kernels.study import plots
 from preact_kernels.study.checkpoints import write_atomically
-from preact_kernels.study.diagnostics import BlockRow, blocks_of, histograms
-from preact_kernels.study.networks import fused_parts
+from preact_kernels.study.diagnostics import BlockRow, histograms
 from preact_kernels.study.training import TrainingRun
 
 _HISTOGRAM_IMAGES = 64
@@ -105,18 +104,13 @@ def _histogram_plot(run: TrainingRun) -> Path:
     return plots.plot_histograms({"trained": stages}, run.out / "activations.png")
 
 
-def _images(images: data.Images) -> str:
-    size = images.images.shape[-1]
-    return f"{len(images.labels):,} images of {size}x{size} pixels"
-
-
 def write_report(run: TrainingRun) -> Path:
     """Writes `report.md` and its plots into the folder of a run that has trained an epoch.
 
     Returns:
         The path of the report.
     """
-    history, config = run.history, run.config
+    history, config, described = run.history, run.config, run.description()
     last = history.epochs[-1]
     best = max(history.epochs, key=lambda row: row.test_accuracy)
     per_epoch = run.batches.steps_per_epoch
@@ -136,10 +130,8 @@ def write_report(run: TrainingRun) -> Path:
         f"**Test accuracy {last.test_accuracy:.4f}** after {last.epoch} epochs "
         f"(highest {best.test_accuracy:.4f}, after {best.epoch}).",
         "",
-        f"- Network: {len(blocks_of(run.network))} blocks, {parameter_count(run.network):,} "
-        f"parameters; {fused_parts(run.network)}.",
-        f"- Images: {run.train_images.name}, {_images(run.train_images)} to train on, "
-        f"{_images(run.test_images)} to test.",
+        f"- Network: {described['network']}.",
+        f"- Images: {described['images']}.",
         f"- Options: {options}.",
         f"- Steps: {len(history.losses):,} of {config.batch} images, {step_ms:.0f} ms each "
         f"(median of epochs, evaluation included); {trained_s:.0f} s in all.",

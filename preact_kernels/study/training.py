@@ -7,8 +7,10 @@ checkpoint holds no state of generators, and other numbers of processes can cont
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +28,10 @@ from preact_kernels.planning import plan_memory
 from preact_kernels.study import checkpoints, data, recipes
 from preact_kernels.study.checkpoints import CheckpointError
 from preact_kernels.study.config import RUNNING, Config, parse_bytes
-from preact_kernels.study.diagnostics import Monitor
+from preact_kernels.study.diagnostics import Monitor, blocks_of
 from preact_kernels.study.history import EpochRow, History
 from preact_kernels.study.logs import Logs
-from preact_kernels.study.networks import study_network
+from preact_kernels.study.networks import fused_parts, study_network
 
 CHECKPOINT = "checkpoint.pt"
 _FETCH_EVERY = 10  # steps between reads of losses from the device
@@ -105,9 +107,9 @@ class TrainingRun:
         self.show_progress = show_progress and processes.is_first
         self.device = _device(config, processes)
         self.path = self.out / CHECKPOINT
-        self.found = checkpoints.load(self.path) if self.path.exists() else None
-        if self.found is not None:
-            _check_same_options(self.path, self.found["config"], config)
+        found = checkpoints.load(self.path) if self.path.exists() else None
+        if found is not None:
+            _check_same_options(self.path, found["config"], config)
         self.train_images = self._images(train=True)
         self.test_images = self._images(train=False)
         self.batches = data.Batches(
@@ -123,11 +125,12 @@ class TrainingRun:
         self.history = History()
         self.step = 0
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._pending: list[Tensor] = []
+        self._is_lost = False  # the loss was not finite
+        self._pending: list[Tensor] = []  # losses that are still on the device
+        self._train_step: Callable[[Tensor, Tensor], Tensor] | None = None
         self._build()
-        if self.found is not None:
-            self._restore(self.found)
-        self.train_step = self._train_step()
+        if found is not None:
+            self._restore(found)
 
     def _images(self, *, train: bool) -> data.Images:
         return data.load(self.config.data, train=train).resized(self.config.image_size)
@@ -149,6 +152,7 @@ class TrainingRun:
             model = _Autocast(network, self.device.type, getattr(torch, config.autocast))
             if config.autocast == "float16":
                 self.scaler = torch.amp.GradScaler(self.device.type)
+        self.unwrapped = model
         if self.processes.world_size > 1:
             ids = [self.device.index] if self.device.type == "cuda" else None
             model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
@@ -166,11 +170,26 @@ class TrainingRun:
             device=self.device,
         )
         if config.clip_norm is not None:
-            parameters = list(network.parameters())
-            self.optimizer.register_step_pre_hook(
-                lambda *_: nn.utils.clip_grad_norm_(parameters, config.clip_norm) and None  # type: ignore[arg-type]
-            )
+            self.optimizer.register_step_pre_hook(self._clip)
         self.monitor = Monitor(network, config.diagnose_every) if config.diagnose_every else None
+
+    def description(self) -> dict[str, str]:
+        """The network, the images and the steps, in words."""
+        config, train, test = self.config, self.train_images, self.test_images
+        size = config.image_size
+        parameters = sum(p.numel() for p in self.network.parameters() if p.requires_grad)
+        return {
+            "network": f"ResNet-{config.depth}, {config.placement}, {config.shortcut} shortcuts: "
+            f"{len(blocks_of(self.network))} blocks, {parameters:,} parameters; "
+            f"{fused_parts(self.network)}",
+            "images": f"{train.name}, {len(train.labels):,} to train on and "
+            f"{len(test.labels):,} to test, {size}x{size} pixels",
+            "steps": f"{self.total_steps:,} of {config.batch} images, {self.step:,} done",
+        }
+
+    def _clip(self, *_: object) -> None:
+        """Clips the gradient that the optimizer is about to use."""
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_norm or 0.0)
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         x, labels = self.batches[step]
@@ -180,11 +199,11 @@ class TrainingRun:
         self.correct.add_((logits.detach().argmax(1) == labels).sum())
         return F.cross_entropy(logits.float(), labels)
 
-    def _train_step(self) -> Callable[[Tensor, Tensor], Tensor]:
+    def _make_step(self) -> Callable[[Tensor, Tensor], Tensor]:
         if not self.is_captured:
             return self._uncaptured_step
         correct = self.correct.clone()
-        self._set_learning_rate(self.step)
+        self._set_learning_rate()
         step = graphed_step(
             self.model, self._loss, self.optimizer, *self._batch(0), scaler=self.scaler
         )
@@ -231,7 +250,7 @@ class TrainingRun:
             group["lr"], group["fused"] = lr, fused  # of this machine; rates are set at each step
 
     def checkpoint(self) -> None:
-        """Writes the checkpoint and the CSV files."""
+        """Writes the checkpoint."""
         self._fetch()
         correct = int(self._summed(self.correct))
         if not self.processes.is_first:
@@ -259,56 +278,59 @@ class TrainingRun:
             dist.all_reduce(value)
         return value
 
-    def _set_learning_rate(self, step: int) -> float:
-        config = self.config
-        lr = recipes.learning_rate(
-            config.recipe, config.lr or 0.0, step, self.total_steps, self.warm_up
-        )
-        recipes.set_learning_rate(self.optimizer, self.groups, lr)
-        return lr
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        recipe, lr = self.config.recipe, self.config.lr or 0.0
+        return recipes.learning_rate(recipe, lr, step, self.total_steps, self.warm_up)
 
     def learning_rates(self) -> list[float]:
         """The learning rate of each step so far."""
-        config = self.config
-        return [
-            recipes.learning_rate(
-                config.recipe, config.lr or 0.0, s, self.total_steps, self.warm_up
-            )
-            for s in range(len(self.history.losses))
-        ]
+        return [self.learning_rate(step) for step in range(len(self.history.losses))]
 
-    def _fetch(self) -> list[float]:
+    def _set_learning_rate(self) -> None:
+        recipes.set_learning_rate(self.optimizer, self.groups, self.learning_rate(self.step))
+
+    def _fetch(self) -> None:
         """Reads the losses of the last steps from the device, averaged over the processes."""
         if not self._pending:
-            return []
+            return
         losses = self._summed(torch.stack(self._pending).double()) / self.processes.world_size
         self._pending = []
         self.history.losses += (found := losses.tolist())
-        return found
+        if not all(map(math.isfinite, found)) and self.processes.is_first and not self._is_lost:
+            self._is_lost = True
+            tqdm.write(f"study: the loss is not finite at or before step {self.step}", sys.stderr)
 
     def one_step(self) -> None:
         """Trains one step."""
+        if self._train_step is None:
+            self._train_step = self._make_step()
         start_s = time.perf_counter()
         x, labels = self._batch(self.step)
         self.history.input_seconds += time.perf_counter() - start_s
         # The generator takes 32 bits of a seed.
         seed = (self.config.seed * 1_000_003 + self.step) * 4093 + self.processes.rank
         torch.manual_seed(seed % 2**32)
-        self._set_learning_rate(self.step)
+        self._set_learning_rate()
         if self.monitor is not None:
             self.monitor.before_step(x)
-        self._pending.append(self.train_step(x, labels))
+        self._pending.append(self._train_step(x, labels))
         if self.monitor is not None:
             self.monitor.after_step()
         self.step += 1
 
     def evaluate(self) -> float:
-        """The share of the test images that the network gets right, with running statistics."""
+        """The share of the test images that the network gets right, with running statistics.
+
+        Those of the first process: `DistributedDataParallel` sends them with the next step.
+        """
         images, labels = self.test_images.images, self.test_images.labels
         own = slice(self.processes.rank, None, self.processes.world_size)
         images, labels = images[own], labels[own]
-        model = self.model.module if self.processes.world_size > 1 else self.model
-        assert isinstance(model, nn.Module)
+        if self.processes.world_size > 1:
+            for buffer in self.network.buffers():
+                dist.broadcast(buffer, 0)
+        model = self.unwrapped
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         model.eval()
         try:
@@ -357,13 +379,12 @@ class TrainingRun:
         )
         with bar, _stop_signals(asked_to_stop, self.processes):
             start_s = time.perf_counter() - history.seconds
+            logged = self.step
             while self.step < self.total_steps:
                 self.one_step()
                 bar.update()
                 if self.step % _FETCH_EVERY == 0:
-                    losses = self._fetch()
-                    if logs is not None:
-                        logs.add_losses(len(history.losses) - len(losses), losses)
+                    self._fetch()
                     bar.set_postfix(loss=f"{history.losses[-1]:.3f}", refresh=False)
                 ends_epoch = self.step % self.batches.steps_per_epoch == 0
                 if ends_epoch:
@@ -371,7 +392,12 @@ class TrainingRun:
                     start_s = time.perf_counter()
                     if logs is not None:
                         logs.add_epoch(self.step, row)
+                    if self.show_progress and bar.disable:
+                        _print_epoch(row, config.epochs)
                 history.seconds = time.perf_counter() - start_s
+                if logs is not None:
+                    logs.add_losses(logged, history.losses[logged:])
+                    logged = len(history.losses)
                 every = config.checkpoint_every or self.batches.steps_per_epoch
                 if ends_epoch or self.step % every == 0 or asked_to_stop:
                     self.checkpoint()
@@ -380,6 +406,14 @@ class TrainingRun:
                 if asked_to_stop:
                     raise Interrupted(signal.Signals(asked_to_stop[0]).name)
         return history
+
+
+def _print_epoch(row: EpochRow, epochs: int | None) -> None:
+    print(
+        f"epoch {row.epoch} of {epochs}: loss {row.train_loss:.4f}, accuracy "
+        f"{row.train_accuracy:.4f}, test accuracy {row.test_accuracy:.4f}, {row.seconds:.1f} s",
+        flush=True,
+    )
 
 
 def build_network(config: Config, classes: int) -> nn.Module:
@@ -475,6 +509,9 @@ def train(config: Config, out: Path, *, show_progress: bool = True) -> TrainingR
     with processes.group(_device(config, processes)):
         run = TrainingRun(config, out, processes, show_progress=show_progress)
         logs = Logs(run.out, run.step) if processes.is_first else None
+        if run.show_progress:
+            for name, text in run.description().items():
+                print(f"{name}: {text}", flush=True)
         try:
             run.run(logs)
         finally:

@@ -265,8 +265,9 @@ def identity_test(model: nn.Module, x: Tensor, *, blocks: Blocks | None = None) 
     """Whether blocks return their input once the last convolution of their branch is zero.
 
     `True` says that `block(x) == x` for every element (-0.0 equals 0.0), as in a network of full
-    pre-activation. A ReLU behind the addition would leave the positive outputs of a ReLU alone, so
-    each block gets its input less the mean. Runs a copy of the model in training mode.
+    pre-activation. Biases of norms are random numbers meanwhile, as training would make them: at
+    their initial zeros, a branch that ends with a norm would be zero too. Runs a copy of the model
+    in training mode.
 
     Args:
         model: of `PreActBlock`s, `ResidualUnit`s or other blocks with an attribute `last_conv`.
@@ -284,24 +285,28 @@ def identity_test(model: nn.Module, x: Tensor, *, blocks: Blocks | None = None) 
     inputs: dict[str, Tensor] = {}
     result: dict[str, bool] = {}
 
-    def centred(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        centred_input = args[0] - args[0].mean()
-        inputs.setdefault(name, centred_input.clone())  # the block may write into its input
-        return (centred_input, *args[1:])
+    def keep(name: str, args: tuple[Any, ...]) -> None:
+        inputs.setdefault(name, args[0].clone())  # the block may write into its input
 
     def compare(name: str, y: Tensor) -> None:
         if y.shape == inputs[name].shape:
             result[name] = torch.equal(y, inputs[name])
 
-    with torch.no_grad():
+    with torch.no_grad(), unchanged_state(model):
+        torch.manual_seed(0)
         for name, block in blocks.items():
+            for module in block.modules():
+                if not isinstance(module, nn.Conv2d) and isinstance(
+                    bias := getattr(module, "bias", None), Tensor
+                ):
+                    bias.uniform_(-1, 1)
             conv = _last_conv(name, block)
             conv.weight.zero_()
             if conv.bias is not None:
                 conv.bias.zero_()
-            block.register_forward_pre_hook(lambda _, args, name=name: centred(name, args))
+            block.register_forward_pre_hook(lambda _, args, name=name: keep(name, args))
         model.train()
-        with unchanged_state(model), output_hooks(blocks, compare):
+        with output_hooks(blocks, compare):
             model(x)
     return result
 

@@ -1,0 +1,117 @@
+"""The comparisons of the study, at sizes of seconds."""
+
+import csv
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
+from preact_kernels.study import comparisons, cost, paper
+from preact_kernels.study.__main__ import main
+from preact_kernels.study.comparison import Size, order_in_words, spread
+from preact_kernels.study.units import PLACEMENTS, SHORTCUTS
+
+TINY = Size(depths=(8,), epochs=1, batch=500, seeds=1, image_size=8, recipe="warmup-cosine")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(comparisons, "SMALL", dict.fromkeys(comparisons.SMALL, TINY))
+    monkeypatch.setattr(comparisons, "FUSED_AND_PLAIN_DEPTH", 11)
+    monkeypatch.setattr(comparisons, "COST_DEPTHS", (11, 20))
+    monkeypatch.setattr(cost, "_STEPS", 1)
+
+
+def check_report(out, pictures):
+    report = (out / "report.md").read_text()
+    found = re.findall(r"^!\[.*\]\((.*\.png)\)$", report, re.M)
+    assert len(found) == len(set(found)) == pictures
+    for name in found:
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "Command: `python -m preact_kernels.study" in report
+    return report
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_placements(tiny, tmp_path, capsys):
+    arguments = ["placements", "--out", str(tmp_path), "--device", "cpu"]
+    assert main(arguments) == 0
+    report = check_report(tmp_path, 6)
+    for name, errors in paper.PLACEMENTS.items():
+        line = next(line for line in report.splitlines() if line.startswith(f"| {name} |"))
+        assert f" {errors[110]:.2f} |" in line and "batch norms fused" in line
+    results = rows_of(tmp_path / "results.csv")
+    assert [r["label"] for r in results] == list(PLACEMENTS)
+    # Again: finished runs are not repeated, and the report is the same.
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/checkpoint.pt")}
+    assert main(arguments) == 0
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/checkpoint.pt")} == before
+    assert (tmp_path / "report.md").read_text() == report
+
+
+@pytest.mark.slow
+def test_shortcuts(tiny, tmp_path):
+    assert main(["shortcuts", "--out", str(tmp_path), "--seeds", "2", "--device", "cpu"]) == 0
+    report = check_report(tmp_path, 7)
+    assert "| dropout |" in report and "| failed |" in report
+    results = rows_of(tmp_path / "results.csv")
+    assert len(results) == 2 * len(paper.SHORTCUTS)
+    assert {r["label"] for r in results} == paper.SHORTCUTS.keys()
+
+
+@pytest.mark.slow
+def test_depths(tiny, tmp_path):
+    arguments = ["--depths", "8", "14", "--device", "cpu"]
+    assert main(["depth", "--out", str(tmp_path), *arguments]) == 0
+    report = check_report(tmp_path, 3)
+    for heading in ("# Depth", "## Fused and plain, 11 layers", "## Time and memory"):
+        assert f"{heading}\n" in report
+    assert all(f"| 20 | {name} |" in report for name in ("plain PyTorch", "store", "checkpoint"))
+
+
+def test_signal(tiny, tmp_path):
+    assert main(["signal", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    report = check_report(tmp_path, 6)
+    assert "| full-preactivation | fused where exact | 3 of 3 |" in report
+    others = re.findall(r"^\| ([\w-]+) \| (?:fused|plain).* \| (\d) of 3 \|$", report, re.M)
+    assert {n for name, n in others if name != "full-preactivation"} == {"0"}
+    labels = {r["label"] for r in rows_of(tmp_path / "signal.csv")}
+    assert labels == {*PLACEMENTS, *SHORTCUTS}
+
+
+def test_the_order_of_errors_in_words():
+    own = {"a": [1.0, 2.0], "b": [3.0, 4.0], "c": [0.0, 0.5], "d": [3.5, 9.0]}
+    text = order_in_words(own, {"a": 5.0, "b": 6.0, "c": 7.0, "d": None})
+    assert text.startswith(
+        "Of the 6 pairs that the paper ranks, 3 have its order here with every seed, 2 the "
+        "opposite order, and 1 overlap. Its order: a below b; a below d; c below d. "
+        "The opposite: c below a; c below b."
+    )
+
+
+def test_the_spread_of_seeds():
+    assert spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"
+    assert spread([1.2345], 3) == "1.234"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--paper"], "data: expected a directory of CIFAR files beside --paper"),
+        (["--seeds", "0"], "seeds: expected at least 1, got 0"),
+        (["--epochs", "-1"], "epochs: expected at least 1, got -1"),
+        (["--depths", "21"], r"depth: expected 6n\+2"),
+    ],
+)
+def test_wrong_options_are_named(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.delenv("PREACT_KERNELS_DATA", raising=False)
+    with pytest.raises(SystemExit, match=f"study: {message}"):
+        main(["placements", "--out", str(tmp_path / "out"), *arguments])
+    assert not (tmp_path / "out").exists()
