@@ -437,7 +437,7 @@ def test_placements_are_drawn_in_the_order_of_their_layers(canvas):
         diagrams.draw_placements, title="The units of figure 4 of arXiv 1603.05027"
     ).axes[0]
     assert_columns(axes, PLACEMENTS)
-    assert legend(axes) == ["one fused kernel"]
+    assert legend(axes) == ["runs fused"]
     canvas.figure.draw_without_rendering()
     assert_no_overlap([*axes.texts, *axes.get_legend().get_texts()])
 
@@ -448,17 +448,17 @@ def test_a_new_placement_draws_itself(canvas, monkeypatch):
     assert_columns(canvas.draw(diagrams.draw_placements).axes[0], new)
 
 
-def test_fused_chains_are_norm_activation_and_convolution():
+def test_fused_chains_are_what_the_converter_fuses():
     chains = {name: diagrams.fused_chains(p) for name, p in PLACEMENTS.items()}
     assert chains == {
         "original": [range(1, 4)],
         "bn-after-addition": [range(1, 4)],
-        "relu-before-addition": [range(1, 4)],
+        "relu-before-addition": [range(1, 4), range(4, 6)],
         "relu-only-preactivation": [range(2, 5)],
         "full-preactivation": [range(0, 3), range(3, 6)],
     }
     adding = [name for name, p in PLACEMENTS.items() if diagrams.fuses_addition(p)]
-    assert adding == ["full-preactivation"]
+    assert adding == ["bn-after-addition", "full-preactivation"]
 
 
 def test_shortcuts_are_drawn_with_their_formulas(canvas):

@@ -55,16 +55,18 @@ def branch_layers(placement: Placement) -> tuple[str, ...]:
 
 
 def fused_chains(placement: Placement) -> list[range]:
-    """Positions in `branch_layers` of each norm, activation and convolution in a row."""
+    """Positions in `branch_layers` of each norm and activation, with a convolution behind them."""
     layers = branch_layers(placement)
-    starts = range(len(layers) - 2)
-    return [range(i, i + 3) for i in starts if layers[i : i + 3] == ("norm", "act", "conv")]
+    chains = []
+    for i in range(len(layers) - 1):
+        if layers[i : i + 2] == ("norm", "act"):
+            chains.append(range(i, i + 3 if layers[i + 2 : i + 3] == ("conv",) else i + 2))
+    return chains
 
 
 def fuses_addition(placement: Placement) -> bool:
-    """Whether the branch is BN-ReLU-Conv chains only, the last of which adds the shortcut."""
-    covered = [i for chain in fused_chains(placement) for i in chain]
-    return covered == list(range(len(branch_layers(placement))))
+    """Whether the last chain also adds the shortcut: the branch ends with its convolution."""
+    return not placement.behind
 
 
 def _new_axes(width: float, height: float, title: str) -> tuple[Figure, Axes]:
@@ -114,7 +116,7 @@ def _grey_arrow(axes: Axes, x: float, top: float, bottom: float) -> None:
 
 
 def _shade(axes: Axes, left: float, right: float, top: float, bottom: float) -> None:
-    """Background of layers that run in one kernel."""
+    """Background of layers that run fused."""
     shape = "round,pad=0,rounding_size=0.1"
     look: Look = {"facecolor": _FUSED, "linewidth": 0, "zorder": 0}
     axes.add_patch(FancyBboxPatch((left, top), right - left, bottom - top, boxstyle=shape, **look))
@@ -145,6 +147,9 @@ def _draw_placement(axes: Axes, left: float, name: str, placement: Placement, en
     into = (shortcut + _RADIUS, addition)
     _arrow(axes, [(branch, heights[-1] + 0.15), (branch, addition), into])
     _circle(axes, shortcut, addition, "+")
+    if placement.after == ("norm", "act"):
+        top = addition + 0.95 * _ROW - 0.2
+        _shade(axes, shortcut - 0.45, shortcut + 0.45, top, top + _ROW + 0.4)
     for i, layer in enumerate(placement.after):
         _box(axes, shortcut, addition + (i + 0.95) * _ROW, _TEXT[layer], 0.75)
 
@@ -165,7 +170,7 @@ def draw_placements(path: Path, title: str = "") -> Path:
     for i, (name, placement) in enumerate(PLACEMENTS.items()):
         _draw_placement(axes, 0.1 + i * _COLUMN, name, placement, end)
     axes.legend(
-        handles=[Patch(color=_FUSED, label="one fused kernel")],
+        handles=[Patch(color=_FUSED, label="runs fused")],
         loc="lower left",
         bbox_to_anchor=(0.01, 0.01),
         fontsize=10,
