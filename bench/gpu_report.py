@@ -60,7 +60,9 @@ WITHOUT_GPU = (
     "test_versions",
     "test_docs",
     "test_bench",
+    "test_study_comparisons",
     "test_study_data",
+    "test_study_plots",
     "test_gpu_report",
     "test_lost_gpu",
 )

@@ -27,6 +27,12 @@ NETWORKS = (
     (101, {"variant": "imagenet", "num_classes": 1000}, (3, 4, 23, 3), 44.5),
     (152, {"variant": "imagenet", "num_classes": 1000}, (3, 8, 36, 3), 60.2),
     (200, {"variant": "imagenet", "num_classes": 1000}, (3, 24, 36, 3), 64.7),
+    (
+        50,
+        {"variant": "imagenet", "num_classes": 1000, "groups": 32, "base_width": 4},
+        (3, 4, 6, 3),
+        25.0,
+    ),
     (18, {"variant": "cifar-wide-stem"}, (2, 2, 2, 2), 11.2),
     (152, {"variant": "cifar-wide-stem"}, (3, 8, 36, 3), 58.1),
 )
@@ -126,6 +132,8 @@ ERRORS = (
     ((29,), {"stride_on": "conv3"}, ValueError, r"stride_on: expected one of .*got 'conv3'"),
     ((20,), {"memory": "all"}, ValueError, r"memory: expected .*got 'all'"),
     ((20,), {"width": 0}, ValueError, r"width: expected at least 1, got 0"),
+    ((20,), {"groups": 2}, ValueError, r"groups: expected 1 beside basic blocks, got 2"),
+    ((29,), {"base_width": 0}, ValueError, r"base_width: expected at least 1, got 0"),
     ((20, 0), {}, ValueError, r"num_classes: expected at least 1, got 0"),
     ((-7,), {}, ValueError, r"depth: expected at least 1, got -7"),
     (("20",), {}, TypeError, r"depth: expected an int, got str"),
@@ -199,6 +207,12 @@ def test_logits_and_all_gradients_equal_the_plain_network(depth, options, wide_d
     network = pk.preact_resnet(depth, **options).to(wide_dtype)
     x = torch.randn(4, 3, 16, 16).to(wide_dtype)
     check(network, plain_copy(network), {"x": x}, draws=1)
+
+
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
+def test_a_grouped_network_equals_the_plain_one(backend):
+    network = pk.preact_resnet(29, groups=4, base_width=32)
+    check(network, plain_copy(network), {"x": torch.randn(2, 3, 8, 8)}, draws=1)
 
 
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))

@@ -10,7 +10,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 from preact_kernels.study import comparisons, cost, paper
-from preact_kernels.study.__main__ import main
+from preact_kernels.study.commands import main
 from preact_kernels.study.comparison import Size, order_in_words, spread
 from preact_kernels.study.units import PLACEMENTS, SHORTCUTS
 
