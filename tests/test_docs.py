@@ -9,7 +9,11 @@ from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/results/*.md")]
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "docs/study/*/report.md", "bench/results/*.md")
+    for page in ROOT.glob(pattern)
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

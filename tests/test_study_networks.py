@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import preact_kernels as pk
 from preact_kernels.study.networks import study_network
 from preact_kernels.study.units import (
+    NORMS,
     PLACEMENTS,
     SHORTCUTS,
     ResidualUnit,
@@ -233,6 +234,36 @@ def test_a_residual_scale_of_zero_begins_with_the_shortcuts():
     assert u.residual_scale.grad != 0
 
 
+def test_squeeze_and_excitation_ends_the_branch():
+    u, x = unit(16, 16, se=True), images(16)
+    f = u.conv2(F.relu(u.norm2(u.conv1(F.relu(u.norm1(x))))))
+    assert torch.equal(u(x), x + u.se(f))
+
+
+@pytest.mark.parametrize(("name", "groups"), [("group", 3), ("layer", 1)], ids=["group", "layer"])
+def test_group_and_layer_norm_are_their_formulas(name, groups):
+    """Groups of 16 channels, or one of all, over the channels and pixels of an image."""
+    norm, x = NORMS[name](48).double(), images(48)
+    split = x.view(4, groups, -1)
+    std, mean = torch.std_mean(split, 2, correction=0, keepdim=True)
+    torch.testing.assert_close(norm(x), ((split - mean) / std).view_as(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "function"), [("gelu", F.gelu), ("silu", F.silu)])
+def test_activations_are_their_functions(name, function):
+    u, x = unit(activation=name), images()
+    assert torch.equal(u(x), x + u.conv2(function(u.norm2(u.conv1(function(u.norm1(x)))))))
+
+
+def test_bottlenecks_take_groups_width_and_the_place_of_the_stride():
+    options = {"groups": 4, "base_width": 32, "stride_on": "conv1", "variant": "imagenet"}
+    network = study_network(50, placement="original", fused=False, **options)
+    block = network.stages[1][0]
+    assert block.conv2.groups == 4
+    assert [c.out_channels for c in (block.conv1, block.conv2, block.conv3)] == [256, 256, 512]
+    assert [c.stride[0] for c in (block.conv1, block.conv2, block.projection)] == [2, 1, 2]
+
+
 # Networks
 
 
@@ -270,6 +301,13 @@ def test_norm_and_activation_stand_between_stem_and_classifier_once(name):
     ):
         assert isinstance(stem, nn.Identity) == (kind in before)
         assert isinstance(head, nn.Identity) == (kind not in before)
+
+
+def test_he_initialisation_is_by_fan_out():
+    network = study_network(29, placement="original", fused=False)
+    for weight in (network.stages[2][1].conv1.weight, network.stages[2][1].conv3.weight):
+        assert weight.std().item() == pytest.approx((2 / weight.shape[0]) ** 0.5, rel=0.05)
+    assert not network.fc.bias.any()
 
 
 def test_orthogonal_initialisation():

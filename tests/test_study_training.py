@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
-from preact_kernels.study import checkpoints, recipes
+from preact_kernels.study import checkpoints, recipes, training
 from preact_kernels.study.checkpoints import CheckpointError
 from preact_kernels.study.commands import main
 from preact_kernels.study.config import Config, parse_bytes
@@ -169,6 +169,68 @@ def test_options_train(options, tmp_path):
     assert all(p.isfinite().all() for p in run.network.parameters())
     if "memory_budget" in options:
         assert any(stage.memory != "store" for stage in run.network.stages)
+
+
+def test_options_reach_the_network(monkeypatch):
+    options = {
+        "depth": 29,
+        "variant": "imagenet",
+        "block": "bottleneck",
+        "width": 2,
+        "stride_on": "conv1",
+        "groups": 2,
+        "base_width": 32,
+        "survival": 0.5,
+        "init": "orthogonal",
+        "memory": "checkpoint",
+        "segments": 2,
+        "anchor_every": 3,
+        "fused": False,
+        "placement": "original",
+        "shortcut": "dropout",
+        "gate_bias": -1.0,
+        "shortcut_scale": 0.25,
+        "branch_scale": 0.75,
+        "shortcut_dropout": 0.25,
+        "norm": "group",
+        "activation": "gelu",
+        "dropout": 0.125,
+        "residual_scale": 0.0,
+        "se": True,
+    }
+    calls = []
+    monkeypatch.setattr(training, "study_network", lambda *a, **k: calls.append((a, k)))
+    training.build_network(Config(**options, float32_stream=True), 7)
+    training.build_network(Config(), 7)
+    (arguments, found), (_, defaults) = calls
+    depth = options.pop("depth")
+    assert arguments == (depth, 7)
+    assert found == {**options, "residual_dtype": torch.float32}
+    assert not [name for name in found if found[name] == defaults[name]]
+
+
+def test_options_reach_optimizer_batches_and_convolutions(tmp_path):
+    options = {"momentum": 0.5, "weight_decay": 0.25, "augment": False, "autocast": "bfloat16"}
+    run = TrainingRun(small(**options), tmp_path, ONE, show_progress=False)
+    (group,) = run.optimizer.param_groups
+    assert (group["momentum"], group["weight_decay"]) == (0.5, 0.25)
+    assert run.batches.augment is False
+    dtypes = []
+    run.network.stages[0][0].conv1.register_forward_hook(lambda *a: dtypes.append(a[2].dtype))
+    run.one_step()
+    assert torch.bfloat16 in dtypes
+
+
+def test_every_step_of_every_process_has_a_seed(tmp_path):
+    seeds = {training.step_seed(3, step, rank) for step in range(1000) for rank in range(8)}
+    assert len(seeds) == 8000
+    found = []
+    for rank in (0, 1):
+        run = TrainingRun(small(batch=250), tmp_path, Processes(rank, 0, 1), show_progress=False)
+        for _ in range(2):
+            run.one_step()
+            found.append(torch.initial_seed())
+    assert found == [training.step_seed(0, step, rank) for rank in (0, 1) for step in (0, 1)]
 
 
 def test_gradients_are_clipped(tmp_path):

@@ -206,13 +206,13 @@ def order_in_words(own: Mapping[str, Sequence[float]], quoted: Mapping[str, floa
                 reversed_.append((better, worse))
             else:
                 open_.append((better, worse))
-    total = len(shown) + len(reversed_) + len(open_)
     text = (
-        f"Of the {total} pairs that the paper ranks, {len(shown)} have its order here with every "
-        f"seed, {len(reversed_)} the opposite order, and {len(open_)} overlap."
+        f"Of the {len(shown) + len(reversed_) + len(open_)} pairs that the paper ranks, "
+        f"{len(shown)} have its order here with every seed, {len(reversed_)} the opposite order, "
+        f"and {len(open_)} overlap."
     )
-    if shown:
-        text += " Its order: " + "; ".join(f"{a} below {b}" for a, b in shown) + "."
     if reversed_:
-        text += " The opposite: " + "; ".join(f"{b} below {a}" for a, b in reversed_) + "."
+        text += " The opposite: " + "; ".join(f"{b} is below {a}" for a, b in reversed_) + "."
+    if open_:
+        text += " Overlapping: " + "; ".join(f"{a} and {b}" for a, b in open_) + "."
     return text

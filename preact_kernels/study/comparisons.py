@@ -28,12 +28,12 @@ from preact_kernels.study.report import (
     markdown_table,
     stage_starts,
 )
-from preact_kernels.study.training import build_network
+from preact_kernels.study.training import Processes, build_network
 from preact_kernels.study.units import PLACEMENTS, SHORTCUTS
 
 SMALL = {  # within ten minutes on two cores
     "placements": Size((110,), 10, 64, 2, 16, "warmup-cosine"),
-    "shortcuts": Size((110,), 7, 64, 2, 16, "warmup-cosine"),
+    "shortcuts": Size((56,), 12, 64, 2, 16, "warmup-cosine"),
     "depth": Size((20, 56, 110), 10, 64, 2, 16, "warmup-cosine"),
     "signal": Size((20, 56, 110), 0, 32, 1, 32, "warmup-cosine"),
 }
@@ -386,6 +386,10 @@ def run(name: str, arguments: dict[str, Any]) -> int:
             if value < 1:
                 raise ValueError(f"{option}: expected at least 1, got {value}")
             size = dataclasses.replace(size, **{option: value})
+    if (count := Processes.of_environment().world_size) > 1:
+        raise ValueError(
+            f"torchrun: expected one process for {name}, got {count}; train takes more"
+        )
     if arguments["paper"] and not (arguments["data"] or os.environ.get(data.ENVIRONMENT_VARIABLE)):
         raise ValueError(
             "data: expected a directory of CIFAR files beside --paper, got none "

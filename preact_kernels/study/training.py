@@ -308,9 +308,7 @@ class TrainingRun:
         start_s = time.perf_counter()
         x, labels = self._batch(self.step)
         self.history.input_seconds += time.perf_counter() - start_s
-        # The generator takes 32 bits of a seed.
-        seed = (self.config.seed * 1_000_003 + self.step) * 4093 + self.processes.rank
-        torch.manual_seed(seed % 2**32)
+        torch.manual_seed(step_seed(self.config.seed, self.step, self.processes.rank))
         self._set_learning_rate()
         if self.monitor is not None:
             self.monitor.before_step(x)
@@ -406,6 +404,11 @@ class TrainingRun:
                 if asked_to_stop:
                     raise Interrupted(signal.Signals(asked_to_stop[0]).name)
         return history
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of what is random in a step of a process; PyTorch's generator on a CPU takes 32 bits."""
+    return ((seed * 1_000_003 + step) * 4093 + rank) % 2**32
 
 
 def _print_epoch(row: EpochRow, epochs: int | None) -> None:
