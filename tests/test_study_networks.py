@@ -345,8 +345,16 @@ def test_zero_branch_networks_begin_as_their_shortcuts_and_train(name):
         ({"init": "xavier"}, "init: expected one of 'he', 'orthogonal', 'zero-branch', got"),
         ({"dropout": 1.0}, "dropout: expected at least 0 and below 1, got 1.0"),
         ({"survival": 0.0}, "survival: expected above 0 and at most 1, got 0.0"),
-        ({"se": True, "memory": "rebuild"}, "memory: expected 'store' beside other units"),
-        ({"se": True, "anchor_every": 2}, "anchor_every: expected None beside other units"),
+        ({"se": True, "memory": "rebuild"}, "memory: expected 'store' beside options of units"),
+        ({"se": True, "anchor_every": 2}, "anchor_every: expected None beside options of units"),
+        (
+            {"residual_scale": 0.0, "init": "zero-branch"},
+            "init: expected 'he' or 'orthogonal' beside branches that are multiplied by zero",
+        ),
+        (
+            {"depth": 29, "base_width": 1, "placement": "original"},
+            "base_width: expected at least 4 for 16 channels, got 1",
+        ),
         ({"groups": 2}, "groups: expected 1 beside basic blocks, got 2"),
         (
             {"placement": "relu-before-addition", "init": "zero-branch"},
@@ -356,7 +364,7 @@ def test_zero_branch_networks_begin_as_their_shortcuts_and_train(name):
 )
 def test_wrong_values_name_what_is_known(options, message):
     with pytest.raises(ValueError, match=message):
-        study_network(20, **options)
+        study_network(**{"depth": 20, **options})
 
 
 def test_wrong_types_and_unknown_options():

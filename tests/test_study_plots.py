@@ -384,7 +384,7 @@ def test_a_plot_that_fails_leaves_the_old_file(canvas, monkeypatch):
     canvas.path.write_bytes(b"old")
 
     def fail(self, unfinished, **options):
-        unfinished.write_bytes(b"half")
+        unfinished.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)

@@ -20,12 +20,14 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
-from preact_kernels.study import checkpoints, recipes, training
+from preact_kernels.study import checkpoints, config, recipes, training
 from preact_kernels.study.checkpoints import CheckpointError
 from preact_kernels.study.commands import main
 from preact_kernels.study.config import Config, parse_bytes
+from preact_kernels.study.files import locked
 from preact_kernels.study.networks import study_network
-from preact_kernels.study.training import Interrupted, Processes, TrainingRun, train
+from preact_kernels.study.processes import Interrupted, Processes
+from preact_kernels.study.training import TrainingRun, train
 from tests.torchrun import torchrun
 
 ONE = Processes(0, 0, 1)
@@ -139,6 +141,8 @@ def test_a_run_learns_and_writes_its_files(tmp_path, capsys):
         assert list((tmp_path / "tensorboard").glob("events*"))
     losses = (tmp_path / "losses.csv").read_text().splitlines()
     assert losses[0] == "step,epoch,learning_rate,loss" and len(losses) == 1 + 3 * 6
+    rates = [recipes.learning_rate("warmup-cosine", 0.1, s, 18, 1) for s in range(18)]
+    assert [float(line.split(",")[2]) for line in losses[1:]] == pytest.approx(rates)
     assert float(losses[-1].split(",")[-1]) < float(losses[1].split(",")[-1])
     signal_rows = (tmp_path / "signal.csv").read_text().splitlines()
     assert len(signal_rows) == 1 + 3 * 4  # blocks; steps 1, 6, 12 and 18
@@ -199,9 +203,9 @@ def test_options_reach_the_network(monkeypatch):
         "se": True,
     }
     calls = []
-    monkeypatch.setattr(training, "study_network", lambda *a, **k: calls.append((a, k)))
-    training.build_network(Config(**options, float32_stream=True), 7)
-    training.build_network(Config(), 7)
+    monkeypatch.setattr(config, "study_network", lambda *a, **k: calls.append((a, k)))
+    config.build_network(Config(**options, float32_stream=True), 7)
+    config.build_network(Config(), 7)
     (arguments, found), (_, defaults) = calls
     depth = options.pop("depth")
     assert arguments == (depth, 7)
@@ -211,9 +215,11 @@ def test_options_reach_the_network(monkeypatch):
 
 def test_options_reach_optimizer_batches_and_convolutions(tmp_path):
     options = {"momentum": 0.5, "weight_decay": 0.25, "augment": False, "autocast": "bfloat16"}
+    options["depth_lr"] = 0.5
     run = TrainingRun(small(**options), tmp_path, ONE, show_progress=False)
-    (group,) = run.optimizer.param_groups
-    assert (group["momentum"], group["weight_decay"]) == (0.5, 0.25)
+    for group in run.optimizer.param_groups:
+        assert (group["momentum"], group["weight_decay"]) == (0.5, 0.25)
+    assert run.groups[0].factor == 0.5
     assert run.batches.augment is False
     dtypes = []
     run.network.stages[0][0].conv1.register_forward_hook(lambda *a: dtypes.append(a[2].dtype))
@@ -268,18 +274,62 @@ def test_evaluation_uses_all_images_and_running_statistics(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"autocast": "float16"}, marks=pytest.mark.slow)],  # slow on a CPU
+    ("options", "kills"),
+    [({}, (3, 5, 6, 11, 12, 17)), ({"autocast": "float16", "epochs": 1}, (5,))],
     ids=["float32", "float16"],
 )
-def test_a_killed_run_continues_bit_for_bit(options, monkeypatch, tmp_path):
+def test_a_killed_run_continues_bit_for_bit(options, kills, monkeypatch, tmp_path):
     """Killed within epochs, at their ends, and before the first checkpoint."""
     options = {"checkpoint_every": 4, "diagnose_every": 5, "clip_norm": 0.5, **options}
     unbroken = trained(tmp_path / "unbroken", **options)
-    for step in (3, 5, 6, 11, 12, 17):
+    for step in kills:
         killed_at(monkeypatch, step, tmp_path / "broken", **options)
     continued = trained(tmp_path / "broken", **options)
     assert_same_run(continued, unbroken)
+    if unbroken.scaler is not None:
+        assert continued.scaler.state_dict() == unbroken.scaler.state_dict()
+
+
+def test_a_run_killed_before_its_files_are_written_writes_them(monkeypatch, tmp_path):
+    unbroken = trained(tmp_path / "unbroken")
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(training.Logs, "write", killed)
+        trained(tmp_path / "broken", checkpoint_every=18)
+    assert not (tmp_path / "broken" / "losses.csv").exists()
+    assert_same_run(trained(tmp_path / "broken"), unbroken)
+    (tmp_path / "broken" / "losses.csv").unlink()
+    assert_same_run(trained(tmp_path / "broken"), unbroken)
+
+
+def test_tensorboard_has_every_step_of_a_killed_run_once(monkeypatch, tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for step in (5, 9):
+        killed_at(monkeypatch, step, tmp_path, checkpoint_every=4)
+    run = trained(tmp_path, checkpoint_every=4)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert [step for step, _ in found] == list(range(1, 19))
+    assert [value for _, value in found] == pytest.approx(run.history.losses)
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path):
+    with locked(tmp_path), pytest.raises(ValueError, match="out: expected a folder that no other"):
+        trained(tmp_path)
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_run_that_diverges_has_a_report(tmp_path, capsys):
+    arguments = ["--lr", "1e12", "--survival", "1", "--warm-up-steps", "0"]
+    assert main(["train", *ARGUMENTS, "--out", str(tmp_path), *arguments]) == 0
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"test accuracy: 0\.\d{4}", printed.out.splitlines()[-1])
+    assert "the loss is not finite" in printed.err
+    assert "nothing to plot" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -298,32 +348,36 @@ def test_captured_steps_continue_bit_for_bit(options, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_run_killed_ten_times_at_random_moments_continues_bit_for_bit(tmp_path):
     """With SIGKILL, which may come within a write."""
-    arguments = [*ARGUMENTS, "--device", "cpu", "--checkpoint-every", "1", "--epochs", "30"]
+    arguments = [*ARGUMENTS, "--device", "cpu", "--checkpoint-every", "1", "--epochs", "40"]
 
     def start(out):
         command = [sys.executable, "-m", "preact_kernels.study", "train", *arguments]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         return subprocess.Popen([*command, "--out", str(tmp_path / out)], **quiet)
 
-    start_s = time.monotonic()
     assert start("unbroken").wait() == 0
-    whole_s = time.monotonic() - start_s
+    path = tmp_path / "broken" / "checkpoint.pt"
     draws = random.Random(0)
-    kills = 0
-    for _ in range(200):
+    for _ in range(10):
+        before = path.stat().st_mtime_ns if path.exists() else 0
         process = start("broken")
-        limit_s = None if kills == 10 else draws.uniform(0.3, 0.6) * whole_s
-        try:
-            assert process.wait(limit_s) == 0
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills += 1
-    assert kills >= 1
+        while not path.exists() or path.stat().st_mtime_ns == before:
+            assert process.poll() is None, "ended before it was killed"
+            time.sleep(0.001)
+        time.sleep(draws.uniform(0, 0.2))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert start("broken").wait() == 0
     for name in ("losses.csv", "signal.csv"):
         same = [(tmp_path / out / name).read_bytes() for out in ("broken", "unbroken")]
         assert same[0] == same[1]
+    broken, unbroken = (
+        checkpoints.load(tmp_path / out / "checkpoint.pt") for out in ("broken", "unbroken")
+    )
+    for name, value in unbroken["network"].items():
+        assert torch.equal(broken["network"][name], value)
+    rows = [[row[:-1] for row in c["history"]["epochs"]] for c in (broken, unbroken)]
+    assert rows[0] == rows[1]
 
 
 def test_a_signal_stops_a_run_with_a_checkpoint(monkeypatch, tmp_path, capsys):
@@ -348,6 +402,15 @@ def test_memory_mode_and_plain_may_change_when_a_run_continues(monkeypatch, tmp_
     assert len(run.history.losses) == 18
     killed_at(monkeypatch, 7, tmp_path / "b", **options)
     assert len(trained(tmp_path / "b", fused=False, **options).history.losses) == 18
+
+
+@pytest.mark.slow
+def test_synchronised_batch_norms_that_run_plain_need_a_gpu(tmp_path):
+    arguments = ["train", *ARGUMENTS, "--device", "cpu", "--placement", "original"]
+    arguments += ["--sync-batch-norm", "--out", str(tmp_path / "out")]
+    process = torchrun(2, ["preact_kernels.study", *arguments])
+    assert process.returncode != 0
+    assert "sync_batch_norm: expected a GPU, or a network whose batch" in process.stderr
 
 
 @pytest.mark.slow
@@ -412,11 +475,26 @@ def test_a_checkpoint_of_other_options_is_refused_and_stays(finished):
     assert finished.read_bytes() == content
 
 
-def test_a_checkpoint_of_other_images_is_refused(finished):
-    content = torch.load(finished)
-    torch.save(content | {"images": ["cifar-10", 50_000]}, finished)
-    with pytest.raises(CheckpointError, match=r"run on digits \(1500 images\), got one on cifar"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"images": "cifar-10"},
+            r"run on digits \(1500 images, checksum \w{8}\), got one on cifar",
+        ),
+        ({"step": 1}, "expected the state of such a run, got another: 6 losses of 1 steps"),
+        ({"history": {}}, "expected the state of such a run, got another"),
+        ({"network": {}}, "expected the state of such a run, got another"),
+        ({"version": 0}, "of version 1, got 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_checkpoint_of_something_else_is_refused(change, message, finished):
+    torch.save(torch.load(finished) | change, finished)
+    content = finished.read_bytes()
+    with pytest.raises(CheckpointError, match=message):
         trained(finished.parent, epochs=1)
+    assert finished.read_bytes() == content
 
 
 def test_a_full_disk_loses_no_checkpoint(finished):
@@ -446,11 +524,12 @@ def test_a_full_disk_loses_no_checkpoint(finished):
         (["--data", "/nowhere"], "data: expected a directory with CIFAR files, found none at"),
         (["--depth", "21"], r"depth: expected 6n\+2"),
         (["--batch", "5000"], r"batch: expected 1 to 1500 \(digits\), got 5000"),
+        (["--lr", "nan"], "lr: expected a finite number, got nan"),
         (["--lr", "-1"], "lr: expected a positive number, got -1.0"),
         (["--epochs", "0"], "epochs: expected at least 1, got 0"),
         (["--memory-budget", "lots"], "memory_budget: expected bytes such as 300MiB, got 'lots'"),
         (["--memory-budget", "1"], "memory_budget: model: expected at least one PreActStage"),
-        (["--memory", "rebuild"], "memory: expected 'store' beside other units"),
+        (["--memory", "rebuild"], "memory: expected 'store' beside options of units"),
         (["--device", "gpu"], "device: expected one such as 'cpu'"),
         (["--resume"], "resume: expected .*checkpoint.pt, found none"),
     ],

@@ -92,6 +92,17 @@ def _check_channels(**channels: int) -> None:
             raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
+def bottleneck_width(channels: int, groups: int, base_width: int) -> int:
+    """Inner channels of a bottleneck (ResNeXt, arXiv 1611.05431)."""
+    width = int(channels * base_width / 64) * groups
+    if width == 0:
+        raise ValueError(
+            f"base_width: expected at least {-(-64 // channels)} for {channels} channels, "
+            f"got {base_width}"
+        )
+    return width
+
+
 class PreActBasicBlock(PreActBlock):
     """Two 3x3 convolutions: `y = shortcut + conv2(relu(bn2(conv1(relu(bn1(x))))))`.
 
@@ -152,12 +163,7 @@ class PreActBottleneck(PreActBlock):
         )
         if stride_on not in ("conv1", "conv2"):
             raise ValueError(f"stride_on: expected 'conv1' or 'conv2', got {stride_on!r}")
-        width = int(channels * base_width / 64) * groups
-        if width == 0:
-            raise ValueError(
-                f"base_width: expected at least {-(-64 // channels)} for {channels} channels, "
-                f"got {base_width}"
-            )
+        width = bottleneck_width(channels, groups, base_width)
         out_channels = channels * self.expansion
         stride1, stride2 = (stride, 1) if stride_on == "conv1" else (1, stride)
         self.bn1 = nn.BatchNorm2d(in_channels)

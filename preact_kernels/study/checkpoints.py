@@ -1,13 +1,13 @@
 """Checkpoints that are written whole or not at all, and checked before they are used."""
 
-import contextlib
 import io
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from preact_kernels.study.files import write_atomically
 
 FORMAT = "preact_kernels.study checkpoint"
 VERSION = 1
@@ -15,32 +15,6 @@ VERSION = 1
 
 class CheckpointError(ValueError):
     """A file is not a checkpoint that this run can continue from."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file so that at every moment the old or the new content is there.
-
-    Raises:
-        OSError: the content cannot be written, as on a full disk; the old file is still there.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        kept = "; the file from before is still there" if path.exists() else ""
-        raise OSError(error.errno, f"{path}: not written ({error.strerror}){kept}") from error
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def save(path: Path, content: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from preact_kernels.study import comparisons
 from preact_kernels.study.checkpoints import CheckpointError
 from preact_kernels.study.config import Config, add_arguments
+from preact_kernels.study.processes import Interrupted, Processes
 from preact_kernels.study.report import write_report
-from preact_kernels.study.training import CHECKPOINT, Interrupted, Processes, train
+from preact_kernels.study.training import CHECKPOINT, train
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -21,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser(
         "train",
         help="train one network",
-        description="Trains one network. The same command continues a run that was stopped.",
+        description="Trains one network. With --out, the same command continues a stopped run.",
     )
     one.add_argument("--out", help="folder of the run (default study-runs/<network>-<time>)")
     one.add_argument(
@@ -69,5 +70,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(
             f"study: stopped by {stopped}; the same command with this --out continues"
         ) from None
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         raise SystemExit(f"study: {error}") from error

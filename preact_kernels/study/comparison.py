@@ -1,6 +1,7 @@
 """A comparison of networks: training runs, results in words, and the report."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,17 +11,15 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from preact_kernels.study import data
-from preact_kernels.study.checkpoints import write_atomically
-from preact_kernels.study.config import Config
-from preact_kernels.study.diagnostics import BlockRow, histograms, measure
-from preact_kernels.study.logs import csv_text
+from preact_kernels.study import data, plots
+from preact_kernels.study.config import Config, build_network
+from preact_kernels.study.diagnostics import BlockRow, measure
+from preact_kernels.study.files import csv_text, write_atomically
 from preact_kernels.study.networks import fused_parts
-from preact_kernels.study.report import command, machine, parameter_count
-from preact_kernels.study.training import build_network, train
+from preact_kernels.study.report import command, machine, stage_histograms
+from preact_kernels.study.training import train
 
 SIGNAL_IMAGES = 32
-_HISTOGRAM_IMAGES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +65,12 @@ class Comparison:
         self.images = data.load(base.get("data")).resized(size.image_size)
         self.lines: list[str] = []
 
+    @property
+    def device(self) -> torch.device:
+        """Where the networks train."""
+        name = self.base.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(name)
+
     def config(self, **options: Any) -> Config:
         """The options of one run."""
         size = self.size
@@ -94,11 +99,6 @@ class Comparison:
         slug = label.replace(",", "").replace(" ", "-")
         run = train(config, self.out / "runs" / f"{slug}-{config.depth}-seed{config.seed}")
         last = run.history.epochs[-1]
-        x = run.test_images.images[:_HISTOGRAM_IMAGES].to(run.device)
-        stages = {
-            f"stage {i}": (counts.tolist(), edges.tolist())
-            for i, (counts, edges) in enumerate(histograms(run.network, x).values(), 1)
-        }
         return Result(
             label,
             config.depth,
@@ -108,9 +108,9 @@ class Comparison:
             sum(row.seconds for row in run.history.epochs),
             run.history.losses,
             self.initial_signal(config),
-            stages,
+            stage_histograms(run),
             fused_parts(run.network),
-            parameter_count(run.network),
+            run.parameter_count,
         )
 
     def initial_signal(self, config: Config) -> list[BlockRow]:
@@ -129,8 +129,12 @@ class Comparison:
         """Draws a plot and adds it to the report."""
         name = f"{text.lower().replace(' ', '-')}.png"
         path = self.out / "".join(c for c in name if c.isalnum() or c in "-.")
-        draw(*args, path, **options)
-        self.write(f"![{text}]({path.name})", "")
+        try:
+            draw(*args, path, **options)
+        except plots.NothingToPlotError as error:
+            self.write(f"{text}: nothing to plot ({error}).", "")
+        else:
+            self.write(f"![{text}]({path.name})", "")
 
     def begin(self, title: str, *lines: str) -> None:
         """Begins the report."""
@@ -148,9 +152,8 @@ class Comparison:
                 f"- Training: {size.epochs} epochs of batches of {size.batch}, recipe "
                 f"{size.recipe}, {size.seeds} seeds.",
             )
-        device = self.base.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         self.write(
-            f"- Machine: {machine(torch.device(device))}.",
+            f"- Machine: {machine(self.device)}.",
             f"- Command: `{command()}`",
             "",
         )
@@ -172,7 +175,7 @@ class Comparison:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """The median, and the least and the largest value behind it."""
+    """The values as `"median (least to largest)"`."""
     text = f"{statistics.median(values):.{digits}f}"
     if len(values) == 1:
         return text
@@ -190,8 +193,10 @@ def by_label(results: Iterable[Result], column: str) -> dict[str, list[Any]]:
 def order_in_words(own: Mapping[str, Sequence[float]], quoted: Mapping[str, float | None]) -> str:
     """Whether the order of errors is the paper's, pair by pair.
 
-    A pair shows the paper's order if every seed of one is below every seed of the other.
+    A pair shows the paper's order if every seed of one is below every seed of the other. NaN, as
+    of a run that diverged, counts as infinite.
     """
+    own = {k: [math.inf if math.isnan(v) else v for v in values] for k, values in own.items()}
     shown, reversed_, open_ = [], [], []
     labels = [label for label in quoted if label in own]
     for i, a in enumerate(labels):

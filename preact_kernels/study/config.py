@@ -2,14 +2,18 @@
 
 import argparse
 import dataclasses
+import math
 import re
 import types
 import typing
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
 from preact_kernels.ops.memory_mode import MEMORY_MODES
-from preact_kernels.study.networks import INITIALISATIONS
+from preact_kernels.study.networks import INITIALISATIONS, study_network
 from preact_kernels.study.recipes import RECIPES
 from preact_kernels.study.units import (
     ACTIVATIONS,
@@ -44,7 +48,9 @@ class Config:
     stride_on: str = _option("conv2", "strided convolution of a bottleneck", ("conv1", "conv2"))
     groups: int = _option(1, "of the 3x3 convolutions of bottlenecks (ResNeXt)")
     base_width: int = _option(64, "inner channels a group at 64 channels (ResNeXt)")
-    placement: str = _option("full-preactivation", "where norm and activation stand", PLACEMENTS)
+    placement: str = _option(
+        "full-preactivation", "placement of normalisation and activation", PLACEMENTS
+    )
     shortcut: str = _option("identity", "kind of shortcut", SHORTCUTS)
     gate_bias: float = _option(-6.0, "initial bias of gates")
     shortcut_scale: float = _option(0.5, "factor of the shortcut in constant-scaling")
@@ -52,7 +58,7 @@ class Config:
     shortcut_dropout: float = _option(0.5, "probability in the dropout shortcut")
     norm: str = _option("batch", "normalisation", NORMS)
     activation: str = _option("relu", "activation", ACTIVATIONS)
-    dropout: float = _option(0.0, "probability ahead of the last convolution of a branch")
+    dropout: float = _option(0.0, "probability before the last convolution of a branch")
     residual_scale: float | None = _option(None, "initial value of a learned factor of branches")
     se: bool = _option(False, "squeeze-and-excitation at the end of branches")
     survival: float = _option(1.0, "of the last branch (stochastic depth)")
@@ -64,7 +70,7 @@ class Config:
     augment: bool = _option(True, "shift images, and mirror those of CIFAR")
 
     # recipe
-    recipe: str = _option("warmup-cosine", "course of the learning rate", RECIPES)
+    recipe: str = _option("warmup-cosine", "learning rate schedule", RECIPES)
     epochs: int | None = _option(None, "default by recipe: 30, or 200 for the paper's")
     batch: int | None = _option(None, "images per step; default by recipe: 64, or 128")
     lr: float | None = _option(None, "highest learning rate; default 0.1")
@@ -78,7 +84,7 @@ class Config:
     autocast: str | None = _option(
         None, "dtype of convolutions; float16 scales the loss", ("bfloat16", "float16")
     )
-    seed: int = _option(0, "of weights, order and augmentation of images, dropout")
+    seed: int = _option(0, "random seed of weights, images and dropout")
 
     # running
     fused: bool = _option(True, "--no-fused runs plain PyTorch")
@@ -100,6 +106,8 @@ class Config:
             _check_type(field, getattr(self, field.name))
             choices = field.metadata["choices"]
             value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name}: expected a finite number, got {value}")
             if choices and value is not None and value not in choices:
                 expected = ", ".join(map(repr, choices))
                 raise ValueError(f"{field.name}: expected one of {expected}, got {value!r}")
@@ -111,9 +119,9 @@ class Config:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"{name}: expected a positive number, got {value}")
         check_probability("dropout", self.dropout)
-        for name, default in (("epochs", "epochs"), ("batch", "batch"), ("lr", "lr")):
+        for name in ("epochs", "batch", "lr"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(RECIPES[self.recipe], default))
+                object.__setattr__(self, name, getattr(RECIPES[self.recipe], name))
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
 
@@ -140,7 +148,7 @@ RUNNING = (
     "checkpoint_every",
     "diagnose_every",
 )
-"""Options that may change when a run continues: results do not depend on them but for rounding."""
+"""Options that may change when a run continues: they change results only by rounding."""
 
 
 def _kind(field: dataclasses.Field) -> tuple[type, bool]:
@@ -178,6 +186,29 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"memory_budget: expected bytes such as 300MiB, got {text!r}")
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** powers[prefix])
+
+
+def build_network(config: Config, classes: int) -> nn.Module:
+    """The network that a run begins with, on the CPU."""
+    torch.manual_seed(config.seed)
+    return study_network(
+        config.depth,
+        classes,
+        variant=config.variant,
+        block=config.block,
+        width=config.width,
+        stride_on=config.stride_on,
+        groups=config.groups,
+        base_width=config.base_width,
+        survival=config.survival,
+        init=config.init,
+        memory=config.memory,
+        segments=config.segments,
+        anchor_every=config.anchor_every,
+        residual_dtype=torch.float32 if config.float32_stream else None,
+        fused=config.fused,
+        **config.unit_options(),
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser, omit: typing.Collection[str] = ()) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import tarfile
 import warnings
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ _PIXELS = 3 * 32 * 32
 class Images(NamedTuple):
     """A labelled data set."""
 
-    # [N, 3, H, W] float32; over the training set, mean 0 and standard deviation 1 per channel
+    # [N, 3, H, W] float32, normalised by the training set
     images: Tensor
     labels: Tensor  # [N] int64
     classes: int
@@ -35,6 +36,11 @@ class Images(NamedTuple):
     def to(self, device: torch.device | str) -> "Images":
         """The same with images and labels on a device."""
         return self._replace(images=self.images.to(device), labels=self.labels.to(device))
+
+    def checksum(self) -> int:
+        """CRC-32 of images and labels."""
+        labels = zlib.crc32(self.labels.numpy().tobytes())
+        return zlib.crc32(self.images.contiguous().numpy().data, labels)
 
     def resized(self, size: int) -> "Images":
         """The same with images of `size x size` pixels, interpolated with antialiasing."""

@@ -1,24 +1,12 @@
 """CSV files and TensorBoard events of a training run."""
 
 import contextlib
-import csv
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from preact_kernels.study.checkpoints import write_atomically
 from preact_kernels.study.diagnostics import BlockRow
+from preact_kernels.study.files import csv_text, write_atomically
 from preact_kernels.study.history import EpochRow, History
-
-
-def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
-    """A table as CSV; floats with nine digits, None as nothing."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    for row in rows:
-        writer.writerow(f"{v:.9g}" if isinstance(v, float) else "" if v is None else v for v in row)
-    return text.getvalue().encode()
 
 
 class Logs:
@@ -26,30 +14,49 @@ class Logs:
 
     Args:
         out: the folder.
-        step: where the run begins; TensorBoard drops what an earlier attempt wrote behind it.
+        step: where the run starts. TensorBoard drops later events of a killed run.
     """
 
     def __init__(self, out: Path, step: int = 0) -> None:
-        self.out = out
+        self.out, self.folder = out, out / "tensorboard"
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             self.writer = None
         else:
-            self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+            with self._named_errors():
+                self.writer = SummaryWriter(str(self.folder), purge_step=step + 1)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{self.folder}: not written ({error.strerror or error})"
+            ) from error
 
     def add_losses(self, step: int, losses: Sequence[float]) -> None:
-        """Adds the losses of the steps behind `step`."""
-        if self.writer is not None:
+        """Adds the losses of the steps after `step`."""
+        if self.writer is None:
+            return
+        with self._named_errors():
             for i, loss in enumerate(losses, step + 1):
                 self.writer.add_scalar("loss", loss, i)
 
     def add_epoch(self, step: int, row: EpochRow) -> None:
         """Adds the results of an epoch that ended at `step`."""
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        with self._named_errors():
             for name in ("train_loss", "train_accuracy", "test_accuracy", "seconds"):
                 self.writer.add_scalar(f"epoch/{name}", getattr(row, name), step)
-            self.writer.flush()
+
+    def flush(self) -> None:
+        """Writes the events so far: called before a checkpoint, as a later run adds later ones."""
+        if self.writer is not None:
+            with self._named_errors():
+                self.writer.flush()
 
     def write(self, history: History, learning_rates: Sequence[float], per_epoch: int) -> None:
         """Rewrites the CSV files.
@@ -68,7 +75,10 @@ class Logs:
             text = csv_text(BlockRow._fields, history.signal)
             write_atomically(self.out / "signal.csv", text)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Logs":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Closes the event file."""
         if self.writer is not None:
             with contextlib.suppress(OSError):  # a full disk, which has ended the run

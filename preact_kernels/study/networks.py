@@ -19,6 +19,7 @@ from preact_kernels.study.units import (
     UnitOptions,
     is_number,
 )
+from preact_kernels.torch_compat import BatchNormBase
 
 INITIALISATIONS = ("he", "orthogonal", "zero-branch")
 
@@ -26,8 +27,8 @@ INITIALISATIONS = ("he", "orthogonal", "zero-branch")
 class ResidualNetwork(nn.Module):
     """A stem, stages of `ResidualUnit`s, mean pool and linear.
 
-    What a placement leaves out of norm and activation at the begin of the first unit stands behind
-    the stem, and the rest behind the last unit, so that every path has both.
+    A norm or activation that the first unit does not start with follows the stem; the others
+    follow the last unit.
 
     Args:
         stem: the first convolution.
@@ -91,9 +92,8 @@ def study_network(
 ) -> nn.Module:
     """A residual network with the units that `options` describe.
 
-    Units of full pre-activation with nothing added make a `PreActResNet`. Others make a
-    `ResidualNetwork` of plain PyTorch, whose BN-ReLU-Conv chains `pk.convert` then runs fused;
-    `print` of the network says which.
+    The default unit gives a `PreActResNet`. Any other option of a unit gives a `ResidualNetwork` of
+    plain PyTorch, whose BN-ReLU-Conv chains `pk.convert` then runs fused; `print` says which.
 
     Args:
         depth: see `preact_resnet`.
@@ -158,8 +158,8 @@ def study_network(
     for name, value in modes.items():
         if value != defaults.get(name):
             raise ValueError(
-                f"{name}: expected {defaults.get(name)!r} beside other units than full "
-                f"pre-activation with identity shortcuts, got {value!r}"
+                f"{name}: expected {defaults.get(name)!r} beside options of units other than the "
+                f"defaults (full pre-activation, identity shortcuts), got {value!r}"
             )
     network = _residual_network(depth, num_classes, shape, unit, survival)
     initialise(network, init)
@@ -199,8 +199,8 @@ def initialise(network: nn.Module, init: str) -> None:
     """Initialises the convolutions of a network in place, as `study_network` describes.
 
     Raises:
-        ValueError: `init` is `"zero-branch"` and a branch ends with an activation, whose gradient
-            would then be zero for ever.
+        ValueError: `init` is `"zero-branch"`, and the gradient of a branch would be zero for ever:
+            it ends with an activation, or is multiplied by zero.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
@@ -223,13 +223,18 @@ def initialise(network: nn.Module, init: str) -> None:
                     f"{module.options.placement!r}, whose branch ends with an activation, "
                     "got 'zero-branch'"
                 )
+            if module.options.residual_scale == 0 or module.options.branch_scale == 0:
+                raise ValueError(
+                    "init: expected 'he' or 'orthogonal' beside branches that are multiplied by "
+                    "zero (residual_scale, branch_scale), got 'zero-branch'"
+                )
             nn.init.zeros_((module.last_norm or module.last_conv).weight)  # type: ignore[arg-type]
 
 
 def fused_parts(network: nn.Module) -> str:
-    """What of a network runs fused: its batch norms, counted by what they are part of."""
+    """Which batch norms run fused, counted by what they are part of."""
     if isinstance(network, PreActResNet):
-        count = sum(isinstance(m, nn.BatchNorm2d) for m in network.modules())
+        count = sum(isinstance(m, BatchNormBase) for m in network.modules())
         return f"{count} of {count} batch norms fused" if network.fused else "plain PyTorch"
     sites = list(conversion_report(network))
     if not sites:

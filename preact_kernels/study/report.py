@@ -5,16 +5,16 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from preact_kernels.ops.dispatch import available_backends
 from preact_kernels.study import plots
-from preact_kernels.study.checkpoints import write_atomically
 from preact_kernels.study.diagnostics import BlockRow, histograms
+from preact_kernels.study.files import write_atomically
 from preact_kernels.study.training import TrainingRun
 
 _HISTOGRAM_IMAGES = 64
@@ -52,11 +52,6 @@ def command() -> str:
     return shlex.join(["python", "-m", "preact_kernels.study", *sys.argv[1:]])
 
 
-def parameter_count(network: nn.Module) -> int:
-    """Number of trained values."""
-    return sum(p.numel() for p in network.parameters() if p.requires_grad)
-
-
 def values_by_step(rows: Sequence[BlockRow], column: str) -> dict[int, list[float]]:
     """Of each measured step, a column of all blocks; NaN where it is not measured."""
     found: dict[int, list[float]] = {}
@@ -79,29 +74,45 @@ def chosen_steps(steps: Sequence[int], count: int = 8) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
-def _signal_plots(run: TrainingRun) -> list[tuple[str, Path]]:
-    rows = run.history.signal
-    written = []
-    for column, (label, healthy) in SIGNALS.items():
-        by_step = values_by_step(rows, column)
-        if any(v == v and v > 0 for values in by_step.values() for v in values):
-            path = run.out / f"{column.replace('_', '-')}.png"
-            shown = {step: by_step[step] for step in chosen_steps(sorted(by_step))}
-            plots.plot_by_block_over_time(
-                shown, path, ylabel=label, healthy=healthy, boundaries=stage_starts(rows)
-            )
-            written.append((label, path))
-    return written
-
-
-def _histogram_plot(run: TrainingRun) -> Path:
+def stage_histograms(run: TrainingRun) -> dict[str, tuple[list[float], list[float]]]:
+    """Counts and edges of the activations after each stage, in evaluation mode."""
     images = run.test_images.images[:_HISTOGRAM_IMAGES].to(run.device)
-    found = histograms(run.network, images)
-    stages = {
+    run.network.eval()
+    with run.autocast():
+        found = histograms(run.network, images)
+    run.network.train()
+    return {
         f"stage {i}": (counts.tolist(), edges.tolist())
         for i, (counts, edges) in enumerate(found.values(), 1)
     }
-    return plots.plot_histograms({"trained": stages}, run.out / "activations.png")
+
+
+def _plotted(text: str, draw: Callable[..., Path], *args: Any, **options: Any) -> str:
+    """Draws a plot; returns the line of the report that shows it."""
+    try:
+        path = draw(*args, **options)
+    except plots.NothingToPlotError as error:
+        return f"{text}: nothing to plot ({error})."
+    return f"![{text}]({path.name})"
+
+
+def _signal_plots(run: TrainingRun) -> Iterator[str]:
+    rows = run.history.signal
+    for column, (label, healthy) in SIGNALS.items():
+        by_step = values_by_step(rows, column)
+        shown = {step: by_step[step] for step in chosen_steps(sorted(by_step))}
+        yield _plotted(
+            f"{label} by block",
+            plots.plot_by_block_over_time,
+            shown,
+            run.out / f"{column.replace('_', '-')}.png",
+            ylabel=label,
+            healthy=healthy,
+            boundaries=stage_starts(rows),
+        )
+    found = {"trained": stage_histograms(run)}
+    path = run.out / "activations.png"
+    yield _plotted("activations by stage", plots.plot_histograms, found, path)
 
 
 def write_report(run: TrainingRun) -> Path:
@@ -116,7 +127,9 @@ def write_report(run: TrainingRun) -> Path:
     per_epoch = run.batches.steps_per_epoch
     step_ms = 1000 * statistics.median(row.seconds for row in history.epochs) / per_epoch
     trained_s = sum(row.seconds for row in history.epochs) + history.seconds
-    training = plots.plot_training(
+    training = _plotted(
+        "loss and accuracy",
+        plots.plot_training,
         [row._asdict() for row in history.epochs],
         list(enumerate(history.losses, 1)),
         run.out / "training.png",
@@ -139,7 +152,7 @@ def write_report(run: TrainingRun) -> Path:
         f"- Machine: {machine(run.device)}.",
         f"- Command: `{command()}`",
         "",
-        f"![loss and accuracy]({training.name})",
+        training,
         "",
         "## Epochs",
         "",
@@ -154,9 +167,7 @@ def write_report(run: TrainingRun) -> Path:
     ]  # fmt: skip
     if history.signal:
         lines += ["", "## Signal flow", ""]
-        lines += [f"![{label} by block]({path.name})" for label, path in _signal_plots(run)]
-        lines += [f"![activations by stage]({_histogram_plot(run).name})", ""]
-        lines += _warning_lines(history.warnings)
+        lines += [*_signal_plots(run), "", *_warning_lines(history.warnings)]
     path = run.out / "report.md"
     write_atomically(path, ("\n".join(lines) + "\n").encode())
     return path

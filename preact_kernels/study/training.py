@@ -8,14 +8,12 @@ checkpoint holds no state of generators, and other numbers of processes can cont
 import contextlib
 import dataclasses
 import math
-import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,50 +21,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from preact_kernels.conversion.convert import conversion_report
 from preact_kernels.graphs import graphed_step
 from preact_kernels.planning import plan_memory
 from preact_kernels.study import checkpoints, data, recipes
 from preact_kernels.study.checkpoints import CheckpointError
-from preact_kernels.study.config import RUNNING, Config, parse_bytes
+from preact_kernels.study.config import RUNNING, Config, build_network, parse_bytes
 from preact_kernels.study.diagnostics import Monitor, blocks_of
+from preact_kernels.study.files import locked
 from preact_kernels.study.history import EpochRow, History
 from preact_kernels.study.logs import Logs
-from preact_kernels.study.networks import fused_parts, study_network
+from preact_kernels.study.networks import fused_parts
+from preact_kernels.study.processes import Interrupted, Processes, device_of, stop_signals
 
 CHECKPOINT = "checkpoint.pt"
 _FETCH_EVERY = 10  # steps between reads of losses from the device
 _EVALUATION_BATCH = 256
-
-
-class Processes(NamedTuple):
-    """This process and those that `torchrun` started beside it."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-    @classmethod
-    def of_environment(cls) -> "Processes":
-        """From the variables that `torchrun` sets; without them, one process."""
-        names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-        return cls(*(int(os.environ.get(name, value)) for name, value in names.items()))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes the files."""
-        return self.rank == 0
-
-    @contextlib.contextmanager
-    def group(self, device: torch.device) -> Iterator[None]:
-        """The process group of all processes, if there are several."""
-        if self.world_size == 1 or dist.is_initialized():
-            yield
-            return
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 class _Autocast(nn.Module):
@@ -79,10 +49,6 @@ class _Autocast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(self.device_type, self.dtype):
             return self.network(x)
-
-
-class Interrupted(Exception):
-    """The run was asked to stop, and has written a checkpoint."""
 
 
 class TrainingRun:
@@ -105,11 +71,13 @@ class TrainingRun:
     ) -> None:
         self.config, self.out, self.processes = config, Path(out), processes
         self.show_progress = show_progress and processes.is_first
-        self.device = _device(config, processes)
+        self.device = device_of(config.device, processes)
         self.path = self.out / CHECKPOINT
         found = checkpoints.load(self.path) if self.path.exists() else None
         if found is not None:
             _check_same_options(self.path, found["config"], config)
+        if self.device.type == "cuda":  # the same bits in every run
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         self.train_images = self._images(train=True)
         self.test_images = self._images(train=False)
         self.batches = data.Batches(
@@ -131,6 +99,11 @@ class TrainingRun:
         self._build()
         if found is not None:
             self._restore(found)
+        steps = int(self._summed(torch.tensor(self.step, device=self.device)))
+        if steps != self.step * processes.world_size:
+            raise CheckpointError(
+                f"{self.path}: expected the same checkpoint in every process, got different steps"
+            )
 
     def _images(self, *, train: bool) -> data.Images:
         return data.load(self.config.data, train=train).resized(self.config.image_size)
@@ -142,7 +115,8 @@ class TrainingRun:
         if config.memory_budget is not None:
             x, _ = self._batch(0)
             try:
-                plan_memory(network, x, parse_bytes(config.memory_budget)).apply(network)
+                with self.autocast():
+                    plan_memory(network, x, parse_bytes(config.memory_budget)).apply(network)
             except ValueError as error:
                 raise ValueError(f"memory_budget: {error}") from error
         self.network = network
@@ -156,7 +130,8 @@ class TrainingRun:
         if self.processes.world_size > 1:
             ids = [self.device.index] if self.device.type == "cuda" else None
             model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
-            if config.sync_batch_norm:  # in place; behind DDP, which refuses it on a CPU
+            if config.sync_batch_norm:  # in place; after DDP, which refuses it on a CPU
+                self._check_synchronised()
                 nn.SyncBatchNorm.convert_sync_batchnorm(network)
         self.model = model
         on_gpu = self.device.type == "cuda"
@@ -171,21 +146,42 @@ class TrainingRun:
         )
         if config.clip_norm is not None:
             self.optimizer.register_step_pre_hook(self._clip)
-        self.monitor = Monitor(network, config.diagnose_every) if config.diagnose_every else None
+        self.monitor = None
+        if config.diagnose_every:  # with autocast
+            blocks = blocks_of(network)
+            self.monitor = Monitor(self.unwrapped, config.diagnose_every, blocks=blocks)
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The autocast of the options."""
+        if self.config.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of trained values."""
+        return sum(p.numel() for p in self.network.parameters() if p.requires_grad)
 
     def description(self) -> dict[str, str]:
         """The network, the images and the steps, in words."""
         config, train, test = self.config, self.train_images, self.test_images
         size = config.image_size
-        parameters = sum(p.numel() for p in self.network.parameters() if p.requires_grad)
         return {
             "network": f"ResNet-{config.depth}, {config.placement}, {config.shortcut} shortcuts: "
-            f"{len(blocks_of(self.network))} blocks, {parameters:,} parameters; "
+            f"{len(blocks_of(self.network))} blocks, {self.parameter_count:,} parameters; "
             f"{fused_parts(self.network)}",
             "images": f"{train.name}, {len(train.labels):,} to train on and "
             f"{len(test.labels):,} to test, {size}x{size} pixels",
             "steps": f"{self.total_steps:,} of {config.batch} images, {self.step:,} done",
         }
+
+    def _check_synchronised(self) -> None:
+        sites = conversion_report(self.network)
+        if self.device.type == "cpu" and len(sites.fused) < len(sites):
+            raise ValueError(
+                "sync_batch_norm: expected a GPU, or a network whose batch norms all run fused, "
+                f"got {fused_parts(self.network)}, on a CPU"
+            )
 
     def _clip(self, *_: object) -> None:
         """Clips the gradient that the optimizer is about to use."""
@@ -225,23 +221,33 @@ class TrainingRun:
     # Checkpoints
 
     def _restore(self, found: dict[str, Any]) -> None:
-        expected = [self.train_images.name, len(self.train_images.labels)]
+        expected = self._images_state()
         if found["images"] != expected:
             raise CheckpointError(
-                f"{self.path}: expected a run on {expected[0]} ({expected[1]} images), got one on "
-                f"{found['images'][0]} ({found['images'][1]})"
+                f"{self.path}: expected a run on {expected}, got one on {found['images']}"
             )
-        self.network.load_state_dict(found["network"])
-        self._restore_optimizer(found["optimizer"])
-        if self.scaler is not None and found["scaler"] is not None:
-            self.scaler.load_state_dict(found["scaler"])
-        self.correct.fill_(found["correct"] if self.processes.is_first else 0)
-        self.step = found["step"]
-        self.history = History.of_state(found["history"])
+        try:
+            self.network.load_state_dict(found["network"])
+            self._restore_optimizer(found["optimizer"])
+            if self.scaler is not None and found["scaler"] is not None:
+                self.scaler.load_state_dict(found["scaler"])
+            self.correct.fill_(found["correct"] if self.processes.is_first else 0)
+            self.step = found["step"]
+            self.history = History.of_state(found["history"])
+            if len(self.history.losses) != self.step:
+                raise ValueError(f"{len(self.history.losses)} losses of {self.step} steps")
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.path}: expected the state of such a run, got another: {error}"
+            ) from error
         if self.monitor is not None:
             self.monitor.step = self.step
             self.monitor.rows = self.history.signal
             self.monitor.warnings = self.history.warnings
+
+    def _images_state(self) -> str:
+        images = self.train_images
+        return f"{images.name} ({len(images.labels)} images, checksum {images.checksum():08x})"
 
     def _restore_optimizer(self, state: dict[str, Any]) -> None:
         options = [(group["lr"], group["fused"]) for group in self.optimizer.param_groups]
@@ -260,7 +266,7 @@ class TrainingRun:
             self.history.warnings = self.monitor.warnings
         content = {
             "config": dataclasses.asdict(self.config),
-            "images": [self.train_images.name, len(self.train_images.labels)],
+            "images": self._images_state(),
             "step": self.step,
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -375,9 +381,11 @@ class TrainingRun:
             disable=None if self.show_progress else True,  # None: without a terminal
             dynamic_ncols=True,
         )
-        with bar, _stop_signals(asked_to_stop, self.processes):
+        with bar, stop_signals(asked_to_stop, self.processes):
             start_s = time.perf_counter() - history.seconds
             logged = self.step
+            if logs is not None and history.losses:  # killed between the checkpoint and the files
+                logs.write(history, self.learning_rates(), self.batches.steps_per_epoch)
             while self.step < self.total_steps:
                 self.one_step()
                 bar.update()
@@ -393,11 +401,13 @@ class TrainingRun:
                     if self.show_progress and bar.disable:
                         _print_epoch(row, config.epochs)
                 history.seconds = time.perf_counter() - start_s
-                if logs is not None:
-                    logs.add_losses(logged, history.losses[logged:])
-                    logged = len(history.losses)
                 every = config.checkpoint_every or self.batches.steps_per_epoch
                 if ends_epoch or self.step % every == 0 or asked_to_stop:
+                    self._fetch()
+                    if logs is not None:
+                        logs.add_losses(logged, history.losses[logged:])
+                        logged = len(history.losses)
+                        logs.flush()
                     self.checkpoint()
                     if logs is not None:
                         logs.write(history, self.learning_rates(), self.batches.steps_per_epoch)
@@ -417,64 +427,6 @@ def _print_epoch(row: EpochRow, epochs: int | None) -> None:
         f"{row.train_accuracy:.4f}, test accuracy {row.test_accuracy:.4f}, {row.seconds:.1f} s",
         flush=True,
     )
-
-
-def build_network(config: Config, classes: int) -> nn.Module:
-    """The network that a run begins with, on the CPU."""
-    torch.manual_seed(config.seed)
-    return study_network(
-        config.depth,
-        classes,
-        variant=config.variant,
-        block=config.block,
-        width=config.width,
-        stride_on=config.stride_on,
-        groups=config.groups,
-        base_width=config.base_width,
-        survival=config.survival,
-        init=config.init,
-        memory=config.memory,
-        segments=config.segments,
-        anchor_every=config.anchor_every,
-        residual_dtype=torch.float32 if config.float32_stream else None,
-        fused=config.fused,
-        **config.unit_options(),
-    )
-
-
-@contextlib.contextmanager
-def _stop_signals(received: list[int], processes: Processes) -> Iterator[None]:
-    """Appends SIGINT and SIGTERM to `received` in place of their effects, in a single process.
-
-    Several processes receive a signal at different steps, so there it ends them at once.
-    """
-    if processes.world_size > 1 or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {
-        number: signal.signal(number, lambda n, _: received.append(n))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _device(config: Config, processes: Processes) -> torch.device:
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device: expected one such as 'cpu' or 'cuda:0', got {name!r}") from error
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device: expected 'cpu', as PyTorch sees no GPU, got {name!r}")
-        if device.index is None:
-            device = torch.device("cuda", processes.local_rank)
-        torch.cuda.set_device(device)
-    return device
 
 
 def _check_same_options(path: Path, found: dict[str, Any], config: Config) -> None:
@@ -505,19 +457,22 @@ def train(config: Config, out: Path, *, show_progress: bool = True) -> TrainingR
     Raises:
         Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
         OSError: a file cannot be written; the last checkpoint is there.
+        RuntimeError: a step failed.
         TypeError: see `TrainingRun`.
         ValueError: see `TrainingRun`.
     """
     processes = Processes.of_environment()
-    with processes.group(_device(config, processes)):
+    with processes.group(device_of(config.device, processes)):
         run = TrainingRun(config, out, processes, show_progress=show_progress)
-        logs = Logs(run.out, run.step) if processes.is_first else None
         if run.show_progress:
             for name, text in run.description().items():
                 print(f"{name}: {text}", flush=True)
-        try:
-            run.run(logs)
-        finally:
-            if logs is not None:
-                logs.close()
+        if not processes.is_first:
+            run.run()
+            return run
+        with locked(run.out), Logs(run.out, run.step) as logs:
+            try:
+                run.run(logs)
+            except (TypeError, ValueError) as error:
+                raise RuntimeError("the training step failed") from error
     return run

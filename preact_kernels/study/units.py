@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from preact_kernels.modules.preact_block import bottleneck_width
+
 Layer = Literal["norm", "act"]
 
 
@@ -254,7 +256,7 @@ class ResidualUnit(nn.Module):
         self.expansion = 4 if is_bottleneck else 1
         out_channels = channels * self.expansion
         if is_bottleneck:
-            inner = int(channels * base_width / 64) * groups
+            inner = bottleneck_width(channels, groups, base_width)
             stride1, stride2 = (stride, 1) if stride_on == "conv1" else (1, stride)
             convs = [
                 nn.Conv2d(in_channels, inner, 1, stride1, bias=False),

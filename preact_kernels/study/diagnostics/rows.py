@@ -1,12 +1,13 @@
 """What was measured of residual blocks: rows, warnings in words, CSV files."""
 
-import contextlib
 import csv
 import math
 import os
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
+
+from preact_kernels.study.files import csv_text, write_atomically
 
 
 class BlockRow(NamedTuple):
@@ -138,19 +139,8 @@ def warnings_of(rows: Iterable[BlockRow], thresholds: Thresholds | None = None) 
 
 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[BlockRow]) -> None:
-    """Writes rows to a file that appears complete or not at all; floats with 6 digits."""
-    temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(BlockRow._fields)
-            for row in rows:
-                writer.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in row])
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    """Writes rows to a file that appears complete or not at all."""
+    write_atomically(path, csv_text(BlockRow._fields, rows))
 
 
 def read_csv(path: str | os.PathLike[str]) -> list[BlockRow]:

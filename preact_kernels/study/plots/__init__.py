@@ -8,6 +8,7 @@ from preact_kernels.study.plots.curves import (
     plot_training,
 )
 from preact_kernels.study.plots.diagrams import draw_placements, draw_shortcuts
+from preact_kernels.study.plots.parts import NothingToPlotError
 from preact_kernels.study.plots.signal import (
     plot_by_block,
     plot_by_block_over_time,
@@ -15,6 +16,7 @@ from preact_kernels.study.plots.signal import (
 )
 
 __all__ = [
+    "NothingToPlotError",
     "draw_placements",
     "draw_shortcuts",
     "plot_bars",

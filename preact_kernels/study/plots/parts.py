@@ -1,7 +1,7 @@
 """What the study's plots share: colours, scales, legends, footnotes and the writing of files."""
 
+import io
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -12,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from preact_kernels.study.files import write_atomically
 
 Points = Sequence[tuple[float, float]]
 Look = dict[str, Any]  # of a line or text
@@ -25,13 +27,9 @@ _LOG_RATIO = 20.0  # an axis without a stated scale is logarithmic above this ra
 
 def save_png(figure: Figure, path: Path) -> Path:
     """Writes a figure as PNG; a reader sees the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(unfinished, format="png", dpi=130)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=130)
+    write_atomically(path, content.getvalue())
     return path
 
 
@@ -78,10 +76,14 @@ def say(axes: Axes, text: str) -> None:
     )
 
 
+class NothingToPlotError(ValueError):
+    """No value can be drawn."""
+
+
 def check_any(argument: str, values: Iterable[float], expected: str = "a finite value") -> None:
     """Raises unless a value is finite."""
     if not any(math.isfinite(v) for v in values):
-        raise ValueError(f"{argument}: expected {expected}, got none")
+        raise NothingToPlotError(f"{argument}: expected {expected}, got none")
 
 
 def grid(axes: Axes) -> None:
