@@ -114,7 +114,7 @@ class Comparison:
         )
 
     def initial_signal(self, config: Config) -> list[BlockRow]:
-        """The signal flow of the network that a run begins with."""
+        """The signal flow of the initial network of a run."""
         network = build_network(config, self.images.classes)
         images = data.Batches(self.images, SIGNAL_IMAGES, seed=config.seed)
         return measure(network, F.cross_entropy, *images[0])

@@ -189,7 +189,7 @@ def parse_bytes(text: str) -> int:
 
 
 def build_network(config: Config, classes: int) -> nn.Module:
-    """The network that a run begins with, on the CPU."""
+    """The initial network of a run, on the CPU."""
     torch.manual_seed(config.seed)
     return study_network(
         config.depth,

@@ -13,7 +13,7 @@ class EpochRow(NamedTuple):
     train_loss: float  # mean over the epoch's steps
     train_accuracy: float  # of the augmented images, while the weights changed
     test_accuracy: float
-    seconds: float  # of the epoch, evaluation included, in all attempts at it
+    seconds: float  # of the epoch and its evaluation, summed over interrupted attempts
 
 
 @dataclasses.dataclass

@@ -104,13 +104,12 @@ def study_network(
         stride_on: see `preact_resnet`.
         groups: see `preact_resnet`.
         base_width: see `preact_resnet`.
-        survival: probability of keeping the last unit's branch in training; it falls linearly from
-            1 ahead of the first unit (stochastic depth, arXiv 1603.09382).
+        survival: probability of keeping the last unit's branch in training. That of unit l of L is
+            `1 - l / L * (1 - survival)` (stochastic depth, arXiv 1603.09382).
         init: of the convolutions: `"he"` by fan-out, `"orthogonal"`, or `"zero-branch"`: as
             `"he"`, and the last weight of every branch (of a norm, if the branch ends with one) is
-            zero, so that the network begins as its shortcuts.
-        memory: see `PreActStage`; other modes than `"store"` only for a `PreActResNet`, as the
-            options behind it.
+            zero: the network starts as its shortcuts.
+        memory: see `PreActStage`. This and the next three options apply only to a `PreActResNet`.
         segments: see `PreActStage`.
         anchor_every: see `PreActStage`.
         residual_dtype: see `PreActStage`.

@@ -11,7 +11,7 @@ WARM_UP_SHARE = 0.05  # of the steps of "warmup-cosine"
 
 
 class Recipe(NamedTuple):
-    """Values that a configuration takes where it gives none."""
+    """Defaults of a recipe."""
 
     epochs: int
     batch: int
@@ -23,8 +23,10 @@ RECIPES = {
     "paper": Recipe(epochs=200, batch=128, lr=0.1, warm_up_steps=400),
     "warmup-cosine": Recipe(epochs=30, batch=64, lr=0.1, warm_up_steps=None),
 }
-"""`"paper"`: arXiv 1603.05027, appendix: a tenth of the rate in the first 400 iterations, then the
-rate, divided by 10 after epochs 82 and 123 of 200 (of other lengths, after the same shares).
+"""`"paper"` (arXiv 1603.05027): a tenth of the rate in the first 400 steps, then the rate,
+divided by 10 after 32,000 and 48,000 steps, which are epochs 82 and 123 of CIFAR; 200 epochs, as in the code
+of the authors (github.com/KaimingHe/resnet-1k-layers). Runs of other lengths divide after the same
+shares.
 `"warmup-cosine"`: a linear rise, then half a cosine down to zero (arXiv 1608.03983)."""
 _PAPER_MILESTONES = (82 / 200, 123 / 200)
 
@@ -37,7 +39,7 @@ def learning_rate(recipe: str, lr: float, step: int, total_steps: int, warm_up_s
         lr: the highest rate.
         step: from 0.
         total_steps: of the whole run.
-        warm_up_steps: at the begin of the run.
+        warm_up_steps: at the start of the run.
     """
     if recipe == "paper":
         if step < warm_up_steps:

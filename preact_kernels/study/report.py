@@ -62,7 +62,7 @@ def values_by_step(rows: Sequence[BlockRow], column: str) -> dict[int, list[floa
 
 
 def stage_starts(rows: Sequence[BlockRow]) -> list[int]:
-    """Numbers of the blocks that begin the second and later stages."""
+    """Numbers of the first blocks of the second and later stages."""
     stages = {row.block: row.stage for row in rows}
     return [b for b in sorted(stages) if b > 1 and stages[b] != stages.get(b - 1)]
 

@@ -1,8 +1,8 @@
 """Training runs that continue bit for bit after they were stopped at any moment.
 
 Everything random is a function of the seed and the step: the weights, the order and augmentation
-of images (`data.Batches`), and dropout, for which PyTorch is seeded anew at each step. So a
-checkpoint holds no state of generators, and other numbers of processes can continue it.
+of images (`data.Batches`), and dropout, for which PyTorch is seeded anew at each step.
+Checkpoints store no random state, so a run can resume with another number of processes.
 """
 
 import contextlib

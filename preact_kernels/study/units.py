@@ -18,11 +18,11 @@ Layer = Literal["norm", "act"]
 
 
 class Placement(NamedTuple):
-    """Where a unit normalises and activates, apart from norm and activation between convolutions.
+    """Layers around the convolutions of a unit; between two of them are a norm and an activation.
 
-    before: layers ahead of the first convolution.
-    behind: layers behind the last convolution, ahead of the addition.
-    after: layers behind the addition.
+    before: layers before the first convolution.
+    behind: layers after the last convolution, before the addition.
+    after: layers after the addition.
     """
 
     before: tuple[Layer, ...]
@@ -96,7 +96,7 @@ class UnitOptions:
         shortcut_dropout: probability in `"dropout"`.
         norm: `"batch"`, `"group"`, `"layer"` or `"rms"`.
         activation: `"relu"`, `"gelu"` or `"silu"`.
-        dropout: probability of zeroing an element ahead of the branch's last convolution
+        dropout: probability of zeroing an element before the branch's last convolution
             (WideResNet, arXiv 1605.07146).
         residual_scale: the branch is multiplied by a learned number that starts at this value
             (0 in SkipInit, arXiv 2002.10444); None: not multiplied.
@@ -172,7 +172,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training drops the branch of an image with a probability, and divides it by the rest.
+    """In training, zeroes each image's branch at random, and divides the others by `survival`.
 
     Equals `torchvision.ops.stochastic_depth(x, 1 - survival, mode="row")`. In "Deep Networks with
     Stochastic Depth" (arXiv 1603.09382) all images of a batch share one draw, and the branch is
@@ -220,10 +220,10 @@ class Gate(nn.Module):
 class ResidualUnit(nn.Module):
     """`y = after(h(x) + F(x))`: a branch F of two or three convolutions beside a shortcut h.
 
-    The children are `conv1`, `norm1`, `conv2`, ... With `before=("norm", "act")` each norm stands
-    ahead of the convolution of its number, else behind it (the last one may stand behind the
-    addition). Where the shape changes, the shortcut begins with `projection`, a 1x1 convolution
-    of what `conv1` reads, and with `projection_norm` where the branch ends with a norm.
+    The children are `conv1`, `norm1`, `conv2`, ... With `before=("norm", "act")` each norm comes
+    before the convolution of its number, else after it (the last one may come after the addition).
+    Where the shape changes, the shortcut starts with `projection`, a 1x1 convolution of the input
+    of `conv1`, and `projection_norm` follows if the branch ends with a norm.
 
     Args:
         in_channels: channels of the input.
@@ -296,7 +296,7 @@ class ResidualUnit(nn.Module):
 
     @property
     def norms_before(self) -> bool:
-        """Whether each norm stands ahead of the convolution of its number."""
+        """Whether each norm comes before the convolution of its number."""
         return "norm" in self.placement.before
 
     @property

@@ -325,7 +325,7 @@ def _last_conv(name: str, block: nn.Module) -> nn.Conv2d:
 def histograms(
     model: nn.Module, x: Tensor, *, bins: int = 81, limit: float | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Histograms of the activations behind each stage, in the mode that the model is in.
+    """Histograms of the output of each stage, in the mode that the model is in.
 
     Args:
         model: a network whose blocks are named `stages.<i>.<j>`.

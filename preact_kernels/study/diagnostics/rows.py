@@ -78,7 +78,7 @@ def _text(value: float) -> str:
 
 
 def _findings(row: BlockRow, thresholds: Thresholds) -> Iterator[tuple[str, str, float | None]]:
-    """What to say ahead of the value and behind it, and the value."""
+    """The text before a value, the text after it, and the value."""
     values = {n: v for n in _LABELS if (v := getattr(row, n)) is not None}
     if broken := [_LABELS[n] for n, v in values.items() if not math.isfinite(v)]:
         yield f"not finite: {', '.join(broken)}", "", None

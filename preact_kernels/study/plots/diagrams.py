@@ -25,7 +25,7 @@ _FILLS = {"BN": "#F8D9B0", "ReLU": "#BFDDF2", "3x3 conv": "white"}
 
 
 class Shortcut(NamedTuple):
-    """What stands on a shortcut, and the formula of the unit.
+    """Layers of a shortcut, and the formula of the unit.
 
     boxes: on the shortcut, from bottom to top.
     gates: the shortcut is multiplied by 1 - g(x).
@@ -55,7 +55,7 @@ def branch_layers(placement: Placement) -> tuple[str, ...]:
 
 
 def fused_chains(placement: Placement) -> list[range]:
-    """Positions in `branch_layers` of each norm and activation, with a convolution behind them."""
+    """Positions in `branch_layers` of each norm, activation and, if it follows, convolution."""
     layers = branch_layers(placement)
     chains = []
     for i in range(len(layers) - 1):

@@ -97,7 +97,7 @@ def plot_by_block(
         ylabel: of the values.
         healthy: lowest and highest value of the shaded band.
         log: whether the values have a log axis.
-        boundaries: numbers of the blocks that begin the second and later stages.
+        boundaries: numbers of the first blocks of the second and later stages.
 
     Raises:
         ValueError: no value can be shown, or a boundary is not a block after the first.
@@ -132,7 +132,7 @@ def plot_by_block_over_time(
         ylabel: of the values.
         healthy: lowest and highest value of the shaded band.
         log: whether the values have a log axis.
-        boundaries: numbers of the blocks that begin the second and later stages.
+        boundaries: numbers of the first blocks of the second and later stages.
 
     Raises:
         ValueError: no value can be shown, or a boundary is not a block after the first.
