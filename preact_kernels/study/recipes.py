@@ -23,11 +23,10 @@ RECIPES = {
     "paper": Recipe(epochs=200, batch=128, lr=0.1, warm_up_steps=400),
     "warmup-cosine": Recipe(epochs=30, batch=64, lr=0.1, warm_up_steps=None),
 }
-"""`"paper"` (arXiv 1603.05027): a tenth of the rate in the first 400 steps, then the rate,
-divided by 10 after 32,000 and 48,000 steps, which are epochs 82 and 123 of CIFAR; 200 epochs, as in the code
-of the authors (github.com/KaimingHe/resnet-1k-layers). Runs of other lengths divide after the same
-shares.
-`"warmup-cosine"`: a linear rise, then half a cosine down to zero (arXiv 1608.03983)."""
+"""`"paper"` (arXiv 1603.05027): a tenth of the rate in the first 400 steps, then the rate, divided
+by 10 after 32,000 and 48,000 steps, which are epochs 82 and 123 of CIFAR; 200 epochs, as in the
+code of the authors (github.com/KaimingHe/resnet-1k-layers). Runs of other lengths divide after the
+same shares. `"warmup-cosine"`: a linear rise, then half a cosine to zero (arXiv 1608.03983)."""
 _PAPER_MILESTONES = (82 / 200, 123 / 200)
 
 
