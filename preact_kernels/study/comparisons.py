@@ -32,7 +32,7 @@ from preact_kernels.study.units import PLACEMENTS, SHORTCUTS
 
 SMALL = {  # within ten minutes on two cores
     "placements": Size((110,), 10, 64, 2, 16, "warmup-cosine"),
-    "shortcuts": Size((56,), 10, 64, 2, 16, "warmup-cosine"),
+    "shortcuts": Size((56,), 12, 64, 2, 16, "warmup-cosine"),
     "depth": Size((20, 56, 110), 10, 64, 2, 16, "warmup-cosine"),
     "signal": Size((20, 56, 110), 0, 32, 1, 32, "warmup-cosine"),
 }
