@@ -18,6 +18,7 @@ from preact_kernels.study.files import write_atomically
 from preact_kernels.study.training import TrainingRun
 
 _HISTOGRAM_IMAGES = 64
+_HISTOGRAM_BINS = 401  # plots cut off the ends, where few values are
 _WARNINGS = 20  # in a report
 SIGNALS = {  # columns of BlockRow that are plotted: label, healthy range
     "gradient_norm": ("L2 norm of the gradient", None),
@@ -79,7 +80,7 @@ def stage_histograms(run: TrainingRun) -> dict[str, tuple[list[float], list[floa
     images = run.test_images.images[:_HISTOGRAM_IMAGES].to(run.device)
     run.network.eval()
     with run.autocast():
-        found = histograms(run.network, images)
+        found = histograms(run.network, images, bins=_HISTOGRAM_BINS)
     run.network.train()
     return {
         f"stage {i}": (counts.tolist(), edges.tolist())

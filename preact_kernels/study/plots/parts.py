@@ -19,8 +19,11 @@ Points = Sequence[tuple[float, float]]
 Look = dict[str, Any]  # of a line or text
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; brown for their yellow.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-_MARKERS = "osD^vPX*"
+COLORS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#000000", "#8C6D31", "#999999", "#5E3C99"),
+)
+_MARKERS = "osD^vPX*<h"
 _LINES: tuple[Any, ...] = ("-", "--", "-.", (0, (2, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 _LOG_RATIO = 20.0  # an axis without a stated scale is logarithmic above this ratio of its values
 
