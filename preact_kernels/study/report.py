@@ -18,7 +18,7 @@ from preact_kernels.study.files import write_atomically
 from preact_kernels.study.training import TrainingRun
 
 _HISTOGRAM_IMAGES = 64
-_HISTOGRAM_BINS = 401  # plots cut off the ends, where few values are
+_HISTOGRAM_BINS = 201  # plots cut off the ends, where few values are
 _WARNINGS = 20  # in a report
 SIGNALS = {  # columns of BlockRow that are plotted: label, healthy range
     "gradient_norm": ("L2 norm of the gradient", None),
