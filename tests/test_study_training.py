@@ -482,6 +482,7 @@ def test_a_checkpoint_of_other_options_is_refused_and_stays(finished):
             {"images": "cifar-10"},
             r"run on digits \(1500 images, checksum \w{8}\), got one on cifar",
         ),
+        ({"config": "depth 8"}, "expected a run with options, got 'depth 8'"),
         ({"step": 1}, "expected the state of such a run, got another: 6 losses of 1 steps"),
         ({"history": {}}, "expected the state of such a run, got another"),
         ({"network": {}}, "expected the state of such a run, got another"),

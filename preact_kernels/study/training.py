@@ -75,7 +75,7 @@ class TrainingRun:
         self.path = self.out / CHECKPOINT
         found = checkpoints.load(self.path) if self.path.exists() else None
         if found is not None:
-            _check_same_options(self.path, found["config"], config)
+            _check_same_options(self.path, found.get("config"), config)
         if self.device.type == "cuda":  # the same bits in every run
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         self.train_images = self._images(train=True)
@@ -222,10 +222,8 @@ class TrainingRun:
 
     def _restore(self, found: dict[str, Any]) -> None:
         expected = self._images_state()
-        if found["images"] != expected:
-            raise CheckpointError(
-                f"{self.path}: expected a run on {expected}, got one on {found['images']}"
-            )
+        if (images := found.get("images")) != expected:
+            raise CheckpointError(f"{self.path}: expected a run on {expected}, got one on {images}")
         try:
             self.network.load_state_dict(found["network"])
             self._restore_optimizer(found["optimizer"])
@@ -429,8 +427,10 @@ def _print_epoch(row: EpochRow, epochs: int | None) -> None:
     )
 
 
-def _check_same_options(path: Path, found: dict[str, Any], config: Config) -> None:
+def _check_same_options(path: Path, found: object, config: Config) -> None:
     expected = dataclasses.asdict(config)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a run with options, got {found!r}")
     different = [
         f"{name} {found.get(name)!r} in place of {value!r}"
         for name, value in expected.items()
