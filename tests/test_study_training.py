@@ -232,6 +232,7 @@ def test_a_killed_run_continues_bit_for_bit(options, kills, monkeypatch, tmp_pat
         killed_at(monkeypatch, step, tmp_path / "broken", **options)
     continued = trained(tmp_path / "broken", **options)
     assert_same_run(continued, unbroken)
+    assert (unbroken.scaler is not None) == (options.get("autocast") == "float16")
     if unbroken.scaler is not None:
         assert continued.scaler.state_dict() == unbroken.scaler.state_dict()
 

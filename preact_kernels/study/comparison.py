@@ -54,14 +54,13 @@ class Comparison:
     """One comparison in a folder.
 
     Args:
-        name: a key of `SMALL`.
         size: see `Size`.
         base: options of all runs.
         out: the folder; finished runs in it are not repeated.
     """
 
-    def __init__(self, name: str, size: Size, base: dict[str, Any], out: Path) -> None:
-        self.name, self.size, self.base, self.out = name, size, base, out
+    def __init__(self, size: Size, base: dict[str, Any], out: Path) -> None:
+        self.size, self.base, self.out = size, base, out
         self.images = data.load(base.get("data")).resized(size.image_size)
         self.lines: list[str] = []
 

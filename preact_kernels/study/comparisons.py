@@ -118,8 +118,7 @@ def _compared(
 
 
 def _initial_plots(comparison: Comparison, results: Sequence[Result], depth: int) -> None:
-    first = {r.label: r for r in reversed(results)}  # of the first seed
-    first = {label: first[label] for label in by_label(results, "seed")}
+    first = {r.label: r for r in results if r.seed == 0}
     starts = stage_starts(next(iter(first.values())).initial)
     for column, label in (
         ("gradient_norm", "Gradient norm of a block's parameters"),
@@ -400,6 +399,6 @@ def run(name: str, arguments: dict[str, Any]) -> int:
     if arguments["depths"]:
         size = dataclasses.replace(size, depths=tuple(arguments["depths"]))
     base = {k: arguments[k] for k in ("data", "device") if arguments[k] is not None}
-    comparison = Comparison(name, size, base, Path(arguments["out"]))
+    comparison = Comparison(size, base, Path(arguments["out"]))
     print(f"report: {_COMPARISONS[name][1](comparison)}")
     return 0

@@ -324,7 +324,7 @@ class TrainingRun:
     def evaluate(self) -> float:
         """The share of the test images that the network gets right, with running statistics.
 
-        Those of the first process: `DistributedDataParallel` sends them with the next step.
+        Several processes use the statistics of the first, as `DistributedDataParallel` does.
         """
         images, labels = self.test_images.images, self.test_images.labels
         own = slice(self.processes.rank, None, self.processes.world_size)

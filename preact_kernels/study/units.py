@@ -325,9 +325,8 @@ class ResidualUnit(nn.Module):
     def _sum(self, h: Tensor, branch: Tensor) -> Tensor:
         """Shortcut and branch, added as `options.shortcut` says."""
         if self.options.shortcut == "constant-scaling":
-            branch = (
-                branch if self.options.branch_scale == 1 else self.options.branch_scale * branch
-            )
+            if self.options.branch_scale != 1:  # else the addition can run fused
+                branch = self.options.branch_scale * branch
             return self.options.shortcut_scale * h + branch
         if self.options.shortcut == "exclusive-gating":
             g = self.gate(h)  # type: ignore[misc]
