@@ -5,6 +5,7 @@
 #include "isa.h"
 #include "tiles.h"
 
+#define PK_FOR_DOT
 #define PK_KERNELS "bn_relu_conv_backward_kernels.h"
 #include "for_each_isa.h"
 
@@ -27,7 +28,7 @@ struct WeightGradient {
   WeightGradient(const Conv& conv, const Tensor& out, int64_t strips)
       : conv(conv),
         out(out),
-        input_last(conv.in_channels >= conv.out_channels ||
+        input_last(conv.taps() > 1 || conv.in_channels >= conv.out_channels ||
                    conv.in_channels * int64_t(sizeof(A)) >= 4 * vector_bytes()),
         weights(conv.taps() * conv.in_channels * conv.out_channels),
         runs(run_count(strips)),
@@ -95,19 +96,21 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
          coefficients.has_value() ? &*coefficients : nullptr},
         data<T>(x),
         normalisation,
-        wanted.g ? packed_weights<T>(conv, conv_weight, true) : PackedWeights<A>{},
+        wanted.g ? packed_weights<T>(conv, conv_weight, true) : PackedWeights{},
         wanted.g ? mutable_data<T>(*gradients.g) : nullptr,
         dweight.input_last};
     TileSums<A> partial_sums(wanted.g ? strips.count : 0, conv.in_channels);
+    const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
     const int64_t scratch = strips.scratch_values(conv.in_channels) +
-                            strips.scratch_values(conv.out_channels) + 2 * conv.in_channels;
+                            strips.scratch_values(conv.out_channels) + strips.pair_values(narrow) +
+                            2 * conv.in_channels;
     // Each run of strips has its own partial weight gradient.
     const int64_t runs = wanted.weight ? dweight.runs : strips.count;
     for_tiles(runs, [&](int64_t run) {
       A* partial = wanted.weight ? dweight.cleared(run) : nullptr;
       for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
-        PK_CALL(strip_backward, op, strips[i], wanted.g ? partial_sums.tile(i) : nullptr, partial,
-                thread_buffer<A, Use::kScratch>(scratch));
+        PK_CALL_PRODUCT(T, strip_backward, op, strips[i], wanted.g ? partial_sums.tile(i) : nullptr,
+                        partial, thread_buffer<A, Use::kScratch>(scratch));
       }
     });
     if (wanted.g) partial_sums.merge(normalisation, mutable_data<A>(gradients.sums));

@@ -3,6 +3,7 @@
 #include "isa.h"
 #include "tiles.h"
 
+#define PK_FOR_DOT
 #define PK_KERNELS "bn_relu_conv_forward_kernels.h"
 #include "for_each_isa.h"
 
@@ -28,8 +29,9 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& 
     for_tiles(strips.count, [&](int64_t index) {
       const Strip strip = strips[index];
       if (of_y.are_wanted) statistics.pixels[index] = strip.rows * strip.width;
-      PK_CALL(strip_forward, op, strip, of_y.are_wanted ? statistics.tile(index) : nullptr,
-              thread_buffer<A, Use::kScratch>(strips.scratch_values(conv.in_channels)));
+      PK_CALL_PRODUCT(T, strip_forward, op, strip,
+                      of_y.are_wanted ? statistics.tile(index) : nullptr,
+                      thread_buffer<A, Use::kScratch>(strips.scratch_values(conv.in_channels)));
     });
     if (of_y.are_wanted) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));
   });

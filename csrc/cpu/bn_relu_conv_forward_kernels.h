@@ -5,11 +5,13 @@
 // y = conv(relu(p)) [+ conv_bias] [+ residual] for one strip. Where `statistics` are given, also
 // those of the strip's y as stored (TileStatistics), computed while y is in registers.
 template <class T, class A>
-void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, A* scratch) {
+void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, void* scratch) {
+  using O = Operand<T>;
   const Conv& conv = op.conv;
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const T *x = op.x, *bias = op.conv_bias;
-  fill_bordered(scratch, strip, conv, channels, [&](A* row, int64_t pixel) PK_LAMBDA {
+  O* activation = static_cast<O*>(scratch);
+  fill_bordered(activation, strip, conv, channels, [&](O* row, int64_t pixel) PK_LAMBDA {
     normalise(x + pixel * channels, row, strip.width, channels, op.norm);
   });
   T* out = op.y + strip.first_pixel * outputs;
@@ -18,7 +20,7 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
   if (statistics != nullptr) std::fill(sum, square + outputs, A(0));
   const T* added = op.residual == nullptr ? nullptr : op.residual + strip.first_pixel * outputs;
   strip_product(
-      scratch, strip, conv, op.packed,
+      activation, strip, conv, op.packed,
       [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t k) PK_LAMBDA {
         if (bias != nullptr) {
 #pragma GCC unroll 4

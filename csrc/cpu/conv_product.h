@@ -9,36 +9,38 @@
 //   wgrad     dw[tap][c][k] += a[p + tap][c]  * dy[p][k]
 
 #include "normalise_kernels.h"
+#include "products.h"
 
 constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
 // The most rows of accumulators that fit beside `vectors` vectors of the other operand.
 constexpr int max_tile_rows(int vectors) { return (kRegisters - 4) / vectors; }
 
-// Fills `out` [rows + 2 * halo_h][width + 2 * halo_w][channels]: operand(row, pixel) writes the
-// rows of the image, and the border is zero.
-template <class A, class Operand>
-PK_INLINE void fill_bordered(A* out, const Strip& strip, const Conv& conv, int64_t channels,
-                             const Operand& operand) {
+// Fills `out` [rows + 2 * halo_h][width + 2 * halo_w][channels]: fill(row, pixel) writes the rows
+// of the image, and the border is zero.
+template <class O, class Fill>
+PK_INLINE void fill_bordered(O* out, const Strip& strip, const Conv& conv, int64_t channels,
+                             const Fill& fill) {
   const int64_t pitch = (strip.width + 2 * conv.halo_w()) * channels;
   const int64_t side = conv.halo_w() * channels;
   for (int64_t r = -conv.halo_h(); r < strip.rows + conv.halo_h(); ++r) {
-    A* row = out + (r + conv.halo_h()) * pitch;
+    O* row = out + (r + conv.halo_h()) * pitch;
     const int64_t image_row = strip.row + r;
     if (image_row < 0 || image_row >= strip.image_rows) {
-      std::fill(row, row + pitch, A(0));
+      std::fill(row, row + pitch, O{});
       continue;
     }
-    std::fill(row, row + side, A(0));
-    operand(row + side, strip.first_pixel + r * strip.width);
-    std::fill(row + pitch - side, row + pitch, A(0));
+    std::fill(row, row + side, O{});
+    fill(row + side, strip.first_pixel + r * strip.width);
+    std::fill(row + pitch - side, row + pitch, O{});
   }
 }
 
 // out = the output gradient of `pixels` pixels, as stored in type T. With `stores`, also stores the
 // unfolded gradient where it is wanted.
-template <class T, class A>
-PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, A* out, int64_t first_pixel,
+template <class T, class O>
+PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t first_pixel,
                       int64_t pixels, int64_t channels) {
+  using A = Accumulate<T>;
   const int64_t offset = first_pixel * channels;
   const T* g = dy.tensors.g + offset;
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
@@ -70,7 +72,7 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, A* out, int64_t 
         const Vector<A> centred = fold->in_training ? load(x + at, lanes) - m[v] : Vector<A>{};
         Vector<A> value = a[v] * load(g + at, lanes) + (b[v] * centred + c[v]);
         if (skip != nullptr) value += load(skip + at, lanes);
-        value = as_stored(g, value);
+        if constexpr (std::is_same_v<O, A>) value = as_stored(g, value);
         if (stored != nullptr) store(stored + at, value, lanes);
         store(out + at, value, lanes);
       }
@@ -80,22 +82,26 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, A* out, int64_t 
 
 // One tile of accumulators: kRows pixels by kVectors vectors of output channels.
 //   acc[i][v] = sum over taps and channels of in[at(i) + tap + c] * w[tap][c][v]
-template <class A, int kRows, int kVectors, class At, class Finish>
-PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t channels,
-                            const A* weights, const Finish& finish) {
+template <class O, int kRows, int kVectors, class At, class Finish>
+PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t channels,
+                            const O* weights, const Finish& finish) {
+  using A = Accumulate<O>;
+  constexpr int kWidth = kVectors * kLanes<A>;
   Vector<A> acc[kRows][kVectors] = {};
   for (int64_t t = 0; t < taps.count; ++t) {
-    const A* from = in + taps.offset[t];
-    const A* w = weights + taps.place[t] * channels * kVectors * kLanes<A>;
-    for (int64_t c = 0; c < channels; ++c) {
-      Vector<A> wide[kVectors];
+    const O* from = in + taps.offset[t];
+    const O* w = weights + taps.place[t] * channels * kWidth;
+    for (int64_t c = 0; c < channels; c += kDepth<O>) {
+      Wide<O> wide[kVectors];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) wide[v] = load(w + v * kLanes<A>);
-      w += kVectors * kLanes<A>;
+      for (int v = 0; v < kVectors; ++v) wide[v] = load_wide(w + v * kLanes<A> * kDepth<O>);
+      w += kWidth * kDepth<O>;
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) acc[i][v] += from[at(i) + c] * wide[v];
+        for (int v = 0; v < kVectors; ++v) {
+          acc[i][v] = multiply_add(acc[i][v], from + at(i) + c, wide[v]);
+        }
       }
     }
   }
@@ -104,11 +110,12 @@ PK_INLINE void product_tile(const A* in, const At& at, const Taps& taps, int64_t
 
 // The same with the precision of FMA where there is none and every product is rounded: by sums of
 // short runs of channels.
-template <class A, int kRows, int kVectors, class At, class Finish>
-PK_INLINE void precise_product_tile(const A* in, const At& at, const Taps& taps, int64_t channels,
-                                    const A* weights, const Finish& finish) {
+template <class O, int kRows, int kVectors, class At, class Finish>
+PK_INLINE void precise_product_tile(const O* in, const At& at, const Taps& taps, int64_t channels,
+                                    const O* weights, const Finish& finish) {
+  using A = Accumulate<O>;
   if constexpr (kHasFma) {
-    return product_tile<A, kRows, kVectors>(in, at, taps, channels, weights, finish);
+    return product_tile<O, kRows, kVectors>(in, at, taps, channels, weights, finish);
   }
   constexpr int64_t kRun = 32;
   Vector<A> acc[kRows][kVectors] = {};
@@ -116,8 +123,8 @@ PK_INLINE void precise_product_tile(const A* in, const At& at, const Taps& taps,
     for (int64_t c = 0; c < channels; c += kRun) {
       Taps run;
       run.add(taps.offset[t] + c, 0);
-      const A* w = weights + (taps.place[t] * channels + c) * kVectors * kLanes<A>;
-      product_tile<A, kRows, kVectors>(in, at, run, std::min(kRun, channels - c), w,
+      const O* w = weights + (taps.place[t] * channels + c) * kVectors * kLanes<A>;
+      product_tile<O, kRows, kVectors>(in, at, run, std::min(kRun, channels - c), w,
                                        [&](auto& sum) PK_LAMBDA {
                                          for (int i = 0; i < kRows; ++i) {
                                            for (int v = 0; v < kVectors; ++v)
@@ -202,9 +209,10 @@ constexpr bool kTilesCrossRows = kRegisters < 32;
 // Computes out[p][k] for the pixels of a strip from its bordered operand, and calls
 // finish(vectors, rows, accumulators, pixel, k) for each tile. 0 * NaN is NaN: where a weight is
 // not finite, taps outside the image are left out.
-template <class A, class Finish>
-PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
-                             const PackedWeights<A>& packed, const Finish& finish) {
+template <class O, class Finish>
+PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
+                             const PackedWeights& packed, const Finish& finish) {
+  using A = Accumulate<O>;
   const int64_t in_channels = packed.in_channels;
   const int64_t pitch = (strip.width + 2 * conv.halo_w()) * in_channels;
   const Taps taps(conv, pitch, in_channels);
@@ -213,9 +221,9 @@ PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
       packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
         constexpr int kVectors = decltype(vectors)::value;
         constexpr int kMost = max_tile_rows(kVectors);
-        const A* w = packed.values + k * conv.taps() * in_channels;
+        const O* w = static_cast<const O*>(packed.values) + k * conv.taps() * in_channels;
         int64_t pixel = 0, row = 0, column = 0;
-        const A* from = in;
+        const O* from = in;
         const auto advance = [&]() PK_LAMBDA {
           ++pixel;
           from += in_channels;
@@ -225,7 +233,7 @@ PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
           }
         };
         while (!packed.finite && pixel < pixels) {
-          precise_product_tile<A, 1, kVectors>(
+          precise_product_tile<O, 1, kVectors>(
               from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels,
               w,
               [&](auto& acc) { finish(vectors, std::integral_constant<int, 1>{}, acc, pixel, k); });
@@ -235,14 +243,14 @@ PK_INLINE void strip_product(const A* in, const Strip& strip, const Conv& conv,
           const int64_t left = kTilesCrossRows ? pixels - pixel : strip.width - column;
           with_rows<kMost>(next_rows<kMost>(left), [&](auto count) PK_LAMBDA {
             constexpr int kRows = decltype(count)::value;
-            const A* first = from;
+            const O* first = from;
             const int64_t first_pixel = pixel;
             int64_t at[kRows];
             for (int i = 0; i < kRows; ++i) {
               at[i] = kTilesCrossRows ? from - first : i * in_channels;
               advance();
             }
-            precise_product_tile<A, kRows, kVectors>(
+            precise_product_tile<O, kRows, kVectors>(
                 first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
                 [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_pixel, k); });
           });

@@ -57,6 +57,11 @@ struct Strips {
     if (conv.taps() == 1) return length * channels;
     return (length + 2 * conv.halo_h()) * (conv.width + 2 * conv.halo_w()) * channels;
   }
+
+  // Values of one operand in pairs of pixels.
+  int64_t pair_values(int64_t channels) const {
+    return conv.taps() == 1 ? (length + 1) * channels : length * (conv.width + 1) * channels;
+  }
 };
 
 // Taps of a kernel. For each: its offset in a bordered operand from the upper left tap, and its
@@ -110,10 +115,9 @@ struct ConvWeight {
   }
 };
 
-// Weights in the order in which products read them.
-template <class A>
+// Weights in the order in which products read them, in the type of their operands.
 struct PackedWeights {
-  const A* values;
+  const void* values;
   int64_t in_channels, out_channels;
   bool finite;  // none is NaN or infinite
 };
@@ -121,8 +125,7 @@ struct PackedWeights {
 // Packs a weight [K, C, R, S] of any strides, or its transpose, into a buffer of the calling
 // thread.
 template <class T>
-PackedWeights<Accumulate<T>> packed_weights(const Conv& conv, const Tensor& conv_weight,
-                                            bool transposed);
+PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool transposed);
 
 // The gradient of a convolution's output: tensors.g, or, with coefficients, the fold of it, which
 // is stored in tensors.dx where that is given.
@@ -138,7 +141,7 @@ struct ConvForward {
   const Conv& conv;
   const T* x;
   const Normalisation<Accumulate<T>>& norm;
-  PackedWeights<Accumulate<T>> packed;
+  PackedWeights packed;
   const T *conv_bias, *residual;  // or null
   T* y;
 };
@@ -150,7 +153,7 @@ struct ConvBackward {
   OutputGradient<T> dy;
   const T* x;
   const Normalisation<Accumulate<T>>& norm;
-  PackedWeights<Accumulate<T>> packed;
+  PackedWeights packed;
   T* g;             // or null
   bool input_last;  // partial weight gradients are [tap][K][C], else [tap][C][K]
 };

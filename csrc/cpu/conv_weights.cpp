@@ -2,6 +2,7 @@
 #include "isa.h"
 #include "tiles.h"
 
+#define PK_FOR_DOT
 #define PK_KERNELS "conv_weights_kernels.h"
 #include "for_each_isa.h"
 
@@ -20,8 +21,7 @@ void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tens
 }
 
 template <class T>
-PackedWeights<Accumulate<T>> packed_weights(const Conv& conv, const Tensor& conv_weight,
-                                            bool transposed) {
+PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool transposed) {
   using A = Accumulate<T>;
   const ConvWeight<T> weight(conv_weight, transposed);
   const int64_t in_channels = transposed ? conv.out_channels : conv.in_channels;
@@ -29,14 +29,14 @@ PackedWeights<Accumulate<T>> packed_weights(const Conv& conv, const Tensor& conv
   const int64_t count = conv.taps() * in_channels * out_channels;
   A* packed = thread_buffer<A, Use::kWeights>(count);
   for_rows(in_channels, conv.taps() * out_channels, [&](int64_t row) {
-    PK_CALL(pack, packed, conv, in_channels, out_channels, weight, row);
+    PK_CALL_PRODUCT(T, pack, weight, conv, in_channels, out_channels, packed, row);
   });
   // A 1x1 kernel has no border: its products never read these weights outside the image.
-  const bool finite = conv.taps() == 1 || PK_CALL(all_finite, packed, count);
+  const bool finite = conv.taps() == 1 || PK_CALL_PRODUCT(T, all_finite, weight, packed, count);
   return {packed, in_channels, out_channels, finite};
 }
 
-template PackedWeights<float> packed_weights<float>(const Conv&, const Tensor&, bool);
-template PackedWeights<float> packed_weights<BFloat16>(const Conv&, const Tensor&, bool);
+template PackedWeights packed_weights<float>(const Conv&, const Tensor&, bool);
+template PackedWeights packed_weights<BFloat16>(const Conv&, const Tensor&, bool);
 
 }  // namespace preact_kernels

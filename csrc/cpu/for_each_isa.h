@@ -1,4 +1,5 @@
 // Compiles the header PK_KERNELS once for each instruction set, each time in its own namespace.
+// With PK_FOR_DOT also for avx512_bf16, whose products of bfloat16 are dot products of pairs.
 // There is no include guard: every op's .cpp includes this file once, after the standard headers,
 // so that no standard code is compiled for an instruction set that the machine may lack.
 
@@ -14,6 +15,24 @@
 #endif
 
 #if defined(__x86_64__)
+#ifdef PK_FOR_DOT
+PK_BEGIN_ISA("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#define PK_HAS_DOT
+#define PK_MAX_PS _mm512_max_ps
+#define PK_MAX_PD _mm512_max_pd
+namespace preact_kernels::avx512_bf16 {
+constexpr int kVectorBytes = 64;
+constexpr int kRegisters = 32;
+constexpr bool kHasFma = true;
+#include "simd.h"
+#include PK_KERNELS
+}  // namespace preact_kernels::avx512_bf16
+#undef PK_HAS_DOT
+#undef PK_MAX_PS
+#undef PK_MAX_PD
+PK_END_ISA
+#endif
+
 PK_BEGIN_ISA("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 #define PK_MAX_PS _mm512_max_ps
 #define PK_MAX_PD _mm512_max_pd

@@ -5,23 +5,42 @@
 
 namespace preact_kernels {
 
-enum class Isa { kGeneric, kAvx2, kAvx512 };
+enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
 
-// The best instruction set of this processor, or a lesser one that PREACT_KERNELS_CPU_ISA names
-// (generic, avx2, avx512). Read once.
+// The best instruction set of this processor, or a lesser one that PREACT_KERNELS_CPU_ISA names.
+// Read once.
 Isa isa();
+
+// Its name: generic, avx2, avx512 or avx512_bf16.
+const char* isa_name();
 
 // Bytes of a vector register of that instruction set.
 int64_t vector_bytes();
 
 }  // namespace preact_kernels
 
-// Calls `function<...>(...)` in the namespace of the chosen instruction set.
+// Calls `function(...)` in the namespace of the chosen instruction set. avx512_bf16 has products of
+// bfloat16 only, and is avx512 in everything else.
 #if defined(__x86_64__)
 #define PK_CALL(function, ...)                                                               \
-  (::preact_kernels::isa() == ::preact_kernels::Isa::kAvx512 ? avx512::function(__VA_ARGS__) \
+  (::preact_kernels::isa() >= ::preact_kernels::Isa::kAvx512 ? avx512::function(__VA_ARGS__) \
    : ::preact_kernels::isa() == ::preact_kernels::Isa::kAvx2 ? avx2::function(__VA_ARGS__)   \
                                                              : generic::function(__VA_ARGS__))
+#define PK_CALL_DOT(function, ...)                               \
+  (::preact_kernels::isa() == ::preact_kernels::Isa::kAvx512Bf16 \
+       ? ::preact_kernels::avx512_bf16::function(__VA_ARGS__)    \
+       : PK_CALL(function, __VA_ARGS__))
 #else
 #define PK_CALL(function, ...) generic::function(__VA_ARGS__)
+#define PK_CALL_DOT(function, ...) generic::function(__VA_ARGS__)
 #endif
+
+// The same for a part of a convolution in storage type T.
+#define PK_CALL_PRODUCT(T, function, ...)        \
+  [&] {                                          \
+    if constexpr (std::is_same_v<T, BFloat16>) { \
+      return PK_CALL_DOT(function, __VA_ARGS__); \
+    } else {                                     \
+      return PK_CALL(function, __VA_ARGS__);     \
+    }                                            \
+  }()

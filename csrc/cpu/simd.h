@@ -37,6 +37,13 @@ PK_INLINE void store(A* to, Vector<A> v) {
   __builtin_memcpy(to, &v, sizeof v);
 }
 
+#ifdef PK_HAS_DOT
+// Rounds to nearest even. NaN stays NaN. Denormal numbers become 0, as they are in dot products.
+PK_INLINE void store(BFloat16* to, Vector<float> v) {
+  const __m256bh half = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
+  __builtin_memcpy(to, &half, sizeof half);
+}
+#else
 // Rounds to nearest even. NaN stays NaN.
 PK_INLINE void store(BFloat16* to, Vector<float> v) {
   const FullBits bits = reinterpret_cast<FullBits>(v);
@@ -46,6 +53,7 @@ PK_INLINE void store(BFloat16* to, Vector<float> v) {
   const HalfBits half = __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), HalfBits);
   __builtin_memcpy(to, &half, sizeof half);
 }
+#endif
 
 // Loads the first `lanes` values; the other lanes are 0.
 template <class T>

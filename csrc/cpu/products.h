@@ -1,0 +1,50 @@
+// The step of a product: a few values of one operand, broadcast, times a vector of the other.
+// Included once for each instruction set.
+
+// The type of a product's operands for storage type T. Dot products read bfloat16 in pairs.
+#ifdef PK_HAS_DOT
+template <class T>
+using Operand = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, Accumulate<T>>;
+#else
+template <class T>
+using Operand = Accumulate<T>;
+#endif
+
+// Values of the reduction that one instruction multiplies.
+template <class O>
+constexpr int kDepth = std::is_same_v<O, BFloat16> ? 2 : 1;
+
+// A vector of kLanes<Accumulate<O>> outputs, kDepth<O> values each.
+template <class O>
+struct WideOf {
+  using type = Vector<O>;
+};
+template <>
+struct WideOf<BFloat16> {
+  using type = FullBits;
+};
+template <class O>
+using Wide = typename WideOf<O>::type;
+
+template <class O>
+PK_INLINE Wide<O> load_wide(const O* from) {
+  Wide<O> wide;
+  __builtin_memcpy(&wide, from, sizeof wide);
+  return wide;
+}
+
+// acc + the sum of kDepth<O> products, each with a value of `narrow` for all outputs.
+template <class A>
+PK_INLINE Vector<A> multiply_add(Vector<A> acc, const A* narrow, Vector<A> wide) {
+  return acc + *narrow * wide;
+}
+#ifdef PK_HAS_DOT
+PK_INLINE Vector<float> multiply_add(Vector<float> acc, const BFloat16* narrow, FullBits wide) {
+  int pair;
+  __builtin_memcpy(&pair, narrow, sizeof pair);
+  const __m512i broadcast = _mm512_set1_epi32(pair);
+  return reinterpret_cast<Vector<float>>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
+                                                          reinterpret_cast<__m512bh>(wide),
+                                                          reinterpret_cast<__m512bh>(broadcast)));
+}
+#endif
