@@ -37,6 +37,7 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "resnet": Family({}),  # for CIFAR
+    "preact-resnet": Family({"variant": "cifar-wide-stem"}),
     "wrn": Family({"block": "basic", "width": 10}, suffix="-10"),
     "imagenet-resnet": Family({"variant": "imagenet"}, image_size=224, classes=1000),
 }

@@ -85,8 +85,7 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
     const Normalisation<A> normalisation(norm, conv.in_channels);
     std::optional<InputGradient<A>> coefficients;
     if (fold.has_value()) coefficients.emplace(*fold, conv.out_channels);
-    // The strips of a 1x1 kernel are long: its weight gradient has one product a pixel.
-    const Strips strips(conv, conv.taps() == 1 ? 2 * kStripValues : kStripValues);
+    const Strips strips(conv);
     WeightGradient<T> dweight(conv, gradients.conv_weight, wanted.weight ? strips.count : 0);
     const ConvBackward<T> op{
         conv,
@@ -99,18 +98,18 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
         wanted.g ? packed_weights<T>(conv, conv_weight, true) : PackedWeights{},
         wanted.g ? mutable_data<T>(*gradients.g) : nullptr,
         dweight.input_last};
-    TileSums<A> partial_sums(wanted.g ? strips.count : 0, conv.in_channels);
+    TileSums<A> partial_sums(wanted.g ? strips.tiles() : 0, conv.in_channels);
     const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
     const int64_t scratch = strips.scratch_values(conv.in_channels) +
-                            strips.scratch_values(conv.out_channels) + strips.pair_values(narrow) +
-                            2 * conv.in_channels;
+                            strips.scratch_values(conv.out_channels) + strips.pair_values(narrow) + strips.images * 2 * conv.in_channels;
     // Each run of strips has its own partial weight gradient.
     const int64_t runs = wanted.weight ? dweight.runs : strips.count;
     for_tiles(runs, [&](int64_t run) {
       A* partial = wanted.weight ? dweight.cleared(run) : nullptr;
       for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
-        PK_CALL_PRODUCT(T, strip_backward, op, strips[i], wanted.g ? partial_sums.tile(i) : nullptr,
-                        partial, thread_buffer<A, Use::kScratch>(scratch));
+        const Strip strip = strips[i];
+        PK_CALL_PRODUCT(T, strip_backward, op, strip,
+                        wanted.g ? partial_sums.tile(strip.first_tile) : nullptr, partial, thread_buffer<A, Use::kScratch>(scratch));
       }
     });
     if (wanted.g) partial_sums.merge(normalisation, mutable_data<A>(gradients.sums));

@@ -15,8 +15,10 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const int64_t dy_pitch = (strip.width + 2 * conv.halo_w()) * outputs;
   const int64_t a_pitch = (strip.width + 2 * conv.halo_w()) * channels;
+  const int64_t dy_image = dy_pitch * (strip.rows + 2 * conv.halo_h());
+  const int64_t a_image = a_pitch * (strip.rows + 2 * conv.halo_h());
   A* sums = static_cast<A*>(scratch);
-  O* operands = reinterpret_cast<O*>(sums + 2 * channels);
+  O* operands = reinterpret_cast<O*>(sums + strip.images * 2 * channels);
   const O* gradient = operands;
   bool in_place = false;  // the product reads dy in the tensor, not in scratch memory
   if constexpr (std::is_same_v<T, O>) {
@@ -32,11 +34,11 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     }
   }
   if (!in_place) {
-    const int64_t end = strip.first_pixel + strip.rows * strip.width;
+    const int64_t end = strip.first_pixel + strip.pixels();
     fill_bordered(operands, strip, conv, outputs, [&](O* row, int64_t pixel) PK_LAMBDA {
       unfold(op.dy, pixel >= strip.first_pixel && pixel < end, row, pixel, strip.width, outputs);
     });
-    operands += dy_pitch * (strip.rows + 2 * conv.halo_h());
+    operands += strip.images * dy_image;
   }
   // The epilogue of a 1x1 kernel computes every p, and stores relu(p) here.
   O* activation = operands;
@@ -44,9 +46,9 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   if (g != nullptr) {
     const T* from = x + strip.first_pixel * channels;
     T* to = g + strip.first_pixel * channels;
-    std::fill(sums, sums + 2 * channels, A(0));
+    std::fill_n(sums, strip.images * 2 * channels, A(0));
     strip_product(gradient, strip, conv, op.packed,
-                  [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t c) PK_LAMBDA {
+                  [&](auto vectors, auto count, auto& acc, int64_t tile, int64_t pixel, int64_t c) PK_LAMBDA {
 #pragma GCC unroll 4
                     for (int v = 0; v < decltype(vectors)::value; ++v) {
                       const int64_t at = c + v * kLanes<A>;
@@ -67,12 +69,13 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
                         sum += masked;
                         product += masked * d;
                       }
-                      A* products = sums + channels;
-                      store(sums + at, load(sums + at) + sum);
-                      store(products + at, load(products + at) + product);
+                      A* to_sum = sums + tile * 2 * channels + at;
+                      A* to_product = to_sum + channels;
+                      store(to_sum, load(to_sum) + sum);
+                      store(to_product, load(to_product) + product);
                     }
                   });
-    std::copy(sums, sums + 2 * channels, tile_sums);
+    std::copy_n(sums, strip.images * 2 * channels, tile_sums);
   }
   if (dweight == nullptr) return;
   if (!normalised) {
@@ -80,9 +83,9 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
       normalise(x + pixel * channels, row, strip.width, channels, norm);
     });
   }
-  O* pairs = activation + a_pitch * (strip.rows + 2 * conv.halo_h());
-  const PixelRows<O> a{activation, a_pitch, channels};
-  const PixelRows<O> dy{gradient + conv.halo_h() * dy_pitch + conv.halo_w() * outputs, dy_pitch,
-                        outputs};
+  O* pairs = activation + strip.images * a_image;
+  const PixelRows<O> a{activation, a_image, a_pitch, channels};
+  const PixelRows<O> dy{gradient + conv.halo_h() * dy_pitch + conv.halo_w() * outputs, dy_image,
+                        dy_pitch, outputs};
   strip_weight_gradient(a, dy, strip, conv, op.input_last, pairs, dweight);
 }

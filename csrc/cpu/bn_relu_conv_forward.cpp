@@ -24,13 +24,16 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& 
                             data<T>(conv_bias),
                             data<T>(residual),
                             mutable_data<T>(y)};
-    const Strips strips(conv, kStripValues);
-    TileStatistics<A> statistics(of_y.are_wanted ? strips.count : 0, conv.out_channels);
+    const Strips strips(conv);
+    TileStatistics<A> statistics(of_y.are_wanted ? strips.tiles() : 0, conv.out_channels);
     for_tiles(strips.count, [&](int64_t index) {
       const Strip strip = strips[index];
-      if (of_y.are_wanted) statistics.pixels[index] = strip.rows * strip.width;
+      if (of_y.are_wanted) {
+        std::fill_n(statistics.pixels.begin() + strip.first_tile, strip.images,
+                    strip.tile_pixels());
+      }
       PK_CALL_PRODUCT(T, strip_forward, op, strip,
-                      of_y.are_wanted ? statistics.tile(index) : nullptr,
+                      of_y.are_wanted ? statistics.tile(strip.first_tile) : nullptr,
                       thread_buffer<A, Use::kScratch>(strips.scratch_values(conv.in_channels)));
     });
     if (of_y.are_wanted) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));

@@ -3,7 +3,7 @@
 #include "conv_product.h"
 
 // y = conv(relu(p)) [+ conv_bias] [+ residual] for one strip. Where `statistics` are given, also
-// those of the strip's y as stored (TileStatistics), computed while y is in registers.
+// those of y as stored in the strip's tiles (TileStatistics), computed while y is in registers.
 template <class T, class A>
 void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, void* scratch) {
   using O = Operand<T>;
@@ -15,13 +15,11 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
     normalise(x + pixel * channels, row, strip.width, channels, op.norm);
   });
   T* out = op.y + strip.first_pixel * outputs;
-  A* sum = statistics + outputs;
-  A* square = sum + outputs;
-  if (statistics != nullptr) std::fill(sum, square + outputs, A(0));
+  if (statistics != nullptr) std::fill_n(statistics, strip.images * 3 * outputs, A(0));
   const T* added = op.residual == nullptr ? nullptr : op.residual + strip.first_pixel * outputs;
   strip_product(
       activation, strip, conv, op.packed,
-      [&](auto vectors, auto count, auto& acc, int64_t pixel, int64_t k) PK_LAMBDA {
+      [&](auto vectors, auto count, auto& acc, int64_t tile, int64_t pixel, int64_t k) PK_LAMBDA {
         if (bias != nullptr) {
 #pragma GCC unroll 4
           for (int v = 0; v < decltype(vectors)::value; ++v) {
@@ -51,18 +49,21 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
           }
         }
         if (statistics == nullptr) return;
+        A* pivots = statistics + tile * 3 * outputs;
+        A* sum = pivots + outputs;
+        A* square = sum + outputs;
 #pragma GCC unroll 4
         for (int v = 0; v < decltype(vectors)::value; ++v) {
           const int64_t at = k + v * kLanes<A>;
-          if (pixel == 0) {
+          if (pixel == tile * strip.tile_pixels()) {
             Vector<A> first = {};
 #pragma GCC unroll 32
             for (int i = 0; i < decltype(count)::value; ++i) {
               first += as_stored(out, acc[i][v]);
             }
-            store(statistics + at, finite_or_zero(first * (A(1) / A(decltype(count)::value))));
+            store(pivots + at, finite_or_zero(first * (A(1) / A(decltype(count)::value))));
           }
-          const Vector<A> pivot = load(statistics + at);
+          const Vector<A> pivot = load(pivots + at);
           Vector<A> s = {}, q = {};
 #pragma GCC unroll 32
           for (int i = 0; i < decltype(count)::value; ++i) {

@@ -15,23 +15,25 @@ constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
 // The most rows of accumulators that fit beside `vectors` vectors of the other operand.
 constexpr int max_tile_rows(int vectors) { return (kRegisters - 4) / vectors; }
 
-// Fills `out` [rows + 2 * halo_h][width + 2 * halo_w][channels]: fill(row, pixel) writes the rows
-// of the image, and the border is zero.
+// Fills `out` [images][rows + 2 * halo_h][width + 2 * halo_w][channels]: fill(row, pixel) writes the
+// rows of images, and the border is zero.
 template <class O, class Fill>
 PK_INLINE void fill_bordered(O* out, const Strip& strip, const Conv& conv, int64_t channels,
                              const Fill& fill) {
   const int64_t pitch = (strip.width + 2 * conv.halo_w()) * channels;
   const int64_t side = conv.halo_w() * channels;
-  for (int64_t r = -conv.halo_h(); r < strip.rows + conv.halo_h(); ++r) {
-    O* row = out + (r + conv.halo_h()) * pitch;
-    const int64_t image_row = strip.row + r;
-    if (image_row < 0 || image_row >= strip.image_rows) {
-      std::fill(row, row + pitch, O{});
-      continue;
+  for (int64_t image = 0; image < strip.images; ++image) {
+    const int64_t first_pixel = strip.first_pixel + image * strip.image_rows * strip.width;
+    for (int64_t r = -conv.halo_h(); r < strip.rows + conv.halo_h(); ++r, out += pitch) {
+      const int64_t image_row = strip.row + r;
+      if (image_row < 0 || image_row >= strip.image_rows) {
+        std::fill(out, out + pitch, O{});
+        continue;
+      }
+      std::fill(out, out + side, O{});
+      fill(out + side, first_pixel + r * strip.width);
+      std::fill(out + pitch - side, out + pitch, O{});
     }
-    std::fill(row, row + side, O{});
-    fill(row + side, strip.first_pixel + r * strip.width);
-    std::fill(row + pitch - side, row + pitch, O{});
   }
 }
 
@@ -207,8 +209,8 @@ constexpr int kAhead = 4;
 constexpr bool kTilesCrossRows = kRegisters < 32;
 
 // Computes out[p][k] for the pixels of a strip from its bordered operand, and calls
-// finish(vectors, rows, accumulators, pixel, k) for each tile. 0 * NaN is NaN: where a weight is
-// not finite, taps outside the image are left out.
+// finish(vectors, rows, accumulators, tile, pixel, k) for some pixels of a tile of the strip. 0 * NaN
+// is NaN: where a weight is not finite, taps outside the image are left out.
 template <class O, class Finish>
 PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
                              const PackedWeights& packed, const Finish& finish) {
@@ -216,35 +218,45 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
   const int64_t in_channels = packed.in_channels;
   const int64_t pitch = (strip.width + 2 * conv.halo_w()) * in_channels;
   const Taps taps(conv, pitch, in_channels);
-  const int64_t pixels = strip.rows * strip.width;
+  const int64_t pixels = strip.pixels(), tile_pixels = strip.tile_pixels();
   for_vector_blocks<A>(
       packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
         constexpr int kVectors = decltype(vectors)::value;
         constexpr int kMost = max_tile_rows(kVectors);
         const O* w = static_cast<const O*>(packed.values) + k * conv.taps() * in_channels;
-        int64_t pixel = 0, row = 0, column = 0;
+        int64_t tile = 0, pixel = 0, row = 0, column = 0;
+        const O* line = in;
         const O* from = in;
         const auto advance = [&]() PK_LAMBDA {
           ++pixel;
           from += in_channels;
           if (++column == strip.width) {
             column = 0;
-            from = in + ++row * pitch;
+            line += pitch;
+            if (++row == strip.rows) {
+              row = 0;
+              ++tile;
+              line += 2 * conv.halo_h() * pitch;
+            }
+            from = line;
           }
         };
         while (!packed.finite && pixel < pixels) {
           precise_product_tile<O, 1, kVectors>(
               from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels,
               w,
-              [&](auto& acc) { finish(vectors, std::integral_constant<int, 1>{}, acc, pixel, k); });
+              [&](auto& acc) {
+                finish(vectors, std::integral_constant<int, 1>{}, acc, tile, pixel, k);
+              });
           advance();
         }
         while (pixel < pixels) {
-          const int64_t left = kTilesCrossRows ? pixels - pixel : strip.width - column;
+          const int64_t left =
+              kTilesCrossRows ? (tile + 1) * tile_pixels - pixel : strip.width - column;
           with_rows<kMost>(next_rows<kMost>(left), [&](auto count) PK_LAMBDA {
             constexpr int kRows = decltype(count)::value;
             const O* first = from;
-            const int64_t first_pixel = pixel;
+            const int64_t first_pixel = pixel, first_tile = tile;
             int64_t at[kRows];
             for (int i = 0; i < kRows; ++i) {
               at[i] = kTilesCrossRows ? from - first : i * in_channels;
@@ -252,7 +264,7 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
             }
             precise_product_tile<O, kRows, kVectors>(
                 first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
-                [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_pixel, k); });
+                [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_tile, first_pixel, k); });
           });
         }
       });

@@ -12,24 +12,38 @@
 
 namespace preact_kernels {
 
-// Some rows of one image.
+// Some rows of one image, or some whole images. Sums over pixels are those of tiles: a strip's part
+// of one image.
 struct Strip {
   int64_t first_pixel;  // of the batch
-  int64_t row, rows;    // of the image
+  int64_t first_tile, images;
+  int64_t row, rows;  // of an image
   int64_t image_rows, width;
+
+  int64_t tile_pixels() const { return rows * width; }
+  int64_t pixels() const { return images * tile_pixels(); }
 };
 
 // All strips of a batch. For a 1x1 kernel the batch is one long row.
+//
+// A strip reads all weights, and its weight gradient is added to a whole partial gradient: strips
+// grow with the weights, as far as their operands stay in a second-level cache. Only the number of
+// images of a strip depends on the number of threads, because tiles must not.
 struct Strips {
   Conv conv;
   int64_t length;  // of a strip, in rows, or in pixels for a 1x1 kernel
-  int64_t per_image, count;
+  int64_t per_image, images, count;
 
-  Strips(const Conv& conv, int64_t values) : conv(conv) {
+  explicit Strips(const Conv& conv) : conv(conv), images(1) {
+    constexpr int64_t kLeastValues = 8 * 1024, kMostValues = 48 * 1024;
+    constexpr int64_t kLeastStrips = 16, kStripsPerThread = 4;
     const int64_t widest = std::max(conv.in_channels, conv.out_channels);
+    const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
+    const int64_t values = std::clamp(weights, kLeastValues, kMostValues);
     if (conv.taps() == 1) {
       constexpr int64_t kWholeTiles = 42;  // of 6, 7 or 14 pixels by 2 or 4 vectors
-      length = std::clamp<int64_t>(values / widest / kWholeTiles, 1, 5) * kWholeTiles;
+      const int64_t most = std::min(values / widest, conv.pixels() / kLeastStrips);
+      length = std::max<int64_t>(most / kWholeTiles, 1) * kWholeTiles;
       per_image = 0;
       count = (conv.pixels() + length - 1) / length;
       return;
@@ -38,29 +52,44 @@ struct Strips {
     const int64_t most = std::max<int64_t>(1, values / row_values - 2 * conv.halo_h());
     per_image = (conv.height + most - 1) / most;
     length = (conv.height + per_image - 1) / per_image;
-    count = conv.images * per_image;
+    if (per_image == 1) {
+      const int64_t fitting = values / (row_values * (conv.height + 2 * conv.halo_h()));
+      const int64_t strips = kStripsPerThread * torch::stable::get_num_threads();
+      images = std::max<int64_t>(1, std::min(fitting, conv.images / strips));
+    }
+    count = (conv.images + images - 1) / images * per_image;
   }
 
   Strip operator[](int64_t index) const {
     if (conv.taps() == 1) {
       const int64_t first = index * length;
-      return {first, 0, 1, 1, std::min(length, conv.pixels() - first)};
+      return {first, index, 1, 0, 1, 1, std::min(length, conv.pixels() - first)};
     }
-    const int64_t image = index / per_image;
+    const int64_t image = index / per_image * images;
     const int64_t row = index % per_image * length;
-    return {(image * conv.height + row) * conv.width, row, std::min(length, conv.height - row),
-            conv.height, conv.width};
+    return {(image * conv.height + row) * conv.width,
+            index * images,
+            std::min(images, conv.images - image),
+            row,
+            std::min(length, conv.height - row),
+            conv.height,
+            conv.width};
   }
+
+  int64_t tiles() const { return conv.taps() == 1 ? count : conv.images * per_image; }
 
   // Values of one operand with its border.
   int64_t scratch_values(int64_t channels) const {
     if (conv.taps() == 1) return length * channels;
-    return (length + 2 * conv.halo_h()) * (conv.width + 2 * conv.halo_w()) * channels;
+    const int64_t rows = images * (length + 2 * conv.halo_h());
+    return rows * (conv.width + 2 * conv.halo_w()) * channels;
   }
 
   // Values of one operand in pairs of pixels.
   int64_t pair_values(int64_t channels) const {
-    return conv.taps() == 1 ? (length + 1) * channels : length * (conv.width + 1) * channels;
+    const int64_t rows = conv.taps() == 1 ? 1 : images * length;
+    const int64_t width = conv.taps() == 1 ? length : conv.width;
+    return rows * (width + 1) * channels;
   }
 };
 
@@ -122,6 +151,9 @@ struct PackedWeights {
   bool finite;  // none is NaN or infinite
 };
 
+// Weights are packed in groups of this many input channels: whole squares of words in any vector.
+constexpr int64_t kPackedChannels = 32;
+
 // Packs a weight [K, C, R, S] of any strides, or its transpose, into a buffer of the calling
 // thread.
 template <class T>
@@ -157,9 +189,5 @@ struct ConvBackward {
   T* g;             // or null
   bool input_last;  // partial weight gradients are [tap][K][C], else [tap][C][K]
 };
-
-// Values of the wider operand of a strip: 48 KiB in float32, small compared with a second-level
-// cache. A product reads a few pixels at a time, so the weights keep the first-level cache.
-constexpr int64_t kStripValues = 12 * 1024;
 
 }  // namespace preact_kernels

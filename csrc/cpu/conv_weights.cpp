@@ -28,8 +28,10 @@ PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool t
   const int64_t out_channels = transposed ? conv.in_channels : conv.out_channels;
   const int64_t count = conv.taps() * in_channels * out_channels;
   A* packed = thread_buffer<A, Use::kWeights>(count);
-  for_rows(in_channels, conv.taps() * out_channels, [&](int64_t row) {
-    PK_CALL_PRODUCT(T, pack, weight, conv, in_channels, out_channels, packed, row);
+  const int64_t groups = (in_channels + kPackedChannels - 1) / kPackedChannels;
+  for_rows(groups, kPackedChannels * conv.taps() * out_channels, [&](int64_t group) {
+    PK_CALL_PRODUCT(T, pack, weight, conv, in_channels, out_channels, packed,
+                    group * kPackedChannels);
   });
   // A 1x1 kernel has no border: its products never read these weights outside the image.
   const bool finite = conv.taps() == 1 || PK_CALL_PRODUCT(T, all_finite, weight, packed, count);

@@ -104,6 +104,29 @@ PK_INLINE V where_active(V p, V value) {
   return p <= 0 ? V{} : value;
 }
 
+// Words of `a` and `b` in turn, from word kFrom of both.
+template <int kFrom, int... kIndex>
+PK_INLINE FullBits zipped(FullBits a, FullBits b, std::integer_sequence<int, kIndex...>) {
+  return __builtin_shuffle(a, b, FullBits{(kFrom + kIndex / 2 + kIndex % 2 * kLanes<float>)...});
+}
+
+// Transposes a square of words, in stages that zip each vector with the one half the square away.
+PK_INLINE void transpose(FullBits (&square)[kLanes<float>]) {
+  constexpr int lanes = kLanes<float>, half = lanes / 2;
+  using Indices = std::make_integer_sequence<int, lanes>;
+#pragma GCC unroll 4
+  for (int stage = 1; stage < lanes; stage *= 2) {
+    FullBits next[lanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) {
+      next[2 * i] = zipped<0>(square[i], square[i + half], Indices{});
+      next[2 * i + 1] = zipped<half>(square[i], square[i + half], Indices{});
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i) square[i] = next[i];
+  }
+}
+
 // Calls body(vectors, first channel, lanes) for blocks that cover all channels: first blocks of 4
 // vectors, then of 1, then one partly filled vector. `vectors` is a constant, and so is `lanes`
 // except in the last call.

@@ -7,21 +7,32 @@
 
 #include "conv_product.h"
 
-// One operand: rows of pixels that are `pitch` values apart.
+// One operand: images `image_pitch` values apart, of rows `pitch` values apart.
 template <class O>
 struct PixelRows {
   const O* values;
-  int64_t pitch, channels;
+  int64_t image_pitch, pitch, channels;
 
   PixelRows from(int64_t row, int64_t column) const {
-    return {values + row * pitch + column * channels, pitch, channels};
+    return {values + row * pitch + column * channels, image_pitch, pitch, channels};
+  }
+  const O* at(int64_t image, int64_t row) const {
+    return values + image * image_pitch + row * pitch;
   }
 };
 
 // The pixels of both operands that one tap of the kernel multiplies.
 struct TapRange {
-  int64_t rows, width;
+  int64_t images, rows, width;
 };
+
+// Calls body(image, row) for every row of a range.
+template <class Body>
+PK_INLINE void for_rows_of(const TapRange& range, const Body& body) {
+  for (int64_t image = 0; image < range.images; ++image) {
+    for (int64_t row = 0; row < range.rows; ++row) body(image, row);
+  }
+}
 
 // partial[n][first + ...] += sum over pixels of narrow[p][n] * wide[p][first + ...] for kRows
 // values of n, where add_pixels(acc) adds the products.
@@ -63,9 +74,9 @@ PK_INLINE void add_tap(const PixelRows<A>& narrow, const PixelRows<A>& wide, con
         constexpr int kRows = decltype(count)::value, kVectors = decltype(vectors)::value;
         A* to = partial + n * wide.channels + first;
         accumulate<A, kRows, kVectors>(to, wide.channels, [&](auto& acc) PK_LAMBDA {
-          for (int64_t r = 0; r < range.rows; ++r) {
-            const A* a = narrow.values + r * narrow.pitch + n;
-            const A* b = wide.values + r * wide.pitch + first;
+          for_rows_of(range, [&](int64_t image, int64_t row) PK_LAMBDA {
+            const A* a = narrow.at(image, row) + n;
+            const A* b = wide.at(image, row) + first;
             for (int64_t p = 0; p < range.width; ++p) {
               Vector<A> w[kVectors];
 #pragma GCC unroll 4
@@ -78,7 +89,7 @@ PK_INLINE void add_tap(const PixelRows<A>& narrow, const PixelRows<A>& wide, con
               a += narrow.channels;
               b += wide.channels;
             }
-          }
+          });
         });
       });
 }
@@ -111,12 +122,13 @@ PK_INLINE FullHalves load_half_vector(const BFloat16* from) {
   return reinterpret_cast<FullHalves>(_mm512_castsi256_si512(reinterpret_cast<__m256i>(half)));
 }
 
-// pairs[r][p / 2][n][p % 2] = narrow[r][p][n], with 0 beside the last pixel of an odd width.
+// pairs[image][row][p / 2][n][p % 2] = narrow[image][row][p][n], with 0 beside the last pixel of an
+// odd width.
 PK_INLINE void fill_pairs(const PixelRows<BFloat16>& narrow, const TapRange& range,
                           BFloat16* pairs) {
   const int64_t channels = narrow.channels;
-  for (int64_t r = 0; r < range.rows; ++r) {
-    const BFloat16* from = narrow.values + r * narrow.pitch;
+  for_rows_of(range, [&](int64_t image, int64_t row) PK_LAMBDA {
+    const BFloat16* from = narrow.at(image, row);
     for (int64_t p = 0; p < range.width; p += 2) {
       for (int64_t n = 0; n < channels; n += 16) {
         const FullHalves first = load_half_vector(from + n);
@@ -128,24 +140,23 @@ PK_INLINE void fill_pairs(const PixelRows<BFloat16>& narrow, const TapRange& ran
       from += 2 * channels;
       pairs += 2 * channels;
     }
-  }
+  });
 }
 
-// The same from pairs of pixels, pairs[r][p / 2][n][p % 2].
-PK_INLINE void add_tap_of_pairs(const BFloat16* pairs, int64_t narrow_channels,
-                                const PixelRows<BFloat16>& wide, const TapRange& range,
-                                float* partial) {
+// The same as add_tap, where `narrow` is pairs of pixels, narrow[image][row][p / 2][n][p % 2].
+PK_INLINE void add_tap_of_pairs(const PixelRows<BFloat16>& narrow, const PixelRows<BFloat16>& wide,
+                                const TapRange& range, float* partial) {
   alignas(64) static constexpr BFloat16 kZeros[4 * kLanes<float>] = {};
   const int64_t pairs_per_row = (range.width + 1) / 2;
   for_channel_tiles<float>(
-      narrow_channels, wide.channels,
+      narrow.channels, wide.channels,
       [&](auto count, auto vectors, int64_t n, int64_t first) PK_LAMBDA {
         constexpr int kRows = decltype(count)::value, kVectors = decltype(vectors)::value;
         float* to = partial + n * wide.channels + first;
         accumulate<float, kRows, kVectors>(to, wide.channels, [&](auto& acc) PK_LAMBDA {
-          const BFloat16* a = pairs + 2 * n;
-          for (int64_t r = 0; r < range.rows; ++r) {
-            const BFloat16* b = wide.values + r * wide.pitch + first;
+          for_rows_of(range, [&](int64_t image, int64_t row) PK_LAMBDA {
+            const BFloat16* a = narrow.at(image, row) + 2 * n;
+            const BFloat16* b = wide.at(image, row) + first;
             for (int64_t q = 0; q < pairs_per_row; ++q) {
               const BFloat16* c = 2 * q + 1 < range.width ? b + wide.channels : kZeros;
               FullBits w[kVectors];
@@ -166,10 +177,10 @@ PK_INLINE void add_tap_of_pairs(const BFloat16* pairs, int64_t narrow_channels,
                   acc[i][v] = multiply_add(acc[i][v], a + 2 * i, w[v]);
                 }
               }
-              a += 2 * narrow_channels;
+              a += 2 * narrow.channels;
               b += 2 * wide.channels;
             }
-          }
+          });
         });
       });
 }
@@ -187,9 +198,12 @@ PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& 
     const int64_t column = std::max<int64_t>(0, -right);
     const int64_t width = std::min(strip.width, strip.width - right) - column;
     if (width <= 0) continue;
-    const TapRange whole{strip.rows, width};
+    const int64_t pair_channels = input_last ? dy.channels : a.channels;
+    const int64_t pair_pitch = (width + 1) / 2 * 2 * pair_channels;
+    const PixelRows<O> all_pairs{pairs, strip.rows * pair_pitch, pair_pitch, pair_channels};
     if constexpr (kDepth<O> == 2) {
-      fill_pairs(input_last ? dy.from(0, column) : a.from(conv.halo_h(), column + s), whole, pairs);
+      // Where `a` is narrow, the kernel is 1x1.
+      fill_pairs(input_last ? dy.from(0, column) : a, {strip.images, strip.rows, width}, pairs);
     }
     for (int64_t r = 0; r < conv.kernel_h; ++r) {
       const int64_t down = strip.row + r - conv.halo_h();
@@ -199,12 +213,10 @@ PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& 
       const PixelRows<O> a_of_tap = a.from(row + r, column + s), dy_of_tap = dy.from(row, column);
       const PixelRows<O>& narrow = input_last ? dy_of_tap : a_of_tap;
       const PixelRows<O>& wide = input_last ? a_of_tap : dy_of_tap;
-      const TapRange range{rows, width};
+      const TapRange range{strip.images, rows, width};
       Accumulate<O>* partial = dweight + (r * conv.kernel_w + s) * a.channels * dy.channels;
       if constexpr (kDepth<O> == 2) {
-        // Where `a` is narrow, the kernel is 1x1.
-        const int64_t row_values = (width + 1) / 2 * 2 * narrow.channels;
-        add_tap_of_pairs(pairs + row * row_values, narrow.channels, wide, range, partial);
+        add_tap_of_pairs(all_pairs.from(row, 0), wide, range, partial);
       } else {
         add_tap(narrow, wide, range, partial);
       }
