@@ -101,7 +101,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
     TileSums<A> partial_sums(wanted.g ? strips.tiles() : 0, conv.in_channels);
     const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
     const int64_t scratch = strips.scratch_values(conv.in_channels) +
-                            strips.scratch_values(conv.out_channels) + strips.pair_values(narrow) + strips.images * 2 * conv.in_channels;
+                            strips.scratch_values(conv.out_channels) + strips.pair_values(narrow) +
+                            strips.images * 2 * conv.in_channels;
     // Each run of strips has its own partial weight gradient.
     const int64_t runs = wanted.weight ? dweight.runs : strips.count;
     for_tiles(runs, [&](int64_t run) {
@@ -109,7 +110,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
       for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
         const Strip strip = strips[i];
         PK_CALL_PRODUCT(T, strip_backward, op, strip,
-                        wanted.g ? partial_sums.tile(strip.first_tile) : nullptr, partial, thread_buffer<A, Use::kScratch>(scratch));
+                        wanted.g ? partial_sums.tile(strip.first_tile) : nullptr, partial,
+                        thread_buffer<A, Use::kScratch>(scratch));
       }
     });
     if (wanted.g) partial_sums.merge(normalisation, mutable_data<A>(gradients.sums));

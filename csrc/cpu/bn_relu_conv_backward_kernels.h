@@ -47,34 +47,34 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     const T* from = x + strip.first_pixel * channels;
     T* to = g + strip.first_pixel * channels;
     std::fill_n(sums, strip.images * 2 * channels, A(0));
-    strip_product(gradient, strip, conv, op.packed,
-                  [&](auto vectors, auto count, auto& acc, int64_t tile, int64_t pixel, int64_t c) PK_LAMBDA {
+    strip_product(
+        gradient, strip, conv, op.packed,
+        [&](auto vectors, auto count, auto& acc, int64_t tile, int64_t pixel, int64_t c) PK_LAMBDA {
 #pragma GCC unroll 4
-                    for (int v = 0; v < decltype(vectors)::value; ++v) {
-                      const int64_t at = c + v * kLanes<A>;
-                      const Vector<A> m = load(norm.mean + at), b = load(norm.bias + at),
-                                      s = load(norm.scale.data() + at);
-                      Vector<A> sum = {}, product = {};
+          for (int v = 0; v < decltype(vectors)::value; ++v) {
+            const int64_t at = c + v * kLanes<A>;
+            const Vector<A> m = load(norm.mean + at), b = load(norm.bias + at),
+                            s = load(norm.scale.data() + at);
+            Vector<A> sum = {}, product = {};
 #pragma GCC unroll 32
-                      for (int i = 0; i < decltype(count)::value; ++i) {
-                        const int64_t next =
-                            (pixel + i + kAhead * decltype(count)::value) * channels + at;
-                        __builtin_prefetch(from + next);
-                        __builtin_prefetch(to + next, 1);
-                        const Vector<A> d = load(from + (pixel + i) * channels + at) - m;
-                        const Vector<A> p = d * s + b;
-                        if (normalised) store(activation + (pixel + i) * channels + at, relu(p));
-                        const Vector<A> masked = as_stored(to, where_active(p, acc[i][v]));
-                        store(to + (pixel + i) * channels + at, masked);
-                        sum += masked;
-                        product += masked * d;
-                      }
-                      A* to_sum = sums + tile * 2 * channels + at;
-                      A* to_product = to_sum + channels;
-                      store(to_sum, load(to_sum) + sum);
-                      store(to_product, load(to_product) + product);
-                    }
-                  });
+            for (int i = 0; i < decltype(count)::value; ++i) {
+              const int64_t next = (pixel + i + kAhead * decltype(count)::value) * channels + at;
+              __builtin_prefetch(from + next);
+              __builtin_prefetch(to + next, 1);
+              const Vector<A> d = load(from + (pixel + i) * channels + at) - m;
+              const Vector<A> p = d * s + b;
+              if (normalised) store(activation + (pixel + i) * channels + at, relu(p));
+              const Vector<A> masked = as_stored(to, where_active(p, acc[i][v]));
+              store(to + (pixel + i) * channels + at, masked);
+              sum += masked;
+              product += masked * d;
+            }
+            A* to_sum = sums + tile * 2 * channels + at;
+            A* to_product = to_sum + channels;
+            store(to_sum, load(to_sum) + sum);
+            store(to_product, load(to_product) + product);
+          }
+        });
     std::copy_n(sums, strip.images * 2 * channels, tile_sums);
   }
   if (dweight == nullptr) return;

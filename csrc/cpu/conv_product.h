@@ -15,8 +15,8 @@ constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
 // The most rows of accumulators that fit beside `vectors` vectors of the other operand.
 constexpr int max_tile_rows(int vectors) { return (kRegisters - 4) / vectors; }
 
-// Fills `out` [images][rows + 2 * halo_h][width + 2 * halo_w][channels]: fill(row, pixel) writes the
-// rows of images, and the border is zero.
+// Fills `out` [images][rows + 2 * halo_h][width + 2 * halo_w][channels]: fill(row, pixel) writes
+// the rows of images, and the border is zero.
 template <class O, class Fill>
 PK_INLINE void fill_bordered(O* out, const Strip& strip, const Conv& conv, int64_t channels,
                              const Fill& fill) {
@@ -209,8 +209,8 @@ constexpr int kAhead = 4;
 constexpr bool kTilesCrossRows = kRegisters < 32;
 
 // Computes out[p][k] for the pixels of a strip from its bordered operand, and calls
-// finish(vectors, rows, accumulators, tile, pixel, k) for some pixels of a tile of the strip. 0 * NaN
-// is NaN: where a weight is not finite, taps outside the image are left out.
+// finish(vectors, rows, accumulators, tile, pixel, k) for some pixels of a tile of the strip. 0 *
+// NaN is NaN: where a weight is not finite, taps outside the image are left out.
 template <class O, class Finish>
 PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
                              const PackedWeights& packed, const Finish& finish) {
@@ -264,7 +264,8 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
             }
             precise_product_tile<O, kRows, kVectors>(
                 first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
-                [&](auto& acc) PK_LAMBDA { finish(vectors, count, acc, first_tile, first_pixel, k); });
+                [&](auto& acc)
+                    PK_LAMBDA { finish(vectors, count, acc, first_tile, first_pixel, k); });
           });
         }
       });

@@ -35,7 +35,7 @@ struct Strips {
   int64_t per_image, images, count;
 
   explicit Strips(const Conv& conv) : conv(conv), images(1) {
-    constexpr int64_t kLeastValues = 8 * 1024, kMostValues = 48 * 1024;
+    constexpr int64_t kLeastValues = 16 * 1024, kMostValues = 48 * 1024;
     constexpr int64_t kLeastStrips = 16, kStripsPerThread = 4;
     const int64_t widest = std::max(conv.in_channels, conv.out_channels);
     const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
