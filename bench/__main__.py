@@ -32,6 +32,7 @@ from bench.contenders import (
     DEPTHS_COUNTED,
     GROUPS,
     MAIN_GROUPS,
+    WIDE_GROUP,
     WIDE_NETWORKS,
     Contender,
     Network,
@@ -66,7 +67,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--networks",
         nargs="+",
         metavar="NAME",
-        help="resnet-DEPTH, wrn-DEPTH-10 or imagenet-resnet-DEPTH, the most important first",
+        help="resnet-, preact-resnet- or imagenet-resnet-DEPTH, wrn-DEPTH-10; the most important "
+        "first",
     )
     parser.add_argument(
         "--depths", type=int, nargs="+", help="of resnet, ahead of --networks (1001 164 110)"
@@ -107,8 +109,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")
     a.device = torch.device(a.device or ("cuda" if on_gpu else "cpu"))
+    is_default = not (a.quick or a.depths or a.networks)
+    a.wide_networks = is_default
+    a.bfloat16_too = is_default and not on_gpu and a.dtype is None
     a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
-    a.wide_networks = on_gpu and not (a.quick or a.depths or a.networks)
     if not (a.depths or a.networks):
         a.depths = (29, 20) if a.quick else (1001, 164, 110)
     depths = sorted(set(a.depths or ()), reverse=True)
@@ -235,9 +239,19 @@ class Plan:
             self._group("memory rivals", foremost, first),
             self._peaks("memory rivals", foremost, first),
         ]
-        on_gpu = self.session.device.type == "cuda"
-        for part in [*rivals, *curves] if on_gpu else [*curves, *rivals]:
+        session, on_gpu = self.session, self.session.device.type == "cuda"
+        in_half = None
+        if self.a.bfloat16_too:
+            in_half = Plan(self.a, dataclasses.replace(session, dtype=torch.bfloat16, verdicts={}))
+        for part in [*rivals, *curves] if on_gpu else curves:
             yield from part
+        if not on_gpu:
+            if in_half is not None:
+                for net in others[:1]:
+                    yield from in_half._group("against eager", net, first)
+            yield from self._wide_networks()
+            for part in rivals:
+                yield from part
         for net in others:
             for group in self.main_groups:
                 for batch in self.a.batch:
@@ -246,14 +260,20 @@ class Plan:
         yield from self._peaks("compile budgets", foremost, first)
         if not self.a.quick and self.a.contenders is None:
             yield Task("ops", lambda: 45, self._ops)
-        if self.a.wide_networks:
-            for name, batch in WIDE_NETWORKS:
-                yield from self._group("wide networks", self.session.network(name), batch)
+        if on_gpu:
+            yield from self._wide_networks()
         for net in [n for n in others if n.depth >= 164]:
             yield from self._group("memory rivals", net, first)
             yield from self._group("compile budgets", net, first)
         if not self.a.quick and self.a.contenders is None:
             yield from self._counts()
+        if in_half is not None:
+            yield from in_half._wide_networks()
+
+    def _wide_networks(self) -> Iterator[Task]:
+        device = self.session.device.type
+        for name, batch in WIDE_NETWORKS[device] if self.a.wide_networks else ():
+            yield from self._group(WIDE_GROUP[device], self.session.network(name), batch)
 
     def _counts(self) -> Iterator[Task]:
         """Kept bytes of single images, against depth."""

@@ -341,14 +341,25 @@ GROUPS = {
     ),
     "compile budgets": ("fused-store", "compile-budget-0.5", "compile-budget-0.3"),
     "wide networks": ("eager-channels-last", "compile-blocks", *_FUSED),
+    "against eager": ("eager-nchw", "eager-channels-last", "fused-store"),
 }
 """Contenders that are timed in turn, the most important first."""
 
 MAIN_GROUPS = {"cpu": ("main",), "cuda": ("uncompiled", "compiled", "compiled and captured")}
 """Groups that are measured on every network. On a GPU, compiling takes minutes and comes last."""
 
-WIDE_NETWORKS = (("imagenet-resnet-50", 256), ("imagenet-resnet-200", 64), ("wrn-28-10", 128))
-"""Networks and batches that a GPU also measures."""
+WIDE_GROUP = {"cpu": "against eager", "cuda": "wide networks"}
+WIDE_NETWORKS = {
+    "cpu": (
+        ("preact-resnet-18", 16),
+        ("preact-resnet-50", 16),
+        ("wrn-28-10", 4),
+        ("imagenet-resnet-18", 4),
+        ("imagenet-resnet-50", 4),
+    ),
+    "cuda": (("imagenet-resnet-50", 256), ("imagenet-resnet-200", 64), ("wrn-28-10", 128)),
+}
+"""Further networks and batches, and the group that is measured on them, by device."""
 
 COUNTED_BY_DEPTH = ("eager-channels-last", *_FUSED)
 DEPTHS_COUNTED = (29, 83, 164, 326, 1001, 2999, 10_001)

@@ -21,6 +21,7 @@ from preact_kernels.study import data
 QUANTITIES = ("losses", "logits", "gradient")
 SMALLEST = {
     "resnet": {"basic": 14, "bottleneck": 20},
+    "preact-resnet": {"basic": 18, "bottleneck": 50},
     "wrn": {"basic": 16},
     "imagenet-resnet": {"basic": 18, "bottleneck": 50},
 }

@@ -155,6 +155,15 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def instruction_set(device: torch.device) -> str:
+    """What the fused CPU kernels run on; an empty string elsewhere."""
+    from preact_kernels.kernels import cpu
+
+    if device.type != "cpu" or cpu.load_error():
+        return ""
+    return cpu.kernels().instruction_set
+
+
 def source_digest() -> str:
     """A short hash of all sources."""
     digest = hashlib.sha256()
@@ -268,16 +277,20 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     """Measures copy bandwidth (bytes read and written) and matrix rates.
 
     Copied tensors are larger than any cache: 256 MiB on a CPU, 2 GiB on a GPU. float32 products
-    use TF32 if PyTorch's convolutions do.
+    use TF32 if PyTorch's convolutions do. On a CPU the rate is that of a matrix product or of a
+    convolution, whichever is higher: PyTorch runs them in different libraries.
     """
     on_gpu = device.type == "cuda"
-    dtypes = (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,)
+    dtypes = (torch.float32, torch.bfloat16)
     copy_gb_s = _copy_gb_s(2**31 if on_gpu else 2**28, device)
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
     try:
-        size = 8192 if on_gpu else 2048
+        size = 8192 if on_gpu else 1024
         rates = {dtype_name(d): _matmul_gflop_s(size, d, device) for d in dtypes}
+        if not on_gpu:
+            for d in dtypes:
+                rates[dtype_name(d)] = max(rates[dtype_name(d)], _conv_gflop_s(d))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
     return Ceilings(copy_gb_s, rates, *(_launches_us(device) if on_gpu else ()))
@@ -293,6 +306,17 @@ def _matmul_gflop_s(size: int, dtype: torch.dtype, device: torch.device) -> floa
     a = torch.randn(size, size, device=device).to(dtype)
     b, out = torch.randn_like(a), torch.empty_like(a)
     return 2 * size**3 / _best_ms(lambda: torch.mm(a, b, out=out), device) / 1e6
+
+
+def _conv_gflop_s(dtype: torch.dtype) -> float:
+    """The rate of a 3x3 convolution of 128 channels on a CPU."""
+    images, size, channels = 16, 16, 128
+    a = torch.randn(images, channels, size, size).to(dtype, memory_format=torch.channels_last)
+    conv = torch.nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(dtype)
+    conv.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        best_ms = _best_ms(lambda: conv(a), torch.device("cpu"))
+    return 2 * images * size**2 * channels**2 * 9 / best_ms / 1e6
 
 
 def _launches_us(device: torch.device, count: int = 1000) -> tuple[float, float]:

@@ -93,6 +93,7 @@ class Session:
                 batch=batch,
                 dtype=measure.dtype_name(self.dtype),
                 memory_mode=contender.memory_mode,
+                instruction_set=measure.instruction_set(self.device),
             )
         )
         return self.rows.get(new.key, self.machine.commit) or new

@@ -216,6 +216,7 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
             dtype=measure.dtype_name(dtype),
             memory_mode="x" if name == "fused" else "x and activation",
             correct="yes",
+            instruction_set=measure.instruction_set(device),
         )
         timing = measure.Timing.of([s * 1e3 / calls for s in samples_s])
         row.set_timing(timing, settings.ceilings.floor_ms(*cost, dtype))

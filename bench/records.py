@@ -32,6 +32,7 @@ class Row:
     gflop_per_s: float | None = None
     correct: str = ""  # "yes", "no", "another function", or "" (not checked)
     note: str = ""
+    instruction_set: str = ""  # of the fused CPU kernels; "" on a GPU
     commit: str = ""
     device: str = ""
     versions: str = ""

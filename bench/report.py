@@ -112,6 +112,7 @@ def network_table(rows: Sequence[Row], form: str = "github") -> str:
                     "network": r.case,
                     "batch": r.batch,
                     "dtype": r.dtype,
+                    "instruction set": r.instruction_set,
                     "contender": r.contender,
                     "step, ms: median (p20-p80)": times,
                     f"x of {ANCHOR}": _number(ratio, ".2f"),

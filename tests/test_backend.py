@@ -232,7 +232,7 @@ def test_backend_for_says_which_convolution_runs(name, unit, monkeypatch):
     monkeypatch.setattr(pytorch_conv, "bn_relu_conv_forward", counted)
     with pk.use_backend(name):
         said = pk.backend_for(weight, **options)
-        x = torch.randn(2, channels, 4, 4, device=weight.device)
+        x = torch.randn(2, channels, 12, 12, device=weight.device)  # enough for wide ones
         pk.bn_relu_conv2d(x, weight, None, None, training=True, **options)
     backend, _, convolution = said.partition(": ")
     assert backend in ({name} if name != "auto" else pk.available_backends())

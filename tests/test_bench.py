@@ -59,7 +59,7 @@ def test_networks_go_by_name(name, block, parameters):
 
 @pytest.mark.parametrize("name", ["resnet", "resnet-x", "wrn-28", "vgg-16"])
 def test_other_names_are_refused(name, capsys):
-    with pytest.raises(ValueError, match="network: expected one of resnet-DEPTH, wrn-DEPTH-10"):
+    with pytest.raises(ValueError, match="network: expected one of resnet-DEPTH, preact-"):
         Network.named(name)
     with pytest.raises(SystemExit):
         main(["--networks", name])
@@ -450,6 +450,16 @@ def test_on_a_gpu_compilers_come_after_the_rest_of_the_first_batch():
     assert titles[:7] == first
     assert tasks[0].needs_s() < 30  # no more than it takes to have a first result
     assert len(titles) == len(set(titles))
+
+
+def test_on_a_cpu_bfloat16_and_wide_networks_come_after_the_first_network(tmp_path):
+    a = parsed(["--device", "cpu"])
+    titles = [task.title for task in Plan(a, session_in(tmp_path)).tasks()]
+    half = titles.index("resnet-164, batch 16: against eager")
+    wide = titles.index("preact-resnet-18, batch 16: against eager")
+    assert titles.index("resnet-1001, batch 16: main") < half < wide
+    assert wide < titles.index("resnet-1001, batch 16: memory rivals")
+    assert titles.count("imagenet-resnet-50, batch 4: against eager") == 2  # in both dtypes
 
 
 def test_on_a_cpu_all_contenders_are_one_group():

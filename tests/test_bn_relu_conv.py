@@ -87,7 +87,17 @@ def test_cuda_in_forward_backward_and_running_statistics(case, training, dtype):
     check_op(problems, training=training, **case.conv)
 
 
-FUSED = [c for c in CONV_CASES if is_fused(c, "cpu")]
+# Strips of several images, of several vector blocks, and of many pixels; weights that are packed
+# by squares, in one piece and with a rest.
+CPU_CASES = (
+    ConvCase("3x3_many_images", (17, 32, 3, 5), 64, padding=1, residual=True),
+    ConvCase("3x3_many_rows", (2, 16, 40, 33), 32, padding=1),
+    ConvCase("3x3_channels_144_to_128", (2, 144, 3, 5), 128, padding=1),
+    ConvCase("5x3_channels_64_to_80", (3, 64, 5, 6), 80, (5, 3), padding=(2, 1)),
+    ConvCase("1x1_many_pixels", (3, 16, 29, 23), 64, 1, residual=True),
+    ConvCase("1x1_channels_160_to_64", (1, 160, 9, 7), 64, 1),
+)
+FUSED = [c for c in (*CONV_CASES, *CPU_CASES) if is_fused(c, "cpu")]
 
 
 @pytest.mark.backends("cpu")

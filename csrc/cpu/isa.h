@@ -11,8 +11,6 @@ enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
 // Read once.
 Isa isa();
 
-// Its name: generic, avx2, avx512 or avx512_bf16.
-const char* isa_name();
 
 // Bytes of a vector register of that instruction set.
 int64_t vector_bytes();

@@ -11,14 +11,17 @@ void running_stats_update(const std::vector<Tensor>& running, const std::vector<
 
 using namespace preact_kernels;
 
+// The chosen `Isa`.
+static int64_t instruction_set() { return static_cast<int64_t>(isa()); }
+
 STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   define_ops(m);
-  m.def("vector_bytes() -> int");
+  m.def("instruction_set() -> int");
   m.def("running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
-  m.impl("vector_bytes", TORCH_BOX(&vector_bytes));
+  m.impl("instruction_set", TORCH_BOX(&instruction_set));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CPU, m) {

@@ -14,12 +14,14 @@ from torch import Tensor
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.native import NativeKernels, load_library
 
+# Names and lanes of float32, by the number in csrc/cpu/isa.h.
+_INSTRUCTION_SETS = (("generic", 4), ("avx2", 8), ("avx512", 16), ("avx512_bf16", 16))
 _MOST_TAPS = 49
 # Up to here the direct convolutions win on every instruction set; measured with 1 MiB of L2 a core.
 _SMALL_WEIGHT = 64 * 1024
-# With AVX-512 they win for every float32 weight, and in bfloat16 where the activations before and
-# after the convolution have this many times the elements of the weight.
-_ACTIVATIONS_PER_WEIGHT = 4
+# With AVX-512 they win for larger weights too where the activations before and after the
+# convolution have this many times the elements of the weight.
+_ACTIVATIONS_PER_WEIGHT = {torch.float32: 0.3, torch.bfloat16: 4.0}
 
 
 class CPUKernels(NativeKernels):
@@ -28,8 +30,13 @@ class CPUKernels(NativeKernels):
     has_conv_bias = True
 
     @functools.cached_property
+    def instruction_set(self) -> str:
+        """What the kernels run on here: the best of this machine, or PREACT_KERNELS_CPU_ISA."""
+        return _INSTRUCTION_SETS[self._ops.instruction_set()][0]
+
+    @functools.cached_property
     def _channel_multiple(self) -> int:
-        return self._ops.vector_bytes() // 4
+        return dict(_INSTRUCTION_SETS)[self.instruction_set]
 
     def serves_conv(
         self,
@@ -65,10 +72,8 @@ class CPUKernels(NativeKernels):
             return True
         if self._channel_multiple < 16:
             return False
-        if dtype == torch.float32 or pixels is None:
-            return True
-        activations = pixels * (weight_shape[0] + weight_shape[1])
-        return activations >= _ACTIVATIONS_PER_WEIGHT * weights
+        channels = weight_shape[0] + weight_shape[1]
+        return pixels is None or pixels * channels >= _ACTIVATIONS_PER_WEIGHT[dtype] * weights
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
