@@ -15,7 +15,7 @@ from preact_kernels.ops import dispatch as backends
 # What each backend promises. A dtype that is missing must be refused (`test_backend.py`).
 SERVED_DTYPES = {
     "reference": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    "cpu": (torch.float32, torch.bfloat16, torch.float64),
+    "cpu": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "triton": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }

@@ -40,5 +40,6 @@ PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool t
 
 template PackedWeights packed_weights<float>(const Conv&, const Tensor&, bool);
 template PackedWeights packed_weights<BFloat16>(const Conv&, const Tensor&, bool);
+template PackedWeights packed_weights<Float16>(const Conv&, const Tensor&, bool);
 
 }  // namespace preact_kernels

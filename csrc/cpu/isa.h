@@ -11,7 +11,6 @@ enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
 // Read once.
 Isa isa();
 
-
 // Bytes of a vector register of that instruction set.
 int64_t vector_bytes();
 

@@ -32,6 +32,27 @@ PK_INLINE Vector<float> load(const BFloat16* from) {
   return reinterpret_cast<Vector<float>>(__builtin_convertvector(half, FullBits) << 16);
 }
 
+#ifdef PK_FROM_HALF
+PK_INLINE Vector<float> load(const Float16* from) {
+  HalfBits half;
+  __builtin_memcpy(&half, from, sizeof half);
+  return reinterpret_cast<Vector<float>>(PK_FROM_HALF(half));
+}
+PK_INLINE void store(Float16* to, Vector<float> v) {
+  const auto half = PK_TO_HALF(v);
+  __builtin_memcpy(to, &half, sizeof half);
+}
+#else
+PK_INLINE Vector<float> load(const Float16* from) {
+  Vector<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = widened(from[i]);
+  return v;
+}
+PK_INLINE void store(Float16* to, Vector<float> v) {
+  for (int i = 0; i < kLanes<float>; ++i) to[i] = narrowed<Float16>(v[i]);
+}
+#endif
+
 template <class A>
 PK_INLINE void store(A* to, Vector<A> v) {
   __builtin_memcpy(to, &v, sizeof v);
@@ -75,8 +96,9 @@ PK_INLINE void store(T* to, Vector<Accumulate<T>> v, int lanes) {
 // The value that `store` writes to memory.
 PK_INLINE Vector<float> as_stored(const float*, Vector<float> v) { return v; }
 PK_INLINE Vector<double> as_stored(const double*, Vector<double> v) { return v; }
-PK_INLINE Vector<float> as_stored(const BFloat16*, Vector<float> v) {
-  BFloat16 values[kLanes<float>];
+template <class T>
+PK_INLINE Vector<float> as_stored(const T*, Vector<float> v) {
+  T values[kLanes<float>];
   store(values, v);
   return load(values);
 }

@@ -5,6 +5,7 @@
 #include <immintrin.h>
 #endif
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -21,12 +22,20 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+struct Float16 {
+  uint16_t bits;
+};
+
 template <class T>
 struct AccumulateOf {
   using type = T;
 };
 template <>
 struct AccumulateOf<BFloat16> {
+  using type = float;
+};
+template <>
+struct AccumulateOf<Float16> {
   using type = float;
 };
 // The type of sums and statistics for storage type T.
@@ -42,6 +51,23 @@ inline float widened(BFloat16 value) {
   return result;
 }
 
+inline float widened(Float16 value) {
+  const uint32_t sign = (value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;
+  uint32_t bits = rest << 13;
+  if (rest >= 0x7c00) {  // infinite or NaN
+    bits |= 0x7f800000;
+  } else if (rest >= 0x400) {
+    bits += 112u << 23;
+  } else {
+    const float denormal = rest * 0x1p-24f;
+    std::memcpy(&bits, &denormal, sizeof bits);
+  }
+  bits |= sign;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
 // Rounds to nearest even. NaN stays NaN.
 template <class T>
 T narrowed(Accumulate<T> value) {
@@ -50,28 +76,41 @@ T narrowed(Accumulate<T> value) {
     std::memcpy(&bits, &value, sizeof bits);
     if (value != value) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
     return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+  } else if constexpr (std::is_same_v<T, Float16>) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    uint32_t half;
+    if (value != value) {
+      half = 0x7e00 | (rest >> 13 & 0x3ff);
+    } else if (rest >= 0x477ff000) {  // 65520: rounds to infinity
+      half = 0x7c00;
+    } else if (rest < 0x38800000) {  // 2^-14: a denormal number, in units of 2^-24
+      half = static_cast<uint32_t>(std::nearbyint(std::fabs(value) * 0x1p24f));
+    } else {
+      half = (rest + 0xfff + ((rest >> 13) & 1) - (112u << 23)) >> 13;
+    }
+    return {static_cast<uint16_t>(sign | half)};
   } else {
     return value;
   }
 }
 
-// Runs `body(T{})` for the storage type T of `dtype`: float or BFloat16.
+// Runs `body(T{})` for the storage type T of `dtype`, which is accumulated in float32.
 template <class Body>
 auto for_single_dtype(ScalarType dtype, const Body& body) {
   if (dtype == ScalarType::Float) return body(float{});
+  if (dtype == ScalarType::Half) return body(Float16{});
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
-                  "x: expected dtype float32 or bfloat16 in the direct convolutions");
+                  "x: expected dtype float32, bfloat16, float16 or float64 on the cpu backend");
   return body(BFloat16{});
 }
 
 // Runs `body(T{})` for the storage type T of `dtype`.
 template <class Body>
 auto for_dtype(ScalarType dtype, const Body& body) {
-  if (dtype == ScalarType::Float) return body(float{});
   if (dtype == ScalarType::Double) return body(double{});
-  STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
-                  "x: expected dtype float32, bfloat16 or float64 on the cpu backend");
-  return body(BFloat16{});
+  return for_single_dtype(dtype, body);
 }
 
 }  // namespace preact_kernels

@@ -68,7 +68,7 @@ class CPUKernels(NativeKernels):
     ) -> bool:
         """Whether a direct convolution is faster than PyTorch's."""
         weights = math.prod(weight_shape)
-        if weights <= _SMALL_WEIGHT:
+        if weights <= _SMALL_WEIGHT or dtype == torch.float16:  # slow in PyTorch
             return True
         if self._channel_multiple < 16:
             return False

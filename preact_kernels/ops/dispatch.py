@@ -78,7 +78,7 @@ BACKENDS = (
         "cpu",
         cpu.kernels,
         ("cpu",),
-        (torch.float32, torch.bfloat16, torch.float64),
+        _FLOATS,
         cpu.load_error,
         library_error=cpu.load_error,
     ),
