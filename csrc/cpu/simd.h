@@ -129,7 +129,7 @@ PK_INLINE V where_active(V p, V value) {
 // Words of `a` and `b` in turn, from word kFrom of both.
 template <int kFrom, int... kIndex>
 PK_INLINE FullBits zipped(FullBits a, FullBits b, std::integer_sequence<int, kIndex...>) {
-  return __builtin_shuffle(a, b, FullBits{(kFrom + kIndex / 2 + kIndex % 2 * kLanes<float>)...});
+  return PK_SHUFFLE(a, b, FullBits, (kFrom + kIndex / 2 + kIndex % 2 * kLanes<float>)...);
 }
 
 // Transposes a square of words, in stages that zip each vector with the one half the square away.

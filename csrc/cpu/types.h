@@ -16,6 +16,13 @@
 #define PK_INLINE inline __attribute__((always_inline))
 #define PK_LAMBDA __attribute__((always_inline))
 
+// The values of two vectors of type `type` at the given indices.
+#if defined(__clang__)
+#define PK_SHUFFLE(a, b, type, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PK_SHUFFLE(a, b, type, ...) __builtin_shuffle(a, b, type{__VA_ARGS__})
+#endif
+
 namespace preact_kernels {
 
 struct BFloat16 {

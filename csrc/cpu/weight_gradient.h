@@ -33,8 +33,8 @@ typedef uint16_t FullHalves __attribute__((vector_size(kVectorBytes)));
 template <int kFrom, int... kIndex>
 PK_INLINE FullBits paired(FullHalves first, FullHalves second,
                           std::integer_sequence<int, kIndex...>) {
-  const FullHalves order = {(kFrom + kIndex / 2 + kIndex % 2 * 32)...};
-  return reinterpret_cast<FullBits>(__builtin_shuffle(first, second, order));
+  return reinterpret_cast<FullBits>(
+      PK_SHUFFLE(first, second, FullHalves, (kFrom + kIndex / 2 + kIndex % 2 * 32)...));
 }
 template <int kFrom>
 PK_INLINE FullBits paired(FullHalves first, FullHalves second) {
