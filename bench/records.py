@@ -43,7 +43,7 @@ class Row:
     def key(self) -> tuple:
         """Equal for two measurements of the same thing."""
         what = self.level, self.contender, self.case, self.shape
-        return *what, self.batch, self.dtype, self.device
+        return *what, self.batch, self.dtype, self.instruction_set, self.device
 
     def set_timing(self, timing, floor_ms: float | None) -> None:
         """Sets the times from a `bench.measure.Timing`, and what is derived from them."""

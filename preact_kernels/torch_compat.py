@@ -52,6 +52,11 @@ def has_module_hook(module: nn.Module) -> bool:
     )
 
 
+def has_amx() -> bool:
+    """Whether the processor has matrix instructions for half precision. No public function tells."""
+    return torch.cpu._is_amx_tile_supported()
+
+
 def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
     """`module.parameters(recurse=False)`, without what makes that slow."""
     return module._parameters.values()

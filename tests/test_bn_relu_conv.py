@@ -1,5 +1,6 @@
 """`bn_relu_conv2d` and `BNReLUConv2d` equal plain PyTorch on every backend."""
 
+import math
 from functools import partial
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
+from preact_kernels import torch_compat
+from preact_kernels.kernels import cpu, pytorch_conv
+from preact_kernels.kernels.contract import Conv
 from preact_kernels.ops import dispatch as backends
 from tests.cases import (
     CONV_CASES,
@@ -96,8 +100,9 @@ CPU_CASES = (
     ConvCase("5x3_channels_64_to_80", (3, 64, 5, 6), 80, (5, 3), padding=(2, 1)),
     ConvCase("1x1_many_pixels", (3, 16, 29, 23), 64, 1, residual=True),
     ConvCase("1x1_channels_160_to_64", (1, 160, 9, 7), 64, 1),
+    ConvCase("3x3_long_sums", (2, 512, 4, 3), 16, padding=1),
 )
-FUSED = [c for c in (*CONV_CASES, *CPU_CASES) if is_fused(c, "cpu")]
+FUSED = [c for c in CONV_CASES if is_fused(c, "cpu")]
 
 
 @pytest.mark.backends("cpu")
@@ -107,6 +112,70 @@ FUSED = [c for c in (*CONV_CASES, *CPU_CASES) if is_fused(c, "cpu")]
 def test_fused_convolutions_on_the_cpu_in_every_dtype(case, training, dtype):
     problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
     check_op(problems, training=training, **case.conv)
+
+
+@pytest.fixture
+def every_weight_is_fused(monkeypatch):
+    """The CPU backend fuses large weights beside small activations too."""
+    for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
+        monkeypatch.delattr(pytorch_conv, name)
+    monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("nhwc_weight", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_weight_is_fused):
+    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+    for inputs in problems if nhwc_weight else ():
+        weight = inputs["conv_weight"]
+        inputs["conv_weight"] = weight.contiguous(memory_format=torch.channels_last)
+    check_op(problems, training=True, **case.conv)
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_do_not_change_tiles(dtype, every_weight_is_fused):
+    """Strips of 4, 2 and 1 images: the same output, statistics and gradient of the input."""
+    case = CPU_CASES[0]
+    inputs = conv_inputs(case, dtype)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results = evaluate(partial(pk.bn_relu_conv2d, training=True, **case.conv), inputs)
+            found.append({n: t for n, t in results.items() if n != "dconv_weight"})
+    finally:
+        torch.set_num_threads(before)
+    assert "dx" in found[0] and "running_var" in found[0]
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[2], found[0])
+
+
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+def test_which_large_weights_the_cpu_fuses(monkeypatch):
+    kernels = cpu.kernels()
+    monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 16)
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    large, small = (512, 512, 3, 3), (64, 64, 3, 3)
+
+    def fuses(shape, dtype, pixels):
+        conv = Conv((1, 1), (1, 1), (1, 1), 1)
+        return kernels.serves_conv(shape, conv, dtype, torch.device("cpu"), pixels)
+
+    for dtype, least in ((torch.float32, 0.3), (torch.bfloat16, 4), (torch.float16, 0.1)):
+        pixels = math.ceil(least * 512 * 9 / 2)
+        assert fuses(large, dtype, pixels) and not fuses(large, dtype, pixels - 1)
+        assert fuses(large, dtype, None) and fuses(small, dtype, 1)
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
+    assert fuses(large, torch.float32, None)
+    assert not (fuses(large, torch.bfloat16, None) or fuses(large, torch.float16, None))
+    monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 8)
+    assert fuses(small, torch.bfloat16, 1) and not fuses(large, torch.float32, None)
 
 
 @pytest.mark.covering(1)

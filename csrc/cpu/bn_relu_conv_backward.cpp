@@ -14,8 +14,9 @@ namespace preact_kernels {
 namespace {
 
 // The gradient of a weight [K, C, R, S]. Each run of strips adds into a partial gradient
-// [tap][narrow][wide], where `wide` are the input channels if they fill the vectors of a tile: rows
-// are then contiguous in an NHWC weight.
+// [tap][narrow][wide]. `wide` are the input channels for a kernel with several taps, whose output
+// gradient must stay in place while the input is shifted, and where they fill the vectors of a
+// tile: rows are then contiguous in an NHWC weight. Else they are the output channels.
 template <class T>
 struct WeightGradient {
   using A = Accumulate<T>;

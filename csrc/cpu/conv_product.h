@@ -82,57 +82,60 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t 
   });
 }
 
+// The most channels that a tile adds up before it adds their sum to those before: the error grows
+// with the length of a sum. Without FMA, where every product is rounded, runs are short.
+template <class O>
+PK_INLINE int64_t channels_of_run(const Taps& taps, int64_t channels) {
+  constexpr int64_t kWhole = 640, kRun = kHasFma ? 256 : 32;
+  const bool is_whole = kHasFma && (kDepth<O> > 1 || taps.count * channels <= kWhole);
+  return is_whole ? 0 : kRun;
+}
+
 // One tile of accumulators: kRows pixels by kVectors vectors of output channels.
 //   acc[i][v] = sum over taps and channels of in[at(i) + tap + c] * w[tap][c][v]
+// in runs of `run` channels, or, if `run` is 0, in one sum.
 template <class O, int kRows, int kVectors, class At, class Finish>
 PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t channels,
-                            const O* weights, const Finish& finish) {
+                            int64_t run, const O* weights, const Finish& finish) {
   using A = Accumulate<O>;
   constexpr int kWidth = kVectors * kLanes<A>;
-  Vector<A> acc[kRows][kVectors] = {};
+  Vector<A> acc[kRows][kVectors] = {}, sum[kRows][kVectors];
+  bool has_sum = false;
   for (int64_t t = 0; t < taps.count; ++t) {
     const O* from = in + taps.offset[t];
     const O* w = weights + taps.place[t] * channels * kWidth;
-    for (int64_t c = 0; c < channels; c += kDepth<O>) {
-      Wide<O> wide[kVectors];
+    for (int64_t first = 0; first < channels; first += run) {
+      const int64_t end = run == 0 ? channels : std::min(first + run, channels);
+      for (int64_t c = first; c < end; c += kDepth<O>) {
+        Wide<O> wide[kVectors];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) wide[v] = load_wide(w + v * kLanes<A> * kDepth<O>);
-      w += kWidth * kDepth<O>;
+        for (int v = 0; v < kVectors; ++v) wide[v] = load_wide(w + v * kLanes<A> * kDepth<O>);
+        w += kWidth * kDepth<O>;
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) {
+            acc[i][v] = multiply_add(acc[i][v], from + at(i) + c, wide[v]);
+          }
+        }
+      }
+      if (run == 0) break;
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-          acc[i][v] = multiply_add(acc[i][v], from + at(i) + c, wide[v]);
+          sum[i][v] = has_sum ? sum[i][v] + acc[i][v] : acc[i][v];
+          acc[i][v] = Vector<A>{};
         }
       }
+      has_sum = true;
     }
   }
-  finish(acc);
-}
-
-// The same with the precision of FMA where there is none and every product is rounded: by sums of
-// short runs of channels.
-template <class O, int kRows, int kVectors, class At, class Finish>
-PK_INLINE void precise_product_tile(const O* in, const At& at, const Taps& taps, int64_t channels,
-                                    const O* weights, const Finish& finish) {
-  using A = Accumulate<O>;
-  if constexpr (kHasFma) {
-    return product_tile<O, kRows, kVectors>(in, at, taps, channels, weights, finish);
-  }
-  constexpr int64_t kRun = 32;
-  Vector<A> acc[kRows][kVectors] = {};
-  for (int64_t t = 0; t < taps.count; ++t) {
-    for (int64_t c = 0; c < channels; c += kRun) {
-      Taps run;
-      run.add(taps.offset[t] + c, 0);
-      const O* w = weights + (taps.place[t] * channels + c) * kVectors * kLanes<A>;
-      product_tile<O, kRows, kVectors>(in, at, run, std::min(kRun, channels - c), w,
-                                       [&](auto& sum) PK_LAMBDA {
-                                         for (int i = 0; i < kRows; ++i) {
-                                           for (int v = 0; v < kVectors; ++v)
-                                             acc[i][v] += sum[i][v];
-                                         }
-                                       });
+  if (has_sum) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) acc[i][v] = sum[i][v];
     }
   }
   finish(acc);
@@ -219,6 +222,7 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
   const int64_t pitch = (strip.width + 2 * conv.halo_w()) * in_channels;
   const Taps taps(conv, pitch, in_channels);
   const int64_t pixels = strip.pixels(), tile_pixels = strip.tile_pixels();
+  const int64_t run = channels_of_run<O>(taps, in_channels);
   for_vector_blocks<A>(
       packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
         constexpr int kVectors = decltype(vectors)::value;
@@ -242,9 +246,9 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
           }
         };
         while (!packed.finite && pixel < pixels) {
-          precise_product_tile<O, 1, kVectors>(
+          product_tile<O, 1, kVectors>(
               from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels,
-              w,
+              run, w,
               [&](auto& acc) {
                 finish(vectors, std::integral_constant<int, 1>{}, acc, tile, pixel, k);
               });
@@ -262,8 +266,8 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
               at[i] = kTilesCrossRows ? from - first : i * in_channels;
               advance();
             }
-            precise_product_tile<O, kRows, kVectors>(
-                first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, w,
+            product_tile<O, kRows, kVectors>(
+                first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, run, w,
                 [&](auto& acc)
                     PK_LAMBDA { finish(vectors, count, acc, first_tile, first_pixel, k); });
           });

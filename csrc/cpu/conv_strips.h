@@ -36,7 +36,7 @@ struct Strips {
 
   explicit Strips(const Conv& conv) : conv(conv), images(1) {
     constexpr int64_t kLeastValues = 16 * 1024, kMostValues = 48 * 1024;
-    constexpr int64_t kLeastStrips = 16, kStripsPerThread = 4;
+    constexpr int64_t kLeastStrips = 64, kLeastImageStrips = 16, kStripsPerThread = 4;
     const int64_t widest = std::max(conv.in_channels, conv.out_channels);
     const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
     const int64_t values = std::clamp(weights, kLeastValues, kMostValues);
@@ -50,12 +50,14 @@ struct Strips {
     }
     const int64_t row_values = (conv.width + 2 * conv.halo_w()) * widest;
     const int64_t most = std::max<int64_t>(1, values / row_values - 2 * conv.halo_h());
-    per_image = (conv.height + most - 1) / most;
-    length = (conv.height + per_image - 1) / per_image;
+    const int64_t wanted = std::max((conv.height + most - 1) / most,
+                                    std::min(conv.height, kLeastImageStrips / conv.images));
+    length = (conv.height + wanted - 1) / wanted;
+    per_image = (conv.height + length - 1) / length;
     if (per_image == 1) {
       const int64_t fitting = values / (row_values * (conv.height + 2 * conv.halo_h()));
-      const int64_t strips = kStripsPerThread * torch::stable::get_num_threads();
-      images = std::max<int64_t>(1, std::min(fitting, conv.images / strips));
+      const int64_t least_strips = kStripsPerThread * torch::stable::get_num_threads();
+      images = std::max<int64_t>(1, std::min(fitting, conv.images / least_strips));
     }
     count = (conv.images + images - 1) / images * per_image;
   }

@@ -11,13 +11,14 @@ constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16"};  
 Isa supported() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
+  if (!has_avx2) return Isa::kGeneric;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     return __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
-    return Isa::kAvx2;
+  return Isa::kAvx2;
 #endif
   return Isa::kGeneric;
 }

@@ -103,13 +103,13 @@ T narrowed(Accumulate<T> value) {
   }
 }
 
-// Runs `body(T{})` for the storage type T of `dtype`, which is accumulated in float32.
+// Runs `body(T{})` for the storage type T of `dtype`, one that is accumulated in float32.
 template <class Body>
 auto for_single_dtype(ScalarType dtype, const Body& body) {
   if (dtype == ScalarType::Float) return body(float{});
   if (dtype == ScalarType::Half) return body(Float16{});
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
-                  "x: expected dtype float32, bfloat16, float16 or float64 on the cpu backend");
+                  "x: expected dtype float32, bfloat16 or float16 in the direct convolutions");
   return body(BFloat16{});
 }
 
