@@ -53,7 +53,7 @@ def has_module_hook(module: nn.Module) -> bool:
 
 
 def has_amx() -> bool:
-    """Whether the processor has matrix instructions for half precision. No public function tells."""
+    """Whether the processor has matrix instructions for half precision."""
     return torch.cpu._is_amx_tile_supported()
 
 

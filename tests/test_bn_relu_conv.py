@@ -22,7 +22,7 @@ from tests.cases import (
     plain_bn_relu_conv2d,
     randomised,
 )
-from tests.oracle import assert_same_bits, check, evaluate, same_bits
+from tests.oracle import assert_same_bits, check, distance, evaluate, same_bits
 
 TYPICAL = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
 every_case = pytest.mark.parametrize("case", CONV_CASES, ids=lambda c: c.name)
@@ -153,6 +153,41 @@ def test_threads_do_not_change_tiles(dtype, every_weight_is_fused):
     assert "dx" in found[0] and "running_var" in found[0]
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[2], found[0])
+
+
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+def test_long_sums_are_sums_of_short_ones(every_weight_is_fused):
+    channels = 512
+    x, weight = torch.randn(1, channels, 3, 3), torch.randn(64, channels, 3, 3)
+    zeros, ones = torch.zeros(channels), torch.ones(channels)
+    norm = (ones, zeros, zeros.clone(), ones.clone())
+    with pk.use_backend("cpu"):
+        y = pk.bn_relu_conv2d(x, weight, *norm, training=False, padding=1, eps=0.0)
+    products = x.relu() * weight  # the taps of the middle pixel
+    truth = products.double().flatten(1).sum(1)
+    in_one_sum = torch.zeros(64)
+    for product in products.flatten(1).T:
+        in_one_sum += product
+    assert distance(y[0, :, 1, 1], truth) < distance(in_one_sum, truth) / 2
+
+
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_infinity_at_the_end_of_an_odd_row(dtype):
+    """Dot products read pairs of pixels: no 0 * infinity beside the last one."""
+    inputs = conv_inputs(ConvCase("odd", (2, 16, 3, 5), 16, padding=1), dtype)
+    inputs["x"][0, :, 1, 4] = INF
+    inputs["bn_weight"].abs_()
+    op = partial(pk.bn_relu_conv2d, training=False, padding=1)
+    with pk.use_backend("cpu"):
+        found = evaluate(op, inputs)["dconv_weight"]
+    plain = partial(plain_bn_relu_conv2d, training=False, padding=1)
+    expected = evaluate(plain, {n: t if t is None else t.float() for n, t in inputs.items()})[
+        "dconv_weight"
+    ]
+    assert expected.isinf().any()
+    assert torch.equal(found.isinf(), expected.isinf())
+    assert torch.equal(found.isnan(), expected.isnan())
 
 
 @pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
