@@ -14,7 +14,7 @@ from tests.oracle import distance
 
 pytestmark = pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
 
-NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
+NAMES = tuple(cpu.INSTRUCTION_SETS)
 
 
 def run_with(isa, *arguments):

@@ -15,13 +15,13 @@
 #endif
 
 #if defined(__x86_64__)
-#ifdef PK_FOR_DOT
-PK_BEGIN_ISA("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
-#define PK_HAS_DOT
 #define PK_MAX_PS _mm512_max_ps
 #define PK_MAX_PD _mm512_max_pd
 #define PK_FROM_HALF(half) _mm512_cvtph_ps(reinterpret_cast<__m256i>(half))
 #define PK_TO_HALF(v) _mm512_cvtps_ph(reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT)
+#ifdef PK_FOR_DOT
+PK_BEGIN_ISA("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define PK_HAS_DOT
 namespace preact_kernels::avx512_bf16 {
 constexpr int kVectorBytes = 64;
 constexpr int kRegisters = 32;
@@ -30,18 +30,10 @@ constexpr bool kHasFma = true;
 #include PK_KERNELS
 }  // namespace preact_kernels::avx512_bf16
 #undef PK_HAS_DOT
-#undef PK_MAX_PS
-#undef PK_MAX_PD
-#undef PK_FROM_HALF
-#undef PK_TO_HALF
 PK_END_ISA
 #endif
 
 PK_BEGIN_ISA("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
-#define PK_MAX_PS _mm512_max_ps
-#define PK_MAX_PD _mm512_max_pd
-#define PK_FROM_HALF(half) _mm512_cvtph_ps(reinterpret_cast<__m256i>(half))
-#define PK_TO_HALF(v) _mm512_cvtps_ph(reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT)
 namespace preact_kernels::avx512 {
 constexpr int kVectorBytes = 64;
 constexpr int kRegisters = 32;

@@ -21,6 +21,14 @@ struct PixelRows {
   }
 };
 
+// The pairs of pixels, in `memory`, of `rows` rows of an image, `width` pixels of each.
+template <class O>
+PK_INLINE PixelRows<O> paired_rows(const O* memory, int64_t rows, int64_t width,
+                                   const PixelRows<O>& narrow) {
+  const int64_t pitch = (width + 1) / 2 * 2 * narrow.channels;
+  return {memory, rows * pitch, pitch, narrow.channels};
+}
+
 // The pixels of both operands that one tap of the kernel multiplies.
 struct TapRange {
   int64_t images, rows, width;
@@ -156,9 +164,7 @@ PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& 
     const int64_t column = std::max<int64_t>(0, -right);
     const int64_t width = std::min(strip.width, strip.width - right) - column;
     if (width <= 0) continue;
-    const int64_t pair_channels = input_last ? dy.channels : a.channels;
-    const int64_t pair_pitch = (width + 1) / 2 * 2 * pair_channels;
-    const PixelRows<O> all_pairs{pairs, strip.rows * pair_pitch, pair_pitch, pair_channels};
+    const PixelRows<O> pairs_of_rows = paired_rows(pairs, strip.rows, width, input_last ? dy : a);
     if constexpr (kDepth<O> == 2) {
       // Where `a` is narrow, the kernel is 1x1.
       fill_pairs(input_last ? dy.from(0, column) : a, {strip.images, strip.rows, width}, pairs);
@@ -172,7 +178,7 @@ PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& 
       Accumulate<O>* partial = dweight + (r * conv.kernel_w + s) * a.channels * dy.channels;
       const PixelRows<O>& wide = input_last ? a_of_tap : dy_of_tap;
       if constexpr (kDepth<O> == 2) {
-        add_tap(all_pairs.from(row, 0), wide, {strip.images, rows, width}, partial);
+        add_tap(pairs_of_rows.from(row, 0), wide, {strip.images, rows, width}, partial);
       } else {
         add_tap(input_last ? dy_of_tap : a_of_tap, wide, {strip.images, rows, width}, partial);
       }

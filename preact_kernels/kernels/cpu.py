@@ -16,8 +16,8 @@ from preact_kernels import torch_compat
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.native import NativeKernels, load_library
 
-# Names and lanes of float32, by the number in csrc/cpu/isa.h.
-_INSTRUCTION_SETS = (("generic", 4), ("avx2", 8), ("avx512", 16), ("avx512_bf16", 16))
+# Lanes of float32 by name, in the order of csrc/cpu/isa.h.
+INSTRUCTION_SETS = {"generic": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
 _MOST_TAPS = 49
 # Up to here the direct convolutions win on every instruction set; measured with 1 MiB of L2 a core.
 _SMALL_WEIGHT = 64 * 1024
@@ -35,11 +35,11 @@ class CPUKernels(NativeKernels):
     @functools.cached_property
     def instruction_set(self) -> str:
         """What the kernels run on here: the best of this machine, or PREACT_KERNELS_CPU_ISA."""
-        return _INSTRUCTION_SETS[self._ops.instruction_set()][0]
+        return list(INSTRUCTION_SETS)[self._ops.instruction_set()]
 
     @functools.cached_property
     def _channel_multiple(self) -> int:
-        return dict(_INSTRUCTION_SETS)[self.instruction_set]
+        return INSTRUCTION_SETS[self.instruction_set]
 
     def serves_conv(
         self,
