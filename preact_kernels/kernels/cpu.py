@@ -1,8 +1,7 @@
 """The CPU backend: loads the compiled library when it is first asked for.
 
 Its direct convolutions serve stride 1, "same" padding of an odd kernel, one group, and channels
-that fill vectors. Large weights are
-PyTorch's where its blocking over channels wins.
+that fill vectors. Large weights are left to PyTorch where its blocking over channels wins.
 """
 
 import functools
