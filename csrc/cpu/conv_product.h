@@ -115,7 +115,7 @@ PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t
         for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
           for (int v = 0; v < kVectors; ++v) {
-            acc[i][v] = multiply_add(acc[i][v], from + at(i) + c, wide[v]);
+            acc[i][v] = multiply_add(acc[i][v], load_narrow(from + at(i) + c), wide[v]);
           }
         }
       }
@@ -137,6 +137,41 @@ PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) acc[i][v] = sum[i][v];
     }
+  }
+  finish(acc);
+}
+
+// Kernels of this width have a tile that reads a value once for all taps of a row.
+constexpr int kSharedTaps = 3;
+// product_tile with one vector reads as many values as it multiplies vectors, more than a processor
+// with long vectors can.
+template <int kVectors>
+constexpr bool kSharesValues = kRegisters >= 32 && kVectors == 1;
+
+// As product_tile for kRows neighbours in a row of the image and one vector, in one sum.
+template <class O, int kRows, class Finish>
+PK_INLINE void shared_tile(const O* in, int64_t pitch, int64_t kernel_h, int64_t channels,
+                           const O* weights, const Finish& finish) {
+  using A = Accumulate<O>;
+  constexpr int kTaps = kSharedTaps, kWidth = kLanes<A>;
+  Vector<A> acc[kRows][1] = {};
+  for (int64_t r = 0; r < kernel_h; ++r) {
+    for (int64_t c = 0; c < channels; c += kDepth<O>) {
+      Wide<O> wide[kTaps];
+#pragma GCC unroll 3
+      for (int s = 0; s < kTaps; ++s) wide[s] = load_wide(weights + (s * channels + c) * kWidth);
+#pragma GCC unroll 32
+      for (int j = 0; j < kRows + kTaps - 1; ++j) {
+        const Wide<O> narrow = load_narrow(in + j * channels + c);
+#pragma GCC unroll 3
+        for (int s = 0; s < kTaps; ++s) {
+          const int i = j - s;
+          if (i >= 0 && i < kRows) acc[i][0] = multiply_add(acc[i][0], narrow, wide[s]);
+        }
+      }
+    }
+    in += pitch;
+    weights += kTaps * channels * kWidth;
   }
   finish(acc);
 }
@@ -266,10 +301,18 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
               at[i] = kTilesCrossRows ? from - first : i * in_channels;
               advance();
             }
+            const auto finish_tile = [&](auto& acc) PK_LAMBDA {
+              finish(vectors, count, acc, first_tile, first_pixel, k);
+            };
+            if constexpr (kSharesValues<kVectors>) {
+              if (conv.kernel_w == kSharedTaps && run == 0) {
+                shared_tile<O, kRows>(first, pitch, conv.kernel_h, in_channels, w, finish_tile);
+                return;
+              }
+            }
             product_tile<O, kRows, kVectors>(
                 first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, run, w,
-                [&](auto& acc)
-                    PK_LAMBDA { finish(vectors, count, acc, first_tile, first_pixel, k); });
+                finish_tile);
           });
         }
       });

@@ -33,18 +33,28 @@ PK_INLINE Wide<O> load_wide(const O* from) {
   return wide;
 }
 
-// acc + the sum of kDepth<O> products, each with a value of `narrow` for all outputs.
+// kDepth<O> values, the same for all outputs.
 template <class A>
-PK_INLINE Vector<A> multiply_add(Vector<A> acc, const A* narrow, Vector<A> wide) {
-  return acc + *narrow * wide;
+PK_INLINE Vector<A> load_narrow(const A* from) {
+  return *from - Vector<A>{};
 }
 #ifdef PK_HAS_DOT
-PK_INLINE Vector<float> multiply_add(Vector<float> acc, const BFloat16* narrow, FullBits wide) {
+PK_INLINE FullBits load_narrow(const BFloat16* from) {
   int pair;
-  __builtin_memcpy(&pair, narrow, sizeof pair);
-  const __m512i broadcast = _mm512_set1_epi32(pair);
+  __builtin_memcpy(&pair, from, sizeof pair);
+  return reinterpret_cast<FullBits>(_mm512_set1_epi32(pair));
+}
+#endif
+
+// acc + the sum of kDepth<O> products.
+template <class V>
+PK_INLINE V multiply_add(V acc, V narrow, V wide) {
+  return acc + narrow * wide;
+}
+#ifdef PK_HAS_DOT
+PK_INLINE Vector<float> multiply_add(Vector<float> acc, FullBits narrow, FullBits wide) {
   return reinterpret_cast<Vector<float>>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
                                                           reinterpret_cast<__m512bh>(wide),
-                                                          reinterpret_cast<__m512bh>(broadcast)));
+                                                          reinterpret_cast<__m512bh>(narrow)));
 }
 #endif

@@ -131,7 +131,7 @@ PK_INLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, con
             for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
               for (int v = 0; v < kVectors; ++v) {
-                acc[i][v] = multiply_add(acc[i][v], a + kDepth<O> * i, w[v]);
+                acc[i][v] = multiply_add(acc[i][v], load_narrow(a + kDepth<O> * i), w[v]);
               }
             }
             a += narrow_step;
@@ -152,14 +152,90 @@ PK_INLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, con
   });
 }
 
+// As add_tap for each of the taps of a row of a kernel, by one vector: partial[s][n][w] += sum over
+// pixels of narrow[p][n] * wide[p + s][w]. `wide` is bordered by one pixel, which is not read: the
+// first pixel of a row has no first tap, and the last pixel no last tap.
+template <class A>
+PK_INLINE void add_shared_taps(const PixelRows<A>& narrow, const PixelRows<A>& wide,
+                               const TapRange& range, A* partial) {
+  constexpr int kTaps = kSharedTaps, kMost = max_tile_rows(kTaps + 1);
+  int64_t n = 0;
+  while (n < narrow.channels) {
+    const int64_t tile = next_rows<kMost>(narrow.channels - n);
+    with_rows<kMost>(tile, [&](auto count) PK_LAMBDA {
+      constexpr int kRows = decltype(count)::value;
+      Vector<A> acc[kTaps][kRows] = {};
+      const auto add = [&](const A* a, const A* b, auto first, auto end) PK_LAMBDA {
+        Vector<A> w[kTaps];
+#pragma GCC unroll 3
+        for (int s = decltype(first)::value; s < decltype(end)::value; ++s) {
+          w[s] = load(b + s * wide.channels);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) {
+          const Vector<A> value = load_narrow(a + i);
+#pragma GCC unroll 3
+          for (int s = decltype(first)::value; s < decltype(end)::value; ++s) {
+            acc[s][i] = multiply_add(acc[s][i], value, w[s]);
+          }
+        }
+      };
+      constexpr std::integral_constant<int, 0> kFirst;
+      constexpr std::integral_constant<int, 1> kSecond;
+      constexpr std::integral_constant<int, kTaps - 1> kLast;
+      constexpr std::integral_constant<int, kTaps> kEnd;
+      for (int64_t row = 0; row < range.images * range.rows; ++row) {
+        const int64_t image = row / range.rows;
+        const A* a = narrow.at(image, row - image * range.rows) + n;
+        const A* b = wide.at(image, row - image * range.rows);
+        add(a, b, kSecond, kEnd);
+        for (int64_t p = 1; p + 1 < range.width; ++p) {
+          a += narrow.channels;
+          b += wide.channels;
+          add(a, b, kFirst, kEnd);
+        }
+        add(a + narrow.channels, b + wide.channels, kFirst, kLast);
+      }
+#pragma GCC unroll 3
+      for (int s = 0; s < kTaps; ++s) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) {
+          A* to = partial + (s * narrow.channels + n + i) * wide.channels;
+          store(to, load(to) + acc[s][i]);
+        }
+      }
+    });
+    n += tile;
+  }
+}
+
 // dweight[tap][narrow][wide] += the part of a strip. `a` is bordered, `dy` is not; the input
 // channels are wide if `input_last`. `pairs` is memory for the narrow operand of the strip.
 template <class O>
 PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& dy,
                                      const Strip& strip, const Conv& conv, bool input_last,
                                      O* pairs, Accumulate<O>* dweight) {
+  // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
+  const auto for_rows_of_taps = [&](const auto& body) PK_LAMBDA {
+    for (int64_t r = 0; r < conv.kernel_h; ++r) {
+      const int64_t down = strip.row + r - conv.halo_h();
+      const int64_t row = std::max<int64_t>(0, -down);
+      const int64_t rows = std::min(strip.rows, strip.image_rows - down) - row;
+      if (rows > 0) body(r, row, rows);
+    }
+  };
+  const int64_t weights = a.channels * dy.channels;
+  if constexpr (kSharesValues<1> && kDepth<O> == 1) {
+    const bool is_one_vector = input_last && a.channels == kLanes<Accumulate<O>>;
+    if (is_one_vector && conv.kernel_w == kSharedTaps && strip.width > 1) {
+      for_rows_of_taps([&](int64_t r, int64_t row, int64_t rows) PK_LAMBDA {
+        add_shared_taps(dy.from(row, 0), a.from(row + r, 0), {strip.images, rows, strip.width},
+                        dweight + r * kSharedTaps * weights);
+      });
+      return;
+    }
+  }
   for (int64_t s = 0; s < conv.kernel_w; ++s) {
-    // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
     const int64_t right = s - conv.halo_w();
     const int64_t column = std::max<int64_t>(0, -right);
     const int64_t width = std::min(strip.width, strip.width - right) - column;
@@ -169,19 +245,15 @@ PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& 
       // Where `a` is narrow, the kernel is 1x1.
       fill_pairs(input_last ? dy.from(0, column) : a, {strip.images, strip.rows, width}, pairs);
     }
-    for (int64_t r = 0; r < conv.kernel_h; ++r) {
-      const int64_t down = strip.row + r - conv.halo_h();
-      const int64_t row = std::max<int64_t>(0, -down);
-      const int64_t rows = std::min(strip.rows, strip.image_rows - down) - row;
-      if (rows <= 0) continue;
+    for_rows_of_taps([&](int64_t r, int64_t row, int64_t rows) PK_LAMBDA {
       const PixelRows<O> a_of_tap = a.from(row + r, column + s), dy_of_tap = dy.from(row, column);
-      Accumulate<O>* partial = dweight + (r * conv.kernel_w + s) * a.channels * dy.channels;
+      Accumulate<O>* partial = dweight + (r * conv.kernel_w + s) * weights;
       const PixelRows<O>& wide = input_last ? a_of_tap : dy_of_tap;
       if constexpr (kDepth<O> == 2) {
         add_tap(pairs_of_rows.from(row, 0), wide, {strip.images, rows, width}, partial);
       } else {
         add_tap(input_last ? dy_of_tap : a_of_tap, wide, {strip.images, rows, width}, partial);
       }
-    }
+    });
   }
 }
