@@ -96,6 +96,8 @@ def test_cuda_in_forward_backward_and_running_statistics(case, training, dtype):
 CPU_CASES = (
     ConvCase("3x3_many_images", (17, 32, 3, 5), 64, padding=1, residual=True),
     ConvCase("3x3_many_rows", (2, 16, 40, 33), 32, padding=1),
+    ConvCase("3x3_two_columns", (5, 16, 4, 2), 16, padding=1, residual=True),
+    ConvCase("3x3_one_column", (5, 16, 4, 1), 16, padding=1),
     ConvCase("3x3_channels_144_to_128", (2, 144, 3, 5), 128, padding=1),
     ConvCase("5x3_channels_64_to_80", (3, 64, 5, 6), 80, (5, 3), padding=(2, 1)),
     ConvCase("1x1_many_pixels", (3, 16, 29, 23), 64, 1, residual=True),

@@ -50,24 +50,31 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     strip_product(
         gradient, strip, conv, op.packed,
         [&](auto vectors, auto count, auto& acc, int64_t tile, int64_t pixel, int64_t c) PK_LAMBDA {
+          constexpr int kRows = decltype(count)::value;
 #pragma GCC unroll 4
           for (int v = 0; v < decltype(vectors)::value; ++v) {
             const int64_t at = c + v * kLanes<A>;
+            const int64_t first = pixel * channels + at, ahead = kAhead * kRows * channels;
+            const T* x_pixel = from + first;
+            T* g_pixel = to + first;
+            O* relu_pixel = activation + first;
             const Vector<A> m = load(norm.mean + at), b = load(norm.bias + at),
                             s = load(norm.scale.data() + at);
             Vector<A> sum = {}, product = {};
 #pragma GCC unroll 32
-            for (int i = 0; i < decltype(count)::value; ++i) {
-              const int64_t next = (pixel + i + kAhead * decltype(count)::value) * channels + at;
-              __builtin_prefetch(from + next);
-              __builtin_prefetch(to + next, 1);
-              const Vector<A> d = load(from + (pixel + i) * channels + at) - m;
+            for (int i = 0; i < kRows; ++i) {
+              __builtin_prefetch(x_pixel + ahead);
+              __builtin_prefetch(g_pixel + ahead, 1);
+              const Vector<A> d = load(x_pixel) - m;
               const Vector<A> p = d * s + b;
-              if (normalised) store(activation + (pixel + i) * channels + at, relu(p));
+              if (normalised) store(relu_pixel, relu(p));
               const Vector<A> masked = as_stored(to, where_active(p, acc[i][v]));
-              store(to + (pixel + i) * channels + at, masked);
+              store(g_pixel, masked);
               sum += masked;
               product += masked * d;
+              x_pixel = next_pixel(x_pixel, channels);
+              g_pixel = next_pixel(g_pixel, channels);
+              relu_pixel = next_pixel(relu_pixel, channels);
             }
             A* to_sum = sums + tile * 2 * channels + at;
             A* to_product = to_sum + channels;

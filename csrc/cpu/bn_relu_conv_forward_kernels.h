@@ -20,32 +20,38 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
   strip_product(
       activation, strip, conv, op.packed,
       [&](auto vectors, auto count, auto& acc, int64_t tile, int64_t pixel, int64_t k) PK_LAMBDA {
+        constexpr int kRows = decltype(count)::value, kVectors = decltype(vectors)::value;
         if (bias != nullptr) {
 #pragma GCC unroll 4
-          for (int v = 0; v < decltype(vectors)::value; ++v) {
+          for (int v = 0; v < kVectors; ++v) {
             const Vector<A> b = load(bias + k + v * kLanes<A>);
 #pragma GCC unroll 32
-            for (int i = 0; i < decltype(count)::value; ++i) acc[i][v] += b;
+            for (int i = 0; i < kRows; ++i) acc[i][v] += b;
           }
         }
-        if (added != nullptr) {
+        const int64_t ahead = kAhead * kRows * outputs;
+        T* to = out + pixel * outputs + k;
+        if (added == nullptr) {
 #pragma GCC unroll 32
-          for (int i = 0; i < decltype(count)::value; ++i) {
+          for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-            for (int v = 0; v < decltype(vectors)::value; ++v) {
-              const int64_t next =
-                  (pixel + i + kAhead * decltype(count)::value) * outputs + k + v * kLanes<A>;
-              __builtin_prefetch(added + next);
-              __builtin_prefetch(out + next, 1);
-              acc[i][v] += load(added + (pixel + i) * outputs + k + v * kLanes<A>);
+            for (int v = 0; v < kVectors; ++v) store(to + v * kLanes<A>, acc[i][v]);
+            to = next_pixel(to, outputs);
+          }
+        } else {
+          const T* from = added + pixel * outputs + k;
+#pragma GCC unroll 32
+          for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) {
+              const int64_t at = v * kLanes<A>;
+              __builtin_prefetch(from + ahead + at);
+              __builtin_prefetch(to + ahead + at, 1);
+              acc[i][v] += load(from + at);
+              store(to + at, acc[i][v]);
             }
-          }
-        }
-#pragma GCC unroll 32
-        for (int i = 0; i < decltype(count)::value; ++i) {
-#pragma GCC unroll 4
-          for (int v = 0; v < decltype(vectors)::value; ++v) {
-            store(out + (pixel + i) * outputs + k + v * kLanes<A>, acc[i][v]);
+            from = next_pixel(from, outputs);
+            to = next_pixel(to, outputs);
           }
         }
         if (statistics == nullptr) return;
@@ -53,20 +59,20 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
         A* sum = pivots + outputs;
         A* square = sum + outputs;
 #pragma GCC unroll 4
-        for (int v = 0; v < decltype(vectors)::value; ++v) {
+        for (int v = 0; v < kVectors; ++v) {
           const int64_t at = k + v * kLanes<A>;
           if (pixel == tile * strip.tile_pixels()) {
             Vector<A> first = {};
 #pragma GCC unroll 32
-            for (int i = 0; i < decltype(count)::value; ++i) {
+            for (int i = 0; i < kRows; ++i) {
               first += as_stored(out, acc[i][v]);
             }
-            store(pivots + at, finite_or_zero(first * (A(1) / A(decltype(count)::value))));
+            store(pivots + at, finite_or_zero(first * (A(1) / A(kRows))));
           }
           const Vector<A> pivot = load(pivots + at);
           Vector<A> s = {}, q = {};
 #pragma GCC unroll 32
-          for (int i = 0; i < decltype(count)::value; ++i) {
+          for (int i = 0; i < kRows; ++i) {
             const Vector<A> d = as_stored(out, acc[i][v]) - pivot;
             s += d;
             q += d * d;

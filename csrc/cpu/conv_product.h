@@ -12,8 +12,21 @@
 #include "products.h"
 
 constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
-// The most rows of accumulators that fit beside `vectors` vectors of the other operand.
-constexpr int max_tile_rows(int vectors) { return (kRegisters - 4) / vectors; }
+// The most rows of accumulators that fit beside `vectors` vectors of the other operand and a
+// broadcast value.
+constexpr int max_tile_rows(int vectors) { return (kRegisters - vectors - 1) / vectors; }
+
+// Pixels of a tile, each with an address: for more there are no registers.
+constexpr int kMostAddresses = 14;
+
+// The address of the next pixel, in the register of this one: a compiler that unrolls a loop over
+// pixels computes all their addresses first, in more registers than there are.
+template <class T>
+PK_INLINE T* next_pixel(T* pixel, int64_t channels) {
+  pixel += channels;
+  asm("" : "+r"(pixel));
+  return pixel;
+}
 
 // Fills `out` [images][rows + 2 * halo_h][width + 2 * halo_w][channels]: fill(row, pixel) writes
 // the rows of images, and the border is zero.
@@ -191,10 +204,18 @@ static constexpr auto& kTileRows = TileRows<kRegisters>::values;
 
 static_assert(kTileRows[std::size(kTileRows) - 1] == 1, "any number of rows must be reached");
 
+// The largest number of rows that tiles are compiled for, at most kMost.
+template <int kMost, int kIndex = 0>
+constexpr int largest_tile() {
+  if constexpr (kTileRows[kIndex] > kMost) return largest_tile<kMost, kIndex + 1>();
+  return kTileRows[kIndex];
+}
+
 // Rows of the next tile where `left` rows are left: equal parts as far as kTileRows allows.
 template <int kMost>
 PK_INLINE int64_t next_rows(int64_t left) {
-  const int64_t parts = (left + kMost - 1) / kMost;
+  constexpr int kLargest = largest_tile<kMost>();
+  const int64_t parts = (left + kLargest - 1) / kLargest;
   const int64_t part = (left + parts - 1) / parts;
   for (const int rows : kTileRows) {
     if (rows <= part) return rows;
@@ -263,13 +284,15 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
         constexpr int kVectors = decltype(vectors)::value;
         constexpr int kMost = max_tile_rows(kVectors);
         const O* w = static_cast<const O*>(packed.values) + k * conv.taps() * in_channels;
+        const bool shares = kSharesValues<kVectors> && conv.kernel_w == kSharedTaps && run == 0;
         int64_t tile = 0, pixel = 0, row = 0, column = 0;
         const O* line = in;
         const O* from = in;
-        const auto advance = [&]() PK_LAMBDA {
-          ++pixel;
-          from += in_channels;
-          if (++column == strip.width) {
+        const auto advance = [&](int64_t count) PK_LAMBDA {  // within a row
+          pixel += count;
+          from += count * in_channels;
+          column += count;
+          if (column == strip.width) {
             column = 0;
             line += pitch;
             if (++row == strip.rows) {
@@ -287,25 +310,28 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
               [&](auto& acc) {
                 finish(vectors, std::integral_constant<int, 1>{}, acc, tile, pixel, k);
               });
-          advance();
+          advance(1);
         }
         while (pixel < pixels) {
           const int64_t left =
               kTilesCrossRows ? (tile + 1) * tile_pixels - pixel : strip.width - column;
-          with_rows<kMost>(next_rows<kMost>(left), [&](auto count) PK_LAMBDA {
+          const int64_t rows =
+              shares ? next_rows<kMost>(left) : next_rows<std::min(kMost, kMostAddresses)>(left);
+          with_rows<kMost>(rows, [&](auto count) PK_LAMBDA {
             constexpr int kRows = decltype(count)::value;
             const O* first = from;
             const int64_t first_pixel = pixel, first_tile = tile;
             int64_t at[kRows];
             for (int i = 0; i < kRows; ++i) {
               at[i] = kTilesCrossRows ? from - first : i * in_channels;
-              advance();
+              if (kTilesCrossRows) advance(1);
             }
+            if (!kTilesCrossRows) advance(kRows);
             const auto finish_tile = [&](auto& acc) PK_LAMBDA {
               finish(vectors, count, acc, first_tile, first_pixel, k);
             };
             if constexpr (kSharesValues<kVectors>) {
-              if (conv.kernel_w == kSharedTaps && run == 0) {
+              if (shares) {
                 shared_tile<O, kRows>(first, pitch, conv.kernel_h, in_channels, w, finish_tile);
                 return;
               }
