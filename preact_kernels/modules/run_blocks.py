@@ -116,10 +116,12 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
             shape = geometry.output_shape(shape, weight.shape)
         projection = block.projection()
         if projection is None:
-            specs.append(BlockSpec(tuple(units), None, block.is_residual))
+            spec = BlockSpec(tuple(units), None, block.is_residual)
         else:
-            specs.append(BlockSpec(tuple(units), geometry_of(projection)))
+            spec = BlockSpec(tuple(units), geometry_of(projection))
             shortcuts.append(_conv_weight(projection, block_shape, x, dtype, keeps_float32))
+        # One object for equal blocks: fewer for Python's garbage collector to go through.
+        specs.append(specs[-1] if specs and specs[-1] == spec else spec)
         channels = block_shape[1] if projection is None else shortcuts[-1].shape[0]
         if block.is_residual and channels != shape[1]:
             raise ValueError(f"x: expected a shortcut of {shape[1]} channels, got {channels}")

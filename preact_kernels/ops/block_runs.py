@@ -152,7 +152,11 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
             convs.append((weight.shape, weight.dtype, u.conv))
         return spec.units[0].training, *convs
 
-    return [key(i) for i in range(len(blocks.specs))]
+    keys: list[tuple | None] = []
+    for i in range(len(blocks.specs)):
+        found = key(i)
+        keys.append(keys[-1] if keys and keys[-1] == found else found)  # one object for equal keys
+    return keys
 
 
 def _input_pixels(blocks: Blocks, x: Tensor) -> list[int]:
