@@ -154,10 +154,9 @@ PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t
   finish(acc);
 }
 
-// Kernels of this width have a tile that reads a value once for all taps of a row.
+// In product_tile with one vector, every multiplication reads a value of its own, and loads set the
+// speed. Kernels of this width have a tile that reads a value once for the taps of a row.
 constexpr int kSharedTaps = 3;
-// product_tile with one vector reads as many values as it multiplies vectors, more than a processor
-// with long vectors can.
 template <int kVectors>
 constexpr bool kSharesValues = kRegisters >= 32 && kVectors == 1;
 
