@@ -214,6 +214,7 @@ UNITS = {
     "1x1": ((64, 16, 1, 1), {}),
     "3x3": ((16, 16, 3, 3), {"padding": 1}),
     "3x3_strided": ((16, 16, 3, 3), {"padding": 1, "stride": 2}),
+    "1x1_strided": ((16, 16, 1, 1), {"stride": 2}),
     "3x3_of_two_groups": ((16, 8, 3, 3), {"padding": 1, "groups": 2}),
     "1x1_of_many_channels": ((1024, 512, 1, 1), {}),
 }

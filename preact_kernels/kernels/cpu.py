@@ -1,7 +1,8 @@
 """The CPU backend: loads the compiled library when it is first asked for.
 
 Its direct convolutions serve stride 1, "same" padding of an odd kernel, one group, and channels
-that fill vectors. Large weights are left to PyTorch where its blocking over channels wins.
+that fill vectors. A strided 1x1 convolution, such as a projection, is one of stride 1 on the pixels
+that it reads. Large weights are left to PyTorch where its blocking over channels wins.
 """
 
 import functools
@@ -12,7 +13,16 @@ import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
-from preact_kernels.kernels.contract import Conv
+from preact_kernels.kernels.contract import (
+    NO_EPILOGUE,
+    Conv,
+    ConvGradients,
+    Epilogue,
+    Fold,
+    Norm,
+    Output,
+    Wanted,
+)
 from preact_kernels.kernels.native import NativeKernels, load_library
 
 # Lanes of float32 by name, in the order of csrc/cpu/isa.h.
@@ -55,7 +65,7 @@ class CPUKernels(NativeKernels):
         return (
             groups == 1
             and dtype != torch.float64
-            and stride[0] == stride[1] == 1
+            and (stride[0] == stride[1] == 1 or taps == 1)
             and dilation[0] == dilation[1] == 1
             and kernel_h == 2 * padding[0] + 1
             and kernel_w == 2 * padding[1] + 1
@@ -77,6 +87,41 @@ class CPUKernels(NativeKernels):
         least = _ACTIVATIONS_PER_WEIGHT[dtype] * weights * torch.get_num_threads()
         return pixels is None or pixels * (weight_shape[0] + weight_shape[1]) >= least
 
+    def bn_relu_conv_forward(
+        self,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        epilogue: Epilogue = NO_EPILOGUE,
+    ) -> Output:
+        """See `Kernels`."""
+        if _skips_pixels(conv_weight, conv):
+            x, conv = _read_pixels(x, conv)
+        return super().bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
+
+    def bn_relu_conv_backward(
+        self,
+        dy: Tensor,
+        fold: Fold | None,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor,
+        conv: Conv,
+        wanted: Wanted,
+    ) -> ConvGradients:
+        """See `Kernels`."""
+        backward = super().bn_relu_conv_backward
+        if not _skips_pixels(conv_weight, conv):
+            return backward(dy, fold, x, norm, conv_weight, conv, wanted)
+        read, dense = _read_pixels(x, conv)
+        found = backward(dy, fold, read, norm, conv_weight, dense, wanted)
+        if found.g is None:
+            return found
+        g = torch.zeros_like(x)
+        g[:, :, :: conv.stride[0], :: conv.stride[1]] = found.g
+        return found._replace(g=g)
+
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
@@ -86,6 +131,19 @@ class CPUKernels(NativeKernels):
             torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
         else:
             super().running_stats_update(running, batch, momentum)
+
+
+def _skips_pixels(conv_weight: Tensor, conv: Conv) -> bool:
+    """Whether a convolution reads only the pixels at multiples of its stride."""
+    is_point = conv_weight.shape[2] == conv_weight.shape[3] == 1 and not any(conv.padding)
+    return is_point and max(conv.stride) > 1
+
+
+def _read_pixels(x: Tensor, conv: Conv) -> tuple[Tensor, Conv]:
+    """The pixels that such a convolution reads, dense NHWC, and the same convolution of these."""
+    step_h, step_w = conv.stride
+    read = x[:, :, ::step_h, ::step_w].contiguous(memory_format=torch.channels_last)
+    return read, conv._replace(stride=(1, 1))
 
 
 def load_error() -> str:
