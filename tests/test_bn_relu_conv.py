@@ -366,6 +366,17 @@ def test_nan_without_padding_spreads_as_in_eager(where, training, backend):
     assert_finite_as_in_eager(inputs, training=training, **case.conv)
 
 
+@pytest.mark.backends("cpu", "triton", "cuda")
+@pytest.mark.covering(1, cpu=2)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_nan_in_a_pixel_that_no_output_reads_spreads_as_in_eager(value, training, backend):
+    case = ConvCase("1x1_strided", (2, 16, 6, 5), 32, 1, stride=2)
+    inputs = conv_inputs(case)
+    inputs["x"][0, 3, 1, 1] = value
+    assert_finite_as_in_eager(inputs, training=training, **case.conv)
+
+
 # Where a tap lies outside of the image these multiply by zero instead of leaving it out, as some
 # algorithms of cuDNN do.
 MULTIPLIES_THE_PADDING = ("triton",)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
+from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
     Conv,
@@ -114,6 +115,11 @@ class CPUKernels(NativeKernels):
         backward = super().bn_relu_conv_backward
         if not _skips_pixels(conv_weight, conv):
             return backward(dy, fold, x, norm, conv_weight, conv, wanted)
+        # 0 * NaN is NaN: the gradient of bn_weight has a term for every pixel.
+        if wanted.input and not math.isfinite(x.sum(dtype=norm.mean.dtype)):
+            return pytorch_conv.bn_relu_conv_backward(
+                self, dy, fold, x, norm, conv_weight, conv, wanted
+            )
         read, dense = _read_pixels(x, conv)
         found = backward(dy, fold, read, norm, conv_weight, dense, wanted)
         if found.g is None:
