@@ -96,6 +96,11 @@ def test_cuda_in_forward_backward_and_running_statistics(case, training, dtype):
 CPU_CASES = (
     ConvCase("3x3_many_images", (17, 32, 3, 5), 64, padding=1, residual=True),
     ConvCase("3x3_many_rows", (2, 16, 40, 33), 32, padding=1),
+    ConvCase("3x3_width_32", (2, 16, 3, 32), 16, padding=1),
+    ConvCase("3x3_seven_columns", (2, 16, 3, 7), 16, padding=1),
+    ConvCase("3x3_three_columns", (3, 16, 4, 3), 16, padding=1),
+    ConvCase("5x3_channels_16", (3, 16, 5, 6), 16, (5, 3), padding=(2, 1)),
+    ConvCase("1x1_strided", (3, 16, 7, 6), 32, 1, stride=(2, 1), residual=True),
     ConvCase("3x3_two_columns", (5, 16, 4, 2), 16, padding=1, residual=True),
     ConvCase("3x3_one_column", (5, 16, 4, 1), 16, padding=1),
     ConvCase("3x3_channels_144_to_128", (2, 144, 3, 5), 128, padding=1),
@@ -140,9 +145,11 @@ def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_we
 @pytest.mark.backends("cpu")
 @pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_do_not_change_tiles(dtype, every_weight_is_fused):
+@pytest.mark.parametrize("channels", [(32, 64), (16, 16)])
+def test_threads_do_not_change_tiles(channels, dtype, every_weight_is_fused):
     """Strips of 4, 2 and 1 images: the same output, statistics and gradient of the input."""
-    case = CPU_CASES[0]
+    in_channels, out_channels = channels
+    case = ConvCase("", (17, in_channels, 3, 5), out_channels, padding=1, residual=True)
     inputs = conv_inputs(case, dtype)
     before, found = torch.get_num_threads(), []
     try:

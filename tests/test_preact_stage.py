@@ -390,6 +390,24 @@ def test_a_recomputation_keeps_the_precision_of_its_forward(backend):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_a_stride_that_the_shortcut_lacks_is_an_error(size):
+    """A run of plain blocks has no strides: such a block must not join it."""
+    block = pk.PreActBottleneck(64, 16).eval()
+    block.conv1.stride = (2, 2)
+    x = torch.randn(2, 64, size, size)
+    with pk.use_backend("cpu"):
+        if size == 1:
+            block.fused = False
+            expected = block(x)
+            block.fused = True
+            torch.testing.assert_close(block(x), expected)
+        else:
+            with pytest.raises(RuntimeError, match="residual: expected size"):
+                block(x)
+
+
 def test_a_backend_is_asked_about_the_pixels_of_each_unit():
     asked = []
 

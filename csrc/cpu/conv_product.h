@@ -16,11 +16,11 @@ constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
 // broadcast value.
 constexpr int max_tile_rows(int vectors) { return (kRegisters - vectors - 1) / vectors; }
 
-// Pixels of a tile, each with an address: for more there are no registers.
+// The most pixels of a product_tile: with more addresses, more of them are read from the stack.
 constexpr int kMostAddresses = 14;
 
-// The address of the next pixel, in the register of this one: a compiler that unrolls a loop over
-// pixels computes all their addresses first, in more registers than there are.
+// The address of the next pixel. The empty asm hides it from the optimiser, which would compute the
+// addresses of all pixels of an unrolled loop first, in more registers than there are.
 template <class T>
 PK_INLINE T* next_pixel(T* pixel, int64_t channels) {
   pixel += channels;
@@ -154,13 +154,14 @@ PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t
   finish(acc);
 }
 
-// In product_tile with one vector, every multiplication reads a value of its own, and loads set the
-// speed. Kernels of this width have a tile that reads a value once for the taps of a row.
+// In product_tile with one vector, every multiplication loads a value of its own, and loads are the
+// bottleneck. For kernels of this width, shared_tile loads a value once for the taps of a row.
 constexpr int kSharedTaps = 3;
 template <int kVectors>
 constexpr bool kSharesValues = kRegisters >= 32 && kVectors == 1;
 
-// As product_tile for kRows neighbours in a row of the image and one vector, in one sum.
+// As product_tile for kRows neighbours in a row of the image and one vector, in one sum whose order
+// is row, channel, tap.
 template <class O, int kRows, class Finish>
 PK_INLINE void shared_tile(const O* in, int64_t pitch, int64_t kernel_h, int64_t channels,
                            const O* weights, const Finish& finish) {
@@ -335,9 +336,11 @@ PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
                 return;
               }
             }
-            product_tile<O, kRows, kVectors>(
-                first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, run, w,
-                finish_tile);
+            if constexpr (kRows <= kMostAddresses) {
+              product_tile<O, kRows, kVectors>(
+                  first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, run, w,
+                  finish_tile);
+            }
           });
         }
       });

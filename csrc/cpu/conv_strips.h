@@ -41,7 +41,7 @@ struct Strips {
     const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
     const int64_t values = std::clamp(weights, kLeastValues, kMostValues);
     if (conv.taps() == 1) {
-      constexpr int64_t kWholeTiles = 42;  // of 6, 7 or 14 pixels by 2 or 4 vectors
+      constexpr int64_t kWholeTiles = 42;  // of 6 or 14 pixels
       const int64_t most = std::min(values / widest, conv.pixels() / kLeastStrips);
       length = std::max<int64_t>(most / kWholeTiles, 1) * kWholeTiles;
       per_image = 0;

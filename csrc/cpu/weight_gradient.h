@@ -154,11 +154,12 @@ PK_INLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, con
 
 // As add_tap for each of the taps of a row of a kernel, by one vector: partial[s][n][w] += sum over
 // pixels of narrow[p][n] * wide[p + s][w]. `wide` is bordered by one pixel, which is not read: the
-// first pixel of a row has no first tap, and the last pixel no last tap.
+// first pixel of a row has no first tap, and the last pixel no last tap. Rows have two pixels or
+// more.
 template <class A>
 PK_INLINE void add_shared_taps(const PixelRows<A>& narrow, const PixelRows<A>& wide,
                                const TapRange& range, A* partial) {
-  constexpr int kTaps = kSharedTaps, kMost = max_tile_rows(kTaps + 1);
+  constexpr int kTaps = kSharedTaps, kMost = max_tile_rows(kTaps);
   int64_t n = 0;
   while (n < narrow.channels) {
     const int64_t tile = next_rows<kMost>(narrow.channels - n);

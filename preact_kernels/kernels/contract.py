@@ -117,7 +117,7 @@ class ConvGradients(NamedTuple):
 class BlockRun(NamedTuple):
     """Blocks in a row without projections, which differ in their values alone.
 
-    `serves_conv` holds for all their convolutions.
+    `serves_conv` holds for all their convolutions, which have stride 1.
     """
 
     parameters: Sequence[Tensor]  # bn_weight, bn_bias, conv_weight of every unit

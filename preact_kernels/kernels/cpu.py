@@ -61,6 +61,8 @@ class CPUKernels(NativeKernels):
     ) -> bool:
         """Whether the direct convolutions serve a weight, on enough pixels if None."""
         stride, padding, dilation, groups = conv
+        if pixels is not None:
+            pixels //= stride[0] * stride[1]  # what a strided 1x1 convolution reads
         out_channels, in_channels, kernel_h, kernel_w = weight_shape
         taps = kernel_h * kernel_w
         return (
@@ -115,7 +117,8 @@ class CPUKernels(NativeKernels):
         backward = super().bn_relu_conv_backward
         if not _skips_pixels(conv_weight, conv):
             return backward(dy, fold, x, norm, conv_weight, conv, wanted)
-        # 0 * NaN is NaN: the gradient of bn_weight has a term for every pixel.
+        # A pixel that is not read adds 0 * xhat to the gradient of bn_weight: NaN where x is not
+        # finite. PyTorch's convolution then computes all terms.
         if wanted.input and not math.isfinite(x.sum(dtype=norm.mean.dtype)):
             return pytorch_conv.bn_relu_conv_backward(
                 self, dy, fold, x, norm, conv_weight, conv, wanted
@@ -146,7 +149,7 @@ def _skips_pixels(conv_weight: Tensor, conv: Conv) -> bool:
 
 
 def _read_pixels(x: Tensor, conv: Conv) -> tuple[Tensor, Conv]:
-    """The pixels that such a convolution reads, dense NHWC, and the same convolution of these."""
+    """The pixels that a convolution reads which skips pixels, and its geometry on these alone."""
     step_h, step_w = conv.stride
     read = x[:, :, ::step_h, ::step_w].contiguous(memory_format=torch.channels_last)
     return read, conv._replace(stride=(1, 1))

@@ -120,7 +120,7 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
         else:
             spec = BlockSpec(tuple(units), geometry_of(projection))
             shortcuts.append(_conv_weight(projection, block_shape, x, dtype, keeps_float32))
-        # One object for equal blocks: fewer for Python's garbage collector to go through.
+        # One object for equal blocks in a row: the garbage collector has fewer to visit.
         specs.append(specs[-1] if specs and specs[-1] == spec else spec)
         channels = block_shape[1] if projection is None else shortcuts[-1].shape[0]
         if block.is_residual and channels != shape[1]:

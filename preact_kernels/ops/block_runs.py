@@ -128,8 +128,8 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
     """For every block a key that is equal for blocks which can run in one call.
 
     None for a block that runs unit by unit: it has a projection or no shortcut at all, a process
-    group, or a convolution without a fused kernel, or both sides of one are of a wider stream, or
-    the backend has no such call.
+    group, a stride, or a convolution without a fused kernel, or both sides of one are of a wider
+    stream, or the backend has no such call.
     """
     if not hasattr(kernels, "block_run_forward"):
         return [None] * len(blocks.specs)
@@ -147,6 +147,8 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
             weight = blocks.conv_weight(unit)
             if u.training != spec.units[0].training or u.process_group is not None:
                 return None
+            if max(u.conv.stride) > 1:
+                return None
             if not kernels.serves_conv(weight.shape, u.conv, x.dtype, x.device, pixels[unit]):
                 return None
             convs.append((weight.shape, weight.dtype, u.conv))
@@ -155,7 +157,7 @@ def run_keys(kernels: Kernels, blocks: Blocks, x: Tensor) -> list[tuple | None]:
     keys: list[tuple | None] = []
     for i in range(len(blocks.specs)):
         found = key(i)
-        keys.append(keys[-1] if keys and keys[-1] == found else found)  # one object for equal keys
+        keys.append(keys[-1] if keys and keys[-1] == found else found)  # one for equal neighbours
     return keys
 
 
