@@ -149,7 +149,7 @@ def _skips_pixels(conv_weight: Tensor, conv: Conv) -> bool:
 
 
 def _read_pixels(x: Tensor, conv: Conv) -> tuple[Tensor, Conv]:
-    """The pixels that a convolution reads which skips pixels, and its geometry on these alone."""
+    """The pixels read by a convolution that skips some, dense NHWC; and its geometry on these."""
     step_h, step_w = conv.stride
     read = x[:, :, ::step_h, ::step_w].contiguous(memory_format=torch.channels_last)
     return read, conv._replace(stride=(1, 1))
