@@ -17,7 +17,14 @@ extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cud
 
 namespace preact_kernels {
 bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // bn_relu_conv.cu
+
+Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
+  const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
+  return torch::stable::empty({sizes, 4}, dtype, std::nullopt, like.device(), std::nullopt,
+                              torch::headeronly::MemoryFormat::ChannelsLast);
 }
+
+}  // namespace preact_kernels
 
 using namespace preact_kernels;
 

@@ -20,11 +20,8 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-inline Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
-  const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
-  return torch::stable::empty({sizes, 4}, dtype, std::nullopt, like.device(), std::nullopt,
-                              torch::headeronly::MemoryFormat::ChannelsLast);
-}
+// An activation without values. Each library defines it.
+Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype);
 inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
   return empty_nhwc(like, size, like.scalar_type());
 }

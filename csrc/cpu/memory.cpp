@@ -1,0 +1,44 @@
+// Memory of activations.
+//
+// PyTorch's CPU allocator calls posix_memalign, which asks glibc's heap for more than it keeps: the
+// hole that a freed tensor leaves is too small for the next tensor of its size. The heap of a
+// network whose tensors come and go then grows to several times what is in use. Memory from malloc
+// fits the holes of its own size.
+
+#include <cstdlib>
+
+#include "types.h"
+
+namespace preact_kernels {
+
+namespace {
+
+constexpr size_t kAlignment = 64;  // as of PyTorch's allocator
+
+// Where the start of the allocation is kept, in front of the first value.
+void*& start_of(void* values) { return static_cast<void**>(values)[-1]; }
+
+void* allocate(size_t bytes) {
+  void* start = std::malloc(bytes + kAlignment);
+  STD_TORCH_CHECK(start != nullptr, "out of memory: cannot allocate ", bytes, " bytes");
+  // malloc aligns to at least a pointer and its size: there is room for `start`.
+  const uintptr_t values = (reinterpret_cast<uintptr_t>(start) / kAlignment + 1) * kAlignment;
+  start_of(reinterpret_cast<void*>(values)) = start;
+  return reinterpret_cast<void*>(values);
+}
+
+void release(void* values) { std::free(start_of(values)); }
+
+}  // namespace
+
+Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
+  const int64_t row = size.width * size.channels;
+  const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
+  const int64_t strides[] = {size.height * row, 1, row, size.channels};
+  const size_t width = for_dtype(dtype, [](auto value) { return sizeof value; });
+  const size_t bytes = width * size.images * size.height * row;
+  return torch::stable::from_blob(allocate(bytes), {sizes, 4}, {strides, 4}, like.device(), dtype,
+                                  release);
+}
+
+}  // namespace preact_kernels
