@@ -21,16 +21,24 @@ struct Accumulators {
   int64_t stride = 0;         // from a word to the next
 };
 
-// Sizes of a convolution with stride 1, one group, an odd kernel and "same" padding.
+// Pixels from one output of a convolution to the next, in the input.
+struct Stride {
+  int64_t h = 1, w = 1;
+};
+
+// Sizes of a convolution with one group, an odd kernel and padding of half the kernel.
 struct Conv {
   int64_t images, height, width, in_channels, out_channels, kernel_h, kernel_w;
+  Stride stride = {};
 
   int64_t taps() const { return kernel_h * kernel_w; }
   int64_t halo_h() const { return kernel_h / 2; }
   int64_t halo_w() const { return kernel_w / 2; }
   int64_t pixels() const { return images * height * width; }
+  int64_t out_height() const { return (height - 1) / stride.h + 1; }
+  int64_t out_width() const { return (width - 1) / stride.w + 1; }
   Activation input() const { return {images, in_channels, height, width}; }
-  Activation output() const { return {images, out_channels, height, width}; }
+  Activation output() const { return {images, out_channels, out_height(), out_width()}; }
 };
 
 // Which gradients of bn_relu_conv the caller asks for.

@@ -108,6 +108,18 @@ CPU_CASES = (
     ConvCase("1x1_many_pixels", (3, 16, 29, 23), 64, 1, residual=True),
     ConvCase("1x1_channels_160_to_64", (1, 160, 9, 7), 64, 1),
     ConvCase("3x3_long_sums", (2, 512, 4, 3), 16, padding=1),
+    ConvCase("3x3_strided", (3, 32, 8, 6), 64, stride=2, padding=1, residual=True),
+    ConvCase("3x3_strided_odd", (3, 64, 7, 9), 128, stride=2, padding=1),
+    ConvCase("3x3_strided_down", (2, 16, 5, 6), 16, stride=(2, 1), padding=1),
+    ConvCase("3x3_strided_right", (2, 16, 6, 5), 48, stride=(1, 2), padding=1),
+    ConvCase("3x3_strided_many_images", (17, 32, 4, 5), 32, stride=2, padding=1),
+    ConvCase("3x3_strided_many_rows", (2, 16, 41, 66), 32, stride=2, padding=1),
+    ConvCase("3x3_strided_one_row", (3, 16, 1, 34), 16, stride=2, padding=1),
+    ConvCase("3x3_strided_two_columns", (3, 16, 6, 2), 32, stride=2, padding=1),
+    ConvCase("3x3_stride_3", (2, 16, 8, 7), 32, stride=3, padding=1, residual=True),
+    ConvCase("3x3_stride_4", (2, 16, 9, 11), 16, stride=4, padding=1),  # skips pixels
+    ConvCase("5x3_stride_3_2", (2, 32, 9, 7), 16, (5, 3), stride=(3, 2), padding=(2, 1)),
+    ConvCase("3x3_strided_long_sums", (2, 512, 4, 3), 16, stride=2, padding=1),
 )
 FUSED = [c for c in CONV_CASES if is_fused(c, "cpu")]
 
@@ -146,10 +158,12 @@ def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_we
 @pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels", [(32, 64), (16, 16)])
-def test_threads_do_not_change_tiles(channels, dtype, every_weight_is_fused):
+@pytest.mark.parametrize("stride", [1, 2])
+def test_threads_do_not_change_tiles(stride, channels, dtype, every_weight_is_fused):
     """Strips of 4, 2 and 1 images: the same output, statistics and gradient of the input."""
     in_channels, out_channels = channels
-    case = ConvCase("", (17, in_channels, 3, 5), out_channels, padding=1, residual=True)
+    case = ConvCase("", (17, in_channels, 3, 5), out_channels, stride=stride, padding=1)
+    case = case._replace(residual=True)
     inputs = conv_inputs(case, dtype)
     before, found = torch.get_num_threads(), []
     try:
@@ -343,8 +357,9 @@ def test_nan_and_inf_spread_as_in_eager(where, value, training, out_channels, ba
 @pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("tap", [0, 2, 6, 8])
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_weight_that_is_not_finite_stays_inside_the_image(tap, value, backend):
-    case = TYPICAL._replace(x=(2, 16, 70, 5), out_channels=32)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_weight_that_is_not_finite_stays_inside_the_image(stride, tap, value, backend):
+    case = TYPICAL._replace(x=(2, 16, 70, 5), out_channels=32, stride=stride)
     inputs = conv_inputs(case)
     inputs["conv_weight"].view(-1)[tap] = value
     assert_finite_as_in_eager(inputs, training=True, **case.conv)
@@ -352,13 +367,15 @@ def test_a_weight_that_is_not_finite_stays_inside_the_image(tap, value, backend)
 
 @pytest.mark.backends("cpu", "triton", "cuda")
 @pytest.mark.covering(1, cpu=2)
-@pytest.mark.parametrize("pixel", [0, 4, 25, 29])
+@pytest.mark.parametrize("row", [0, -1])
+@pytest.mark.parametrize("column", [0, -1])
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_gradient_that_is_not_finite_stays_inside_the_image(pixel, value, backend):
-    case = TYPICAL._replace(out_channels=32)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_gradient_that_is_not_finite_stays_inside_the_image(stride, value, column, row, backend):
+    case = TYPICAL._replace(out_channels=32, stride=stride)
     inputs = conv_inputs(case)
-    dy = torch.randn(3, 32, 6, 5)
-    dy.view(3, 32, 30)[1, 7, pixel] = value
+    dy = torch.randn(3, 32, math.ceil(6 / stride), math.ceil(5 / stride))
+    dy[1, 7, row, column] = value
     assert_finite_as_in_eager(inputs, dy, training=True, **case.conv)
 
 
@@ -377,10 +394,14 @@ def test_nan_without_padding_spreads_as_in_eager(where, training, backend):
 @pytest.mark.covering(1, cpu=2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_nan_in_a_pixel_that_no_output_reads_spreads_as_in_eager(value, training, backend):
-    case = ConvCase("1x1_strided", (2, 16, 6, 5), 32, 1, stride=2)
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 2), (3, 4)])
+def test_nan_in_a_pixel_that_no_output_reads_spreads_as_in_eager(
+    kernel, stride, value, training, backend
+):
+    padding = kernel // 2
+    case = ConvCase("", (2, 16, 6, 5), 32, kernel, stride=stride, padding=padding)
     inputs = conv_inputs(case)
-    inputs["x"][0, 3, 1, 1] = value
+    inputs["x"][0, 3, stride - padding - 1, 1] = value
     assert_finite_as_in_eager(inputs, training=training, **case.conv)
 
 

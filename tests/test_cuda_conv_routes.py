@@ -111,7 +111,9 @@ def test_the_library_names_what_it_does_not_take():
     ):
         x, changed, *rest = inputs._replace(**change)
         with pytest.raises(RuntimeError, match=message):
-            forward(x, *changed, rest[0], None, rest[1], True)
+            forward(x, *changed, rest[0], (1, 1), None, rest[1], True)
+    with pytest.raises(RuntimeError, match="stride: expected 1"):
+        forward(inputs.x, *norm, weight, (2, 1), None, None, True)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,6 @@ def test_a_weight_is_checked_before_a_kernel_reads_it(weight, message):
 
     def call_op():
         with pytest.raises(RuntimeError, match=message):
-            forward(inputs.x, *inputs.norm, weight, None, None, True)
+            forward(inputs.x, *inputs.norm, weight, (1, 1), None, None, True)
 
     assert not launches(call_op) if IS_CUDA_ON_HOST else call_op() is None

@@ -14,9 +14,9 @@ import torch
 from preact_kernels.ops.schema import SCHEMAS
 
 PACKAGE = Path(importlib.util.find_spec("preact_kernels").origin).parent
-# A library may lack these: its convolutions have one geometry, and PyTorch can update running
-# statistics.
-OPTIONAL_ARGUMENTS = {"stride", "padding", "dilation", "groups"}
+# A library may lack these: its convolutions have one padding and no dilation or groups, and PyTorch
+# can update running statistics.
+OPTIONAL_ARGUMENTS = {"padding", "dilation", "groups"}
 OPTIONAL_OPS = {"running_stats_update"}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 LIBRARIES = {
@@ -38,7 +38,8 @@ for name in names:
 def arguments_and_results(schema):
     """`(Tensor x, float eps) -> Tensor` as `[("Tensor", "x"), ("float", "eps")], "Tensor"`."""
     arguments, results = re.fullmatch(r"\((.*)\) -> (.*)", schema).groups()
-    arguments = arguments.replace("Scalar ", "float ")  # as `torch.compile` traces numbers
+    # Above, types are those that `torch.compile` traces numbers as.
+    arguments = arguments.replace("Scalar ", "float ").replace("SymInt", "int")
     return [tuple(a.rsplit(" ", 1)) for a in arguments.split(", ")], results
 
 

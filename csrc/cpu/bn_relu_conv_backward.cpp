@@ -101,9 +101,8 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
         dweight.input_last};
     TileSums<A> partial_sums(wanted.g ? strips.tiles() : 0, conv.in_channels);
     const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
-    const int64_t scratch = strips.scratch_values(conv.in_channels) +
-                            strips.scratch_values(conv.out_channels) + strips.pair_values(narrow) +
-                            strips.images * 2 * conv.in_channels;
+    const int64_t scratch = strips.input_values() + strips.output_values() +
+                            strips.pair_values(narrow) + strips.images * 2 * conv.in_channels;
     // Each run of strips has its own partial weight gradient.
     const int64_t runs = wanted.weight ? dweight.runs : strips.count;
     for_tiles(runs, [&](int64_t run) {

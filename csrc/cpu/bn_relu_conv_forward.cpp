@@ -34,7 +34,7 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& 
       }
       PK_CALL_PRODUCT(T, strip_forward, op, strip,
                       of_y.are_wanted ? statistics.tile(strip.first_tile) : nullptr,
-                      thread_buffer<A, Use::kScratch>(strips.scratch_values(conv.in_channels)));
+                      thread_buffer<A, Use::kScratch>(strips.input_values()));
     });
     if (of_y.are_wanted) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));
   });

@@ -10,15 +10,17 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
   const Conv& conv = op.conv;
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const T *x = op.x, *bias = op.conv_bias;
+  const ProductPixels pixels = output_pixels(conv, strip);
   O* activation = static_cast<O*>(scratch);
-  fill_bordered(activation, strip, conv, channels, [&](O* row, int64_t pixel) PK_LAMBDA {
-    normalise(x + pixel * channels, row, strip.width, channels, op.norm);
-  });
-  T* out = op.y + strip.first_pixel * outputs;
+  fill_bordered(activation, pixels.operand, strip.in, strip.images, conv,
+                [&](O* row, int64_t pixel) PK_LAMBDA {
+                  normalise(x + pixel * channels, row, strip.in.width, channels, op.norm);
+                });
+  T* out = op.y + strip.out.first_pixel * outputs;
   if (statistics != nullptr) std::fill_n(statistics, strip.images * 3 * outputs, A(0));
-  const T* added = op.residual == nullptr ? nullptr : op.residual + strip.first_pixel * outputs;
+  const T* added = op.residual == nullptr ? nullptr : op.residual + strip.out.first_pixel * outputs;
   strip_product(
-      activation, strip, conv, op.packed,
+      activation, pixels, strip.images, conv, op.packed,
       [&](auto vectors, auto count, auto& acc, int64_t tile, int64_t pixel, int64_t k) PK_LAMBDA {
         constexpr int kRows = decltype(count)::value, kVectors = decltype(vectors)::value;
         if (bias != nullptr) {

@@ -28,23 +28,22 @@ PK_INLINE T* next_pixel(T* pixel, int64_t channels) {
   return pixel;
 }
 
-// Fills `out` [images][rows + 2 * halo_h][width + 2 * halo_w][channels]: fill(row, pixel) writes
-// the rows of images, and the border is zero.
+// Fills the operand `out` of some images: fill(row, pixel) writes the rows of images, and the
+// border is zero.
 template <class O, class Fill>
-PK_INLINE void fill_bordered(O* out, const Strip& strip, const Conv& conv, int64_t channels,
-                             const Fill& fill) {
-  const int64_t pitch = (strip.width + 2 * conv.halo_w()) * channels;
-  const int64_t side = conv.halo_w() * channels;
-  for (int64_t image = 0; image < strip.images; ++image) {
-    const int64_t first_pixel = strip.first_pixel + image * strip.image_rows * strip.width;
-    for (int64_t r = -conv.halo_h(); r < strip.rows + conv.halo_h(); ++r, out += pitch) {
-      const int64_t image_row = strip.row + r;
-      if (image_row < 0 || image_row >= strip.image_rows) {
+PK_INLINE void fill_bordered(O* out, const Bordered& operand, const Rows& rows, int64_t images,
+                             const Conv& conv, const Fill& fill) {
+  const int64_t pitch = operand.pitch(), side = conv.halo_w() * operand.channels;
+  for (int64_t image = 0; image < images; ++image) {
+    const int64_t first_pixel = rows.first_pixel + image * rows.image_rows * rows.width;
+    for (int64_t r = -conv.halo_h(); r < operand.rows - conv.halo_h(); ++r, out += pitch) {
+      const int64_t image_row = rows.row + r;
+      if (image_row < 0 || image_row >= rows.image_rows) {
         std::fill(out, out + pitch, O{});
         continue;
       }
       std::fill(out, out + side, O{});
-      fill(out + side, first_pixel + r * strip.width);
+      fill(out + side, first_pixel + r * rows.width);
       std::fill(out + pitch - side, out + pitch, O{});
     }
   }
@@ -267,78 +266,88 @@ constexpr int kAhead = 4;
 // own address, and registers are free for that only where accumulators are few.
 constexpr bool kTilesCrossRows = kRegisters < 32;
 
-// Computes out[p][k] for the pixels of a strip from its bordered operand, and calls
-// finish(vectors, rows, accumulators, tile, pixel, k) for some pixels of a tile of the strip. 0 *
-// NaN is NaN: where a weight is not finite, taps outside the image are left out.
+// Computes out[p][k] for some pixels of a strip from its bordered operand, and calls
+// finish(vectors, rows, accumulators, image, pixel, k) for `rows` of them from `pixel` of the
+// result on, `result_step` apart. 0 * NaN is NaN: where a weight is not finite, taps outside the
+// image are left out.
 template <class O, class Finish>
-PK_INLINE void strip_product(const O* in, const Strip& strip, const Conv& conv,
-                             const PackedWeights& packed, const Finish& finish) {
+PK_INLINE void strip_product(const O* in, const ProductPixels& pixels, int64_t images,
+                             const Conv& conv, const PackedWeights& packed, const Finish& finish) {
   using A = Accumulate<O>;
-  const int64_t in_channels = packed.in_channels;
-  const int64_t pitch = (strip.width + 2 * conv.halo_w()) * in_channels;
-  const Taps taps(conv, pitch, in_channels);
-  const int64_t pixels = strip.pixels(), tile_pixels = strip.tile_pixels();
-  const int64_t run = channels_of_run<O>(taps, in_channels);
+  const int64_t in_channels = packed.in_channels, width = pixels.width;
+  const int64_t operand_pitch = pixels.operand.pitch(), pitch = pixels.step.h * operand_pitch;
+  const int64_t step = pixels.step.w * in_channels;
+  const int64_t result_step = pixels.result_step.w;
+  const int64_t result_pitch = pixels.result_step.h * pixels.result_width;
+  const bool crosses_rows = kTilesCrossRows && result_step == 1 && result_pitch == width;
+  const int64_t run = channels_of_run<O>(pixels.taps, in_channels);
+  if (pixels.rows <= 0 || width <= 0) return;
   for_vector_blocks<A>(
       packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
         constexpr int kVectors = decltype(vectors)::value;
         constexpr int kMost = max_tile_rows(kVectors);
         const O* w = static_cast<const O*>(packed.values) + k * conv.taps() * in_channels;
-        const bool shares = kSharesValues<kVectors> && conv.kernel_w == kSharedTaps && run == 0;
-        int64_t tile = 0, pixel = 0, row = 0, column = 0;
-        const O* line = in;
-        const O* from = in;
+        const bool shares = kSharesValues<kVectors> && conv.kernel_w == kSharedTaps && run == 0 &&
+                            pixels.taps.count == conv.taps() && step == in_channels;
+        int64_t image = 0, row = 0, column = 0;
+        const O *image_line = in, *line = in, *from = in;
+        int64_t pixel = pixels.first, first_of_row = pixel;
         const auto advance = [&](int64_t count) PK_LAMBDA {  // within a row
-          pixel += count;
-          from += count * in_channels;
+          pixel += count * result_step;
+          from += count * step;
           column += count;
-          if (column == strip.width) {
+          if (column == width) {
             column = 0;
             line += pitch;
-            if (++row == strip.rows) {
+            first_of_row += result_pitch;
+            if (++row == pixels.rows) {
               row = 0;
-              ++tile;
-              line += 2 * conv.halo_h() * pitch;
+              ++image;
+              line = image_line += pixels.operand.values();
+              first_of_row = pixels.first + image * pixels.result_image;
             }
             from = line;
+            pixel = first_of_row;
           }
         };
-        while (!packed.finite && pixel < pixels) {
+        while (!packed.finite && image < images) {
+          const Taps inside = pixels.taps.inside(
+              pixels.read.row - conv.halo_h() + row * pixels.step.h,
+              column * pixels.step.w - conv.halo_w(), pixels.read.image_rows, pixels.read.width);
           product_tile<O, 1, kVectors>(
-              from, [](int) { return 0; }, taps.inside(conv, strip.row + row, column), in_channels,
-              run, w,
+              from, [](int) { return 0; }, inside, in_channels, run, w,
               [&](auto& acc) {
-                finish(vectors, std::integral_constant<int, 1>{}, acc, tile, pixel, k);
+                finish(vectors, std::integral_constant<int, 1>{}, acc, image, pixel, k);
               });
           advance(1);
         }
-        while (pixel < pixels) {
-          const int64_t left =
-              kTilesCrossRows ? (tile + 1) * tile_pixels - pixel : strip.width - column;
+        while (image < images) {
+          const int64_t left = (crosses_rows ? (pixels.rows - row) * width : width) - column;
           const int64_t rows =
               shares ? next_rows<kMost>(left) : next_rows<std::min(kMost, kMostAddresses)>(left);
           with_rows<kMost>(rows, [&](auto count) PK_LAMBDA {
             constexpr int kRows = decltype(count)::value;
             const O* first = from;
-            const int64_t first_pixel = pixel, first_tile = tile;
+            const int64_t first_pixel = pixel, first_image = image;
             int64_t at[kRows];
             for (int i = 0; i < kRows; ++i) {
-              at[i] = kTilesCrossRows ? from - first : i * in_channels;
+              at[i] = kTilesCrossRows ? from - first : i * step;
               if (kTilesCrossRows) advance(1);
             }
             if (!kTilesCrossRows) advance(kRows);
             const auto finish_tile = [&](auto& acc) PK_LAMBDA {
-              finish(vectors, count, acc, first_tile, first_pixel, k);
+              finish(vectors, count, acc, first_image, first_pixel, k);
             };
             if constexpr (kSharesValues<kVectors>) {
               if (shares) {
-                shared_tile<O, kRows>(first, pitch, conv.kernel_h, in_channels, w, finish_tile);
+                shared_tile<O, kRows>(first, operand_pitch, conv.kernel_h, in_channels, w,
+                                      finish_tile);
                 return;
               }
             }
             if constexpr (kRows <= kMostAddresses) {
               product_tile<O, kRows, kVectors>(
-                  first, [&](int i) PK_LAMBDA { return at[i]; }, taps, in_channels, run, w,
+                  first, [&](int i) PK_LAMBDA { return at[i]; }, pixels.taps, in_channels, run, w,
                   finish_tile);
             }
           });

@@ -12,17 +12,41 @@
 
 namespace preact_kernels {
 
-// Some rows of one image, or some whole images. Sums over pixels are those of tiles: a strip's part
-// of one image.
-struct Strip {
+// Some rows of images.
+struct Rows {
   int64_t first_pixel;  // of the batch
-  int64_t first_tile, images;
-  int64_t row, rows;  // of an image
+  int64_t row, rows;    // of an image
   int64_t image_rows, width;
-
-  int64_t tile_pixels() const { return rows * width; }
-  int64_t pixels() const { return images * tile_pixels(); }
 };
+
+// Some rows of one image, or some whole images, of a convolution's output, and the rows of its
+// input that are theirs: without stride the same. Sums over pixels are those of tiles: a strip's
+// part of one image.
+struct Strip {
+  Rows in, out;
+  int64_t first_tile, images;
+
+  int64_t tile_pixels() const { return out.rows * out.width; }
+};
+
+// The memory of an operand with its border, for one image.
+struct Bordered {
+  int64_t rows, width, channels;
+
+  int64_t pitch() const { return width * channels; }
+  int64_t values() const { return rows * pitch(); }
+};
+
+// The activation that `rows` rows of the output read; a row of the input has `width` pixels.
+inline Bordered bordered_input(const Conv& conv, int64_t rows, int64_t width) {
+  return {(rows - 1) * conv.stride.h + conv.kernel_h, width + 2 * conv.halo_w(), conv.in_channels};
+}
+
+// The gradient of the output that the gradients of `rows` rows of the input read, as many as
+// `rows` rows of the output are theirs.
+inline Bordered bordered_output(const Conv& conv, int64_t rows, int64_t width) {
+  return {rows + 2 * conv.halo_h(), width + 2 * conv.halo_w(), conv.out_channels};
+}
 
 // All strips of a batch. For a 1x1 kernel the batch is one long row.
 //
@@ -48,14 +72,16 @@ struct Strips {
       count = (conv.pixels() + length - 1) / length;
       return;
     }
-    const int64_t row_values = (conv.width + 2 * conv.halo_w()) * widest;
+    const int64_t height = conv.out_height();
+    const int64_t row_values = std::max(bordered_input(conv, 1, conv.width).pitch() * conv.stride.h,
+                                        bordered_output(conv, 1, conv.out_width()).pitch());
     const int64_t most = std::max<int64_t>(1, values / row_values - 2 * conv.halo_h());
-    const int64_t wanted = std::max((conv.height + most - 1) / most,
-                                    std::min(conv.height, kLeastImageStrips / conv.images));
-    length = (conv.height + wanted - 1) / wanted;
-    per_image = (conv.height + length - 1) / length;
+    const int64_t wanted =
+        std::max((height + most - 1) / most, std::min(height, kLeastImageStrips / conv.images));
+    length = (height + wanted - 1) / wanted;
+    per_image = (height + length - 1) / length;
     if (per_image == 1) {
-      const int64_t fitting = values / (row_values * (conv.height + 2 * conv.halo_h()));
+      const int64_t fitting = values / (row_values * (height + 2 * conv.halo_h()));
       const int64_t least_strips = kStripsPerThread * torch::stable::get_num_threads();
       images = std::max<int64_t>(1, std::min(fitting, conv.images / least_strips));
     }
@@ -65,67 +91,131 @@ struct Strips {
   Strip operator[](int64_t index) const {
     if (conv.taps() == 1) {
       const int64_t first = index * length;
-      return {first, index, 1, 0, 1, 1, std::min(length, conv.pixels() - first)};
+      const Rows pixels{first, 0, 1, 1, std::min(length, conv.pixels() - first)};
+      return {pixels, pixels, index, 1};
     }
     const int64_t image = index / per_image * images;
-    const int64_t row = index % per_image * length;
-    return {(image * conv.height + row) * conv.width,
+    const int64_t row = index % per_image * length, in_row = row * conv.stride.h;
+    const int64_t height = conv.out_height(), width = conv.out_width();
+    const int64_t rows = std::min(length, height - row);
+    const int64_t in_rows = std::min(rows * conv.stride.h, conv.height - in_row);
+    return {{(image * conv.height + in_row) * conv.width, in_row, in_rows, conv.height, conv.width},
+            {(image * height + row) * width, row, rows, height, width},
             index * images,
-            std::min(images, conv.images - image),
-            row,
-            std::min(length, conv.height - row),
-            conv.height,
-            conv.width};
+            std::min(images, conv.images - image)};
   }
 
   int64_t tiles() const { return conv.taps() == 1 ? count : conv.images * per_image; }
 
-  // Values of one operand with its border.
-  int64_t scratch_values(int64_t channels) const {
-    if (conv.taps() == 1) return length * channels;
-    const int64_t rows = images * (length + 2 * conv.halo_h());
-    return rows * (conv.width + 2 * conv.halo_w()) * channels;
+  // Values of the operands of a strip, with their borders.
+  int64_t input_values() const {
+    if (conv.taps() == 1) return length * conv.in_channels;
+    return images * bordered_input(conv, length, conv.width).values();
+  }
+  int64_t output_values() const {
+    if (conv.taps() == 1) return length * conv.out_channels;
+    return images * bordered_output(conv, length, conv.out_width()).values();
   }
 
-  // Values of one operand in pairs of pixels.
+  // Values of one operand, an output's, in pairs of pixels.
   int64_t pair_values(int64_t channels) const {
     const int64_t rows = conv.taps() == 1 ? 1 : images * length;
-    const int64_t width = conv.taps() == 1 ? length : conv.width;
+    const int64_t width = conv.taps() == 1 ? length : conv.out_width();
     return rows * (width + 1) * channels;
   }
 };
 
-// Taps of a kernel. For each: its offset in a bordered operand from the upper left tap, and its
-// place in the packed weights.
+// Taps of a product. For each: its row and column in a bordered operand, for the first pixel, and
+// its place in the packed weights.
 struct Taps {
   static constexpr int64_t kMost = 49;
   int64_t count = 0;
-  int64_t offset[kMost];
-  int64_t place[kMost];
+  int64_t row[kMost], column[kMost], place[kMost];
+  int64_t offset[kMost];  // from the operand's first value
 
-  Taps() = default;
-  Taps(const Conv& conv, int64_t pitch, int64_t channels) {
-    for (int64_t r = 0; r < conv.kernel_h; ++r) {
-      for (int64_t s = 0; s < conv.kernel_w; ++s) add(r * pitch + s * channels, count);
-    }
-  }
+  Taps() {}  // not zeroed: a strip is short
 
-  void add(int64_t at, int64_t index) {
-    offset[count] = at;
+  void add(int64_t tap_row, int64_t tap_column, int64_t index, const Bordered& operand) {
+    row[count] = tap_row;
+    column[count] = tap_column;
+    offset[count] = tap_row * operand.pitch() + tap_column * operand.channels;
     place[count++] = index;
   }
 
-  // The taps that fall inside the image for the pixel at `row` and `column`.
-  Taps inside(const Conv& conv, int64_t row, int64_t column) const {
+  // The taps that fall inside an image of this size for a pixel whose tap at row 0 and column 0
+  // would read the pixel of the image at `first_row` and `first_column`.
+  Taps inside(int64_t first_row, int64_t first_column, int64_t height, int64_t width) const {
     Taps taps;
     for (int64_t t = 0; t < count; ++t) {
-      const int64_t r = row + t / conv.kernel_w - conv.halo_h();
-      const int64_t s = column + t % conv.kernel_w - conv.halo_w();
-      if (r >= 0 && r < conv.height && s >= 0 && s < conv.width) taps.add(offset[t], place[t]);
+      const int64_t r = first_row + row[t], s = first_column + column[t];
+      if (r < 0 || r >= height || s < 0 || s >= width) continue;
+      taps.offset[taps.count] = offset[t];
+      taps.place[taps.count++] = place[t];
     }
     return taps;
   }
 };
+
+// A product for some pixels of a strip: how it steps over them in its operand and in its result.
+struct ProductPixels {
+  int64_t rows, width;  // in each image
+  Bordered operand;
+  Rows read;    // that the operand holds, without the border
+  Stride step;  // in the operand
+  Taps taps;
+  int64_t first;  // in the result
+  Stride result_step;
+  int64_t result_width, result_image;  // pixels
+};
+
+// The pixels of the output, from the input.
+inline ProductPixels output_pixels(const Conv& conv, const Strip& strip) {
+  const Bordered operand = bordered_input(conv, strip.out.rows, strip.in.width);
+  ProductPixels pixels{strip.out.rows,
+                       strip.out.width,
+                       operand,
+                       strip.in,
+                       conv.stride,
+                       {},
+                       0,
+                       {},
+                       strip.out.width,
+                       strip.out.image_rows * strip.out.width};
+  for (int64_t r = 0; r < conv.kernel_h; ++r) {
+    for (int64_t s = 0; s < conv.kernel_w; ++s) pixels.taps.add(r, s, pixels.taps.count, operand);
+  }
+  return pixels;
+}
+
+// The pixels of the input at `row` and `column` of each cell of strides, from the gradient of the
+// output: `o = (i + halo - r) / stride` for each tap r where that is a whole number.
+inline ProductPixels input_pixels(const Conv& conv, const Strip& strip, int64_t row,
+                                  int64_t column) {
+  const Stride stride = conv.stride;
+  const Bordered operand = bordered_output(conv, strip.out.rows, strip.out.width);
+  ProductPixels pixels{(strip.in.rows - row + stride.h - 1) / stride.h,
+                       (strip.in.width - column + stride.w - 1) / stride.w,
+                       operand,
+                       strip.out,
+                       {},
+                       {},
+                       row * strip.in.width + column,
+                       stride,
+                       strip.in.width,
+                       strip.in.image_rows * strip.in.width};
+  for (int64_t r = conv.kernel_h; r-- > 0;) {
+    const int64_t down = row + conv.halo_h() - r;
+    if (down % stride.h != 0) continue;
+    for (int64_t s = conv.kernel_w; s-- > 0;) {
+      const int64_t right = column + conv.halo_w() - s;
+      if (right % stride.w != 0) continue;
+      const int64_t place = conv.taps() - 1 - (r * conv.kernel_w + s);  // weights are transposed
+      pixels.taps.add(down / stride.h + conv.halo_h(), right / stride.w + conv.halo_w(), place,
+                      operand);
+    }
+  }
+  return pixels;
+}
 
 // Memory of a weight [K, C, R, S] of any strides. `transposed` is the weight of the transposed
 // convolution: channels swapped, taps reversed.

@@ -18,6 +18,9 @@ void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tens
       " and ", conv.in_channels);
   STD_TORCH_CHECK(conv.kernel_h % 2 == 1 && conv.kernel_w % 2 == 1 && conv.taps() <= Taps::kMost,
                   "conv_weight: expected an odd kernel of at most ", Taps::kMost, " taps");
+  const bool has_stride = conv.stride.h > 1 || conv.stride.w > 1;
+  STD_TORCH_CHECK(conv.stride.h > 0 && conv.stride.w > 0, "stride: expected 1 or more");
+  STD_TORCH_CHECK(conv.taps() > 1 || !has_stride, "stride: expected 1 for a 1x1 kernel");
 }
 
 template <class T>

@@ -7,14 +7,31 @@
 
 #include "conv_product.h"
 
-// One operand: images `image_pitch` values apart, of rows `pitch` values apart.
+// One operand: pixels `step` values apart, in rows `pitch` values apart, of images `image_pitch`
+// values apart.
 template <class O>
 struct PixelRows {
   const O* values;
-  int64_t image_pitch, pitch, channels;
+  int64_t image_pitch, pitch, step, channels;
+
+  PixelRows(const O* values, const Bordered& operand)
+      : values(values),
+        image_pitch(operand.values()),
+        pitch(operand.pitch()),
+        step(operand.channels),
+        channels(operand.channels) {}
 
   PixelRows from(int64_t row, int64_t column) const {
-    return {values + row * pitch + column * channels, image_pitch, pitch, channels};
+    PixelRows rows = *this;
+    rows.values += row * pitch + column * step;
+    return rows;
+  }
+  // Every stride.h-th row and stride.w-th pixel.
+  PixelRows strided(Stride stride) const {
+    PixelRows rows = *this;
+    rows.pitch *= stride.h;
+    rows.step *= stride.w;
+    return rows;
   }
   const O* at(int64_t image, int64_t row) const {
     return values + image * image_pitch + row * pitch;
@@ -25,8 +42,7 @@ struct PixelRows {
 template <class O>
 PK_INLINE PixelRows<O> paired_rows(const O* memory, int64_t rows, int64_t width,
                                    const PixelRows<O>& narrow) {
-  const int64_t pitch = (width + 1) / 2 * 2 * narrow.channels;
-  return {memory, rows * pitch, pitch, narrow.channels};
+  return {memory, Bordered{rows, (width + 1) / 2 * 2, narrow.channels}};
 }
 
 // The pixels of both operands that one tap of the kernel multiplies.
@@ -111,7 +127,7 @@ PK_INLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, con
                        Accumulate<O>* partial) {
   using A = Accumulate<O>;
   alignas(64) static constexpr O kZeros[kMaxVectors * kLanes<A>] = {};
-  const int64_t narrow_step = kDepth<O> * narrow.channels, wide_step = kDepth<O> * wide.channels;
+  const int64_t narrow_step = kDepth<O> * narrow.step, wide_step = kDepth<O> * wide.step;
   for_vector_blocks<A>(wide.channels, kMaxVectors, [&](auto vectors, int64_t first) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value, kMost = max_tile_rows(kVectors);
     int64_t n = 0;
@@ -126,7 +142,7 @@ PK_INLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, con
           const O* b = wide.at(image, row - image * range.rows) + first;
           for (int64_t p = 0; p < range.width; p += kDepth<O>) {
             Wide<O> w[kVectors];
-            load_pixels(b, p + 1 < range.width ? b + wide.channels : kZeros, w);
+            load_pixels(b, p + 1 < range.width ? b + wide.step : kZeros, w);
 #pragma GCC unroll 32
             for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -210,6 +226,21 @@ PK_INLINE void add_shared_taps(const PixelRows<A>& narrow, const PixelRows<A>& w
   }
 }
 
+// Some of a strip's pixels along one axis.
+struct PixelRange {
+  int64_t first, count;
+};
+
+// Those of `count` pixels from `first` on, in the output of a convolution, for which a tap reads a
+// pixel of an image of `size`: 0 <= pixel * stride + shift < size.
+PK_INLINE PixelRange inside(int64_t shift, int64_t stride, int64_t size, int64_t first,
+                            int64_t count) {
+  const int64_t begin = shift < 0 ? (stride - 1 - shift) / stride : 0;
+  const int64_t end = shift < size ? (size - 1 - shift) / stride + 1 : 0;
+  const int64_t from = std::max(begin, first);
+  return {from - first, std::min(end, first + count) - from};
+}
+
 // dweight[tap][narrow][wide] += the part of a strip. `a` is bordered, `dy` is not; the input
 // channels are wide if `input_last`. `pairs` is memory for the narrow operand of the strip.
 template <class O>
@@ -219,35 +250,37 @@ PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& 
   // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
   const auto for_rows_of_taps = [&](const auto& body) PK_LAMBDA {
     for (int64_t r = 0; r < conv.kernel_h; ++r) {
-      const int64_t down = strip.row + r - conv.halo_h();
-      const int64_t row = std::max<int64_t>(0, -down);
-      const int64_t rows = std::min(strip.rows, strip.image_rows - down) - row;
-      if (rows > 0) body(r, row, rows);
+      const PixelRange rows = inside(r - conv.halo_h(), conv.stride.h, strip.in.image_rows,
+                                     strip.out.row, strip.out.rows);
+      if (rows.count > 0) body(r, rows.first, rows.count);
     }
   };
   const int64_t weights = a.channels * dy.channels;
   if constexpr (kSharesValues<1> && kDepth<O> == 1) {
     const bool is_one_vector = input_last && a.channels == kLanes<Accumulate<O>>;
-    if (is_one_vector && conv.kernel_w == kSharedTaps && strip.width > 1) {
+    const bool is_dense = conv.stride.h == 1 && conv.stride.w == 1;
+    if (is_one_vector && is_dense && conv.kernel_w == kSharedTaps && strip.out.width > 1) {
       for_rows_of_taps([&](int64_t r, int64_t row, int64_t rows) PK_LAMBDA {
-        add_shared_taps(dy.from(row, 0), a.from(row + r, 0), {strip.images, rows, strip.width},
+        add_shared_taps(dy.from(row, 0), a.from(row + r, 0), {strip.images, rows, strip.out.width},
                         dweight + r * kSharedTaps * weights);
       });
       return;
     }
   }
   for (int64_t s = 0; s < conv.kernel_w; ++s) {
-    const int64_t right = s - conv.halo_w();
-    const int64_t column = std::max<int64_t>(0, -right);
-    const int64_t width = std::min(strip.width, strip.width - right) - column;
+    const auto [column, width] =
+        inside(s - conv.halo_w(), conv.stride.w, strip.in.width, 0, strip.out.width);
     if (width <= 0) continue;
-    const PixelRows<O> pairs_of_rows = paired_rows(pairs, strip.rows, width, input_last ? dy : a);
+    const PixelRows<O> pairs_of_rows =
+        paired_rows(pairs, strip.out.rows, width, input_last ? dy : a);
     if constexpr (kDepth<O> == 2) {
       // Where `a` is narrow, the kernel is 1x1.
-      fill_pairs(input_last ? dy.from(0, column) : a, {strip.images, strip.rows, width}, pairs);
+      fill_pairs(input_last ? dy.from(0, column) : a, {strip.images, strip.out.rows, width}, pairs);
     }
     for_rows_of_taps([&](int64_t r, int64_t row, int64_t rows) PK_LAMBDA {
-      const PixelRows<O> a_of_tap = a.from(row + r, column + s), dy_of_tap = dy.from(row, column);
+      const PixelRows<O> a_of_tap =
+          a.from(row * conv.stride.h + r, column * conv.stride.w + s).strided(conv.stride);
+      const PixelRows<O> dy_of_tap = dy.from(row, column);
       Accumulate<O>* partial = dweight + (r * conv.kernel_w + s) * weights;
       const PixelRows<O>& wide = input_last ? a_of_tap : dy_of_tap;
       if constexpr (kDepth<O> == 2) {

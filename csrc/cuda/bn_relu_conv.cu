@@ -65,6 +65,7 @@ void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tens
                   "or float32");
   STD_TORCH_CHECK(dtypes.x == dtypes.operands || dtypes.y == dtypes.operands,
                   "x: expected the dtype of conv_weight where the output is float32");
+  STD_TORCH_CHECK(conv.stride.h == 1 && conv.stride.w == 1, "stride: expected 1");
   const char* why = refusal(conv, dtypes.operands);
   STD_TORCH_CHECK(why == nullptr, "conv_weight: ", why ? why : "");
   constexpr int64_t kMostPixels = int64_t(1) << 30;

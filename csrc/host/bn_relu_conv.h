@@ -9,9 +9,10 @@ namespace preact_kernels {
 inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tensor& conv_weight,
                                    const std::optional<Tensor>& conv_bias,
                                    const std::optional<Tensor>& residual,
-                                   const BatchStatistics& of_y, UnitOfRun unit) {
+                                   const BatchStatistics& of_y, UnitOfRun unit,
+                                   Stride stride = {}) {
   const ScalarType y_dtype = residual.has_value() ? residual->scalar_type() : unit.dtype;
-  const Conv conv = check_conv(x, conv_weight, unit.dtype, y_dtype);
+  const Conv conv = check_conv(x, conv_weight, stride, unit.dtype, y_dtype);
   check_norm(norm, conv.in_channels, x);
   const Tensor y = empty_nhwc(x, conv.output(), y_dtype);
   if (residual.has_value()) check_like("residual", *residual, "y", y);
@@ -31,15 +32,15 @@ inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tens
 inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& fold,
                                   const std::optional<RecomputedG>& recomputed_g, const Tensor& x,
                                   const Norm& norm, const Tensor& conv_weight,
-                                  UnitGradients& gradients, UnitOfRun unit) {
+                                  UnitGradients& gradients, UnitOfRun unit, Stride stride = {}) {
   const ScalarType y_dtype = fold.has_value() ? fold->x.scalar_type() : dy.scalar_type();
-  const Conv conv = check_conv(x, conv_weight, unit.dtype, y_dtype);
+  const Conv conv = check_conv(x, conv_weight, stride, unit.dtype, y_dtype);
   // The tensors of `recomputed_g` were checked with the convolution that g is of.
   const Tensor& of_output = recomputed_g.has_value() ? fold->x : dy;
   const Activation size = check_activation("dy", of_output);
   check_same_device("dy", of_output, x);
   STD_TORCH_CHECK(size.images == conv.images && size.channels == conv.out_channels &&
-                      size.height == conv.height && size.width == conv.width,
+                      size.height == conv.out_height() && size.width == conv.out_width(),
                   "dy: expected the shape of the convolution's output");
   check_norm(norm, conv.in_channels, x);
   if (fold.has_value()) {

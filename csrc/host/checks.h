@@ -121,15 +121,16 @@ inline int64_t check_out_channels(const Tensor& conv_weight) {
 }
 
 // Checks that the library serves the convolution of `x`.
-inline Conv check_conv(const Tensor& x, const Tensor& conv_weight, ScalarType operands,
-                       ScalarType y) {
+inline Conv check_conv(const Tensor& x, const Tensor& conv_weight, Stride stride,
+                       ScalarType operands, ScalarType y) {
   const Activation size = check_activation("x", x);
   const int64_t out_channels = check_out_channels(conv_weight);
   check_same_device("conv_weight", conv_weight, x);
   const auto shape = conv_weight.sizes();
   STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
                   " to match x, got ", shape[1]);
-  const Conv conv{size.images, size.height, size.width, shape[1], out_channels, shape[2], shape[3]};
+  const Conv conv{size.images,  size.height, size.width, shape[1],
+                  out_channels, shape[2],    shape[3],   stride};
   check_conv_is_served(conv, {operands, x.scalar_type(), y}, conv_weight);
   return conv;
 }

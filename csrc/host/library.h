@@ -71,28 +71,34 @@ inline Tensor bn_input_gradient(const Tensor& g, PK_FOLD_PARAMETERS) {
   return preact_kernels::bn_input_gradient(g, *fold);
 }
 
+inline Stride stride_of(const std::vector<int64_t>& stride) {
+  STD_TORCH_CHECK(stride.size() == 2, "stride: expected 2 values, got ", stride.size());
+  return {stride[0], stride[1]};
+}
+
 inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
     const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
-    const std::optional<Tensor>& conv_bias, const std::optional<Tensor>& residual, bool with_stats,
-    std::optional<ScalarType> dtype) {
+    const std::vector<int64_t>& stride, const std::optional<Tensor>& conv_bias,
+    const std::optional<Tensor>& residual, bool with_stats, std::optional<ScalarType> dtype) {
   check_activation("x", x);  // before memory on its device is written
   ForwardRun run(x, {conv_weight}, {with_stats}, dtype);
-  const Tensor y =
-      preact_kernels::bn_relu_conv_forward(x, {mean, var, bn_weight, bn_bias, eps}, conv_weight,
-                                           conv_bias, residual, run.statistics[0], run.unit(0));
+  const Tensor y = preact_kernels::bn_relu_conv_forward(
+      x, {mean, var, bn_weight, bn_bias, eps}, conv_weight, conv_bias, residual, run.statistics[0],
+      run.unit(0), stride_of(stride));
   run.finish();
   return {y, run.mean, run.var};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
     const Tensor& dy, PK_FOLD_PARAMETERS, const Tensor& x, PK_NORM_PARAMETERS,
-    const Tensor& conv_weight, bool wants_input, bool wants_weight, bool wants_dy) {
+    const Tensor& conv_weight, const std::vector<int64_t>& stride, bool wants_input,
+    bool wants_weight, bool wants_dy) {
   check_activation("x", x);
   BackwardRun run(x, {conv_weight}, {{wants_input, wants_weight, wants_dy}}, {dy});
   UnitGradients& gradients = run.gradients[0];
   preact_kernels::bn_relu_conv_backward(dy, fold_of(PK_FOLD_ARGUMENTS), std::nullopt, x,
                                         {mean, var, bn_weight, bn_bias, eps}, conv_weight,
-                                        gradients, run.unit(0));
+                                        gradients, run.unit(0), stride_of(stride));
   run.finish(x);
   return {*gradients.g, gradients.sums, gradients.conv_weight, *gradients.dy};
 }
@@ -125,11 +131,11 @@ void define_ops(Library& m) {
         ", Tensor sums, float inv_count) -> Tensor");
   m.def("bn_input_gradient(Tensor g, " PK_FOLD ") -> Tensor");
   m.def("bn_relu_conv_forward(Tensor x, " PK_NORM
-        ", Tensor conv_weight, Tensor? conv_bias, Tensor? residual, bool with_stats, "
-        "ScalarType? dtype=None)"
+        ", Tensor conv_weight, int[] stride, Tensor? conv_bias, Tensor? residual, "
+        "bool with_stats, ScalarType? dtype=None)"
         " -> (Tensor, Tensor, Tensor)");
   m.def("bn_relu_conv_backward(Tensor dy, " PK_FOLD ", Tensor x, " PK_NORM
-        ", Tensor conv_weight, bool wants_input, bool wants_weight, bool wants_dy)"
+        ", Tensor conv_weight, int[] stride, bool wants_input, bool wants_weight, bool wants_dy)"
         " -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "preact_stage_forward(Tensor x, Tensor[] x_statistics, Tensor[] parameters, "

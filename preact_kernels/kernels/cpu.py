@@ -1,6 +1,6 @@
 """The CPU backend: loads the compiled library when it is first asked for.
 
-Its direct convolutions serve stride 1, "same" padding of an odd kernel, one group, and channels
+Its direct convolutions serve an odd kernel with padding of half its size, one group, and channels
 that fill vectors. A strided 1x1 convolution, such as a projection, is one of stride 1 on the pixels
 that it reads. Large weights are left to PyTorch where its blocking over channels wins.
 """
@@ -61,34 +61,33 @@ class CPUKernels(NativeKernels):
     ) -> bool:
         """Whether the direct convolutions serve a weight, on enough pixels if None."""
         stride, padding, dilation, groups = conv
-        if pixels is not None:
-            pixels //= stride[0] * stride[1]  # what a strided 1x1 convolution reads
         out_channels, in_channels, kernel_h, kernel_w = weight_shape
         taps = kernel_h * kernel_w
+        activations = None
+        if pixels is not None:
+            computed = pixels // (stride[0] * stride[1])  # about
+            read = pixels if taps > 1 else computed
+            activations = read * in_channels + computed * out_channels
         return (
             groups == 1
             and dtype != torch.float64
-            and (stride[0] == stride[1] == 1 or taps == 1)
             and dilation[0] == dilation[1] == 1
             and kernel_h == 2 * padding[0] + 1
             and kernel_w == 2 * padding[1] + 1
             and taps <= _MOST_TAPS
             and out_channels % self._channel_multiple == 0
             and in_channels % self._channel_multiple == 0
-            and self._is_faster(weight_shape, dtype, pixels)
+            and self._is_faster(math.prod(weight_shape), activations, dtype)
         )
 
-    def _is_faster(
-        self, weight_shape: Sequence[int], dtype: torch.dtype, pixels: int | None
-    ) -> bool:
+    def _is_faster(self, weights: int, activations: int | None, dtype: torch.dtype) -> bool:
         """Whether a direct convolution is faster than PyTorch's."""
-        weights = math.prod(weight_shape)
         if weights <= _SMALL_WEIGHT:
             return True
         if self._channel_multiple < 16 or (dtype.itemsize == 2 and torch_compat.has_amx()):
             return False
         least = _ACTIVATIONS_PER_WEIGHT[dtype] * weights * torch.get_num_threads()
-        return pixels is None or pixels * (weight_shape[0] + weight_shape[1]) >= least
+        return activations is None or activations >= least
 
     def bn_relu_conv_forward(
         self,

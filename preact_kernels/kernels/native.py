@@ -77,7 +77,7 @@ class NativeKernels(FlatOps, BlockKernels):
         if not has_kernel or not self._serves(x, conv_weight, conv, dtype):
             return pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
         op = self._ops.bn_relu_conv_forward.default
-        found = op(x, *norm, conv_weight, *epilogue[:3], **_named(epilogue.dtype))
+        found = op(x, *norm, conv_weight, conv.stride, *epilogue[:3], **_named(epilogue.dtype))
         return self.output(found, epilogue.with_stats)
 
     def bn_relu_conv_backward(
@@ -96,7 +96,8 @@ class NativeKernels(FlatOps, BlockKernels):
                 self, dy, fold, x, norm, conv_weight, conv, wanted
             )
         op = self._ops.bn_relu_conv_backward.default
-        return self.gradients(op(dy, *flat_fold(fold), x, *norm, conv_weight, *wanted), wanted)
+        found = op(dy, *flat_fold(fold), x, *norm, conv_weight, conv.stride, *wanted)
+        return self.gradients(found, wanted)
 
     def block_run_forward(
         self,
