@@ -12,6 +12,7 @@ if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the package is imported
+os.environ.setdefault("PREACT_KERNELS_POISON", "1")  # see poisoned_memory
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda
@@ -140,6 +141,8 @@ def ieee_products(monkeypatch):
 @pytest.fixture
 def poisoned_memory():
     """Fills memory that PyTorch hands out uninitialised with NaN: an unwritten output shows.
+
+    The CPU library, which allocates for itself, does so in every test.
 
     Under `compute-sanitizer --tool initcheck` memory stays as it is: the tool finds the reads.
     """

@@ -118,6 +118,7 @@ CPU_CASES = (
     ConvCase("3x3_strided_two_columns", (3, 16, 6, 2), 32, stride=2, padding=1),
     ConvCase("3x3_stride_3", (2, 16, 8, 7), 32, stride=3, padding=1, residual=True),
     ConvCase("3x3_stride_4", (2, 16, 9, 11), 16, stride=4, padding=1),  # skips pixels
+    ConvCase("3x3_stride_of_any_length", (2, 16, 5, 6), 16, stride=(2**40, 7), padding=1),
     ConvCase("5x3_stride_3_2", (2, 32, 9, 7), 16, (5, 3), stride=(3, 2), padding=(2, 1)),
     ConvCase("3x3_strided_long_sums", (2, 512, 4, 3), 16, stride=2, padding=1),
 )
@@ -176,6 +177,25 @@ def test_threads_do_not_change_tiles(stride, channels, dtype, every_weight_is_fu
     assert "dx" in found[0] and "running_var" in found[0]
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[2], found[0])
+
+
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@pytest.mark.parametrize(
+    ("kernel", "stride", "message"),
+    [
+        (3, (0, 1), "stride: expected 1 or more"),
+        (3, (1, -1), "stride: expected 1 or more"),
+        (1, (1, 2), "stride: expected 1 for a 1x1 kernel"),
+        (3, (1,), "stride: expected 2 values, got 1"),
+    ],
+)
+def test_the_cpu_library_names_the_strides_that_it_refuses(kernel, stride, message):
+    x = torch.ones(1, 16, 4, 4).contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(16, 16, kernel, kernel)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.preact_kernels_cpu.bn_relu_conv_forward(
+            x, *torch.ones(4, 16), 1e-5, weight, stride, None, None, False
+        )
 
 
 @pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")

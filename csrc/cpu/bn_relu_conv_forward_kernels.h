@@ -21,7 +21,7 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
   const T* added = op.residual == nullptr ? nullptr : op.residual + strip.out.first_pixel * outputs;
   strip_product(
       activation, pixels, strip.images, conv, op.packed,
-      [&](auto vectors, auto count, auto& acc, int64_t tile, int64_t pixel, int64_t k) PK_LAMBDA {
+      [&](auto vectors, auto count, auto& acc, int64_t image, int64_t pixel, int64_t k) PK_LAMBDA {
         constexpr int kRows = decltype(count)::value, kVectors = decltype(vectors)::value;
         if (bias != nullptr) {
 #pragma GCC unroll 4
@@ -57,13 +57,13 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
           }
         }
         if (statistics == nullptr) return;
-        A* pivots = statistics + tile * 3 * outputs;
+        A* pivots = statistics + image * 3 * outputs;
         A* sum = pivots + outputs;
         A* square = sum + outputs;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = k + v * kLanes<A>;
-          if (pixel == tile * strip.tile_pixels()) {
+          if (pixel == image * strip.tile_pixels()) {
             Vector<A> first = {};
 #pragma GCC unroll 32
             for (int i = 0; i < kRows; ++i) {

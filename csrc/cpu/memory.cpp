@@ -6,6 +6,7 @@
 // fits the holes of its own size.
 
 #include <cstdlib>
+#include <memory>
 
 #include "types.h"
 
@@ -15,6 +16,12 @@ namespace {
 
 constexpr size_t kAlignment = 64;  // as of PyTorch's allocator
 
+// For tests: an output that a kernel does not write is then NaN in every dtype.
+bool is_poisoned() {
+  static const char* value = std::getenv("PREACT_KERNELS_POISON");
+  return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
 // Where the start of the allocation is kept, in front of the first value.
 void*& start_of(void* values) { return static_cast<void**>(values)[-1]; }
 
@@ -22,9 +29,11 @@ void* allocate(size_t bytes) {
   void* start = std::malloc(bytes + kAlignment);
   STD_TORCH_CHECK(start != nullptr, "out of memory: cannot allocate ", bytes, " bytes");
   // malloc aligns to at least a pointer and its size: there is room for `start`.
-  const uintptr_t values = (reinterpret_cast<uintptr_t>(start) / kAlignment + 1) * kAlignment;
-  start_of(reinterpret_cast<void*>(values)) = start;
-  return reinterpret_cast<void*>(values);
+  const uintptr_t address = (reinterpret_cast<uintptr_t>(start) / kAlignment + 1) * kAlignment;
+  void* values = reinterpret_cast<void*>(address);
+  start_of(values) = start;
+  if (is_poisoned()) std::memset(values, 0xff, bytes);
+  return values;
 }
 
 void release(void* values) { std::free(start_of(values)); }
@@ -37,8 +46,11 @@ Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) 
   const int64_t strides[] = {size.height * row, 1, row, size.channels};
   const size_t width = for_dtype(dtype, [](auto value) { return sizeof value; });
   const size_t bytes = width * size.images * size.height * row;
-  return torch::stable::from_blob(allocate(bytes), {sizes, 4}, {strides, 4}, like.device(), dtype,
-                                  release);
+  std::unique_ptr<void, void (*)(void*)> values(allocate(bytes), release);
+  const Tensor t = torch::stable::from_blob(values.get(), {sizes, 4}, {strides, 4}, like.device(),
+                                            dtype, release);
+  values.release();  // t owns them
+  return t;
 }
 
 }  // namespace preact_kernels

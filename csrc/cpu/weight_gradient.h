@@ -268,8 +268,9 @@ PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& 
     }
   }
   for (int64_t s = 0; s < conv.kernel_w; ++s) {
-    const auto [column, width] =
+    const PixelRange columns =
         inside(s - conv.halo_w(), conv.stride.w, strip.in.width, 0, strip.out.width);
+    const int64_t column = columns.first, width = columns.count;
     if (width <= 0) continue;
     const PixelRows<O> pairs_of_rows =
         paired_rows(pairs, strip.out.rows, width, input_last ? dy : a);

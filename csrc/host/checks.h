@@ -5,6 +5,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "../tensor_args.h"
@@ -129,6 +130,8 @@ inline Conv check_conv(const Tensor& x, const Tensor& conv_weight, Stride stride
   const auto shape = conv_weight.sizes();
   STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
                   " to match x, got ", shape[1]);
+  // A longer stride than the image reads the same pixels.
+  stride = {std::min(stride.h, size.height), std::min(stride.w, size.width)};
   const Conv conv{size.images,  size.height, size.width, shape[1],
                   out_channels, shape[2],    shape[3],   stride};
   check_conv_is_served(conv, {operands, x.scalar_type(), y}, conv_weight);

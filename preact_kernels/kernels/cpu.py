@@ -1,8 +1,8 @@
 """The CPU backend: loads the compiled library when it is first asked for.
 
 Its direct convolutions serve an odd kernel with padding of half its size, one group, and channels
-that fill vectors. A strided 1x1 convolution, such as a projection, is one of stride 1 on the pixels
-that it reads. Large weights are left to PyTorch where its blocking over channels wins.
+that fill vectors. A strided 1x1 convolution, such as a projection, is here one of stride 1 on the
+pixels that it reads. Large weights are left to PyTorch where its blocking over channels wins.
 """
 
 import functools
