@@ -19,9 +19,8 @@ struct Rows {
   int64_t image_rows, width;
 };
 
-// Some rows of one image, or some whole images, of a convolution's output, and the rows of its
-// input that are theirs: without stride the same. Sums over pixels are those of tiles: a strip's
-// part of one image.
+// Some rows of one image, or some whole images, of a convolution's output, and `stride` times as
+// many rows of its input. Sums over pixels are those of tiles: a strip's part of one image.
 struct Strip {
   Rows in, out;
   int64_t first_tile, images;
@@ -42,8 +41,8 @@ inline Bordered bordered_input(const Conv& conv, int64_t rows, int64_t width) {
   return {(rows - 1) * conv.stride.h + conv.kernel_h, width + 2 * conv.halo_w(), conv.in_channels};
 }
 
-// The gradient of the output that the gradients of `rows` rows of the input read, as many as
-// `rows` rows of the output are theirs.
+// The gradient of `rows` rows of the output, and of the rows beside them that the input gradient
+// also reads; a row of the output has `width` pixels.
 inline Bordered bordered_output(const Conv& conv, int64_t rows, int64_t width) {
   return {rows + 2 * conv.halo_h(), width + 2 * conv.halo_w(), conv.out_channels};
 }
@@ -156,7 +155,7 @@ struct Taps {
   }
 };
 
-// A product for some pixels of a strip: how it steps over them in its operand and in its result.
+// The pixels of a strip that a product computes, and its steps over its operand and its result.
 struct ProductPixels {
   int64_t rows, width;  // in each image
   Bordered operand;
@@ -187,8 +186,8 @@ inline ProductPixels output_pixels(const Conv& conv, const Strip& strip) {
   return pixels;
 }
 
-// The pixels of the input at `row` and `column` of each cell of strides, from the gradient of the
-// output: `o = (i + halo - r) / stride` for each tap r where that is a whole number.
+// Every stride-th pixel of the input from `row` and `column` on, from the gradient of the output:
+// pixel i reads o = (i + halo - r) / stride for each tap r where that is a whole number.
 inline ProductPixels input_pixels(const Conv& conv, const Strip& strip, int64_t row,
                                   int64_t column) {
   const Stride stride = conv.stride;
