@@ -4,6 +4,7 @@
 #include "conv_strips.h"
 #include "isa.h"
 #include "tiles.h"
+#include "weight_stationary.h"
 
 #define PK_FOR_DOT
 #define PK_KERNELS "bn_relu_conv_backward_kernels.h"
@@ -63,11 +64,7 @@ struct WeightGradient {
       }
       T* to = first + layout.taps[input_last ? tap : conv.taps() - 1 - tap] +
               row % rows * layout.stride_k;
-      if (layout.stride_c == 1) {
-        for (int64_t c = 0; c < columns; ++c) to[c] = narrowed<T>(sum[c]);
-      } else {
-        for (int64_t c = 0; c < columns; ++c) to[c * layout.stride_c] = narrowed<T>(sum[c]);
-      }
+      store_weights(to, layout.stride_c, sum, columns);
     });
   }
 };
@@ -86,8 +83,10 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
     const Normalisation<A> normalisation(norm, conv.in_channels);
     std::optional<InputGradient<A>> coefficients;
     if (fold.has_value()) coefficients.emplace(*fold, conv.out_channels);
+    const bool stationary = is_weight_stationary(conv);
     const Strips strips(conv);
-    WeightGradient<T> dweight(conv, gradients.conv_weight, wanted.weight ? strips.count : 0);
+    WeightGradient<T> dweight(conv, gradients.conv_weight,
+                              wanted.weight && !stationary ? strips.count : 0);
     const ConvBackward<T> op{
         conv,
         {{fold.has_value() ? data<T>(fold->skip) : nullptr, data<T>(dy),
@@ -96,9 +95,10 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
          coefficients.has_value() ? &*coefficients : nullptr},
         data<T>(x),
         normalisation,
-        wanted.g ? packed_weights<T>(conv, conv_weight, true) : PackedWeights{},
+        wanted.g && !stationary ? packed_weights<T>(conv, conv_weight, true) : PackedWeights{},
         wanted.g ? mutable_data<T>(*gradients.g) : nullptr,
         dweight.input_last};
+    if (stationary) return stationary_backward(op, conv_weight, gradients);
     TileSums<A> partial_sums(wanted.g ? strips.tiles() : 0, conv.in_channels);
     const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
     const int64_t scratch = strips.input_values() + strips.output_values() +

@@ -2,6 +2,7 @@
 #include "conv_strips.h"
 #include "isa.h"
 #include "tiles.h"
+#include "weight_stationary.h"
 
 #define PK_FOR_DOT
 #define PK_KERNELS "bn_relu_conv_forward_kernels.h"
@@ -17,13 +18,16 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& 
     using T = decltype(value);
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(norm, conv.in_channels);
+    const bool stationary = is_weight_stationary(conv);
     const ConvForward<T> op{conv,
                             data<T>(x),
                             normalisation,
-                            packed_weights<T>(conv, conv_weight, false),
+                            stationary ? PackedWeights{}
+                                       : packed_weights<T>(conv, conv_weight, false),
                             data<T>(conv_bias),
                             data<T>(residual),
                             mutable_data<T>(y)};
+    if (stationary) return stationary_forward(op, conv_weight, of_y);
     const Strips strips(conv);
     TileStatistics<A> statistics(of_y.are_wanted ? strips.tiles() : 0, conv.out_channels);
     for_tiles(strips.count, [&](int64_t index) {

@@ -6,7 +6,7 @@
 template <class T>
 void tile_bn_relu(const T* x, T* y, int64_t pixels, int64_t channels,
                   const Normalisation<Accumulate<T>>& norm) {
-  normalise(x, y, pixels, channels, norm);
+  normalise(x, y, channels, pixels, channels, norm);
 }
 
 // g = dy * [p > 0], stored with kStore, and the sums (TileSums) of g as stored. Sums of short runs

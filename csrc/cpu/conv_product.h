@@ -49,11 +49,11 @@ PK_INLINE void fill_bordered(O* out, const Bordered& operand, const Rows& rows, 
   }
 }
 
-// out = the output gradient of `pixels` pixels, as stored in type T. With `stores`, also stores the
-// unfolded gradient where it is wanted.
+// out = the output gradient of `pixels` pixels, as stored in type T, `step` values apart. With
+// `stores`, also stores the unfolded gradient where it is wanted.
 template <class T, class O>
-PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t first_pixel,
-                      int64_t pixels, int64_t channels) {
+PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
+                      int64_t first_pixel, int64_t pixels, int64_t channels) {
   using A = Accumulate<T>;
   const int64_t offset = first_pixel * channels;
   const T* g = dy.tensors.g + offset;
@@ -63,8 +63,8 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t 
     if (fold == nullptr) {
       for (int64_t p = 0; p < pixels; ++p) {
         for (int v = 0; v < kVectors; ++v) {
-          const int64_t at = p * channels + first + v * kLanes<A>;
-          store(out + at, load(g + at, lanes), lanes);
+          const int64_t c = first + v * kLanes<A>;
+          store(out + p * step + c, load(g + p * channels + c, lanes), lanes);
         }
       }
       return;
@@ -88,7 +88,7 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t 
         if (skip != nullptr) value += load(skip + at, lanes);
         if constexpr (std::is_same_v<O, A>) value = as_stored(g, value);
         if (stored != nullptr) store(stored + at, value, lanes);
-        store(out + at, value, lanes);
+        store(out + p * step + first + v * kLanes<A>, value, lanes);
       }
     }
   });
@@ -267,11 +267,11 @@ constexpr int kAhead = 4;
 constexpr bool kTilesCrossRows = kRegisters < 32;
 
 // Computes out[p][k] for some pixels of a strip from its bordered operand, and calls
-// finish(vectors, rows, accumulators, image, pixel, k) for `rows` of them from `pixel` of the
-// result on, `result_step` apart. 0 * NaN is NaN: where a weight is not finite, taps outside the
+// finish(accumulators, image, pixel, k) for the rows of a tile, which are pixels of the result from
+// `pixel` on, `result_step` apart. 0 * NaN is NaN: where a weight is not finite, taps outside the
 // image are left out.
 template <class O, class Finish>
-PK_INLINE void strip_product(const O* in, const ProductPixels& pixels, int64_t images,
+PK_INLINE void strip_product(const O* in, const ProductPixels<Bordered>& pixels, int64_t images,
                              const Conv& conv, const PackedWeights& packed, const Finish& finish) {
   using A = Accumulate<O>;
   const int64_t in_channels = packed.in_channels, width = pixels.width;
@@ -311,14 +311,10 @@ PK_INLINE void strip_product(const O* in, const ProductPixels& pixels, int64_t i
           }
         };
         while (!packed.finite && image < images) {
-          const Taps inside = pixels.taps.inside(
-              pixels.read.row - conv.halo_h() + row * pixels.step.h,
-              column * pixels.step.w - conv.halo_w(), pixels.read.image_rows, pixels.read.width);
+          const Taps inside = pixels.taps_inside(conv, row, column, column);
           product_tile<O, 1, kVectors>(
               from, [](int) { return 0; }, inside, in_channels, run, w,
-              [&](auto& acc) {
-                finish(vectors, std::integral_constant<int, 1>{}, acc, image, pixel, k);
-              });
+              [&](auto& acc) { finish(acc, image, pixel, k); });
           advance(1);
         }
         while (image < images) {
@@ -336,7 +332,7 @@ PK_INLINE void strip_product(const O* in, const ProductPixels& pixels, int64_t i
             }
             if (!kTilesCrossRows) advance(kRows);
             const auto finish_tile = [&](auto& acc) PK_LAMBDA {
-              finish(vectors, count, acc, first_image, first_pixel, k);
+              finish(acc, first_image, first_pixel, k);
             };
             if constexpr (kSharesValues<kVectors>) {
               if (shares) {

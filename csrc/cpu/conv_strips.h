@@ -34,6 +34,7 @@ struct Bordered {
 
   int64_t pitch() const { return width * channels; }
   int64_t values() const { return rows * pitch(); }
+  int64_t offset(int64_t row, int64_t column) const { return row * pitch() + column * channels; }
 };
 
 // The activation that `rows` rows of the output read; a row of the input has `width` pixels.
@@ -134,20 +135,23 @@ struct Taps {
 
   Taps() {}  // not zeroed: a strip is short
 
-  void add(int64_t tap_row, int64_t tap_column, int64_t index, const Bordered& operand) {
+  void add(int64_t tap_row, int64_t tap_column, int64_t index, int64_t tap_offset) {
     row[count] = tap_row;
     column[count] = tap_column;
-    offset[count] = tap_row * operand.pitch() + tap_column * operand.channels;
+    offset[count] = tap_offset;
     place[count++] = index;
   }
 
-  // The taps that fall inside an image of this size for a pixel whose tap at row 0 and column 0
-  // would read the pixel of the image at `first_row` and `first_column`.
-  Taps inside(int64_t first_row, int64_t first_column, int64_t height, int64_t width) const {
+  // The taps that fall inside an image of this size for any of some pixels in a row. The tap at row
+  // 0 and column 0 of the first would read the pixel of the image at `first_row` and
+  // `first_column`, that of the last the pixel at `first_row` and `last_column`.
+  Taps inside(int64_t first_row, int64_t first_column, int64_t last_column, int64_t height,
+              int64_t width) const {
     Taps taps;
     for (int64_t t = 0; t < count; ++t) {
-      const int64_t r = first_row + row[t], s = first_column + column[t];
-      if (r < 0 || r >= height || s < 0 || s >= width) continue;
+      const int64_t r = first_row + row[t];
+      if (r < 0 || r >= height) continue;
+      if (last_column + column[t] < 0 || first_column + column[t] >= width) continue;
       taps.offset[taps.count] = offset[t];
       taps.place[taps.count++] = place[t];
     }
@@ -156,52 +160,61 @@ struct Taps {
 };
 
 // The pixels of a strip that a product computes, and its steps over its operand and its result.
+template <class Operand>
 struct ProductPixels {
   int64_t rows, width;  // in each image
-  Bordered operand;
+  Operand operand;
   Rows read;    // that the operand holds, without the border
   Stride step;  // in the operand
   Taps taps;
   int64_t first;  // in the result
   Stride result_step;
   int64_t result_width, result_image;  // pixels
+
+  // The taps inside the image for any pixel of `row` from column `first` to column `last`.
+  Taps taps_inside(const Conv& conv, int64_t row, int64_t first, int64_t last) const {
+    return taps.inside(read.row - conv.halo_h() + row * step.h, first * step.w - conv.halo_w(),
+                       last * step.w - conv.halo_w(), read.image_rows, read.width);
+  }
 };
 
 // The pixels of the output, from the input.
-inline ProductPixels output_pixels(const Conv& conv, const Strip& strip) {
-  const Bordered operand = bordered_input(conv, strip.out.rows, strip.in.width);
-  ProductPixels pixels{strip.out.rows,
-                       strip.out.width,
-                       operand,
-                       strip.in,
-                       conv.stride,
-                       {},
-                       0,
-                       {},
-                       strip.out.width,
-                       strip.out.image_rows * strip.out.width};
+template <class Operand>
+ProductPixels<Operand> output_pixels(const Conv& conv, const Strip& strip, const Operand& operand) {
+  ProductPixels<Operand> pixels{strip.out.rows,
+                                strip.out.width,
+                                operand,
+                                strip.in,
+                                conv.stride,
+                                {},
+                                0,
+                                {},
+                                strip.out.width,
+                                strip.out.image_rows * strip.out.width};
   for (int64_t r = 0; r < conv.kernel_h; ++r) {
-    for (int64_t s = 0; s < conv.kernel_w; ++s) pixels.taps.add(r, s, pixels.taps.count, operand);
+    for (int64_t s = 0; s < conv.kernel_w; ++s) {
+      pixels.taps.add(r, s, pixels.taps.count, operand.offset(r, s));
+    }
   }
   return pixels;
 }
 
 // Every stride-th pixel of the input from `row` and `column` on, from the gradient of the output:
 // pixel i reads o = (i + halo - r) / stride for each tap r where that is a whole number.
-inline ProductPixels input_pixels(const Conv& conv, const Strip& strip, int64_t row,
-                                  int64_t column) {
+template <class Operand>
+ProductPixels<Operand> input_pixels(const Conv& conv, const Strip& strip, const Operand& operand,
+                                    int64_t row, int64_t column) {
   const Stride stride = conv.stride;
-  const Bordered operand = bordered_output(conv, strip.out.rows, strip.out.width);
-  ProductPixels pixels{(strip.in.rows - row + stride.h - 1) / stride.h,
-                       (strip.in.width - column + stride.w - 1) / stride.w,
-                       operand,
-                       strip.out,
-                       {},
-                       {},
-                       row * strip.in.width + column,
-                       stride,
-                       strip.in.width,
-                       strip.in.image_rows * strip.in.width};
+  ProductPixels<Operand> pixels{(strip.in.rows - row + stride.h - 1) / stride.h,
+                                (strip.in.width - column + stride.w - 1) / stride.w,
+                                operand,
+                                strip.out,
+                                {},
+                                {},
+                                row * strip.in.width + column,
+                                stride,
+                                strip.in.width,
+                                strip.in.image_rows * strip.in.width};
   for (int64_t r = conv.kernel_h; r-- > 0;) {
     const int64_t down = row + conv.halo_h() - r;
     if (down % stride.h != 0) continue;
@@ -209,8 +222,9 @@ inline ProductPixels input_pixels(const Conv& conv, const Strip& strip, int64_t 
       const int64_t right = column + conv.halo_w() - s;
       if (right % stride.w != 0) continue;
       const int64_t place = conv.taps() - 1 - (r * conv.kernel_w + s);  // weights are transposed
-      pixels.taps.add(down / stride.h + conv.halo_h(), right / stride.w + conv.halo_w(), place,
-                      operand);
+      const int64_t tap_row = down / stride.h + conv.halo_h();
+      const int64_t tap_column = right / stride.w + conv.halo_w();
+      pixels.taps.add(tap_row, tap_column, place, operand.offset(tap_row, tap_column));
     }
   }
   return pixels;
@@ -233,7 +247,24 @@ struct ConvWeight {
           tap / t.sizes()[3] * t.strides()[2] + tap % t.sizes()[3] * t.strides()[3];
     }
   }
+
+  // The weights from output channel k and input channel c on.
+  ConvWeight from(int64_t k, int64_t c) const {
+    ConvWeight weight = *this;
+    weight.values += k * stride_k + c * stride_c;
+    return weight;
+  }
 };
+
+// Stores some values of a weight gradient `stride` apart.
+template <class T>
+void store_weights(T* to, int64_t stride, const Accumulate<T>* values, int64_t count) {
+  if (stride == 1) {
+    for (int64_t c = 0; c < count; ++c) to[c] = narrowed<T>(values[c]);
+  } else {
+    for (int64_t c = 0; c < count; ++c) to[c * stride] = narrowed<T>(values[c]);
+  }
+}
 
 // Weights in the order in which products read them, in the type of their operands.
 struct PackedWeights {

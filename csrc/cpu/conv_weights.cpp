@@ -37,7 +37,7 @@ PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool t
                     group * kPackedChannels);
   });
   // A 1x1 kernel has no border: its products never read these weights outside the image.
-  const bool finite = conv.taps() == 1 || PK_CALL_PRODUCT(T, all_finite, weight, packed, count);
+  const bool finite = conv.taps() == 1 || PK_CALL_PRODUCT(T, is_finite, weight, packed, count);
   return {packed, in_channels, out_channels, finite};
 }
 

@@ -16,17 +16,18 @@ struct NormVectors {
   }
 };
 
-// y = relu(p) for p = (x - mean) * scale + bias.
+// y = relu(p) for p = (x - mean) * scale + bias. The pixels of y are `step` values apart.
 template <class T, class Y, class A>
-PK_INLINE void normalise(const T* x, Y* y, int64_t pixels, int64_t channels,
+PK_INLINE void normalise(const T* x, Y* y, int64_t step, int64_t pixels, int64_t channels,
                          const Normalisation<A>& norm) {
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     const NormVectors<A, kVectors> n(norm, c, lanes, true);
     for (int64_t p = 0; p < pixels; ++p) {
       for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = p * channels + c + v * kLanes<A>;
-        store(y + at, relu((load(x + at, lanes) - n.mean[v]) * n.scale[v] + n.bias[v]), lanes);
+        const int64_t at = c + v * kLanes<A>;
+        const Vector<A> d = load(x + p * channels + at, lanes) - n.mean[v];
+        store(y + p * step + at, relu(d * n.scale[v] + n.bias[v]), lanes);
       }
     }
   });

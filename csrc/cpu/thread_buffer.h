@@ -8,7 +8,7 @@
 namespace preact_kernels {
 
 // The purpose of a buffer. A thread may use one buffer of each purpose at a time.
-enum class Use { kScratch, kWeights, kWeightGradients, kPartials };
+enum class Use { kScratch, kWeights, kWeightGradients, kPartials, kOperands };
 
 // Returns `values` uninitialised values of the calling thread. The buffer grows and is kept,
 // because calls are many and short.

@@ -5,8 +5,6 @@
 // pairs of pixels: those of `narrow` are copied side by side, those of `wide` are interleaved in
 // registers.
 
-#include "conv_product.h"
-
 // One operand: pixels `step` values apart, in rows `pitch` values apart, of images `image_pitch`
 // values apart.
 template <class O>
@@ -19,6 +17,13 @@ struct PixelRows {
         image_pitch(operand.values()),
         pitch(operand.pitch()),
         step(operand.channels),
+        channels(operand.channels) {}
+  // All images are one, whose pixels are those of the images.
+  PixelRows(const O* values, const Interleaved& operand)
+      : values(values),
+        image_pitch(0),
+        pitch(operand.pitch()),
+        step(operand.step()),
         channels(operand.channels) {}
 
   PixelRows from(int64_t row, int64_t column) const {
@@ -88,11 +93,12 @@ PK_INLINE void fill_pairs(const PixelRows<BFloat16>& narrow, const TapRange& ran
     for (int64_t p = 0; p < range.width; p += 2) {
       for (int64_t n = 0; n < channels; n += 16) {
         const FullHalves first = load_16(from + n);
-        const FullHalves second = p + 1 < range.width ? load_16(from + channels + n) : FullHalves{};
+        const FullHalves second =
+            p + 1 < range.width ? load_16(from + narrow.step + n) : FullHalves{};
         const FullBits both = paired<0>(first, second);
         __builtin_memcpy(pairs + 2 * n, &both, sizeof both);
       }
-      from += 2 * channels;
+      from += 2 * narrow.step;
       pairs += 2 * channels;
     }
   }

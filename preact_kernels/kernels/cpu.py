@@ -29,11 +29,16 @@ from preact_kernels.kernels.native import NativeKernels, load_library
 # Lanes of float32 by name, in the order of csrc/cpu/isa.h.
 INSTRUCTION_SETS = {"generic": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
 _MOST_TAPS = 49
-# Up to here the direct convolutions win on every instruction set; measured with 1 MiB of L2 a core.
+# Up to here the direct convolutions win on every instruction set.
 _SMALL_WEIGHT = 64 * 1024
-# With AVX-512 they win for larger weights too where the activations before and after the
-# convolution have this many times the elements of the weight, for each thread: every thread sums a
-# weight gradient of its own. Measured on two cores of Zen 5, in networks.
+# Larger weights are read once for all pixels where the elements of the activations before and after
+# the convolution are at most this many, and at most this many times those of the weight: the rule
+# of csrc/cpu/weight_stationary.cpp.
+_FEW_ACTIVATIONS = 2 * 1024 * 1024
+_FEW_ACTIVATIONS_PER_WEIGHT = 4
+# Beside more activations, they win with AVX-512 where those have this many times the elements of the
+# weight, for each thread: every thread sums a weight gradient of its own. Measured on two cores of
+# Zen 5, in networks.
 _ACTIVATIONS_PER_WEIGHT = {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05}
 
 
@@ -84,10 +89,14 @@ class CPUKernels(NativeKernels):
         """Whether a direct convolution is faster than PyTorch's."""
         if weights <= _SMALL_WEIGHT:
             return True
-        if self._channel_multiple < 16 or (dtype.itemsize == 2 and torch_compat.has_amx()):
+        if self._channel_multiple < 8 or (dtype.itemsize == 2 and torch_compat.has_amx()):
             return False
+        if activations is None:
+            return True
+        if activations <= min(_FEW_ACTIVATIONS, _FEW_ACTIVATIONS_PER_WEIGHT * weights):
+            return True
         least = _ACTIVATIONS_PER_WEIGHT[dtype] * weights * torch.get_num_threads()
-        return activations is None or activations >= least
+        return self._channel_multiple >= 16 and activations >= least
 
     def bn_relu_conv_forward(
         self,

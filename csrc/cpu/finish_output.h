@@ -1,0 +1,92 @@
+// The end of a forward: what happens to a tile of sums. Included once for each instruction set.
+
+// y = acc [+ conv_bias] [+ residual] for pixels of a strip. Where `statistics` are given, adds to
+// those of y as stored in the strip's tiles (TileStatistics).
+template <class T, class A>
+struct FinishOutput {
+  const ConvForward<T>& op;
+  const Strip& strip;
+  A* statistics;  // or null
+  const T* added;
+  T* out;
+
+  PK_INLINE FinishOutput(const ConvForward<T>& op, const Strip& strip, A* statistics)
+      : op(op), strip(strip), statistics(statistics) {
+    const int64_t first = strip.out.first_pixel * op.conv.out_channels;
+    added = op.residual == nullptr ? nullptr : op.residual + first;
+    out = op.y + first;
+  }
+
+  void clear_statistics() const {
+    if (statistics != nullptr) {
+      std::fill_n(statistics, strip.images * 3 * op.conv.out_channels, A(0));
+    }
+  }
+
+  // For the channels of some vectors from k on, and kRows pixels from `pixel` of the strip on, in
+  // the image of this number.
+  template <int kRows, int kVectors>
+  PK_INLINE void operator()(Vector<A> (&acc)[kRows][kVectors], int64_t image, int64_t pixel,
+                            int64_t k) const {
+    const int64_t outputs = op.conv.out_channels;
+    if (op.conv_bias != nullptr) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const Vector<A> b = load(op.conv_bias + k + v * kLanes<A>);
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows; ++i) acc[i][v] += b;
+      }
+    }
+    const int64_t ahead = kAhead * kRows * outputs;
+    T* to = out + pixel * outputs + k;
+    if (added == nullptr) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) store(to + v * kLanes<A>, acc[i][v]);
+        to = next_pixel(to, outputs);
+      }
+    } else {
+      const T* from = added + pixel * outputs + k;
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t at = v * kLanes<A>;
+          __builtin_prefetch(from + ahead + at);
+          __builtin_prefetch(to + ahead + at, 1);
+          acc[i][v] += load(from + at);
+          store(to + at, acc[i][v]);
+        }
+        from = next_pixel(from, outputs);
+        to = next_pixel(to, outputs);
+      }
+    }
+    if (statistics == nullptr) return;
+    A* pivots = statistics + image * 3 * outputs;
+    A* sum = pivots + outputs;
+    A* square = sum + outputs;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = k + v * kLanes<A>;
+      if (pixel == image * strip.tile_pixels()) {
+        Vector<A> first = {};
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows; ++i) {
+          first += as_stored(out, acc[i][v]);
+        }
+        store(pivots + at, finite_or_zero(first * (A(1) / A(kRows))));
+      }
+      const Vector<A> pivot = load(pivots + at);
+      Vector<A> s = {}, q = {};
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) {
+        const Vector<A> d = as_stored(out, acc[i][v]) - pivot;
+        s += d;
+        q += d * d;
+      }
+      store(sum + at, load(sum + at) + s);
+      store(square + at, load(square + at) + q);
+    }
+  }
+};

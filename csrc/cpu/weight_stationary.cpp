@@ -1,0 +1,260 @@
+#include "weight_stationary.h"
+
+#include "isa.h"
+#include "tiles.h"
+
+#define PK_FOR_DOT
+#define PK_KERNELS "weight_stationary_kernels.h"
+#include "for_each_isa.h"
+
+namespace preact_kernels {
+
+namespace {
+
+int64_t parts_of(int64_t length, int64_t part) { return (length + part - 1) / part; }
+
+// Which operands a launch needs.
+struct Needs {
+  bool input, output, pairs;
+};
+
+// The operands of all groups, in memory of the calling thread.
+template <class T>
+struct Operands {
+  using A = Accumulate<T>;
+  const Conv& conv;
+  const ImageGroups& groups;
+  const bool pairs;     // products are dot products
+  const int64_t width;  // of a value, in bytes
+  int64_t input_bytes = 0, output_bytes = 0, pair_bytes = 0;  // of a group
+  char *inputs = nullptr, *outputs = nullptr, *output_pairs = nullptr;
+
+  Operands(const Conv& conv, const ImageGroups& groups, Needs needs)
+      : conv(conv),
+        groups(groups),
+        pairs(std::is_same_v<T, BFloat16> && isa() == Isa::kAvx512Bf16),
+        width(pairs ? sizeof(T) : sizeof(A)) {
+    if (groups.count == 0) return;
+    const Strip strip = groups[0];
+    if (needs.input) input_bytes = bytes(input(strip).values());
+    if (needs.output) output_bytes = bytes(output(strip).values());
+    if (needs.pairs && pairs) {
+      const int64_t row = (neighbours(strip) + 1) / 2 * 2;
+      pair_bytes = bytes(strip.out.rows * row * conv.out_channels);
+    }
+    inputs = thread_buffer<char, Use::kOperands>(groups.count *
+                                                 (input_bytes + output_bytes + pair_bytes));
+    outputs = inputs + groups.count * input_bytes;
+    output_pairs = outputs + groups.count * output_bytes;
+  }
+
+  int64_t bytes(int64_t values) const { return parts_of(values * width, 64) * 64; }
+  int64_t images(const Strip& strip) const { return groups.images(strip, pairs); }
+  // Pixels of the images in a row of the output.
+  int64_t neighbours(const Strip& strip) const { return strip.out.width * images(strip); }
+
+  Interleaved input(const Strip& strip) const {
+    return interleaved_input(conv, strip, images(strip));
+  }
+  Interleaved output(const Strip& strip) const {
+    return interleaved_output(conv, strip, images(strip));
+  }
+  char* input_of(int64_t group) const { return inputs + group * input_bytes; }
+  char* output_of(int64_t group) const { return outputs + group * output_bytes; }
+  char* pairs_of(int64_t group) const { return output_pairs + group * pair_bytes; }
+  // The operand of a weight gradient that is not a vector of channels.
+  char* narrow_of(int64_t group) const { return pairs ? pairs_of(group) : output_of(group); }
+
+  // The activation.
+  template <class N>
+  void fill_inputs(const T* x, const N& norm) const {
+    for_row_parts(&Strip::in, [&](int64_t group, const Strip& strip, const RowPart& part) {
+      PK_CALL_PRODUCT(T, fill_activation, x, norm, conv, strip, input(strip), part,
+                      input_of(group));
+    });
+  }
+
+  // The gradient of the output.
+  void fill_outputs(const OutputGradient<T>& dy) const {
+    for_row_parts(&Strip::out, [&](int64_t group, const Strip& strip, const RowPart& part) {
+      PK_CALL_PRODUCT(T, fill_gradient, dy, conv, strip, output(strip), part, output_of(group));
+    });
+  }
+
+  // Pairs of pixels of that, where products are dot products.
+  void fill_pairs() const {
+    constexpr int64_t kPart = 64;  // an even number
+    if (!pairs || groups.count == 0) return;
+    const Strip first = groups[0];
+    const int64_t rows = first.out.rows, parts = parts_of(neighbours(first), kPart);
+    for_tiles(groups.count * rows * parts, [&](int64_t i) {
+      const int64_t group = i / (rows * parts), row = i / parts % rows, begin = i % parts * kPart;
+      const Strip strip = groups[group];
+      const int64_t count = std::min(kPart, neighbours(strip) - begin);
+      if (count <= 0) return;
+      PK_CALL_PRODUCT(T, fill_row_pairs<T>, conv, output(strip), output_of(group),
+                      neighbours(strip), row, begin, count, pairs_of(group));
+    });
+  }
+
+ private:
+  // Runs body(group, strip, part) for parts of the rows of all images of the operands.
+  template <class Body>
+  void for_row_parts(Rows Strip::*side, const Body& body) const {
+    constexpr int64_t kPart = 32;
+    if (groups.count == 0) return;
+    const Strip first = groups[0];
+    const int64_t rows = (first.*side).rows, parts = parts_of((first.*side).width, kPart);
+    const int64_t group_parts = images(first) * rows * parts;
+    for_tiles(groups.count * group_parts, [&](int64_t i) {
+      const int64_t group = i / group_parts, image = i % group_parts / (rows * parts);
+      const Strip strip = groups[group];
+      const int64_t begin = i % parts * kPart;
+      const int64_t count = std::min(kPart, (strip.*side).width - begin);
+      if (image >= images(strip) || count <= 0) return;
+      body(group, strip, RowPart{image, i / parts % rows, begin, count});
+    });
+  }
+};
+
+// Memory for the weights that a task packs at a time.
+template <class T>
+void* packed_memory(const Conv& conv, int64_t in_channels) {
+  const int64_t channels = PK_CALL_PRODUCT(T, packed_channels, conv, in_channels);
+  const int64_t outputs = PK_CALL_PRODUCT(T, task_channels, conv);
+  return thread_buffer<Accumulate<T>, Use::kWeights>(conv.taps() * channels * outputs);
+}
+
+}  // namespace
+
+// With few more weights than that, strips are as fast. The operands of all pixels are in memory at
+// once: they must not be large. serves_conv in kernels/cpu.py knows this rule.
+bool is_weight_stationary(const Conv& conv) {
+  constexpr int64_t kSmallWeight = 64 * 1024, kActivationsPerWeight = 4;
+  constexpr int64_t kMostActivations = 2 * 1024 * 1024;
+  const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
+  const Activation in = conv.input(), out = conv.output();
+  const int64_t activations = in.pixels() * in.channels + out.pixels() * out.channels;
+  return weights > kSmallWeight &&
+         activations <= std::min(kActivationsPerWeight * weights, kMostActivations);
+}
+
+template <class T>
+void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
+                        const BatchStatistics& of_y) {
+  using A = Accumulate<T>;
+  const Conv& conv = op.conv;
+  const ImageGroups groups(conv);
+  const Operands<T> operands(conv, groups, Needs{true, false, false});
+  operands.fill_inputs(op.x, op.norm);
+  TileStatistics<A> statistics(of_y.are_wanted ? groups.tiles() : 0, conv.out_channels);
+  std::fill_n(statistics.partials, statistics.pixels.size() * 3 * conv.out_channels, A(0));
+  const ConvWeight<T> weight(conv_weight, false);
+  const int64_t channels = PK_CALL_PRODUCT(T, task_channels, conv);
+  const int64_t tasks = parts_of(conv.out_channels, channels);
+  for_tiles(groups.count * tasks, [&](int64_t i) {
+    const int64_t group = i / tasks;
+    const Strip strip = groups[group];
+    if (of_y.are_wanted && i % tasks == 0) {
+      std::fill_n(statistics.pixels.begin() + strip.first_tile, strip.images, strip.tile_pixels());
+    }
+    const Interleaved operand = operands.input(strip);
+    const std::vector<ProductPixels<Interleaved>> pixels{output_pixels(conv, strip, operand)};
+    const StationaryTask<T> task{
+        conv,
+        operands.input_of(group),
+        pixels,
+        weight,
+        conv.in_channels,
+        conv.out_channels,
+        i % tasks * channels,
+        strip.images,
+        strip.tile_pixels(),
+        thread_buffer<A, Use::kScratch>(strip.tile_pixels() * operand.images * channels),
+        nullptr,
+        packed_memory<T>(conv, conv.in_channels)};
+    PK_CALL_PRODUCT(T, stationary_output, op, task, strip,
+                    of_y.are_wanted ? statistics.tile(strip.first_tile) : nullptr);
+  });
+  if (of_y.are_wanted) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));
+}
+
+template <class T>
+void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
+                         const UnitGradients& gradients) {
+  using A = Accumulate<T>;
+  const Conv& conv = op.conv;
+  const Wanted& wanted = gradients.wanted;
+  const ImageGroups groups(conv);
+  const Operands<T> operands(conv, groups, Needs{wanted.weight, true, wanted.weight});
+  operands.fill_outputs(op.dy);
+  if (wanted.weight) {
+    operands.fill_inputs(op.x, op.norm);
+    operands.fill_pairs();
+  }
+  TileSums<A> partial_sums(wanted.g ? groups.tiles() : 0, conv.in_channels);
+  const ConvWeight<T> weight(conv_weight, true);
+  const int64_t channels = PK_CALL_PRODUCT(T, task_channels, conv);
+  const int64_t group_tasks = parts_of(conv.in_channels, channels);
+  const int64_t input_tasks = wanted.g ? groups.count * group_tasks : 0;
+  const auto input_gradient = [&](int64_t i) {
+    const int64_t group = i / group_tasks;
+    const Strip strip = groups[group];
+    const Interleaved operand = operands.output(strip);
+    std::vector<ProductPixels<Interleaved>> pixels;
+    for (int64_t place = 0; place < conv.stride.h * conv.stride.w; ++place) {
+      const int64_t row = place / conv.stride.w, column = place % conv.stride.w;
+      pixels.push_back(input_pixels(conv, strip, operand, row, column));
+    }
+    const int64_t image_pixels = strip.in.rows * strip.in.width;
+    const int64_t values = image_pixels * operand.images * channels;
+    A* sums = thread_buffer<A, Use::kScratch>(values + 2 * strip.images * conv.in_channels);
+    const StationaryTask<T> task{conv,
+                                 operands.output_of(group),
+                                 pixels,
+                                 weight,
+                                 conv.out_channels,
+                                 conv.in_channels,
+                                 i % group_tasks * channels,
+                                 strip.images,
+                                 image_pixels,
+                                 sums,
+                                 sums + values,
+                                 packed_memory<T>(conv, conv.out_channels)};
+    PK_CALL_PRODUCT(T, stationary_input_gradient, op, task, strip,
+                    partial_sums.tile(strip.first_tile));
+  };
+  const ConvWeight<T> layout(gradients.conv_weight, false);
+  const int64_t wide = PK_CALL_PRODUCT(T, gradient_task_channels);
+  const int64_t weight_tasks = wanted.weight ? parts_of(conv.in_channels, wide) * conv.taps() : 0;
+  const auto weight_gradient = [&](int64_t i) {
+    const int64_t tap = i % conv.taps(), c = i / conv.taps() * wide;
+    const int64_t count = std::min(wide, conv.in_channels - c);
+    A* sums = thread_buffer<A, Use::kWeightGradients>(conv.out_channels * count);
+    std::fill_n(sums, conv.out_channels * count, A(0));
+    for (int64_t group = 0; group < groups.count; ++group) {
+      const Strip strip = groups[group];
+      PK_CALL_PRODUCT(T, stationary_weight_gradient<T>, conv, strip, operands.input(strip),
+                      operands.output(strip), operands.input_of(group),
+                      operands.narrow_of(group), tap, c, count, sums);
+    }
+    T* to = mutable_data<T>(gradients.conv_weight) + layout.taps[tap] + c * layout.stride_c;
+    for (int64_t k = 0; k < conv.out_channels; ++k) {
+      store_weights(to + k * layout.stride_k, layout.stride_c, sums + k * count, count);
+    }
+  };
+  for_tiles(input_tasks + weight_tasks, [&](int64_t i) {
+    i < input_tasks ? input_gradient(i) : weight_gradient(i - input_tasks);
+  });
+  if (wanted.g) partial_sums.merge(op.norm, mutable_data<A>(gradients.sums));
+}
+
+#define PK_INSTANTIATE(T)                                                                     \
+  template void stationary_forward<T>(const ConvForward<T>&, const Tensor&,                   \
+                                      const BatchStatistics&);                                \
+  template void stationary_backward<T>(const ConvBackward<T>&, const Tensor&, const UnitGradients&);
+PK_INSTANTIATE(float)
+PK_INSTANTIATE(BFloat16)
+PK_INSTANTIATE(Float16)
+
+}  // namespace preact_kernels

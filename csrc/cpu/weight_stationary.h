@@ -1,0 +1,121 @@
+// The plan of a convolution with more weights than activations.
+//
+// Strips would read all weights, and add to all of their gradient, for every few pixels. Here a
+// task takes some output channels, for many images: it packs their weights once, as far as a
+// second-level cache holds them, and multiplies all pixels with them. A task of the weight gradient
+// computes its part of the gradient over all pixels, so that no partial gradients are merged.
+#pragma once
+
+#include <vector>
+
+#include "conv_strips.h"
+
+namespace preact_kernels {
+
+// The operand of such a product: the pixels of several images in the order [row][column][image],
+// with the border of Bordered. Neighbours in that order are the same pixel of several images: tiles
+// are full where images are narrow, and taps outside the image are left out. Where the convolution
+// has a stride, columns are grouped by their remainder, so that those of one tap are neighbours.
+struct Interleaved {
+  int64_t rows, columns, column_step, images, channels;
+
+  // From an image to the next, in values. Not a power of two: a cache would hold few of the pixels.
+  int64_t step() const { return channels + kPadding; }
+  int64_t pitch() const { return columns * images * step(); }
+  int64_t values() const { return rows * pitch(); }
+  int64_t offset(int64_t row, int64_t column) const {
+    const int64_t place = column % column_step * (columns / column_step) + column / column_step;
+    return row * pitch() + place * images * step();
+  }
+
+ private:
+  static constexpr int64_t kPadding = 32;
+};
+
+// The activation that the pixels of a strip of whole images read. `images` may be more than the
+// strip's: the values of the others are 0.
+inline Interleaved interleaved_input(const Conv& conv, const Strip& strip, int64_t images) {
+  const int64_t width = strip.in.width + 2 * conv.halo_w(), step = conv.stride.w;
+  return {strip.in.rows + 2 * conv.halo_h(), (width + step - 1) / step * step, step, images,
+          conv.in_channels};
+}
+
+// The gradient of their output.
+inline Interleaved interleaved_output(const Conv& conv, const Strip& strip, int64_t images) {
+  return {strip.out.rows + 2 * conv.halo_h(), strip.out.width + 2 * conv.halo_w(), 1, images,
+          conv.out_channels};
+}
+
+// All groups of images of a batch; for a 1x1 kernel the batch is one long row, and a group some of
+// its pixels. Sums over pixels are those of tiles, as in Strips.
+struct ImageGroups {
+  // Tiles stay in one column where a column has whole tiles of this many images.
+  static constexpr int64_t kWholeTile = 8;
+
+  Conv conv;
+  int64_t size, count;  // of a group, in images or pixels
+
+  explicit ImageGroups(const Conv& conv) : conv(conv) {
+    constexpr int64_t kMostPixels = 1024;
+    const int64_t pixels = conv.taps() == 1 ? 1 : std::max<int64_t>(1, conv.height * conv.width);
+    const int64_t most = std::max<int64_t>(1, kMostPixels / pixels);
+    const int64_t parts = (length() + most - 1) / most;
+    size = parts == 0 ? 1 : (length() + parts - 1) / parts;
+    if (size > kWholeTile) size = (size + kWholeTile - 1) / kWholeTile * kWholeTile;
+    count = (length() + size - 1) / size;
+  }
+
+  Strip operator[](int64_t index) const {
+    const int64_t first = index * size, group = std::min(size, length() - first);
+    if (conv.taps() == 1) {
+      const Rows pixels{first, 0, 1, 1, group};
+      return {pixels, pixels, index, 1};
+    }
+    const int64_t height = conv.out_height(), width = conv.out_width();
+    return {{first * conv.height * conv.width, 0, conv.height, conv.height, conv.width},
+            {first * height * width, 0, height, height, width},
+            first,
+            group};
+  }
+
+  int64_t length() const { return conv.taps() == 1 ? conv.pixels() : conv.images; }
+  int64_t tiles() const { return conv.taps() == 1 ? count : conv.images; }
+  // Images of an operand: an even number for dot products, which read pairs of pixels.
+  int64_t images(const Strip& strip, bool pairs) const {
+    return pairs && conv.taps() > 1 ? (strip.images + 1) / 2 * 2 : strip.images;
+  }
+};
+
+// A part of a row of one image of a group.
+struct RowPart {
+  int64_t image, row, first, count;
+};
+
+// The products of some output channels, from `channel` on, with all pixels of a group of images.
+template <class T>
+struct StationaryTask {
+  const Conv& conv;
+  const void* operand;
+  const std::vector<ProductPixels<Interleaved>>& pixels;  // that the products compute
+  const ConvWeight<T>& weight;
+  int64_t in_channels, out_channels, channel;
+  int64_t images, image_pixels;      // of the result
+  Accumulate<T>* sums;               // memory: [pixel][image][channel of the task]
+  Accumulate<T>* sums_of_images;     // memory of the input gradient: [image][2][channel]
+  void* packed;                      // memory of weights
+};
+
+// Whether a convolution is computed in this way.
+bool is_weight_stationary(const Conv& conv);
+
+// As launch_bn_relu_conv_forward. `op.packed` is not read.
+template <class T>
+void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
+                        const BatchStatistics& of_y);
+
+// As launch_bn_relu_conv_backward. `op.packed` is not read.
+template <class T>
+void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
+                         const UnitGradients& gradients);
+
+}  // namespace preact_kernels

@@ -1,0 +1,256 @@
+// BN-ReLU-Conv with more weights than activations. Included once for each instruction set.
+
+#include "conv_product.h"
+#include "finish_input_gradient.h"
+#include "finish_output.h"
+#include "pack_weights.h"
+#include "weight_gradient.h"
+
+// Output channels of a task.
+inline int64_t task_channels(const Conv& conv) { return tile_vectors(conv) * kLanes<float>; }
+
+// Input channels of a task of the weight gradient.
+inline int64_t gradient_task_channels() { return kMaxVectors * kLanes<float>; }
+
+// Input channels whose weights a task packs at a time: those of a kernel of C input channels in
+// equal parts, of 320 KiB in float32 where that is enough for a group of channels.
+inline int64_t packed_channels(const Conv& conv, int64_t in_channels) {
+  constexpr int64_t kMostValues = 80 * 1024;
+  const int64_t group_values = conv.taps() * task_channels(conv) * kPackedChannels;
+  const int64_t most = std::max<int64_t>(kMostValues / group_values, 1);
+  const int64_t groups = (in_channels + kPackedChannels - 1) / kPackedChannels;
+  const int64_t parts = (groups + most - 1) / most;
+  return (groups + parts - 1) / parts * kPackedChannels;
+}
+
+// Writes a part of a row of an image to an operand, and the border beside it. fill(out, pixel,
+// count) writes some pixels of the batch, which are `step` images apart in the operand.
+template <class O, class Fill>
+PK_INLINE void fill_part(O* out, const Interleaved& operand, const Conv& conv, const Strip& strip,
+                         const Rows& rows, const RowPart& part, const Fill& fill) {
+  const int64_t halo = conv.halo_w(), end = part.first + part.count;
+  const auto at = [&](int64_t column) PK_LAMBDA {
+    return out + operand.offset(part.row + conv.halo_h(), column) + part.image * operand.step();
+  };
+  const auto clear = [&](int64_t first, int64_t last) PK_LAMBDA {
+    for (int64_t column = first; column < last; ++column) {
+      std::fill_n(at(column), operand.channels, O{});
+    }
+  };
+  const bool is_image = part.image < strip.images;
+  if (part.first == 0) clear(0, halo);
+  if (!is_image) clear(part.first + halo, end + halo);
+  if (end == rows.width) clear(end + halo, operand.columns);
+  if (!is_image) return;
+  const int64_t pixel = rows.first_pixel + (part.image * rows.image_rows + part.row) * rows.width;
+  if (operand.column_step == 1) {
+    fill(at(part.first + halo), pixel + part.first, part.count);
+  } else {
+    for (int64_t c = part.first; c < end; ++c) fill(at(c + halo), pixel + c, int64_t(1));
+  }
+}
+
+// A part of the activation relu(p).
+template <class T>
+void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const Conv& conv,
+                     const Strip& strip, const Interleaved& operand, const RowPart& part,
+                     void* memory) {
+  using O = Operand<T>;
+  const int64_t channels = conv.in_channels, step = operand.images * operand.step();
+  fill_part(static_cast<O*>(memory), operand, conv, strip, strip.in, part,
+            [&](O* out, int64_t pixel, int64_t count) PK_LAMBDA {
+              normalise(x + pixel * channels, out, step, count, channels, norm);
+            });
+}
+
+// A part of the gradient of the output, which is also unfolded where that is wanted.
+template <class T>
+void fill_gradient(const OutputGradient<T>& dy, const Conv& conv, const Strip& strip,
+                   const Interleaved& operand, const RowPart& part, void* memory) {
+  using O = Operand<T>;
+  const int64_t step = operand.images * operand.step();
+  fill_part(static_cast<O*>(memory), operand, conv, strip, strip.out, part,
+            [&](O* out, int64_t pixel, int64_t count) PK_LAMBDA {
+              unfold(dy, true, out, step, pixel, count, conv.out_channels);
+            });
+}
+
+// sums[pixel][image][channel] = the product of some of its input channels, or, unless it is the
+// first, is increased by that. The channels are those of kVectors vectors.
+template <class O, int kVectors>
+PK_INLINE void add_stationary_product(const O* in, const ProductPixels<Interleaved>& pixels,
+                                      const Conv& conv, int64_t channels, const O* weights,
+                                      bool is_first, Accumulate<O>* sums) {
+  using A = Accumulate<O>;
+  constexpr int kMost = std::min(max_tile_rows(kVectors), kMostAddresses);
+  constexpr int64_t kWidth = kVectors * kLanes<A>;
+  const Interleaved& operand = pixels.operand;
+  const int64_t images = operand.images, step = operand.step(), neighbours = pixels.width * images;
+  const int64_t run = channels_of_run<O>(pixels.taps, channels);
+  // 0 * NaN is NaN: a tap outside the image is left out for every pixel.
+  const bool finite =
+      conv.taps() == 1 || all_finite(weights, conv.taps() * channels * kWidth);
+  const bool in_column = images % ImageGroups::kWholeTile == 0 || !finite;
+  for (int64_t row = 0; row < pixels.rows; ++row) {
+    const O* line = in + row * pixels.step.h * operand.pitch();
+    A* result = sums + (pixels.first + row * pixels.result_step.h * pixels.result_width) * images *
+                           kWidth;
+    for (int64_t p = 0; p < neighbours;) {
+      const int64_t column = p / images;
+      const int64_t left = (in_column ? (column + 1) * images : neighbours) - p;
+      const int64_t rows = next_rows<kMost>(left);
+      const Taps taps = pixels.taps_inside(conv, row, column, (p + rows - 1) / images);
+      with_rows<kMost>(rows, [&](auto count) PK_LAMBDA {
+        constexpr int kRows = decltype(count)::value;
+        const auto store_sums = [&](auto& acc) PK_LAMBDA {
+          int64_t image = p - column * images;
+          A* to = result + (column * pixels.result_step.w * images + image) * kWidth;
+#pragma GCC unroll 32
+          for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) {
+              A* at = to + v * kLanes<A>;
+              store(at, is_first ? acc[i][v] : load(at) + acc[i][v]);
+            }
+            to += kWidth;
+            if (++image == images) {
+              image = 0;
+              to += (pixels.result_step.w - 1) * images * kWidth;
+            }
+          }
+        };
+        product_tile<O, kRows, kVectors>(
+            line + p * step, [&](int i) PK_LAMBDA { return i * step; }, taps, channels, run,
+            weights, store_sums);
+      });
+      p += rows;
+    }
+  }
+}
+
+// Computes the products of a task, and calls finish(accumulators, image, pixel, channel) as
+// strip_product does.
+template <class T, class Finish>
+PK_INLINE void stationary_products(const StationaryTask<T>& task, const Finish& finish) {
+  using O = Operand<T>;
+  using A = Accumulate<T>;
+  const Conv& conv = task.conv;
+  const O* in = static_cast<const O*>(task.operand);
+  O* packed = static_cast<O*>(task.packed);
+  const int64_t most = packed_channels(conv, task.in_channels);
+  const int64_t out_channels = std::min(task_channels(conv), task.out_channels - task.channel);
+  const int64_t operand_images = task.pixels[0].operand.images;
+  for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
+    constexpr int kVectors = decltype(vectors)::value, kWidth = kVectors * kLanes<A>;
+    constexpr int kMostRows = std::min(max_tile_rows(kVectors), 8);
+    k += task.channel;
+    for (int64_t c = 0; c < task.in_channels; c += most) {
+      const int64_t channels = std::min(most, task.in_channels - c);
+      const ConvWeight<T> weight = task.weight.from(k, c);
+      for (int64_t first = 0; first < channels; first += kPackedChannels) {
+        pack(weight, conv, channels, kWidth, packed, first);
+      }
+      for (const ProductPixels<Interleaved>& pixels : task.pixels) {
+        add_stationary_product<O, kVectors>(in + c, pixels, conv, channels, packed, c == 0,
+                                            task.sums);
+      }
+    }
+    for (int64_t image = 0; image < task.images; ++image) {
+      for (int64_t pixel = 0; pixel < task.image_pixels;) {
+        const int64_t rows = next_rows<kMostRows>(task.image_pixels - pixel);
+        with_rows<kMostRows>(rows, [&](auto count) PK_LAMBDA {
+          constexpr int kRows = decltype(count)::value;
+          Vector<A> acc[kRows][kVectors];
+#pragma GCC unroll 32
+          for (int i = 0; i < kRows; ++i) {
+            const A* from = task.sums + ((pixel + i) * operand_images + image) * kWidth;
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) acc[i][v] = load(from + v * kLanes<A>);
+          }
+          finish(acc, image, image * task.image_pixels + pixel, k);
+        });
+        pixel += rows;
+      }
+    }
+  });
+}
+
+// y of a task's output channels, for a group of images, with the part of the statistics.
+template <class T, class A>
+void stationary_output(const ConvForward<T>& op, const StationaryTask<T>& task, const Strip& strip,
+                       A* statistics) {
+  stationary_products(task, FinishOutput<T, A>(op, strip, statistics));
+}
+
+// g of a task's input channels, for a group of images, with its part of the sums.
+template <class T>
+void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T>& task,
+                               const Strip& strip, double* tile_sums) {
+  using A = Accumulate<T>;
+  using O = Operand<T>;
+  const int64_t channels = op.conv.in_channels, first = strip.in.first_pixel * channels;
+  const int64_t end = std::min(task.channel + task_channels(op.conv), channels);
+  A* of_g = task.sums_of_images;
+  for (int64_t i = 0; i < 2 * strip.images; ++i) {
+    std::fill(of_g + i * channels + task.channel, of_g + i * channels + end, A(0));
+  }
+  stationary_products(
+      task, [&](const auto& acc, int64_t image, int64_t pixel, int64_t c) PK_LAMBDA {
+        finish_input_gradient(acc, op.x + first, op.g + first, pixel, c, channels, channels,
+                              op.norm, of_g + image * 2 * channels, false,
+                              static_cast<O*>(nullptr));
+      });
+  for (int64_t i = 0; i < 2 * strip.images; ++i) {
+    std::copy(of_g + i * channels + task.channel, of_g + i * channels + end,
+              tile_sums + i * channels + task.channel);
+  }
+}
+
+// The pairs of pixels of a part of a row of the output's gradient, for dot products.
+template <class T>
+void fill_row_pairs(const Conv& conv, const Interleaved& operand, const void* gradient,
+                    int64_t width, int64_t row, int64_t first, int64_t count, void* pairs) {
+#ifdef PK_HAS_DOT
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const PixelRows<BFloat16> dy(static_cast<const BFloat16*>(gradient) +
+                                     operand.offset(row + conv.halo_h(), conv.halo_w()),
+                                 operand);
+    const PixelRows<BFloat16> to =
+        paired_rows(static_cast<const BFloat16*>(pairs), conv.out_height(), width, dy);
+    fill_pairs(dy.from(0, first), {1, 1, count},
+               const_cast<BFloat16*>(to.from(row, first).values));
+  }
+#endif
+}
+
+// partial[k][c] += the weight gradient of one tap and of input channels c from `channel` on, over
+// the pixels of a group of images. `narrow` is the output's gradient, in dot products its pairs.
+template <class T, class A>
+void stationary_weight_gradient(const Conv& conv, const Strip& strip, const Interleaved& input,
+                                const Interleaved& output, const void* activation,
+                                const void* narrow, int64_t tap, int64_t channel,
+                                int64_t channels, A* partial) {
+  using O = Operand<T>;
+  const int64_t r = tap / conv.kernel_w, s = tap % conv.kernel_w, images = output.images;
+  // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
+  const PixelRange rows =
+      inside(r - conv.halo_h(), conv.stride.h, strip.in.image_rows, 0, strip.out.rows);
+  const PixelRange columns =
+      inside(s - conv.halo_w(), conv.stride.w, strip.in.width, 0, strip.out.width);
+  if (rows.count <= 0 || columns.count <= 0) return;
+  PixelRows<O> a(static_cast<const O*>(activation) +
+                     input.offset(rows.first * conv.stride.h + r, s) +
+                     columns.first * images * input.step() + channel,
+                 input);
+  a.pitch *= conv.stride.h;
+  a.channels = channels;
+  PixelRows<O> dy(static_cast<const O*>(narrow), output);
+  if constexpr (kDepth<O> == 2) {
+    dy = paired_rows(static_cast<const O*>(narrow), strip.out.rows, strip.out.width * images, dy)
+             .from(rows.first, columns.first * images);
+  } else {
+    dy = dy.from(0, 0);
+    dy.values += output.offset(rows.first + conv.halo_h(), columns.first + conv.halo_w());
+  }
+  add_tap(dy, a, {1, rows.count, columns.count * images}, partial);
+}
