@@ -103,13 +103,15 @@ CPU_CASES = (
     ConvCase("1x1_strided", (3, 16, 7, 6), 32, 1, stride=(2, 1), residual=True),
     ConvCase("3x3_two_columns", (5, 16, 4, 2), 16, padding=1, residual=True),
     ConvCase("3x3_one_column", (5, 16, 4, 1), 16, padding=1),
-    ConvCase("3x3_channels_144_to_128", (2, 144, 3, 5), 128, padding=1),
-    ConvCase("5x3_channels_64_to_80", (3, 64, 5, 6), 80, (5, 3), padding=(2, 1)),
+    ConvCase("3x3_channels_144_to_48", (2, 144, 3, 5), 48, padding=1),
+    ConvCase("3x3_channels_48_to_144", (2, 48, 3, 5), 144, padding=1),
+    ConvCase("5x3_channels_48_to_80", (3, 48, 5, 6), 80, (5, 3), padding=(2, 1)),
     ConvCase("1x1_many_pixels", (3, 16, 29, 23), 64, 1, residual=True),
     ConvCase("1x1_channels_160_to_64", (1, 160, 9, 7), 64, 1),
-    ConvCase("3x3_long_sums", (2, 512, 4, 3), 16, padding=1),
+    ConvCase("3x3_long_sums", (2, 448, 4, 3), 16, padding=1),
+    ConvCase("3x3_large_weight", (2, 64, 29, 27), 128, padding=1),
     ConvCase("3x3_strided", (3, 32, 8, 6), 64, stride=2, padding=1, residual=True),
-    ConvCase("3x3_strided_odd", (3, 64, 7, 9), 128, stride=2, padding=1),
+    ConvCase("3x3_strided_odd", (3, 64, 7, 9), 112, stride=2, padding=1),
     ConvCase("3x3_strided_down", (2, 16, 5, 6), 16, stride=(2, 1), padding=1),
     ConvCase("3x3_strided_right", (2, 16, 6, 5), 48, stride=(1, 2), padding=1),
     ConvCase("3x3_strided_many_images", (17, 32, 4, 5), 32, stride=2, padding=1),
@@ -120,7 +122,7 @@ CPU_CASES = (
     ConvCase("3x3_stride_4", (2, 16, 9, 11), 16, stride=4, padding=1),  # skips pixels
     ConvCase("3x3_stride_of_any_length", (2, 16, 5, 6), 16, stride=(2**40, 7), padding=1),
     ConvCase("5x3_stride_3_2", (2, 32, 9, 7), 16, (5, 3), stride=(3, 2), padding=(2, 1)),
-    ConvCase("3x3_strided_long_sums", (2, 512, 4, 3), 16, stride=2, padding=1),
+    ConvCase("3x3_strided_long_sums", (2, 448, 4, 3), 16, stride=2, padding=1),
 )
 FUSED = [c for c in CONV_CASES if is_fused(c, "cpu")]
 
@@ -199,16 +201,16 @@ def test_the_cpu_library_names_the_strides_that_it_refuses(kernel, stride, messa
 
 
 @pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
-def test_long_sums_are_sums_of_short_ones(every_weight_is_fused):
-    channels = 512
-    x, weight = torch.randn(1, channels, 3, 3), torch.randn(64, channels, 3, 3)
+@pytest.mark.parametrize(("channels", "out_channels"), [(448, 16), (512, 64)])
+def test_long_sums_are_sums_of_short_ones(channels, out_channels, every_weight_is_fused):
+    x, weight = torch.randn(1, channels, 3, 3), torch.randn(out_channels, channels, 3, 3)
     zeros, ones = torch.zeros(channels), torch.ones(channels)
     norm = (ones, zeros, zeros.clone(), ones.clone())
     with pk.use_backend("cpu"):
         y = pk.bn_relu_conv2d(x, weight, *norm, training=False, padding=1, eps=0.0)
     products = x.relu() * weight  # the taps of the middle pixel
     truth = products.double().flatten(1).sum(1)
-    in_one_sum = torch.zeros(64)
+    in_one_sum = torch.zeros(out_channels)
     for product in products.flatten(1).T:
         in_one_sum += product
     assert distance(y[0, :, 1, 1], truth) < distance(in_one_sum, truth) / 2
@@ -245,15 +247,22 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
         conv = Conv((1, 1), (1, 1), (1, 1), 1)
         return kernels.serves_conv(shape, conv, dtype, torch.device("cpu"), pixels)
 
+    # Many activations: more than 2M, or than 4 times as many as weights.
+    many = 2**21 // 1024
     for dtype, least in ((torch.float32, 0.3), (torch.bfloat16, 4), (torch.float16, 0.1)):
         pixels = math.ceil(least * 512 * 9 / 2)
-        assert fuses(large, dtype, pixels) and not fuses(large, dtype, pixels - 1)
-        assert fuses(large, dtype, None) and fuses(small, dtype, 1)
+        assert fuses(large, dtype, max(pixels, many + 1))
+        assert fuses(large, dtype, many) and fuses(large, dtype, many + 1) == (pixels <= many + 1)
+        assert fuses((256, 64, 3, 3), dtype, 4 * 256 * 64 * 9 // 320)
+        assert fuses(large, dtype, None) and fuses(large, dtype, 1) and fuses(small, dtype, 10**9)
     monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
     assert fuses(large, torch.float32, None)
     assert not (fuses(large, torch.bfloat16, None) or fuses(large, torch.float16, None))
     monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 8)
-    assert fuses(small, torch.bfloat16, 1) and not fuses(large, torch.float32, None)
+    assert fuses(small, torch.bfloat16, 1) and not fuses(large, torch.bfloat16, 1)
+    assert fuses(large, torch.float32, many) and not fuses(large, torch.float32, many + 1)
+    monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 4)
+    assert fuses(small, torch.float32, 1) and not fuses(large, torch.float32, 1)
 
 
 @pytest.mark.covering(1)

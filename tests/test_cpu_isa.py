@@ -46,7 +46,8 @@ def test_convolutions_of_an_instruction_set(isa):
     skip_without(isa)
     if cpu.kernels().instruction_set == isa:
         pytest.skip("all other tests run with it")
-    files = ("tests/test_bn_relu_conv.py", "tests/test_bn_stats.py")
+    names = ("bn_relu_conv", "bn_stats", "cpu_weight_stationary")
+    files = [f"tests/test_{name}.py" for name in names]
     options = ("-q", "-x", "-n", "0", "-m", "not slow", "-k", "cpu", "-p", "no:cacheprovider")
     done = run_with(isa, "-m", "pytest", *files, *options)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -95,12 +95,15 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t 
 }
 
 // The most channels that a tile adds up before it adds their sum to those before: the error grows
-// with the length of a sum. Without FMA, where every product is rounded, runs are short.
+// with the length of a sum. Without FMA, where every product is rounded, runs are short. 0 is all.
+template <class O>
+constexpr int64_t kRunChannels = kDepth<O> > 1 ? 0 : kHasFma ? 256 : 32;
+
+// That, or 0 where the whole sum is not long.
 template <class O>
 PK_INLINE int64_t channels_of_run(const Taps& taps, int64_t channels) {
-  constexpr int64_t kWhole = 640, kRun = kHasFma ? 256 : 32;
-  const bool is_whole = kHasFma && (kDepth<O> > 1 || taps.count * channels <= kWhole);
-  return is_whole ? 0 : kRun;
+  constexpr int64_t kWhole = 640;
+  return kHasFma && taps.count * channels <= kWhole ? 0 : kRunChannels<O>;
 }
 
 // One tile of accumulators: kRows pixels by kVectors vectors of output channels.

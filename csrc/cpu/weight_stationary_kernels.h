@@ -86,7 +86,6 @@ PK_INLINE void add_stationary_product(const O* in, const ProductPixels<Interleav
   constexpr int64_t kWidth = kVectors * kLanes<A>;
   const Interleaved& operand = pixels.operand;
   const int64_t images = operand.images, step = operand.step(), neighbours = pixels.width * images;
-  const int64_t run = channels_of_run<O>(pixels.taps, channels);
   // 0 * NaN is NaN: a tap outside the image is left out for every pixel.
   const bool finite =
       conv.taps() == 1 || all_finite(weights, conv.taps() * channels * kWidth);
@@ -120,8 +119,8 @@ PK_INLINE void add_stationary_product(const O* in, const ProductPixels<Interleav
           }
         };
         product_tile<O, kRows, kVectors>(
-            line + p * step, [&](int i) PK_LAMBDA { return i * step; }, taps, channels, run,
-            weights, store_sums);
+            line + p * step, [&](int i) PK_LAMBDA { return i * step; }, taps, channels,
+            kRunChannels<O>, weights, store_sums);
       });
       p += rows;
     }
@@ -252,5 +251,17 @@ void stationary_weight_gradient(const Conv& conv, const Strip& strip, const Inte
     dy = dy.from(0, 0);
     dy.values += output.offset(rows.first + conv.halo_h(), columns.first + conv.halo_w());
   }
-  add_tap(dy, a, {1, rows.count, columns.count * images}, partial);
+  // In sums of few pixels: the error grows with the length of a sum.
+  constexpr int64_t kMostPixels = 256;
+  const int64_t neighbours = columns.count * images;
+  const int64_t width = std::min(neighbours, kMostPixels), height = kMostPixels / width;
+  for (int64_t row = 0; row < rows.count; row += height) {
+    for (int64_t first = 0; first < neighbours; first += width) {
+      PixelRows<O> a_part = a;
+      a_part.values += row * a.pitch + first * a.step;
+      add_tap(dy.from(row, first), a_part,
+              {1, std::min(height, rows.count - row), std::min(width, neighbours - first)},
+              partial);
+    }
+  }
 }

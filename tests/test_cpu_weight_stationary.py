@@ -1,0 +1,121 @@
+"""Convolutions of the CPU library with more weights than activations.
+
+All weights here have more than 65,536 elements (`is_weight_stationary` in csrc/cpu).
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from preact_kernels.kernels import cpu, pytorch_conv
+from tests.cases import ConvCase, conv_inputs, enough, in_dtype, random_block
+from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+from tests.test_bn_relu_conv import INF, NAN, assert_finite_as_in_eager, check_op
+
+pytestmark = [
+    pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"),
+    pytest.mark.backends("cpu"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Tiles of one pixel in 8 images or more, and of neighbours in a row; groups of images of equal and
+# unequal size; an odd number of images, which dot products fill up; weights packed in one part and
+# in several; channels that do not fill a task.
+CASES = (
+    ConvCase("3x3", (16, 64, 4, 4), 128, padding=1, residual=True, conv_bias=True),
+    ConvCase("3x3_one_image", (1, 128, 5, 4), 64, padding=1),
+    ConvCase("3x3_odd_images", (3, 96, 7, 5), 96, padding=1, residual=True),
+    ConvCase("3x3_nine_images", (9, 128, 3, 3), 64, padding=1),
+    ConvCase("3x3_two_groups", (17, 160, 8, 8), 48, padding=1),
+    ConvCase("3x3_large_images", (3, 64, 16, 25), 128, padding=1),
+    ConvCase("3x3_one_pixel", (5, 128, 1, 1), 64, padding=1, residual=True),
+    ConvCase("3x3_one_column", (5, 128, 4, 1), 64, padding=1),
+    ConvCase("3x3_channels_272_to_144", (2, 272, 3, 4), 144, padding=1),
+    ConvCase("3x3_channels_48_to_176", (2, 48, 5, 4), 176, padding=1),
+    ConvCase("3x3_strided", (8, 64, 6, 8), 128, stride=2, padding=1, residual=True),
+    ConvCase("3x3_strided_odd", (3, 64, 7, 5), 128, stride=2, padding=1),
+    ConvCase("3x3_strided_down", (2, 64, 5, 6), 128, stride=(2, 1), padding=1),
+    ConvCase("3x3_strided_right", (2, 128, 6, 5), 64, stride=(1, 2), padding=1),
+    ConvCase("3x3_stride_4", (2, 64, 9, 6), 128, stride=4, padding=1),  # skips pixels
+    ConvCase("1x3", (4, 160, 3, 5), 144, (1, 3), padding=(0, 1)),
+    ConvCase("5x3_stride_3_2", (3, 64, 7, 6), 80, (5, 3), stride=(3, 2), padding=(2, 1)),
+    ConvCase("1x1", (2, 272, 5, 5), 256, 1, residual=True, conv_bias=True),
+    ConvCase("1x1_two_groups", (5, 272, 15, 15), 256, 1),
+    ConvCase("1x1_channels_1040_to_80", (1, 1040, 3, 3), 80, 1),
+    ConvCase("1x1_strided", (3, 256, 7, 6), 272, 1, stride=2),
+)
+
+
+@pytest.fixture(autouse=True)
+def is_fused(monkeypatch):
+    """On every instruction set: a convolution of PyTorch fails."""
+    for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
+        monkeypatch.delattr(pytorch_conv, name)
+    monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("nhwc_weight", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.covering(2)
+def test_forward_and_backward(case, training, nhwc_weight, dtype):
+    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+    for inputs in problems if nhwc_weight else ():
+        weight = inputs["conv_weight"]
+        inputs["conv_weight"] = weight.contiguous(memory_format=torch.channels_last)
+    check_op(problems, training=training, **case.conv)
+
+
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stages(dtype, kind):
+    """Gradients of outputs that later batch norms fold, of blocks alone and in a run."""
+    channels, width = (96, 96) if kind == "basic" else (576, 144)
+    stage = in_dtype(pk.PreActStage([random_block(kind, channels, width) for _ in range(3)]), dtype)
+    x = torch.randn(9, channels, 4, 3).to(dtype)
+    check(stage, plain_copy(stage), {"x": x})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_threads_change_no_result(stride, dtype):
+    case = ConvCase("", (17, 64, 9, 7), 128, stride=stride, padding=1, residual=True)
+    inputs = conv_inputs(case, dtype)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(evaluate(partial(pk.bn_relu_conv2d, training=True, **case.conv), inputs))
+    finally:
+        torch.set_num_threads(before)
+    assert "dconv_weight" in found[0] and "running_var" in found[0]
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[2], found[0])
+
+
+@pytest.mark.parametrize("images", [3, 8])
+@pytest.mark.parametrize("tap", [0, 2, 6, 8])
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_weight_that_is_not_finite_stays_inside_the_image(stride, tap, value, images):
+    case = ConvCase("", (images, 64, 4, 5), 128, stride=stride, padding=1)
+    inputs = conv_inputs(case)
+    inputs["conv_weight"].view(-1)[tap] = value
+    assert_finite_as_in_eager(inputs, training=True, **case.conv)
+
+
+@pytest.mark.parametrize("images", [3, 8])
+@pytest.mark.parametrize("where", ["x", "dy"])
+@pytest.mark.parametrize("row", [0, -1])
+@pytest.mark.parametrize("column", [0, -1])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_pixel_that_is_not_finite_stays_where_it_is_read(stride, column, row, where, images):
+    case = ConvCase("", (images, 64, 5, 5), 128, stride=stride, padding=1)
+    inputs = conv_inputs(case)
+    dy = torch.randn(images, 128, math.ceil(5 / stride), math.ceil(5 / stride))
+    {"x": inputs["x"], "dy": dy}[where][1, 7, row, column] = INF
+    assert_finite_as_in_eager(inputs, dy, training=False, **case.conv)
