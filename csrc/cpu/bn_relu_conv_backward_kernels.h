@@ -27,18 +27,19 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
       const int64_t at = strip.out.first_pixel * outputs;
       gradient = (folded ? unfolded : op.dy.tensors.g) + at;
       if (folded) {
-        unfold(op.dy, false, unfolded + at, outputs, strip.out.first_pixel, strip.out.width, outputs);
+        unfold(op.dy, false, unfolded + at, outputs, strip.out.first_pixel, strip.out.width,
+               outputs);
       }
     }
   }
   if (!in_place) {
     const int64_t first = strip.out.first_pixel;
     const int64_t end = first + strip.images * strip.tile_pixels();
-    fill_bordered(
-        operands, dy_operand, strip.out, strip.images, conv, [&](O* row, int64_t pixel) PK_LAMBDA {
-          const bool stores = pixel >= first && pixel < end;
-          unfold(op.dy, stores, row, outputs, pixel, strip.out.width, outputs);
-        });
+    fill_bordered(operands, dy_operand, strip.out, strip.images, conv,
+                  [&](O* row, int64_t pixel) PK_LAMBDA {
+                    const bool stores = pixel >= first && pixel < end;
+                    unfold(op.dy, stores, row, outputs, pixel, strip.out.width, outputs);
+                  });
     operands += strip.images * dy_operand.values();
   }
   // The epilogue of a 1x1 kernel computes every p, and stores relu(p) here.
@@ -62,11 +63,10 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   }
   if (dweight == nullptr) return;
   if (!normalised) {
-    fill_bordered(activation, a_operand, strip.in, strip.images, conv,
-                  [&](O* row, int64_t pixel) PK_LAMBDA {
-                    normalise(x + pixel * channels, row, channels, strip.in.width, channels,
-                              op.norm);
-                  });
+    fill_bordered(
+        activation, a_operand, strip.in, strip.images, conv, [&](O* row, int64_t pixel) PK_LAMBDA {
+          normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm);
+        });
   }
   O* pairs = activation + strip.images * a_operand.values();
   const PixelRows<O> a(activation, a_operand), dy_bordered(gradient, dy_operand);

@@ -19,14 +19,14 @@ void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& 
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(norm, conv.in_channels);
     const bool stationary = is_weight_stationary(conv);
-    const ConvForward<T> op{conv,
-                            data<T>(x),
-                            normalisation,
-                            stationary ? PackedWeights{}
-                                       : packed_weights<T>(conv, conv_weight, false),
-                            data<T>(conv_bias),
-                            data<T>(residual),
-                            mutable_data<T>(y)};
+    const ConvForward<T> op{
+        conv,
+        data<T>(x),
+        normalisation,
+        stationary ? PackedWeights{} : packed_weights<T>(conv, conv_weight, false),
+        data<T>(conv_bias),
+        data<T>(residual),
+        mutable_data<T>(y)};
     if (stationary) return stationary_forward(op, conv_weight, of_y);
     const Strips strips(conv);
     TileStatistics<A> statistics(of_y.are_wanted ? strips.tiles() : 0, conv.out_channels);

@@ -97,7 +97,9 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t 
 // The most channels that a tile adds up before it adds their sum to those before: the error grows
 // with the length of a sum. Without FMA, where every product is rounded, runs are short. 0 is all.
 template <class O>
-constexpr int64_t kRunChannels = kDepth<O> > 1 ? 0 : kHasFma ? 256 : 32;
+constexpr int64_t kRunChannels = kDepth<O> > 1 ? 0
+                                 : kHasFma     ? 256
+                                               : 32;
 
 // That, or 0 where the whole sum is not long.
 template <class O>
@@ -334,9 +336,8 @@ PK_INLINE void strip_product(const O* in, const ProductPixels<Bordered>& pixels,
               if (kTilesCrossRows) advance(1);
             }
             if (!kTilesCrossRows) advance(kRows);
-            const auto finish_tile = [&](auto& acc) PK_LAMBDA {
-              finish(acc, first_image, first_pixel, k);
-            };
+            const auto finish_tile = [&](auto& acc)
+                                         PK_LAMBDA { finish(acc, first_image, first_pixel, k); };
             if constexpr (kSharesValues<kVectors>) {
               if (shares) {
                 shared_tile<O, kRows>(first, operand_pitch, conv.kernel_h, in_channels, w,

@@ -24,8 +24,8 @@ struct Operands {
   using A = Accumulate<T>;
   const Conv& conv;
   const ImageGroups& groups;
-  const bool pairs;     // products are dot products
-  const int64_t width;  // of a value, in bytes
+  const bool pairs;                                           // products are dot products
+  const int64_t width;                                        // of a value, in bytes
   int64_t input_bytes = 0, output_bytes = 0, pair_bytes = 0;  // of a group
   char *inputs = nullptr, *outputs = nullptr, *output_pairs = nullptr;
 
@@ -100,7 +100,7 @@ struct Operands {
  private:
   // Runs body(group, strip, part) for parts of the rows of all images of the operands.
   template <class Body>
-  void for_row_parts(Rows Strip::*side, const Body& body) const {
+  void for_row_parts(Rows Strip::* side, const Body& body) const {
     constexpr int64_t kPart = 32;
     if (groups.count == 0) return;
     const Strip first = groups[0];
@@ -235,8 +235,8 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
     for (int64_t group = 0; group < groups.count; ++group) {
       const Strip strip = groups[group];
       PK_CALL_PRODUCT(T, stationary_weight_gradient<T>, conv, strip, operands.input(strip),
-                      operands.output(strip), operands.input_of(group),
-                      operands.narrow_of(group), tap, c, count, sums);
+                      operands.output(strip), operands.input_of(group), operands.narrow_of(group),
+                      tap, c, count, sums);
     }
     T* to = mutable_data<T>(gradients.conv_weight) + layout.taps[tap] + c * layout.stride_c;
     for (int64_t k = 0; k < conv.out_channels; ++k) {
@@ -249,9 +249,9 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
   if (wanted.g) partial_sums.merge(op.norm, mutable_data<A>(gradients.sums));
 }
 
-#define PK_INSTANTIATE(T)                                                                     \
-  template void stationary_forward<T>(const ConvForward<T>&, const Tensor&,                   \
-                                      const BatchStatistics&);                                \
+#define PK_INSTANTIATE(T)                                                   \
+  template void stationary_forward<T>(const ConvForward<T>&, const Tensor&, \
+                                      const BatchStatistics&);              \
   template void stationary_backward<T>(const ConvBackward<T>&, const Tensor&, const UnitGradients&);
 PK_INSTANTIATE(float)
 PK_INSTANTIATE(BFloat16)

@@ -99,10 +99,10 @@ struct StationaryTask {
   const std::vector<ProductPixels<Interleaved>>& pixels;  // that the products compute
   const ConvWeight<T>& weight;
   int64_t in_channels, out_channels, channel;
-  int64_t images, image_pixels;      // of the result
-  Accumulate<T>* sums;               // memory: [pixel][image][channel of the task]
-  Accumulate<T>* sums_of_images;     // memory of the input gradient: [image][2][channel]
-  void* packed;                      // memory of weights
+  int64_t images, image_pixels;   // of the result
+  Accumulate<T>* sums;            // memory: [pixel][image][channel of the task]
+  Accumulate<T>* sums_of_images;  // memory of the input gradient: [image][2][channel]
+  void* packed;                   // memory of weights
 };
 
 // Whether a convolution is computed in this way.

@@ -58,9 +58,8 @@ void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const
   using O = Operand<T>;
   const int64_t channels = conv.in_channels, step = operand.images * operand.step();
   fill_part(static_cast<O*>(memory), operand, conv, strip, strip.in, part,
-            [&](O* out, int64_t pixel, int64_t count) PK_LAMBDA {
-              normalise(x + pixel * channels, out, step, count, channels, norm);
-            });
+            [&](O* out, int64_t pixel, int64_t count)
+                PK_LAMBDA { normalise(x + pixel * channels, out, step, count, channels, norm); });
 }
 
 // A part of the gradient of the output, which is also unfolded where that is wanted.
@@ -70,9 +69,8 @@ void fill_gradient(const OutputGradient<T>& dy, const Conv& conv, const Strip& s
   using O = Operand<T>;
   const int64_t step = operand.images * operand.step();
   fill_part(static_cast<O*>(memory), operand, conv, strip, strip.out, part,
-            [&](O* out, int64_t pixel, int64_t count) PK_LAMBDA {
-              unfold(dy, true, out, step, pixel, count, conv.out_channels);
-            });
+            [&](O* out, int64_t pixel, int64_t count)
+                PK_LAMBDA { unfold(dy, true, out, step, pixel, count, conv.out_channels); });
 }
 
 // sums[pixel][image][channel] = the product of some of its input channels, or, unless it is the
@@ -87,13 +85,12 @@ PK_INLINE void add_stationary_product(const O* in, const ProductPixels<Interleav
   const Interleaved& operand = pixels.operand;
   const int64_t images = operand.images, step = operand.step(), neighbours = pixels.width * images;
   // 0 * NaN is NaN: a tap outside the image is left out for every pixel.
-  const bool finite =
-      conv.taps() == 1 || all_finite(weights, conv.taps() * channels * kWidth);
+  const bool finite = conv.taps() == 1 || all_finite(weights, conv.taps() * channels * kWidth);
   const bool in_column = images % ImageGroups::kWholeTile == 0 || !finite;
   for (int64_t row = 0; row < pixels.rows; ++row) {
     const O* line = in + row * pixels.step.h * operand.pitch();
-    A* result = sums + (pixels.first + row * pixels.result_step.h * pixels.result_width) * images *
-                           kWidth;
+    A* result =
+        sums + (pixels.first + row * pixels.result_step.h * pixels.result_width) * images * kWidth;
     for (int64_t p = 0; p < neighbours;) {
       const int64_t column = p / images;
       const int64_t left = (in_column ? (column + 1) * images : neighbours) - p;
@@ -193,12 +190,11 @@ void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T
   for (int64_t i = 0; i < 2 * strip.images; ++i) {
     std::fill(of_g + i * channels + task.channel, of_g + i * channels + end, A(0));
   }
-  stationary_products(
-      task, [&](const auto& acc, int64_t image, int64_t pixel, int64_t c) PK_LAMBDA {
-        finish_input_gradient(acc, op.x + first, op.g + first, pixel, c, channels, channels,
-                              op.norm, of_g + image * 2 * channels, false,
-                              static_cast<O*>(nullptr));
-      });
+  stationary_products(task, [&](const auto& acc, int64_t image, int64_t pixel,
+                                int64_t c) PK_LAMBDA {
+    finish_input_gradient(acc, op.x + first, op.g + first, pixel, c, channels, channels, op.norm,
+                          of_g + image * 2 * channels, false, static_cast<O*>(nullptr));
+  });
   for (int64_t i = 0; i < 2 * strip.images; ++i) {
     std::copy(of_g + i * channels + task.channel, of_g + i * channels + end,
               tile_sums + i * channels + task.channel);
@@ -211,13 +207,12 @@ void fill_row_pairs(const Conv& conv, const Interleaved& operand, const void* gr
                     int64_t width, int64_t row, int64_t first, int64_t count, void* pairs) {
 #ifdef PK_HAS_DOT
   if constexpr (std::is_same_v<T, BFloat16>) {
-    const PixelRows<BFloat16> dy(static_cast<const BFloat16*>(gradient) +
-                                     operand.offset(row + conv.halo_h(), conv.halo_w()),
-                                 operand);
+    const PixelRows<BFloat16> dy(
+        static_cast<const BFloat16*>(gradient) + operand.offset(row + conv.halo_h(), conv.halo_w()),
+        operand);
     const PixelRows<BFloat16> to =
         paired_rows(static_cast<const BFloat16*>(pairs), conv.out_height(), width, dy);
-    fill_pairs(dy.from(0, first), {1, 1, count},
-               const_cast<BFloat16*>(to.from(row, first).values));
+    fill_pairs(dy.from(0, first), {1, 1, count}, const_cast<BFloat16*>(to.from(row, first).values));
   }
 #endif
 }
@@ -227,8 +222,8 @@ void fill_row_pairs(const Conv& conv, const Interleaved& operand, const void* gr
 template <class T, class A>
 void stationary_weight_gradient(const Conv& conv, const Strip& strip, const Interleaved& input,
                                 const Interleaved& output, const void* activation,
-                                const void* narrow, int64_t tap, int64_t channel,
-                                int64_t channels, A* partial) {
+                                const void* narrow, int64_t tap, int64_t channel, int64_t channels,
+                                A* partial) {
   using O = Operand<T>;
   const int64_t r = tap / conv.kernel_w, s = tap % conv.kernel_w, images = output.images;
   // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.

@@ -2,7 +2,7 @@
 
 Its direct convolutions serve an odd kernel with padding of half its size, one group, and channels
 that fill vectors. A strided 1x1 convolution, such as a projection, is here one of stride 1 on the
-pixels that it reads. Large weights are left to PyTorch where its blocking over channels wins.
+pixels that it reads. Large weights are left to PyTorch where it is faster.
 """
 
 import functools
@@ -36,9 +36,9 @@ _SMALL_WEIGHT = 64 * 1024
 # of csrc/cpu/weight_stationary.cpp.
 _FEW_ACTIVATIONS = 2 * 1024 * 1024
 _FEW_ACTIVATIONS_PER_WEIGHT = 4
-# Beside more activations, they win with AVX-512 where those have this many times the elements of the
-# weight, for each thread: every thread sums a weight gradient of its own. Measured on two cores of
-# Zen 5, in networks.
+# Beside more activations, they win with AVX-512 where those have this many times as many elements
+# as the weight, for each thread: every thread sums a weight gradient of its own. Measured on two
+# cores of Zen 5, in networks.
 _ACTIVATIONS_PER_WEIGHT = {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05}
 
 
