@@ -11,8 +11,16 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.kernels import cpu, pytorch_conv
-from tests.cases import ConvCase, conv_inputs, enough, in_dtype, random_block
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+from preact_kernels.kernels.contract import Conv, Epilogue, Norm, Wanted
+from tests.cases import (
+    ConvCase,
+    conv_inputs,
+    enough,
+    in_dtype,
+    plain_bn_relu_conv2d,
+    random_block,
+)
+from tests.oracle import assert_same_bits, check, distance, evaluate, plain_copy
 from tests.test_bn_relu_conv import INF, NAN, assert_finite_as_in_eager, check_op
 
 pytestmark = [
@@ -43,7 +51,9 @@ CASES = (
     ConvCase("1x3", (4, 160, 3, 5), 144, (1, 3), padding=(0, 1)),
     ConvCase("5x3_stride_3_2", (3, 64, 7, 6), 80, (5, 3), stride=(3, 2), padding=(2, 1)),
     ConvCase("1x1", (2, 272, 5, 5), 256, 1, residual=True, conv_bias=True),
-    ConvCase("1x1_two_groups", (5, 272, 15, 15), 256, 1),
+    ConvCase("7x7", (2, 48, 5, 6), 48, 7, padding=3),
+    ConvCase("1x7_strided", (3, 112, 3, 9), 112, (1, 7), stride=2, padding=(0, 3)),
+    ConvCase("1x1_two_groups", (1, 544, 25, 43), 544, 1),
     ConvCase("1x1_channels_1040_to_80", (1, 1040, 3, 3), 80, 1),
     ConvCase("1x1_strided", (3, 256, 7, 6), 272, 1, stride=2),
 )
@@ -57,6 +67,21 @@ def is_fused(monkeypatch):
     monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
 
 
+def is_few(case):
+    """Whether activations are few beside weights, by the rule of the library."""
+    (images, channels, height, width), conv = case.x, case.conv
+    kernel, stride = (v if isinstance(v, tuple) else (v, v) for v in (case.kernel, conv["stride"]))
+    out = images * math.ceil(height / stride[0]) * math.ceil(width / stride[1])
+    read = images * height * width if math.prod(kernel) > 1 else out
+    weights = math.prod(kernel) * channels * case.out_channels
+    most = min(cpu._FEW_ACTIVATIONS, cpu._FEW_ACTIVATIONS_PER_WEIGHT * weights)
+    return weights > cpu._SMALL_WEIGHT and read * channels + out * case.out_channels <= most
+
+
+def test_cases_are_weight_stationary():
+    assert [c.name for c in CASES if not is_few(c)] == []
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("nhwc_weight", [True, False])
 @pytest.mark.parametrize("training", [True, False])
@@ -68,6 +93,37 @@ def test_forward_and_backward(case, training, nhwc_weight, dtype):
         weight = inputs["conv_weight"]
         inputs["conv_weight"] = weight.contiguous(memory_format=torch.channels_last)
     check_op(problems, training=training, **case.conv)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_sums_over_many_pixels(kernel):
+    """Means far from 0: float32 sums of a whole image would lose 1e-7 and more."""
+    case = {
+        1: ConvCase("", (1, 544, 32, 33), 544, 1),
+        3: ConvCase("", (1, 128, 48, 48), 128, padding=1),
+    }[kernel]
+    assert is_few(case)
+    inputs = conv_inputs(case)
+    x = inputs["x"].contiguous(memory_format=torch.channels_last)
+    weight = torch.randn_like(inputs["conv_weight"]) * 0.05 + 0.05
+    channels = x.shape[1]
+    norm = Norm(*(torch.full((channels,), v) for v in (0.0, 1.0, 1.0, 0.0)), 0.0)
+    conv = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
+    output = cpu.kernels().bn_relu_conv_forward(
+        x, norm, weight, conv, Epilogue(None, None, with_stats=True)
+    )
+    dy = torch.randn_like(output.y) + 1
+    gradients = cpu.kernels().bn_relu_conv_backward(
+        dy, None, x, norm, weight, conv, Wanted(True, True)
+    )
+    y, g = output.y.double(), gradients.g.double()
+    sums = torch.stack([g.sum((0, 2, 3)), (g * x).sum((0, 2, 3))])
+    for found, expected in (
+        (output.statistics.mean, y.mean((0, 2, 3))),
+        (output.statistics.var, y.var((0, 2, 3), correction=0)),
+        (gradients.sums, sums),
+    ):
+        assert distance(found, expected) < 1.2e-7 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
@@ -113,9 +169,18 @@ def test_a_weight_that_is_not_finite_stays_inside_the_image(stride, tap, value, 
 @pytest.mark.parametrize("row", [0, -1])
 @pytest.mark.parametrize("column", [0, -1])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_pixel_that_is_not_finite_stays_where_it_is_read(stride, column, row, where, images):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.covering(3)
+def test_a_pixel_that_is_not_finite_stays_where_it_is_read(
+    dtype, stride, column, row, where, images
+):
     case = ConvCase("", (images, 64, 5, 5), 128, stride=stride, padding=1)
-    inputs = conv_inputs(case)
-    dy = torch.randn(images, 128, math.ceil(5 / stride), math.ceil(5 / stride))
-    {"x": inputs["x"], "dy": dy}[where][1, 7, row, column] = INF
-    assert_finite_as_in_eager(inputs, dy, training=False, **case.conv)
+    inputs = conv_inputs(case, dtype)
+    dy = torch.randn(images, 128, math.ceil(5 / stride), math.ceil(5 / stride)).to(dtype)
+    {"x": inputs["x"], "dy": dy}[where][-1, 7, row, column] = INF
+    arguments = {"training": False, **case.conv}
+    found = evaluate(partial(pk.bn_relu_conv2d, **arguments), inputs, dy)
+    # In float32: eager's bfloat16 multiplies the padding.
+    wide = {n: t if t is None else t.float() for n, t in inputs.items()}
+    for name, t in evaluate(partial(plain_bn_relu_conv2d, **arguments), wide, dy.float()).items():
+        assert torch.equal(found[name].isfinite(), t.isfinite()), name

@@ -101,7 +101,7 @@ constexpr int64_t kRunChannels = kDepth<O> > 1 ? 0
                                  : kHasFma     ? 256
                                                : 32;
 
-// That, or 0 where the whole sum is not long.
+// That, or 0 where the sum of all channels and taps is short enough in one piece.
 template <class O>
 PK_INLINE int64_t channels_of_run(const Taps& taps, int64_t channels) {
   constexpr int64_t kWhole = 640;
@@ -110,7 +110,7 @@ PK_INLINE int64_t channels_of_run(const Taps& taps, int64_t channels) {
 
 // One tile of accumulators: kRows pixels by kVectors vectors of output channels.
 //   acc[i][v] = sum over taps and channels of in[at(i) + tap + c] * w[tap][c][v]
-// in runs of `run` channels, or, if `run` is 0, in one sum.
+// in runs of at most `run` channels of a tap, or, if `run` is 0, in one sum.
 template <class O, int kRows, int kVectors, class At, class Finish>
 PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t channels,
                             int64_t run, const O* weights, const Finish& finish) {

@@ -6,7 +6,8 @@ template <class T, class A>
 struct FinishOutput {
   const ConvForward<T>& op;
   const Strip& strip;
-  A* statistics;  // or null
+  A* statistics;            // or null
+  int64_t first_pixel = 0;  // of the strip's first tile
   const T* added;
   T* out;
 
@@ -69,7 +70,7 @@ struct FinishOutput {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = k + v * kLanes<A>;
-      if (pixel == image * strip.tile_pixels()) {
+      if (pixel == first_pixel + image * strip.tile_pixels()) {
         Vector<A> first = {};
 #pragma GCC unroll 32
         for (int i = 0; i < kRows; ++i) {

@@ -1,7 +1,6 @@
 #include "weight_stationary.h"
 
 #include "isa.h"
-#include "tiles.h"
 
 #define PK_FOR_DOT
 #define PK_KERNELS "weight_stationary_kernels.h"
@@ -24,23 +23,26 @@ struct Operands {
   using A = Accumulate<T>;
   const Conv& conv;
   const ImageGroups& groups;
-  const bool pairs;                                           // products are dot products
-  const int64_t width;                                        // of a value, in bytes
-  int64_t input_bytes = 0, output_bytes = 0, pair_bytes = 0;  // of a group
+  const bool pairs;  // products are dot products
+  const int64_t value_bytes;
+
+  // Of a group.
+  int64_t input_bytes = 0, output_bytes = 0, pair_bytes = 0;
+  // Of all groups.
   char *inputs = nullptr, *outputs = nullptr, *output_pairs = nullptr;
 
   Operands(const Conv& conv, const ImageGroups& groups, Needs needs)
       : conv(conv),
         groups(groups),
         pairs(std::is_same_v<T, BFloat16> && isa() == Isa::kAvx512Bf16),
-        width(pairs ? sizeof(T) : sizeof(A)) {
+        value_bytes(pairs ? sizeof(T) : sizeof(A)) {
     if (groups.count == 0) return;
     const Strip strip = groups[0];
-    if (needs.input) input_bytes = bytes(input(strip).values());
-    if (needs.output) output_bytes = bytes(output(strip).values());
+    if (needs.input) input_bytes = aligned_bytes(input(strip).values());
+    if (needs.output) output_bytes = aligned_bytes(output(strip).values());
     if (needs.pairs && pairs) {
       const int64_t row = (neighbours(strip) + 1) / 2 * 2;
-      pair_bytes = bytes(strip.out.rows * row * conv.out_channels);
+      pair_bytes = aligned_bytes(strip.out.rows * row * conv.out_channels);
     }
     inputs = thread_buffer<char, Use::kOperands>(groups.count *
                                                  (input_bytes + output_bytes + pair_bytes));
@@ -48,7 +50,7 @@ struct Operands {
     output_pairs = outputs + groups.count * output_bytes;
   }
 
-  int64_t bytes(int64_t values) const { return parts_of(values * width, 64) * 64; }
+  int64_t aligned_bytes(int64_t values) const { return parts_of(values * value_bytes, 64) * 64; }
   int64_t images(const Strip& strip) const { return groups.images(strip, pairs); }
   // Pixels of the images in a row of the output.
   int64_t neighbours(const Strip& strip) const { return strip.out.width * images(strip); }
@@ -127,8 +129,8 @@ void* packed_memory(const Conv& conv, int64_t in_channels) {
 
 }  // namespace
 
-// With few more weights than that, strips are as fast. The operands of all pixels are in memory at
-// once: they must not be large. serves_conv in kernels/cpu.py knows this rule.
+// Strips are as fast for few weights, and beside more activations. The operands of all pixels are
+// in memory at once: they must not be large. serves_conv in kernels/cpu.py knows this rule.
 bool is_weight_stationary(const Conv& conv) {
   constexpr int64_t kSmallWeight = 64 * 1024, kActivationsPerWeight = 4;
   constexpr int64_t kMostActivations = 2 * 1024 * 1024;
@@ -147,7 +149,8 @@ void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
   const ImageGroups groups(conv);
   const Operands<T> operands(conv, groups, Needs{true, false, false});
   operands.fill_inputs(op.x, op.norm);
-  TileStatistics<A> statistics(of_y.are_wanted ? groups.tiles() : 0, conv.out_channels);
+  const ImageTiles tiles{groups, &Strip::out, conv.out_channels};
+  TileStatistics<A> statistics(of_y.are_wanted ? tiles.count() : 0, conv.out_channels);
   std::fill_n(statistics.partials, statistics.pixels.size() * 3 * conv.out_channels, A(0));
   const ConvWeight<T> weight(conv_weight, false);
   const int64_t channels = PK_CALL_PRODUCT(T, task_channels, conv);
@@ -155,26 +158,21 @@ void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
   for_tiles(groups.count * tasks, [&](int64_t i) {
     const int64_t group = i / tasks;
     const Strip strip = groups[group];
+    const Interleaved layout = operands.input(strip);
+    StationaryTask<T> task{conv, strip, layout, weight, tiles.of_image(strip)};
     if (of_y.are_wanted && i % tasks == 0) {
-      std::fill_n(statistics.pixels.begin() + strip.first_tile, strip.images, strip.tile_pixels());
+      for (int64_t tile = 0; tile < tiles.of_group(strip); ++tile) {
+        statistics.pixels[tiles.first(group) + tile] = task.tiles.length(tile % task.tiles.count);
+      }
     }
-    const Interleaved operand = operands.input(strip);
-    const std::vector<ProductPixels<Interleaved>> pixels{output_pixels(conv, strip, operand)};
-    const StationaryTask<T> task{
-        conv,
-        operands.input_of(group),
-        pixels,
-        weight,
-        conv.in_channels,
-        conv.out_channels,
-        i % tasks * channels,
-        strip.images,
-        strip.tile_pixels(),
-        thread_buffer<A, Use::kScratch>(strip.tile_pixels() * operand.images * channels),
-        nullptr,
-        packed_memory<T>(conv, conv.in_channels)};
-    PK_CALL_PRODUCT(T, stationary_output, op, task, strip,
-                    of_y.are_wanted ? statistics.tile(strip.first_tile) : nullptr);
+    task.operand = operands.input_of(group);
+    task.in_channels = conv.in_channels;
+    task.out_channels = conv.out_channels;
+    task.channel = i % tasks * channels;
+    task.packed = packed_memory<T>(conv, task.in_channels);
+    task.sums = thread_buffer<A, Use::kScratch>(strip.tile_pixels() * layout.images * channels);
+    PK_CALL_PRODUCT(T, stationary_output, op, task,
+                    of_y.are_wanted ? statistics.tile(tiles.first(group)) : nullptr);
   });
   if (of_y.are_wanted) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));
 }
@@ -192,7 +190,8 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
     operands.fill_inputs(op.x, op.norm);
     operands.fill_pairs();
   }
-  TileSums<A> partial_sums(wanted.g ? groups.tiles() : 0, conv.in_channels);
+  const ImageTiles tiles{groups, &Strip::in, conv.in_channels};
+  TileSums<A> partial_sums(wanted.g ? tiles.count() : 0, conv.in_channels);
   const ConvWeight<T> weight(conv_weight, true);
   const int64_t channels = PK_CALL_PRODUCT(T, task_channels, conv);
   const int64_t group_tasks = parts_of(conv.in_channels, channels);
@@ -200,36 +199,26 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
   const auto input_gradient = [&](int64_t i) {
     const int64_t group = i / group_tasks;
     const Strip strip = groups[group];
-    const Interleaved operand = operands.output(strip);
-    std::vector<ProductPixels<Interleaved>> pixels;
-    for (int64_t place = 0; place < conv.stride.h * conv.stride.w; ++place) {
-      const int64_t row = place / conv.stride.w, column = place % conv.stride.w;
-      pixels.push_back(input_pixels(conv, strip, operand, row, column));
-    }
-    const int64_t image_pixels = strip.in.rows * strip.in.width;
-    const int64_t values = image_pixels * operand.images * channels;
-    A* sums = thread_buffer<A, Use::kScratch>(values + 2 * strip.images * conv.in_channels);
-    const StationaryTask<T> task{conv,
-                                 operands.output_of(group),
-                                 pixels,
-                                 weight,
-                                 conv.out_channels,
-                                 conv.in_channels,
-                                 i % group_tasks * channels,
-                                 strip.images,
-                                 image_pixels,
-                                 sums,
-                                 sums + values,
-                                 packed_memory<T>(conv, conv.out_channels)};
-    PK_CALL_PRODUCT(T, stationary_input_gradient, op, task, strip,
-                    partial_sums.tile(strip.first_tile));
+    const Interleaved layout = operands.output(strip);
+    const int64_t values = strip.in.rows * strip.in.width * layout.images * channels;
+    StationaryTask<T> task{conv, strip, layout, weight, tiles.of_image(strip)};
+    task.operand = operands.output_of(group);
+    task.in_channels = conv.out_channels;
+    task.out_channels = conv.in_channels;
+    task.channel = i % group_tasks * channels;
+    task.packed = packed_memory<T>(conv, task.in_channels);
+    task.sums =
+        thread_buffer<A, Use::kScratch>(values + tiles.of_group(strip) * 2 * conv.in_channels);
+    task.sums_of_tiles = task.sums + values;
+    PK_CALL_PRODUCT(T, stationary_input_gradient, op, task, partial_sums.tile(tiles.first(group)));
   };
   const ConvWeight<T> layout(gradients.conv_weight, false);
-  const int64_t wide = PK_CALL_PRODUCT(T, gradient_task_channels);
-  const int64_t weight_tasks = wanted.weight ? parts_of(conv.in_channels, wide) * conv.taps() : 0;
+  const int64_t task_inputs = PK_CALL_PRODUCT(T, gradient_task_channels);
+  const int64_t weight_tasks =
+      wanted.weight ? parts_of(conv.in_channels, task_inputs) * conv.taps() : 0;
   const auto weight_gradient = [&](int64_t i) {
-    const int64_t tap = i % conv.taps(), c = i / conv.taps() * wide;
-    const int64_t count = std::min(wide, conv.in_channels - c);
+    const int64_t tap = i % conv.taps(), c = i / conv.taps() * task_inputs;
+    const int64_t count = std::min(task_inputs, conv.in_channels - c);
     A* sums = thread_buffer<A, Use::kWeightGradients>(conv.out_channels * count);
     std::fill_n(sums, conv.out_channels * count, A(0));
     for (int64_t group = 0; group < groups.count; ++group) {
@@ -244,7 +233,11 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
     }
   };
   for_tiles(input_tasks + weight_tasks, [&](int64_t i) {
-    i < input_tasks ? input_gradient(i) : weight_gradient(i - input_tasks);
+    if (i < input_tasks) {
+      input_gradient(i);
+    } else {
+      weight_gradient(i - input_tasks);
+    }
   });
   if (wanted.g) partial_sums.merge(op.norm, mutable_data<A>(gradients.sums));
 }

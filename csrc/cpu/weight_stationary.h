@@ -6,9 +6,8 @@
 // computes its part of the gradient over all pixels, so that no partial gradients are merged.
 #pragma once
 
-#include <vector>
-
 #include "conv_strips.h"
+#include "tiles.h"
 
 namespace preact_kernels {
 
@@ -20,7 +19,10 @@ struct Interleaved {
   int64_t rows, columns, column_step, images, channels;
 
   // From an image to the next, in values. Not a power of two: a cache would hold few of the pixels.
-  int64_t step() const { return channels + kPadding; }
+  int64_t step() const {
+    const int64_t padded = channels + kPadding;
+    return (padded & (padded - 1)) == 0 ? padded + kPadding : padded;
+  }
   int64_t pitch() const { return columns * images * step(); }
   int64_t values() const { return rows * pitch(); }
   int64_t offset(int64_t row, int64_t column) const {
@@ -32,8 +34,8 @@ struct Interleaved {
   static constexpr int64_t kPadding = 32;
 };
 
-// The activation that the pixels of a strip of whole images read. `images` may be more than the
-// strip's: the values of the others are 0.
+// The activation that the pixels of a strip of whole images read. Images beyond the strip's are
+// zero: dot products need an even number.
 inline Interleaved interleaved_input(const Conv& conv, const Strip& strip, int64_t images) {
   const int64_t width = strip.in.width + 2 * conv.halo_w(), step = conv.stride.w;
   return {strip.in.rows + 2 * conv.halo_h(), (width + step - 1) / step * step, step, images,
@@ -47,7 +49,7 @@ inline Interleaved interleaved_output(const Conv& conv, const Strip& strip, int6
 }
 
 // All groups of images of a batch; for a 1x1 kernel the batch is one long row, and a group some of
-// its pixels. Sums over pixels are those of tiles, as in Strips.
+// its pixels, as one image.
 struct ImageGroups {
   // Tiles stay in one column where a column has whole tiles of this many images.
   static constexpr int64_t kWholeTile = 8;
@@ -69,24 +71,40 @@ struct ImageGroups {
     const int64_t first = index * size, group = std::min(size, length() - first);
     if (conv.taps() == 1) {
       const Rows pixels{first, 0, 1, 1, group};
-      return {pixels, pixels, index, 1};
+      return {pixels, pixels, 0, 1};
     }
     const int64_t height = conv.out_height(), width = conv.out_width();
     return {{first * conv.height * conv.width, 0, conv.height, conv.height, conv.width},
             {first * height * width, 0, height, height, width},
-            first,
+            0,
             group};
   }
 
   int64_t length() const { return conv.taps() == 1 ? conv.pixels() : conv.images; }
-  int64_t tiles() const { return conv.taps() == 1 ? count : conv.images; }
   // Images of an operand: an even number for dot products, which read pairs of pixels.
   int64_t images(const Strip& strip, bool pairs) const {
     return pairs && conv.taps() > 1 ? (strip.images + 1) / 2 * 2 : strip.images;
   }
 };
 
-// A part of a row of one image of a group.
+// Sums over pixels are those of tiles, as in Strips: here of some pixels of one image.
+struct ImageTiles {
+  const ImageGroups& groups;
+  Rows Strip::* side;  // the input or the output
+  int64_t channels;
+
+  PixelTiles of_image(const Strip& strip) const {
+    return {(strip.*side).rows * (strip.*side).width, channels};
+  }
+  int64_t of_group(const Strip& strip) const { return strip.images * of_image(strip).count; }
+  int64_t first(int64_t group) const { return group == 0 ? 0 : group * of_group(groups[0]); }
+  int64_t count() const {
+    if (groups.count == 0) return 0;
+    return first(groups.count - 1) + of_group(groups[groups.count - 1]);
+  }
+};
+
+// Columns [first, first + count) of a row of an image of a group.
 struct RowPart {
   int64_t image, row, first, count;
 };
@@ -95,17 +113,18 @@ struct RowPart {
 template <class T>
 struct StationaryTask {
   const Conv& conv;
-  const void* operand;
-  const std::vector<ProductPixels<Interleaved>>& pixels;  // that the products compute
+  const Strip& strip;
+  const Interleaved& layout;  // of the operand
   const ConvWeight<T>& weight;
-  int64_t in_channels, out_channels, channel;
-  int64_t images, image_pixels;   // of the result
-  Accumulate<T>* sums;            // memory: [pixel][image][channel of the task]
-  Accumulate<T>* sums_of_images;  // memory of the input gradient: [image][2][channel]
-  void* packed;                   // memory of weights
+  const PixelTiles tiles;  // of an image of the result
+  const void* operand = nullptr;
+  int64_t in_channels = 0, out_channels = 0, channel = 0;
+  void* packed = nullptr;                  // memory of weights
+  Accumulate<T>* sums = nullptr;           // memory: [pixel][image][channel of the task]
+  Accumulate<T>* sums_of_tiles = nullptr;  // memory of the input gradient: [tile][2][channel]
 };
 
-// Whether a convolution is computed in this way.
+// Whether a convolution is weight-stationary, not one of strips.
 bool is_weight_stationary(const Conv& conv);
 
 // As launch_bn_relu_conv_forward. `op.packed` is not read.

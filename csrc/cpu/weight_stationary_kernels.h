@@ -74,18 +74,21 @@ void fill_gradient(const OutputGradient<T>& dy, const Conv& conv, const Strip& s
 }
 
 // sums[pixel][image][channel] = the product of some of its input channels, or, unless it is the
-// first, is increased by that. The channels are those of kVectors vectors.
+// first, is increased by that. The channels are those of kVectors vectors. Not inlined: the
+// compiler is slow, and both directions call it.
 template <class O, int kVectors>
-PK_INLINE void add_stationary_product(const O* in, const ProductPixels<Interleaved>& pixels,
-                                      const Conv& conv, int64_t channels, const O* weights,
-                                      bool is_first, Accumulate<O>* sums) {
+__attribute__((noinline)) void add_stationary_product(const O* in,
+                                                      const ProductPixels<Interleaved>& pixels,
+                                                      const Conv& conv, int64_t channels,
+                                                      const O* weights, bool finite, bool is_first,
+                                                      Accumulate<O>* sums) {
   using A = Accumulate<O>;
-  constexpr int kMost = std::min(max_tile_rows(kVectors), kMostAddresses);
+  constexpr int kMostRows = std::min(max_tile_rows(kVectors), kMostAddresses);
   constexpr int64_t kWidth = kVectors * kLanes<A>;
   const Interleaved& operand = pixels.operand;
   const int64_t images = operand.images, step = operand.step(), neighbours = pixels.width * images;
-  // 0 * NaN is NaN: a tap outside the image is left out for every pixel.
-  const bool finite = conv.taps() == 1 || all_finite(weights, conv.taps() * channels * kWidth);
+  // 0 * NaN is NaN: where a weight is not finite, a tap outside the image is left out for every
+  // pixel.
   const bool in_column = images % ImageGroups::kWholeTile == 0 || !finite;
   for (int64_t row = 0; row < pixels.rows; ++row) {
     const O* line = in + row * pixels.step.h * operand.pitch();
@@ -94,9 +97,9 @@ PK_INLINE void add_stationary_product(const O* in, const ProductPixels<Interleav
     for (int64_t p = 0; p < neighbours;) {
       const int64_t column = p / images;
       const int64_t left = (in_column ? (column + 1) * images : neighbours) - p;
-      const int64_t rows = next_rows<kMost>(left);
+      const int64_t rows = next_rows<kMostRows>(left);
       const Taps taps = pixels.taps_inside(conv, row, column, (p + rows - 1) / images);
-      with_rows<kMost>(rows, [&](auto count) PK_LAMBDA {
+      with_rows<kMostRows>(rows, [&](auto count) PK_LAMBDA {
         constexpr int kRows = decltype(count)::value;
         const auto store_sums = [&](auto& acc) PK_LAMBDA {
           int64_t image = p - column * images;
@@ -124,10 +127,12 @@ PK_INLINE void add_stationary_product(const O* in, const ProductPixels<Interleav
   }
 }
 
-// Computes the products of a task, and calls finish(accumulators, image, pixel, channel) as
-// strip_product does.
-template <class T, class Finish>
-PK_INLINE void stationary_products(const StationaryTask<T>& task, const Finish& finish) {
+// Computes the products of a task, and calls finish(accumulators, tile, first, pixel, channel) for
+// pixels of the strip from `pixel` on, in the tile of this number, whose first pixel is `first`.
+// for_pixels(body) calls body(pixels) for sets of pixels that are all of them.
+template <class T, class ForPixels, class Finish>
+PK_INLINE void stationary_products(const StationaryTask<T>& task, const ForPixels& for_pixels,
+                                   const Finish& finish) {
   using O = Operand<T>;
   using A = Accumulate<T>;
   const Conv& conv = task.conv;
@@ -135,7 +140,6 @@ PK_INLINE void stationary_products(const StationaryTask<T>& task, const Finish& 
   O* packed = static_cast<O*>(task.packed);
   const int64_t most = packed_channels(conv, task.in_channels);
   const int64_t out_channels = std::min(task_channels(conv), task.out_channels - task.channel);
-  const int64_t operand_images = task.pixels[0].operand.images;
   for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value, kWidth = kVectors * kLanes<A>;
     constexpr int kMostRows = std::min(max_tile_rows(kVectors), 8);
@@ -146,24 +150,28 @@ PK_INLINE void stationary_products(const StationaryTask<T>& task, const Finish& 
       for (int64_t first = 0; first < channels; first += kPackedChannels) {
         pack(weight, conv, channels, kWidth, packed, first);
       }
-      for (const ProductPixels<Interleaved>& pixels : task.pixels) {
-        add_stationary_product<O, kVectors>(in + c, pixels, conv, channels, packed, c == 0,
+      const bool finite = conv.taps() == 1 || all_finite(packed, conv.taps() * channels * kWidth);
+      for_pixels([&](const ProductPixels<Interleaved>& pixels) PK_LAMBDA {
+        add_stationary_product<O, kVectors>(in + c, pixels, conv, channels, packed, finite, c == 0,
                                             task.sums);
-      }
+      });
     }
-    for (int64_t image = 0; image < task.images; ++image) {
-      for (int64_t pixel = 0; pixel < task.image_pixels;) {
-        const int64_t rows = next_rows<kMostRows>(task.image_pixels - pixel);
+    for (int64_t tile = 0; tile < task.strip.images * task.tiles.count; ++tile) {
+      const int64_t image = tile / task.tiles.count, of_image = tile % task.tiles.count;
+      const int64_t begin = task.tiles.first(of_image), end = begin + task.tiles.length(of_image);
+      for (int64_t pixel = begin; pixel < end;) {
+        const int64_t rows = next_rows<kMostRows>(end - pixel);
         with_rows<kMostRows>(rows, [&](auto count) PK_LAMBDA {
           constexpr int kRows = decltype(count)::value;
           Vector<A> acc[kRows][kVectors];
 #pragma GCC unroll 32
           for (int i = 0; i < kRows; ++i) {
-            const A* from = task.sums + ((pixel + i) * operand_images + image) * kWidth;
+            const A* from = task.sums + ((pixel + i) * task.layout.images + image) * kWidth;
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) acc[i][v] = load(from + v * kLanes<A>);
           }
-          finish(acc, image, image * task.image_pixels + pixel, k);
+          const int64_t first = image * task.tiles.pixels;
+          finish(acc, tile, first + begin, first + pixel, k);
         });
         pixel += rows;
       }
@@ -171,33 +179,52 @@ PK_INLINE void stationary_products(const StationaryTask<T>& task, const Finish& 
   });
 }
 
-// y of a task's output channels, for a group of images, with the part of the statistics.
+// y of a task's output channels, for a group of images, with its part of the statistics.
 template <class T, class A>
-void stationary_output(const ConvForward<T>& op, const StationaryTask<T>& task, const Strip& strip,
-                       A* statistics) {
-  stationary_products(task, FinishOutput<T, A>(op, strip, statistics));
+void stationary_output(const ConvForward<T>& op, const StationaryTask<T>& task, A* statistics) {
+  const ProductPixels<Interleaved> pixels = output_pixels(op.conv, task.strip, task.layout);
+  const FinishOutput<T, A> finish_first(op, task.strip, statistics);
+  stationary_products(
+      task, [&](const auto& body) PK_LAMBDA { body(pixels); },
+      [&](auto& acc, int64_t tile, int64_t first, int64_t pixel, int64_t k) PK_LAMBDA {
+        FinishOutput<T, A> finish = finish_first;
+        if (statistics != nullptr) finish.statistics += tile * 3 * op.conv.out_channels;
+        finish.first_pixel = first;
+        finish(acc, 0, pixel, k);
+      });
 }
 
 // g of a task's input channels, for a group of images, with its part of the sums.
 template <class T>
 void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T>& task,
-                               const Strip& strip, double* tile_sums) {
+                               double* tile_sums) {
   using A = Accumulate<T>;
   using O = Operand<T>;
-  const int64_t channels = op.conv.in_channels, first = strip.in.first_pixel * channels;
-  const int64_t end = std::min(task.channel + task_channels(op.conv), channels);
-  A* of_g = task.sums_of_images;
-  for (int64_t i = 0; i < 2 * strip.images; ++i) {
-    std::fill(of_g + i * channels + task.channel, of_g + i * channels + end, A(0));
+  const Conv& conv = op.conv;
+  const Strip& strip = task.strip;
+  const int64_t channels = conv.in_channels, first = strip.in.first_pixel * channels;
+  const int64_t begin = task.channel, end = std::min(begin + task_channels(conv), channels);
+  const int64_t rows = 2 * strip.images * task.tiles.count;  // of sums
+  A* of_g = task.sums_of_tiles;
+  for (int64_t i = 0; i < rows; ++i) {
+    std::fill(of_g + i * channels + begin, of_g + i * channels + end, A(0));
   }
-  stationary_products(task, [&](const auto& acc, int64_t image, int64_t pixel,
-                                int64_t c) PK_LAMBDA {
-    finish_input_gradient(acc, op.x + first, op.g + first, pixel, c, channels, channels, op.norm,
-                          of_g + image * 2 * channels, false, static_cast<O*>(nullptr));
-  });
-  for (int64_t i = 0; i < 2 * strip.images; ++i) {
-    std::copy(of_g + i * channels + task.channel, of_g + i * channels + end,
-              tile_sums + i * channels + task.channel);
+  const auto for_pixels = [&](const auto& body) PK_LAMBDA {
+    for (int64_t row = 0; row < conv.stride.h; ++row) {
+      for (int64_t column = 0; column < conv.stride.w; ++column) {
+        body(input_pixels(conv, strip, task.layout, row, column));
+      }
+    }
+  };
+  stationary_products(
+      task, for_pixels,
+      [&](const auto& acc, int64_t tile, int64_t, int64_t pixel, int64_t c) PK_LAMBDA {
+        finish_input_gradient(acc, op.x + first, op.g + first, pixel, c, channels, channels,
+                              op.norm, of_g + tile * 2 * channels, false, static_cast<O*>(nullptr));
+      });
+  for (int64_t i = 0; i < rows; ++i) {
+    std::copy(of_g + i * channels + begin, of_g + i * channels + end,
+              tile_sums + i * channels + begin);
   }
 }
 
@@ -243,7 +270,6 @@ void stationary_weight_gradient(const Conv& conv, const Strip& strip, const Inte
     dy = paired_rows(static_cast<const O*>(narrow), strip.out.rows, strip.out.width * images, dy)
              .from(rows.first, columns.first * images);
   } else {
-    dy = dy.from(0, 0);
     dy.values += output.offset(rows.first + conv.halo_h(), columns.first + conv.halo_w());
   }
   // In sums of few pixels: the error grows with the length of a sum.
