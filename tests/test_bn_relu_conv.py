@@ -253,7 +253,6 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
         pixels = math.ceil(least * 512 * 9 / 2)
         assert fuses(large, dtype, max(pixels, many + 1))
         assert fuses(large, dtype, many) and fuses(large, dtype, many + 1) == (pixels <= many + 1)
-        assert fuses((256, 64, 3, 3), dtype, 4 * 256 * 64 * 9 // 320)
         assert fuses(large, dtype, None) and fuses(large, dtype, 1) and fuses(small, dtype, 10**9)
     monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
     assert fuses(large, torch.float32, None)
@@ -261,6 +260,9 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
     monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 8)
     assert fuses(small, torch.bfloat16, 1) and not fuses(large, torch.bfloat16, 1)
     assert fuses(large, torch.float32, many) and not fuses(large, torch.float32, many + 1)
+    few = 4 * 256 * 64 * 9 // 320
+    assert fuses((256, 64, 3, 3), torch.float32, few)
+    assert not fuses((256, 64, 3, 3), torch.float32, few + 1)
     monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 4)
     assert fuses(small, torch.float32, 1) and not fuses(large, torch.float32, 1)
 

@@ -7,7 +7,7 @@ struct FinishOutput {
   const ConvForward<T>& op;
   const Strip& strip;
   A* statistics;            // or null
-  int64_t first_pixel = 0;  // of the strip's first tile
+  int64_t first_pixel = 0;  // of the tile of image 0, in the strip
   const T* added;
   T* out;
 

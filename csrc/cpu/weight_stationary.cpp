@@ -36,7 +36,6 @@ struct Operands {
         groups(groups),
         pairs(std::is_same_v<T, BFloat16> && isa() == Isa::kAvx512Bf16),
         value_bytes(pairs ? sizeof(T) : sizeof(A)) {
-    if (groups.count == 0) return;
     const Strip strip = groups[0];
     if (needs.input) input_bytes = aligned_bytes(input(strip).values());
     if (needs.output) output_bytes = aligned_bytes(output(strip).values());
@@ -86,7 +85,7 @@ struct Operands {
   // Pairs of pixels of that, where products are dot products.
   void fill_pairs() const {
     constexpr int64_t kPart = 64;  // an even number
-    if (!pairs || groups.count == 0) return;
+    if (!pairs) return;
     const Strip first = groups[0];
     const int64_t rows = first.out.rows, parts = parts_of(neighbours(first), kPart);
     for_tiles(groups.count * rows * parts, [&](int64_t i) {
@@ -104,7 +103,6 @@ struct Operands {
   template <class Body>
   void for_row_parts(Rows Strip::* side, const Body& body) const {
     constexpr int64_t kPart = 32;
-    if (groups.count == 0) return;
     const Strip first = groups[0];
     const int64_t rows = (first.*side).rows, parts = parts_of((first.*side).width, kPart);
     const int64_t group_parts = images(first) * rows * parts;

@@ -1,9 +1,10 @@
-// The plan of a convolution with more weights than activations.
+// The plan of a convolution with large weights beside few activations.
 //
 // Strips would read all weights, and add to all of their gradient, for every few pixels. Here a
-// task takes some output channels, for many images: it packs their weights once, as far as a
-// second-level cache holds them, and multiplies all pixels with them. A task of the weight gradient
-// computes its part of the gradient over all pixels, so that no partial gradients are merged.
+// task takes some output channels, for a group of images: it packs a part of their weights that a
+// second-level cache holds, multiplies all pixels with it, and goes on to the next part. A task of
+// the weight gradient computes its part of it over all pixels, so that no partial gradients are
+// merged.
 #pragma once
 
 #include "conv_strips.h"
@@ -12,9 +13,11 @@
 namespace preact_kernels {
 
 // The operand of such a product: the pixels of several images in the order [row][column][image],
-// with the border of Bordered. Neighbours in that order are the same pixel of several images: tiles
-// are full where images are narrow, and taps outside the image are left out. Where the convolution
-// has a stride, columns are grouped by their remainder, so that those of one tap are neighbours.
+// with the border of Bordered. Neighbours in that order are the same pixel of several images, so
+// that tiles are full where images are narrow. The border beside an image is zero. Its rows above
+// and below are never written, and must not be read: taps in them are left out. Where the
+// convolution has a stride, columns are grouped by their remainder, so that those of one tap are
+// neighbours.
 struct Interleaved {
   int64_t rows, columns, column_step, images, channels;
 
@@ -58,11 +61,11 @@ struct ImageGroups {
   int64_t size, count;  // of a group, in images or pixels
 
   explicit ImageGroups(const Conv& conv) : conv(conv) {
-    constexpr int64_t kMostPixels = 1024;
-    const int64_t pixels = conv.taps() == 1 ? 1 : std::max<int64_t>(1, conv.height * conv.width);
-    const int64_t most = std::max<int64_t>(1, kMostPixels / pixels);
+    constexpr int64_t kPixels = 1024;  // of a group, about
+    const int64_t pixels = conv.taps() == 1 ? 1 : conv.height * conv.width;
+    const int64_t most = std::max<int64_t>(1, kPixels / pixels);
     const int64_t parts = (length() + most - 1) / most;
-    size = parts == 0 ? 1 : (length() + parts - 1) / parts;
+    size = (length() + parts - 1) / parts;
     if (size > kWholeTile) size = (size + kWholeTile - 1) / kWholeTile * kWholeTile;
     count = (length() + size - 1) / size;
   }
@@ -87,7 +90,7 @@ struct ImageGroups {
   }
 };
 
-// Sums over pixels are those of tiles, as in Strips: here of some pixels of one image.
+// Statistics and sums are those of tiles: some pixels of one image.
 struct ImageTiles {
   const ImageGroups& groups;
   Rows Strip::* side;  // the input or the output
@@ -97,11 +100,8 @@ struct ImageTiles {
     return {(strip.*side).rows * (strip.*side).width, channels};
   }
   int64_t of_group(const Strip& strip) const { return strip.images * of_image(strip).count; }
-  int64_t first(int64_t group) const { return group == 0 ? 0 : group * of_group(groups[0]); }
-  int64_t count() const {
-    if (groups.count == 0) return 0;
-    return first(groups.count - 1) + of_group(groups[groups.count - 1]);
-  }
+  int64_t first(int64_t group) const { return group * of_group(groups[0]); }
+  int64_t count() const { return first(groups.count - 1) + of_group(groups[groups.count - 1]); }
 };
 
 // Columns [first, first + count) of a row of an image of a group.
@@ -118,8 +118,8 @@ struct StationaryTask {
   const ConvWeight<T>& weight;
   const PixelTiles tiles;  // of an image of the result
   const void* operand = nullptr;
-  int64_t in_channels = 0, out_channels = 0, channel = 0;
-  void* packed = nullptr;                  // memory of weights
+  int64_t in_channels = 0, out_channels = 0, channel = 0;  // of the product
+  void* packed = nullptr;                                  // memory of weights
   Accumulate<T>* sums = nullptr;           // memory: [pixel][image][channel of the task]
   Accumulate<T>* sums_of_tiles = nullptr;  // memory of the input gradient: [tile][2][channel]
 };
@@ -127,12 +127,12 @@ struct StationaryTask {
 // Whether a convolution is weight-stationary, not one of strips.
 bool is_weight_stationary(const Conv& conv);
 
-// As launch_bn_relu_conv_forward. `op.packed` is not read.
+// As launch_bn_relu_conv_forward, without packed weights.
 template <class T>
 void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
                         const BatchStatistics& of_y);
 
-// As launch_bn_relu_conv_backward. `op.packed` is not read.
+// As launch_bn_relu_conv_backward, without packed weights.
 template <class T>
 void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
                          const UnitGradients& gradients);

@@ -1,4 +1,4 @@
-// BN-ReLU-Conv with more weights than activations. Included once for each instruction set.
+// BN-ReLU-Conv with large weights beside few activations. Included once for each instruction set.
 
 #include "conv_product.h"
 #include "finish_input_gradient.h"
@@ -12,8 +12,8 @@ inline int64_t task_channels(const Conv& conv) { return tile_vectors(conv) * kLa
 // Input channels of a task of the weight gradient.
 inline int64_t gradient_task_channels() { return kMaxVectors * kLanes<float>; }
 
-// Input channels whose weights a task packs at a time: those of a kernel of C input channels in
-// equal parts, of 320 KiB in float32 where that is enough for a group of channels.
+// Input channels whose weights a task packs at a time: equal parts of at most 320 KiB in float32,
+// or of kPackedChannels.
 inline int64_t packed_channels(const Conv& conv, int64_t in_channels) {
   constexpr int64_t kMostValues = 80 * 1024;
   const int64_t group_values = conv.taps() * task_channels(conv) * kPackedChannels;
@@ -24,7 +24,7 @@ inline int64_t packed_channels(const Conv& conv, int64_t in_channels) {
 }
 
 // Writes a part of a row of an image to an operand, and the border beside it. fill(out, pixel,
-// count) writes some pixels of the batch, which are `step` images apart in the operand.
+// count) writes pixels of the batch, `operand.images * operand.step()` values apart.
 template <class O, class Fill>
 PK_INLINE void fill_part(O* out, const Interleaved& operand, const Conv& conv, const Strip& strip,
                          const Rows& rows, const RowPart& part, const Fill& fill) {
@@ -62,7 +62,7 @@ void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const
                 PK_LAMBDA { normalise(x + pixel * channels, out, step, count, channels, norm); });
 }
 
-// A part of the gradient of the output, which is also unfolded where that is wanted.
+// A part of the gradient of the output, which is also stored where that is wanted.
 template <class T>
 void fill_gradient(const OutputGradient<T>& dy, const Conv& conv, const Strip& strip,
                    const Interleaved& operand, const RowPart& part, void* memory) {
@@ -129,7 +129,7 @@ __attribute__((noinline)) void add_stationary_product(const O* in,
 
 // Computes the products of a task, and calls finish(accumulators, tile, first, pixel, channel) for
 // pixels of the strip from `pixel` on, in the tile of this number, whose first pixel is `first`.
-// for_pixels(body) calls body(pixels) for sets of pixels that are all of them.
+// for_pixels(body) calls body(pixels) for sets of pixels that together cover the result.
 template <class T, class ForPixels, class Finish>
 PK_INLINE void stationary_products(const StationaryTask<T>& task, const ForPixels& for_pixels,
                                    const Finish& finish) {
@@ -199,7 +199,6 @@ template <class T>
 void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T>& task,
                                double* tile_sums) {
   using A = Accumulate<T>;
-  using O = Operand<T>;
   const Conv& conv = op.conv;
   const Strip& strip = task.strip;
   const int64_t channels = conv.in_channels, first = strip.in.first_pixel * channels;
@@ -220,7 +219,7 @@ void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T
       task, for_pixels,
       [&](const auto& acc, int64_t tile, int64_t, int64_t pixel, int64_t c) PK_LAMBDA {
         finish_input_gradient(acc, op.x + first, op.g + first, pixel, c, channels, channels,
-                              op.norm, of_g + tile * 2 * channels, false, static_cast<O*>(nullptr));
+                              op.norm, of_g + tile * 2 * channels, false, nullptr);
       });
   for (int64_t i = 0; i < rows; ++i) {
     std::copy(of_g + i * channels + begin, of_g + i * channels + end,

@@ -173,7 +173,7 @@ class Kernels(Protocol):
             conv: geometry.
             dtype: of the activations.
             device: of the activations.
-            pixels: of the input, over the batch; None where the answer is for enough of them.
+            pixels: of the input, over the batch; None asks whether any number is served.
         """
 
     @abstractmethod

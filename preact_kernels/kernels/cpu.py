@@ -64,7 +64,7 @@ class CPUKernels(NativeKernels):
         device: torch.device,
         pixels: int | None = None,
     ) -> bool:
-        """Whether the direct convolutions serve a weight, on some number of pixels if None."""
+        """Whether the direct convolutions serve a weight, on any number of pixels if None."""
         stride, padding, dilation, groups = conv
         out_channels, in_channels, kernel_h, kernel_w = weight_shape
         taps = kernel_h * kernel_w

@@ -278,8 +278,8 @@ def backend_for(
 ) -> str:
     """Says which backend runs a BN-ReLU-Conv unit, and whether its convolution is fused.
 
-    The convolution has no bias. A weight that is large beside its activations may run in PyTorch's
-    convolution where this says "fused": the answer is for large batches.
+    The convolution has no bias. Where this says "fused", a large weight may still run in PyTorch's
+    convolution for some sizes of x: docs/backends.md says which.
 
     Args:
         conv_weight: `[K, C / groups, R, S]`; its values are not read.
