@@ -20,7 +20,7 @@ struct Rows {
 };
 
 // Some rows of one image, or some whole images, of a convolution's output, and `stride` times as
-// many rows of its input. Strips sum over the pixels of tiles: a strip's part of one image.
+// many rows of its input. Sums over pixels are per tile: a strip's part of one image.
 struct Strip {
   Rows in, out;
   int64_t first_tile, images;
