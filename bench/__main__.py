@@ -2,9 +2,10 @@
 
 Measures in order of importance until the time limit: limits of the machine, correctness, the first
 network (the deepest, of --depths) with the main contenders and the bytes they keep, training
-curves, peak memory, rivals on memory, other networks, torch.compile under memory budgets, ops, wide
-networks (on a GPU), rivals on other networks, and kept bytes against depth. On a GPU, contenders
-that need no compiler come first, then compilers, other batches, and rivals on memory. Lists at the
+curves, wide networks, peak memory, rivals on memory, other networks, torch.compile under memory
+budgets, ops, rivals on other networks, kept bytes against depth, and some of it in bfloat16. On a
+GPU, contenders that need no compiler come first, then compilers, other batches, rivals on memory,
+memory budgets, wide networks, ops, float32 with TF32, training curves, and the rest. Lists at the
 end what did not fit. Writes one CSV file per device, prints tables and saves plots beside the CSV.
 
 Under torchrun, measures data-parallel training in place of all that: see bench/scaling.py.
@@ -111,7 +112,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     a.device = torch.device(a.device or ("cuda" if on_gpu else "cpu"))
     is_default = not (a.quick or a.depths or a.networks)
     a.wide_networks = is_default
-    a.bfloat16_too = is_default and not on_gpu and a.dtype is None
+    # Measured beside the default, on the first networks.
+    a.other_dtype = torch.float32 if on_gpu else torch.bfloat16
+    a.has_other_dtype = is_default and a.dtype is None
     a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
     if not (a.depths or a.networks):
         a.depths = (29, 20) if a.quick else (1001, 164, 110)
@@ -193,8 +196,9 @@ class Plan:
             rounds = max(3, rounds // 2)
         # On a GPU, a group that runs out of time leaves out its last contenders.
         needed = contenders[:2] if session.device.type == "cuda" else contenders
+        in_dtype = "" if session.dtype == self.a.dtype else f", {measure.dtype_name(session.dtype)}"
         yield Task(
-            f"{net.name}, batch {batch}: {group}",
+            f"{net.name}, batch {batch}{in_dtype}: {group}",
             lambda: self._group_s(needed, net, batch),
             lambda: network.measure_group(session, contenders, net, batch, rounds),
         )
@@ -225,50 +229,57 @@ class Plan:
 
     def tasks(self) -> Iterator[Task]:
         """Every task, the most important first."""
-        foremost, *others = networks = [self.session.network(name) for name in self.a.networks]
-        first = self.a.batch[0]
-        for group in self.main_groups:
-            yield from self._group(group, foremost, first)
-        for group in self.main_groups:
-            for batch in self.a.batch[1:]:
-                yield from self._group(group, foremost, batch)
+        a, session = self.a, self.session
+        foremost, *others = networks = [session.network(name) for name in a.networks]
+        first, on_gpu = a.batch[0], session.device.type == "cuda"
         shallow = [n for n in networks if n.depth < 300 and n.block == "bottleneck"]
+        in_other = Plan(a, dataclasses.replace(session, dtype=a.other_dtype, verdicts={}))
+        has_all = not a.quick and a.contenders is None
+        batches = [
+            *(self._group(group, foremost, first) for group in self.main_groups),
+            *(self._group(g, foremost, batch) for batch in a.batch[1:] for g in self.main_groups),
+        ]
         curves = [self._curves(net, first) for net in dict.fromkeys([*shallow[:1], foremost])]
         rivals = [
             self._peaks(self.main_groups[0], foremost, first),
             self._group("memory rivals", foremost, first),
             self._peaks("memory rivals", foremost, first),
         ]
-        session, on_gpu = self.session, self.session.device.type == "cuda"
-        in_half = None
-        if self.a.bfloat16_too:
-            in_half = Plan(self.a, dataclasses.replace(session, dtype=torch.bfloat16, verdicts={}))
-        for part in [*rivals, *curves] if on_gpu else curves:
-            yield from part
-        if not on_gpu:
-            if in_half is not None:
-                for net in others[:1]:
-                    yield from in_half._group("against eager", net, first)
-            yield from self._wide_networks()
-            for part in rivals:
-                yield from part
-        for net in others:
-            for group in self.main_groups:
-                for batch in self.a.batch:
-                    yield from self._group(group, net, batch)
-        yield from self._group("compile budgets", foremost, first)
-        yield from self._peaks("compile budgets", foremost, first)
-        if not self.a.quick and self.a.contenders is None:
-            yield Task("ops", lambda: 45, self._ops)
+        budgets = [
+            self._group("compile budgets", foremost, first),
+            self._peaks("compile budgets", foremost, first),
+        ]
+        other_networks = [
+            self._group(group, net, batch)
+            for net in others
+            for group in self.main_groups
+            for batch in a.batch
+        ]
+        ops = [iter([Task("ops", lambda: 45, self._ops)])] if has_all else []
+        other_rivals = [
+            self._group(group, net, first)
+            for net in others
+            if net.depth >= 164
+            for group in ("memory rivals", "compile budgets")
+        ]
+        counts = [self._counts()] if has_all else []
+        rest = [*other_rivals, *counts]
         if on_gpu:
-            yield from self._wide_networks()
-        for net in [n for n in others if n.depth >= 164]:
-            yield from self._group("memory rivals", net, first)
-            yield from self._group("compile budgets", net, first)
-        if not self.a.quick and self.a.contenders is None:
-            yield from self._counts()
-        if in_half is not None:
-            yield from in_half._wide_networks()
+            in_float32 = [
+                in_other._group(group, foremost, batch)
+                for batch in (a.batch if a.has_other_dtype else ())
+                for group in self.main_groups
+            ]
+            order = [*batches, *rivals, *budgets, self._wide_networks(), *ops, *in_float32]
+            order += [*curves, *other_networks, *rest]
+        else:
+            half = others[:1] if a.has_other_dtype else []
+            in_half = [in_other._group("against eager", net, first) for net in half]
+            wide_in_half = [in_other._wide_networks()] if a.has_other_dtype else []
+            order = [*batches, *curves, *in_half, self._wide_networks(), *rivals, *other_networks]
+            order += [*budgets, *ops, *rest, *wide_in_half]
+        for part in order:
+            yield from part
 
     def _wide_networks(self) -> Iterator[Task]:
         device = self.session.device.type

@@ -12,7 +12,8 @@ units for a bottleneck. Launches that occur once a stage count as a fraction of 
 with a projection are one line of the table; the CSV file has their kernels.
 
 On a GPU, also measures: each stage runs as a CUDA graph under the profiler, and a kernel takes from
-the end of the one ahead of it to its own. Stem, head and optimizer are not listed.
+the end of the one ahead of it to its own. Stem, head and optimizer are not listed. The largest
+losses are those over the bytes at the copy bandwidth of this GPU.
 """
 
 import argparse
@@ -210,6 +211,39 @@ def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
     )
 
 
+def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> str:
+    """A line for each of the `most` kernels that lose most over their bytes at copy bandwidth.
+
+    Args:
+        rows: of one step; those without a measured time are left out.
+        most: lines.
+        form: of `tabulate`.
+    """
+    lines = []
+    for row in rows:
+        if row.measured_us_per_block is None or row.copy_gb_s is None:
+            continue
+        measured_ms = row.measured_us_per_block * row.blocks / 1e3
+        bytes_ms = row.bytes_per_block * row.blocks / row.copy_gb_s / 1e6
+        lines.append(
+            (
+                measured_ms - bytes_ms,
+                {
+                    "stage": row.stage,
+                    "direction": row.direction,
+                    "kernel": row.kernel,
+                    "launches": f"{row.launches_per_block * row.blocks:.0f}",
+                    "measured, ms": f"{measured_ms:.3f}",
+                    "bytes at copy bandwidth, ms": f"{bytes_ms:.3f}",
+                    "lost, ms": f"{measured_ms - bytes_ms:.3f}",
+                    "of copy bandwidth": f"{bytes_ms / measured_ms:.0%}",
+                },
+            )
+        )
+    ordered = sorted(lines, key=lambda line: -line[0])
+    return tabulate([line for _, line in ordered[:most]], "keys", form, disable_numparse=True)
+
+
 class Kernel(NamedTuple):
     """A kernel as the profiler saw it."""
 
@@ -401,9 +435,12 @@ def main(given: Sequence[str] | None = None) -> None:
         "residual_dtype": measure.dtype_name(a.residual_dtype or a.dtype),
         "multiprocessors": a.multiprocessors,
     }
-    rows = [machine.stamp(dataclasses.replace(row, **step)) for row in rows]
+    copy_gb_s = measure.measure_copy_gb_s(torch.device("cuda")) if on_gpu else None
+    rows = [machine.stamp(dataclasses.replace(r, **step, copy_gb_s=copy_gb_s)) for r in rows]
     print(table(stages, rows))
     print(f"{', '.join(map(str, step.values()))} multiprocessors\n{summary(stages, rows)}")
+    if on_gpu:
+        print(f"largest losses, copy bandwidth {copy_gb_s:,.0f} GB/s:\n{losses(rows)}")
     if a.csv:
         Records(a.csv, LaunchRow, keep=False).put(*rows)
     if on_gpu and all(row.measured_us_per_block is None for row in rows):

@@ -274,15 +274,14 @@ def _best_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measures copy bandwidth (bytes read and written) and matrix rates.
+    """Measures copy bandwidth and matrix rates.
 
-    Copied tensors are larger than any cache: 256 MiB on a CPU, 2 GiB on a GPU. float32 products
-    use TF32 if PyTorch's convolutions do. On a CPU the rate is that of a matrix product or of a
-    convolution, whichever is higher: PyTorch runs them in different libraries.
+    float32 products use TF32 if PyTorch's convolutions do. On a CPU the rate is that of a matrix
+    product or of a convolution, whichever is higher: PyTorch runs them in different libraries.
     """
     on_gpu = device.type == "cuda"
     dtypes = (torch.float32, torch.bfloat16)
-    copy_gb_s = _copy_gb_s(2**31 if on_gpu else 2**28, device)
+    copy_gb_s = measure_copy_gb_s(device)
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
     try:
@@ -296,7 +295,12 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     return Ceilings(copy_gb_s, rates, *(_launches_us(device) if on_gpu else ()))
 
 
-def _copy_gb_s(size_bytes: int, device: torch.device) -> float:
+def measure_copy_gb_s(device: torch.device) -> float:
+    """Copy bandwidth, bytes read and written, of a tensor that is larger than any cache.
+
+    256 MiB on a CPU, 2 GiB on a GPU.
+    """
+    size_bytes = 2**31 if device.type == "cuda" else 2**28
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size_bytes / _best_ms(lambda: target.copy_(source), device) / 1e6

@@ -198,6 +198,7 @@ class LaunchRow:
     dependent: float  # share of the launches that may begin before the one ahead has ended
     estimated_us_per_block: float
     measured_us_per_block: float | None = None
+    copy_gb_s: float | None = None  # measured copy bandwidth of the GPU
     network: str = ""
     batch: int = 0
     dtype: str = ""

@@ -419,18 +419,20 @@ def test_a_backend_that_is_named_is_measured_beside_the_default():
 
 
 def planned(*options, device):
-    """The titles of a run's tasks."""
-    a = parsed(["--device", "cpu", *options])
-    a.device = torch.device(device)
+    """The tasks of a run, as if the device were there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+        a = parsed(["--device", device, *options])
     a.usable = [c for c in BY_NAME.values() if c.name != "inplace-abn"]
-    ceilings = Ceilings(1000.0, {"float32": 1e5})
-    session = types.SimpleNamespace(
+    session = network.Session(
         device=a.device,
-        dtype=torch.float32,
+        dtype=a.dtype,
+        images=types.SimpleNamespace(classes=10),
+        machine=None,
+        ceilings=Ceilings(1000.0, {"float32": 1e5}),
         rows=[],
-        verdicts={},
-        ceilings=ceilings,
-        network=Network.named,
+        curves=[],
+        resume=False,
     )
     return list(Plan(a, session).tasks())
 
@@ -452,14 +454,37 @@ def test_on_a_gpu_compilers_come_after_the_rest_of_the_first_batch():
     assert len(titles) == len(set(titles))
 
 
+def test_on_a_gpu_everything_that_has_a_figure_to_reach_comes_before_the_rest():
+    titles = [task.title for task in planned(device="cuda")]
+    in_turn = [
+        "resnet-1001, batch 256: compiled and captured",
+        "resnet-1001, batch 128: memory rivals",
+        "resnet-1001, batch 128: compile budgets",
+        "imagenet-resnet-50, batch 256: wide networks",
+        "wrn-28-10, batch 128: wide networks",
+        "ops",
+        "resnet-1001, batch 128, float32: uncompiled",
+        "resnet-1001, batch 256, float32: compiled and captured",
+        "resnet-1001, batch 128: 10 steps of training",
+        "resnet-164, batch 128: uncompiled",
+        "resnet-164, batch 128: memory rivals",
+    ]
+    places = [titles.index(title) for title in in_turn]
+    assert places == sorted(places)
+    assert len(titles) == len(set(titles))
+    assert not any("float32" in task.title for task in planned("--dtype", "bf16", device="cuda"))
+
+
 def test_on_a_cpu_bfloat16_and_wide_networks_come_after_the_first_network(tmp_path):
     a = parsed(["--device", "cpu"])
     titles = [task.title for task in Plan(a, session_in(tmp_path)).tasks()]
-    half = titles.index("resnet-164, batch 16: against eager")
+    half = titles.index("resnet-164, batch 16, bfloat16: against eager")
     wide = titles.index("preact-resnet-18, batch 16: against eager")
     assert titles.index("resnet-1001, batch 16: main") < half < wide
     assert wide < titles.index("resnet-1001, batch 16: memory rivals")
-    assert titles.count("imagenet-resnet-50, batch 4: against eager") == 2  # in both dtypes
+    assert titles.index("resnet-1001, batch 16: compile budgets") < titles.index("ops")
+    assert titles[-1] == "imagenet-resnet-50, batch 4, bfloat16: against eager"
+    assert len(titles) == len(set(titles))
 
 
 def test_on_a_cpu_all_contenders_are_one_group():

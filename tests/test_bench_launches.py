@@ -300,6 +300,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(launches, "kernels_of", kernels_of)
+    monkeypatch.setattr(measure, "measure_copy_gb_s", lambda device: 4000.0)
     monkeypatch.setattr(dry_run, "stages", lambda *_: [(None, None)] * 3)
     monkeypatch.setattr(launches.pk, "use_backend", lambda name: contextlib.nullcontext())
     monkeypatch.setattr(measure.Machine, "of", lambda device: machine)
@@ -314,7 +315,28 @@ def test_measured_times_are_beside_the_estimates(gpu, tmp_path, capsys):
             assert row.measured_us_per_block is None
         else:
             assert row.measured_us_per_block == pytest.approx(2 * row.launches_per_block)
-    assert "stage 3: measured 0.10 ms" in capsys.readouterr().out
+        assert row.copy_gb_s == 4000.0
+    printed = capsys.readouterr().out
+    assert "stage 3: measured 0.10 ms" in printed
+    assert len(printed.split("largest losses, copy bandwidth 4,000 GB/s:\n")[1].splitlines()) == 12
+
+
+def test_losses_are_the_time_over_the_bytes_at_copy_bandwidth():
+    def row(kernel, blocks, bytes_per_block, measured_us):
+        return LaunchRow(
+            "1", "forward", kernel, blocks, 2.0, "", "", "", bytes_per_block, 0.0, 0.0, 0.0,
+            measured_us_per_block=measured_us, copy_gb_s=4000.0,
+        )  # fmt: skip
+
+    rows = [
+        row("small", 1, 4e6, 2.0),  # 1 us of bytes
+        row("large", 100, 4e6, 4.0),
+        row("unknown", 100, 4e6, None),
+        row("middle", 100, 4e6, 1.25),
+    ]
+    first, second = launches.losses(rows, most=2).splitlines()[2:]
+    assert first.split() == ["1", "forward", "large", "200", "0.400", "0.100", "0.300", "25%"]
+    assert second.split() == ["1", "forward", "middle", "200", "0.125", "0.100", "0.025", "80%"]
 
 
 def test_a_stage_that_is_not_measured_leaves_its_estimates(gpu, tmp_path, capsys, monkeypatch):
