@@ -443,7 +443,8 @@ def main(given: Sequence[str] | None = None) -> int:
         deadline_s=start_s + a.time_limit,
     )
     session.rows.write()
-    session.curves.write()
+    if not a.resume:
+        session.curves.path.unlink(missing_ok=True)
     is_lost = False
     try:
         left_out, is_lost = run(Plan(a, session), session, a.out / f"{stem}-lost.txt")

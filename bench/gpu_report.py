@@ -3,10 +3,10 @@
 Uses the Python of the machine with torch, pytest and the packages of the benchmarks, and no
 network. The parts, in order: compiled libraries (existing ones of the same sources, or built now),
 tests of the kernels, ceilings of the GPU, the launches of a step with estimated and measured times,
-benchmarks, benchmarks of the CUDA backend, the hottest kernels, and the other tests if time is
-left. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the CSV files of the
-benchmarks, all written while the parts run. If a part fails or runs out of time, the next one
-starts. `python -m bench.report --results FOLDER` writes tables and plots.
+benchmarks, benchmarks of the Triton backend, converted models, the hottest kernels, and the other
+tests if time is left. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the
+CSV files of the benchmarks, all written while the parts run. If a part fails or runs out of time,
+the next one starts. `python -m bench.report --results FOLDER` writes tables and plots.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import torch
 from bench.__main__ import LOST
 from bench.dry_run import BACKENDS
 from bench.measure import ROOT
-from bench.records import LAUNCHES
+from bench.records import LAUNCHES, slug
 
 LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.so")]
 LISTING = ROOT / "build" / "libraries.sha256"  # hashes of libraries and sources
@@ -54,6 +54,13 @@ KERNEL_TESTS = (
     ),
 )
 """Tests of the kernels, the most important first. Each group is one run of pytest."""
+CONVERTED_MODELS = (
+    "torchvision densenet121",
+    "timm resnetv2_50",
+    "WRN-28-10",
+    "DenseNet-BC-100-12",
+)
+"""Models of `bench.converted`, the most important first."""
 WITHOUT_GPU = (
     "test_cuda_on_host",
     "test_cuda_build",
@@ -67,6 +74,8 @@ WITHOUT_GPU = (
     "test_lost_gpu",
 )
 """Tests that do not depend on a GPU."""
+ONCE = r"tests \d+|ceilings|launches of \w+|converted|hotspots"
+"""Parts that a resumed report skips if they were ok; tests also if some failed."""
 GRACE_SECONDS = 20  # between interrupting and killing a part
 LOG_BYTES = 12 * 2**20
 
@@ -235,16 +244,17 @@ def main(given: Sequence[str] | None = None) -> int:
         "--resume",
         type=Path,
         metavar="EARLIER",
-        help="folder of an earlier report of this commit: keeps its rows, skips tests that ended",
+        help="folder of an earlier report of this commit: keeps its rows, skips parts that ended",
     )
     parser.add_argument("--only-build", action="store_true", help="build for another machine")
     a, options = parser.parse_known_args(given)  # options: for `python -m bench`
     if a.resume and not a.resume.is_dir():
         parser.error(f"--resume: expected a folder, got {a.resume}")
-    ended = {}  # lines of the tests that ran to their end in the earlier report
+    ended = {}  # lines of parts that ran to their end in the earlier report
     if a.resume and (a.resume / "summary.txt").exists():
         summary = (a.resume / "summary.txt").read_text()
-        ended = dict(re.findall(r"^(tests \d+): ((?:ok|exit status).*)", summary, re.MULTILINE))
+        ended = dict(re.findall(rf"^({ONCE}): (ok.*)", summary, re.MULTILINE))
+        ended |= dict(re.findall(r"^(tests \d+): (exit status.*)", summary, re.MULTILINE))
     report = Report(a.folder.resolve(), a.seconds)
     if a.resume and a.resume.resolve() != report.folder:
         for path in [*a.resume.glob("*.csv"), *a.resume.glob("*-lost.txt")]:
@@ -272,8 +282,12 @@ def measure_all(
     *,
     resume: bool,
 ) -> None:
-    """Runs tests and benchmarks, the most important first."""
-    python = [sys.executable, "-m"]
+    """Runs tests and benchmarks, the most important first; keeps the lines of parts that ended."""
+
+    def run(part: str, command: Sequence[str], seconds: float) -> None:
+        if part not in ended:
+            report.run(part, [sys.executable, "-m", *command], seconds)
+
     for part, line in ended.items():
         report.note(part, line)
     tests_end_s = time.monotonic() + test_seconds
@@ -283,21 +297,27 @@ def measure_all(
         share_s = (tests_end_s - time.monotonic()) / (len(groups) - index)
         report.tests(part, names, share_s)
     has_gpu = torch.cuda.is_available()
+    out = ["--out", str(report.folder)]
+    beside_s = {"bench of triton": 60, "converted": 60} if has_gpu else {}
     if has_gpu:
-        report.run("ceilings", [*python, "bench.probes", "--out", str(report.folder)], 60)
+        run("ceilings", ["bench.probes", *out], 60)
+        file = str(report.folder / f"{slug(torch.cuda.get_device_name())}{LAUNCHES}")
         for backend in BACKENDS:
-            file = report.folder / f"{backend}{LAUNCHES}"
-            command = [*python, "bench.launches", "--backend", backend, "--csv", str(file)]
-            report.run(f"launches of {backend}", command, 75)
-    beside_s = 60 if has_gpu else 0
-    report.bench("bench", options, report.left_s() - beside_s - 45, resume=resume)
+            run(
+                f"launches of {backend}",
+                ["bench.launches", "--backend", backend, "--csv", file],
+                75,
+            )
+    report.bench("bench", options, report.left_s() - sum(beside_s.values()) - 45, resume=resume)
     if has_gpu:
         foremost = ["--networks", "resnet-1001", "--batch", "128"]
         foremost += ["--contenders", "fused-store", "fused-graph", "fused-rebuild"]
-        options = [*options, *foremost]
-        environment = {"PREACT_KERNELS_BACKEND": "cuda"}
-        report.bench("bench of cuda", options, beside_s, resume=resume, **environment)
-    report.run("hotspots", [*python, "bench.hotspots"], 45)
+        environment = {"PREACT_KERNELS_BACKEND": "triton"}  # by default it is the CUDA library
+        part = "bench of triton"
+        report.bench(part, [*options, *foremost], beside_s[part], resume=resume, **environment)
+        converted = ["bench.converted", "--no-graphs", *["--resume"] * resume, *out]
+        run("converted", [*converted, "--models", *CONVERTED_MODELS], beside_s["converted"])
+    run("hotspots", ["bench.hotspots"], 45)
     ran = {name for names in KERNEL_TESTS for name in names}
     others = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py"))
     others = [name for name in others if name not in ran and name not in WITHOUT_GPU]

@@ -392,7 +392,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--residual-dtype", choices=("float32",), help="of the blocks' inputs and outputs (--dtype)"
     )
     parser.add_argument("--multiprocessors", type=int, help="of the GPU (this one's, or 132)")
-    parser.add_argument("--csv", type=Path, help="file for a row of each kernel")
+    parser.add_argument(
+        "--csv", type=Path, help="file for a row of each kernel, beside those of other steps"
+    )
     a = parser.parse_args(given)
     if a.batch < 1:
         parser.error(f"--batch: expected at least 1, got {a.batch}")
@@ -442,7 +444,9 @@ def main(given: Sequence[str] | None = None) -> None:
     if on_gpu:
         print(f"largest losses, copy bandwidth {copy_gb_s:,.0f} GB/s:\n{losses(rows)}")
     if a.csv:
-        Records(a.csv, LaunchRow, keep=False).put(*rows)
+        records = Records(a.csv, LaunchRow, keep=True)
+        records.remove(lambda row: row.step == rows[0].step)
+        records.put(*rows)
     if on_gpu and all(row.measured_us_per_block is None for row in rows):
         sys.exit("bench.launches: nothing was measured")
 

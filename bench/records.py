@@ -4,8 +4,9 @@ import csv
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 @dataclasses.dataclass
@@ -213,10 +214,15 @@ class LaunchRow:
     command: str = ""
 
     @property
+    def step(self) -> tuple:
+        """Equal for the kernels of one step."""
+        what = self.network, self.batch, self.dtype, self.backend, self.memory
+        return *what, self.residual_dtype, self.multiprocessors
+
+    @property
     def key(self) -> tuple:
         """Equal for two counts of the same thing."""
-        step = self.network, self.batch, self.dtype, self.backend, self.memory, self.residual_dtype
-        return *step, self.stage, self.direction, self.kernel
+        return *self.step, self.stage, self.direction, self.kernel
 
 
 @dataclasses.dataclass
@@ -284,6 +290,10 @@ class Records:
         """The record with this key, if it was measured at this commit; else None."""
         found = self._by_key.get(key)
         return found if found is not None and found.commit == commit else None
+
+    def remove(self, is_old: Callable[[Any], bool]) -> None:
+        """Removes records; the next change writes the file."""
+        self._by_key = {key: r for key, r in self._by_key.items() if not is_old(r)}
 
     def put(self, *records) -> None:
         """Adds records, replaces those with the same key, and writes the file."""

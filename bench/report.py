@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from bench import converted, plots
+from bench import converted, launches, plots
 from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival
 from bench.measure import MIB, ROOT
 from bench.network import DRIFTED, UNFINISHED, relative_times
@@ -21,15 +21,17 @@ from bench.records import (
     INFERENCE,
     LAUNCHES,
     SCALING,
+    CeilingRow,
     ConvertedRow,
     CurvePoint,
+    LaunchRow,
     Row,
     read,
 )
 
 PAGES = {
     "README.md": ("headline",),
-    "docs/benchmarks.md": ("network", "memory", "training", "ops"),
+    "docs/benchmarks.md": ("gpu", "network", "memory", "training", "ops"),
     "docs/convert.md": ("converted",),
 }
 HEADLINE_NETWORK = "resnet-1001"
@@ -269,7 +271,9 @@ def best_rivals(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _origin(records: Sequence[Row | CurvePoint | ConvertedRow]) -> str:
+def _origin(
+    records: Sequence[Row | CurvePoint | ConvertedRow | CeilingRow | LaunchRow],
+) -> str:
     def distinct(name: str) -> str:
         return "; ".join(dict.fromkeys(getattr(r, name) for r in records))
 
@@ -277,6 +281,10 @@ def _origin(records: Sequence[Row | CurvePoint | ConvertedRow]) -> str:
         f"Commit {distinct('commit')}; {distinct('versions')}; {distinct('date')}; "
         f"`{distinct('command')}`"
     )
+
+
+def _sub(records: Sequence) -> str:
+    return f"<sub>{_origin(records)}</sub>"
 
 
 def _plots(name: str, by_block: dict[str, list[Path]]) -> list[Path]:
@@ -328,7 +336,7 @@ def block(
             for path in _plots(name, figures[device])
         ]
         if name != "headline":
-            parts.append(f"<sub>{_origin(records)}</sub>")
+            parts.append(_sub(records))
         sections.append("\n\n".join(filter(None, parts)))
     return "\n\n".join(sections)
 
@@ -339,9 +347,45 @@ def converted_block(folder: Path) -> str:
     for path in sorted(folder.glob(f"*{CONVERTED}")):
         rows = read(path, ConvertedRow)
         table = converted.table(rows, "github")
-        sections.append(f"**{rows[0].device}**\n\n{table}\n\n<sub>{_origin(rows)}</sub>")
+        sections.append(f"**{rows[0].device}**\n\n{table}\n\n{_sub(rows)}")
     command = "python -m bench.converted --out bench/results"
     return "\n\n".join(sections) or f"Not measured yet; run `{command}`."
+
+
+def gpu_block(folder: Path) -> str:
+    """The Markdown of GPUs: their ceilings, and the kernels of steps that lose most."""
+    sections = []
+    for path in sorted(folder.glob(f"*{CEILINGS}")):
+        ceilings = read(path, CeilingRow)
+        lines = [
+            {"ceiling": r.name, "measured": _number(r.value, ",.2f") or r.note, "unit": r.unit}
+            for r in ceilings
+        ]
+        title = f"**{ceilings[0].device}**"
+        sections.append("\n\n".join([title, _table(lines, "github"), _sub(ceilings)]))
+    for path in sorted(folder.glob(f"*{LAUNCHES}")):
+        steps: dict[tuple, list[LaunchRow]] = {}
+        for row in read(path, LaunchRow):
+            if row.measured_us_per_block is not None:
+                steps.setdefault(row.step, []).append(row)
+        sections += [_losses(rows) for rows in steps.values()]
+    return "\n\n".join(sections) or "Not measured yet; run `make gpu-report OUT=folder` on a GPU."
+
+
+def _losses(rows: Sequence[LaunchRow]) -> str:
+    """The kernels of a measured step that lose most, under a line of sums."""
+    first = rows[0]
+    measured_ms, estimated_ms = (
+        sum(getattr(r, f"{kind}_us_per_block") * r.blocks for r in rows) / 1e3
+        for kind in ("measured", "estimated")
+    )
+    stream = "" if first.residual_dtype == first.dtype else f", {first.residual_dtype} stream"
+    title = (
+        f"**{first.device}**, backend {first.backend}: {first.network}, batch {first.batch}, "
+        f"{first.dtype}{stream}, {first.memory}. The kernels of the stages take "
+        f"{measured_ms:.2f} ms, by the estimate {estimated_ms:.2f} ms. The largest losses:"
+    )
+    return "\n\n".join([title, launches.losses(rows, form="github"), _sub(rows)])
 
 
 def rewrite_blocks(text: str, contents: dict[str, str]) -> str:
@@ -363,6 +407,10 @@ def rewrite_blocks(text: str, contents: dict[str, str]) -> str:
     return text
 
 
+_OF_FOLDER = {"converted": converted_block, "gpu": gpu_block}
+"""Blocks whose records are not in the files that `load` reads."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the plots beside the CSV files, and the blocks of every page."""
     parser = argparse.ArgumentParser(
@@ -382,8 +430,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures = {d: plots.write_plots(*records, a.results) for d, records in devices.items()}
         for page, names in blocks.items():
             contents = {
-                name: converted_block(a.results)
-                if name == "converted"
+                name: _OF_FOLDER[name](a.results)
+                if name in _OF_FOLDER
                 else block(name, devices, figures, page)
                 for name in names
             }

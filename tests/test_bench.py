@@ -33,7 +33,19 @@ from bench.hotspots import hotspots
 from bench.hotspots import main as hot_main
 from bench.measure import Ceilings, Machine, Timing, time_in_turn
 from bench.peak import peak_of_step
-from bench.records import ConvertedRow, CurvePoint, InferenceRow, Records, Row, ScalingRow, read
+from bench.records import (
+    CEILINGS,
+    LAUNCHES,
+    CeilingRow,
+    ConvertedRow,
+    CurvePoint,
+    InferenceRow,
+    LaunchRow,
+    Records,
+    Row,
+    ScalingRow,
+    read,
+)
 from preact_kernels.study import data
 from tests.torchrun import torchrun
 
@@ -333,6 +345,27 @@ def test_models_are_measured_before_and_after_conversion(tmp_path, monkeypatch, 
     assert_says_where(row)
     with pytest.raises(FileNotFoundError):  # rows of networks alone
         report.load(tmp_path)
+    monkeypatch.setattr(converted, "measured", lambda row, a: pytest.fail("measured again"))
+    converted.main(["--models", "tiny", *options, "--resume"])
+    assert read(path, ConvertedRow) == [row]
+
+
+def test_models_are_converted_under_autocast_too(tmp_path, monkeypatch):
+    monkeypatch.setitem(converted.CASES, "tiny", converted.Case(tiny_net, 4, 8))
+    dtypes = []
+    monkeypatch.setattr(
+        converted, "check_equal", lambda converted, plain, x, dtype: dtypes.append(dtype)
+    )
+    options = ["--steps", "1", "--device", "cpu", "--no-graphs", "--out", str(tmp_path)]
+    converted.main(["--models", "tiny", *options])
+    converted.main(["--models", "tiny", *options, "--dtype", "bf16"])
+    (path,) = tmp_path.iterdir()
+    single, half = read(path, ConvertedRow)
+    assert (single.dtype, half.dtype) == ("fp32", "bf16")
+    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert half.plain_bytes < 0.8 * single.plain_bytes  # images are float32 in both
+    images = [case.images(torch.device("cuda")) for case in converted.CASES.values()]
+    assert min(batch for batch, _ in images) == 128
 
 
 def test_a_model_that_conversion_makes_wrong_gets_no_speed(tmp_path, monkeypatch):
@@ -342,7 +375,7 @@ def test_a_model_that_conversion_makes_wrong_gets_no_speed(tmp_path, monkeypatch
 
     monkeypatch.setitem(converted.CASES, "tiny", converted.Case(tiny_net, 4, 8))
     monkeypatch.setattr(converted.pk, "convert", convert)
-    with pytest.raises(ArithmeticError, match="of the plain model"):
+    with pytest.raises(SystemExit, match=r"tiny: .*of the plain model"):
         converted.main(["--models", "tiny", "--device", "cpu", "--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
@@ -610,7 +643,7 @@ def test_a_report_has_a_table_and_the_plots_of_every_family(pages):
     report.main(["--results", str(results), "--root", str(pages)])
     readme = (pages / "README.md").read_text()
     text = (pages / "docs" / "benchmarks.md").read_text()
-    assert "old" not in readme + text
+    assert "\nold\n" not in readme + text
     places = [
         text.index(f"| {case} ") for case in ("resnet-164", "resnet-20", "imagenet-resnet-50")
     ]
@@ -628,6 +661,34 @@ def test_a_report_has_a_table_and_the_plots_of_every_family(pages):
     assert sorted(path.name for path in results.glob("*.png")) == sorted(plots)
     assert all(f"](../bench/results/{name})" in text for name in plots)
     assert f"](bench/results/{plots[2]})" in readme
+
+
+def test_a_report_has_the_ceilings_and_the_losses_of_a_gpu(pages):
+    results = pages / "bench" / "results"
+    machine = Machine("A GPU", "versions", "commit", "date", "command")
+    ceilings = CeilingRow("copy", "GB/s", 4000.0), CeilingRow("barrier", "us", note="no nvcc")
+    path = results / f"a-gpu{CEILINGS}"
+    Records(path, CeilingRow, keep=False).put(*map(machine.stamp, ceilings))
+    assert "| copy      | 4,000.00   | GB/s   |" in report.gpu_block(results)
+    kernels = [
+        LaunchRow(
+            "1", "forward", kernel, 100, 1.0, "", "", "", 4e6, 0.0, 0.0, 1.9,
+            measured_us_per_block=us, copy_gb_s=4000.0, network="resnet-1001", backend=backend,
+        )
+        for kernel, us, backend in (
+            ("F1", 4.0, "cuda"), ("F2", 2.0, "cuda"), ("F3", None, "cuda"), ("F1", None, "triton"),
+        )
+    ]  # fmt: skip
+    path = results / f"a-gpu{LAUNCHES}"
+    Records(path, LaunchRow, keep=False).put(*map(machine.stamp, kernels))
+    text = report.gpu_block(results)
+    assert "take 0.60 ms, by the estimate 0.38 ms" in text
+    assert text.index("| F1 ") < text.index("| F2 ")
+    assert "F3" not in text and "triton" not in text  # not measured
+    records = Records(results / "a-cpu.csv", Row, keep=False)
+    records.put(timed_row("fused-store", "resnet-1001", 10.0, 200))
+    report.main(["--results", str(results), "--root", str(pages)])
+    assert text in (pages / "docs" / "benchmarks.md").read_text()
 
 
 def test_the_headline_shows_rivals_that_no_other_rival_beats():

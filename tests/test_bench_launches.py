@@ -1,6 +1,7 @@
 """The launches of a training step: those of the backends, where they belong, and their bytes."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ pytest.importorskip("matplotlib")
 from bench import dry_run, launches, measure, report
 from bench.dry_run import BACKWARD, FORWARD, Launch, Part, PlacedLaunch, StageLaunches
 from bench.launches import Kernel, arguments, estimated_us, kernels_in, main, recorded, rows_of
-from bench.records import LAUNCHES, LaunchRow, read
+from bench.records import LAUNCHES, LaunchRow, Records, read
 from tests.cuda_on_host import build, serve_cpu
 
 # Of a block without a projection, in each stage, beside those that occur once a run.
@@ -246,6 +247,23 @@ def test_the_file_has_the_rows_of_the_table(tmp_path, capsys):
     assert torch.cuda.is_available() or all(r.measured_us_per_block is None for r in rows)
     with pytest.raises(FileNotFoundError):  # rows of networks alone
         report.load(tmp_path)
+
+
+def test_the_file_keeps_the_rows_of_other_steps_alone(tmp_path):
+    path = tmp_path / f"a-gpu{LAUNCHES}"
+    old = LaunchRow(
+        "1", "forward", "F1 of old", 1, 1.0, "", "", "", 0.0, 0.0, 0.0, 0.0,
+        network="resnet-29", batch=2, dtype="bfloat16", backend="cuda", memory="store",
+        residual_dtype="bfloat16", multiprocessors=132,
+    )  # fmt: skip
+    other = dataclasses.replace(old, backend="triton")
+    Records(path, LaunchRow, keep=False).put(old, other)
+    step = ["--network", "resnet-29", "--batch", "2", "--multiprocessors", "132"]
+    main([*step, "--csv", str(path)])
+    first, *rows = read(path, LaunchRow)
+    assert first == other
+    assert {row.backend for row in rows} == {"cuda"}
+    assert old.kernel not in {row.kernel for row in rows}
 
 
 SPANS = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("c", 5.0, 8.0), ("d", 10.0, 12.0)]
