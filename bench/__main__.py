@@ -163,7 +163,7 @@ class Plan:
         return best[1]
 
     def _group_s(self, contenders: list[Contender], net: Network, batch: int) -> float:
-        judged = judged_network(net, self.session.dtype)
+        judged = judged_network(net, self.session.dtype, self.session.device)
         new = [c for c in contenders if (c.name, judged) not in self.session.verdicts]
         judging_s = sum(2 * self.step_s(c.name, judged, 16) for c in new)
         on_gpu = self.session.device.type == "cuda"  # its batches differ from the checked one

@@ -2,9 +2,9 @@
 
 The relative error of the losses, the logits and the gradient of all parameters may be at most twice
 that of eager PyTorch in the same dtype (the larger one of its two memory formats), plus one
-rounding of the dtype. In float32 this is checked on up to 110 or 164 layers. In half precision,
-rounding turns the gradient of so deep a network by up to 90 degrees, so the smallest network with
-every kind of block is checked instead, as for other families in every dtype.
+rounding of the dtype. In float32 this is checked on up to 110 or 164 layers. In half precision and
+TF32, rounding turns the gradient of so deep a network by up to 90 degrees, so the smallest network
+with every kind of block is checked instead, as for other families in every dtype.
 """
 
 import dataclasses
@@ -42,11 +42,12 @@ class Verdict:
         return self.correct != "no"
 
 
-def judged_network(network: Network, dtype: torch.dtype) -> Network:
+def judged_network(network: Network, dtype: torch.dtype, device: torch.device) -> Network:
     """The network on which contenders are checked before `network` is timed."""
     block = network.block
     depth = SMALLEST[network.family][block]
-    if network.family == "resnet" and dtype not in (torch.float16, torch.bfloat16):
+    is_tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    if network.family == "resnet" and dtype.itemsize >= 4 and not is_tf32:
         depth = min(network.depth, {"basic": 110, "bottleneck": 164}[block])
     judged = dataclasses.replace(network, depth=depth)
     return judged if judged.block == block else network
@@ -116,7 +117,7 @@ def judge(
     Raises:
         DeviceLost: a contender broke the GPU context.
     """
-    network = judged_network(network, dtype)
+    network = judged_network(network, dtype, device)
     state = network.state()
     images, labels = data.Batches(images_source, batch, seed=1, size=network.image_size)[0]
 

@@ -100,7 +100,7 @@ class Session:
 
     def judge(self, contenders: list[Contender], network: Network) -> dict[str, Verdict]:
         """Verdicts by contender. Each contender is checked once per checked network."""
-        judged = correctness.judged_network(network, self.dtype)
+        judged = correctness.judged_network(network, self.dtype, self.device)
         unknown = [c for c in contenders if (c.name, judged) not in self.verdicts]
         if unknown:
             batch = min(16, len(self.images.labels))
