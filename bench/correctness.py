@@ -20,12 +20,15 @@ from preact_kernels.study import data
 
 QUANTITIES = ("losses", "logits", "gradient")
 SMALLEST = {
-    "resnet": {"basic": 14, "bottleneck": 20},
+    "resnet": {"basic": 14, "bottleneck": 29},
     "preact-resnet": {"basic": 18, "bottleneck": 50},
     "wrn": {"basic": 16},
     "imagenet-resnet": {"basic": 18, "bottleneck": 50},
 }
-"""Depths of the smallest networks with every kind of block, by family."""
+"""Depths of the smallest networks with every kind of block, by family.
+
+`pk.preact_resnet` chooses that kind of block at that depth: of 20 layers, it makes basic blocks.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +52,7 @@ def judged_network(network: Network, dtype: torch.dtype, device: torch.device) -
     is_tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cudnn.allow_tf32
     if network.family == "resnet" and dtype.itemsize >= 4 and not is_tf32:
         depth = min(network.depth, {"basic": 110, "bottleneck": 164}[block])
-    judged = dataclasses.replace(network, depth=depth)
-    return judged if judged.block == block else network
+    return dataclasses.replace(network, depth=depth)
 
 
 def results(

@@ -28,7 +28,7 @@ from bench import (
 from bench.__main__ import LOST, Plan, main
 from bench.__main__ import arguments as parsed
 from bench.contenders import BY_NAME, Contender, Network
-from bench.correctness import judge, judged_network
+from bench.correctness import SMALLEST, judge, judged_network
 from bench.hotspots import hotspots
 from bench.hotspots import main as hot_main
 from bench.measure import Ceilings, Machine, Timing, time_in_turn
@@ -530,11 +530,14 @@ def test_on_a_cpu_all_contenders_are_one_group():
 def test_rounding_decides_how_deep_a_network_is_judged(monkeypatch):
     gpu, net = torch.device("cuda"), Network(1001)
     assert judged_network(net, torch.float32, CPU).depth == 164
-    assert judged_network(net, torch.bfloat16, CPU).depth == 20
+    assert judged_network(net, torch.bfloat16, CPU).depth == 29
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert judged_network(net, torch.float32, gpu).depth == 20
+    assert judged_network(net, torch.float32, gpu).depth == 29
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     assert judged_network(net, torch.float32, gpu).depth == 164
+    for family, depths in SMALLEST.items():
+        for block, depth in depths.items():
+            assert Network(depth, family=family).block == block
 
 
 def test_a_wide_network_is_judged_on_images_of_its_size(tmp_path):
