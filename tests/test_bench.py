@@ -155,6 +155,23 @@ def test_wrong_results_get_no_speed(tmp_path, monkeypatch):
     assert "eager-wrong" not in "".join(report.best_rivals(list(rows.values())))
 
 
+@pytest.mark.parametrize("name", ["resnet-29", "imagenet-resnet-18"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unit", ["conv1", "bn2"])
+def test_one_wrong_gradient_is_found(name, dtype, unit, monkeypatch):
+    def forget(model):
+        parameter = getattr(model.stages[1][1], unit).weight
+        parameter.register_hook(torch.zeros_like)
+
+    forgetful = Contender("eager-forgetful", "everything", prepare=forget)
+    monkeypatch.setitem(BY_NAME, forgetful.name, forgetful)
+    contenders = [BY_NAME["fused-store"], forgetful]
+    verdicts = judge(contenders, Network.named(name), data.load_digits(), 4, CPU, dtype)
+    assert verdicts["fused-store"].correct == "yes"
+    assert verdicts["eager-forgetful"].correct == "no"
+    assert "the worst gradient deviates by 1.0e+00" in verdicts["eager-forgetful"].note
+
+
 def measured(session, names, monkeypatch, **changed):
     """What `measure_group` leaves out, and the rows by contender."""
     contenders = []
