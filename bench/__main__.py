@@ -303,12 +303,13 @@ class Plan:
         missing = [m for m in ("pytest", "pytest_benchmark") if not importlib.util.find_spec(m)]
         if missing:
             return [f"ops: {' and '.join(missing)} not installed"]
-        from bench.ops import CASES
+        from bench.ops import CASES, contenders
 
         device = str(self.session.device.type)
+        total = 2 * sum(len(contenders(case, self.session.device)) for case in CASES)
         commit = self.session.machine.commit
         known = [r for r in self.session.rows if r.level == "op" and r.commit == commit]
-        if self.session.resume and len(known) == 4 * len(CASES):  # 2 contenders, 2 directions
+        if self.session.resume and len(known) == total:  # forward, and with backward
             return []
         dtype = next(k for k, v in measure.DTYPES.items() if v == self.session.dtype)
         command = [

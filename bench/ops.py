@@ -7,12 +7,19 @@ contenders alternate.
 On a GPU, calls cycle through enough inputs that none is in the L2 cache, and a CUDA graph replays
 many calls, which leaves out launches. On a CPU there are three inputs: in a network, too, they come
 from the caches.
+
+On a GPU, two more contenders show what `"auto"` could take: the fused op of the Triton backend, and
+PyTorch's convolution behind the fused batch norm and ReLU of the CUDA library.
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +29,7 @@ from torch.nn import functional as F
 import preact_kernels as pk
 from bench import floors, measure
 from bench.records import Row
+from preact_kernels.kernels.cuda import CUDAKernels
 
 STAGES = ((16, 32), (32, 16), (64, 8))  # inner channels; height and width in pixels
 ROUNDS_S = 0.5  # approximate time of the rounds of one benchmark
@@ -118,26 +126,57 @@ def eager(case: Case, t: dict) -> Tensor:
     return y + t["residual"] if case.has_residual else y
 
 
-def run(forward: Callable, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:
+class Contender(NamedTuple):
+    """A way to run an op."""
+
+    forward: Callable[[Case, dict], Tensor]
+    context: Callable[[], AbstractContextManager]  # in which forward and backward run
+    keeps: str  # for the backward
+
+
+EAGER, FUSED = "eager-channels-last", "fused"
+CONTENDERS = {
+    EAGER: Contender(eager, nullcontext, "x and activation"),
+    FUSED: Contender(fused, nullcontext, "x"),
+}
+GPU_CONTENDERS = {
+    "fused-triton": Contender(fused, lambda: pk.use_backend("triton"), "x"),
+    "fused-bn-relu": Contender(
+        fused, lambda: mock.patch.object(CUDAKernels, "serves_conv", lambda *_, **__: False), "x"
+    ),
+}
+
+
+def contenders(case: Case, device: torch.device) -> dict[str, Contender]:
+    """What is timed for an op, by name."""
+    if device.type != "cuda":
+        return CONTENDERS
+    wanted = {"fused-triton": "triton" in pk.available_backends()}
+    wanted["fused-bn-relu"] = case.out is not None and "cuda" in pk.available_backends()
+    return CONTENDERS | {name: c for name, c in GPU_CONTENDERS.items() if wanted[name]}
+
+
+def run(contender: Contender, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:
     """The output, and with `backward` the gradients of all inputs."""
-    y = forward(case, t)
-    if not backward:
-        return (y,)
-    wanted = [v for v in t.values() if v.requires_grad]
-    return y.detach(), *torch.autograd.grad(y, wanted, t["dy"])
+    with contender.context():
+        y = contender.forward(case, t)
+        if not backward:
+            return (y,)
+        wanted = [v for v in t.values() if v.requires_grad]
+        return y.detach(), *torch.autograd.grad(y, wanted, t["dy"])
 
 
-def assert_correct(case: Case, settings, forward: Callable) -> None:
-    """The error of `forward` is at most twice that of eager, plus one rounding."""
+def assert_correct(case: Case, settings, contender: Contender) -> None:
+    """The error of `contender` is at most twice that of eager, plus one rounding."""
     t = inputs(case, settings.batch, settings.device, settings.dtype, seed=0)
 
     def copy(dtype: torch.dtype | None) -> dict:
         copies = {name: v.detach().to(dtype, copy=True) for name, v in t.items()}
         return {name: v.requires_grad_(t[name].requires_grad) for name, v in copies.items()}
 
-    truth = run(eager, case, copy(torch.float64), True)
-    own = run(eager, case, copy(None), True)
-    found = run(forward, case, copy(None), True)
+    truth = run(CONTENDERS[EAGER], case, copy(torch.float64), True)
+    own = run(CONTENDERS[EAGER], case, copy(None), True)
+    found = run(contender, case, copy(None), True)
     eps = torch.finfo(settings.dtype).eps
     for index, (f, o, exact) in enumerate(zip(found, own, truth, strict=True)):
         norm = exact.norm()
@@ -172,9 +211,12 @@ def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.d
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
-    """Times the fused op, with a round of the eager sequence as the set-up of each round."""
+    """Times the fused op, with a round of the other contenders as the set-up of each round."""
     device, dtype, batch = settings.device, settings.dtype, settings.batch
-    assert_correct(case, settings, fused)
+    found = contenders(case, device)
+    for name, contender in found.items():
+        if name != EAGER:
+            assert_correct(case, settings, contender)
 
     first = inputs(case, batch, device, dtype, seed=1)
     set_bytes = sum(t.numel() * t.element_size() for t in first.values())
@@ -183,29 +225,32 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         count = min(64, max(8, 2 * cache // set_bytes))
     sets = [first, *(inputs(case, batch, device, dtype, seed=s) for s in range(2, count + 1))]
-    timed_eager, calls = many_calls(lambda t: run(eager, case, t, backward), sets, device)
-    timed_fused, _ = many_calls(lambda t: run(fused, case, t, backward), sets, device)
+    timed = {}
+    for name, contender in found.items():
+        call = functools.partial(run, contender, case, backward=backward)
+        timed[name], calls = many_calls(call, sets, device)
 
-    eager_s: list[float] = []
+    samples_s: dict[str, list[float]] = {name: [] for name in found}
 
-    def in_turn() -> None:
-        start_s = time.perf_counter()
-        timed_eager()
-        eager_s.append(time.perf_counter() - start_s)
+    def others() -> None:
+        for name, call in timed.items():
+            if name != FUSED:
+                start_s = time.perf_counter()
+                call()
+                samples_s[name].append(time.perf_counter() - start_s)
 
     for _ in range(3):
-        in_turn()
-        timed_fused()
-    rounds = int(min(200, max(20, ROUNDS_S / 2 / min(eager_s))))
-    eager_s.clear()
+        others()
+        timed[FUSED]()
+    rounds = int(min(200, max(20, ROUNDS_S / 2 / min(samples_s[EAGER]))))
+    for samples in samples_s.values():
+        samples.clear()
     benchmark.group = case.title
-    benchmark.pedantic(timed_fused, setup=in_turn, rounds=rounds)
+    benchmark.pedantic(timed[FUSED], setup=others, rounds=rounds)
+    samples_s[FUSED] = benchmark.stats.stats.data
 
     cost = _cost(case, batch, dtype, backward)
-    for name, samples_s in (
-        ("eager-channels-last", eager_s),
-        ("fused", benchmark.stats.stats.data),
-    ):
+    for name, samples in samples_s.items():
         row = Row(
             level="op",
             contender=name,
@@ -214,11 +259,11 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
             + (f" -> {case.out}" if case.out else ""),
             batch=batch,
             dtype=measure.dtype_name(dtype),
-            memory_mode="x" if name == "fused" else "x and activation",
+            memory_mode=found[name].keeps,
             correct="yes",
             instruction_set=measure.instruction_set(device),
         )
-        timing = measure.Timing.of([s * 1e3 / calls for s in samples_s])
+        timing = measure.Timing.of([s * 1e3 / calls for s in samples])
         row.set_timing(timing, settings.ceilings.floor_ms(*cost, dtype))
         row.gb_per_s = cost.bytes_moved / row.median_ms / 1e6
         row.gflop_per_s = cost.flops / row.median_ms / 1e6

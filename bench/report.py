@@ -223,11 +223,13 @@ def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
 
 
 def ops_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Ops: both times, their ratio, and the rates of the fused op."""
+    """Ops: times, the ratio of eager to fused, and the rates of the fused op."""
     ops: dict[tuple, dict[str, Row]] = {}
     for r in rows:
         if r.level == "op":
             ops.setdefault((r.case, r.shape, r.dtype), {})[r.contender] = r
+    others = dict.fromkeys(name for by_name in ops.values() for name in by_name)
+    others = [name for name in others if name not in ("fused", "eager-channels-last")]
     lines = []
     for (case, shape, dtype), by_name in ops.items():
         ours, eager = by_name.get("fused"), by_name.get("eager-channels-last")
@@ -240,6 +242,12 @@ def ops_table(rows: Sequence[Row], form: str = "github") -> str:
                 "dtype": dtype,
                 "eager channels_last, ms": f"{eager.median_ms:.3f}",
                 "fused, ms": f"{ours.median_ms:.3f}",
+                **{
+                    f"{name}, ms": _number(
+                        by_name[name].median_ms if name in by_name else None, ".3f"
+                    )
+                    for name in others
+                },
                 "eager / fused": f"{eager.median_ms / ours.median_ms:.2f}",
                 "fused, GB/s": _number(ours.gb_per_s),
                 "fused, GFLOP/s": _number(ours.gflop_per_s, ",.0f"),

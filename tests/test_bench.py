@@ -46,6 +46,7 @@ from bench.records import (
     ScalingRow,
     read,
 )
+from preact_kernels.kernels.cuda import CUDAKernels
 from preact_kernels.study import data
 from tests.torchrun import torchrun
 
@@ -719,6 +720,45 @@ def test_a_report_has_the_ceilings_and_the_losses_of_a_gpu(pages):
     records.put(timed_row("fused-store", "resnet-1001", 10.0, 200))
     report.main(["--results", str(results), "--root", str(pages)])
     assert text in (pages / "docs" / "benchmarks.md").read_text()
+
+
+def op_row(contender, case, ms):
+    row = Row("op", contender, case, "128x16x32x32 -> 16", 128, "bfloat16", "x")
+    row.set_timing(Timing(ms, ms, ms, 1), ms)
+    return row
+
+
+def test_ops_show_what_auto_could_take_where_it_was_measured():
+    rows = [op_row(name, "1x1", ms) for name, ms in (("eager-channels-last", 4.0), ("fused", 2.0))]
+    assert "fused-" not in report.ops_table(rows)
+    more = [op_row(name, "3x3", 1.0) for name in ("eager-channels-last", "fused", "fused-triton")]
+    header, _, first, second = report.ops_table([*rows, *more]).splitlines()
+    assert [cell.strip() for cell in header.split("|")[4:8]] == [
+        "eager channels_last, ms", "fused, ms", "fused-triton, ms", "eager / fused",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in first.split("|")[4:8]] == ["4.000", "2.000", "", "2.00"]
+    assert [cell.strip() for cell in second.split("|")[4:8]] == ["1.000", "1.000", "1.000", "1.00"]
+
+
+def test_ops_on_a_gpu_have_the_contenders_of_the_libraries_that_are_there(monkeypatch):
+    pytest.importorskip("pytest_benchmark")
+    from bench import ops
+
+    convolution = ops.Case("bn_relu_conv2d", 16, 32, 16, 3)
+    for backends, names in (
+        (("reference", "triton", "cuda"), ["fused-triton", "fused-bn-relu"]),
+        (("reference", "triton"), ["fused-triton"]),
+        (("reference",), []),
+    ):
+        monkeypatch.setattr(ops.pk, "available_backends", lambda found=backends: found)
+        assert list(ops.contenders(convolution, torch.device("cuda")))[2:] == names
+        assert len(ops.contenders(convolution, CPU)) == 2
+    monkeypatch.setattr(ops.pk, "available_backends", lambda: ("reference", "triton", "cuda"))
+    bn_relu = ops.contenders(ops.Case("bn_relu", 64, 32), torch.device("cuda"))
+    assert list(bn_relu) == ["eager-channels-last", "fused", "fused-triton"]
+    kernels = CUDAKernels(types.SimpleNamespace())
+    with ops.GPU_CONTENDERS["fused-bn-relu"].context():
+        assert not kernels.serves_conv((16, 16, 3, 3), None, torch.bfloat16, CPU, pixels=1)
 
 
 def test_the_headline_shows_rivals_that_no_other_rival_beats():
