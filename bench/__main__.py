@@ -5,8 +5,8 @@ network (the deepest, of --depths) with the main contenders and the bytes they k
 curves, wide networks, peak memory, rivals on memory, other networks, torch.compile under memory
 budgets, ops, rivals on other networks, kept bytes against depth, and some of it in bfloat16. On a
 GPU, contenders that need no compiler come first, then compilers, other batches, rivals on memory,
-memory budgets, wide networks, ops, float32 with TF32, training curves, and the rest. Lists at the
-end what did not fit. Writes one CSV file per device, prints tables and saves plots beside the CSV.
+memory budgets, wide networks, ops, float32 with TF32, 10,001 layers, curves, and the rest. Lists at
+the end what did not fit. Writes one CSV file per device, prints tables, saves plots beside the CSV.
 
 Under torchrun, measures data-parallel training in place of all that: see bench/scaling.py.
 """
@@ -30,6 +30,7 @@ from bench.contenders import (
     ANCHOR,
     BY_NAME,
     COUNTED_BY_DEPTH,
+    DEEPEST,
     DEPTHS_COUNTED,
     GROUPS,
     MAIN_GROUPS,
@@ -110,11 +111,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")
     a.device = torch.device(a.device or ("cuda" if on_gpu else "cpu"))
-    is_default = not (a.quick or a.depths or a.networks)
-    a.wide_networks = is_default
+    a.is_default = not (a.quick or a.depths or a.networks)
     # Measured beside the default, on the first networks.
     a.other_dtype = torch.float32 if on_gpu else torch.bfloat16
-    a.has_other_dtype = is_default and a.dtype is None
+    a.has_other_dtype = a.is_default and a.dtype is None
     a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
     if not (a.depths or a.networks):
         a.depths = (29, 20) if a.quick else (1001, 164, 110)
@@ -194,6 +194,8 @@ class Plan:
         rounds = self.a.steps * (3 if net.family == "resnet" and net.depth < 300 else 1)
         if group not in self.main_groups and self.session.device.type == "cpu":
             rounds = max(3, rounds // 2)
+        if group == "deepest":
+            rounds = 3
         # On a GPU, a group that runs out of time leaves out its last contenders.
         needed = contenders[:2] if session.device.type == "cuda" else contenders
         in_dtype = "" if session.dtype == self.a.dtype else f", {measure.dtype_name(session.dtype)}"
@@ -271,7 +273,9 @@ class Plan:
                 for group in self.main_groups
             ]
             order = [*batches, *rivals, *budgets, self._wide_networks(), *ops, *in_float32]
-            order += [*curves, *other_networks, *rest]
+            name, batch = DEEPEST
+            deepest = [self._group("deepest", session.network(name), batch)] if a.is_default else []
+            order += [*deepest, *curves, *other_networks, *rest]
         else:
             half = others[:1] if a.has_other_dtype else []
             in_half = [in_other._group("against eager", net, first) for net in half]
@@ -283,7 +287,7 @@ class Plan:
 
     def _wide_networks(self) -> Iterator[Task]:
         device = self.session.device.type
-        for name, batch in WIDE_NETWORKS[device] if self.a.wide_networks else ():
+        for name, batch in WIDE_NETWORKS[device] if self.a.is_default else ():
             yield from self._group(WIDE_GROUP[device], self.session.network(name), batch)
 
     def _counts(self) -> Iterator[Task]:

@@ -342,6 +342,7 @@ GROUPS = {
     "compile budgets": ("fused-store", "compile-budget-0.5", "compile-budget-0.3"),
     "wide networks": ("eager-channels-last", "compile-blocks", *_FUSED),
     "against eager": ("eager-nchw", "eager-channels-last", "fused-store"),
+    "deepest": ("fused-store", "fused-checkpoint"),
 }
 """Contenders that are timed in turn, the most important first."""
 
@@ -360,6 +361,9 @@ WIDE_NETWORKS = {
     "cuda": (("imagenet-resnet-50", 256), ("imagenet-resnet-200", 64), ("wrn-28-10", 128)),
 }
 """Further networks and batches, and the group that is measured on them, by device."""
+
+DEEPEST = ("resnet-10001", 128)
+"""Network and batch of the group `deepest`, on a GPU."""
 
 COUNTED_BY_DEPTH = ("eager-channels-last", *_FUSED)
 DEPTHS_COUNTED = (29, 83, 164, 326, 1001, 2999, 10_001)

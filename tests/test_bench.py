@@ -516,6 +516,7 @@ def test_on_a_gpu_everything_that_has_a_figure_to_reach_comes_before_the_rest():
         "ops",
         "resnet-1001, batch 128, float32: uncompiled",
         "resnet-1001, batch 256, float32: compiled and captured",
+        "resnet-10001, batch 128: deepest",
         "resnet-1001, batch 128: 10 steps of training",
         "resnet-164, batch 128: uncompiled",
         "resnet-164, batch 128: memory rivals",
