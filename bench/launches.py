@@ -25,7 +25,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -251,8 +251,8 @@ class Kernel(NamedTuple):
     us: float  # from the end of the kernel ahead to its own
 
 
-def kernels_of(stage: nn.Module, x: Tensor) -> tuple[list[Kernel], float]:
-    """The kernels of a stage on a GPU in order, and the time of a step in us, in a CUDA graph."""
+def captured(stage: nn.Module, x: Tensor) -> Callable[[], None]:
+    """A step of a stage, forward and backward, in a CUDA graph."""
     for module in stage.modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
             module.reset_parameters()
@@ -274,14 +274,22 @@ def kernels_of(stage: nn.Module, x: Tensor) -> tuple[list[Kernel], float]:
     with torch.cuda.graph(graph):
         step()
     graph.replay()
-    step_us = 1e3 * min(measure.time_once_ms(graph.replay, x.device) for _ in range(REPLAYS))
+    return graph.replay
+
+
+def kernels_of(step: Callable[[], None]) -> list[Kernel]:
+    """The kernels of a step in order, as the profiler sees them.
+
+    Raises:
+        RuntimeError: it sees none, or others in some runs than in others.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(REPLAYS):
-            graph.replay()
+            step()
             torch.cuda.synchronize()
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = [(e.name, e.time_range.start, e.time_range.end) for e in events]
-    return kernels_in(spans, REPLAYS), step_us
+    return kernels_in(spans, REPLAYS)
 
 
 def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[Kernel]:
@@ -292,8 +300,10 @@ def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[
         replays: how many there were.
 
     Raises:
-        RuntimeError: the replays differ.
+        RuntimeError: there are none, or the replays differ.
     """
+    if not spans:
+        raise RuntimeError("the profiler saw no kernels")
     ordered = sorted(spans, key=lambda span: span[1])
     count, rest = divmod(len(ordered), replays)
     runs = [ordered[i * count : (i + 1) * count] for i in range(replays)]
@@ -340,17 +350,19 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
         name = launches.parts[-1].name
         try:
             with pk.use_backend(a.backend):
-                kernels, step_us = kernels_of(stage, x)
+                step = captured(stage, x)
+            step_ms = min(measure.time_once_ms(step, torch.device("cuda")) for _ in range(REPLAYS))
+            print(f"stage {name}: measured {step_ms:.2f} ms")
+            kernels = kernels_of(step)
             times = times_of(launches.launches, kernels)
             others_us = sum(k.us for k in kernels if own_name(k.name) is None)
             print(
-                f"stage {name}: measured {step_us / 1e3:.2f} ms, by the profiler "
-                f"{sum(k.us for k in kernels) / 1e3:.2f} ms, of which fills and kernels of PyTorch "
-                f"{others_us / 1e3:.2f} ms"
+                f"  by the profiler {sum(k.us for k in kernels) / 1e3:.2f} ms, of which fills and "
+                f"kernels of PyTorch {others_us / 1e3:.2f} ms"
             )
             yield times
         except RuntimeError as error:
-            print(f"stage {name}: not measured: {error}")
+            print(f"stage {name}: kernels not measured: {error}")
             yield [None] * len(launches.launches)
 
 
