@@ -4,7 +4,7 @@
 
 The launchers run on meta tensors, under a driver that names a GPU, and their kernels are compiled
 instead of launched: block shapes are those that the launchers choose, for the shapes of common
-networks. The run fails if a kernel needs more shared memory than its GPU has, or, on one of
+networks and for pairs of widths. The run fails if a kernel needs more shared memory than its GPU has, or, on one of
 `CAPABILITIES`, has a stack frame (of spilled registers, say), a pipeline of one buffer where the
 launcher asks for more, loads of 2 bytes where 16 are possible, or fewer resident programs per
 multiprocessor than its grid counts on.
@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,10 @@ SHAPES = (
     *(Shape(w, w, 3) for w in (16, 32, 64)),
     *(Shape(w, w, 3, 2) for w in (32, 64)),
 )
+# Where buffers and registers hold least: projections of ResNet-1001 and of networks for ImageNet,
+# and the widest that are fused.
+WIDE_SHAPES = (Shape(64, 128, 1, 2), Shape(128, 256, 1, 2), Shape(256, 128), Shape(256, 256))
+WIDTHS = (16, 32, 64, 128, 192, 256)  # of 1x1 convolutions
 
 
 class Block(NamedTuple):
@@ -113,16 +117,28 @@ class Task(NamedTuple):
     stream: torch.dtype | None = None  # of the residuals of blocks; None: `dtype`
 
 
-def tasks(capabilities, quick: bool) -> list[Task]:
+def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
     """Every dtype for every GPU, except float16: once, as its blocks are those of bfloat16.
 
-    Only bfloat16 if quick.
+    Args:
+        capabilities: of the GPUs; None for `CAPABILITIES`, and for all of `SHARED_BYTES` where
+            room is short: for `WIDE_SHAPES` and pairs of `WIDTHS`.
+        quick: without pairs of `WIDTHS`, and with only bfloat16 for all but `WIDE_SHAPES`.
     """
+    pairs = () if quick else (Shape(*p) for p in itertools.product(WIDTHS, repeat=2))
+    widths = [s for s in dict.fromkeys((*WIDE_SHAPES, *pairs)) if s not in SHAPES]
+    of_widths = [
+        Task(c, dtype, shape)
+        for c in capabilities or SHARED_BYTES
+        for dtype in (torch.bfloat16, torch.float32)
+        for shape in widths
+    ]
+    capabilities = capabilities or CAPABILITIES
     shapes = (None, *BLOCKS, *SHAPES)  # those that take long first: processes end together
     chosen = [(c, torch.bfloat16) for c in capabilities]
     wide = [Task(*c, b, stream=torch.float32) for c, b in itertools.product(chosen, BLOCKS)]
     if quick:
-        return wide + [Task(*c, shape) for shape, c in itertools.product(shapes, chosen)]
+        return wide + [Task(*c, s) for s, c in itertools.product(shapes, chosen)] + of_widths
     chosen += [(c, torch.float32) for c in capabilities]
     if 90 in capabilities:
         chosen.append((90, torch.float16))
@@ -130,7 +146,7 @@ def tasks(capabilities, quick: bool) -> list[Task]:
     if 90 in capabilities:
         narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
         found += [Task(90, torch.float32, s, tf32=False) for s in narrow]
-    return found
+    return found + of_widths
 
 
 class Launch(NamedTuple):
@@ -372,9 +388,14 @@ def channels_of(constants: Mapping[str, Any]) -> list[int]:
 
 
 def needs_two_byte_loads(launch: Launch) -> bool:
-    """Whether elements that a thread stores together do not lie together where it loads them."""
+    """Whether no thread has several elements of a tile that lie together where it loads them."""
+    from preact_kernels.kernels.triton.configurations import ConvBlocks
+
     is_packing = launch.kernel.__name__ == "pack_weights_kernel"  # from any memory layout
-    return is_packing or any(c % 8 for c in channels_of(launch.constants))
+    blocks, threads = launch.constants.get("BLOCKS"), 32 * launch.compiled.metadata.num_warps
+    is_conv = isinstance(blocks, ConvBlocks)
+    one_weight_each = is_conv and blocks.block_cin * blocks.block_cout <= threads
+    return is_packing or one_weight_each or any(c % 8 for c in channels_of(launch.constants))
 
 
 def buffers(ttgir: str) -> int:
@@ -432,8 +453,8 @@ def faults(rows: list[Compiled]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="CSV file to write the report to")
-    parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
-    parser.add_argument("--quick", action="store_true", help="only bfloat16")
+    parser.add_argument("--capabilities", type=int, nargs="+")
+    parser.add_argument("--quick", action="store_true", help="fewer dtypes and shapes")
     options = parser.parse_args()
     if os.environ.pop("TRITON_INTERPRET", None):
         sys.exit("compile_triton: TRITON_INTERPRET is set, but the interpreter does not compile")

@@ -13,6 +13,7 @@ import triton
 
 HOPPER = 90  # wgmma reads operands from shared memory, which leaves registers for more pixels
 BLACKWELL = 100
+SMALL_SHARED_MEMORY = (86, 89)  # 99 KB a program, where others before Hopper have 163
 
 # Of a pipelined loop: two tiles are copied while a third is computed. Triton 3.6 gives a loop of
 # two stages a single buffer, which is filled and waited for in turn.
@@ -116,26 +117,32 @@ def conv_forward(
     capability: int, dtypes: ConvDtypes, channels: int, out_channels: int, taps: int
 ) -> ConvBlocks:
     """Launch configuration of the forward of a convolution with `taps` positions."""
-    cin, cout = _block(channels, 64), _block(out_channels, 128)
     is_half = dtypes.operands.itemsize == 2
+    # Buffers hold the weights of all blocks of input channels; on Blackwell, registers hold y.
+    is_wide = taps == 1 and channels > (128 if is_half and capability < BLACKWELL else 64)
+    cin, cout = _block(channels, 64), _block(out_channels, 64 if is_wide else 128)
     pixels = 128 if capability == HOPPER and is_half and cout <= 64 else 64
     if taps > 1 and dtypes.has_stream():
         pixels = 64
     takes_registers = _is_ragged(channels, out_channels) or (channels > 64 and capability < HOPPER)
-    if takes_registers and not is_half:
+    narrows = taps > 1 and cin == 64 and cout < 64 and capability != HOPPER
+    if not is_half and (takes_registers or narrows):
         pixels = 32
     if channels > 128:  # room for the buffers of all blocks of input channels
         pixels = min(pixels, 64 if is_half else 16)
-        if is_half and dtypes.x.itemsize == 4:
+        if is_half and (dtypes.x.itemsize == 4 or (capability < HOPPER and cout < 64)):
             pixels = 32
     stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
         has_room = capability == HOPPER or (is_half and capability < HOPPER)
-        resident = 2 if is_half and cout <= 16 else 1
+        if capability in SMALL_SHARED_MEMORY and channels * cout > 64 * 128:
+            has_room = False
+        resident = 2 if is_half and cout <= 16 and channels <= 64 else 1
         return ConvBlocks(pixels, cin, cout, 8, stages if has_room else 1, resident=resident)
     warps = 4 if is_half and (capability < HOPPER or cin * cout <= 256) else 8
-    is_narrow = is_half and cout <= 32 and stages > 1
-    resident = (4 if cout <= 16 else 2) if is_narrow else 1
+    widest = max(cin, cout)
+    is_narrow = is_half and widest <= 32 and stages > 1
+    resident = (4 if widest <= 16 else 2) if is_narrow else 1
     return ConvBlocks(pixels, cin, cout, warps, 1, stages, resident)
 
 
@@ -173,10 +180,12 @@ def conv_backward(
         input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
         pixels = pixels if dtype.itemsize == 2 else 16
         if stages == 1 and (dtype.itemsize == 2 or capability < BLACKWELL):
-            pixels, input_warps = 32 if capability < HOPPER else 16, 4
+            pixels, input_warps = 32 if capability < HOPPER or dtype.itemsize == 4 else 16, 4
             cin = min(cin, 16)
         return BackwardBlocks(ConvBlocks(pixels, cin, cout, input_warps, 1, stages), weight, both)
     is_roomy = capability == HOPPER and dtype.itemsize == 2
+    if capability >= BLACKWELL and dtype.itemsize == 2 and cin == 16 and weights == 2048:
+        pixels = 64  # a tile of 32 spills
     if weights > 2048:
         pixels = min(pixels, 32 if dtype.itemsize == 2 else 16)
     if weights > 8192 and dtype.itemsize == 4:  # no room for two buffers of every block of dy
@@ -184,6 +193,8 @@ def conv_backward(
     most_weights = 8192 if capability == HOPPER else 2048
     if capability >= HOPPER and dtypes.y.itemsize > dtype.itemsize and weights > most_weights:
         pixels = 16
-    one = ConvBlocks(pixels, cin, cout, warps, stages if capability == HOPPER else 1)
     max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
+    if cin > 16 and cout < out_channels and weights <= max_weights:
+        pixels = 16  # beside the weight gradients of several blocks of output channels
+    one = ConvBlocks(pixels, cin, cout, warps, stages if capability == HOPPER else 1)
     return BackwardBlocks(one, weight, one if weights <= max_weights else None)
