@@ -346,18 +346,19 @@ def replicated(model: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 def torchvision_models():
-    """`torchvision.models`, also beside a torch without CUDA, whose operators it lacks.
+    """`torchvision.models`, also beside another torch, which cannot load the library of operators.
 
     Raises:
         ImportError: torchvision is not installed.
     """
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in (
-        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    ):
-        if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
-            library.define(schema)
+    try:
+        return importlib.import_module("torchvision.models")
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+    library = torch.library.Library("torchvision", "FRAGMENT")  # now: its library has not loaded
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)
     return importlib.import_module("torchvision.models")
 
