@@ -4,10 +4,10 @@
 
 The launchers run on meta tensors, under a driver that names a GPU, and their kernels are compiled
 instead of launched: block shapes are those that the launchers choose, for the shapes of common
-networks and for pairs of widths. The run fails if a kernel needs more shared memory than its GPU has, or, on one of
-`CAPABILITIES`, has a stack frame (of spilled registers, say), a pipeline of one buffer where the
-launcher asks for more, loads of 2 bytes where 16 are possible, or fewer resident programs per
-multiprocessor than its grid counts on.
+networks and for pairs of widths. The run fails if a kernel needs more shared memory than its GPU
+has, or, on one of `CAPABILITIES`, has a stack frame (of spilled registers, say), a pipeline of one
+buffer where the launcher asks for more, loads of 2 bytes where 16 are possible, or fewer resident
+programs per multiprocessor than its grid counts on.
 """
 
 import argparse
@@ -51,9 +51,12 @@ SHAPES = (
     *(Shape(w, w, 3) for w in (16, 32, 64)),
     *(Shape(w, w, 3, 2) for w in (32, 64)),
 )
-# Where buffers and registers hold least: projections of ResNet-1001 and of networks for ImageNet,
-# and the widest that are fused.
-WIDE_SHAPES = (Shape(64, 128, 1, 2), Shape(128, 256, 1, 2), Shape(256, 128), Shape(256, 256))
+# Where buffers and registers are short: projections of ResNet-1001 and of networks for ImageNet, a
+# layer of DenseNet-121, and the widest that are fused.
+WIDE_SHAPES = (
+    *(Shape(64, 128, 1, 2), Shape(128, 256, 1, 2), Shape(160, 128)),
+    *(Shape(256, 128), Shape(256, 256)),
+)
 WIDTHS = (16, 32, 64, 128, 192, 256)  # of 1x1 convolutions
 
 

@@ -130,7 +130,8 @@ def conv_forward(
         pixels = 32
     if channels > 128:  # room for the buffers of all blocks of input channels
         pixels = min(pixels, 64 if is_half else 16)
-        if is_half and (dtypes.x.itemsize == 4 or (capability < HOPPER and cout < 64)):
+        is_short = cout < 64 or channels % cin != 0
+        if is_half and (dtypes.x.itemsize == 4 or (capability < HOPPER and is_short)):
             pixels = 32
     stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
