@@ -1,12 +1,9 @@
 """Network benchmarks: `python -m bench`.
 
-Measures in order of importance until the time limit: limits of the machine, correctness, the first
-network (the deepest, of --depths) with the main contenders and the bytes they keep, training
-curves, wide networks, peak memory, rivals on memory, other networks, torch.compile under memory
-budgets, ops, rivals on other networks, kept bytes against depth, and some of it in bfloat16. On a
-GPU, contenders that need no compiler come first, then compilers, other batches, rivals on memory,
-memory budgets, wide networks, ops, float32 with TF32, 10,001 layers, curves, and the rest. Lists at
-the end what did not fit. Writes one CSV file per device, prints tables, saves plots beside the CSV.
+Measures the limits of the machine, then the tasks of `Plan`, the most important first, until the
+time limit: contenders on the first network (the deepest, of --depths) and others, the bytes that
+they keep, training curves, single ops. A contender is timed only if its results are correct. Lists
+at the end what did not fit. Writes one CSV file per device, prints tables, saves plots beside it.
 
 Under torchrun, measures data-parallel training in place of all that: see bench/scaling.py.
 """
@@ -40,7 +37,7 @@ from bench.contenders import (
     Network,
     available,
 )
-from bench.correctness import first_line, judged_network
+from bench.correctness import compares_stages, first_line, judged_network
 from bench.network import Session
 from bench.records import CurvePoint, Records, Row, slug
 from preact_kernels.study import data
@@ -79,7 +76,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--batch",
         type=int,
         nargs="+",
-        help="images, the most important first (16; on a GPU 128 64 256)",
+        help="images, the most important first (16; on a GPU 128 256 64)",
     )
     parser.add_argument("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
     parser.add_argument(
@@ -120,7 +117,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         a.depths = (29, 20) if a.quick else (1001, 164, 110)
     depths = sorted(set(a.depths or ()), reverse=True)
     a.networks = list(dict.fromkeys([*(f"resnet-{d}" for d in depths), *(a.networks or ())]))
-    a.batch = a.batch or ([128, 64, 256] if on_gpu else [16])
+    a.batch = a.batch or ([128, 256, 64] if on_gpu else [16])
     a.steps = a.steps or (3 if a.quick else 20 if on_gpu else 5)
     a.curve_steps = a.curve_steps or (5 if a.quick else 20)
     a.names = a.contenders or [
@@ -143,6 +140,13 @@ class Plan:
     def __init__(self, a: argparse.Namespace, session: Session) -> None:
         self.a, self.session = a, session
         self.main_groups = MAIN_GROUPS[session.device.type]
+        self.networks = [session.network(name) for name in a.networks]
+        self.has_all = not a.quick and a.contenders is None
+
+    @property
+    def in_other_dtype(self) -> "Plan":
+        """The same in the dtype that is measured beside the default."""
+        return Plan(self.a, dataclasses.replace(self.session, dtype=self.a.other_dtype))
 
     def step_s(self, name: str, net: Network, batch: int) -> float:
         """Estimated time of one training step, scaled from the nearest measurement if any."""
@@ -164,8 +168,10 @@ class Plan:
 
     def _group_s(self, contenders: list[Contender], net: Network, batch: int) -> float:
         judged = judged_network(net, self.session.dtype, self.session.device)
-        new = [c for c in contenders if (c.name, judged) not in self.session.verdicts]
-        judging_s = sum(2 * self.step_s(c.name, judged, 16) for c in new)
+        known = self.session.verdicts
+        new = [c for c in contenders if (c.name, judged, self.session.dtype) not in known]
+        passes = 4 if compares_stages(self.session.dtype, self.session.device) else 2
+        judging_s = sum(passes * self.step_s(c.name, judged, 16) for c in new)
         on_gpu = self.session.device.type == "cuda"  # its batches differ from the checked one
         compiling_s = sum(
             (60 if c.name == "compile-blocks" else 20) * ((c in new) + on_gpu)
@@ -173,7 +179,7 @@ class Plan:
             if c.name.startswith("compile-")
         )
         if new:
-            judging_s += 6 * self.step_s("eager-nchw", judged, 16)
+            judging_s += 3 * passes * self.step_s("eager-nchw", judged, 16)
         return (
             judging_s
             + compiling_s
@@ -184,8 +190,13 @@ class Plan:
         passes = 2.2 + (5 if with_float64 else 0)
         return passes * steps * self.step_s("eager-channels-last", net, batch)
 
+    def _contenders(self, group: str) -> list[Contender]:
+        """The contenders of a group that can run here, the most important first."""
+        usable = {c.name: c for c in self.a.usable}
+        return [usable[name] for name in GROUPS[group] if name in usable]
+
     def _group(self, group: str, net: Network, batch: int) -> Iterator[Task]:
-        contenders = [c for c in self.a.usable if c.name in GROUPS[group]]
+        contenders = self._contenders(group)
         if not contenders or (
             group not in self.main_groups and {c.name for c in contenders} == {ANCHOR}
         ):
@@ -206,7 +217,7 @@ class Plan:
         )
 
     def _peaks(self, group: str, net: Network, batch: int) -> Iterator[Task]:
-        contenders = [c for c in self.a.usable if c.name in GROUPS[group]]
+        contenders = self._contenders(group)
         if self.session.device.type == "cuda" or not contenders:
             return
         if group not in self.main_groups and {c.name for c in contenders} == {ANCHOR}:
@@ -231,70 +242,95 @@ class Plan:
 
     def tasks(self) -> Iterator[Task]:
         """Every task, the most important first."""
-        a, session = self.a, self.session
-        foremost, *others = networks = [session.network(name) for name in a.networks]
-        first, on_gpu = a.batch[0], session.device.type == "cuda"
-        shallow = [n for n in networks if n.depth < 300 and n.block == "bottleneck"]
-        in_other = Plan(a, dataclasses.replace(session, dtype=a.other_dtype, verdicts={}))
-        has_all = not a.quick and a.contenders is None
-        batches = [
-            *(self._group(group, foremost, first) for group in self.main_groups),
-            *(self._group(g, foremost, batch) for batch in a.batch[1:] for g in self.main_groups),
-        ]
-        curves = [self._curves(net, first) for net in dict.fromkeys([*shallow[:1], foremost])]
-        rivals = [
-            self._peaks(self.main_groups[0], foremost, first),
-            self._group("memory rivals", foremost, first),
-            self._peaks("memory rivals", foremost, first),
-        ]
-        budgets = [
-            self._group("compile budgets", foremost, first),
-            self._peaks("compile budgets", foremost, first),
-        ]
-        other_networks = [
-            self._group(group, net, batch)
-            for net in others
-            for group in self.main_groups
-            for batch in a.batch
-        ]
-        ops = [iter([Task("ops", lambda: 45, self._ops)])] if has_all else []
-        other_rivals = [
-            self._group(group, net, first)
-            for net in others
-            if net.depth >= 164
-            for group in ("memory rivals", "compile budgets")
-        ]
-        counts = [self._counts()] if has_all else []
-        rest = [*other_rivals, *counts]
-        if on_gpu:
-            in_float32 = [
-                in_other._group(group, foremost, batch)
-                for batch in (a.batch if a.has_other_dtype else ())
-                for group in self.main_groups
-            ]
-            order = [*batches, *rivals, *budgets, self._wide_networks(), *ops, *in_float32]
-            name, batch = DEEPEST
-            deepest = [self._group("deepest", session.network(name), batch)] if a.is_default else []
-            order += [*deepest, *curves, *other_networks, *rest]
-        else:
-            half = others[:1] if a.has_other_dtype else []
-            in_half = [in_other._group("against eager", net, first) for net in half]
-            wide_in_half = [in_other._wide_networks()] if a.has_other_dtype else []
-            order = [*batches, *curves, *in_half, self._wide_networks(), *rivals, *other_networks]
-            order += [*budgets, *ops, *rest, *wide_in_half]
-        for part in order:
-            yield from part
+        return self._gpu_tasks() if self.session.device.type == "cuda" else self._cpu_tasks()
+
+    def _cpu_tasks(self) -> Iterator[Task]:
+        foremost, *others = self.networks
+        first = self.a.batch[0]
+        for batch in self.a.batch:
+            yield from self._group("main", foremost, batch)
+        yield from self._all_curves()
+        if self.a.has_other_dtype:
+            for net in others[:1]:
+                yield from self.in_other_dtype._group("against eager", net, first)
+        yield from self._wide_networks()
+        yield from self._peaks("main", foremost, first)
+        yield from self._group("memory rivals", foremost, first)
+        yield from self._peaks("memory rivals", foremost, first)
+        for net in others:
+            for batch in self.a.batch:
+                yield from self._group("main", net, batch)
+        yield from self._group("compile budgets", foremost, first)
+        yield from self._peaks("compile budgets", foremost, first)
+        yield from self._ops()
+        yield from self._rivals_of(others)
+        yield from self._counts()
+        if self.a.has_other_dtype:
+            yield from self.in_other_dtype._wide_networks()
+
+    def _gpu_tasks(self) -> Iterator[Task]:
+        """Without a compiler before with one, which takes minutes."""
+        foremost, *others = self.networks
+        first, *batches = self.a.batch
+        groups = MAIN_GROUPS["cuda"]
+        for group in groups:
+            yield from self._group(group, foremost, first)
+        for batch in batches[:1]:
+            yield from self._group("uncompiled", foremost, batch)
+        yield from self._wide_networks()
+        yield from self._ops()
+        yield from self._group("memory rivals", foremost, first)
+        for batch in batches[:1]:
+            yield from self._group("compiled", foremost, batch)
+        yield from self._group("compile budgets", foremost, first)
+        yield from self._deepest()
+        for batch in batches[:1]:
+            yield from self._group("compiled and captured", foremost, batch)
+        for batch in batches[1:]:
+            for group in groups:
+                yield from self._group(group, foremost, batch)
+        if self.a.has_other_dtype:
+            for batch in self.a.batch:
+                for group in groups:
+                    yield from self.in_other_dtype._group(group, foremost, batch)
+        yield from self._all_curves()
+        for net in others:
+            for group in groups:
+                for batch in self.a.batch:
+                    yield from self._group(group, net, batch)
+        yield from self._rivals_of(others)
+        yield from self._counts()
 
     def _wide_networks(self) -> Iterator[Task]:
         device = self.session.device.type
         for name, batch in WIDE_NETWORKS[device] if self.a.is_default else ():
             yield from self._group(WIDE_GROUP[device], self.session.network(name), batch)
 
+    def _deepest(self) -> Iterator[Task]:
+        name, batch = DEEPEST
+        if self.a.is_default:
+            yield from self._group("deepest", self.session.network(name), batch)
+
+    def _rivals_of(self, networks: Sequence[Network]) -> Iterator[Task]:
+        for net in networks:
+            for group in ("memory rivals", "compile budgets") if net.depth >= 164 else ():
+                yield from self._group(group, net, self.a.batch[0])
+
+    def _all_curves(self) -> Iterator[Task]:
+        foremost, batch = self.networks[0], self.a.batch[0]
+        shallow = [n for n in self.networks if n.depth < 300 and n.block == "bottleneck"]
+        for net in dict.fromkeys([*shallow[:1], foremost]):
+            yield from self._curves(net, batch)
+
+    def _ops(self) -> Iterator[Task]:
+        if self.has_all:
+            yield Task("ops", lambda: 45, self._run_ops)
+
     def _counts(self) -> Iterator[Task]:
         """Kept bytes of single images, against depth."""
         session = self.session
         contenders = [c for c in self.a.usable if c.name in COUNTED_BY_DEPTH]
-        for depth in DEPTHS_COUNTED if contenders else ():
+        for depth in DEPTHS_COUNTED if contenders and self.has_all else ():
             net = session.network(f"resnet-{depth}")
             yield Task(
                 f"{net.name}, batch 1: kept bytes",
@@ -302,7 +338,7 @@ class Plan:
                 lambda net=net: network.count_kept_bytes(session, contenders, net),
             )
 
-    def _ops(self) -> list[str]:
+    def _run_ops(self) -> list[str]:
         """Runs `pytest bench/ops.py` in another process."""
         missing = [m for m in ("pytest", "pytest_benchmark") if not importlib.util.find_spec(m)]
         if missing:
@@ -336,7 +372,7 @@ class Plan:
         if done.returncode:
             failed = [line for line in done.stdout.splitlines() if line.startswith(("FAIL", "ERR"))]
             reason = failed or [done.stdout[-500:] + done.stderr[-500:]]
-            return [f"ops: {line}" for line in reason]
+            return [f"ops: {FAILED}: {line}" for line in reason]
         return []
 
 

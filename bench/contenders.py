@@ -85,15 +85,20 @@ class Network:
     @property
     def block(self) -> str:
         """`"basic"` or `"bottleneck"`, which `pk.preact_resnet` chooses by depth."""
-        with torch.device("meta"):
-            model = self.model(fused=False)
-        return "basic" if isinstance(model.stages[0][0], pk.PreActBasicBlock) else "bottleneck"
+        return _block(self)
 
     def state(self) -> State:
         """He-initialised weights, the same for all contenders."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.model(fused=False).state_dict()
+
+
+@functools.cache  # building 10,001 layers takes seconds
+def _block(network: Network) -> str:
+    with torch.device("meta"):
+        model = network.model(fused=False)
+    return "basic" if isinstance(model.stages[0][0], pk.PreActBasicBlock) else "bottleneck"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +303,13 @@ ALL = (
     Contender("eager-graph", "everything", graphed=True, requires=_gpu_only),
     _compiled("compile-graph", "everything", 1.0, graphed=True, requires=_gpu_and_compiler),
     _fused("fused-graph", "store", "inputs of units", graphed=True, requires=_gpu_only),
+    _fused(
+        "fused-rebuild-graph",
+        "rebuild",
+        "inner inputs of units, anchors",
+        graphed=True,
+        requires=_gpu_only,
+    ),
     _checkpointed("checkpoint-block", "inputs of blocks", "block"),
     _checkpointed("checkpoint-sqrt", "inputs of sqrt(L) blocks", "sqrt"),
     _checkpointed("selective-convs", "convolutions", "block", _keep_convolutions),
@@ -326,6 +338,7 @@ GROUPS = {
         "eager-graph",
         "fused-store",
         "fused-graph",
+        "fused-rebuild-graph",
         "fused-rebuild",
         "fused-checkpoint",
     ),
@@ -340,7 +353,7 @@ GROUPS = {
         "inplace-abn",
     ),
     "compile budgets": ("fused-store", "compile-budget-0.5", "compile-budget-0.3"),
-    "wide networks": ("eager-channels-last", "compile-blocks", *_FUSED),
+    "wide networks": ("eager-channels-last", *_FUSED, "compile-blocks"),
     "against eager": ("eager-nchw", "eager-channels-last", "fused-store"),
     "deepest": ("fused-store", "fused-checkpoint"),
 }

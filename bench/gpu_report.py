@@ -2,11 +2,12 @@
 
 Uses the Python of the machine with torch, pytest and the packages of the benchmarks, and no
 network. The parts, in order: compiled libraries (existing ones of the same sources, or built now),
-tests of the kernels, ceilings of the GPU, the launches of a step with estimated and measured times,
-benchmarks, benchmarks of the Triton backend, converted models, the hottest kernels, and the other
-tests if time is left. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the
-CSV files of the benchmarks, all written while the parts run. If a part fails or runs out of time,
-the next one starts. `python -m bench.report --results FOLDER` writes tables and plots.
+tests of the kernels, ceilings of the GPU, the first benchmark, the launches of a step with
+estimated and measured times, all benchmarks, benchmarks of the Triton backend, converted models,
+the hottest kernels, and the other tests if time is left. If a part fails or runs out of time, the
+next one starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the CSV
+files of the benchmarks, all written while the parts run. For tables and plots, copy the CSV files
+to bench/results/ and run `make report`.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from pathlib import Path
 import torch
 
 from bench.__main__ import LOST
+from bench.contenders import GROUPS
 from bench.dry_run import BACKENDS
-from bench.measure import ROOT
+from bench.measure import ROOT, commit
 from bench.records import LAUNCHES, slug
 
 LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.so")]
@@ -67,6 +69,9 @@ WITHOUT_GPU = (
     "test_versions",
     "test_docs",
     "test_bench",
+    "test_bench_correctness",
+    "test_bench_ops",
+    "test_bench_plan",
     "test_study_comparisons",
     "test_study_data",
     "test_study_plots",
@@ -74,8 +79,18 @@ WITHOUT_GPU = (
     "test_lost_gpu",
 )
 """Tests that do not depend on a GPU."""
-ONCE = r"tests \d+|ceilings|launches of \w+|converted|hotspots"
+FIRST_BENCH = ("--networks", "resnet-1001", "--batch", "128", "--contenders", *GROUPS["uncompiled"])
+"""What is benchmarked first: contenders that need no compiler."""
+FIRST_BENCH_SECONDS = 120
+TRITON_BENCH = (
+    *("--networks", "resnet-1001", "--batch", "128"),
+    *("--contenders", "fused-store", "fused-graph", "fused-rebuild"),
+)
+RESERVED_SECONDS = {"bench of triton": 60, "converted": 60, "hotspots": 45}
+"""For what follows the benchmarks."""
+NOT_REPEATED = r"tests \d+|ceilings|launches of \w+|converted|hotspots"
 """Parts that a resumed report skips if they were ok; tests also if some failed."""
+MOST_CRASHES = 3  # of the benchmarks, after which they are not started again
 GRACE_SECONDS = 20  # between interrupting and killing a part
 LOG_BYTES = 12 * 2**20
 
@@ -108,6 +123,26 @@ def is_built() -> bool:
         done = subprocess.run(load, cwd=ROOT, capture_output=True, check=False, timeout=60)
         return done.returncode == 0
     return False
+
+
+def device_name() -> str:
+    """The name of the GPU, or "a CPU"."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+
+
+def ended_parts(folder: Path, sources: str) -> dict[str, str]:
+    """The lines of parts that an earlier report of the same sources and GPU need not repeat.
+
+    Args:
+        folder: of the earlier report.
+        sources: a line that its summary has if it is of the same.
+    """
+    path = folder / "summary.txt"
+    summary = path.read_text() if path.exists() else ""
+    if sources not in summary.splitlines():
+        return {}
+    ended = dict(re.findall(rf"^({NOT_REPEATED}): (ok.*)", summary, re.MULTILINE))
+    return ended | dict(re.findall(r"^(tests \d+): (exit status.*)", summary, re.MULTILINE))
 
 
 class Report:
@@ -144,7 +179,7 @@ class Report:
         Returns:
             Its exit status; None if there was no time to start or to finish.
         """
-        seconds = min(seconds, self.left_s())
+        seconds = min(seconds, self.left_s() - GRACE_SECONDS)
         if seconds < 1:
             self.note(part, "no time left")
             return None
@@ -212,9 +247,9 @@ class Report:
     def bench(
         self, part: str, options: Sequence[str], seconds: float, *, resume: bool, **environment: str
     ) -> None:
-        """Runs the benchmarks; restarts them after a lost GPU, and once after a crash."""
+        """Runs the benchmarks; restarts them after a lost GPU, and after a few crashes."""
         end_s = time.monotonic() + min(seconds, self.left_s())
-        may_crash = True
+        crashes = 0
         while True:
             left_s = end_s - time.monotonic()
             if left_s < 30:
@@ -223,10 +258,10 @@ class Report:
             command = [sys.executable, "-m", "bench", "--out", str(self.folder), "--no-plots"]
             command += ["--time-limit", str(int(left_s - 10)), *["--resume"] * resume, *options]
             status = self.run(part, command, left_s, **environment)
-            has_crashed = status is not None and status < 0
-            if status != LOST and not (has_crashed and may_crash):
+            has_crashed = status is not None and status < 0  # a row names what ran
+            crashes += has_crashed
+            if status != LOST and not (has_crashed and crashes <= MOST_CRASHES):
                 return
-            may_crash = may_crash and not has_crashed
             resume = True
 
 
@@ -250,16 +285,15 @@ def main(given: Sequence[str] | None = None) -> int:
     a, options = parser.parse_known_args(given)  # options: for `python -m bench`
     if a.resume and not a.resume.is_dir():
         parser.error(f"--resume: expected a folder, got {a.resume}")
-    ended = {}  # lines of parts that ran to their end in the earlier report
-    if a.resume and (a.resume / "summary.txt").exists():
-        summary = (a.resume / "summary.txt").read_text()
-        ended = dict(re.findall(rf"^({ONCE}): (ok.*)", summary, re.MULTILINE))
-        ended |= dict(re.findall(r"^(tests \d+): (exit status.*)", summary, re.MULTILINE))
+    sources = f"sources: {commit()} on {device_name()}"
+    ended = ended_parts(a.resume, sources) if a.resume else {}
     report = Report(a.folder.resolve(), a.seconds)
     if a.resume and a.resume.resolve() != report.folder:
         for path in [*a.resume.glob("*.csv"), *a.resume.glob("*-lost.txt")]:
             shutil.copy(path, report.folder)
 
+    report.note(*sources.split(": "))
+    report.has_failed = any(line.startswith("exit status") for line in ended.values())
     if is_built():
         report.note("build", "not needed: the libraries were built from these sources, and load")
     else:
@@ -270,6 +304,8 @@ def main(given: Sequence[str] | None = None) -> int:
     report.run("libraries", [sys.executable, "-c", LOAD], 60)
     if not a.only_build:
         measure_all(report, options, a.test_seconds, ended, resume=bool(a.resume))
+    for path in report.folder.glob("*.partial"):  # of a process that was killed
+        path.unlink()
     print((report.folder / "summary.txt").read_text())
     return int(report.has_failed)
 
@@ -284,9 +320,9 @@ def measure_all(
 ) -> None:
     """Runs tests and benchmarks, the most important first; keeps the lines of parts that ended."""
 
-    def run(part: str, command: Sequence[str], seconds: float) -> None:
+    def run(part: str, command: Sequence[str], seconds: float, **environment: str) -> None:
         if part not in ended:
-            report.run(part, [sys.executable, "-m", *command], seconds)
+            report.run(part, [sys.executable, "-m", *command], seconds, **environment)
 
     for part, line in ended.items():
         report.note(part, line)
@@ -298,30 +334,33 @@ def measure_all(
         report.tests(part, names, share_s)
     has_gpu = torch.cuda.is_available()
     out = ["--out", str(report.folder)]
-    beside_s = {"bench of triton": 60, "converted": 60} if has_gpu else {}
+    later = RESERVED_SECONDS if has_gpu else ("hotspots",)
+    reserved_s = {part: RESERVED_SECONDS[part] for part in later if part not in ended}
+    # Without a teardown after each profile, which CUDA graphs do not always survive.
+    profiled = {"TEARDOWN_CUPTI": "0"}
     if has_gpu:
         run("ceilings", ["bench.probes", *out], 60)
-        file = str(report.folder / f"{slug(torch.cuda.get_device_name())}{LAUNCHES}")
+        part, seconds = "first bench", FIRST_BENCH_SECONDS
+        report.bench(part, [*options, *FIRST_BENCH], seconds, resume=resume)
+        file = str(report.folder / f"{slug(device_name())}{LAUNCHES}")
         for backend in BACKENDS:
-            run(
-                f"launches of {backend}",
-                ["bench.launches", "--backend", backend, "--csv", file],
-                75,
-            )
-    report.bench("bench", options, report.left_s() - sum(beside_s.values()) - 45, resume=resume)
+            command = ["bench.launches", "--backend", backend, "--csv", file]
+            run(f"launches of {backend}", command, 75, **profiled)
+    seconds = report.left_s() - GRACE_SECONDS - sum(reserved_s.values())
+    report.bench("bench", options, seconds, resume=resume or has_gpu)
     if has_gpu:
-        foremost = ["--networks", "resnet-1001", "--batch", "128"]
-        foremost += ["--contenders", "fused-store", "fused-graph", "fused-rebuild"]
-        environment = {"PREACT_KERNELS_BACKEND": "triton"}  # by default it is the CUDA library
         part = "bench of triton"
-        report.bench(part, [*options, *foremost], beside_s[part], resume=resume, **environment)
+        environment = {"PREACT_KERNELS_BACKEND": "triton"}  # by default it is the CUDA library
+        seconds = RESERVED_SECONDS[part]
+        report.bench(part, [*options, *TRITON_BENCH], seconds, resume=resume, **environment)
         converted = ["bench.converted", "--no-graphs", *["--resume"] * resume, *out]
-        run("converted", [*converted, "--models", *CONVERTED_MODELS], beside_s["converted"])
-    run("hotspots", ["bench.hotspots"], 45)
+        converted += ["--models", *CONVERTED_MODELS]
+        run("converted", converted, RESERVED_SECONDS["converted"])
+    run("hotspots", ["bench.hotspots"], RESERVED_SECONDS["hotspots"], **profiled)
     ran = {name for names in KERNEL_TESTS for name in names}
     others = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py"))
     others = [name for name in others if name not in ran and name not in WITHOUT_GPU]
-    report.tests("other tests", others, report.left_s() - GRACE_SECONDS)
+    report.tests("other tests", others, report.left_s())
 
 
 if __name__ == "__main__":

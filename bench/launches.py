@@ -11,9 +11,9 @@ the estimate. A unit is the inner channels of every pixel; the floor is that of 
 units for a bottleneck. Launches that occur once a stage count as a fraction of a block's. Blocks
 with a projection are one line of the table; the CSV file has their kernels.
 
-On a GPU, also measures: each stage runs as a CUDA graph under the profiler, and a kernel takes from
-the end of the one ahead of it to its own. Stem, head and optimizer are not listed. The largest
-losses are those over the bytes at the copy bandwidth of this GPU.
+On a GPU, also measures: each stage runs as a CUDA graph under the profiler. The time of a kernel
+runs from the end of the kernel ahead of it to its own end. Stem, head and optimizer are not listed.
+The time lost is the time measured, less bytes over copy bandwidth.
 """
 
 import argparse
@@ -427,19 +427,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Prints the table, and writes the CSV file."""
+    """Prints the table, and writes the CSV file after every stage."""
     a = arguments(given)
     try:
         stages = recorded(a)
     except (RuntimeError, ImportError) as error:
         sys.exit(f"bench.launches: {error}")
     on_gpu = torch.cuda.is_available()
-    times = measured(a, stages) if on_gpu else [[None] * len(s.launches) for s in stages]
-    try:
-        rows = [r for s, us in zip(stages, times, strict=True) for r in rows_of(s, us)]
-    except ValueError as error:
-        sys.exit(f"bench.launches: {error}")
-    machine = measure.Machine.of(torch.device("cuda" if on_gpu else "cpu"))
+    device = torch.device("cuda" if on_gpu else "cpu")
+    machine = measure.Machine.of(device)
     step = {
         "network": a.network.name,
         "batch": a.batch,
@@ -449,16 +445,26 @@ def main(given: Sequence[str] | None = None) -> None:
         "residual_dtype": measure.dtype_name(a.residual_dtype or a.dtype),
         "multiprocessors": a.multiprocessors,
     }
-    copy_gb_s = measure.measure_copy_gb_s(torch.device("cuda")) if on_gpu else None
-    rows = [machine.stamp(dataclasses.replace(r, **step, copy_gb_s=copy_gb_s)) for r in rows]
+    copy_gb_s = measure.measure_copy_gb_s(device) if on_gpu else None
+    records = Records(a.csv, LaunchRow, keep=True) if a.csv else None
+    if records is not None:
+        records.remove(lambda row: row.step == tuple(step.values()))
+    rows: list[LaunchRow] = []
+    times = measured(a, stages) if on_gpu else [[None] * len(s.launches) for s in stages]
+    try:
+        for stage, us in zip(stages, times, strict=True):
+            found = [
+                dataclasses.replace(r, **step, copy_gb_s=copy_gb_s) for r in rows_of(stage, us)
+            ]
+            rows += map(machine.stamp, found)
+            if records is not None:
+                records.put(*rows)
+    except ValueError as error:
+        sys.exit(f"bench.launches: {error}")
     print(table(stages, rows))
     print(f"{', '.join(map(str, step.values()))} multiprocessors\n{summary(stages, rows)}")
     if on_gpu:
         print(f"largest losses, copy bandwidth {copy_gb_s:,.0f} GB/s:\n{losses(rows)}")
-    if a.csv:
-        records = Records(a.csv, LaunchRow, keep=True)
-        records.remove(lambda row: row.step == rows[0].step)
-        records.put(*rows)
     if on_gpu and all(row.measured_us_per_block is None for row in rows):
         sys.exit("bench.launches: nothing was measured")
 

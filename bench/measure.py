@@ -118,6 +118,7 @@ def time_in_turn(
     deadline_s: float = float("inf"),
     title: str = "",
     after_round: Callable[[dict[str, Timing]], None] = lambda times: None,
+    out_of_memory: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, Timing]:
     """Times every call once per round, A B C A B C ..., so that drift affects all alike.
 
@@ -128,19 +129,28 @@ def time_in_turn(
         deadline_s: value of `time.monotonic()` after which no round starts, except the first.
         title: of the progress bar.
         after_round: called with the times so far.
+        out_of_memory: called with a name and the error if there is no room for a call, which is
+            then left out; None raises the error.
 
     Returns:
         Timings by name.
     """
+    calls = dict(calls)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     with tqdm(total=rounds * len(calls), desc=title, leave=False) as bar:
         for index in range(rounds):
             if index and time.monotonic() > deadline_s:
                 break
-            for name, call in calls.items():
+            for name, call in list(calls.items()):
                 bar.set_postfix_str(name)
-                with running(name, device):
-                    samples[name].append(time_once_ms(call, device))
+                try:
+                    with running(name, device):
+                        samples[name].append(time_once_ms(call, device))
+                except torch.OutOfMemoryError as error:
+                    if out_of_memory is None:
+                        raise
+                    del calls[name], samples[name], call
+                    out_of_memory(name, error)
                 bar.update()
             after_round({name: Timing.of(times) for name, times in samples.items()})
     return {name: Timing.of(times) for name, times in samples.items()}

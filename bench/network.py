@@ -1,5 +1,6 @@
 """Network benchmarks: training steps in turn, bytes kept for the backward, peak memory."""
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -15,13 +16,14 @@ from tqdm import tqdm
 
 import preact_kernels as pk
 from bench import correctness, floors, measure
-from bench.contenders import ANCHOR, Contender, Network
+from bench.contenders import ANCHOR, BY_NAME, Contender, Network
 from bench.correctness import Verdict
 from bench.records import Records, Row
 from preact_kernels.study import data
 
 DRIFTED = "the machine drifted"  # in the note of times that do not compare with earlier groups
 UNFINISHED = "stopped before its last round"  # in the note of incomplete times
+ENDED_PROCESS = "failed: the process ended in its first step"
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 
 
@@ -75,6 +77,7 @@ class Session:
     curves: Records
     resume: bool
     deadline_s: float = float("inf")  # of time.monotonic()
+    # By contender, judged network and dtype.
     verdicts: dict[tuple, Verdict] = dataclasses.field(default_factory=dict)
 
     def network(self, name: str) -> Network:
@@ -101,17 +104,37 @@ class Session:
     def judge(self, contenders: list[Contender], network: Network) -> dict[str, Verdict]:
         """Verdicts by contender. Each contender is checked once per checked network."""
         judged = correctness.judged_network(network, self.dtype, self.device)
-        unknown = [c for c in contenders if (c.name, judged) not in self.verdicts]
+        keys = {c.name: (c.name, judged, self.dtype) for c in contenders}
+        unknown = [c for c in contenders if keys[c.name] not in self.verdicts]
         if unknown:
             batch = min(16, len(self.images.labels))
             found = correctness.judge(unknown, network, self.images, batch, self.device, self.dtype)
-            self.verdicts.update({(name, judged): verdict for name, verdict in found.items()})
+            self.verdicts.update({keys[name]: verdict for name, verdict in found.items()})
             for contender in unknown:
                 verdict = found[contender.name]
                 shown = ", ".join(f"{k} {v:.1e}" for k, v in verdict.deviations.items())
                 word = "right" if verdict.correct == "yes" else verdict.note
                 tqdm.write(f"  {contender.name} on {judged.name}: {word} ({shown or 'no results'})")
-        return {c.name: self.verdicts[c.name, judged] for c in contenders}
+        return {name: self.verdicts[key] for name, key in keys.items()}
+
+    @contextlib.contextmanager
+    def attempt(self, row: Row) -> Iterator[None]:
+        """A context that may end this process. The file then says so, and a resumed run skips it.
+
+        Args:
+            row: of what runs in the context.
+        """
+        before = self.rows.get(row.key, self.machine.commit)
+        if _wanted(row):
+            self.rows.put(dataclasses.replace(row, correct="no", note=ENDED_PROCESS))
+        try:
+            yield
+        finally:
+            if before is None:
+                self.rows.remove(lambda other: other.key == row.key)
+                self.rows.write()
+            else:
+                self.rows.put(before)
 
     def refuse(self, contender: Contender, network: Network, batch: int, note: str) -> None:
         """Records that a contender has no time because its results are wrong or missing."""
@@ -186,13 +209,14 @@ def _measure_group(
         if steps and time.monotonic() > last_start_s:
             left_out.append(f"{contender.name} on {network.name}, batch {batch}: no time left")
             continue
-        verdict = session.judge([contender], network)[contender.name]
+        with session.attempt(row):
+            verdict = session.judge([contender], network)[contender.name]
         if not verdict.may_show_speed:
             session.refuse(contender, network, batch, verdict.note)
             continue
         try:
             start_s = time.perf_counter()
-            with measure.running(contender.name, device):
+            with session.attempt(row), measure.running(contender.name, device):
                 model = contender.build(network, state, device, dtype)
                 batches = [(contender.input(x, device, dtype), y.to(device)) for x, y in drawn]
                 step = TrainingStep(model, batches, graphed=contender.graphed)
@@ -230,8 +254,18 @@ def _measure_group(
             rows[name].note = "; ".join(filter(None, [first_note, note]))
         session.rows.put(*(rows[name] for name in wanted))
 
+    def drop(name: str, error: Exception) -> None:
+        reason = correctness.first_line(error)
+        del steps[name]
+        wanted.pop(name, None)
+        session.fail(BY_NAME[name], network, batch, reason)
+        left_out.append(f"{name} on {network.name}, batch {batch}: {reason}")
+        error.__traceback__ = None  # its frames keep tensors
+        gc.collect()
+        torch.cuda.empty_cache()
+
     title = f"{network.name}, batch {batch}"
-    put(*_times(session, steps, rows, rounds, title, lambda times: put(times, UNFINISHED)))
+    put(*_times(session, steps, rows, rounds, title, lambda times: put(times, UNFINISHED), drop))
     for contender in contenders:
         if contender.name in steps and rows[contender.name].saved_bytes is None:
             images = contender.input(drawn[0][0], device, dtype)
@@ -253,6 +287,7 @@ def _times(
     rounds: int,
     title: str,
     after_round: Callable[[dict[str, measure.Timing]], None],
+    out_of_memory: Callable[[str, Exception], None],
 ) -> tuple[dict[str, measure.Timing], str]:
     """Times in turn, and a note if the machine drifted since an earlier group.
 
@@ -269,8 +304,13 @@ def _times(
             deadline_s=now_s + 0.4 * (session.deadline_s - now_s),
             title=title,
             after_round=after_round,
+            out_of_memory=out_of_memory,
         )
-        if before_ms is None or abs(times[ANCHOR].median_ms / before_ms - 1) <= 0.1:
+        if (
+            before_ms is None
+            or ANCHOR not in times
+            or abs(times[ANCHOR].median_ms / before_ms - 1) <= 0.1
+        ):
             return times, ""
         now_ms = times[ANCHOR].median_ms
         if time.monotonic() + sum(t.median_ms * rounds / 1e3 for t in times.values()) > (

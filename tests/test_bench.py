@@ -1,8 +1,7 @@
-"""The benchmarks: networks, floors, order, resumed runs, and that wrong results get no speed."""
+"""The benchmarks: networks, floors, order and resumed runs."""
 
 import dataclasses
 import time
-import types
 
 import pytest
 import torch
@@ -25,10 +24,8 @@ from bench import (
     scaling,
     training,
 )
-from bench.__main__ import LOST, Plan, main
-from bench.__main__ import arguments as parsed
-from bench.contenders import BY_NAME, Contender, Network
-from bench.correctness import SMALLEST, judge, judged_network
+from bench.__main__ import LOST, main
+from bench.contenders import BY_NAME, Network
 from bench.hotspots import hotspots
 from bench.hotspots import main as hot_main
 from bench.measure import Ceilings, Machine, Timing, time_in_turn
@@ -46,7 +43,6 @@ from bench.records import (
     ScalingRow,
     read,
 )
-from preact_kernels.kernels.cuda import CUDAKernels
 from preact_kernels.study import data
 from tests.torchrun import torchrun
 
@@ -112,10 +108,6 @@ def _spoil(model):
             module.eps *= 30
 
 
-def _fail(model):
-    raise RuntimeError("no such thing")
-
-
 def session_in(folder):
     images = data.load_digits()
     rows = Records(folder / "rows.csv", Row, keep=False)
@@ -131,46 +123,6 @@ def session_in(folder):
         curves=curves,
         resume=False,
     )
-
-
-def test_wrong_results_get_no_speed(tmp_path, monkeypatch):
-    wrong = Contender("eager-wrong", "everything", prepare=_spoil)
-    failing = Contender("eager-failing", "everything", prepare=_fail)
-    for contender in (wrong, failing):
-        monkeypatch.setitem(BY_NAME, contender.name, contender)
-    right = [BY_NAME[n] for n in ("eager-channels-last", "fused-store", "fused-rebuild")]
-    session = session_in(tmp_path)
-    network.measure_group(session, [*right, wrong, failing], Network(20), 4, rounds=2)
-    rows = {r.contender: r for r in read(session.rows.path, Row)}
-    for contender in right:
-        row = rows[contender.name]
-        assert (row.correct, row.shape) == ("yes", "4x3x32x32")
-        assert row.median_ms > 0
-        assert row.x_of_floor == pytest.approx(row.median_ms / row.floor_ms, rel=1e-4)
-        assert row.saved_bytes > 0
-    assert rows["fused-rebuild"].saved_bytes < rows["fused-store"].saved_bytes
-    assert rows["eager-wrong"].correct == rows["eager-failing"].correct == "no"
-    assert rows["eager-wrong"].median_ms is rows["eager-failing"].median_ms is None
-    assert "wrong results on resnet-20: losses deviates" in rows["eager-wrong"].note
-    assert "no such thing" in rows["eager-failing"].note
-    assert "eager-wrong" not in "".join(report.best_rivals(list(rows.values())))
-
-
-@pytest.mark.parametrize("name", ["resnet-29", "imagenet-resnet-18"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("unit", ["conv1", "bn2"])
-def test_one_wrong_gradient_is_found(name, dtype, unit, monkeypatch):
-    def forget(model):
-        parameter = getattr(model.stages[1][1], unit).weight
-        parameter.register_hook(torch.zeros_like)
-
-    forgetful = Contender("eager-forgetful", "everything", prepare=forget)
-    monkeypatch.setitem(BY_NAME, forgetful.name, forgetful)
-    contenders = [BY_NAME["fused-store"], forgetful]
-    verdicts = judge(contenders, Network.named(name), data.load_digits(), 4, CPU, dtype)
-    assert verdicts["fused-store"].correct == "yes"
-    assert verdicts["eager-forgetful"].correct == "no"
-    assert "the worst gradient deviates by 1.0e+00" in verdicts["eager-forgetful"].note
 
 
 def measured(session, names, monkeypatch, **changed):
@@ -281,6 +233,53 @@ def test_a_contender_that_fails_later_keeps_the_time_that_it_has(tmp_path, monke
     assert rows["fused-rebuild"].median_ms > 0
 
 
+def test_a_contender_for_which_there_is_no_room_leaves_the_others_their_times(
+    tmp_path, monkeypatch
+):
+    session, calls, once = session_in(tmp_path), [], measure.time_once_ms
+
+    def fill_up(step, device):
+        calls.append(type(step.model.stages[0]))
+        if calls.count(pk.PreActStage) == 2 and calls[-1] == pk.PreActStage:  # in round 2
+            raise torch.OutOfMemoryError("no room")
+        return once(step, device)
+
+    monkeypatch.setattr(measure, "time_once_ms", fill_up)
+    left_out, rows = measured(session, ["fused-store", "eager-channels-last"], monkeypatch)
+    reason = "OutOfMemoryError: no room"
+    assert left_out == [f"fused-store on resnet-20, batch 4: {reason}"]
+    assert len(calls) == 4
+    assert (rows["fused-store"].correct, rows["fused-store"].note) == ("no", f"failed: {reason}")
+    assert rows["fused-store"].median_ms is None
+    assert rows["eager-channels-last"].median_ms > 0
+    assert network.UNFINISHED not in rows["eager-channels-last"].note
+
+
+def test_the_file_names_a_contender_while_it_may_end_the_process(tmp_path, monkeypatch):
+    session, met = session_in(tmp_path), []
+    session.rows.write()
+
+    def prepare(model):
+        met.append([r.note for r in read(session.rows.path, Row) if r.contender == "fused-store"])
+
+    names = ["eager-channels-last", "fused-store"]
+    _, rows = measured(session, names, monkeypatch, fused_store={"prepare": prepare})
+    assert met[-1] == [network.ENDED_PROCESS]
+    assert rows["fused-store"].median_ms > 0
+
+    def stop(model):
+        prepare(model)
+        if met[-1]:
+            raise KeyboardInterrupt
+
+    session = session_in(tmp_path)
+    session.rows.write()
+    with pytest.raises(KeyboardInterrupt):
+        measured(session, names, monkeypatch, fused_store={"prepare": stop})
+    assert met[-1] == [network.ENDED_PROCESS]
+    assert "fused-store" not in [r.contender for r in read(session.rows.path, Row)]
+
+
 def test_a_call_that_costs_the_process_its_gpu_is_named(monkeypatch):
     gpu = LostGPU(monkeypatch)
 
@@ -346,6 +345,15 @@ def assert_says_where(row):
     found = row.device, row.versions, row.commit
     assert found == (here.device, here.versions, here.commit)
     assert row.date and row.command.startswith("python -m ")
+
+
+def test_operators_of_torchvision_are_defined_only_where_its_library_does_not_load(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("defined a second time, which ends the process")
+
+    monkeypatch.setattr(foreign_models.importlib, "import_module", lambda name: name)
+    monkeypatch.setattr(torch.library, "Library", refuse)
+    assert foreign_models.torchvision_models() == "torchvision.models"
 
 
 def test_models_are_measured_before_and_after_conversion(tmp_path, monkeypatch, capsys):
@@ -467,105 +475,6 @@ def test_a_backend_that_is_named_is_measured_beside_the_default():
     with pk.use_backend("reference"):
         named = Machine.of(CPU)
     assert named.device == f"{Machine.of(CPU).device}, backend reference"
-
-
-def planned(*options, device):
-    """The tasks of a run, as if the device were there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-        a = parsed(["--device", device, *options])
-    a.usable = [c for c in BY_NAME.values() if c.name != "inplace-abn"]
-    session = network.Session(
-        device=a.device,
-        dtype=a.dtype,
-        images=types.SimpleNamespace(classes=10),
-        machine=None,
-        ceilings=Ceilings(1000.0, {"float32": 1e5}),
-        rows=[],
-        curves=[],
-        resume=False,
-    )
-    return list(Plan(a, session).tasks())
-
-
-def test_on_a_gpu_compilers_come_after_the_rest_of_the_first_batch():
-    tasks = planned("--depths", "1001", "164", "--batch", "128", "64", device="cuda")
-    titles = [task.title for task in tasks]
-    first = [
-        "resnet-1001, batch 128: uncompiled",
-        "resnet-1001, batch 128: compiled",
-        "resnet-1001, batch 128: compiled and captured",
-        "resnet-1001, batch 64: uncompiled",
-        "resnet-1001, batch 64: compiled",
-        "resnet-1001, batch 64: compiled and captured",
-        "resnet-1001, batch 128: memory rivals",
-    ]
-    assert titles[:7] == first
-    assert tasks[0].needs_s() < 30  # no more than it takes to have a first result
-    assert len(titles) == len(set(titles))
-
-
-def test_on_a_gpu_everything_that_has_a_figure_to_reach_comes_before_the_rest():
-    titles = [task.title for task in planned(device="cuda")]
-    in_turn = [
-        "resnet-1001, batch 256: compiled and captured",
-        "resnet-1001, batch 128: memory rivals",
-        "resnet-1001, batch 128: compile budgets",
-        "imagenet-resnet-50, batch 256: wide networks",
-        "wrn-28-10, batch 128: wide networks",
-        "ops",
-        "resnet-1001, batch 128, float32: uncompiled",
-        "resnet-1001, batch 256, float32: compiled and captured",
-        "resnet-10001, batch 128: deepest",
-        "resnet-1001, batch 128: 10 steps of training",
-        "resnet-164, batch 128: uncompiled",
-        "resnet-164, batch 128: memory rivals",
-    ]
-    places = [titles.index(title) for title in in_turn]
-    assert places == sorted(places)
-    assert len(titles) == len(set(titles))
-    assert not any("float32" in task.title for task in planned("--dtype", "bf16", device="cuda"))
-
-
-def test_on_a_cpu_bfloat16_and_wide_networks_come_after_the_first_network(tmp_path):
-    a = parsed(["--device", "cpu"])
-    titles = [task.title for task in Plan(a, session_in(tmp_path)).tasks()]
-    half = titles.index("resnet-164, batch 16, bfloat16: against eager")
-    wide = titles.index("preact-resnet-18, batch 16: against eager")
-    assert titles.index("resnet-1001, batch 16: main") < half < wide
-    assert wide < titles.index("resnet-1001, batch 16: memory rivals")
-    assert titles.index("resnet-1001, batch 16: compile budgets") < titles.index("ops")
-    assert titles[-1] == "imagenet-resnet-50, batch 4, bfloat16: against eager"
-    assert len(titles) == len(set(titles))
-
-
-def test_on_a_cpu_all_contenders_are_one_group():
-    titles = [task.title for task in planned("--depths", "1001", "--batch", "16", device="cpu")]
-    assert titles[0] == "resnet-1001, batch 16: main"
-    assert not any("compiled" in title for title in titles)
-    assert len(titles) == len(set(titles))
-
-
-def test_rounding_decides_how_deep_a_network_is_judged(monkeypatch):
-    gpu, net = torch.device("cuda"), Network(1001)
-    assert judged_network(net, torch.float32, CPU).depth == 164
-    assert judged_network(net, torch.bfloat16, CPU).depth == 29
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert judged_network(net, torch.float32, gpu).depth == 29
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert judged_network(net, torch.float32, gpu).depth == 164
-    for family, depths in SMALLEST.items():
-        for block, depth in depths.items():
-            assert Network(depth, family=family).block == block
-
-
-def test_a_wide_network_is_judged_on_images_of_its_size(tmp_path):
-    session = session_in(tmp_path)
-    contenders = [BY_NAME["eager-channels-last"], BY_NAME["fused-store"]]
-    net = Network(18, family="imagenet-resnet")
-    verdicts = judge(contenders, net, session.images, 1, CPU, torch.float32)
-    assert {v.correct for v in verdicts.values()} == {"yes"}
-    assert session.row(contenders[0], net, 2).shape == "2x3x224x224"
 
 
 def test_rows_of_another_process_stay(tmp_path):
@@ -721,45 +630,6 @@ def test_a_report_has_the_ceilings_and_the_losses_of_a_gpu(pages):
     records.put(timed_row("fused-store", "resnet-1001", 10.0, 200))
     report.main(["--results", str(results), "--root", str(pages)])
     assert text in (pages / "docs" / "benchmarks.md").read_text()
-
-
-def op_row(contender, case, ms):
-    row = Row("op", contender, case, "128x16x32x32 -> 16", 128, "bfloat16", "x")
-    row.set_timing(Timing(ms, ms, ms, 1), ms)
-    return row
-
-
-def test_ops_show_what_auto_could_take_where_it_was_measured():
-    rows = [op_row(name, "1x1", ms) for name, ms in (("eager-channels-last", 4.0), ("fused", 2.0))]
-    assert "fused-" not in report.ops_table(rows)
-    more = [op_row(name, "3x3", 1.0) for name in ("eager-channels-last", "fused", "fused-triton")]
-    header, _, first, second = report.ops_table([*rows, *more]).splitlines()
-    assert [cell.strip() for cell in header.split("|")[4:8]] == [
-        "eager channels_last, ms", "fused, ms", "fused-triton, ms", "eager / fused",
-    ]  # fmt: skip
-    assert [cell.strip() for cell in first.split("|")[4:8]] == ["4.000", "2.000", "", "2.00"]
-    assert [cell.strip() for cell in second.split("|")[4:8]] == ["1.000", "1.000", "1.000", "1.00"]
-
-
-def test_ops_on_a_gpu_have_the_contenders_of_the_libraries_that_are_there(monkeypatch):
-    pytest.importorskip("pytest_benchmark")
-    from bench import ops
-
-    convolution = ops.Case("bn_relu_conv2d", 16, 32, 16, 3)
-    for backends, names in (
-        (("reference", "triton", "cuda"), ["fused-triton", "fused-bn-relu"]),
-        (("reference", "triton"), ["fused-triton"]),
-        (("reference",), []),
-    ):
-        monkeypatch.setattr(ops.pk, "available_backends", lambda found=backends: found)
-        assert list(ops.contenders(convolution, torch.device("cuda")))[2:] == names
-        assert len(ops.contenders(convolution, CPU)) == 2
-    monkeypatch.setattr(ops.pk, "available_backends", lambda: ("reference", "triton", "cuda"))
-    bn_relu = ops.contenders(ops.Case("bn_relu", 64, 32), torch.device("cuda"))
-    assert list(bn_relu) == ["eager-channels-last", "fused", "fused-triton"]
-    kernels = CUDAKernels(types.SimpleNamespace())
-    with ops.GPU_CONTENDERS["fused-bn-relu"].context():
-        assert not kernels.serves_conv((16, 16, 3, 3), None, torch.bfloat16, CPU, pixels=1)
 
 
 def test_the_headline_shows_rivals_that_no_other_rival_beats():

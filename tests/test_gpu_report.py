@@ -6,17 +6,22 @@ import re
 import shutil
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("tqdm")
 pytest.importorskip("tabulate")
 pytest.importorskip("matplotlib")
 
-from bench import gpu_report
+from bench import converted, gpu_report, launches
 from bench.__main__ import LOST
+from bench.__main__ import arguments as bench_arguments
+from bench.contenders import GROUPS
 from bench.gpu_report import Report
+from bench.records import LAUNCHES
 
 
 def python(code):
@@ -115,7 +120,7 @@ def test_a_log_that_is_too_large_to_return_is_cut(report, monkeypatch):
 
 @pytest.mark.parametrize(
     ("statuses", "runs"),
-    [([0], 1), ([1], 1), ([None], 1), ([LOST, -6, LOST, 0], 4), ([-11, -11, 0], 2)],
+    [([0], 1), ([1], 1), ([None], 1), ([LOST, -6, LOST, 0], 4), ([-11] * 9, 4)],
 )
 def test_benchmarks_go_on_in_a_new_process_where_a_kernel_cost_one_its_gpu(
     report, monkeypatch, statuses, runs
@@ -190,25 +195,38 @@ def test_every_file_of_tests_that_is_named_exists():
         assert os.path.exists(gpu_report.ROOT / "tests" / f"{name}.py")
 
 
+class Parts(dict):
+    """The parts of a run on a machine with a GPU, of which none does anything.
+
+    Commands by part; `environments` alike.
+    """
+
+    def __init__(self):
+        self.environments = {}
+
+    def __eq__(self, names):
+        return list(self) == names
+
+
 @pytest.fixture
 def parts(monkeypatch):
-    """The parts of a run on a machine with a GPU, of which none does anything."""
-    found = []
+    found = Parts()
 
     def run(self, part, command, seconds, **environment):
-        found.append(part)
+        found[part], found.environments[part] = command, environment
         return 0
 
     monkeypatch.setattr(Report, "run", run)
     monkeypatch.setattr(gpu_report, "is_built", lambda: True)
+    monkeypatch.setattr(gpu_report, "commit", lambda: "abc")
     monkeypatch.setattr(gpu_report.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_report.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(gpu_report.torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     return found
 
 
 KERNEL_TESTS = ["tests 1", "tests 2", "tests 3", "tests 4"]
 MEASURED = [
-    *("ceilings", "launches of cuda", "launches of triton"),
+    *("ceilings", "first bench", "launches of cuda", "launches of triton"),
     *("bench", "bench of triton", "converted", "hotspots", "other tests"),
 ]
 
@@ -219,7 +237,69 @@ def test_the_most_important_parts_come_first(parts, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["log.txt", "summary.txt"]
 
 
-SUMMARY = """build: ok after 60 s: done
+def test_the_commands_are_understood(parts, tmp_path, monkeypatch):
+    gpu_report.main([str(tmp_path), "--steps", "7"])
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    options = {part: command[3:] for part, command in parts.items()}
+    assert all(
+        parts[part][:3] == [sys.executable, "-m", "bench"] for part in parts if "bench" in part
+    )
+    for part, resumes, contenders in (
+        ("first bench", False, GROUPS["uncompiled"]),
+        ("bench", True, None),
+        ("bench of triton", False, ("fused-store", "fused-graph", "fused-rebuild")),
+    ):
+        a = bench_arguments(options[part])
+        assert (a.out, a.steps, a.resume) == (tmp_path, 7, resumes)
+        assert a.contenders == (contenders and list(contenders))
+    for backend in ("cuda", "triton"):
+        part = f"launches of {backend}"
+        a = launches.arguments(options[part])
+        assert (a.backend, a.csv) == (backend, tmp_path / f"nvidia-h200{LAUNCHES}")
+        assert parts.environments[part] == {"TEARDOWN_CUPTI": "0"}
+    named = [part for part, e in parts.environments.items() if "PREACT_KERNELS_BACKEND" in e]
+    assert named == ["bench of triton"]
+    assert set(gpu_report.CONVERTED_MODELS) < set(converted.CASES)
+    assert options["converted"][:3] == ["--no-graphs", "--out", str(tmp_path)]
+
+
+# Which share of its limit every part takes; 1: it has to be killed.
+@pytest.mark.parametrize(("share", "least_s"), [(1.0, 0), (0.5, 30), (0.2, 100)])
+def test_the_benchmarks_have_time_and_the_report_ends_in_time(
+    parts, tmp_path, monkeypatch, share, least_s
+):
+    now_s, limits = 0.0, {}
+
+    def run(self, part, command, seconds, **environment):
+        nonlocal now_s
+        seconds = min(seconds, self.left_s() - gpu_report.GRACE_SECONDS)
+        if seconds < 1:
+            return None
+        limits[part] = seconds
+        is_late = share == 1.0
+        now_s += share * seconds + is_late * gpu_report.GRACE_SECONDS
+        return None if is_late else 0
+
+    monkeypatch.setattr(gpu_report.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(Report, "run", run)
+    gpu_report.main([str(tmp_path), "--seconds", "520"])
+    assert now_s <= 520
+    assert limits["first bench"] >= 110
+    if share < 1:
+        assert limits["bench"] >= least_s
+        assert all(limits[part] == s for part, s in gpu_report.RESERVED_SECONDS.items())
+    ended = [f"{part}: ok" for part in (*KERNEL_TESTS, "ceilings", "converted", "hotspots")]
+    ended += [f"launches of {backend}: ok" for backend in ("cuda", "triton")]
+    now_s = 0.0
+    (tmp_path / "summary.txt").write_text("\n".join(["sources: abc on NVIDIA H200", *ended]))
+    gpu_report.main([str(tmp_path / "again"), "--seconds", "520", "--resume", str(tmp_path)])
+    assert limits["bench"] >= 200
+    assert now_s <= 520
+
+
+SUMMARY = """sources: abc on NVIDIA H200
+build: ok after 60 s: done
 tests 1: ok after 20 s: 700 passed in 18 s
 tests 2: out of time after 40 s: 3 failed, 200 passed in 39 s
 tests 3: exit status 1 after 20 s: 1 failed, 100 passed in 19 s
@@ -237,15 +317,24 @@ def test_a_report_that_resumes_keeps_the_rows_and_the_parts_that_ended(parts, tm
     for name in ("a-gpu.csv", "a-gpu-lost.txt", "log.txt"):
         (earlier / name).write_text("rows")
     (earlier / "summary.txt").write_text(SUMMARY)
-    assert gpu_report.main([str(out), "--resume", str(earlier)]) == 0
+    assert gpu_report.main([str(out), "--resume", str(earlier)]) == 1  # tests 3 failed
     again = [part for part in MEASURED if part not in ("ceilings", "launches of triton")]
     assert parts == ["libraries", "tests 2", "tests 4", *again]
-    kept = (out / "summary.txt").read_text().splitlines()
-    assert sorted(kept[1:]) == sorted(
-        SUMMARY.splitlines()[i] for i in (1, 3, 4, 6)
-    )  # for a run that resumes this one
+    first, _, *kept = (out / "summary.txt").read_text().splitlines()
+    lines = SUMMARY.splitlines()
+    assert first == lines[0]
+    assert sorted(kept) == sorted(lines[i] for i in (2, 4, 5, 7))  # for a run that resumes this one
     assert sorted(os.listdir(out)) == ["a-gpu-lost.txt", "a-gpu.csv", "log.txt", "summary.txt"]
     assert (out / "log.txt").read_text() == ""
+
+
+@pytest.mark.parametrize("sources", ["def on NVIDIA H200", "abc on NVIDIA H100"])
+def test_a_report_of_other_sources_or_of_another_gpu_repeats_every_part(parts, tmp_path, sources):
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "summary.txt").write_text(SUMMARY.replace("abc on NVIDIA H200", sources))
+    assert gpu_report.main([str(tmp_path / "out"), "--resume", str(earlier)]) == 0
+    assert parts == ["libraries", *KERNEL_TESTS, *MEASURED]
 
 
 def test_a_report_can_resume_in_its_own_folder(parts, tmp_path):
