@@ -269,7 +269,7 @@ class Plan:
             yield from self.in_other_dtype._wide_networks()
 
     def _gpu_tasks(self) -> Iterator[Task]:
-        """Without a compiler before with one, which takes minutes."""
+        """Contenders that need no compiler come first: compiling takes minutes."""
         foremost, *others = self.networks
         first, *batches = self.a.batch
         groups = MAIN_GROUPS["cuda"]
@@ -317,6 +317,8 @@ class Plan:
                 yield from self._group(group, net, self.a.batch[0])
 
     def _all_curves(self) -> Iterator[Task]:
+        if self.a.contenders is not None:
+            return
         foremost, batch = self.networks[0], self.a.batch[0]
         shallow = [n for n in self.networks if n.depth < 300 and n.block == "bottleneck"]
         for net in dict.fromkeys([*shallow[:1], foremost]):
@@ -499,7 +501,9 @@ def main(given: Sequence[str] | None = None) -> int:
     wrong = [
         r
         for r in session.rows
-        if r.correct == "no" and r.commit == machine.commit and BY_NAME[r.contender].fused
+        if r.correct == "no"
+        and r.commit == machine.commit
+        and (r.level == "op" or BY_NAME[r.contender].fused)
     ]
     for row in wrong:
         print(f"WRONG: {row.contender} on {row.case}: {row.note}")

@@ -24,8 +24,8 @@ norm, without biases by 0.12.
 Under TF32, cuDNN may round the operands of convolutions to 11 bits, or not: eager may be exact
 where the fused kernels round. So eager PyTorch in float16, which also has 11 bits, is a third
 baseline, and one rounding is 2**-11. On 29 layers, gradients in float16 are off by 0.06, with
-operands in TF32 by 0.05. Gradients in float16 do not underflow: scaling the loss by 1024 leaves
-both digits of the error as they are, on 29 layers and on ImageNet's 50.
+operands in TF32 by 0.05. Gradients in float16 do not underflow: scaling the loss by 1024 does
+not change two digits of the error, on 29 layers and on ImageNet's 50.
 """
 
 import dataclasses

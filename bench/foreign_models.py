@@ -346,7 +346,7 @@ def replicated(model: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 def torchvision_models():
-    """`torchvision.models`, also beside another torch, which cannot load the library of operators.
+    """`torchvision.models`, also if its operators were built for another torch and do not load.
 
     Raises:
         ImportError: torchvision is not installed.

@@ -87,8 +87,9 @@ TRITON_BENCH = (
     *("--contenders", "fused-store", "fused-graph", "fused-rebuild"),
 )
 RESERVED_SECONDS = {"bench of triton": 60, "converted": 60, "hotspots": 45}
-"""For what follows the benchmarks."""
-NOT_REPEATED = r"tests \d+|ceilings|launches of \w+|converted|hotspots"
+"""For what follows the benchmarks, unless these would have less than `MIN_BENCH_SECONDS`."""
+MIN_BENCH_SECONDS = 120
+NOT_REPEATED = r"tests \d+|ceilings|first bench|launches of \w+|converted|hotspots"
 """Parts that a resumed report skips if they were ok; tests also if some failed."""
 MOST_CRASHES = 3  # of the benchmarks, after which they are not started again
 GRACE_SECONDS = 20  # between interrupting and killing a part
@@ -130,17 +131,17 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
 
 
-def ended_parts(folder: Path, sources: str) -> dict[str, str]:
-    """The lines of parts that an earlier report of the same sources and GPU need not repeat.
-
-    Args:
-        folder: of the earlier report.
-        sources: a line that its summary has if it is of the same.
-    """
+def is_of(folder: Path, sources: str) -> bool:
+    """Whether the report in a folder is of `sources`, a line of its summary."""
     path = folder / "summary.txt"
-    summary = path.read_text() if path.exists() else ""
-    if sources not in summary.splitlines():
+    return path.exists() and sources in path.read_text().splitlines()
+
+
+def ended_parts(folder: Path, sources: str) -> dict[str, str]:
+    """The lines of parts that an earlier report has of the same sources and GPU."""
+    if not is_of(folder, sources):
         return {}
+    summary = (folder / "summary.txt").read_text()
     ended = dict(re.findall(rf"^({NOT_REPEATED}): (ok.*)", summary, re.MULTILINE))
     return ended | dict(re.findall(r"^(tests \d+): (exit status.*)", summary, re.MULTILINE))
 
@@ -248,7 +249,7 @@ class Report:
         self, part: str, options: Sequence[str], seconds: float, *, resume: bool, **environment: str
     ) -> None:
         """Runs the benchmarks; restarts them after a lost GPU, and after a few crashes."""
-        end_s = time.monotonic() + min(seconds, self.left_s())
+        end_s = time.monotonic() + min(seconds, self.left_s() - GRACE_SECONDS)
         crashes = 0
         while True:
             left_s = end_s - time.monotonic()
@@ -258,7 +259,7 @@ class Report:
             command = [sys.executable, "-m", "bench", "--out", str(self.folder), "--no-plots"]
             command += ["--time-limit", str(int(left_s - 10)), *["--resume"] * resume, *options]
             status = self.run(part, command, left_s, **environment)
-            has_crashed = status is not None and status < 0  # a row names what ran
+            has_crashed = status is not None and status < 0  # in a first step, a row says so
             crashes += has_crashed
             if status != LOST and not (has_crashed and crashes <= MOST_CRASHES):
                 return
@@ -289,7 +290,8 @@ def main(given: Sequence[str] | None = None) -> int:
     ended = ended_parts(a.resume, sources) if a.resume else {}
     report = Report(a.folder.resolve(), a.seconds)
     if a.resume and a.resume.resolve() != report.folder:
-        for path in [*a.resume.glob("*.csv"), *a.resume.glob("*-lost.txt")]:
+        kept = ["*.csv", *["*-lost.txt"] * is_of(a.resume, sources)]
+        for path in [path for pattern in kept for path in a.resume.glob(pattern)]:
             shutil.copy(path, report.folder)
 
     report.note(*sources.split(": "))
@@ -336,17 +338,18 @@ def measure_all(
     out = ["--out", str(report.folder)]
     later = RESERVED_SECONDS if has_gpu else ("hotspots",)
     reserved_s = {part: RESERVED_SECONDS[part] for part in later if part not in ended}
-    # Without a teardown after each profile, which CUDA graphs do not always survive.
-    profiled = {"TEARDOWN_CUPTI": "0"}
+    profiled = {"TEARDOWN_CUPTI": "0"}  # CUDA graphs may crash after CUPTI's teardown
     if has_gpu:
         run("ceilings", ["bench.probes", *out], 60)
-        part, seconds = "first bench", FIRST_BENCH_SECONDS
-        report.bench(part, [*options, *FIRST_BENCH], seconds, resume=resume)
+        if "first bench" not in ended:
+            first = [*options, *FIRST_BENCH]
+            report.bench("first bench", first, FIRST_BENCH_SECONDS, resume=resume)
         file = str(report.folder / f"{slug(device_name())}{LAUNCHES}")
         for backend in BACKENDS:
             command = ["bench.launches", "--backend", backend, "--csv", file]
             run(f"launches of {backend}", command, 75, **profiled)
     seconds = report.left_s() - GRACE_SECONDS - sum(reserved_s.values())
+    seconds = max(seconds, MIN_BENCH_SECONDS)
     report.bench("bench", options, seconds, resume=resume or has_gpu)
     if has_gpu:
         part = "bench of triton"

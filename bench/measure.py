@@ -95,6 +95,12 @@ def running(contender: str, device: torch.device) -> Iterator[None]:
         raise
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether PyTorch or a library found no room on the device."""
+    words = "out of memory", "ALLOC_FAILED"
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
     """Time of one call in ms: between CUDA events on a GPU, by the clock on a CPU."""
     if device.type == "cuda":
@@ -141,15 +147,16 @@ def time_in_turn(
         for index in range(rounds):
             if index and time.monotonic() > deadline_s:
                 break
-            for name, call in list(calls.items()):
+            for name in list(calls):
                 bar.set_postfix_str(name)
                 try:
                     with running(name, device):
-                        samples[name].append(time_once_ms(call, device))
-                except torch.OutOfMemoryError as error:
-                    if out_of_memory is None:
+                        samples[name].append(time_once_ms(calls[name], device))
+                except RuntimeError as error:
+                    if out_of_memory is None or not is_out_of_memory(error):
                         raise
-                    del calls[name], samples[name], call
+                    error.__traceback__ = None  # its frames keep tensors
+                    del calls[name], samples[name]
                     out_of_memory(name, error)
                 bar.update()
             after_round({name: Timing.of(times) for name, times in samples.items()})

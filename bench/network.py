@@ -119,15 +119,14 @@ class Session:
 
     @contextlib.contextmanager
     def attempt(self, row: Row) -> Iterator[None]:
-        """A context that may end this process. The file then says so, and a resumed run skips it.
+        """Marks `row` as failed while the context runs, in case the process ends.
 
-        Args:
-            row: of what runs in the context.
+        Not a row of `torch.compile`: a process that is killed at its time limit may be compiling.
         """
-        before = self.rows.get(row.key, self.machine.commit)
-        if _wanted(row):
-            self.rows.put(dataclasses.replace(row, correct="no", note=ENDED_PROCESS))
+        before = self.rows.get(row.key)
         try:
+            if _wanted(row) and not row.contender.startswith("compile-"):
+                self.rows.put(_failed(row, ENDED_PROCESS))
             yield
         finally:
             if before is None:
@@ -138,10 +137,7 @@ class Session:
 
     def refuse(self, contender: Contender, network: Network, batch: int, note: str) -> None:
         """Records that a contender has no time because its results are wrong or missing."""
-        row = self.row(contender, network, batch)
-        row.correct, row.note = "no", note
-        row.median_ms = row.p20_ms = row.p80_ms = row.images_per_s = row.x_of_floor = None
-        self.rows.put(row)
+        self.rows.put(_failed(self.row(contender, network, batch), note))
 
     def fail(self, contender: Contender, network: Network, batch: int, reason: str) -> bool:
         """Records that a contender failed, unless its row has a complete time.
@@ -218,8 +214,8 @@ def _measure_group(
             start_s = time.perf_counter()
             with session.attempt(row), measure.running(contender.name, device):
                 model = contender.build(network, state, device, dtype)
-                batches = [(contender.input(x, device, dtype), y.to(device)) for x, y in drawn]
-                step = TrainingStep(model, batches, graphed=contender.graphed)
+                inputs = [(contender.input(x, device, dtype), y.to(device)) for x, y in drawn]
+                step = TrainingStep(model, inputs, graphed=contender.graphed)
                 step()
                 measure.synchronize(device)
                 first_s = time.perf_counter() - start_s
@@ -231,6 +227,8 @@ def _measure_group(
             reason = correctness.first_line(error)
             session.fail(contender, network, batch, reason)
             left_out.append(f"{contender.name} on {network.name}, batch {batch}: {reason}")
+            error.__traceback__ = model = step = inputs = None  # room for the next one
+            _free(device)
             continue
         if _wanted(row):
             first_step = f"built and first step in {first_s:.1f} s"
@@ -260,9 +258,7 @@ def _measure_group(
         wanted.pop(name, None)
         session.fail(BY_NAME[name], network, batch, reason)
         left_out.append(f"{name} on {network.name}, batch {batch}: {reason}")
-        error.__traceback__ = None  # its frames keep tensors
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free(device)
 
     title = f"{network.name}, batch {batch}"
     put(*_times(session, steps, rows, rounds, title, lambda times: put(times, UNFINISHED), drop))
@@ -322,6 +318,12 @@ def _times(
     return times, drift
 
 
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def relative_times(rows: Sequence[Row]) -> dict[str, float]:
     """Step times as multiples of the anchor's time in the same group, by contender.
 
@@ -338,6 +340,12 @@ def relative_times(rows: Sequence[Row]) -> dict[str, float]:
         drift = re.search(rf"{DRIFTED}: {ANCHOR} took ([\d.]+) ms beside this", row.note)
         ratios[row.contender] = row.median_ms / (float(drift[1]) if drift else anchor_ms)
     return ratios
+
+
+def _failed(row: Row, note: str) -> Row:
+    """`row` without times."""
+    times = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "images_per_s", "x_of_floor"))
+    return dataclasses.replace(row, correct="no", note=note, **times)
 
 
 def _wanted(row: Row) -> bool:

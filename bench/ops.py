@@ -221,14 +221,15 @@ def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.d
 def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
     """Times the fused op, with a round of the other contenders as the set-up of each round."""
     device, dtype, batch = settings.device, settings.dtype, settings.batch
-    found, wrong = dict(contenders(case, device)), {}
+    found, wrong = dict(contenders(case, device)), []
     for name in [name for name in found if name != EAGER]:
         try:
-            assert_correct(case, settings, found[name])
+            with measure.running(name, device):
+                assert_correct(case, settings, found[name])
         except Exception as error:
-            if name == FUSED:
+            if name == FUSED or isinstance(error, measure.DeviceLost):
                 raise
-            wrong[name] = error
+            wrong.append(f"{name}: {first_line(error)}")
             record(_row(case, settings, backward, name, found.pop(name), first_line(error)))
 
     first = inputs(case, batch, device, dtype, seed=1)
@@ -276,8 +277,7 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
             "gflop_per_s": row.gflop_per_s,
             "x_of_floor": row.x_of_floor,
         }
-    for error in wrong.values():
-        raise error
+    assert not wrong, "; ".join(wrong)
 
 
 def _row(

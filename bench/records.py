@@ -286,10 +286,10 @@ class Records:
     def __iter__(self) -> Iterator:
         return iter(self._by_key.values())
 
-    def get(self, key: tuple, commit: str):
-        """The record with this key, if it was measured at this commit; else None."""
+    def get(self, key: tuple, commit: str | None = None):
+        """The record with this key, if it was measured at this commit (None: any); else None."""
         found = self._by_key.get(key)
-        return found if found is not None and found.commit == commit else None
+        return found if found is not None and commit in (None, found.commit) else None
 
     def remove(self, is_old: Callable[[Any], bool]) -> None:
         """Removes records; the next change writes the file."""

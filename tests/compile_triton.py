@@ -358,7 +358,7 @@ def row(task: Task, launch: Launch) -> Compiled:
         resident_counted_on=blocks.get("resident", 0),
         stages=max(blocks.get("num_stages", 1), tap_stages(launch)),
         buffers=buffers(compiled.asm["ttgir"]),
-        two_byte_loads=len(re.findall(r"\bld\.global\S*\.[bu]16\b", ptx)),
+        two_byte_loads=two_byte_loads(launch),
         two_byte_loads_needed=needs_two_byte_loads(launch),
         partial_bytes=0 if partials is None else partials.numel() * partials.itemsize,
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
@@ -391,14 +391,20 @@ def channels_of(constants: Mapping[str, Any]) -> list[int]:
 
 
 def needs_two_byte_loads(launch: Launch) -> bool:
-    """Whether no thread has several elements of a tile that lie together where it loads them."""
+    """Whether elements that a thread stores together do not lie together where it loads them."""
+    is_packing = launch.kernel.__name__ == "pack_weights_kernel"  # from any memory layout
+    return is_packing or any(c % 8 for c in channels_of(launch.constants))
+
+
+def two_byte_loads(launch: Launch) -> int:
+    """Loads of 2 bytes, except for one of a weight of which each thread has one element."""
     from preact_kernels.kernels.triton.configurations import ConvBlocks
 
-    is_packing = launch.kernel.__name__ == "pack_weights_kernel"  # from any memory layout
     blocks, threads = launch.constants.get("BLOCKS"), 32 * launch.compiled.metadata.num_warps
     is_conv = isinstance(blocks, ConvBlocks)
-    one_weight_each = is_conv and blocks.block_cin * blocks.block_cout <= threads
-    return is_packing or one_weight_each or any(c % 8 for c in channels_of(launch.constants))
+    one_each = is_conv and blocks.block_cin * blocks.block_cout <= threads
+    found = len(re.findall(r"\bld\.global\S*\.[bu]16\b", launch.compiled.asm["ptx"]))
+    return max(0, found - one_each)
 
 
 def buffers(ttgir: str) -> int:

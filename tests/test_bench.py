@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import weakref
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from bench.records import (
     Row,
     ScalingRow,
     read,
+    slug,
 )
 from preact_kernels.study import data
 from tests.torchrun import torchrun
@@ -233,26 +235,37 @@ def test_a_contender_that_fails_later_keeps_the_time_that_it_has(tmp_path, monke
     assert rows["fused-rebuild"].median_ms > 0
 
 
+@pytest.mark.parametrize("is_timed", [False, True])
 def test_a_contender_for_which_there_is_no_room_leaves_the_others_their_times(
-    tmp_path, monkeypatch
+    is_timed, tmp_path, monkeypatch
 ):
-    session, calls, once = session_in(tmp_path), [], measure.time_once_ms
+    session, once, calls = session_in(tmp_path), measure.time_once_ms, []
+    if is_timed:
+        measured(session, ["fused-store"], monkeypatch)
+    filled = []
 
     def fill_up(step, device):
-        calls.append(type(step.model.stages[0]))
-        if calls.count(pk.PreActStage) == 2 and calls[-1] == pk.PreActStage:  # in round 2
+        calls.append(step.model.stages[0])
+        if calls[-1:] == calls[0:1] and len(calls) > 1:  # the first contender, in round 2
+            filled.append(weakref.ref(step))
+            calls.clear()
             raise torch.OutOfMemoryError("no room")
+        if filled:
+            assert filled[0]() is None  # its memory is free
         return once(step, device)
 
     monkeypatch.setattr(measure, "time_once_ms", fill_up)
     left_out, rows = measured(session, ["fused-store", "eager-channels-last"], monkeypatch)
     reason = "OutOfMemoryError: no room"
     assert left_out == [f"fused-store on resnet-20, batch 4: {reason}"]
-    assert len(calls) == 4
-    assert (rows["fused-store"].correct, rows["fused-store"].note) == ("no", f"failed: {reason}")
-    assert rows["fused-store"].median_ms is None
+    assert len(filled) == 1
     assert rows["eager-channels-last"].median_ms > 0
     assert network.UNFINISHED not in rows["eager-channels-last"].note
+    if is_timed:
+        assert rows["fused-store"].median_ms > 0
+    else:
+        assert rows["fused-store"].note == f"failed: {reason}"
+        assert rows["fused-store"].median_ms is None
 
 
 def test_the_file_names_a_contender_while_it_may_end_the_process(tmp_path, monkeypatch):
@@ -260,24 +273,27 @@ def test_the_file_names_a_contender_while_it_may_end_the_process(tmp_path, monke
     session.rows.write()
 
     def prepare(model):
-        met.append([r.note for r in read(session.rows.path, Row) if r.contender == "fused-store"])
+        met.append([r for r in read(session.rows.path, Row) if r.contender == "fused-store"])
 
     names = ["eager-channels-last", "fused-store"]
     _, rows = measured(session, names, monkeypatch, fused_store={"prepare": prepare})
-    assert met[-1] == [network.ENDED_PROCESS]
+    assert [r.note for r in met[-1]] == [network.ENDED_PROCESS]
     assert rows["fused-store"].median_ms > 0
 
     def stop(model):
         prepare(model)
-        if met[-1]:
+        if any(r.note == network.ENDED_PROCESS for r in met[-1]):
             raise KeyboardInterrupt
 
-    session = session_in(tmp_path)
-    session.rows.write()
-    with pytest.raises(KeyboardInterrupt):
-        measured(session, names, monkeypatch, fused_store={"prepare": stop})
-    assert met[-1] == [network.ENDED_PROCESS]
-    assert "fused-store" not in [r.contender for r in read(session.rows.path, Row)]
+    unfinished = dataclasses.replace(rows["fused-store"], note=network.UNFINISHED)
+    for before in ([], [unfinished], [dataclasses.replace(rows["fused-store"], commit="old")]):
+        session = session_in(tmp_path)
+        session.rows.put(*before)
+        with pytest.raises(KeyboardInterrupt):
+            measured(session, names, monkeypatch, fused_store={"prepare": stop})
+        assert [(r.correct, r.median_ms) for r in met[-1]] == [("no", None)]
+        after = [r for r in read(session.rows.path, Row) if r.contender == "fused-store"]
+        assert after == before
 
 
 def test_a_call_that_costs_the_process_its_gpu_is_named(monkeypatch):
@@ -307,6 +323,18 @@ def test_a_lost_gpu_ends_the_run_with_a_status_of_its_own(quick_main, monkeypatc
     monkeypatch.setattr(network, "measure_group", lost)
     assert quick_main() == LOST
     assert "and all that follows: failed: fused-store: CUDA error" in capsys.readouterr().out
+
+
+def test_a_wrong_op_is_named_and_fails_the_run(quick_main, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(network, "measure_group", lambda *_: None)
+    monkeypatch.setattr(training, "measure_curves", lambda *a, **o: None)
+    assert quick_main() == 0
+    machine = Machine.of(CPU)
+    rows = Records(tmp_path / "out" / f"{slug(machine.device)}.csv", Row, keep=True)
+    op = Row("op", "fused-triton", "1x1", "", 16, "float32", "x", correct="no", note="off by 1")
+    rows.put(machine.stamp(op))
+    assert quick_main("--resume") == 1
+    assert "WRONG: fused-triton on 1x1: off by 1" in capsys.readouterr().out
 
 
 def test_a_part_that_costs_the_process_its_gpu_is_not_tried_again(quick_main, monkeypatch, capsys):

@@ -265,7 +265,7 @@ def test_the_commands_are_understood(parts, tmp_path, monkeypatch):
 
 
 # Which share of its limit every part takes; 1: it has to be killed.
-@pytest.mark.parametrize(("share", "least_s"), [(1.0, 0), (0.5, 30), (0.2, 100)])
+@pytest.mark.parametrize(("share", "least_s"), [(1.0, 0), (0.6, 70), (0.5, 110), (0.2, 200)])
 def test_the_benchmarks_have_time_and_the_report_ends_in_time(
     parts, tmp_path, monkeypatch, share, least_s
 ):
@@ -288,10 +288,12 @@ def test_the_benchmarks_have_time_and_the_report_ends_in_time(
     assert limits["first bench"] >= 110
     if share < 1:
         assert limits["bench"] >= least_s
+    if share < 0.5:
         assert all(limits[part] == s for part, s in gpu_report.RESERVED_SECONDS.items())
     ended = [f"{part}: ok" for part in (*KERNEL_TESTS, "ceilings", "converted", "hotspots")]
     ended += [f"launches of {backend}: ok" for backend in ("cuda", "triton")]
     now_s = 0.0
+    limits.clear()
     (tmp_path / "summary.txt").write_text("\n".join(["sources: abc on NVIDIA H200", *ended]))
     gpu_report.main([str(tmp_path / "again"), "--seconds", "520", "--resume", str(tmp_path)])
     assert limits["bench"] >= 200
@@ -330,11 +332,13 @@ def test_a_report_that_resumes_keeps_the_rows_and_the_parts_that_ended(parts, tm
 
 @pytest.mark.parametrize("sources", ["def on NVIDIA H200", "abc on NVIDIA H100"])
 def test_a_report_of_other_sources_or_of_another_gpu_repeats_every_part(parts, tmp_path, sources):
-    earlier = tmp_path / "earlier"
+    earlier, out = tmp_path / "earlier", tmp_path / "out"
     earlier.mkdir()
     (earlier / "summary.txt").write_text(SUMMARY.replace("abc on NVIDIA H200", sources))
-    assert gpu_report.main([str(tmp_path / "out"), "--resume", str(earlier)]) == 0
+    (earlier / "a-gpu-lost.txt").write_text("a part that this GPU may run\n")
+    assert gpu_report.main([str(out), "--resume", str(earlier)]) == 0
     assert parts == ["libraries", *KERNEL_TESTS, *MEASURED]
+    assert sorted(os.listdir(out)) == ["log.txt", "summary.txt"]
 
 
 def test_a_report_can_resume_in_its_own_folder(parts, tmp_path):

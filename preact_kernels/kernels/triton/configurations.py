@@ -118,7 +118,7 @@ def conv_forward(
 ) -> ConvBlocks:
     """Launch configuration of the forward of a convolution with `taps` positions."""
     is_half = dtypes.operands.itemsize == 2
-    # Buffers hold the weights of all blocks of input channels; on Blackwell, registers hold y.
+    # Buffers hold the weights of all blocks of input channels; on Blackwell, wide blocks spill too.
     is_wide = taps == 1 and channels > (128 if is_half and capability < BLACKWELL else 64)
     cin, cout = _block(channels, 64), _block(out_channels, 64 if is_wide else 128)
     pixels = 128 if capability == HOPPER and is_half and cout <= 64 else 64
