@@ -48,7 +48,7 @@ class Run(NamedTuple):
         jobs = {f"{prefix}{kind}": seeds_off_kinks(kind, count) for kind in worker.KINDS}
         if self.backend == "auto":
             if self.processes == 3 or self.cases == "quick":
-                jobs["mixed"] = tuple(range(24))  # of 6 losses, errors differ by chance up to twice
+                jobs["mixed"] = tuple(range(24))  # errors of 6 losses can differ twofold by chance
             if self == QUICK:
                 jobs |= {"messages": (0,), "nodes": (0,), "join": (0,)}
         return jobs
