@@ -7,9 +7,11 @@ functions, in one process that has the images of all.
 import argparse
 import contextlib
 import datetime
+import faulthandler
 import functools
 import itertools
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -185,7 +187,7 @@ class Processes(NamedTuple):
     count: int = 1
     share: slice = slice(None)  # of a batch
     until_last: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    whole: Callable[[Tensor], Tensor] = lambda t: t  # a parameter or gradient that is sharded
+    whole: Callable[[Tensor], Tensor] = lambda t: t  # of a parameter or gradient that is sharded
 
 
 def train(
@@ -364,6 +366,11 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
+def shard(t: Tensor) -> Tensor:
+    """This process's part of a tensor."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
 def summed(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """`found` on the CPU, with the losses of all processes added."""
     dist.all_reduce(found["loss"])
@@ -508,6 +515,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 def train_in_mixed_precision(seeds: list[int]) -> dict:
     """A step of FSDP2 with parameters in bfloat16, plain and fused.
 
+    Of gradients each process returns its shard: to gather them takes eight times the messages.
     Batch norms use the statistics of each process, and in "shared" those of all.
     `torch.nn.BatchNorm2d` needs its running statistics in the dtype of its parameters on a CPU. The
     plain modules run twice, once with each process's images in reverse: how far two orders that are
@@ -524,7 +532,7 @@ def train_in_mixed_precision(seeds: list[int]) -> dict:
         (batch, _), *_ = mixed_batches(seed, count)
         if name == "reversed":
             batch = tuple(t.unflatten(0, (count, IMAGES)).flip(1).flatten(0, 1) for t in batch)
-        result = train(model, on_device([[batch]]), None, Processes(count, share, whole=whole))
+        result = train(model, on_device([[batch]]), None, Processes(count, share, whole=shard))
         found.setdefault(name, []).append(summed(result))
     return found
 
@@ -575,6 +583,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("jobs", nargs="+", type=job_with_seeds, metavar="JOB:SEED,...")
     a = parser.parse_args()
+    # When another process has failed, torchrun ends this one: say where it was.
+    faulthandler.register(signal.SIGTERM, chain=True)
     torch.set_num_threads(1)
     if device().type == "cuda":
         torch.cuda.set_device(device())

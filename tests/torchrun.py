@@ -12,7 +12,7 @@ def torchrun(processes, arguments, *, timeout_s=180, backend="auto"):
     """Runs `torchrun -m` with `arguments`; each process has one thread.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer than `timeout_s`.
+        subprocess.TimeoutExpired: it took longer than `timeout_s`; with what it has written.
     """
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {
@@ -31,8 +31,8 @@ def torchrun(processes, arguments, *, timeout_s=180, backend="auto"):
     )
     try:
         output = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
         process.terminate()  # and the launcher ends its processes, which `kill` would leave
-        process.communicate()
+        error.stdout, error.stderr = process.communicate()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, *output)
