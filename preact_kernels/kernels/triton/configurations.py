@@ -125,13 +125,13 @@ def conv_forward(
     if taps > 1 and dtypes.has_stream():
         pixels = 64
     takes_registers = _is_ragged(channels, out_channels) or (channels > 64 and capability < HOPPER)
-    narrows = taps > 1 and cin == 64 and cout < 64 and capability != HOPPER
-    if not is_half and (takes_registers or narrows):
+    is_narrowing = taps > 1 and cin == 64 and cout < 64 and capability != HOPPER
+    if not is_half and (takes_registers or is_narrowing):
         pixels = 32
     if channels > 128:  # room for the buffers of all blocks of input channels
         pixels = min(pixels, 64 if is_half else 16)
-        is_short = cout < 64 or channels % cin != 0
-        if is_half and (dtypes.x.itemsize == 4 or (capability < HOPPER and is_short)):
+        has_partial_block = cout < 64 or channels % cin != 0
+        if is_half and (dtypes.x.itemsize == 4 or (capability < HOPPER and has_partial_block)):
             pixels = 32
     stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
