@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 import subprocess
@@ -126,6 +127,20 @@ def test_what_runs_again_is_listed():
     assert of_mode["store"] == {}
     assert set(of_mode["rebuild"]) == {"B3 bn_relu_conv_forward"}
     assert {"B1 bn_relu_conv_forward", "B2 bn_relu_conv_forward"} < set(of_mode["checkpoint"])
+
+
+def test_the_file_has_the_stages_that_are_done(tmp_path, monkeypatch):
+    path, done, rows_of_stage = tmp_path / "launches.csv", [], launches.rows_of
+
+    def rows(stage, us):
+        done.append({row.stage for row in read(path, LaunchRow)} if path.exists() else set())
+        return rows_of_stage(stage, us)
+
+    monkeypatch.setattr(launches, "rows_of", rows)
+    main(["--network", "resnet-29", "--batch", "2", "--csv", str(path)])
+    done.append({row.stage for row in read(path, LaunchRow)})
+    assert done[0] == set()
+    assert all(before < after for before, after in itertools.pairwise(done))
 
 
 def test_grids_are_those_of_a_gpu_with_so_many_multiprocessors():
