@@ -5,9 +5,9 @@
 The launchers run on meta tensors, under a driver that names a GPU, and their kernels are compiled
 instead of launched: block shapes are those that the launchers choose, for the shapes of common
 networks and for pairs of widths. The run fails if a kernel needs more shared memory than its GPU
-has, or, on one of `CAPABILITIES`, has a stack frame (of spilled registers, say), a pipeline of one
-buffer where the launcher asks for more, loads of 2 bytes where 16 are possible, or fewer resident
-programs per multiprocessor than its grid counts on.
+has, or, on one of `CAPABILITIES`, has a stack frame (of spilled registers, say) larger than
+`--stack-bytes`, a pipeline of one buffer where the launcher asks for more, loads of 2 bytes where
+16 are possible, or fewer resident programs per multiprocessor than its grid counts on.
 """
 
 import argparse
@@ -439,7 +439,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 
 
-def faults(rows: list[Compiled]) -> list[str]:
+def faults(rows: list[Compiled], stack_bytes: int = 0) -> list[str]:
     """What fails the run: see the top of this file."""
     wrong = []
     for r in rows:
@@ -448,7 +448,7 @@ def faults(rows: list[Compiled]) -> list[str]:
             wrong.append(f"{where}: {r.shared_bytes} bytes of shared memory")
         if r.capability not in CAPABILITIES:
             continue
-        if r.stack_bytes:
+        if r.stack_bytes > stack_bytes:
             wrong.append(f"{where}: a stack frame of {r.stack_bytes} bytes")
         if r.stages > 1 and r.buffers < 2:
             wrong.append(f"{where}: {r.buffers} buffers where {r.stages} stages were asked for")
@@ -464,6 +464,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="CSV file to write the report to")
     parser.add_argument("--capabilities", type=int, nargs="+")
     parser.add_argument("--quick", action="store_true", help="fewer dtypes and shapes")
+    parser.add_argument("--stack-bytes", type=int, default=0, help="allowed for each thread (0)")
     options = parser.parse_args()
     if os.environ.pop("TRITON_INTERPRET", None):
         sys.exit("compile_triton: TRITON_INTERPRET is set, but the interpreter does not compile")
@@ -484,7 +485,7 @@ def main() -> None:
             writer.writerows([Compiled._fields, *rows])
     print(tabulate(rows, headers=[f.replace("_", " ") for f in Compiled._fields]))
     print(f"Triton {triton.__version__}: {len(rows)} kernels compiled")
-    wrong = faults(rows)
+    wrong = faults(rows, options.stack_bytes)
     if wrong:
         sys.exit("\n".join(wrong))
 

@@ -58,7 +58,11 @@ def main() -> None:
         compiled = kernel.warmup(*args, grid=(1, 1, 1), **constants, num_warps=warps)
         task = Task(90, torch.bfloat16, None)
         rows.append(row(task, Launch(kernel, args, constants, compiled)))
-    print("\n".join(faults(rows)))
+    found = faults(rows)
+    (spilling,) = (row for row in rows if row.stack_bytes)
+    assert faults(rows, spilling.stack_bytes - 1) == found
+    assert faults(rows, spilling.stack_bytes) == found[:-1]
+    print("\n".join(found))
 
 
 if __name__ == "__main__":
