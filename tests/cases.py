@@ -3,7 +3,7 @@
 import collections
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +191,14 @@ def plain_bn_relu(
     )
 
 
+def plain_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """`F.conv2d`; for float16 on a CPU in float32 and rounded, as PyTorch takes seconds for it."""
+    if x.dtype == weight.dtype == torch.float16 and x.device.type == "cpu":
+        wide = (t if t is None else t.float() for t in (x, weight, bias))
+        return F.conv2d(*wide, *geometry).half()
+    return F.conv2d(x, weight, bias, *geometry)
+
+
 def plain_bn_relu_conv2d(
     x,
     conv_weight,
@@ -205,7 +213,7 @@ def plain_bn_relu_conv2d(
 ):
     """What `pk.bn_relu_conv2d` equals."""
     a = plain_bn_relu(x, *args, **norm)
-    y = F.conv2d(a, conv_weight, conv_bias, stride, padding, dilation, groups)
+    y = plain_conv2d(a, conv_weight, conv_bias, stride, padding, dilation, groups)
     return y if residual is None else y + residual
 
 
