@@ -5,7 +5,8 @@
 # make lint        ruff, clang-format and mypy, changes nothing
 # make format      the same, changes files
 # make compile-triton
-#                  compiles every Triton kernel for several GPUs, without a GPU, and reports spills
+#                  compiles every Triton kernel for several GPUs, without a GPU, and reports spills;
+#                  make compile-triton-full for more shapes and dtypes
 # make check-oldest
 #                  builds and runs the quick tests with the oldest torch, in an environment of its
 #                  own (5 GB)
@@ -49,9 +50,6 @@ TORCH ?= $(OLDEST_TORCH)
 
 # A second Triton, in its own folder; requirements-dev.txt has the first.
 NEWEST_TRITON_VERSION := $(lastword $(call tested,triton))
-NEWEST_CAPABILITIES ?= 90
-NEWEST_STACK_BYTES ?= 0
-COMPILE_ARGS ?= --quick
 NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
 
 # Time limit of `make bench`.
@@ -61,25 +59,28 @@ START := $(shell date +%s)
 SANITIZERS ?= memcheck initcheck racecheck synccheck
 SANITIZER_SECONDS ?= 130
 
-.PHONY: test test-full compile-triton cuda-on-host check-oldest check-newest check-torch check-gpu \
-  bench report lint format gpu-report clean
+.PHONY: test test-full compile-triton compile-triton-full cuda-on-host check-oldest check-newest \
+  check-torch check-gpu bench report lint format gpu-report clean
 
 test: lint $(BUILD) compile-triton cuda-on-host
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
-test-full: NEWEST_CAPABILITIES = 80 90 100
-test-full: COMPILE_ARGS =
-# Blocks are chosen with the oldest Triton: the newest may spill a few registers of rare shapes.
-test-full: NEWEST_STACK_BYTES = 16
-test-full: lint $(BUILD) compile-triton cuda-on-host
+test-full: lint $(BUILD) compile-triton-full cuda-on-host
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # With the oldest and the newest supported Triton.
-compile-triton: $(BUILD) $(NEWEST_TRITON)
-	@$(BIN)/python -m tests.compile_triton $(COMPILE_ARGS) --out build/triton/oldest.csv
-	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.compile_triton $(COMPILE_ARGS) \
-	  --capabilities $(NEWEST_CAPABILITIES) --stack-bytes $(NEWEST_STACK_BYTES) \
+define compile_triton
+	@$(BIN)/python -m tests.compile_triton $(1) --out build/triton/oldest.csv
+	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.compile_triton $(1) $(2) \
 	  --out build/triton/newest.csv
+endef
+
+compile-triton: $(BUILD) $(NEWEST_TRITON)
+	$(call compile_triton,--quick,--capabilities 90)
+
+# Blocks are chosen with the oldest Triton: the newest may spill a few registers for rare shapes.
+compile-triton-full: compile-triton
+	$(call compile_triton,,--capabilities 80 90 100 --stack-bytes 16)
 
 # The CUDA kernels for the host, which pytest would otherwise compile at start-up.
 cuda-on-host: $(BUILD)

@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -187,7 +188,9 @@ class Processes(NamedTuple):
     count: int = 1
     share: slice = slice(None)  # of a batch
     until_last: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    whole: Callable[[Tensor], Tensor] = lambda t: t  # of a parameter or gradient that is sharded
+    as_tensor: Callable[[Tensor], Tensor] = lambda t: (
+        t
+    )  # of a parameter or gradient, sharded or not
 
 
 def train(
@@ -206,7 +209,7 @@ def train(
         model: in training mode.
         steps: batches of every step, whose gradients are added up.
         call: `model`, wrapped.
-        processes: which images are this process's, and how to have the gradients of all.
+        processes: which images are this process's, and what to return of a tensor that is sharded.
 
     Returns:
         Of every step this process's part of the loss, and the gradients; and the parameters and
@@ -228,7 +231,7 @@ def train(
         losses.append(total)
         gradients.append(
             {
-                f"d{name}": processes.whole(p.grad).clone()
+                f"d{name}": processes.as_tensor(p.grad).clone()
                 for name, p in model.named_parameters()
                 if p.grad is not None
             }
@@ -236,7 +239,7 @@ def train(
         optimizer.step()
     found = {"loss": torch.stack(losses)}
     found |= {name: torch.stack([g[name] for g in gradients]) for name in gradients[0]}
-    found |= {name: processes.whole(p.detach()).clone() for name, p in model.named_parameters()}
+    found |= {name: processes.as_tensor(p.detach()).clone() for name, p in model.named_parameters()}
     return found | {name: b.clone() for name, b in model.named_buffers()}
 
 
@@ -509,13 +512,28 @@ def die(how: str, seeds: list[int]) -> dict:
     return {}
 
 
+def wait_for_minutes() -> None:
+    """Until another process has failed."""
+    dist.barrier()
+    time.sleep(300)
+
+
+def fail_beside_others(seeds: list[int]) -> dict:
+    """The last process fails while the others wait; writes nothing."""
+    if dist.get_rank() < dist.get_world_size() - 1:
+        wait_for_minutes()
+    dist.barrier()
+    raise RuntimeError("this process fails")
+
+
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def train_in_mixed_precision(seeds: list[int]) -> dict:
     """A step of FSDP2 with parameters in bfloat16, plain and fused.
 
-    Of gradients each process returns its shard: to gather them takes eight times the messages.
+    Of parameters and gradients each process returns its shard: with messages to gather them, there
+    would be eight times as many.
     Batch norms use the statistics of each process, and in "shared" those of all.
     `torch.nn.BatchNorm2d` needs its running statistics in the dtype of its parameters on a CPU. The
     plain modules run twice, once with each process's images in reverse: how far two orders that are
@@ -532,7 +550,7 @@ def train_in_mixed_precision(seeds: list[int]) -> dict:
         (batch, _), *_ = mixed_batches(seed, count)
         if name == "reversed":
             batch = tuple(t.unflatten(0, (count, IMAGES)).flip(1).flatten(0, 1) for t in batch)
-        result = train(model, on_device([[batch]]), None, Processes(count, share, whole=shard))
+        result = train(model, on_device([[batch]]), None, Processes(count, share, as_tensor=shard))
         found.setdefault(name, []).append(summed(result))
     return found
 
@@ -565,6 +583,7 @@ JOBS: dict[str, Callable[[list[int]], dict]] = {
     "join": run_out_of_images,
     "exit": functools.partial(die, "exit"),
     "raise": functools.partial(die, "raise"),
+    "fail": fail_beside_others,
 }
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import preact_kernels as pk
 from preact_kernels.kernels import cpu, pytorch_conv
@@ -16,6 +17,7 @@ from tests.cases import (
     in_dtype,
     plain_bn_relu_conv2d,
     random_block,
+    rounded_conv2d,
 )
 from tests.oracle import assert_same_bits, check, distance, evaluate, plain_copy
 from tests.test_bn_relu_conv import INF, NAN, assert_finite_as_in_eager, check_op
@@ -111,7 +113,7 @@ def test_forward_and_backward(case, training, nhwc_weight, dtype):
     for inputs in problems if nhwc_weight else ():
         weight = inputs["conv_weight"]
         inputs["conv_weight"] = weight.contiguous(memory_format=torch.channels_last)
-    check_op(problems, training=training, **case.conv)
+    check_op(problems, conv2d=rounded_conv2d, training=training, **case.conv)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -154,14 +156,26 @@ def test_a_single_wanted_gradient(stride, dtype, wanted):
     check_op(inputs, [name for name in inputs if name != wanted], training=True, **case.conv)
 
 
+class RoundedConv2d(nn.Conv2d):
+    """See `rounded_conv2d`."""
+
+    def forward(self, x):
+        geometry = self.stride, self.padding, self.dilation, self.groups
+        return rounded_conv2d(x, self.weight, self.bias, *geometry)
+
+
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stages(dtype, kind):
     """Gradients of outputs that later batch norms fold, of blocks alone and in a run."""
     channels, width = (96, 96) if kind == "basic" else (576, 144)
     stage = in_dtype(pk.PreActStage([random_block(kind, channels, width) for _ in range(3)]), dtype)
+    plain = plain_copy(stage)
+    for module in plain.modules():
+        if isinstance(module, nn.Conv2d):
+            module.__class__ = RoundedConv2d
     x = torch.randn(9, channels, 4, 3).to(dtype)
-    check(stage, plain_copy(stage), {"x": x})
+    check(stage, plain, {"x": x})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

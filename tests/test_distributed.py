@@ -11,6 +11,7 @@ process without images takes part with an empty batch: the cases "none".
 import functools
 import itertools
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -48,17 +49,17 @@ class Run(NamedTuple):
         jobs = {f"{prefix}{kind}": seeds_off_kinks(kind, count) for kind in worker.KINDS}
         if self == QUICK:
             jobs |= {"messages": (0,), "nodes": (0,), "join": (0,)}
-        if self in (QUICK, MIXED):
+        if self in (QUICK, THREE):
             jobs["mixed"] = tuple(range(24))  # errors of 6 losses can differ twofold by chance
         return jobs
 
 
 QUICK = Run(2)
-MIXED = Run(3, "all")
+THREE = Run(3, "all")
 SLOW = pytest.mark.slow
 RUNS = [
     QUICK,
-    *(pytest.param(run, marks=SLOW) for run in (Run(2, "all"), MIXED)),
+    *(pytest.param(run, marks=SLOW) for run in (Run(2, "all"), THREE)),
     pytest.param(Run(2, backend="reference"), marks=SLOW),
 ]
 
@@ -253,34 +254,32 @@ def mixed_joined(seeds, processes):
     return truth, {n: max(distance(run[n], t) for run in runs) for n, t in truth.items()}
 
 
-def with_whole_gradients(runs, rank) -> Results:
-    """The results of a process, with the shards of gradients of all put together.
+def with_whole_gradients(results) -> list[dict[str, Results]]:
+    """The results of each process by model, with gradients joined from the shards of all.
 
-    The dimensions before that of the shards are seeds and steps.
+    The dimensions before those of a gradient are seeds and steps.
     """
-    return {
-        name: torch.cat([run[name] for run in runs], dim=2) if name.startswith("d") else value
-        for name, value in runs[rank].items()
-    }
+    stacks = [{model: stacked(runs) for model, runs in found.items()} for found in results]
+
+    def joined(model):
+        names = [name for name in stacks[0][model] if name.startswith("d")]
+        return {n: torch.cat([found[model][n] for found in stacks], dim=2) for n in names}
+
+    gradients = {model: joined(model) for model in stacks[0]}
+    return [{model: found[model] | gradients[model] for model in found} for found in stacks]
 
 
-@pytest.mark.parametrize("run", [QUICK, pytest.param(MIXED, marks=SLOW)], ids=name_of)
+@pytest.mark.parametrize("run", [QUICK, pytest.param(THREE, marks=SLOW)], ids=name_of)
 def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_plain_modules_in_it(run, results_of):
     processes, seeds = run.processes, run.seeds["mixed"]
-    results = results_of(run, "mixed")
-    for rank in range(processes):
+    for rank, found in enumerate(with_whole_gradients(results_of(run, "mixed"))):
         truth = stacked([mixed_truth(seed, processes, rank) for seed in seeds])
-        found = {}
-        for name in results[rank]:
-            runs = [stacked(of_process[name]) for of_process in results]
-            found[name] = {n: v for n, v in with_whole_gradients(runs, rank).items() if n in truth}
         plain = found["plain"], found["reversed"]
         errors = {n: max(distance(run[n], t) for run in plain) for n, t in truth.items()}
         for memory in worker.MEMORY_MODES:
-            assert_within_budget(found[memory], truth, errors)
+            assert_within_budget({n: found[memory][n] for n in truth}, truth, errors)
         truth, errors = mixed_joined(seeds, processes)
-        shared = with_whole_gradients([stacked(r["shared"]) for r in results], rank)
-        assert_within_budget({name: shared[name] for name in truth}, truth, errors)
+        assert_within_budget({n: found["shared"][n] for n in truth}, truth, errors)
 
 
 @pytest.mark.parametrize("how", ["exit", "raise"])
@@ -291,3 +290,9 @@ def test_a_process_that_dies_ends_the_job_with_an_error(how, tmp_path):
     summary = done.stderr.rpartition("ChildFailedError")[2]
     assert "local_rank: 1" in summary
     assert how == "exit" or "dies in the middle of a step" in summary
+
+
+def test_a_process_that_is_ended_beside_one_that_failed_says_where_it_was(tmp_path):
+    done = torchrun(2, ["tests.distributed_worker", tmp_path, "fail:0"], timeout_s=60)
+    assert done.returncode != 0
+    assert re.search(r"line \d+ in wait_for_minutes\n.*line \d+ in fail_beside_others", done.stderr)

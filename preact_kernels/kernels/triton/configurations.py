@@ -130,8 +130,8 @@ def conv_forward(
         pixels = 32
     if channels > 128:  # room for the buffers of all blocks of input channels
         pixels = min(pixels, 64 if is_half else 16)
-        has_partial_block = cout < 64 or channels % cin != 0
-        if is_half and (dtypes.x.itemsize == 4 or (capability < HOPPER and has_partial_block)):
+        is_small_or_masked = cout < 64 or channels % cin != 0
+        if is_half and (dtypes.x.itemsize == 4 or (capability < HOPPER and is_small_or_masked)):
             pixels = 32
     stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
