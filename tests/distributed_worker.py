@@ -188,9 +188,8 @@ class Processes(NamedTuple):
     count: int = 1
     share: slice = slice(None)  # of a batch
     until_last: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    as_tensor: Callable[[Tensor], Tensor] = lambda t: (
-        t
-    )  # of a parameter or gradient, sharded or not
+    # What to return of a parameter or gradient, which may be sharded.
+    as_tensor: Callable[[Tensor], Tensor] = lambda t: t
 
 
 def train(
@@ -513,17 +512,18 @@ def die(how: str, seeds: list[int]) -> dict:
 
 
 def wait_for_minutes() -> None:
-    """Until another process has failed."""
+    """Waits for torchrun to end this process, as another has failed."""
     dist.barrier()
     time.sleep(300)
 
 
 def fail_beside_others(seeds: list[int]) -> dict:
     """The last process fails while the others wait; writes nothing."""
-    if dist.get_rank() < dist.get_world_size() - 1:
-        wait_for_minutes()
-    dist.barrier()
-    raise RuntimeError("this process fails")
+    if dist.get_rank() == dist.get_world_size() - 1:
+        dist.barrier()
+        raise RuntimeError("this process fails")
+    wait_for_minutes()
+    return {}
 
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -532,8 +532,9 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 def train_in_mixed_precision(seeds: list[int]) -> dict:
     """A step of FSDP2 with parameters in bfloat16, plain and fused.
 
-    Of parameters and gradients each process returns its shard: with messages to gather them, there
-    would be eight times as many.
+    Each process returns its shards of parameters and gradients: to gather them would take eight
+    times as many messages.
+
     Batch norms use the statistics of each process, and in "shared" those of all.
     `torch.nn.BatchNorm2d` needs its running statistics in the dtype of its parameters on a CPU. The
     plain modules run twice, once with each process's images in reverse: how far two orders that are

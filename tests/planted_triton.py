@@ -1,7 +1,7 @@
 """Compiles kernels with faults that the report of `tests/compile_triton.py` must find.
 
-python -m tests.planted_triton prints what it finds, a line for each. It fails if a stack frame is
-not found from the first byte on that is too many.
+python -m tests.planted_triton prints what it finds, a line for each. It fails if `faults` refuses
+a stack frame that is allowed, or accepts a larger one.
 """
 
 import torch

@@ -157,7 +157,7 @@ def test_a_single_wanted_gradient(stride, dtype, wanted):
 
 
 class RoundedConv2d(nn.Conv2d):
-    """See `rounded_conv2d`."""
+    """`torch.nn.Conv2d` with `rounded_conv2d`."""
 
     def forward(self, x):
         geometry = self.stride, self.padding, self.dilation, self.groups

@@ -49,17 +49,17 @@ class Run(NamedTuple):
         jobs = {f"{prefix}{kind}": seeds_off_kinks(kind, count) for kind in worker.KINDS}
         if self == QUICK:
             jobs |= {"messages": (0,), "nodes": (0,), "join": (0,)}
-        if self in (QUICK, THREE):
+        if self in (QUICK, THREE_PROCESSES):
             jobs["mixed"] = tuple(range(24))  # errors of 6 losses can differ twofold by chance
         return jobs
 
 
 QUICK = Run(2)
-THREE = Run(3, "all")
+THREE_PROCESSES = Run(3, "all")
 SLOW = pytest.mark.slow
 RUNS = [
     QUICK,
-    *(pytest.param(run, marks=SLOW) for run in (Run(2, "all"), THREE)),
+    *(pytest.param(run, marks=SLOW) for run in (Run(2, "all"), THREE_PROCESSES)),
     pytest.param(Run(2, backend="reference"), marks=SLOW),
 ]
 
@@ -269,7 +269,7 @@ def with_whole_gradients(results) -> list[dict[str, Results]]:
     return [{model: found[model] | gradients[model] for model in found} for found in stacks]
 
 
-@pytest.mark.parametrize("run", [QUICK, pytest.param(THREE, marks=SLOW)], ids=name_of)
+@pytest.mark.parametrize("run", [QUICK, pytest.param(THREE_PROCESSES, marks=SLOW)], ids=name_of)
 def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_plain_modules_in_it(run, results_of):
     processes, seeds = run.processes, run.seeds["mixed"]
     for rank, found in enumerate(with_whole_gradients(results_of(run, "mixed"))):

@@ -12,7 +12,7 @@ def torchrun(processes, arguments, *, timeout_s=180, backend="auto"):
     """Runs `torchrun -m` with `arguments`; each process has one thread.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer than `timeout_s`; with what it has written.
+        subprocess.TimeoutExpired: it took longer than `timeout_s`. Has the output up to then.
     """
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {
