@@ -116,11 +116,11 @@ def measured(row: ConvertedRow, a: argparse.Namespace) -> ConvertedRow:
     for memory in ("store", "rebuild"):
         models[memory] = pk.convert(copy.deepcopy(plain), memory=memory)
         check_equal(models[memory], plain, x, a.dtype)
-    report = pk.conversion_report(models["store"])
-    row.batch_norms, row.fused = len(report), len(report.fused)
     for kind, model in models.items():
         with autocast(a.device, a.dtype):
             setattr(row, f"{kind}_bytes", pk.saved_bytes(model, x))
+    report = pk.conversion_report(models["store"])  # of the forward of `saved_bytes`
+    row.batch_norms, row.fused = len(report), len(report.fused)
     steps = {kind: training_step(model, x, a.dtype) for kind, model in models.items()}
     for kind in ("plain", "store"):
         model = copy.deepcopy(models[kind]).to(memory_format=torch.channels_last)

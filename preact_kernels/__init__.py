@@ -1,7 +1,7 @@
 """Fused BN-ReLU-Conv for pre-activation residual networks, equal to plain PyTorch."""
 
 from preact_kernels import torch_compat as torch_compat  # first: it refuses an older torch
-from preact_kernels.conversion.convert import conversion_report, convert, revert
+from preact_kernels.conversion.convert import conversion_report, convert, fuse, revert
 from preact_kernels.conversion.inference import fuse_for_inference
 from preact_kernels.conversion.report import ConversionReport
 from preact_kernels.graphs import graphed_step
@@ -41,6 +41,7 @@ __all__ = [
     "bn_relu_conv2d",
     "conversion_report",
     "convert",
+    "fuse",
     "fuse_for_inference",
     "graphed_step",
     "plan_memory",

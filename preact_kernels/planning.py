@@ -12,16 +12,20 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.conversion.fused_calls import STAGES, NamedStage, StageState
+from preact_kernels.conversion.convert import CONVERSION, is_norm
+from preact_kernels.conversion.execution import MEMORY
 from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage
-from preact_kernels.modules.run_blocks import Block, geometry_of, in_stream
+from preact_kernels.modules.run_blocks import in_stream
 from preact_kernels.ops import layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
+from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.bn_relu_conv import ConvArguments
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
-from preact_kernels.torch_compat import BatchNormBase, FakeTensorMode, storage_id
+from preact_kernels.ops.run_blocks import BlockArguments, geometry_of, run_blocks
+from preact_kernels.torch_compat import BatchNormBase, FakeTensor, FakeTensorMode, storage_id
 
 _MIB = 2**20
 
@@ -39,10 +43,11 @@ class StageOption:
 class StagePlan:
     """One stage: where it is, its modes, and the mode that was chosen."""
 
-    name: str  # as in `model.named_modules()`
+    name: str  # as in `model.named_modules()`; in a converted model, of its first batch norm
     blocks: int
     options: tuple[StageOption, ...]
     chosen: StageOption
+    is_converted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +73,20 @@ class MemoryPlan:
         Raises:
             ValueError: `model` has other stages than the one that was planned for.
         """
-        found = dict(_stages(model))
-        expected = {s.name: s.blocks for s in self.stages}
-        # The number of blocks of a converted model's stage is not known before it runs.
-        given = {n: len(s) if isinstance(s, PreActStage) else None for n, s in found.items()}
-        counted = {name: count for name, count in given.items() if count is not None}
-        if not expected.keys() <= given.keys() or not counted.items() <= expected.items():
-            wanted = ", ".join(f"{name!r} of {n} blocks" for name, n in expected.items())
-            has = ", ".join(n if c is None else f"{n!r} of {c} blocks" for n, c in given.items())
+        found = {n: len(m) for n, m in model.named_modules() if isinstance(m, PreActStage)}
+        expected = {p.name: p.blocks for p in self.stages if not p.is_converted}
+        norms = {n: m for n, m in model.named_modules() if is_norm(m)}
+        converted = [p.name for p in self.stages if p.is_converted]
+        if found != expected or not norms.keys() >= set(converted):
+            wanted = ", ".join(f"{p.name!r} of {p.blocks} blocks" for p in self.stages)
+            has = ", ".join(f"{n!r} of {count} blocks" for n, count in found.items())
             raise ValueError(f"model: expected the stages {wanted}, got {has or 'none'}")
         for stage in self.stages:
-            _set_mode(found[stage.name], stage.chosen.memory)
+            memory = stage.chosen.memory
+            if stage.is_converted:
+                norms[stage.name].__dict__[MEMORY] = memory
+            else:
+                _set_mode(cast(PreActStage, model.get_submodule(stage.name)), memory)
         return model
 
     def __str__(self) -> str:
@@ -101,16 +109,45 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def _stages(model: nn.Module) -> Iterator[tuple[str, PreActStage | StageState]]:
-    """Every stage by name; a stage of a converted model has the name of its first batch norm."""
-    for name, module in model.named_modules():
-        if isinstance(module, PreActStage):
-            yield name, module
-        for norm, state in module.__dict__.get(STAGES, {}).items():
-            yield f"{name}.{norm}" if name else norm, state
+class _ConvertedStage(nn.Module):
+    """Blocks in a row of a converted model, with the attributes of a `PreActStage`."""
+
+    def __init__(self, blocks: Sequence[BlockArguments], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks, self.dtype = tuple(blocks), dtype
+        self.memory = "store"
+        self.segments: int | None = None
+        self.anchor_every: int | None = None
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The tensors that the blocks read, which no forward saves for itself."""
+        for block in self.blocks:
+            yield from cast("list[nn.Parameter]", block.weights())
+            for bn, _ in block.units:
+                yield from cast("list[nn.Parameter]", [t for t in bn[:4] if t is not None])
+
+    def copy_of_shapes(self, device: torch.device) -> "_ConvertedStage":
+        """A copy on `device` whose tensors have no values."""
+
+        def empty(value):
+            if isinstance(value, Tensor):
+                return _shape_of(value, device).requires_grad_(value.requires_grad)
+            if isinstance(value, BlockArguments | BatchNorm | ConvArguments):
+                return type(value)(*map(empty, value))
+            return type(value)(map(empty, value)) if isinstance(value, list | tuple) else value
+
+        return _ConvertedStage([empty(b) for b in self.blocks], self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the last block."""
+        memory = MemoryMode(self.memory, self.segments, self.anchor_every)
+        return run_blocks(self.blocks, x, self.dtype, memory)
 
 
-def _set_mode(stage: PreActStage | StageState | NamedStage, memory: str) -> None:
+_Stage = PreActStage | _ConvertedStage
+
+
+def _set_mode(stage: _Stage, memory: str) -> None:
     stage.memory, stage.segments, stage.anchor_every = memory, None, None
 
 
@@ -144,9 +181,10 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
         raise TypeError(f"budget: expected an int (bytes), got {type(budget).__name__}")
     if budget < 0:
         raise ValueError(f"budget: expected at least 0 bytes, got {budget}")
-    if next(_stages(model), None) is None:
+    is_served = any(isinstance(m, PreActStage) or CONVERSION in vars(m) for m in model.modules())
+    other_bytes, stages = _options(model, x) if is_served else (0, [])
+    if not stages:
         raise ValueError("model: expected at least one PreActStage, or a converted model, got none")
-    other_bytes, stages = _options(model, x)
     chosen = _cheapest([s.options for s in stages], budget - other_bytes)
     if chosen is None:
         smallest = other_bytes + sum(min(o.saved_bytes for o in s.options) for s in stages)
@@ -201,33 +239,35 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
     fake_mode = FakeTensorMode()
     with fake_mode:
         rest = _copy_of_shapes(model)
-        for name, stage in _stages(rest):
-            run = functools.partial(_ends_of_stage, ends, name)
-            if isinstance(stage, PreActStage):
-                stage.forward = functools.partial(run, stage)  # type: ignore[method-assign]
-            else:
-                stage.run = lambda blocks, x, run=run: run(NamedStage(blocks), x)
+        names = {m: name for name, m in rest.named_modules()}
+        for name, module in rest.named_modules():
+            if isinstance(module, PreActStage):
+                run = functools.partial(_ends_of_stage, ends, name, module)
+                module.forward = run  # type: ignore[method-assign]
+            if (conversion := vars(module).get(CONVERSION)) is not None:
+                conversion.extra_types = (FakeTensor,)
+                conversion.run_stage = functools.partial(_ends_of_converted_stage, ends, names)
         outside, _ = saved_storages(rest, _shape_of(x).requires_grad_(x.requires_grad))
     other_bytes = sum(size for size, _ in outside.values())
-    for name, _ in ((n, s) for n, s in _stages(model) if isinstance(s, PreActStage)):
-        if name not in ends:
+    for name, module in model.named_modules():
+        if isinstance(module, PreActStage) and name not in ends:
             raise ValueError(f"model: expected each PreActStage to run once, {name!r} did not run")
     plans = []
     for name, (run_stage, x, y) in ends.items():
-        own = run_stage if isinstance(run_stage, NamedStage) else model.get_submodule(name)
+        is_converted = isinstance(run_stage, _ConvertedStage)
+        own = run_stage if is_converted else cast(PreActStage, model.get_submodule(name))
         # In another layout the rest saves a copy of the output, not the output itself.
         is_nhwc = y.is_contiguous(memory_format=torch.channels_last)
         is_shared = is_nhwc and storage_id(y) in outside
-        own_stage = cast("PreActStage | NamedStage", own)
-        options = _options_of_stage(own_stage, x, fake_mode, is_shared)
+        options = _options_of_stage(own, x, fake_mode, is_shared)
         if y.requires_grad:
             other_bytes -= x.numel() * x.element_size()
-        plans.append(StagePlan(name, len(_blocks(own_stage)), options, options[0]))
+        plans.append(StagePlan(name, len(_sizes_of(own)), options, options[0], is_converted))
     return other_bytes, plans
 
 
 def _options_of_stage(
-    stage: PreActStage | NamedStage, x: Tensor, fake_mode: FakeTensorMode, output_is_saved: bool
+    stage: _Stage, x: Tensor, fake_mode: FakeTensorMode, output_is_saved: bool
 ) -> tuple[StageOption, ...]:
     """What a stage saves in each mode, beside its input.
 
@@ -239,11 +279,15 @@ def _options_of_stage(
     """
     # The meta device is much faster. It has no autocast, and other memory formats than real
     # devices in plain convolutions.
-    is_plain = not all(map(_is_fused, _blocks(stage)))
+    is_plain = isinstance(stage, PreActStage) and not all(map(_is_fused, _blocks(stage)))
     device = x.device if is_plain or is_autocast(x) else torch.device("meta")
     options = []
     with contextlib.nullcontext() if device.type == "meta" else fake_mode:
-        shapes = _copy_of_shapes(stage, device)
+        shapes: _Stage
+        if isinstance(stage, _ConvertedStage):
+            shapes = stage.copy_of_shapes(device)
+        else:
+            shapes = _copy_of_shapes(stage, device)
         own = _shape_of(x, device).requires_grad_(x.requires_grad)
         for memory in MEMORY_MODES:
             _set_mode(shapes, memory)
@@ -255,8 +299,8 @@ def _options_of_stage(
     return tuple(options)
 
 
-def _is_fused(block: Block) -> bool:
-    return block.is_fusable() and not (isinstance(block, nn.Module) and has_hooks(block))
+def _is_fused(block: PreActBlock) -> bool:
+    return block.is_fusable() and not has_hooks(block)
 
 
 class _Ends(torch.autograd.Function):
@@ -272,41 +316,75 @@ class _Ends(torch.autograd.Function):
 class _EndsOfStage(NamedTuple):
     """A stage of a copy of shapes, its input and its output."""
 
-    stage: PreActStage | NamedStage
+    stage: _Stage
     x: Tensor
     y: Tensor
 
 
 def _ends_of_stage(
-    ends: dict[str, _EndsOfStage], name: str, stage: PreActStage | NamedStage, x: Tensor
+    ends: dict[str, _EndsOfStage], name: str, stage: PreActStage, x: Tensor
 ) -> Tensor:
+    x = in_stream(_blocks(stage)[0], x)
+    return _ends_of(ends, name, stage, x, list(stage.parameters()))
+
+
+def _ends_of_converted_stage(
+    ends: dict[str, _EndsOfStage],
+    names: dict[nn.Module, str],
+    blocks: Sequence[BlockArguments],
+    x: Tensor,
+    first_norm: nn.Module | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    stage = _ConvertedStage(blocks, dtype)
+    if first_norm is None:  # no mode can be set
+        return stage(x)
+    return _ends_of(ends, names[first_norm], stage, x, list(stage.parameters()))
+
+
+def _ends_of(
+    ends: dict[str, _EndsOfStage],
+    name: str,
+    stage: _Stage,
+    x: Tensor,
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """The output of `_Ends` for a stage."""
     if name in ends:
         kind = "PreActStage" if isinstance(stage, PreActStage) else "stage"
         raise ValueError(f"model: expected each {kind} to run once, {name!r} runs again")
-    x = in_stream(_blocks(stage)[0], x)
-    weights = [m.weight for m in stage.modules() if isinstance(m, nn.Conv2d)]
-    channels_last = any(map(layout.is_channels_last, (x, *weights)))
-    shape: Sequence[int] = x.shape
-    for block in _blocks(stage):
-        shape = _sizes(block, shape)[-1]
-    trained = next((p for p in stage.parameters() if p.requires_grad), None)
+    channels_last = any(map(layout.is_channels_last, (x, *_weights(stage))))
+    shape = _sizes_of(stage, x.shape)[-1][-1]
+    trained = next((p for p in parameters if p.requires_grad), None)
     x = layout.nhwc(x)
     y = _Ends.apply(x, trained, shape, channels_last)
     ends[name] = _EndsOfStage(stage, x, y)
     return y
 
 
-def _blocks(stage: PreActStage | NamedStage) -> Sequence[Block]:
-    return stage.blocks if isinstance(stage, NamedStage) else cast(list[PreActBlock], list(stage))
+def _blocks(stage: PreActStage) -> list[PreActBlock]:
+    return cast(list[PreActBlock], list(stage))
 
 
-def _sizes(block: Block, shape: Sequence[int]) -> list[Sequence[int]]:
-    """Output shapes of the convolutions of a block."""
-    shapes: list[Sequence[int]] = []
-    for _, conv in block.units():
-        shape = geometry_of(conv).output_shape(shape, conv.weight.shape)
-        shapes.append(shape)
-    return shapes
+def _weights(stage: _Stage) -> list[Tensor]:
+    if isinstance(stage, PreActStage):
+        return [m.weight for m in stage.modules() if isinstance(m, nn.Conv2d)]
+    return [w for b in stage.blocks for w in b.weights()]
+
+
+def _sizes_of(stage: _Stage, shape: Sequence[int] = (1, 1, 64, 64)) -> list[list[Sequence[int]]]:
+    """Output shapes of the convolutions of each block, for an input of `shape`."""
+    sizes: list[list[Sequence[int]]] = []
+    for block in stage.blocks if isinstance(stage, _ConvertedStage) else _blocks(stage):
+        if isinstance(block, BlockArguments):
+            convs: list = [conv for _, conv in block.units]
+        else:
+            convs = [conv for _, conv in block.units()]
+        sizes.append([])
+        for conv in convs:
+            shape = geometry_of(conv).output_shape(shape, conv.weight.shape)
+            sizes[-1].append(shape)
+    return sizes
 
 
 def _shape_of(t: Tensor, device: torch.device | None = None) -> Tensor:
@@ -332,26 +410,24 @@ def _copy_of_shapes(model: _Model, device: torch.device | None = None) -> _Model
     return model
 
 
-def _extra_bytes(stage: PreActStage | NamedStage, x: Tensor, memory: str) -> int:
+def _extra_bytes(stage: _Stage, x: Tensor, memory: str) -> int:
     """Memory traffic of a step beyond that of mode `"store"`, bytes."""
     mode = MemoryMode(memory)
-    blocks, itemsize = _blocks(stage), x.element_size()
-    inner_size = (
-        compute_dtype(x).itemsize
-        if is_autocast(x)
-        else next(iter(blocks[0].units()))[1].weight.itemsize
-    )
+    itemsize = x.element_size()
+    inner_size = compute_dtype(x).itemsize if is_autocast(x) else _weights(stage)[0].itemsize
     shape: Sequence[int] = x.shape
     wide, inner = [x.numel() * itemsize], []
-    for block in blocks:
-        shapes = _sizes(block, shape)
+    for shapes in _sizes_of(stage, shape):
         shape = shapes.pop()
         wide.append(math.prod(shape) * itemsize)
         inner.append([math.prod(s) * inner_size for s in shapes])
-    can_rebuild = [b.is_residual and b.projection() is None for b in blocks]
-    starts = mode.segment_starts(len(blocks))
+    if isinstance(stage, _ConvertedStage):
+        can_rebuild = [b.is_residual and b.projection is None for b in stage.blocks]
+    else:
+        can_rebuild = [b.is_residual and b.projection() is None for b in _blocks(stage)]
+    starts = mode.segment_starts(len(can_rebuild))
     extra = 0
-    for start, end in itertools.pairwise([*starts, len(blocks)]):
+    for start, end in itertools.pairwise([*starts, len(can_rebuild)]):
         keeps = mode.keeps_input(can_rebuild[start:end], x.dtype)
         for i, is_kept in enumerate(keeps, start):
             if memory == "checkpoint":

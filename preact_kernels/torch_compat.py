@@ -1,6 +1,7 @@
 """The oldest torch that works, and every private function of torch that the package uses."""
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -38,8 +40,75 @@ pad_functions = (nn.functional.pad, torch._C._nn.pad)
 # Whether a `torch.func` transform is running. No public function says so.
 has_functorch_transform = torch._C._are_functorch_transforms_active
 
+# Turns off `__torch_function__` of modes and of subclasses of Tensor.
+disable_torch_function = torch._C.DisableTorchFunction
+
 # Whether hooks are registered for all modules: a fused module must then call its children.
 has_global_module_hook = _has_any_global_hook
+
+
+# The hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`; None without any.
+top_saved_tensor_hooks = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+
+# Whether autocast is on for any device. No public function says so.
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+def without_functorch_transforms() -> contextlib.AbstractContextManager:
+    """Leaves the `torch.func` transforms that are running, for tensors from outside of them."""
+    if not has_functorch_transform():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+_AUTOGRAD_KEYS = [
+    getattr(torch._C.DispatchKey, name)
+    for name in ("AutogradFunctionality", "ADInplaceOrView", "AutogradOther")
+]
+
+
+def above_autograd(autocast_device: str | None) -> contextlib.AbstractContextManager:
+    """Has autograd record operations inside of `__torch_dispatch__` too.
+
+    Args:
+        autocast_device: the type of a device for which autocast is on; it casts there too.
+    """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther):
+        return contextlib.nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    if autocast_device is not None:
+        key = getattr(torch._C.DispatchKey, f"Autocast{autocast_device.upper()}")
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+# Changes a tensor in place without counting a version, as PyTorch's batch norm updates statistics.
+without_new_version = torch.autograd._unsafe_preserve_version_counter
+
+
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    process_group,
+) -> Tensor:
+    """What `nn.SyncBatchNorm` calls in training mode, on a GPU."""
+    from torch.nn.modules._functions import SyncBatchNorm
+
+    size = torch.distributed.get_world_size(process_group)
+    return SyncBatchNorm.apply(
+        x, weight, bias, running_mean, running_var, eps, momentum, process_group, size
+    )
 
 
 def has_module_hook(module: nn.Module) -> bool:
@@ -60,6 +129,11 @@ def has_amx() -> bool:
 def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
     """`module.parameters(recurse=False)`, without what makes that slow."""
     return module._parameters.values()
+
+
+def is_distributed() -> bool:
+    """Whether a process group was initialised."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_in_backward() -> bool:

@@ -1,10 +1,13 @@
 """Models that are converted in tests, small and published ones, and blocks of one unit."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import preact_kernels as pk
 from bench import foreign_models as foreign
 from tests.oracle import evaluate
 
@@ -91,6 +94,14 @@ def small():
 def results(model, x):
     """One step in training mode, of a copy."""
     return evaluate(model, {"x": x})
+
+
+def report_of(model, *args):
+    """The report of a converted model after a call; a copy of it is called."""
+    model = copy.deepcopy(model)
+    with torch.random.fork_rng([]):
+        model(*args)
+    return pk.conversion_report(model)
 
 
 class Block(nn.Module):

@@ -8,7 +8,6 @@ from torch import nn
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
-from preact_kernels.conversion import convert as conversion
 from tests.foreign_cases import MODELS, MODES, PUBLISHED, SMALL, Block, built, results, small
 from tests.oracle import assert_same_bits, assert_within_budget, unit_roundoff
 
@@ -86,10 +85,13 @@ def test_published_models_train_alike(name, memory, backend):
 )
 def test_sites_are_found(name):
     _, _, count, fused = MODELS[name]
-    model, _ = built(name)
-    before = pk.conversion_report(model)
-    assert [s.fused for s in before] == [False] * count
-    report = pk.conversion_report(pk.convert(model))
+    model, x = built(name)
+    reasons = [s.reason for s in pk.conversion_report(model)]
+    assert reasons == ["the model is not converted"] * count
+    reasons = [s.reason for s in pk.conversion_report(pk.convert(model))]
+    assert reasons == ["not called since the model was converted"] * count
+    model(x[:2])
+    report = pk.conversion_report(model)
     names = [n for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)]
     assert [s.name for s in report] == names
     assert (len(report), len(report.fused)) == (count, fused)
@@ -152,49 +154,58 @@ def test_state_loads_both_ways():
     other.load_state_dict(model.state_dict(), strict=True)
 
 
-def test_classes_are_subclasses_and_come_back():
+def hooks_of(model):
+    """All forward hooks of the modules, with their options."""
+    names = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    names += ("_forward_hooks", "_forward_hooks_always_called")
+    return [list(getattr(m, n).values()) for m in model.modules() for n in names]
+
+
+def ignore(*args):
+    """A hook."""
+
+
+def test_classes_stay_and_reverting_removes_the_hooks_of_conversion():
     model, x = small()
-    plain, before = results(model, x), [(n, type(m)) for n, m in model.named_modules()]
-    text = repr(model)
-    pk.convert(model)
-    for (_, kind), module in zip(before, model.modules(), strict=True):
-        assert isinstance(module, kind)
-    assert type(model.layer1) is not nn.Sequential
-    assert pk.revert(model) is model
-    assert [(n, type(m)) for n, m in model.named_modules()] == before
+    model.layer1.register_forward_hook(ignore)
+    model.layer2[0].register_forward_pre_hook(ignore)
+    plain, hooks, text = results(model, x), hooks_of(model), repr(model)
+    kinds = [type(m) for m in model.modules()]
+    pk.saved_bytes(pk.convert(model), x)
+    assert pk.conversion_report(model).fused
+    assert [type(m) for m in model.modules()] == kinds
     assert repr(model) == text
+    assert pk.revert(model) is model
+    assert hooks_of(model) == hooks
     assert not any("preact" in name for m in model.modules() for name in vars(m))
+    assert {s.reason for s in pk.conversion_report(model)} == {"the model is not converted"}
     assert_same_bits(results(model, x), plain)
-    assert not pk.conversion_report(model).fused
 
 
 def test_converting_twice_changes_nothing():
     model, x = small()
     pk.convert(model)
-    kinds, before = [type(m) for m in model.modules()], results(model, x)
+    hooks, before = hooks_of(model), results(model, x)
+    kept = pk.saved_bytes(model, x)
     report = list(pk.conversion_report(model))
     pk.convert(model)
-    assert [type(m) for m in model.modules()] == kinds
-    assert list(pk.conversion_report(model)) == report
+    assert hooks_of(model) == hooks
     assert_same_bits(results(model, x), before)
+    assert pk.saved_bytes(model, x) == kept
+    assert list(pk.conversion_report(model)) == report
 
 
-def test_a_conversion_that_fails_leaves_the_model_untouched(monkeypatch):
-    model, _ = small()
-    kinds = [type(m) for m in model.modules()]
-    install, calls = conversion.install, []
-
-    def fail_at_third(module, plan):
-        calls.append(module)
-        if len(calls) == 3:
-            raise RuntimeError("planted")
-        install(module, plan)
-
-    monkeypatch.setattr(conversion, "install", fail_at_third)
-    with pytest.raises(RuntimeError, match="planted"):
-        pk.convert(model)
-    assert [type(m) for m in model.modules()] == kinds
-    assert not pk.conversion_report(model).fused
+def test_a_conversion_that_fails_leaves_the_model_as_it_was():
+    model, x = small()
+    hooks = hooks_of(model)
+    with pytest.raises(ValueError, match="memory: expected 'store'"):
+        pk.convert(model, memory="all")
+    assert hooks_of(model) == hooks
+    kept = pk.saved_bytes(pk.convert(model, memory="rebuild"), x)
+    with pytest.raises(ValueError, match="memory: expected 'store'"):
+        pk.convert(model, memory="all")
+    assert pk.saved_bytes(model, x) == kept
+    assert pk.conversion_report(model).fused
 
 
 def test_training_and_evaluation_mode():
@@ -293,15 +304,17 @@ def test_memory_of_converted_models_is_planned(name):
 def test_converted_models_compile_into_one_graph(name):
     torch._dynamo.reset()
     model, x = built(name)
+    model, x = model.double(), x.double()
+    plain = copy.deepcopy(model)
     pk.convert(model)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
-    loss = compiled(x).square().sum()
-    loss.backward()
-    expected = model(x).square().sum()
-    expected.backward()
-    assert torch.equal(loss, expected)
-    for p, q in zip(compiled.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = []
+    for m in (compiled, plain):
+        y = m(x)
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in m.parameters()), *m.buffers()])
+    for value, expected in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected)
 
 
 @pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "deep"])
@@ -344,7 +357,9 @@ def test_gradients_of_functional_transforms():
 def test_scripts_are_those_of_the_plain_model():
     model = pk.convert(Block()).eval()
     x = torch.randn(2, 4, 6, 6)
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-    child = nn.Sequential(Block(), torch.jit.script(nn.Dropout(0.5)))
-    pk.convert(child).eval()
-    assert not child[1].training
+    script = torch.jit.script(pk.revert(copy.deepcopy(model)))
+    torch.testing.assert_close(script(x), model(x))
+    around = pk.convert(nn.Sequential(model, torch.jit.script(nn.Dropout(0.5)))).eval()
+    assert not around[1].training
+    assert torch.equal(around(x), model(x))
+    assert pk.conversion_report(around).fused

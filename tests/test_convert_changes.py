@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
-from tests.foreign_cases import Block, built, small
+from tests.foreign_cases import Block, built, report_of, small
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
 
@@ -123,14 +123,13 @@ CHANGES = {
 @pytest.mark.parametrize("again", [False, True], ids=["", "converted-again"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_later_changes_have_the_effect_of_plain_pytorch(change, again):
-    model = WithParts()
+    model, x = WithParts(), torch.randn(2, 4, 6, 6)
     plain = copy.deepcopy(model)
-    assert pk.conversion_report(pk.convert(model)).fused
+    assert report_of(pk.convert(model), x).fused
     for m in (model, plain):
         change(m)
     if again:
         pk.convert(model)
-    x = torch.randn(2, 4, 6, 6)
     torch.manual_seed(0)
     expected = plain(x)
     torch.manual_seed(0)
@@ -147,11 +146,21 @@ def test_compiled_models_notice_changes_of_lists():
     torch.testing.assert_close(compiled(x), plain(x))
 
 
-def test_the_report_notices_changes():
-    model = pk.convert(WithParts())
-    model.scale = 0.5
-    (site,) = pk.conversion_report(model)
-    assert not site.fused
-    assert "changed since" in site.reason
+def test_the_report_is_that_of_the_last_call():
+    model, x = pk.convert(Block()), torch.randn(2, 4, 6, 6)
+
+    def reason_after_a_call():
+        model(x)
+        (site,) = pk.conversion_report(model)
+        assert site.fused is not bool(site.reason)
+        return site.reason
+
+    assert not reason_after_a_call()
+    hook = model.bn.register_forward_hook(lambda *args: None)
+    assert pk.conversion_report(model).fused  # not called since
+    assert "has hooks" in reason_after_a_call()
+    hook.remove()
+    assert not reason_after_a_call()
     (site,) = pk.conversion_report(pk.convert(model))
-    assert site.fused
+    assert "not called" in site.reason
+    assert not reason_after_a_call()

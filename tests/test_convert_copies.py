@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.conversion import fused_module
-from tests.foreign_cases import MODES, built, results, small
+from tests.foreign_cases import MODES, results, small
 from tests.oracle import assert_same_bits
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
@@ -30,8 +29,9 @@ def test_copies_stay_converted_and_are_independent(copied, memory):
     model, x = small()
     pk.convert(model, memory=memory)
     other = copied(model)
-    assert len(pk.conversion_report(other).fused) == len(pk.conversion_report(model).fused)
     assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
+    assert list(pk.conversion_report(other)) == list(pk.conversion_report(model))
+    assert pk.conversion_report(other).fused
     assert_same_bits(results(other, x), results(model, x))
     with torch.no_grad():
         for p in other.parameters():
@@ -48,28 +48,17 @@ def reloaded(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("name", ["functional-basic", "attention"])
-def test_deepcopy_does_not_trace(monkeypatch, name):
-    model, x = built(name)
-    pk.convert(model)
-
-    def fail(*args):
-        pytest.fail("traced")
-
-    monkeypatch.setattr(fused_module, "trace", fail)
-    other = copy.deepcopy(model)
-    assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
-    assert torch.equal(other(x), model(x))
-
-
-def test_a_converted_model_is_freed_at_once():
-    model, _ = small()
-    freed = weakref.ref(pk.convert(model))
-    gc.collect()  # what tracing left
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_converted_model_is_freed_at_once(has_run):
+    model, x = small()
+    modules = list(map(weakref.ref, pk.convert(model).modules()))
+    if has_run:
+        model(x)
+    gc.collect()
     gc.disable()
     try:
         del model
-        assert freed() is None
+        assert not any(m() for m in modules)
     finally:
         gc.enable()
 
@@ -94,6 +83,25 @@ def test_copies_notice_changes_of_their_own_attributes(copied):
     torch.testing.assert_close(other(x), 3 * model(x))
     model.scale = 5
     torch.testing.assert_close(5 * other(x), 3 * model(x))
+
+
+class Counted(Flagged):
+    """A block that counts the calls of the forward of its class."""
+
+    calls = 0
+
+    def forward(self, x):
+        Counted.calls += 1
+        return super().forward(x)
+
+
+def test_nothing_but_a_call_runs_the_forward():
+    model = pk.convert(nn.Sequential(Counted()))
+    for m in (model, copy.deepcopy(model), reloaded(model)):
+        pk.conversion_report(m)
+        pk.convert(m, memory="rebuild")
+        pk.revert(m)
+    assert Counted.calls == 0
 
 
 class WithSlots(Flagged):
@@ -162,10 +170,11 @@ def test_copies_of_modules_with_states_of_their_own(kind, copied):
     other = copied(model)
     assert isinstance(other, kind)
     assert_same_bits(results(other, x), results(model, x))
-    if kind not in (CopiesItself, Rebuilt):
+    torch.testing.assert_close(other(x), model(x))
+    is_converted = kind is not CopiesItself or copied is reloaded
+    assert bool(pk.conversion_report(other).fused) is is_converted
+    if is_converted:
         assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
-    if kind is Rebuilt:
-        assert not pk.conversion_report(other).fused
 
 
 class WithParent(Flagged):
@@ -186,33 +195,25 @@ def test_copies_of_parts_that_refer_to_their_parents(copied):
     torch.testing.assert_close(other(x), model(x))
 
 
-class TwoUnits(Flagged):
-    """A block that is traced as a whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.bn2, self.conv2 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        return self.conv2(F.relu(self.bn2(torch.tanh(super().forward(x)))))
-
-
 class WithSharedNorm(nn.Module):
-    """Parts with a batch norm in common; not traced as a whole."""
+    """Parts with a batch norm in common."""
 
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleList(TwoUnits() for _ in range(2))
+        self.parts = nn.ModuleList(Flagged() for _ in range(2))
         self.parts[1].bn = self.parts[0].bn
 
     def forward(self, x):
-        return self.parts[int(x.sum() > 0)](x)
+        return self.parts[1](torch.tanh(self.parts[0](x)))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, reloaded])
-def test_copies_leave_shared_modules_alone(copied):
-    model = pk.convert(WithSharedNorm())
+def test_copies_share_what_the_model_shares(copied):
+    model, x = pk.convert(WithSharedNorm()), torch.randn(2, 4, 3, 3)
     other = copied(model)
-    fused = [s.name for s in pk.conversion_report(model).fused]
-    assert fused == ["parts.0.bn2", "parts.1.bn2"]
-    assert [s.name for s in pk.conversion_report(other).fused] == fused
+    assert other.parts[0].bn is other.parts[1].bn
+    assert_same_bits(results(other, x), results(model, x))
+    for m in (model, other):
+        m(x)
+        assert [s.name for s in pk.conversion_report(m).fused] == ["parts.0.bn"]
+        assert other.parts[0].bn.num_batches_tracked == (0 if m is model else 2)

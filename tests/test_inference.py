@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations, prune
 
 import preact_kernels as pk
 from bench.foreign_models import DenseLayer, FunctionalBlock, timm_model, torchvision_models
-from preact_kernels.conversion.fused_module import installed_plan
 from tests import oracle
 from tests.cases import in_dtype, randomised
+from tests.foreign_cases import report_of
 
 
 class PostActBlock(nn.Module):
@@ -157,7 +157,8 @@ def test_a_converted_model_stays_fused_and_folds_the_rest(name):
     model = built(name)
     converted = pk.convert(copy.deepcopy(model))
     fused = pk.fuse_for_inference(converted)
-    assert len(pk.conversion_report(fused).fused) == len(pk.conversion_report(converted).fused)
+    reports = [report_of(m, images()) for m in (fused, converted)]
+    assert len(reports[0].fused) == len(reports[1].fused) == MODELS[name][1]
     assert_equals_plain(fused, model, images())
 
 
@@ -165,7 +166,7 @@ def test_a_converted_model_folds_what_no_relu_follows():
     model = built("postact")
     fused = pk.fuse_for_inference(pk.convert(copy.deepcopy(model)))
     assert count_norms(fused) == 2  # bn1 of the two blocks: BN-ReLU-Conv
-    assert len(pk.conversion_report(fused).fused) == 2
+    assert len(report_of(fused, images()).fused) == 2
     assert_equals_plain(fused, model, images())
 
 
@@ -174,7 +175,7 @@ def test_what_was_not_converted_stays_so():
     pk.convert(model.features[1])
     pk.convert(model.features[3])
     fused = pk.fuse_for_inference(model)
-    sites = pk.conversion_report(fused).fused
+    sites = report_of(fused, images()).fused
     assert {s.name.rpartition(".")[0] for s in sites} == {"features.1", "features.3"}
     assert isinstance(fused.features[2].bn2, nn.Identity)
     assert_equals_plain(fused, model, images())
@@ -184,7 +185,7 @@ def test_what_was_not_converted_stays_so():
 def test_what_is_left_can_be_converted(name):
     model = built(name)
     fused = pk.convert(pk.fuse_for_inference(model))
-    report = pk.conversion_report(fused)
+    report = report_of(fused, images())
     assert len(report.fused) == len(report) == count_norms(fused)
     assert not any(m.training for m in fused.modules())
     assert_equals_plain(fused, model, images())
@@ -281,6 +282,19 @@ def test_stays_where_the_forward_does_more_than_the_chain(call):
     fused = pk.fuse_for_inference(model)
     assert count_norms(fused) == 1
     assert torch.equal(fused(x := images()), model(x))
+
+
+def reads_options_of_the_norm(m, x):
+    y = m.bn(m.conv(x)).view(x.shape[0], m.bn.num_features, -1)
+    return y + m.bn.eps if m.bn.affine and m.bn.track_running_stats else y + m.bn.momentum
+
+
+def test_a_forward_may_read_options_of_a_folded_norm():
+    model = randomised(Composed(reads_options_of_the_norm)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 0
+    assert_equals_plain(fused, model, images())
+    assert_equals_plain(pickle.loads(pickle.dumps(fused)), model, images())
 
 
 def with_hook(module):
@@ -634,7 +648,7 @@ class KeepsNormsInEvaluation(nn.Module):
 def test_converted_models_that_set_their_own_modes_run_fused():
     model = randomised(KeepsNormsInEvaluation())
     fused = pk.fuse_for_inference(pk.convert(copy.deepcopy(model)))
-    assert installed_plan(fused).arguments(fused, (images(),), {})
+    assert report_of(fused, images()).fused
     assert_equals_plain(fused, model, images())
 
 

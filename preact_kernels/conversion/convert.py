@@ -1,50 +1,64 @@
-"""`convert`, `revert` and `conversion_report`."""
+"""`convert`, `revert`, `fuse` and `conversion_report`."""
 
-import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+import contextlib
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
-from preact_kernels.conversion.fused_calls import STAGES, StageState
-from preact_kernels.conversion.fused_module import (
-    OWN,
-    Analysis,
-    FusedModule,
-    analyse,
-    fused_class,
-    install,
-    installed_plan,
-    is_leaf,
-    uninstall,
-)
-from preact_kernels.conversion.matching import Match, Run, SingleUnit, is_norm
-from preact_kernels.conversion.report import ConversionReport, Site
-from preact_kernels.conversion.tracing import original_class
-from preact_kernels.modules.preact_stage import check_memory
+from preact_kernels import torch_compat
+from preact_kernels.conversion import rules
+from preact_kernels.conversion.deferred import Deferred, compute
+from preact_kernels.conversion.execution import MEMORY, StageRunner
+from preact_kernels.conversion.owners import Owners
+from preact_kernels.conversion.region import Region
+from preact_kernels.conversion.report import ConversionReport, Outcome, Site
+from preact_kernels.modules.bn_relu import BNReLU2d
+from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
+from preact_kernels.modules.preact_block import PreActBlock
+from preact_kernels.modules.preact_stage import PreActStage, check_memory
+from preact_kernels.ops.plain_operators import is_transformed
+
+OWN = (BNReLU2d, BNReLUConv2d, PreActBlock, PreActStage)  # fused without conversion
+CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-class _ModelAnalysis(NamedTuple):
-    """How the modules of a model can run fused, by name, the outer ones first."""
+class Conversion:
+    """How the modules of a converted model run; all of them share it, and their copies another.
 
-    found: dict[str, Analysis]
-    refused: dict[str, str]
+    Attributes have the values of `Region`.
+    """
+
+    def __init__(self, memory: str = "store") -> None:
+        self.memory = memory
+        self.run_stage: StageRunner | None = None
+        self.extra_types: tuple[type, ...] = ()
+
+
+# Of batch norms: what the last call ran in. Of outermost modules: the modules of their tensors.
+_outcomes: weakref.WeakKeyDictionary[nn.Module, list[Outcome]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionary()
 
 
 def convert(model: _Model, *, memory: str = "store") -> _Model:
     """Makes a model run its BN-ReLU-Conv chains fused, and the residual additions behind them.
 
-    Outputs, gradients and running statistics stay those of plain PyTorch. Parameters, buffers and
-    modules stay the same objects, with the same `state_dict` keys in the same order; a module that
-    runs fused gets a subclass of its class. Whatever cannot be fused stays as it is;
-    `conversion_report` says why. The forwards of the model are traced with `torch.fx`, which calls
-    them with symbolic inputs.
+    The forwards of the model run as they are. Within them, the results of batch norms, and of
+    activations, convolutions and additions behind these, are computed when something else reads
+    them, fused where possible. Outputs, gradients and running statistics stay those of plain
+    PyTorch; so do parameters, buffers, modules and their classes. `convert` registers forward
+    hooks, on every module that contains a batch norm. `conversion_report` says what ran fused in
+    the last call, and why the rest did not.
 
     Residual blocks in a row become one autograd node, as in `PreActStage`. Converting again sets
-    the memory mode, and takes changes of the model into account.
+    the memory mode.
 
     Args:
         model: any module; it is changed in place.
@@ -60,29 +74,19 @@ def convert(model: _Model, *, memory: str = "store") -> _Model:
     """
     _check_model(model)
     check_memory(memory, None, None, 1)
-    gaining = _gaining(_analysis(model).found)
-    planned = {id(model.get_submodule(name)) for name in gaining}
-    stale = [m for m in model.modules() if isinstance(m, FusedModule) and id(m) not in planned]
-    changed: list[nn.Module] = []
-    try:
-        for name, analysis in gaining.items():
-            module = model.get_submodule(name)
-            if not isinstance(module, FusedModule):
-                changed.append(module)
-            install(module, analysis.plan)
-        for module in stale:
-            uninstall(module)
-    except Exception:
-        for module in changed:
-            uninstall(module)
-        raise
-    for owner, norm in _first_norms(model, gaining):
-        StageState.of(owner)[norm] = StageState(memory)
+    revert(model)
+    conversion = Conversion(memory)
+    for module in model.modules():
+        if not _opens_region(module):
+            continue
+        module.__dict__[CONVERSION] = conversion
+        module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(_leave, prepend=True, always_call=True)
     return model
 
 
 def revert(model: _Model) -> _Model:
-    """Undoes `convert`, in place: every module gets its own class back.
+    """Undoes `convert`, in place.
 
     Modules of this package stay as they are.
 
@@ -94,13 +98,23 @@ def revert(model: _Model) -> _Model:
     """
     _check_model(model)
     for module in model.modules():
-        uninstall(module)
-        module.__dict__.pop(STAGES, None)
+        if module.__dict__.pop(CONVERSION, None) is not None:
+            _remove(module, _enter, "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+            _remove(module, _leave, "_forward_hooks", "_forward_hooks_always_called")
+        module.__dict__.pop(MEMORY, None)
+        _outcomes.pop(module, None)
     return model
 
 
+def _remove(module: nn.Module, hook: Any, *names: str) -> None:
+    hooks, *options = (getattr(module, n) for n in names)
+    for key in [k for k, h in hooks.items() if h is hook]:
+        for table in (hooks, *options):
+            table.pop(key, None)
+
+
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Lists every batch norm of a model: whether it runs fused, and if not, why.
+    """Lists every batch norm of a model: what it ran in when it was last called, and if not, why.
 
     Returns:
         A sequence of `Site`s with `name`, `fused` and `reason`; printed, it is a table.
@@ -109,25 +123,40 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         TypeError: `model` is not an `nn.Module`.
     """
     _check_model(model)
-    analysis = _analysis(model)
-    fused: dict[str, str] = {}
-    for name, module in model.named_modules():
+    own: dict[int, str] = {}
+    for module in model.modules():
         if isinstance(module, OWN):
-            for path, norm in module.named_modules(prefix=name):
-                if is_norm(norm):
-                    fused[path] = type(module).__name__
-        elif (plan := installed_plan(module)) and plan.is_right_for(module):
-            for path, into in plan.fused.items():
-                fused.setdefault(_joined(name, path), into)
+            own.update((id(m), type(module).__name__) for m in module.modules())
+    is_converted = any(CONVERSION in m.__dict__ for m in model.modules())
+    names = {id(m): name for name, m in model.named_modules()}
     sites = []
     for name, module in model.named_modules():
         if not is_norm(module):
             continue
-        if name in fused:
-            sites.append(Site(name, True, into=fused[name]))
+        outcomes = _outcomes.get(module, ())
+        reason = next((o.reason for o in outcomes if not o.into), "")
+        if outcomes and not reason:
+            into = ", ".join(dict.fromkeys(o.into for o in outcomes))
+            convs = dict.fromkeys(names.get(id(o.conv()), "") for o in outcomes if o.conv)
+            sites.append(Site(name, True, "", into, ", ".join(filter(None, convs))))
+        elif id(module) in own and not reason:
+            sites.append(Site(name, True, into=own[id(module)]))
         else:
-            sites.append(Site(name, False, _reason(name, analysis)))
+            missing = "the model is not converted"
+            if is_converted:
+                missing = "not called since the model was converted"
+            sites.append(Site(name, False, reason or missing))
     return ConversionReport(sites)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of images, with or without an activation of its own."""
+    return isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm | nn.LazyBatchNorm2d)
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether `convert` changed a module."""
+    return CONVERSION in module.__dict__
 
 
 def _check_model(model: object) -> None:
@@ -135,88 +164,187 @@ def _check_model(model: object) -> None:
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
 
 
-def _analysis(model: nn.Module) -> _ModelAnalysis:
-    places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
-    shared = frozenset(i for i, count in places.items() if count > 1)
-    found, refused = {}, {}
-    for name, module in model.named_modules():
-        kind = original_class(module)
-        if is_leaf(module) or kind.forward is nn.Module.forward:
-            continue
-        if kind.__module__.startswith("torch.") and kind is not nn.Sequential:
-            refused[name] = f"{kind.__name__} is not traced"
-            continue
-        if "forward" in module.__dict__ or kind.__call__ is not nn.Module.__call__:
-            refused[name] = f"{kind.__name__} does not run the forward of its class"
-            continue
-        if _reads_class(kind.forward):
-            refused[name] = f"the forward of {kind.__name__} reads __class__"
-            continue
-        try:
-            found[name] = analyse(module, shared)
-            fused_class(kind)
-            shared |= found[name].matches.shared
-        except Exception as error:
-            found.pop(name, None)
-            refused[name] = f"{kind.__name__} cannot be traced: {error}"
-    return _ModelAnalysis(found, refused)
+def _opens_region(module: nn.Module) -> bool:
+    kind = type(module)
+    if is_norm(module) or isinstance(module, (*OWN, torch.jit.ScriptModule)):
+        return False
+    if kind.forward is nn.Module.forward or kind.__module__.startswith("torch.nn.parallel"):
+        return False
+    return any(is_norm(m) for m in module.modules())
 
 
-def _reads_class(forward: Callable) -> bool:
-    """Whether it reads `__class__`, as in `super(self.__class__, self)`: subclasses break that."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    return code is not None and "__class__" in code.co_names
+@contextlib.contextmanager
+def fuse(memory: str = "store") -> Iterator[None]:
+    """Within the context, what `convert` makes of a model holds for all code on this thread.
+
+    Args:
+        memory: as in `convert`.
+
+    Raises:
+        ValueError: the memory mode is unknown.
+    """
+    check_memory(memory, None, None, 1)
+    if _is_inert():
+        yield
+        return
+    region = Region(memory)
+    try:
+        with region:
+            yield
+    finally:
+        region.finish("the end of pk.fuse")
 
 
-def _gaining(found: dict[str, Analysis]) -> dict[str, Analysis]:
-    """Those that fuse something which no child fuses alike."""
-    gaining: dict[str, Analysis] = {}
-    known: set[tuple] = set()
-    for name, analysis in reversed(found.items()):
-        keys = {_key(name, m) for m in analysis.matches.found}
-        if not keys <= known:
-            gaining[name] = analysis
-        known |= keys
-    return dict(reversed(gaining.items()))
+# The hooks of converted modules.
 
 
-def _key(name: str, m: Match) -> tuple:
-    """Equal for equal matches in the graphs of several modules."""
-    paths = tuple(_joined(name, str(n.target)) for n in m.nodes if n.op == "call_module")
-    is_whole = isinstance(m, SingleUnit) and m.residual is None
-    return type(m), paths, is_whole, isinstance(m, Run) and m.is_changed_later
+class _Call(NamedTuple):
+    """A converted module that is running."""
+
+    module: nn.Module
+    region: Region
+    is_outermost: bool  # in its region
+    frame: types.FrameType  # that called the module
 
 
-def _first_norms(
-    model: nn.Module, analyses: dict[str, Analysis]
-) -> Iterator[tuple[nn.Module, str]]:
-    """Of each run the first batch norm: its parent, and its name there."""
-    for name, analysis in analyses.items():
-        for m in analysis.matches.found:
-            if isinstance(m, Run):
-                path = _joined(name, str(m.activations[0].bn.target))
-                parent, _, child = path.rpartition(".")
-                yield model.get_submodule(parent), child
+class _Calls(threading.local):
+    """The converted modules that run on this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
 
 
-def _reason(norm: str, analysis: _ModelAnalysis) -> str:
-    """Why a batch norm is not fused: what the outermost graph that could hold it says."""
-    names = [norm]
-    while names[-1]:
-        names.append(names[-1].rpartition(".")[0])
-    reason = ""
-    for name in reversed(names[1:]):  # from the outside
-        if name in analysis.refused:
-            reason = analysis.refused[name]
-        elif found := analysis.found.get(name):
-            inner = norm.removeprefix(f"{name}." if name else "")
-            if inner in found.matches.refused:
-                return found.matches.refused[inner]
-            if inner in found.plan.fused:
-                return "the model is not converted, or has changed since"
-            reason = next((r for p, r in found.opaque.items() if inner.startswith(f"{p}.")), reason)
-    return reason or "no forward calls it"
+_calls = _Calls()
 
 
-def _joined(name: str, path: str) -> str:
-    return f"{name}.{path}" if name else path
+def _is_inert() -> bool:
+    """Whether PyTorch traces or transforms what runs, or hooks run at each call of a module."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch_compat.is_exporting()
+        or is_transformed()
+        or torch_compat.has_global_module_hook()
+    )
+
+
+def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Runs before each forward of a converted module: the outermost one opens a region."""
+    if _is_inert():
+        return
+    stack = _calls.stack
+    frame = sys._getframe(1)
+    if stack and not _is_running(stack[0].frame, frame):
+        _abandon()  # an interrupt left the module without its hook
+    region = stack[-1].region if stack else None
+    is_outermost = region is None or not region.is_recording()
+    if is_outermost:
+        conversion = module.__dict__.get(CONVERSION) or Conversion()
+        owners = _owners.get(module)
+        if owners is None:
+            owners = _owners[module] = Owners(module)
+        owners.start()
+        region = Region(conversion.memory, owners, conversion.run_stage, conversion.extra_types)
+        region.__enter__()
+    assert region is not None
+    stack.append(_Call(module, region, is_outermost, frame))
+    if torch_compat.is_distributed():
+        for norm in _sync_norms(module):
+            norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
+    if not is_outermost and _has_other_hooks(module):
+        _make_plain((*args, *kwargs.values()), "a hook")
+
+
+def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
+    """Runs after each forward of a converted module, also if it raised."""
+    stack = _calls.stack
+    if torch.compiler.is_compiling() or not any(c.module is module for c in stack):
+        return None
+    # A checkpoint stops its recomputation by an exception as soon as it has what it needs.
+    is_stopped = output is None and torch_compat.is_in_backward()
+    while stack[-1].module is not module:
+        _close(stack.pop(), is_stopped)
+    call = stack.pop()
+    _close(call, is_stopped)
+    if not call.is_outermost and _has_other_hooks(module):
+        _make_plain(output, "a hook")
+    if call.is_outermost or type(output) is Deferred:
+        plain = _with_values(output)
+        return None if plain is output else plain
+    return None
+
+
+def _with_values(value: Any) -> Any:
+    """`value` with the results of deferred tensors that could not become plain tensors.
+
+    Lists and dictionaries stay the same objects.
+    """
+    if type(value) is Deferred:
+        return value.node.value
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            if (plain := _with_values(item)) is not item:
+                value[i] = plain
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if (plain := _with_values(item)) is not item:
+                value[key] = plain
+    elif isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
+        items = [_with_values(item) for item in value]
+        if any(a is not b for a, b in zip(items, value, strict=True)):
+            return tuple(items) if type(value) is tuple else type(value)(*items)
+    return value
+
+
+def _close(call: _Call, is_stopped: bool = False) -> None:
+    for norm in _sync_norms(call.module) if torch_compat.is_distributed() else ():
+        if isinstance(norm.__dict__.get("forward"), rules.SyncForward):
+            del norm.__dict__["forward"]
+    if not call.is_outermost:
+        return
+    call.region.__exit__(None, None, None)
+    if is_stopped:
+        return
+    try:
+        call.region.finish("the end of the model")
+    finally:
+        found: dict[nn.Module, list[Outcome]] = {}
+        for module, outcome in call.region.outcomes:
+            if module is not None:
+                found.setdefault(module, []).append(outcome)
+        _outcomes.update(found)
+
+
+def _is_running(frame: types.FrameType, current: types.FrameType | None) -> bool:
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is frame
+
+
+def _abandon() -> None:
+    stack, _calls.stack = _calls.stack, []
+    for call in reversed(stack):
+        with contextlib.suppress(Exception):
+            _close(call)
+
+
+def _has_other_hooks(module: nn.Module) -> bool:
+    return (
+        len(module._forward_hooks) > 1
+        or len(module._forward_pre_hooks) > 1
+        or bool(module._backward_hooks or module._backward_pre_hooks)
+    )
+
+
+def _make_plain(value: Any, reader: str) -> None:
+    """Computes the deferred tensors in a value."""
+    for t in torch.utils._pytree.tree_leaves(value):
+        if type(t) is Deferred:
+            compute(t, reader)
+
+
+def _sync_norms(module: nn.Module) -> Iterator[nn.SyncBatchNorm]:
+    """The children whose forward regions replace while they are open."""
+    for child in module._modules.values():
+        if type(child) is nn.SyncBatchNorm:
+            yield child

@@ -16,13 +16,23 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from preact_kernels.conversion.convert import conversion_report, convert, revert
-from preact_kernels.conversion.fused_module import OWN, FusedModule, is_leaf
-from preact_kernels.conversion.matching import is_norm
-from preact_kernels.conversion.nodes import called_twice, does_nothing, passes_on
+from preact_kernels.conversion.convert import (
+    CONVERSION,
+    OWN,
+    convert,
+    is_converted,
+    is_norm,
+    revert,
+)
+from preact_kernels.conversion.nodes import (
+    called_twice,
+    does_nothing,
+    is_relu,
+    passes_on,
+)
 from preact_kernels.conversion.tracing import Refusal, original_class, trace
 from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
-from preact_kernels.modules.norm_act import has_activation
+from preact_kernels.modules.norm_act import has_activation, is_norm_act
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -63,20 +73,18 @@ def fuse_for_inference(model: _Model) -> _Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     result = _copied(model)
-    converted = list(_converted(result))
-    kept = set()
-    if converted:
-        kept = {id(result.get_submodule(s.name)) for s in conversion_report(result).fused}
-        revert(result)
+    converted = [(m, vars(m)[CONVERSION].memory) for m in _converted(result)]
+    fused = {id(n) for m, _ in converted for n in m.modules() if is_norm(n)}
+    revert(result)
     result.eval()
     for p in result.parameters():
         if p.is_leaf:  # those of scripts are not
             p.requires_grad = False
     places = Counter(id(m) for _, m in result.named_modules(remove_duplicate=False))
-    kept |= {i for i, count in places.items() if count > 1}
-    _fold_in(result, kept, _holders(result))
-    for module in converted:
-        convert(module)
+    kept = {i for i, count in places.items() if count > 1}
+    _fold_in(result, kept, _holders(result), fused)
+    for module, memory in converted:
+        convert(module, memory=memory)
     result.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, result)
     return result
 
@@ -95,7 +103,7 @@ def _stay_in_evaluation_mode(model: nn.Module, mode: bool = True) -> nn.Module:
 
 def _converted(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost converted modules of a model."""
-    if isinstance(module, FusedModule):
+    if is_converted(module):
         yield module
     else:
         for child in module.children():
@@ -137,7 +145,11 @@ def _attributes(module: nn.Module) -> list[object]:
 
 
 def _fold_in(
-    module: nn.Module, kept: set[int], holders: Mapping[int, set[int]], is_called: bool = True
+    module: nn.Module,
+    kept: set[int],
+    holders: Mapping[int, set[int]],
+    fused: set[int],
+    is_called: bool = True,
 ) -> None:
     """Folds what the forward of `module` shows, then looks into the modules that it calls.
 
@@ -145,6 +157,7 @@ def _fold_in(
         module: in evaluation mode; changed in place.
         kept: ids of modules that do not change.
         holders: see `_holders`.
+        fused: ids of batch norms that stay where a ReLU follows, as regions run both fused.
         is_called: whether its forward runs, and nobody calls its children one by one.
     """
     if _is_leaf(module):
@@ -152,24 +165,26 @@ def _fold_in(
     graph = _graph(module) if is_called else None
     if graph is None:
         for child in module.children():  # a forward without a graph may index into containers
-            _fold_in(child, kept, holders, is_called=type(child) is not nn.Sequential)
+            _fold_in(child, kept, holders, fused, is_called=type(child) is not nn.Sequential)
         return
     modules = dict(module.named_modules(remove_duplicate=False))
     kept = kept | called_twice(modules, graph) | _read_modules(modules, graph)
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
-    for conv, bn in _pairs(modules, graph):
+    for conv, bn in _pairs(modules, graph, fused):
         pair = [id(modules[path]) for path in (conv, bn)]
         if kept.isdisjoint(pair) and holders.get(pair[0]) == holders.get(pair[1]):
             _fold(module, conv, bn)
             modules[bn] = module.get_submodule(bn)
     for path in called - {""}:
-        _fold_in(module.get_submodule(path), kept, holders)
+        _fold_in(module.get_submodule(path), kept, holders, fused)
 
 
 def _is_leaf(module: nn.Module) -> bool:
     if isinstance(module, OWN):
         return bool(getattr(module, "fused", True))
-    return is_leaf(module)
+    if is_norm(module) or isinstance(module, torch.jit.ScriptModule):
+        return True
+    return not any(is_norm(m) or isinstance(m, nn.Conv2d) for m in module.modules())
 
 
 def _graph(module: nn.Module) -> fx.Graph | None:
@@ -188,7 +203,7 @@ def _graph(module: nn.Module) -> fx.Graph | None:
     if any(p.default is not p.empty or p.kind in variadic for p in parameters):
         return None
     try:
-        return trace(module, _is_leaf).graph
+        return trace(module, _is_leaf)
     except Refusal:
         return None
 
@@ -199,10 +214,14 @@ def _read_modules(modules: Mapping[str, nn.Module], graph: fx.Graph) -> set[int]
     return {id(modules[path]) for path in paths}
 
 
-def _pairs(modules: Mapping[str, nn.Module], graph: fx.Graph) -> Iterator[tuple[str, str]]:
+def _pairs(
+    modules: Mapping[str, nn.Module], graph: fx.Graph, fused: set[int]
+) -> Iterator[tuple[str, str]]:
     """Paths of convolutions, and of the batch norms that alone read their outputs."""
     for node in graph.nodes:
         if node.op != "call_module" or not is_norm(modules[node.target]):
+            continue
+        if id(modules[node.target]) in fused and _precedes_relu(modules, node):
             continue
         source = node
         while source is node or passes_on(modules, source, in_evaluation=True):
@@ -212,6 +231,19 @@ def _pairs(modules: Mapping[str, nn.Module], graph: fx.Graph) -> Iterator[tuple[
         else:
             if source.op == "call_module":
                 yield source.target, node.target
+
+
+def _precedes_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
+    """Whether a ReLU, and nothing else, reads the batch norm `node`."""
+    if is_norm_act(modules[str(node.target)]):
+        return True
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if is_relu(modules, node):
+            return True
+        if not passes_on(modules, node, in_evaluation=True):
+            return False
+    return False
 
 
 def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
@@ -234,7 +266,15 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
         return
     conv.weight = nn.Parameter(weight, requires_grad=False)
     conv.bias = nn.Parameter(bias, requires_grad=False)
-    root.set_submodule(bn_path, cast(nn.Module, bn.act) if has_act else nn.Identity().eval())
+    root.set_submodule(bn_path, cast(nn.Module, bn.act) if has_act else _identity(bn))
+
+
+def _identity(bn: nn.BatchNorm2d) -> nn.Identity:
+    """In place of a folded batch norm, whose options a forward may read."""
+    identity = nn.Identity().eval()
+    for name in bn.__constants__:
+        setattr(identity, name, getattr(bn, name))
+    return identity
 
 
 def _is_in_range(exact: Tensor, weight: Tensor, bias: Tensor) -> bool:

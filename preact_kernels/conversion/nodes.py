@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -10,6 +11,19 @@ from preact_kernels.modules.batch_norm import has_hooks
 
 _DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUT_FUNCTIONS = (F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
+
+
+_RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_)
+
+
+def is_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
+    """Whether `node` is a ReLU without hooks."""
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        return type(module) is nn.ReLU and not has_hooks(module)
+    if node.op == "call_method":
+        return node.target in ("relu", "relu_")
+    return node.op == "call_function" and node.target in _RELU_FUNCTIONS
 
 
 def passes_on(

@@ -1,22 +1,43 @@
-"""What was converted, batch norm by batch norm."""
+"""What ran fused in the last call of a model, batch norm by batch norm."""
 
+import os
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
+
+import torch
+from torch import nn
+
+_OWN_FOLDERS = tuple(
+    os.path.dirname(os.path.dirname(os.path.abspath(f))) + os.sep
+    for f in (__file__, torch.__file__)
+)
+
+
+class Outcome(NamedTuple):
+    """What one call of a batch norm ran in."""
+
+    into: str  # what ran fused, or an empty string
+    reason: str  # why nothing did
+    conv: "weakref.ref[nn.Module] | None" = None  # the convolution that ran fused with it
 
 
 class Site(NamedTuple):
     """One batch norm of a model.
 
     name: of the batch norm, as in `model.named_modules()`.
-    fused: whether it runs fused with the ReLU behind it, and a convolution where one follows.
-    reason: why it does not, or an empty string.
-    into: what runs fused, such as "BN-ReLU-Conv", or an empty string.
+    fused: whether it ran fused with the ReLU behind it, and a convolution where one follows.
+    reason: why it did not, or an empty string.
+    into: what ran fused, such as "BN-ReLU-Conv", or an empty string.
+    conv: name of the convolution that ran fused with it, or an empty string.
     """
 
     name: str
     fused: bool
     reason: str = ""
     into: str = ""
+    conv: str = ""
 
 
 class ConversionReport(Sequence[Site]):
@@ -42,18 +63,27 @@ class ConversionReport(Sequence[Site]):
 
     @property
     def fused(self) -> tuple[Site, ...]:
-        """The sites that run fused."""
+        """The sites that ran fused."""
         return tuple(s for s in self._sites if s.fused)
 
     def __repr__(self) -> str:
         return f"<ConversionReport: {len(self.fused)} of {len(self)} batch norms fused>"
 
     def __str__(self) -> str:
-        width = max((len(s.name) for s in self._sites), default=0)
-        width = max(width, len("batch norm"))
+        width = max([len("batch norm"), *(len(s.name) for s in self._sites)])
         rows = [f"{'batch norm':{width}}  fused"]
-        rows += [
-            f"{s.name:{width}}  {'yes' if s.fused else 'no '}    {s.into or s.reason}".rstrip()
-            for s in self._sites
-        ]
+        for s in self._sites:
+            text = f"{s.into}, {s.conv}" if s.conv else s.into or s.reason
+            rows.append(f"{s.name:{width}}  {'yes' if s.fused else 'no '}    {text}".rstrip())
         return "\n".join([*rows, f"{len(self.fused)} of {len(self)} batch norms are fused"])
+
+
+def described(reader: object) -> str:
+    """What computed a deferred tensor, with the file and line of the program."""
+    name = reader if isinstance(reader, str) else getattr(reader, "__name__", str(reader))
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return f"read by {name}"
+    return f"read by {name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

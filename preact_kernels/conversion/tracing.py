@@ -14,19 +14,15 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from preact_kernels import torch_compat
-from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
+from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.torch_compat import TorchDispatchMode
 
-_SIMPLE = (bool, int, float, str, type(None))
-_CONTAINERS = (dict, list, tuple)
-# What nn.Module and wrappers of modules set on their own.
-_MODULE_STATE = {*nn.Module().__dict__, "_compiled_call_impl", "train"}
 _PLAIN_CONTAINERS = (nn.Sequential,)
 
 IN_PLACE_OPERATORS: dict[str, Callable] = {
@@ -48,115 +44,7 @@ class Refusal(Exception):
         Refusal.count += 1
 
 
-class Inlined(NamedTuple):
-    """A module whose forward is part of a graph, and what its graph assumes of it."""
-
-    names: tuple[str, ...]  # its path from the root of the graph
-    forward: object  # of its class
-    attributes: dict[str, Any]  # Python values that its forward may have read
-    contents: dict[str, Any]  # of lists, tuples and dicts
-    absent: tuple[str, ...]  # attributes and tensors that it does not have, or that are None
-    children: int
-
-    def is_unchanged(self, root: nn.Module) -> bool:
-        """Whether the module is as it was, and without hooks."""
-        module = module_at(root, self.names)
-        if module is None or (self.names and has_own_hooks(module)):
-            return False
-        kind = type(module)
-        if getattr(kind, "original_class", kind).forward is not self.forward:
-            return False
-        if _count_children(module) != self.children:
-            return False
-        values = module.__dict__
-        for name, value in self.attributes.items():
-            own = values.get(name, self)
-            is_equal = isinstance(own, _SIMPLE) and type(own) is type(value) and own == value
-            if own is not value and not is_equal:
-                return False
-        for name in self.absent:
-            if name in values:
-                return False
-            if module._buffers.get(name) is not None or module._parameters.get(name) is not None:
-                return False
-        return all(_contents(values.get(n)) == value for n, value in self.contents.items())
-
-
-def module_at(root: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
-    """The module at a path below `root`; None where there is none."""
-    module: nn.Module | None = root
-    for name in names:
-        module = None if module is None else module._modules.get(name)
-    return module
-
-
-def names_of(path: str) -> tuple[str, ...]:
-    """The names in the path of a module, as `module_at` takes them."""
-    return tuple(path.split(".")) if path else ()
-
-
-def inlined_at(root: nn.Module, path: str) -> Inlined:
-    """The module at `path` below `root`, as it is now."""
-    module = root.get_submodule(path)
-    kind = original_class(module)
-    own = [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
-    class_values = dict.fromkeys(n for c in own for n in vars(c) if not n.startswith("__"))
-    unset = [n for t in (module._buffers, module._parameters) for n, v in t.items() if v is None]
-    values = {n: v for n, v in vars(module).items() if _may_be_read(n, v)}
-    contents = {n: _contents(v) for n, v in values.items() if isinstance(v, _CONTAINERS)}
-    attributes = {n: v for n, v in values.items() if n not in contents}
-    missing = [n for n in class_values if n not in vars(module) and n not in _MODULE_STATE]
-    return Inlined(
-        names_of(path),
-        kind.forward,
-        attributes,
-        contents,
-        (*missing, *unset),
-        _count_children(module),
-    )
-
-
-def _may_be_read(name: str, value: object) -> bool:
-    """Whether a forward may read an attribute of its module."""
-    is_own = name in _MODULE_STATE or name.startswith("preact_")
-    return not (is_own or isinstance(value, Tensor))
-
-
-class _Item:
-    """Equal for the same object."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Item) and self._value is other._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _contents(value: Any) -> Any:
-    """Equal for equal numbers and strings, and for equal contents of lists, tuples and dicts."""
-    if isinstance(value, dict):
-        return type(value), [(_contents(k), _contents(v)) for k, v in value.items()]
-    if isinstance(value, _CONTAINERS):
-        return type(value), [_contents(v) for v in value]
-    return (type(value), value) if isinstance(value, _SIMPLE) else _Item(value)
-
-
-def _count_children(module: nn.Module) -> int:
-    return sum(child is not None for child in module._modules.values())
-
-
-class Trace(NamedTuple):
-    """The graph of a module's forward."""
-
-    graph: fx.Graph
-    reads_training: tuple[nn.Module, ...]  # whose attribute `training` was read
-    inlined: dict[str, Inlined]  # by path; the root's path is ""
-    opaque: dict[str, str]  # why a child stays a call, by path
-
-
-def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace:
+def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.Graph:
     """Traces the forward of `root`, for tensors as its arguments without defaults.
 
     Args:
@@ -166,24 +54,19 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace:
     Raises:
         Refusal: its forward cannot be traced.
     """
-    tracer = _Tracer(root, is_leaf)
     try:
-        with _unchanged(root), _only_proxies(root), _reads_of_training() as reads:
+        with _unchanged(root), _only_proxies(root):
             before = Refusal.count
-            graph = tracer.trace(root)
+            graph = _Tracer(is_leaf).trace(root)
             _check_none_was_caught(before)
-        called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
-        for path in (*tracer.inlined, *called):
-            while path := path.rpartition(".")[0]:  # lists of modules, which are not called
-                tracer.inlined.setdefault(path, inlined_at(root, path))
     except Exception as error:
         raise Refusal(_reason(error)) from error
-    return Trace(graph, tuple(dict.fromkeys(reads)), tracer.inlined, tracer.opaque)
+    return graph
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` before conversion, and before `fully_shard` of FSDP2."""
-    kind = getattr(type(module), "original_class", type(module))
+    """The class of `module` before `fully_shard` of FSDP2."""
+    kind = type(module)
     wrapper = torch_compat.fsdp_module_class()
     if wrapper is None or not issubclass(kind, wrapper):
         return kind
@@ -212,12 +95,9 @@ for _name, _target in IN_PLACE_OPERATORS.items():
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self._is_leaf = is_leaf
-        self.inlined: dict[str, Inlined] = {}
-        self.opaque: dict[str, str] = {}
-        self.inlined[""] = inlined_at(root, "")
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         forward = original_class(self.root).forward
@@ -268,7 +148,7 @@ class _Tracer(fx.Tracer):
             with _unchanged(m):
                 y = super().call_module(m, forward, args, kwargs)
             _check_none_was_caught(refusals)
-        except Exception as error:
+        except Exception:
             self.module_stack = module_stack
             if any(isinstance(a, list | dict) for a in (*args, *kwargs.values())):
                 raise  # it may have changed them
@@ -277,11 +157,7 @@ class _Tracer(fx.Tracer):
                     break
                 self.graph.erase_node(node)
             Refusal.count = refusals  # those in the child end here
-            self.opaque[path] = _reason(error)
-            for inner in [p for p in self.inlined if p == path or p.startswith(f"{path}.")]:
-                del self.inlined[inner]
             return self.create_proxy("call_module", path, args, kwargs)
-        self.inlined[path] = inlined_at(self.root, path)
         return y
 
 
@@ -358,22 +234,6 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def _reads_of_training() -> Iterator[list[nn.Module]]:
-    """The modules whose attribute `training` is read within the context."""
-    reads: list[nn.Module] = []
-
-    def read(module: nn.Module) -> bool:
-        reads.append(module)
-        return module.__dict__["training"]
-
-    def write(module: nn.Module, value: bool) -> None:
-        module.__dict__["training"] = value
-
-    with _replaced(nn.Module, "training", property(read, write)):
-        yield reads
 
 
 def _random_states() -> tuple:

@@ -6,15 +6,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import batch_norm_arguments, process_group
-from preact_kernels.ops import checks, dispatch, layout
+from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
-from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.block_runs import BlockSpec, UnitSpec
+from preact_kernels.ops.bn_relu_conv import ConvArguments
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
-from preact_kernels.ops.preact_stage import PreActStageFunction, StageCall
-from preact_kernels.ops.running_stats import RunningStatistics, UnbiasedStatistics, update
+from preact_kernels.ops.run_blocks import BlockArguments
+from preact_kernels.ops.run_blocks import run_blocks as run_blocks_of
 
 
 class Block(Protocol):
@@ -88,95 +86,27 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
             x = block.plain_forward(x)
         return x
 
-    kernels = dispatch.kernels_for(x, dtype)
-    # Weights that the kernels read as they are need no copy in `dtype`.
-    keeps_float32 = kernels.takes_float32_weights
-    specs: list[BlockSpec] = []
-    parameters: list[Tensor] = []
-    shortcuts: list[Tensor] = []
-    running: list[Tensor | None] = []
-    norms: list[nn.Module] = []
-    tracked: list[RunningStatistics | None] = []
-    shape: Sequence[int] = x.shape
-    for block in blocks:
-        units, block_shape = [], shape
-        for module, conv in block.units():
-            bn = batch_norm_arguments(module, dtype != x.dtype)
-            bn.check_training(shape)
-            _check_norm(module, bn, shape, x, dtype)
-            weight = _conv_weight(conv, shape, x, dtype, keeps_float32)
-            parameters.extend((*bn.affine(x, shape[1]), weight))
-            if bn.training:
-                norms.append(module)
-                tracked.append(bn.tracked())
-            else:
-                running.extend((bn.running_mean, bn.running_var))
-            geometry = geometry_of(conv)
-            units.append(UnitSpec(bn.eps, bn.training, geometry, bn.process_group))
-            shape = geometry.output_shape(shape, weight.shape)
-        projection = block.projection()
-        if projection is None:
-            spec = BlockSpec(tuple(units), None, block.is_residual)
-        else:
-            spec = BlockSpec(tuple(units), geometry_of(projection))
-            shortcuts.append(_conv_weight(projection, block_shape, x, dtype, keeps_float32))
-        # One object for equal blocks in a row: the garbage collector has fewer to visit.
-        specs.append(specs[-1] if specs and specs[-1] == spec else spec)
-        channels = block_shape[1] if projection is None else shortcuts[-1].shape[0]
-        if block.is_residual and channels != shape[1]:
-            raise ValueError(f"x: expected a shortcut of {shape[1]} channels, got {channels}")
+    is_widened = dtype != x.dtype
+    norms = [bn for b in blocks for bn, _ in b.units()]
+    repeats_norms = len(set(map(id, norms))) < len(norms)
+    arguments = [_arguments(b, is_widened) for b in blocks]
+    return run_blocks_of(arguments, x, dtype, memory, repeats_norms)
 
-    weights = (*parameters[2::3], *shortcuts)
-    channels_last = any(map(layout.is_channels_last, (x, *weights)))
-    y, *batch = PreActStageFunction.apply(
-        StageCall(kernels, tuple(specs), memory, dtype),
-        layout.nhwc(x),
-        *parameters,
-        *shortcuts,
-        *running,
+
+def _arguments(block: Block, is_widened: bool) -> BlockArguments:
+    units = [(batch_norm_arguments(bn, is_widened), conv_arguments(c)) for bn, c in block.units()]
+    projection = block.projection()
+    shortcut = None if projection is None else conv_arguments(projection)
+    return BlockArguments(units, shortcut, block.is_residual)
+
+
+def conv_arguments(conv: nn.Conv2d) -> ConvArguments:
+    """The arguments of a child's call."""
+    return ConvArguments(
+        conv.weight,
+        conv.bias,
+        cast(Any, conv.stride),
+        cast(Any, conv.padding),
+        cast(Any, conv.dilation),
+        conv.groups,
     )
-    count = len(tracked)
-    statistics = list(map(UnbiasedStatistics, batch[:count], batch[count:]))
-    if len(set(map(id, norms))) == count:
-        update(kernels, tracked, statistics)
-    else:  # a batch norm that is used more than once: in order
-        for running_statistics, batch_statistics in zip(tracked, statistics, strict=True):
-            update(kernels, [running_statistics], [batch_statistics])
-    return layout.restored(y, channels_last)
-
-
-def _check_norm(
-    module: nn.BatchNorm2d,
-    bn: BatchNorm,
-    shape: Sequence[int],
-    x: Tensor,
-    weight_dtype: torch.dtype,
-) -> None:
-    for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var):
-        if t is not None and t.numel() != shape[1]:
-            raise ValueError(
-                f"x: expected {t.numel()} channels to match the block's batch norm, got {shape[1]}"
-            )
-    if module.weight is not None and module.weight.dtype not in (x.dtype, weight_dtype):
-        checks.check_parameter_dtype("bn_weight", module.weight, x)
-
-
-def geometry_of(conv: nn.Conv2d) -> Conv:
-    """The geometry of a convolution."""
-    stride, padding, dilation = cast(Any, (conv.stride, conv.padding, conv.dilation))
-    return Conv(stride, padding, dilation, conv.groups)
-
-
-def _conv_weight(
-    conv: nn.Conv2d, shape: Sequence[int], x: Tensor, dtype: torch.dtype, keeps_float32: bool
-) -> Tensor:
-    """The weight in `dtype`, or in float32, once it is known to fit an input of `shape`."""
-    weight = conv.weight
-    checks.check_conv_weight(weight, conv.groups, shape[1])
-    if weight.device != x.device:
-        raise ValueError(f"x: expected device {weight.device} to match the block, got {x.device}")
-    if weight.dtype == dtype:
-        return weight
-    if not is_autocast(x):
-        checks.check_parameter_dtype("conv_weight", weight, x)
-    return weight if keeps_float32 and weight.dtype == torch.float32 else weight.to(dtype)

@@ -13,9 +13,11 @@ def has_autocast(device_type: str) -> bool:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for the device of `x`."""
+    """Whether autocast casts `x`: it is on for the device of `x`, and leaves float64 as it is."""
     device_type = x.device.type
-    return has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+    if x.dtype == torch.float64 or not has_autocast(device_type):
+        return False
+    return torch.is_autocast_enabled(device_type)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from preact_kernels.kernels.mixed_precision import (
     MixedKernels,
 )
 from preact_kernels.ops import checks, schema
-from preact_kernels.torch_compat import FakeTensor
+from preact_kernels.torch_compat import FakeTensor, FunctionalTensor
 
 
 class BackendError(RuntimeError):
@@ -248,7 +248,7 @@ def _mixed(wide: Kernels, narrow: Kernels, stream: torch.dtype, dtype: torch.dty
 
 def _kernels_in(x: Tensor, dtype: torch.dtype) -> Kernels:
     """The kernels that serve tensors of `dtype` where `x` is."""
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor | FunctionalTensor) or x.is_meta:
         return _registered
     if x.numel() == 0:  # the share of one process of a group
         return reference

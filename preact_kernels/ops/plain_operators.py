@@ -7,7 +7,10 @@ from torch.fx import Proxy
 from preact_kernels import torch_compat
 
 # Kernels read the memory of these; other subclasses of Tensor define what an operator does.
-_SERVED_TYPES = frozenset((Tensor, nn.Parameter, torch_compat.FakeTensor))
+# AOTAutograd traces with functional tensors.
+_SERVED_TYPES = frozenset(
+    (Tensor, nn.Parameter, torch_compat.FakeTensor, torch_compat.FunctionalTensor)
+)
 _TENSOR_LIKE = (Tensor, Proxy)
 
 

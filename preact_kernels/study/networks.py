@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from preact_kernels.conversion.convert import conversion_report, convert
+from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet, resnet_layout
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.study.units import (
@@ -93,7 +94,8 @@ def study_network(
     """A residual network with the units that `options` describe.
 
     The default unit gives a `PreActResNet`. Any other option of a unit gives a `ResidualNetwork` of
-    plain PyTorch, whose BN-ReLU-Conv chains `pk.convert` then runs fused; `print` says which.
+    plain PyTorch, whose BN-ReLU-Conv chains `pk.convert` then runs fused; `print` says which did in
+    the last call. The network is called once before it is returned, with a small image.
 
     Args:
         depth: see `preact_resnet`.
@@ -164,7 +166,19 @@ def study_network(
     initialise(network, init)
     if fused:
         convert(network)
+        _call_once(network, 64 if variant == "imagenet" else 16)
     return network
+
+
+def _call_once(network: nn.Module, size: int) -> None:
+    """Runs a forward for `conversion_report`; restores buffers and random numbers.
+
+    Args:
+        network: new.
+        size: of the image, in pixels, so that the last stage has more than one.
+    """
+    weight = next(network.parameters())
+    saved_bytes(network, weight.new_zeros(1, 3, size, size))
 
 
 def _residual_network(
@@ -231,7 +245,7 @@ def initialise(network: nn.Module, init: str) -> None:
 
 
 def fused_parts(network: nn.Module) -> str:
-    """Which batch norms run fused, counted by what they are part of."""
+    """Which batch norms ran fused in the last call, counted by what they are part of."""
     if isinstance(network, PreActResNet):
         count = sum(isinstance(m, BatchNormBase) for m in network.modules())
         return f"{count} of {count} batch norms fused" if network.fused else "plain PyTorch"

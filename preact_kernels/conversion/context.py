@@ -1,0 +1,100 @@
+"""The modes of PyTorch in which an operation runs, to be restored where it runs later."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from preact_kernels import torch_compat
+from preact_kernels.ops import dispatch
+from preact_kernels.ops.autocast import has_autocast
+
+SavedTensorHooks = tuple[Callable, Callable] | None
+
+
+class Context(NamedTuple):
+    """Modes that change what an operation computes, or what it saves."""
+
+    device: torch.device
+    has_grad: bool
+    is_inference: bool
+    autocast_dtype: torch.dtype | None  # None where autocast is off
+    saved_tensor_hooks: SavedTensorHooks  # of `torch.autograd.graph.saved_tensors_hooks`
+    backend: str
+    stream: Any  # of CUDA; None on a CPU
+
+    @staticmethod
+    def current(device: torch.device) -> "Context":
+        """The modes of this thread for tensors on `device`."""
+        kind = device.type
+        is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
+        return Context(
+            device,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_autocast_dtype(kind) if is_cast else None,
+            torch_compat.top_saved_tensor_hooks(),
+            dispatch.current(),
+            torch.cuda.current_stream(device) if kind == "cuda" else None,
+        )
+
+    def is_current(self) -> bool:
+        """Whether these are the modes of this thread, apart from the hooks of saved tensors."""
+        if (
+            torch.is_grad_enabled() is not self.has_grad
+            or torch.is_inference_mode_enabled() is not self.is_inference
+            or dispatch.current() != self.backend
+        ):
+            return False
+        if torch_compat.is_any_autocast_enabled() or self.autocast_dtype is not None:
+            kind = self.device.type
+            is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
+            if (torch.get_autocast_dtype(kind) if is_cast else None) != self.autocast_dtype:
+                return False
+        return self.stream is None or torch.cuda.current_stream(self.device) == self.stream
+
+    def entered_in_backward(self) -> contextlib.AbstractContextManager:
+        """Likewise, apart from the hooks of saved tensors, which were those of the forward."""
+        hooks = torch_compat.top_saved_tensor_hooks()
+        return self._replace(saved_tensor_hooks=hooks).entered()
+
+    @contextlib.contextmanager
+    def entered_above_autograd(self) -> Iterator[None]:
+        """Likewise, where autograd records as outside of `__torch_dispatch__`."""
+        is_cast = self.autocast_dtype is not None
+        is_below = self.is_inference or not self.has_grad
+        kind = self.device.type if is_cast else None
+        above = contextlib.nullcontext() if is_below else torch_compat.above_autograd(kind)
+        with above, self.entered():
+            yield
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Runs its body in these modes."""
+        now = Context.current(self.device)
+        if now == self:
+            yield
+            return
+        kind = self.device.type
+        with contextlib.ExitStack() as stack:
+            if now.is_inference != self.is_inference:
+                stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.has_grad))
+            if now.autocast_dtype != self.autocast_dtype:
+                enabled = self.autocast_dtype is not None
+                stack.enter_context(torch.autocast(kind, self.autocast_dtype, enabled=enabled))
+            if now.saved_tensor_hooks != self.saved_tensor_hooks:
+                hooks = self.saved_tensor_hooks or (_same, _same)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+            if now.backend != self.backend:
+                stack.enter_context(dispatch.use_backend(self.backend))
+            if now.stream != self.stream:
+                self.stream.wait_stream(now.stream)
+                stack.enter_context(torch.cuda.stream(self.stream))
+                stack.callback(now.stream.wait_stream, self.stream)
+            yield
+
+
+def _same(t: torch.Tensor) -> torch.Tensor:
+    return t

@@ -1,0 +1,339 @@
+"""Deferred tensors: results that are not computed yet, and the recipes that compute them."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from preact_kernels.ops.bn_relu import gradients
+from preact_kernels.torch_compat import disable_torch_function
+
+
+class Operation(NamedTuple):
+    """What a node computes, in PyTorch's own operators."""
+
+    name: str
+    run: Callable[..., Tensor]  # of the node's settings, then its inputs
+    is_relu: bool = False
+    precedes_relu: bool = False  # usually
+
+
+class Node:
+    """One operation that is not computed yet.
+
+    Attributes:
+        operation: what it computes.
+        settings: arguments of the operation other than its inputs.
+        inputs: nodes, and tensors that are computed.
+        versions: of the inputs that are tensors, when they were read; None for nodes.
+        shape: of the result, `[N, C, H, W]`.
+        dtype: of the result.
+        channels_last: the memory format of the result in plain PyTorch.
+        needs_grad: whether the result requires a gradient.
+        users: the nodes that read the result.
+        value: the result, once it is computed and while it is needed.
+        adopted: the autograd function that returned the tensor, in place of this package's, as
+            soon as `value` is known as its result.
+        is_changed: whether `value` was changed in place while the tensor was still deferred, with
+            a change of its place in the autograd graph.
+        is_done: whether it was computed, on its own or as part of a fused operation.
+        history: the node whose autograd function gave the tensor that stands for the result; None:
+            this one.
+        spare: a tensor for a ReLU of the result.
+        reference: to the deferred tensor that stands for the result, while one does.
+        region: that recorded it.
+        context: in which it was recorded.
+    """
+
+    adopted: Any = None
+    history: "Node | None" = None
+    is_changed = False
+    is_done = False
+    reference: "weakref.ref[Deferred] | None" = None
+    spare: "Deferred | None" = None
+    value: Tensor | None = None
+
+    def __init__(
+        self,
+        region: Any,
+        operation: Operation,
+        settings: Any,
+        inputs: "Sequence[Node | Tensor]",
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        channels_last: bool,
+        needs_grad: bool,
+    ) -> None:
+        self.region, self.context = region, region.context
+        self.operation, self.settings, self.inputs = operation, settings, inputs
+        self.shape, self.dtype, self.channels_last = shape, dtype, channels_last
+        self.needs_grad = needs_grad
+        self.users: list[Node] = []
+        self.versions: list[int | None] = []
+        for i in inputs:
+            if isinstance(i, Node):
+                i.users.append(self)
+                self.versions.append(None)
+            else:
+                self.versions.append(version(i))
+
+    def release(self) -> None:
+        """Drops what only a pending node needs: references in cycles."""
+        self.users, self.spare = [], None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the program still holds a tensor that stands for the result."""
+        return self.reference is not None and self.reference() is not None
+
+    def check_inputs(self) -> None:
+        """Raises if an input was changed in place where that could not be seen."""
+        for i, expected in zip(self.inputs, self.versions, strict=True):
+            if expected is not None and version(cast(Tensor, i)) != expected:
+                raise RuntimeError(
+                    f"the input of a deferred {self.operation.name} was modified by an inplace "
+                    "operation outside of PyTorch's Python API; run it outside of the converted "
+                    "model, or call pk.revert"
+                )
+
+
+def version(t: Tensor) -> int | None:
+    """The number of in-place changes of `t` so far; None for an inference tensor."""
+    try:
+        return t._version
+    except RuntimeError:
+        return None
+
+
+class Deferred(Tensor):
+    """A tensor without storage that stands for the result of a node.
+
+    Reading anything but its metadata computes it.
+    """
+
+    node: Node
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Where no region is active: computes the arguments, then calls `func`."""
+        return call_computed(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        """For code in C++: computes the arguments, then calls `func`."""
+        with disable_torch_function():
+            args, kwargs = computed_arguments((args, kwargs or {}), f"{func} (in C++)")
+            return func(*args, **kwargs)
+
+
+# Code that looks at the class sees that of a plain tensor, except for `type(t) is torch.Tensor`.
+Deferred.__name__, Deferred.__qualname__, Deferred.__module__ = "Tensor", "Tensor", "torch"
+
+
+_CHANGED = (
+    "a deferred tensor that an autograd function or a weak reference holds was modified by an "
+    "inplace operation; run it outside of the converted model, or call pk.revert"
+)
+
+
+class _DeferredFunction(torch.autograd.Function):
+    """Gives deferred tensors their place in the autograd graph.
+
+    Backward runs only if such a tensor was passed to code that PyTorch does not show to Python,
+    such as a custom autograd function: it computes the node again, in plain operators. What is
+    computed from recorded nodes has a graph of its own.
+
+    Returns a tensor for the result of `node`. A batch norm gets another one, for the result of a
+    ReLU of it, as one call is cheaper than two.
+    """
+
+    @staticmethod
+    def forward(ctx, node, in_place, *tensors):
+        ctx.node, ctx.has_relu = node, False
+        ctx.set_materialize_grads(False)
+        if in_place:
+            ctx.mark_dirty(tensors[0])
+            return tensors[0]
+        return (_empty(node), _empty(node)) if node.operation.precedes_relu else _empty(node)
+
+    @staticmethod
+    def backward(ctx, dy, spare_dy=None):
+        node = ctx.node
+        node.check_inputs()
+        if node.is_changed:
+            raise RuntimeError(_CHANGED)
+        needed = ctx.needs_input_grad[2:]
+        found: list[Tensor | None] = [None for _ in needed]
+        with disable_torch_function():
+            with node.context.entered_in_backward():
+                inputs = [_recomputed(i) for i in node.inputs]
+            for gradient, has_relu in ((dy, ctx.has_relu), (spare_dy, True)):
+                if gradient is not None:
+                    forward = functools.partial(_run, node, has_relu)
+                    more = gradients(forward, inputs, needed, gradient)
+                    found = list(map(_sum, found, more))
+        return None, None, *found
+
+
+# Without the tests for transforms in `apply` of the class: no region records under transforms.
+_apply_deferred = super(torch.autograd.Function, _DeferredFunction).apply
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+def _run(node: "Node", has_relu: bool, *inputs: Tensor) -> Tensor:
+    with node.context.entered_in_backward():
+        y = node.operation.run(node.settings, *inputs)
+        return F.relu(y) if has_relu else y
+
+
+class _WithHistory(torch.autograd.Function):
+    """`value`, with the place of the tensor `t` in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, t, value):
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+def has_own_history(t: Deferred) -> bool:
+    """Whether no autograd function returned `t`, which then has the gradient of that function."""
+    node = t.node
+    if node.region.is_traced:
+        return True
+    if node.needs_grad:
+        return getattr(t.grad_fn, "node", None) is (node.history or node)
+    return not t.requires_grad
+
+
+def _recomputed(value: Node | Tensor) -> Tensor:
+    """The result of a node, in plain operators, where it was not kept."""
+    if not isinstance(value, Node):
+        return value
+    if value.value is not None:
+        return value.value
+    value.check_inputs()
+    return value.operation.run(value.settings, *map(_recomputed, value.inputs))
+
+
+def _empty(node: Node) -> Deferred:
+    _, c, h, w = node.shape
+    strides = (c * h * w, 1, w * c, c) if node.channels_last else (c * h * w, h * w, w, 1)
+    return Tensor._make_wrapper_subclass(
+        Deferred, node.shape, strides, dtype=node.dtype, device=node.context.device
+    )
+
+
+def deferred(node: Node, tensors: Sequence[Tensor], in_place: bool = False) -> Any:
+    """The tensor that stands for the result of `node`.
+
+    Args:
+        node: just recorded.
+        tensors: its inputs, as the program has them.
+        in_place: the first of `tensors`, a deferred tensor, becomes the result.
+    """
+    source: Any = node.inputs[0]
+    result: Any = None
+    if in_place:
+        result = tensors[0]
+        source.reference = None
+    if node.needs_grad and not node.region.is_traced:
+        if node.operation.is_relu and type(source) is Node and source.operation.precedes_relu:
+            if in_place:
+                result.grad_fn.has_relu = True
+                node.history = source
+            elif source.spare is not None:
+                result, source.spare, node.history = source.spare, None, source
+        if node.history is None:
+            result = _apply_deferred(node, in_place, *tensors)
+            if node.operation.precedes_relu:
+                result, node.spare = result
+    elif not in_place:
+        result = _empty(node)
+    result.node = node
+    node.reference = weakref.ref(result)
+    return result
+
+
+def call_computed(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Calls `func` with every deferred argument computed."""
+    given = args
+    args, kwargs = computed_arguments((args, kwargs), func)
+    return as_given(func(*args, **kwargs), given)
+
+
+def as_given(result: Any, given: tuple) -> Any:
+    """`result`, or the deferred tensor whose value it is: in place, PyTorch returns its input."""
+    for t in given:
+        if type(t) is Deferred and t.node.value is result:
+            t.node.is_changed = t.node.is_changed or torch.is_grad_enabled()
+            return t
+    return result
+
+
+def computed_arguments(value: Any, reader: object) -> Any:
+    """`value` with every deferred tensor in its lists, tuples and dictionaries computed.
+
+    The tensors themselves become plain tensors where that is possible; else copies of their
+    containers hold the results.
+    """
+    kind = type(value)
+    if kind is Deferred:
+        return compute(value, reader)
+    if kind in (tuple, list):
+        items = [computed_arguments(v, reader) for v in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return kind(items)
+    if kind is dict:
+        computed = {k: computed_arguments(v, reader) for k, v in value.items()}
+        return value if all(computed[k] is v for k, v in value.items()) else computed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind._make(computed_arguments(v, reader) for v in value)
+    return value
+
+
+def compute(t: Deferred, reader: object) -> Tensor:
+    """The result that `t` stands for; `t` itself if it could become a plain tensor."""
+    node = t.node
+    if node.value is None:
+        node.region.compute([node], reader)
+    if type(t) is Deferred:
+        become_plain(t)
+    return cast(Tensor, node.value) if type(t) is Deferred else t
+
+
+def become_plain(t: Deferred) -> None:
+    """Makes `t` a plain tensor, once it is computed.
+
+    It stays deferred while code in C++ holds it, or where the program has weak references to it.
+    """
+    node = t.node
+    if node.region.is_traced:
+        return
+    value = cast(Tensor, node.value)
+    node.reference = None
+    node.region.forget(t)
+    with disable_torch_function():
+        if not has_own_history(t) and t.grad_fn is not node.adopted:
+            if node.is_changed:
+                raise RuntimeError(_CHANGED)
+            node.adopted = t.grad_fn
+            with torch.enable_grad():
+                value = _WithHistory.apply(t, value.detach())
+        with contextlib.suppress(RuntimeError):
+            torch.utils.swap_tensors(t, value)
+            value = t
+    node.value = value
+    if type(t) is Deferred:
+        node.region.keep(t)

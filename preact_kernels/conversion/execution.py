@@ -1,0 +1,246 @@
+"""Computes recorded nodes: matches run fused, the others in PyTorch's own operators.
+
+Kernels work on NHWC. In a model that runs in NCHW, tensors are converted once where they enter
+fused operations, stay in NHWC between them, and are converted back where the program sees them.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from preact_kernels.conversion.deferred import Node, become_plain
+from preact_kernels.conversion.matching import BNReLU, Match, SingleUnit, Unit, match
+from preact_kernels.conversion.operations import CONV, NORM, updating_norm
+from preact_kernels.conversion.report import Outcome, described
+from preact_kernels.ops import layout
+from preact_kernels.ops.bn_relu import bn_relu_of
+from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
+from preact_kernels.ops.memory_mode import MemoryMode
+from preact_kernels.ops.run_blocks import BlockArguments, run_blocks
+
+MEMORY = "preact_memory"  # attribute of the first batch norm of a stage: its memory mode
+
+# Runs blocks in a row: the blocks, their input, the batch norm that begins them, where known, and
+# the dtype of their convolutions.
+StageRunner = Callable[[list[BlockArguments], Tensor, nn.Module | None, torch.dtype], Tensor]
+
+# Fewer channels than this: PyTorch's strided 1x1 convolution of channels_last tensors on a CPU
+# writes past the end of its output (seen with 1, 3, 4 and 6 channels in torch 2.13).
+_FEW_CHANNELS = 16
+
+
+def execute(region: Any, nodes: Sequence[Node], reader: object) -> None:
+    """Computes `nodes`, in order, and notes in `region` what ran fused.
+
+    Args:
+        region: that recorded the nodes.
+        nodes: pending nodes, and all pending nodes that they read.
+        reader: what asks for the results: a function, or a text.
+    """
+    for node in nodes:
+        node.check_inputs()
+    matches, refused = match(nodes)
+    steps = _steps(nodes, matches)
+    _note(region, matches, refused, reader)
+    _Execution(region, nodes, steps).run()
+
+
+def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match | Node]:
+    """Matches, and the other nodes, in an order in which each has what it reads."""
+    ends = {m.end: m for m in matches}
+    replaced = {n for m in matches for n in m.nodes}
+    return [ends.get(n, n) for n in nodes if n in ends or n not in replaced]
+
+
+def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reader: object) -> None:
+    found = region.outcomes
+    for m in matches:
+        name, convs = m.name, {u.activation.bn: u.conv for u in reversed(m.units)}
+        for node in m.nodes:
+            if node.operation is NORM:
+                conv = _module(convs.get(node))
+                reference = None if conv is None else weakref.ref(conv)
+                found.append((_module(node), Outcome(name, "", reference)))
+    for node, reason in refused.items():
+        found.append((_module(node), Outcome("", reason or described(reader))))
+
+
+def _module(node: Node | None) -> nn.Module | None:
+    """The module that called a batch norm or a convolution, where known."""
+    owner = None if node is None else node.settings.owner
+    return None if owner is None else owner.module
+
+
+class _Execution:
+    def __init__(self, region: Any, nodes: Sequence[Node], steps: Sequence[Match | Node]) -> None:
+        self._region, self._steps = region, steps
+        self._own = set(nodes)
+        self._values: dict[Node, Tensor] = {}  # results so far, in the order of `_in_nhwc`
+        self._converted: dict[int, tuple[Tensor, Tensor]] = {}  # tensors from outside, by id
+        self._reads = Counter(
+            i for s in steps for i in _inputs(s) if isinstance(i, Node) and i.value is None
+        )
+        self._saves_output = False  # whether the last step may have saved its result
+        self._in_nhwc = any(not isinstance(s, Node) for s in steps)
+
+    def run(self) -> None:
+        """Runs the steps."""
+        try:
+            for step in self._steps:
+                inputs = [self._input(i) for i in _inputs(step)]
+                end = step if isinstance(step, Node) else step.end
+                self._store(end, self._result(step, inputs))
+                for node in (step,) if isinstance(step, Node) else step.nodes:
+                    node.is_done = True
+                for i in _inputs(step):
+                    self._release(i)
+        except BaseException:
+            for node, value in self._values.items():  # for a later attempt
+                node.value = value
+            raise
+
+    def _input(self, value: Node | Tensor) -> Tensor:
+        if isinstance(value, Node):
+            if value in self._values:
+                return self._values[value]
+            assert value.value is not None
+            t = value.value
+        else:
+            t = value
+        if not self._in_nhwc or t.dim() != 4 or layout.is_channels_last(t):
+            return t
+        if id(t) not in self._converted:
+            self._converted[id(t)] = t, _ToChannelsLast.apply(t)
+        return self._converted[id(t)][1]
+
+    def _release(self, value: Node | Tensor) -> None:
+        if isinstance(value, Node) and value in self._reads:
+            self._reads[value] -= 1
+            if self._reads[value] == 0:
+                self._values.pop(value, None)
+
+    def _result(self, step: Match | Node, inputs: list[Tensor]) -> Tensor:
+        self._saves_output = False
+        if isinstance(step, Node):
+            return self._plain(step, inputs)
+        x, *residual = inputs
+        if isinstance(step, BNReLU):
+            return bn_relu_of(x, step.activation.bn.settings.arguments(_affine(step.activation.bn)))
+        if isinstance(step, SingleUnit):
+            return bn_relu_conv2d_of(x, *_arguments(step.unit), residual[0] if residual else None)
+        blocks = [
+            BlockArguments(
+                [_arguments(u) for u in b.units],
+                _arguments(b.projection)[1] if b.projection else None,
+                b.add is not None,
+            )
+            for b in step.blocks
+        ]
+        module = _module(step.blocks[0].units[0].activation.bn)
+        if self._region.run_stage is not None:
+            return self._region.run_stage(blocks, x, module, step.end.dtype)
+        name = module.__dict__.get(MEMORY, self._region.memory) if module else self._region.memory
+        self._saves_output = name != "store"
+        return run_blocks(blocks, x, step.end.dtype, MemoryMode(name))
+
+    def _plain(self, node: Node, inputs: list[Tensor]) -> Tensor:
+        rest: Sequence[Any] = node.inputs[len(inputs) :]
+        if node.operation is NORM:
+            return updating_norm(node.settings, inputs[0], *rest)
+        if node.operation is CONV and _is_unsafe(node):
+            inputs = [inputs[0].contiguous()]
+        return node.operation.run(node.settings, *inputs, *rest)
+
+    def _store(self, node: Node, y: Tensor) -> None:
+        """Keeps a result where it is read later, and hands it to the program."""
+        is_read_outside = any(u not in self._own for u in node.users)
+        held = node.reference() if node.reference is not None else None
+        if held is None and not is_read_outside:
+            if node in self._reads:
+                self._values[node] = y
+            return
+        is_nchw = not node.channels_last and layout.is_channels_last(y)
+        inside = y.detach() if is_nchw else y
+        if is_nchw:
+            y = _contiguous(y, self._saves_output)
+        elif node.channels_last:
+            # The program may change it in place.
+            y = y.clone() if self._saves_output and y.requires_grad else layout.nhwc(y)
+        else:
+            y = _with_plain_strides(y)
+        node.value = y
+        if held is not None:
+            become_plain(held)
+        if node in self._reads:
+            # What is computed later has the value that the program sees as an input.
+            self._values[node] = (
+                _ToChannelsLast.apply(node.value, inside) if is_nchw else node.value
+            )
+
+
+def _inputs(step: Match | Node) -> Sequence[Any]:
+    """Images that a step reads."""
+    if isinstance(step, Node):
+        return step.inputs[:1] if step.operation in (NORM, CONV) else step.inputs
+    return step.inputs
+
+
+def _affine(node: Node) -> Sequence[Any]:
+    return node.inputs[1:]
+
+
+def _arguments(unit: Unit) -> tuple[Any, ConvArguments]:
+    bn, conv = unit.activation.bn, unit.conv
+    arguments = conv.settings.arguments(*_affine(conv))
+    if unit.pads:
+        more = zip(arguments.padding, unit.padding, strict=True)
+        arguments = arguments._replace(padding=tuple(a + b for a, b in more))
+    return bn.settings.arguments(_affine(bn)), arguments
+
+
+def _is_unsafe(conv: Node) -> bool:
+    """Whether PyTorch may corrupt memory if the convolution runs in NHWC."""
+    weight = cast(Tensor, conv.inputs[1])
+    return (
+        not conv.channels_last
+        and weight.shape[1] < _FEW_CHANNELS
+        and max(conv.settings.stride) > 1
+        and weight.device.type == "cpu"
+    )
+
+
+def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
+    """`y` in NCHW, with the same place in the autograd graph."""
+    if not y.requires_grad or is_saved or type(y) is not Tensor:
+        return _with_plain_strides(y)
+    y.data = _with_plain_strides(y.detach())
+    return y
+
+
+def _with_plain_strides(y: Tensor) -> Tensor:
+    """`y` with the strides of a new NCHW tensor; they may differ where a size is 1."""
+    strides = [1]
+    for size in y.shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    if y.stride() == (*strides,):
+        return y
+    return y.clone(memory_format=torch.contiguous_format)
+
+
+class _ToChannelsLast(torch.autograd.Function):
+    """An NCHW tensor in channels_last order; its gradient is NCHW, as in plain PyTorch.
+
+    The second argument has its values in that order, where they are known.
+    """
+
+    @staticmethod
+    def forward(ctx, t, values=None):
+        return layout.nhwc(t) if values is None else values.detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None if dy is None else dy.contiguous(), None

@@ -1,0 +1,117 @@
+"""The operations that may be deferred, in PyTorch's own operators."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from preact_kernels import torch_compat
+from preact_kernels.conversion.deferred import Node, Operation
+from preact_kernels.conversion.owners import Owner
+from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.bn_relu_conv import ConvArguments
+
+
+class NormSettings(NamedTuple):
+    """Arguments of a batch norm other than its input; weight and bias are inputs of the node."""
+
+    has_weight: bool
+    has_bias: bool
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+    process_group: object = None  # over which the batch is spread
+    owner: Owner | None = None  # the module that called it, where known
+
+    def arguments(self, affine: Sequence[Tensor]) -> BatchNorm:
+        """The arguments of the fused ops, for the node's inputs behind the first."""
+        rest = list(affine)
+        return BatchNorm(
+            rest.pop(0) if self.has_weight else None,
+            rest.pop(0) if self.has_bias else None,
+            self.running_mean,
+            self.running_var,
+            self.training,
+            self.momentum,
+            self.eps,
+            self.process_group,
+        )
+
+
+class ConvSettings(NamedTuple):
+    """Arguments of a convolution other than its input, weight and bias."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    owner: Owner | None = None  # the module that called it, where known
+
+    def arguments(self, weight: Tensor, bias: Tensor | None = None) -> ConvArguments:
+        """The arguments of the fused ops."""
+        return ConvArguments(weight, bias, *self[:4])
+
+
+class CallSettings(NamedTuple):
+    """A function, and its arguments behind the input."""
+
+    func: Callable
+    args: tuple
+    kwargs: dict
+
+
+def _norm(s: NormSettings, x: Tensor, *affine: Tensor) -> Tensor:
+    """Without an update of the running statistics."""
+    return _plain_norm(s.arguments(affine), x, updates=False)
+
+
+def updating_norm(s: NormSettings, x: Tensor, *affine: Tensor) -> Tensor:
+    """A batch norm in PyTorch's own operators, with the update of its running statistics.
+
+    In a backward, which runs this forward again, the batch was counted before.
+    """
+    return _plain_norm(s.arguments(affine), x, updates=not torch_compat.is_in_backward())
+
+
+def _plain_norm(bn: BatchNorm, x: Tensor, updates: bool) -> Tensor:
+    mean, var = bn.running_mean, bn.running_var
+    if bn.training and not updates and mean is not None and var is not None:
+        mean, var = mean.clone(), var.clone()  # saved as in the first run, for checkpoints
+    momentum: Any = bn.momentum
+    if bn.process_group is not None:
+        affine = (bn.weight, bn.bias)
+        return torch_compat.sync_batch_norm(
+            x, *affine, mean, var, momentum, bn.eps, bn.process_group
+        )
+    return F.batch_norm(x, mean, var, bn.weight, bn.bias, bn.training, momentum, bn.eps)
+
+
+def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.conv2d(x, weight, bias, *s[:4])
+
+
+NORM = Operation("batch norm", _norm, precedes_relu=True)
+RELU = Operation("relu", lambda _, x: F.relu(x), is_relu=True)
+CONV = Operation("conv2d", _conv)
+ADD = Operation("add", lambda _, a, b: a + b)
+PAD = Operation("pad", lambda sizes, x: F.pad(x, sizes))
+CAT = Operation("cat", lambda _, *tensors: torch.cat(tensors, 1))
+POOL = Operation("pooling", lambda s, x: s.func(x, *s.args, **s.kwargs))
+
+
+def tracked_statistics(node: Node) -> list[Tensor]:
+    """The running statistics that a node updates."""
+    if node.operation is not NORM or not node.settings.training:
+        return []
+    return [t for t in (node.settings.running_mean, node.settings.running_var) if t is not None]
+
+
+def constants(node: Node) -> list[Tensor]:
+    """Tensors that a node reads beside its inputs."""
+    if node.operation is not NORM or node.settings.training:
+        return []
+    return [t for t in (node.settings.running_mean, node.settings.running_var) if t is not None]

@@ -1,0 +1,78 @@
+"""Finds the modules of a model by the parameters and buffers that their forwards pass on."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Owner:
+    """A module, and what was found out about its last call.
+
+    Attributes:
+        key: the arguments of that call for which `found` holds.
+        found: what a rule derives from `key`.
+    """
+
+    __slots__ = ("_module", "found", "key")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.key: Any = None
+        self.found: Any = None
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module."""
+        return self._module()
+
+    def has(self, t: Tensor) -> bool:
+        """Whether `t` is a parameter, a buffer or the weight of the module, as in replicas."""
+        module = self._module()
+        if module is None:
+            return False
+        if module._parameters.get("weight") is t or module.__dict__.get("weight") is t:
+            return True
+        return any(o is t for o in (*module._parameters.values(), *module._buffers.values()))
+
+
+class Owners:
+    """Finds modules below `root`; only a call of `start` has it look again."""
+
+    def __init__(self, root: nn.Module | None = None) -> None:
+        self._root = None if root is None else weakref.ref(root)
+        self._by_id: dict[int, Owner] = {}
+        self._may_look = True
+
+    def start(self) -> None:
+        """A new call of the model, whose parameters may be other tensors than in the last."""
+        self._may_look = True
+
+    def find(self, t: Tensor | None) -> Owner | None:
+        """The module with the parameter or buffer `t`."""
+        owner = self._by_id.get(id(t))
+        if owner is not None and owner.has(t):  # type: ignore[arg-type]
+            return owner
+        if t is None or self._root is None or not self._may_look:
+            return None
+        self._may_look = False
+        self._look()
+        owner = self._by_id.get(id(t))
+        return owner if owner is not None and owner.has(t) else None
+
+    def is_batch_count(self, t: Tensor) -> bool:
+        """Whether `t` is the `num_batches_tracked` of a batch norm."""
+        if t.dim() or t.is_floating_point():
+            return False
+        owner = self.find(t)
+        module = None if owner is None else owner.module
+        return module is not None and module._buffers.get("num_batches_tracked") is t
+
+    def _look(self) -> None:
+        root = self._root() if self._root is not None else None
+        for module in root.modules() if root is not None else ():
+            own = (*module._parameters.values(), *module._buffers.values())
+            owner = Owner(module)
+            for t in (*own, module.__dict__.get("weight")):
+                if t is not None:
+                    self._by_id[id(t)] = owner

@@ -1,0 +1,290 @@
+"""Regions: code whose batch norms, and what follows them, are deferred and run fused."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from preact_kernels import torch_compat
+from preact_kernels.conversion import operations, rules
+from preact_kernels.conversion.context import Context
+from preact_kernels.conversion.deferred import (
+    Deferred,
+    Node,
+    Operation,
+    as_given,
+    become_plain,
+    compute,
+    computed_arguments,
+    deferred,
+    has_own_history,
+)
+from preact_kernels.conversion.execution import StageRunner, execute
+from preact_kernels.conversion.owners import Owner, Owners
+from preact_kernels.conversion.report import Outcome
+from preact_kernels.conversion.writes import is_write
+from preact_kernels.torch_compat import (
+    disable_torch_function,
+    storage_id,
+)
+
+
+class Region(TorchFunctionMode):
+    """Defers operations on this thread while it is entered, and runs them fused.
+
+    An operation on a deferred tensor that `rules.RULES` does not list computes it.
+
+    Args:
+        memory: the memory mode of residual blocks, as in `PreActStage`.
+        owners: finds the modules of a model by their parameters and buffers.
+        run_stage: runs the residual blocks in a row; for planning.
+        extra_types: subclasses of Tensor that are deferred too.
+        is_traced: whether PyTorch traces the code: it holds no deferred tensor at the end, and
+            passes none to code in C++.
+
+    Attributes:
+        pending: the nodes that are not computed yet, in order.
+        outcomes: what the batch norms ran in.
+    """
+
+    def __init__(
+        self,
+        memory: str = "store",
+        owners: "Owners | None" = None,
+        run_stage: StageRunner | None = None,
+        extra_types: tuple[type, ...] = (),
+        is_traced: bool = False,
+    ) -> None:
+        super().__init__()
+        self.memory, self.owners, self.run_stage = memory, owners or Owners(), run_stage
+        self.tensor_types = frozenset((Tensor, nn.Parameter, *extra_types))
+        self.is_traced = is_traced
+        self.pending: list[Node] = []
+        self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
+        self.context: Any = None
+        self.saved_tensor_hooks = torch_compat.top_saved_tensor_hooks()
+        # Weak references, by id, to computed tensors that could not become plain tensors yet.
+        self._not_plain: dict[int, weakref.ref[Deferred]] = {}
+        self._updated: set[int] = set()  # ids of the running means to be updated
+        self._storages = _Storages()
+        self._lock = threading.RLock()
+
+    # Recording.
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Records `func`, or calls it on computed tensors."""
+        kwargs = kwargs or {}
+        rule = rules.RULES.get(func)
+        if rule is not None:
+            with disable_torch_function():
+                if rule is rules.METADATA:
+                    return func(*args, **kwargs)
+                result = rule(self, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return self._call(func, types, args, kwargs)
+
+    def is_recording(self) -> bool:
+        """Whether operations may be deferred here.
+
+        Not under functional transforms, and not inside of `torch.utils.checkpoint`: its backward
+        runs the operations again outside of this region, and must save the same tensors.
+        """
+        return (
+            not torch_compat.has_functorch_transform()
+            and torch_compat.top_saved_tensor_hooks() == self.saved_tensor_hooks
+            and not torch_compat.has_dual_level()
+        )
+
+    def enter_context(self, device: torch.device) -> Context:
+        """The modes of this thread; computes what was recorded in others."""
+        context = self.context
+        if context is None or context.device != device or not context.is_current():
+            self.flush("an operation in another autocast, grad or inference mode")
+            self.context = context = Context.current(device)
+        return context
+
+    def record(
+        self,
+        operation: Operation,
+        tensors: Sequence[Tensor],
+        settings: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        channels_last: bool,
+        in_place: bool = False,
+    ) -> Any:
+        """Defers an operation.
+
+        Args:
+            operation: the operation; `enter_context` was called for its device.
+            tensors: its inputs; what is no `Deferred` is of `tensor_types`.
+            settings: its other arguments.
+            shape: of the result.
+            dtype: of the result.
+            channels_last: whether the result has that memory format in plain PyTorch.
+            in_place: whether the result replaces the first of `tensors`, a deferred tensor.
+
+        Returns:
+            The deferred tensor, or NotImplemented where the operation must be called.
+        """
+        inputs: list[Any] = []
+        given: list[Any] = []
+        needs_grad = False
+        for t in tensors:
+            if type(t) is Deferred:
+                node = t.node
+                if node.value is not None or node.region is not self or not has_own_history(t):
+                    t = compute(t, "another region, or an autograd function")
+            given.append(t)
+            inputs.append(t.node if type(t) is Deferred else t)
+            if not needs_grad:
+                needs_grad = inputs[-1].needs_grad if type(t) is Deferred else t.requires_grad
+        needs_grad = needs_grad and self.context.has_grad
+        if in_place and (
+            type(given[0]) is not Deferred or (given[0].requires_grad and not needs_grad)
+        ):
+            return NotImplemented  # computed by now, or without grad mode
+        node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
+        self.pending.append(node)
+        return deferred(node, given, in_place)
+
+    def note(self, owner: Owner | None, reason: str) -> None:
+        """Notes why a batch norm is not deferred."""
+        if owner is not None:
+            self.outcomes.append((owner.module, Outcome("", reason)))
+
+    def before_update(self, running_mean: Tensor) -> None:
+        """Computes a pending update of `running_mean`, and notes that a new one is coming."""
+        if id(running_mean) in self._updated:
+            self.flush("a second call of the batch norm")
+        self._updated.add(id(running_mean))
+
+    # Calls that are not deferred.
+
+    def _call(self, func: Callable, types: Sequence[type], args: tuple, kwargs: dict) -> Any:
+        if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
+            return func(*args, **kwargs)
+        given = args
+        if Deferred in types:
+            args, kwargs = computed_arguments((args, kwargs), func)
+        if self.pending:
+            with disable_torch_function():
+                ids = {storage_id(t) for t in _tensors(args, kwargs) if t.is_floating_point()}
+                if ids and self._storages.concern(self.pending, ids, is_write(func, args, kwargs)):
+                    self.flush(func)
+        return as_given(func(*args, **kwargs), given)
+
+    # Computing.
+
+    def compute(self, targets: Sequence[Node], reader: object) -> None:
+        """Computes nodes and what they read.
+
+        Args:
+            targets: pending nodes.
+            reader: what asks for the results: a function, or a text.
+        """
+        with self._lock, torch_compat.without_functorch_transforms(), disable_torch_function():
+            needed = _ancestors(targets)
+            nodes = [n for n in self.pending if n in needed]
+            self._set_pending([n for n in self.pending if n not in needed])
+            if not nodes:
+                return
+            try:
+                with nodes[0].context.entered_above_autograd():
+                    execute(self, nodes, reader)
+            finally:
+                left = [n for n in nodes if not n.is_done]
+                if left:
+                    self._set_pending(left + self.pending)
+            for node in nodes:
+                node.release()
+
+    def _set_pending(self, nodes: list[Node]) -> None:
+        self.pending, self._storages = nodes, _Storages()
+        self._updated = {id(t) for n in nodes for t in operations.tracked_statistics(n)}
+
+    def flush(self, reader: object) -> None:
+        """Computes all that the program holds, and updates running statistics."""
+        if not self.pending:
+            return
+        with self._lock:
+            held = [n for n in self.pending if n.is_held or operations.tracked_statistics(n)]
+            self.compute(held, reader)
+            for node in self.pending:  # results that nothing reads
+                node.release()
+            self._set_pending([])
+
+    def keep(self, t: Deferred) -> None:
+        """Notes a computed tensor that could not become a plain tensor yet."""
+        self._not_plain[id(t)] = weakref.ref(t)
+
+    def forget(self, t: Deferred) -> None:
+        """Undoes `keep`: no tensor with weak references can become another one."""
+        self._not_plain.pop(id(t), None)
+
+    def finish(self, reader: object) -> None:
+        """Computes what is left; deferred tensors become plain ones."""
+        self.flush(reader)
+        for reference in list(self._not_plain.values()):
+            t = reference()
+            if type(t) is Deferred:
+                become_plain(t)
+
+
+class _Storages:
+    """Storages that pending nodes read, and those of the running statistics that they update."""
+
+    def __init__(self) -> None:
+        self._read: set[int] = set()
+        self._updated: set[int] = set()
+        self._count = 0  # nodes that were looked at
+
+    def concern(self, pending: Sequence[Node], ids: set[int], is_written: bool) -> bool:
+        """Whether a call that reads or writes the storages `ids` must wait for pending nodes."""
+        for node in pending[self._count :]:
+            self._updated.update(map(storage_id, operations.tracked_statistics(node)))
+            self._read.update(map(storage_id, operations.constants(node)))
+            for i in node.inputs:
+                t = i.value if isinstance(i, Node) else i
+                if t is not None:
+                    self._read.add(storage_id(t))
+        self._count = len(pending)
+        return not self._updated.isdisjoint(ids) or (is_written and not self._read.isdisjoint(ids))
+
+
+def _is_irrelevant(value: object) -> bool:
+    """Whether no pending node can read or update an argument: a number, or a tensor of integers."""
+    if isinstance(value, Tensor):
+        return type(value) is not Deferred and not value.is_floating_point()
+    return type(value) in (bool, float, int)
+
+
+def _ancestors(targets: Sequence[Node]) -> set[Node]:
+    """Pending nodes that `targets` read, and `targets`."""
+    found, waiting = set(), [t for t in targets if not t.is_done]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [i for i in node.inputs if type(i) is Node and i.value is None]
+    return found
+
+
+def _tensors(args: Iterable[Any], kwargs: dict) -> list[Tensor]:
+    """The tensors in arguments, and in lists, tuples and dictionaries among them."""
+    found: list[Tensor] = []
+    waiting = [*args, *kwargs.values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+    return found

@@ -1,0 +1,468 @@
+"""Which functions of PyTorch are deferred: `RULES` has an entry for each.
+
+A rule takes the region and the arguments of a call. It checks them and records the operation, or
+returns NotImplemented: then the function is called on computed tensors. To defer another function,
+add an operation to `operations.py` and a rule here; `matching.py` decides what runs fused.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from preact_kernels import torch_compat
+from preact_kernels.conversion.deferred import Deferred, Node, compute
+from preact_kernels.conversion.operations import (
+    ADD,
+    CAT,
+    CONV,
+    NORM,
+    PAD,
+    POOL,
+    RELU,
+    CallSettings,
+    ConvSettings,
+    NormSettings,
+)
+from preact_kernels.modules.batch_norm import batch_norm_arguments, has_own_hooks
+from preact_kernels.ops import checks, layout
+from preact_kernels.ops.batch_norm import BatchNorm
+
+METADATA = "metadata"  # in place of a rule: answered without computing the tensor
+
+RULES: dict[Callable, Any] = dict.fromkeys(
+    (
+        Tensor.__len__,
+        Tensor.dim,
+        Tensor.element_size,
+        Tensor.is_complex,
+        Tensor.is_floating_point,
+        Tensor.is_signed,
+        Tensor.ndimension,
+        Tensor.nelement,
+        Tensor.numel,
+        Tensor.size,
+        torch.is_complex,
+        torch.is_floating_point,
+        torch.numel,
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                *("device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn"),
+                *("is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xla"),
+                *("itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
+            )
+        ),
+    ),
+    METADATA,
+)
+
+
+def _rule(*functions: Callable | None) -> Callable:
+    def add(rule: Callable) -> Callable:
+        RULES.update({f: rule for f in functions if f is not None})
+        return rule
+
+    return add
+
+
+def _bound(names: Sequence[str], args: tuple, kwargs: dict) -> dict[str, Any] | None:
+    """Arguments by name; None where they do not fit `names`."""
+    if len(args) > len(names):
+        return None
+    given = dict(zip(names, args, strict=False))
+    if kwargs:
+        given.update(kwargs)
+        if not given.keys() <= set(names):
+            return None
+    return given
+
+
+def _is_pending(t: object) -> bool:
+    return type(t) is Deferred and t.node.value is None
+
+
+def _format(region: Any, t: Tensor) -> bool | None:
+    """Whether an image is channels_last; None where PyTorch's results could have other strides."""
+    if type(t) is Deferred:
+        return t.node.channels_last
+    if type(t) not in region.tensor_types or t.dim() != 4:
+        return None
+    _, channels, height, width = t.shape
+    if channels > 1 and height * width > 1:
+        if t.is_contiguous():
+            return False
+        if t.is_contiguous(memory_format=torch.channels_last):
+            return True
+    # Also of some of the channels of a contiguous tensor.
+    return False if t.stride()[1:] == (height * width, width, 1) else None
+
+
+def _has_known_strides(shape: Sequence[int], channels_last: bool) -> bool:
+    """Whether the memory format tells which strides PyTorch gives a result."""
+    return not channels_last or (shape[1] > 1 and shape[2] * shape[3] > 1)
+
+
+def _norm_arguments(
+    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+):
+    return input, BatchNorm(weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@_rule(F.batch_norm)
+def _record_norm(region: Any, args: tuple, kwargs: dict) -> Any:
+    try:
+        x, bn = _norm_arguments(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    if not region.is_recording():
+        owner = region.owners.find(bn.weight if bn.weight is not None else bn.running_mean)
+        region.note(owner, "it runs inside torch.utils.checkpoint or a functional transform")
+        return NotImplemented
+    return record_norm(region, x, bn)
+
+
+def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
+    """Defers a batch norm."""
+    tensors = bn[:4]
+    weight, bias = bn.weight, bn.bias
+    owner = region.owners.find(weight if weight is not None else bn.running_mean)
+    channels_last = _format(region, x)
+    if channels_last is None and bn.process_group is not None and x.is_cpu and x.dim() == 4:
+        channels_last = False  # PyTorch has no such batch norm on a CPU
+    if x.numel() <= x.shape[1] and bn.process_group is None:
+        channels_last = None  # empty, or one value per channel
+    if channels_last is None:
+        reason = "its input is no image, or has unusual strides"
+        region.note(owner, reason)
+        return NotImplemented
+    # Of the tensors, the first stands for all: they change device and dtype together.
+    like = None if owner is None or weight is None else (weight.dtype, weight.device)
+    key = (x.dtype, x.device, x.shape[1], like, *map(id, tensors), *bn[4:8])
+    settings = None
+    if owner is not None and owner.key == key:
+        settings = owner.found
+    elif not (reason := _norm_refusal(region, x, bn)):
+        settings = NormSettings(
+            bn.weight is not None,
+            bn.bias is not None,
+            bn.running_mean,
+            bn.running_var,
+            bn.training,
+            cast(float, bn.momentum),
+            bn.eps,
+            bn.process_group,
+            owner,
+        )
+        if owner is not None:
+            owner.key, owner.found = key, settings
+    if owner is not None and settings is not None and _has_hooks(owner.module):
+        settings, reason = None, "the batch norm has hooks"
+    if settings is None:
+        region.note(owner, reason)
+        return NotImplemented
+    if bn.training and bn.running_mean is not None:
+        region.before_update(bn.running_mean)
+    region.enter_context(x.device)
+    if weight is None or bias is None:
+        inputs = (x, *(t for t in (weight, bias) if t is not None))
+    else:
+        inputs = (x, weight, bias)
+    return region.record(NORM, inputs, settings, x.shape, x.dtype, channels_last)
+
+
+def _has_hooks(bn: Any) -> bool:
+    """Whether a call of a batch norm runs more than the forward of its class."""
+    forward = bn.__dict__.get("forward")
+    return torch_compat.has_module_hook(bn) or not isinstance(forward, SyncForward | None)
+
+
+class SyncForward:
+    """The forward of an `nn.SyncBatchNorm` while a region is open.
+
+    The class calls a custom autograd function, which no region can see.
+    """
+
+    def __init__(self, region: Any, module: nn.SyncBatchNorm) -> None:
+        self._region, self._module = region, module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Defers the batch norm."""
+        module, result = self._module, NotImplemented
+        if self._region.is_recording():
+            with torch_compat.disable_torch_function():
+                bn = batch_norm_arguments(cast(nn.BatchNorm2d, module))
+                if bn.momentum is None:
+                    bn = bn._replace(momentum=1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0))
+                if type(x) is Deferred and x.node.value is not None:
+                    x = compute(x, "SyncBatchNorm")
+                result = record_norm(self._region, x, bn)
+                is_counted = bn.batch_count is None or torch_compat.is_in_backward()
+                if result is not NotImplemented and not is_counted:
+                    cast(Tensor, bn.batch_count).add_(1)
+        return nn.SyncBatchNorm.forward(module, x) if result is NotImplemented else result
+
+
+def _norm_refusal(region: Any, x: Tensor, bn: BatchNorm) -> str:
+    """Why the fused ops do not take the arguments of a batch norm, or an empty string."""
+    if x.dtype not in checks.FLOATS:
+        return "its input has a dtype that is not served"
+    dtype, device, channels = x.dtype, x.device, x.shape[1]
+    for t in bn[:4]:
+        if t is None:
+            continue
+        if type(t) not in region.tensor_types or t.numel() != channels or t.dim() != 1:
+            return "its parameters are of another class or shape"
+        if t.dtype is not dtype and (t.dtype != torch.float32 or dtype == torch.float64):
+            return "its parameters have another dtype"
+        if t.device != device:
+            return "its parameters are on another device"
+    if (bn.running_mean is None) != (bn.running_var is None):
+        return "it has one of two running statistics"
+    if type(bn.training) is not bool or type(bn.eps) not in (float, int):
+        return "its arguments are no plain numbers"
+    if type(bn.momentum) not in (float, int) or bn.momentum != bn.momentum:
+        return "its momentum is no plain number"
+    if not (bn.training or bn.running_mean is not None) or not bn.eps >= 0:
+        return "PyTorch refuses its arguments"
+    if bn.training and bn.eps == 0:
+        return "PyTorch refuses its arguments"
+    return ""
+
+
+def _record_relu(region: Any, x: Any, in_place: bool) -> Any:
+    if not _is_pending(x) or not region.is_recording():
+        return NotImplemented
+    node = x.node
+    region.enter_context(node.context.device)
+    return region.record(RELU, (x,), None, node.shape, node.dtype, node.channels_last, in_place)
+
+
+def _relu_arguments(input, inplace=False):
+    return input, inplace
+
+
+@_rule(F.relu, torch.relu, Tensor.relu)
+def _relu(region: Any, args: tuple, kwargs: dict) -> Any:
+    try:
+        x, in_place = _relu_arguments(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    return _record_relu(region, x, in_place) if type(in_place) is bool else NotImplemented
+
+
+@_rule(F.relu_, torch.relu_, Tensor.relu_)
+def _relu_in_place(region: Any, args: tuple, kwargs: dict) -> Any:
+    return _record_relu(region, args[0], True) if len(args) == 1 and not kwargs else NotImplemented
+
+
+def _conv_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    return input, weight, bias, (stride, padding, dilation, groups)
+
+
+@_rule(F.conv2d)
+def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
+    try:
+        x, weight, bias, numbers = _conv_arguments(*args, **kwargs)
+    except TypeError:
+        return NotImplemented
+    if not _is_pending(x) or not region.is_recording():
+        return NotImplemented
+    node = x.node
+    affine = (weight,) if bias is None else (weight, bias)
+    if any(type(t) not in region.tensor_types for t in affine):
+        return NotImplemented
+    owner = region.owners.find(weight)
+    context = region.enter_context(node.context.device)
+    like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
+    key = (node.shape, node.dtype, context.device, context.autocast_dtype, *like, *numbers)
+    if owner is not None and owner.key == key:
+        settings, shape, dtype, weight_is_channels_last = owner.found
+    else:
+        dtype = _conv_dtype(node, affine, context.autocast_dtype)
+        bias_shape = None if bias is None else bias.shape
+        settings, shape = _geometry(node.shape, weight.shape, bias_shape, *map(_hashable, numbers))
+        if dtype is None or settings is None:
+            return NotImplemented
+        settings = settings._replace(owner=owner)
+        weight_is_channels_last = layout.is_channels_last(weight)
+        if owner is not None:
+            owner.key, owner.found = key, (settings, shape, dtype, weight_is_channels_last)
+    if owner is not None and has_own_hooks(owner.module):
+        return NotImplemented
+    channels_last = node.channels_last or weight_is_channels_last
+    if not _has_known_strides(shape, channels_last):
+        return NotImplemented
+    return region.record(CONV, (x, *affine), settings, shape, dtype, channels_last)
+
+
+def _conv_dtype(
+    node: Node, affine: Sequence[Tensor], autocast_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """The dtype of a convolution of `node`; None where PyTorch refuses it."""
+    dtypes = [node.dtype, *(t.dtype for t in affine)]
+    if any(t.device != node.context.device for t in affine):
+        return None
+    if autocast_dtype is not None:  # float64 stays as it is
+        dtypes = [d if d == torch.float64 else autocast_dtype for d in dtypes]
+    return dtypes[0] if len(set(dtypes)) == 1 and dtypes[0] in checks.FLOATS else None
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(
+    shape: tuple, weight_shape: tuple, bias_shape: tuple | None, stride, padding, dilation, groups
+) -> tuple[ConvSettings | None, tuple[int, ...]]:
+    """The arguments of a convolution and the shape of its result; None where it must be called."""
+    try:
+        x, weight = (torch.empty(s, device="meta") for s in (shape, weight_shape))
+        bias = None if bias_shape is None else torch.empty(bias_shape, device="meta")
+        result = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        pairs = [_paired(value) for value in (stride, padding, dilation)]
+        conv = checks.geometry(weight_shape[2:], pairs[0], pairs[1], pairs[2], groups)
+    except (RuntimeError, TypeError, ValueError):
+        return None, ()
+    return (None, ()) if conv is None else (ConvSettings(*conv), tuple(result.shape))
+
+
+def _paired(value: Any) -> Any:
+    """Of a sequence with one number, that number."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
+
+def _record_add(region: Any, args: tuple, kwargs: dict, in_place: bool) -> Any:
+    if len(args) != 2 or kwargs or not region.is_recording():
+        return NotImplemented
+    a, b = args
+    if not (_is_pending(a) or (_is_pending(b) and not in_place)):
+        return NotImplemented
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
+        return NotImplemented
+    channels_last = _format(region, a)
+    if channels_last is None or channels_last != _format(region, b) or a.device != b.device:
+        return NotImplemented
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    if dtype not in checks.FLOATS or (in_place and dtype != a.dtype):
+        return NotImplemented
+    region.enter_context(a.device)
+    return region.record(ADD, (a, b), None, tuple(a.shape), dtype, channels_last, in_place)
+
+
+@_rule(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+def _add(region: Any, args: tuple, kwargs: dict) -> Any:
+    return _record_add(region, args, kwargs, False)
+
+
+@_rule(Tensor.add_, Tensor.__iadd__)
+def _add_in_place(region: Any, args: tuple, kwargs: dict) -> Any:
+    if torch_compat.is_in_backward() and region.owners.is_batch_count(args[0]):
+        return args[0]  # recomputed by `torch.utils.checkpoint`: the batch was counted
+    return _record_add(region, args, kwargs, True)
+
+
+@_rule(F.pad)
+def _pad(region: Any, args: tuple, kwargs: dict) -> Any:
+    given = _bound(("input", "pad", "mode", "value"), args, kwargs)
+    if given is None or not _is_pending(given.get("input")) or not region.is_recording():
+        return NotImplemented
+    sizes = given.get("pad")
+    if given.get("mode", "constant") != "constant" or given.get("value") not in (None, 0):
+        return NotImplemented
+    if not isinstance(sizes, list | tuple) or len(sizes) != 4:
+        return NotImplemented
+    if not all(type(s) is int and s >= 0 for s in sizes):
+        return NotImplemented
+    node = given["input"].node
+    n, c, h, w = node.shape
+    left, right, top, bottom = sizes
+    shape = (n, c, h + top + bottom, w + left + right)
+    x = given["input"]
+    region.enter_context(node.context.device)
+    return region.record(PAD, (x,), tuple(sizes), shape, node.dtype, node.channels_last)
+
+
+@_rule(torch.cat, torch.concat, torch.concatenate)
+def _cat(region: Any, args: tuple, kwargs: dict) -> Any:
+    given = _bound(("tensors", "dim"), args, kwargs)
+    if given is None or given.get("dim", 0) not in (1, -3) or not region.is_recording():
+        return NotImplemented
+    tensors = given.get("tensors")
+    if not isinstance(tensors, list | tuple) or not any(map(_is_pending, tensors)):
+        return NotImplemented
+    first = next(t for t in tensors if _is_pending(t)).node
+    n, _, h, w = first.shape
+    for t in tensors:
+        if not isinstance(t, Tensor) or _format(region, t) != first.channels_last:
+            return NotImplemented
+        if (t.shape[0], *t.shape[2:]) != (n, h, w) or t.dtype != first.dtype:
+            return NotImplemented
+        if t.device != first.context.device:
+            return NotImplemented
+    shape = (n, sum(t.shape[1] for t in tensors), h, w)
+    region.enter_context(first.context.device)
+    return region.record(CAT, tuple(tensors), None, shape, first.dtype, first.channels_last)
+
+
+@_rule(F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
+def _dropout(region: Any, args: tuple, kwargs: dict) -> Any:
+    """PyTorch returns the input itself where nothing is dropped."""
+    given = _bound(("input", "p", "training", "inplace"), args, kwargs)
+    if given is None or not _is_pending(given.get("input")):
+        return NotImplemented
+    p = given.get("p", 0.5)
+    if type(p) not in (float, int) or not 0 <= p <= 1:
+        return NotImplemented
+    is_off = p == 0 or given.get("training", True) is False
+    return given["input"] if is_off else NotImplemented
+
+
+def _pool(func: Callable) -> Callable:
+    def rule(region: Any, args: tuple, kwargs: dict) -> Any:
+        if not args or not _is_pending(args[0]) or not region.is_recording():
+            return NotImplemented
+        x, *rest = args
+        node = x.node
+        context = region.enter_context(node.context.device)
+        found = _pooled(
+            func,
+            tuple(map(_hashable, rest)),
+            tuple((k, _hashable(v)) for k, v in kwargs.items()),
+            node.shape[2:],
+            node.dtype,
+            context.device,
+            context.autocast_dtype,
+        )
+        if found is None:
+            return NotImplemented
+        size, dtype = found
+        shape = (*node.shape[:2], *size)
+        if not _has_known_strides(shape, node.channels_last):
+            return NotImplemented
+        settings = CallSettings(func, tuple(rest), kwargs)
+        return region.record(POOL, (x,), settings, shape, dtype, node.channels_last)
+
+    return rule
+
+
+@functools.lru_cache(maxsize=1024)
+def _pooled(
+    func: Callable, args: tuple, kwargs: tuple, size: tuple, dtype: torch.dtype, device, _
+) -> tuple[tuple[int, int], torch.dtype] | None:
+    """Size and dtype of the result of a pooling; None where it raises or returns indices."""
+    try:
+        with torch_compat.disable_torch_function(), torch.no_grad():
+            x = torch.zeros((1, 2, *size), dtype=dtype, device=device)
+            y = func(x, *args, **dict(kwargs))
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return ((y.shape[2], y.shape[3]), y.dtype) if isinstance(y, Tensor) else None
+
+
+for _function in (F.avg_pool2d, F.max_pool2d, torch.max_pool2d, F.adaptive_avg_pool2d):
+    RULES[_function] = _pool(_function)

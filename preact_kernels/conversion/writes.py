@@ -1,0 +1,55 @@
+"""Which functions of PyTorch change an argument in place, or let other code do so."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from preact_kernels import torch_compat
+
+# They hand out memory that code which PyTorch does not see may change.
+_EXPOSING = {"__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage"}
+_IN_PLACE_NAMES = {
+    *("__delitem__", "__set__", "__setitem__"),
+    *(f"__i{n}__" for n in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
+    *(f"__i{n}__" for n in ("and", "or", "xor", "lshift", "rshift", "matmul")),
+}
+# They update running statistics.
+_UPDATING = {
+    F.batch_norm,
+    F.instance_norm,
+    torch.batch_norm,
+    torch.instance_norm,
+    torch.native_batch_norm,
+}
+
+
+def is_write(func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether a call may change an argument in place."""
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return True
+    always, position = _known(func)
+    return always or (position is not None and len(args) > position and bool(args[position]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(func: Any) -> tuple[bool, int | None]:
+    """Whether any call of `func` writes, and the position of its argument `inplace`."""
+    name = getattr(func, "__name__", "")
+    writes = (
+        name in _IN_PLACE_NAMES
+        or name in _EXPOSING
+        or func in _UPDATING
+        or (name.endswith("_") and not name.endswith("__"))
+        or torch_compat.is_mutable_operator(func)
+    )
+    if writes or not inspect.isfunction(func):
+        return writes, None
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return False, None
+    return False, names.index("inplace") if "inplace" in names else None

@@ -1,0 +1,389 @@
+"""What the texts of `random_models.py` call, in another file than their classes; their words."""
+
+import builtins
+import collections
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Triple(torch.autograd.Function):
+    """Three times a tensor; its gradient is 5 instead of 3, to show that its backward runs."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t * 3
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 5
+
+
+class SaveAndSquare(torch.autograd.Function):
+    """The square of a tensor, which it saves; the gradient is halved."""
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.save_for_backward(t)
+        return t * t
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0]
+
+
+class HalveInPlace(torch.autograd.Function):
+    """Halves a tensor in place."""
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.mark_dirty(t)
+        return t.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 0.25
+
+
+class Same(torch.autograd.Function):
+    """Returns its input; the gradient is reversed."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -dy
+
+
+triple = Triple.apply
+
+
+class TensorList(list):
+    """A list that a forward returns."""
+
+
+class Pair(NamedTuple):
+    """A tuple that a forward returns."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return weight * 0.5
+
+
+# Whether a value is a tensor, asked in different ways.
+
+
+def _by_match(value):
+    match value:
+        case Tensor():
+            return True
+    return False
+
+
+QUESTIONS = {
+    "isinstance": lambda t: isinstance(t, Tensor),
+    "builtins": lambda t: builtins.isinstance(t, torch.Tensor),
+    "is_tensor": torch.is_tensor,
+    "jit": lambda t: torch.jit.isinstance(t, Tensor),
+    "issubclass": lambda t: issubclass(type(t), Tensor),
+    "match": _by_match,
+    "name": lambda t: type(t).__name__ == "Tensor",
+    "class": lambda t: t.__class__.__name__ == "Tensor" and t.__class__.__module__ == "torch",
+    "attribute": lambda t: hasattr(t, "grad_fn") and not hasattr(t, "node_of_a_graph"),
+    "hashable": lambda t: isinstance(t, collections.abc.Hashable) and t in {t},
+}
+
+
+def add_if_tensor(question, a, b):
+    """The sum if `b` is a tensor by one of the `QUESTIONS`."""
+    return a + b if QUESTIONS[question](b) else a * 1.5
+
+
+def raises_value_error(t):
+    raise ValueError("raised on purpose")
+
+
+def in_thread(function, *args):
+    """Calls a function in another thread, with this thread's grad mode; raises what it raised."""
+    results, errors, mode = [], [], torch.is_grad_enabled()
+
+    def run():
+        try:
+            with torch.set_grad_enabled(mode):
+                results.append(function(*args))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def circular_conv_forward(self, x, weight, bias):
+    """Shadows `nn.Conv2d._conv_forward`."""
+    pads = [n for p in reversed(_numbers(self.padding)) for n in (p, p)]
+    x = nn.functional.pad(x, pads, mode="circular")
+    return nn.functional.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+
+def doubled_forward(self, x):
+    """Shadows the forward of a module."""
+    return type(self).forward(self, x) * 2
+
+
+def _numbers(padding):
+    return (0, 0) if isinstance(padding, str) else padding
+
+
+# What a program can see of values.
+
+
+class TensorFacts(NamedTuple):
+    """All that is compared of a tensor."""
+
+    is_plain: bool
+    dtype: torch.dtype
+    shape: tuple
+    stride: tuple
+    requires_grad: bool
+    has_grad_fn: bool
+    values: Tensor
+    grad: Tensor | None
+
+
+def _is_private(key):
+    """Whether an attribute belongs to PyTorch or to the conversion."""
+    return isinstance(key, str) and key.startswith(("_", "preact_"))
+
+
+def facts(value, depth=0):
+    """A copy of a value: nested lists of numbers, texts and `TensorFacts`."""
+    if isinstance(value, Tensor):
+        grad = value.grad if value.is_leaf or value.retains_grad else None
+        return TensorFacts(
+            type(value) in (Tensor, nn.Parameter),
+            value.dtype,
+            tuple(value.shape),
+            value.stride(),
+            value.requires_grad,
+            value.grad_fn is not None,
+            value.detach().clone(),
+            None if grad is None else grad.detach().clone(),
+        )
+    kind = type(value).__name__
+    if depth > 4:
+        return kind
+    if isinstance(value, dict):
+        items = [[facts(k, depth + 1), facts(v, depth + 1)] for k, v in value.items()]
+        return [kind, *(i for i in items if not _is_private(i[0]))]
+    if isinstance(value, list | tuple | collections.deque):
+        return [kind, *(facts(v, depth + 1) for v in value)]
+    if isinstance(value, str | int | float | None):
+        return value
+    if kind == "SimpleNamespace":
+        return [kind, facts(vars(value), depth + 1)]
+    return kind
+
+
+# Fused backwards give channels_last gradients of NCHW tensors; plain PyTorch gives NCHW ones.
+COMPARES_STRIDES_OF_GRADIENTS = True
+
+
+def with_strides_of_gradients(gradient):
+    """A gradient that forward goes on with, in NCHW where its strides are not compared."""
+    return gradient if COMPARES_STRIDES_OF_GRADIENTS else gradient.contiguous()
+
+
+def gradient_facts(gradients):
+    """As `facts`, of gradients that a hook sees: one, or tuples."""
+    if COMPARES_STRIDES_OF_GRADIENTS:
+        return facts(gradients)
+    return facts(
+        torch.utils._pytree.tree_map(lambda g: g.contiguous() if g is not None else None, gradients)
+    )
+
+
+# The vocabulary of `random_models.py`: alternatives between bars; `$name` is replaced.
+
+ADDITIONS = """
+    h = h + $s | h = h + $s | h = $s + h | h += $s | h = torch.add(h, $s) | h = h.add_($s) |
+    h = h + $s + h.size(0) | h = torch.add(h, $s, alpha=0.5) | h = torch.add($s, other=h)
+"""
+
+POOLS = """
+    F.avg_pool2d(h, 2) | F.max_pool2d(h, 2) | F.max_pool2d(h, kernel_size=2, stride=2) |
+    F.adaptive_avg_pool2d(h, $size) | F.adaptive_max_pool2d(h, ($size, $size)) |
+    nn.AvgPool2d(2)(h) | F.max_pool2d(h, 2, return_indices=True)[0]
+"""
+
+SQUEEZES = """
+    h = h * torch.sigmoid($gate(h.mean((2, 3), keepdim=True))) | h = h + $one($a) |
+    h = h * $gate(F.adaptive_avg_pool2d(h, 1)).sigmoid() | h = h + h.mean(1, keepdim=True) |
+    h = h + $gate($pooled)
+"""
+
+CONDITIONS = """
+    h.mean() > 0 | h.sum() < 1 | h.shape[-1] > 4 | h.size(1) == 8 | self.training |
+    h.dtype in {torch.float64} | h.dtype is torch.float64 | str(h.dtype) == "torch.float64" |
+    h.grad_fn is None | h.requires_grad | h.is_contiguous() | h.is_leaf | len(h) == 2 |
+    {8: 3.0}.get(h.shape[-1]) | torch.is_grad_enabled() | is_grad_enabled() | h.dim() == 4 |
+    h.stride(1) == 1 | random.random() < 0.5 | torch.rand(()) < 0.5 | h.is_floating_point() |
+    torch.equal(h, h.clone()) | h.detach().max().item() > 1 | h._base is None |
+    bool((h == 0).any()) | h.is_contiguous(memory_format=torch.channels_last) | h.norm() > 10 |
+    float(h[0, 0, 0, 0]) > 0 | weakref.ref(h)() is h | h.data_ptr() != 0 | h.is_shared()
+"""
+
+CHANGES = """
+    h = h + 1 | h += 1 | h = h.mul_(1.5) | h *= 0.5 | h.clamp_(-1, 1) | h[:, 0] = 0.5 |
+    h[:, :1].mul_(2) | h.view(-1).add_(1) | h[0].zero_() | h = h.clone().add_(1) | h = -h |
+    h.data.mul_(0.5) | h.detach().add_(0.5) | h = h.transpose(2, 3) | h = h.flip(1) |
+    h = h.contiguous() | h = h.to(torch.float64) | h = h.type_as(h) | h = h.double() |
+    h = h.to(memory_format=torch.channels_last) | h = h.view(h.size(0), -1).view(h.shape) |
+    h = h.reshape(h.shape[0], -1).view_as(h) | h = h.flatten(1).unflatten(1, h.shape[1:]) |
+    h = torch.where(h > 0, h, h * 0.1) | h = F.relu6(h) |
+    h = h.permute(0, 2, 3, 1).permute(0, 3, 1, 2) | h = F.dropout(h, 0.3) |
+    h = F.dropout(h, 0.3, self.training) | h = F.dropout2d(h, 0.5) | h = h + torch.rand_like(h) |
+    h = h * torch.rand(h.shape, dtype=h.dtype) | h = h + random.random() | torch.manual_seed(3) |
+    torch.random.manual_seed(4) | torch.rand(3) | random.seed(5) | h = h + torch.zeros_like(h) |
+    h = h.new_ones(h.shape) + h | h = h - h.detach() * 0.5 |
+    h = torch.add(h.detach(), 1, out=torch.empty_like(h)) | h = h * h.numel() / 100 | h = h ** 2 |
+    h = torch.from_numpy(h.detach().numpy()) + h |
+    h = h + torch.tensor(h.tolist(), dtype=h.dtype) | h = triple(h) | h = square(h) |
+    h = helpers.HalveInPlace.apply(h) | h = helpers.Same.apply(h) | h = helpers.Triple.apply(h) |
+    h = copy.copy(h) | h = F.interpolate(h, scale_factor=1) | h = sum([h, h, h]) |
+    h = torch.stack([h, h]).sum(0) | h = torch.cat([h]) | h = h[:] | h = h[...] |
+    h = F.pad(h, (1, 1, 1, 1))[:, :, 1:-1, 1:-1] | h = next(iter([h])) | h = h.expand_as(h) |
+    note(h.shape, h.dtype, h.stride()) | h = h.as_subclass(torch.Tensor) | h = nn.Identity()(h) |
+    h.requires_grad_() | h = h.squeeze(1) | h = h.float().double() | h = torch.relu_(h) |
+    h = torch.utils._pytree.tree_map(lambda t: t, [h])[0] | h = h.set_(h.clone()) |
+    u = h; u += 1 | u = h; u.relu_(); h = h + u | h = h if h in [h] else -h |
+    h = h.swapaxes(2, 3) | h = h.to(torch.float64, copy=True)
+"""
+
+NORM_CHANGES = """
+    $m.running_mean.add_(0.5) | $m.running_var.mul_(0.9) | $m.eval() | $m.train(False) |
+    h = h + $m.running_mean.view(1, -1, 1, 1) | $m.num_batches_tracked += 1 | $m.eps = 0.01 |
+    $m.running_mean = torch.lerp($m.running_mean, h.detach().mean((0, 2, 3)), 0.1) |
+    $m.momentum = 0.4 | $m.reset_running_stats() | $m.weight.requires_grad = False |
+    h = copy.deepcopy($m)(h) | $m.training = False | note($m.state_dict()) |
+    self.load_state_dict(self.state_dict()) | h = h * $m.num_batches_tracked
+"""
+
+CONV_CHANGES = """
+    $m.weight.requires_grad = False | $m.weight.data.mul_(0.9) | h = h * $m.weight.mean() |
+    $m.weight.data = $m.weight.data * 0.9 | $m.weight.grad = None
+"""
+
+STATE = """
+    self.$t = torch.lerp(self.$t, $mean, 0.1) | self.$t.copy_($mean) | self.$t.lerp_($mean, 0.1) |
+    self.${t}_list.append(h) | self.${t}_box.values.append(h) | self.${t}_box.last = h |
+    self.${t}_calls += 1 | h = h * self.${t}_rng.random() | h = h * next(self.${t}_cycle) |
+    $owner.seen = h | self.seen = h | $drop.p = 0.5 | h = $drop(h) | self.last_shape = h.shape |
+    h = h + self.$t.view(1, -1, 1, 1) | self.${t}_list.append(h.detach()) |
+    self.cache = {h: 1}; h = next(iter(self.cache)) | self.seen, self.also = h, h
+"""
+
+MODES = """
+    torch.no_grad() | torch.enable_grad() | torch.autocast("cpu", dtype=torch.bfloat16) |
+    torch.set_grad_enabled(False) | torch.random.fork_rng()
+"""
+
+ERRORS = """
+    h = $bad($x) | h = $x; helpers.raises_value_error(h) |
+    h = F.conv2d($x, torch.ones(3, 3, 1, 1, dtype=h.dtype), groups=2)
+"""
+
+CALLS_OF_CHILDREN = """
+    h = $m(h) | h = $m($m(h)) | h = h + $m(h) | h = helpers.in_thread($m, h) |
+    h = $m(h, extra=h) | h = $m.forward(h) | h = copy.deepcopy($m)(h) |
+    for _ in range(2): h = $m(h)
+"""
+
+# The end of a block whose result is no tensor, and its call.
+ODD_CHILDREN = """
+    return None -> $m(h) | return h, extra -> h, _ = $m(h) | return [h] -> h = $m(h).pop() |
+    return {"out": h} -> h = $m(h)["out"] | return lambda t: t + h -> h = $m(h)(h) |
+    return h, h -> h, u = $m(h); h = h if u is h else h * 2 |
+    return helpers.TensorList([h]) -> u = $m(h); h = u[0] * len(type(u).__name__) |
+    extra.append(h) -> u = [h]; $m(h, u); h = u[-1] + u[0] |
+    return (t for t in (h, h)) -> h = sum($m(h)) |
+    return helpers.Pair(h, h * 2) -> h = $m(h).first |
+    yield h; yield h + 1 -> for h in $m(h): pass
+"""
+
+HOOKS = """
+    register_forward_hook(lambda m, i, o: note(i, o)) |
+    register_forward_hook(lambda m, i, o: o * 2 if isinstance(o, torch.Tensor) else None) |
+    register_forward_hook(lambda m, i, o: note(o.view(o.size(0), -1).sum())) |
+    register_forward_pre_hook(lambda m, i: note(i)) |
+    register_forward_pre_hook(lambda m, i: (i[0] * 2, *i[1:])) |
+    register_full_backward_hook(lambda m, i, o: note_gradients(i, o)) |
+    register_full_backward_pre_hook(lambda m, o: note_gradients(o)) |
+    register_forward_hook(lambda m, i, k, o: note(i, k), with_kwargs=True)
+"""
+
+SETTINGS = """
+    net.$m.requires_grad_(False) | net.$m.eval() | net.requires_grad_(False) |
+    for q in list(net.parameters())[:6]: q.requires_grad_(False) |
+    for m in net.modules(): m.training = not isinstance(m, nn.BatchNorm2d) |
+    net.to(memory_format=torch.channels_last) | net.$m.to(memory_format=torch.channels_last) |
+    net.$m.forward = types.MethodType(helpers.doubled_forward, net.$m)
+"""
+
+NORM_SETTINGS = """
+    net.$m = nn.InstanceNorm2d($channels, affine=True).double() | net.$m = nn.Identity() |
+    net.$m = nn.BatchNorm2d($channels, eps=0.1).double() | net.$m = nn.ReLU(inplace=True) |
+    parametrize.register_parametrization(net.$m, "weight", helpers.Halved()) |
+    net.$m.weight.register_hook(lambda g: g * 2) | net.$m.eps = 0.1 | net.$m.momentum = None
+"""
+
+RELU_SETTINGS = """
+    net.$m = nn.LeakyReLU(0.1) | net.$m = nn.Identity() | net.$m = nn.Sigmoid() |
+    net.$m = nn.ReLU(inplace=True) | net.$m.inplace = True
+"""
+
+CONV_SETTINGS = """
+    net.$m.padding = "same" | net.$m.padding = 1 | net.$m.stride = (2, 2) | net.$m.stride = 1 |
+    net.$m.padding_mode = "circular" | net.$m.padding_mode = "reflect" | net.$m.bias = None |
+    parametrize.register_parametrization(net.$m, "weight", helpers.Halved()) |
+    prune.l1_unstructured(net.$m, "weight", 0.3) | parametrizations.weight_norm(net.$m) |
+    prune.random_unstructured(net.$m, "weight", 0.3) | net.$m = nn.Identity() |
+    net.$m._conv_forward = types.MethodType(helpers.circular_conv_forward, net.$m)
+"""
+
+PREPARATIONS = "return copy.deepcopy(net) | return pickle.loads(pickle.dumps(net))"
+
+INPUTS = """
+    x.requires_grad_() | x.contiguous(memory_format=torch.channels_last) | x.transpose(2, 3) |
+    x.contiguous(memory_format=torch.channels_last).requires_grad_() | x[:, :, :, :] |
+    torch.cat([x, x], 1)[:, :x.size(1)] | x.requires_grad_() * 1 | x[:1].expand(x.shape)
+"""
+
+CALLS = """
+    return checkpoint(net, x, use_reentrant=False) |
+    return checkpoint(net, x, use_reentrant=True) |
+    with torch.autocast("cpu", dtype=torch.bfloat16): return net(x) | return net(net(x)) |
+    return helpers.in_thread(net, x) | with torch.enable_grad(): return net(x) |
+    return net(x), x | with torch.no_grad(): return net(x) | return net.forward(x) |
+    return net(h=x) | return net(x), net(x) |
+    return torch.func.functional_call(net, dict(net.named_parameters()), (x,))
+"""
+
+RETURNS = """
+    (h, $s) | {"out": h, "skip": $s} | [h, $s] | helpers.TensorList([h, $s]) | (h, h) |
+    helpers.Pair(h, $s) | types.SimpleNamespace(out=h, skip=$s) | h.mean() | (h, None, 3) |
+    $s | h.relu() | h.detach(), h | h.view(h.size(0), -1)
+"""

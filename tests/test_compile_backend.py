@@ -1,0 +1,65 @@
+"""`torch.compile(model, backend="preact_kernels")` equals plain PyTorch, and saves as in eager."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from bench import foreign_models as foreign
+from preact_kernels.torch_compat import storage_id
+
+pytestmark = pytest.mark.backends("cpu")
+
+
+def network():
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 16, 3, padding=1)
+    blocks = [foreign.FunctionalBottleneck(16, 4), foreign.FunctionalBottleneck(16, 4)]
+    return nn.Sequential(stem, *blocks, nn.BatchNorm2d(16), nn.ReLU()).double()
+
+
+def kept(model, state, x):
+    """Bytes that a compiled forward keeps, without parameters and buffers."""
+    own = {storage_id(t) for t in (*state.parameters(), *state.buffers())}
+    found = {}
+
+    def pack(t):
+        if storage_id(t) not in own:
+            found[storage_id(t)] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    return sum(found.values()), y
+
+
+@pytest.mark.parametrize("memory", ["store", pytest.param("rebuild", marks=pytest.mark.slow)])
+def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, backend):
+    torch._dynamo.reset()
+    model = network()
+    plain, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8).double()
+    eager = pk.saved_bytes(pk.convert(copy.deepcopy(model), memory=memory), x)
+    compiled = torch.compile(
+        model, backend="preact_kernels", fullgraph=True, options={"memory": memory}
+    )
+    size, y = kept(compiled, model, x)
+    assert 0.9 * eager < size < 1.05 * eager < 0.6 * pk.saved_bytes(plain, x)
+    expected = plain(x)
+    torch.testing.assert_close(y, expected)
+    assert y.stride() == expected.stride()
+    for t in (y, expected):
+        t.square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        if q.grad.norm() > 1e-9:  # not of a bias in front of a batch norm
+            torch.testing.assert_close(p.grad, q.grad)
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_options_are_checked():
+    torch._dynamo.reset()
+    compiled = torch.compile(network(), backend="preact_kernels", options={"memory": "all"})
+    with pytest.raises(Exception, match="memory: expected 'store'"):
+        compiled(torch.randn(2, 3, 8, 8).double())

@@ -1,0 +1,460 @@
+"""The rules that make deferral sound: what is computed when, and what a program can see of it."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import preact_kernels as pk
+from bench import foreign_models as foreign
+from tests.foreign_cases import MODES, Block, Chain, small
+from tests.test_deferral_kinds import Double
+
+pytestmark = pytest.mark.backends("cpu")
+
+
+def images(*shape):
+    return torch.randn(*(shape or (2, 4, 6, 6)), requires_grad=True)
+
+
+def unit(block, x):
+    return block.conv(F.relu(block.bn(x)))
+
+
+def gradients(y, *inputs):
+    return torch.autograd.grad(y.square().sum(), inputs, allow_unused=True)
+
+
+def assert_same_gradients(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# Computing.
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_context_fuses_any_code(memory):
+    block, x = foreign.FunctionalBottleneck(4, 4), images()
+    plain = copy.deepcopy(block)
+    with pk.fuse(memory=memory):
+        y = block(x)
+    expected = plain(x)
+    torch.testing.assert_close(y, expected)
+    assert type(y) is torch.Tensor
+    assert_same_gradients(
+        gradients(y, x, *block.parameters()), gradients(expected, x, *plain.parameters())
+    )
+    for found, buffer in zip(block.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, buffer)
+
+
+def test_a_context_checks_its_arguments():
+    with pytest.raises(ValueError, match="memory: expected 'store'"), pk.fuse(memory="all"):
+        pass
+
+
+def test_metadata_is_known_without_computing():
+    block, x = Block(), images()
+    with pk.fuse():
+        h = block.bn(x)
+        assert (h.shape, h.dtype, h.dim(), h.size(1), len(h)) == (x.shape, x.dtype, 4, 4, 2)
+        assert h.requires_grad and not h.is_leaf and h.device == x.device
+        assert isinstance(h, torch.Tensor) and type(h) is not torch.Tensor
+    assert type(h) is torch.Tensor
+
+
+def test_what_is_read_becomes_a_plain_tensor():
+    block, x = Block(), images()
+    with pk.fuse():
+        y = unit(block, x)
+        y.mean()
+        assert type(y) is torch.Tensor
+        assert y.grad_fn is not None
+
+
+def test_a_tensor_with_weak_references_is_computed():
+    block, x = Block(), images()
+    with pk.fuse():
+        y = unit(block, x)
+        reference = weakref.ref(y)
+        mean = y.mean()
+    torch.testing.assert_close(mean, y.mean())
+    assert reference() is y
+    assert_same_gradients(gradients(y * 1, x), gradients(unit(block, x), x))
+
+
+def test_numpy_and_item_see_the_values():
+    block, x = Block().eval(), images()
+    expected = unit(block, x)
+    with pk.fuse(), torch.no_grad():
+        y = unit(block, x)
+        assert float(y[0, 0, 0, 0]) == pytest.approx(float(expected[0, 0, 0, 0]), rel=1e-4)
+        assert unit(block, x).numpy().shape == y.shape
+
+
+# Autograd.
+
+
+class Seen(torch.autograd.Function):
+    """Reads its input only in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return 2 * x * dy
+
+
+@pytest.mark.parametrize("function", [Double, Seen], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("place", ["norm", "relu", "in-place relu", "conv", "sum", "in-place sum"])
+def test_custom_functions_pass_gradients_on(place, function):
+    block, x = Block().double(), images().double()
+
+    def call():
+        h = block.bn(x)
+        if place == "norm":
+            return function.apply(h)
+        h = h.relu_() if place == "in-place relu" else F.relu(h)
+        if "relu" in place:
+            return function.apply(h)
+        y = block.conv(h)
+        if place == "sum":
+            y = y + x
+        elif place == "in-place sum":
+            y += x
+        return function.apply(y)
+
+    with pk.fuse():
+        y = call()
+    expected = call()
+    torch.testing.assert_close(y, expected)
+    inputs = (x, *block.parameters())
+    found, wanted = (torch.autograd.grad(t.sum(), inputs, allow_unused=True) for t in (y, expected))
+    assert_same_gradients(found, wanted)
+
+
+def test_both_readers_of_a_tensor_get_its_gradient():
+    block, x = Block().double(), images().double()
+
+    def call():
+        h = F.relu(block.bn(x))
+        return block.conv(h) + Double.apply(h)
+
+    with pk.fuse():
+        y = call()
+    inputs = (x, *block.parameters())
+    assert_same_gradients(gradients(y, *inputs), gradients(call(), *inputs))
+
+
+def test_results_of_custom_functions_are_deferred_right():
+    """A function whose forward returns a deferred tensor."""
+    block, x = Block().double(), images().double()
+
+    class Unit(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return unit(block, x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * 5
+
+    def call():
+        return unit(block, Unit.apply(x))
+
+    with pk.fuse():
+        y = call()
+    torch.testing.assert_close(gradients(y, x), gradients(call(), x))
+
+
+def test_gradients_of_tensors_in_between():
+    block, x = Chain(*(Block() for _ in range(3))).double(), images().double()
+
+    def call():
+        h = block[0](x)
+        y = block[1](h)
+        return y, block[2](y), h
+
+    with pk.fuse():
+        y, z, h = call()
+    py, pz, ph = call()
+    assert y.stride() == py.stride() and h.stride() == ph.stride()
+    assert_same_gradients(gradients(z, y, h, x), gradients(pz, py, ph, x))
+
+
+def test_double_backward():
+    block, x = Block().double(), images().double()
+
+    def second(y):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return gradients(dx, x, *block.parameters())
+
+    with pk.fuse():
+        y = unit(block, x)
+    assert_same_gradients(second(y), second(unit(block, x)))
+
+
+def test_frozen_batch_norms_keep_no_image():
+    block = Block()
+    block.bn.requires_grad_(False)
+    x = images().detach()
+    with pk.fuse():
+        y = unit(block, x)
+    x.add_(1)  # saved by no plain operator
+    y.sum().backward()
+
+
+# Running statistics.
+
+
+def test_running_statistics_are_updated_before_they_are_read():
+    block, x = Block(), images()
+    plain = copy.deepcopy(block)
+    with pk.fuse():
+        y = unit(block, x)
+        mean = block.bn.running_mean.clone()
+        unit(block, x)
+        del y
+    unit(plain, x)
+    torch.testing.assert_close(mean, plain.bn.running_mean)
+    unit(plain, x)
+    torch.testing.assert_close(block.bn.running_var, plain.bn.running_var)
+
+
+def test_running_statistics_are_updated_after_an_exception():
+    class Fails(Block):
+        def forward(self, x):
+            super().forward(x)
+            raise KeyError("planted")
+
+    model, x = pk.convert(Fails()), images()
+    plain = pk.revert(copy.deepcopy(model))
+    for m in (model, plain):
+        with pytest.raises(KeyError, match="planted"):
+            m(x)
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_interrupt_leaves_no_region_open():
+    class Interrupts(Chain):
+        stops = True
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.stops:
+                raise KeyboardInterrupt
+            return y
+
+    model, x = pk.convert(Interrupts(Block(), Block())), images()
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model.stops = False
+    y = model(x)
+    assert type(y) is torch.Tensor
+    other = F.relu(F.batch_norm(x, None, None, training=True))
+    assert type(other) is torch.Tensor
+    assert pk.conversion_report(model).fused
+
+
+# Errors.
+
+
+def test_errors_are_raised_where_they_are_made():
+    block, x = Block(), images()
+    with pk.fuse():
+        h = F.relu(block.bn(x))
+        with pytest.raises(RuntimeError):
+            F.conv2d(h, torch.randn(4, 3, 1, 1))
+        with pytest.raises(RuntimeError):
+            h + torch.randn(2, 3, 5, 5)
+        with pytest.raises(ValueError, match="more than 1 value"):
+            F.batch_norm(torch.randn(1, 4, 1, 1), None, None, training=True)
+        y = block.conv(h)
+    torch.testing.assert_close(y, unit(block, x))
+
+
+# Around the model.
+
+
+def test_nothing_of_the_model_is_replaced():
+    model, x = small()
+    kinds = [type(m) for m in model.modules()]
+    pk.convert(model)(x)
+    assert [type(m) for m in model.modules()] == kinds
+    assert not any("forward" in vars(m) for m in model.modules())
+    pk.revert(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any("preact" in name for m in model.modules() for name in vars(m))
+
+
+def test_random_states_do_not_change():
+    import random
+
+    model, x = small()
+    states = random.getstate(), torch.get_rng_state()
+    pk.convert(model)(x)
+    pk.conversion_report(model)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+HOOKED = {"norm": "0.bn", "conv": "0.conv", "block": "0", "relu": "0.act"}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", HOOKED.values(), ids=HOOKED)
+def test_hooks_see_what_they_see_in_plain_pytorch(name, before):
+    class Part(Block):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x):
+            return self.conv(self.act(self.bn(x))) + x
+
+    def hooked(model):
+        seen = []
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda m, args: seen.append(args[0].view(2, -1).clone()))
+        module.register_forward_hook(lambda m, args, y: seen.append((y.stride(), y.view(2, -1))))
+        module.register_full_backward_hook(
+            lambda m, dx, dy: seen.append((dy[0].clone(), dx[0].clone()))
+        )
+        return seen
+
+    model = Chain(Part(), Part())
+    plain, x = copy.deepcopy(model), images()
+    seen = hooked(model) if before else None
+    pk.convert(model)
+    seen = hooked(model) if seen is None else seen
+    expected = hooked(plain)
+    for m in (model, plain):
+        m(x).square().sum().backward()
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_may_replace_results():
+    model = pk.convert(Chain(Block(), Block()))
+    model[0].bn.register_forward_hook(lambda m, args, y: y * 0)
+    model[1].conv.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    plain, x = pk.revert(copy.deepcopy(model)), images()
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_converted(copied):
+    model, x = small()
+    pk.convert(model, memory="rebuild")
+    other = copied(model)
+    assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
+    assert len(pk.conversion_report(other).fused) == 15
+
+
+def test_models_are_freed_at_once():
+    model, x = small()
+    reference = weakref.ref(model)
+    pk.convert(model)(x).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        pk.conversion_report(model)
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_call_leaves_no_garbage():
+    model, x = small()
+    pk.convert(model)(x)
+    gc.collect()
+    gc.disable()
+    try:
+        y = model(x)
+        del y
+        garbage = gc.collect()
+    finally:
+        gc.enable()
+    plain = pk.revert(model)
+    gc.collect()
+    plain(x)
+    assert garbage <= gc.collect() + 50
+
+
+def test_regions_belong_to_their_threads():
+    model, x = small()
+    plain = copy.deepcopy(model)
+    pk.convert(model)
+    results = {}
+
+    def run(index):
+        results[index] = model(x)
+
+    model.eval(), plain.eval()
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    with pk.fuse():
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    for y in results.values():
+        torch.testing.assert_close(y, plain(x))
+
+
+def test_another_thread_may_read_a_deferred_tensor():
+    block, x, results = Block().eval(), images(), []
+    with pk.fuse():
+        y = unit(block, x)
+        threads = [threading.Thread(target=lambda: results.append(y.sum())) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    for result in results:
+        torch.testing.assert_close(result, unit(block, x).sum())
+
+
+def test_the_report_names_what_forced_a_result():
+    class Gelu(Block):
+        def forward(self, x):
+            return self.conv(F.gelu(self.bn(x)))
+
+    model = pk.convert(Chain(Block(), Gelu()))
+    assert "not called" in pk.conversion_report(model)[0].reason
+    model(images())
+    fused, forced = pk.conversion_report(model)
+    assert (fused.into, fused.conv) == ("BN-ReLU-Conv", "0.conv")
+    assert "gelu" in forced.reason and "test_deferral.py" in forced.reason
+    assert "0.conv" in str(pk.conversion_report(model))
+
+
+def test_convolutions_of_few_channels_stay_in_nchw():
+    """PyTorch 2.13 corrupts memory in channels_last ones of stride 2."""
+
+    class Few(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3, padding=1)
+            self.down = nn.Conv2d(3, 8, 1, 2)
+
+        def forward(self, x):
+            return self.down(self.conv(F.relu(self.bn(x))))
+
+    model, x = Few(), images(2, 3, 9, 9)
+    expected = model(x)
+    for _ in range(20):
+        torch.testing.assert_close(pk.convert(model)(x), expected)
