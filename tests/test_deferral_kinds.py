@@ -246,6 +246,14 @@ def calls_twice(self, x):
     return self.unit(self.unit(x))
 
 
+def evaluates_after_training(self, x):
+    y = self.unit(x)
+    self.bn1.training = False
+    y = self.unit(y)
+    self.bn1.training = self.training
+    return y
+
+
 def reads_running_statistics(self, x):
     before = self.bn1.running_mean.clone()
     y = self.unit(x)
@@ -258,6 +266,15 @@ def checkpoints(self, x):
 
 def checkpoints_reentrantly(self, x):
     return checkpoint(self.unit, self.unit(x), use_reentrant=True) + x
+
+
+def updates_behind_a_checkpoint(self, x):
+    y = checkpoint(self.bn2, x, use_reentrant=True)
+    y = self.unit(y)
+    self.bn1.training = False
+    y = self.unit(y)
+    self.bn1.training = self.training
+    return y
 
 
 def takes_gradients(self, x):
@@ -334,9 +351,11 @@ HABITS = [
     net(changes_the_input_of_a_unit),
     net(writes_through_a_view),
     net(calls_twice),
+    net(evaluates_after_training),
     net(reads_running_statistics),
     net(checkpoints),
     net(checkpoints_reentrantly),
+    net(updates_behind_a_checkpoint),
     net(takes_gradients),
     net(has_tensor_hooks),
     net(runs_without_grad),

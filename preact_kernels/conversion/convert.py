@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion import rules
@@ -205,6 +206,7 @@ class _Call(NamedTuple):
     region: Region
     is_outermost: bool  # in its region
     frame: types.FrameType  # that called the module
+    handles: list[RemovableHandle]  # of the hooks of its children
 
 
 class _Calls(threading.local):
@@ -247,7 +249,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         region = Region(conversion.memory, owners, conversion.run_stage, conversion.extra_types)
         region.__enter__()
     assert region is not None
-    stack.append(_Call(module, region, is_outermost, frame))
+    stack.append(_Call(module, region, is_outermost, frame, _hook_children(module)))
     if torch_compat.is_distributed():
         for norm in _sync_norms(module):
             norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
@@ -297,6 +299,8 @@ def _with_values(value: Any) -> Any:
 
 
 def _close(call: _Call, is_stopped: bool = False) -> None:
+    for handle in call.handles:
+        handle.remove()
     for norm in _sync_norms(call.module) if torch_compat.is_distributed() else ():
         if isinstance(norm.__dict__.get("forward"), rules.SyncForward):
             del norm.__dict__["forward"]
@@ -313,6 +317,31 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
             if module is not None:
                 found.setdefault(module, []).append(outcome)
         _outcomes.update(found)
+
+
+def _hook_children(module: nn.Module) -> list[RemovableHandle]:
+    """Has children compute inputs and results before their backward hooks pass them to C++."""
+    handles = []
+    waiting = list(module._modules.values())
+    while waiting:
+        child = waiting.pop()
+        if child is None or CONVERSION in child.__dict__:
+            continue
+        if child._backward_hooks or child._backward_pre_hooks:
+            handles += [
+                child.register_forward_pre_hook(_compute_inputs, prepend=True, with_kwargs=True),
+                child.register_forward_hook(_compute_result, prepend=True),
+            ]
+        waiting += child._modules.values()
+    return handles
+
+
+def _compute_inputs(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    _make_plain((*args, *kwargs.values()), "a hook")
+
+
+def _compute_result(module: nn.Module, args: tuple, output: Any) -> None:
+    _make_plain(output, "a hook")
 
 
 def _is_running(frame: types.FrameType, current: types.FrameType | None) -> bool:

@@ -30,12 +30,13 @@ class Node:
         operation: what it computes.
         settings: arguments of the operation other than its inputs.
         inputs: nodes, and tensors that are computed.
-        versions: of the inputs that are tensors, when they were read; None for nodes.
+        version: the number of in-place changes of the inputs that are tensors, when they were read.
         shape: of the result, `[N, C, H, W]`.
         dtype: of the result.
         channels_last: the memory format of the result in plain PyTorch.
         needs_grad: whether the result requires a gradient.
-        users: the nodes that read the result.
+        user: the first node that reads the result.
+        other_users: the other ones.
         value: the result, once it is computed and while it is needed.
         adopted: the autograd function that returned the tensor, in place of this package's, as
             soon as `value` is known as its result.
@@ -54,8 +55,10 @@ class Node:
     history: "Node | None" = None
     is_changed = False
     is_done = False
+    other_users: "tuple[Node, ...]" = ()
     reference: "weakref.ref[Deferred] | None" = None
     spare: "Deferred | None" = None
+    user: "Node | None" = None
     value: Tensor | None = None
 
     def __init__(
@@ -73,18 +76,23 @@ class Node:
         self.operation, self.settings, self.inputs = operation, settings, inputs
         self.shape, self.dtype, self.channels_last = shape, dtype, channels_last
         self.needs_grad = needs_grad
-        self.users: list[Node] = []
-        self.versions: list[int | None] = []
         for i in inputs:
             if isinstance(i, Node):
-                i.users.append(self)
-                self.versions.append(None)
-            else:
-                self.versions.append(version(i))
+                # Few objects a node: the garbage collector visits them all.
+                if i.user is None:
+                    i.user = self
+                else:
+                    i.other_users = (*i.other_users, self)
+        self.version = self._version()
+
+    @property
+    def users(self) -> "tuple[Node, ...]":
+        """The nodes that read the result."""
+        return () if self.user is None else (self.user, *self.other_users)
 
     def release(self) -> None:
         """Drops what only a pending node needs: references in cycles."""
-        self.users, self.spare = [], None
+        self.user, self.other_users, self.spare = None, (), None
 
     @property
     def is_held(self) -> bool:
@@ -93,21 +101,23 @@ class Node:
 
     def check_inputs(self) -> None:
         """Raises if an input was changed in place where that could not be seen."""
-        for i, expected in zip(self.inputs, self.versions, strict=True):
-            if expected is not None and version(cast(Tensor, i)) != expected:
-                raise RuntimeError(
-                    f"the input of a deferred {self.operation.name} was modified by an inplace "
-                    "operation outside of PyTorch's Python API; run it outside of the converted "
-                    "model, or call pk.revert"
-                )
+        if self._version() != self.version:
+            raise RuntimeError(
+                f"the input of a deferred {self.operation.name} was modified by an inplace "
+                "operation outside of PyTorch's Python API; run it outside of the converted "
+                "model, or call pk.revert"
+            )
 
-
-def version(t: Tensor) -> int | None:
-    """The number of in-place changes of `t` so far; None for an inference tensor."""
-    try:
-        return t._version
-    except RuntimeError:
-        return None
+    def _version(self) -> int:
+        """The number of in-place changes of the inputs that are tensors so far."""
+        count = 0
+        for i in self.inputs:
+            if not isinstance(i, Node):
+                try:
+                    count += i._version
+                except RuntimeError:  # inference tensors have none
+                    continue
+        return count
 
 
 class Deferred(Tensor):

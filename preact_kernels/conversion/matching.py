@@ -212,9 +212,10 @@ class _Matcher:
 
     def _only_reader(self, node: Node) -> Node | None:
         """The one node that reads the result of `node`, if nothing else does or can."""
-        if len(node.users) != 1 or node.is_held or node.users[0] not in self._order:
+        user = node.user
+        if user is None or node.other_users or node.is_held or user not in self._order:
             return None
-        return node.users[0]
+        return user
 
     def _activation(self, bn: Node) -> Activation | str:
         needed = [i.needs_grad if isinstance(i, Node) else i.requires_grad for i in bn.inputs]

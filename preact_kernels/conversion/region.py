@@ -69,7 +69,7 @@ class Region(TorchFunctionMode):
         self.saved_tensor_hooks = torch_compat.top_saved_tensor_hooks()
         # Weak references, by id, to computed tensors that could not become plain tensors yet.
         self._not_plain: dict[int, weakref.ref[Deferred]] = {}
-        self._updated: set[int] = set()  # ids of the running means to be updated
+        self.updated: set[int] = set()  # ids of the running means to be updated
         self._storages = _Storages()
         self._lock = threading.RLock()
 
@@ -158,11 +158,10 @@ class Region(TorchFunctionMode):
         if owner is not None:
             self.outcomes.append((owner.module, Outcome("", reason)))
 
-    def before_update(self, running_mean: Tensor) -> None:
-        """Computes a pending update of `running_mean`, and notes that a new one is coming."""
-        if id(running_mean) in self._updated:
+    def before_statistics(self, running_mean: Tensor) -> None:
+        """Computes a pending update of running statistics before a batch norm takes them."""
+        if id(running_mean) in self.updated:
             self.flush("a second call of the batch norm")
-        self._updated.add(id(running_mean))
 
     # Calls that are not deferred.
 
@@ -206,7 +205,7 @@ class Region(TorchFunctionMode):
 
     def _set_pending(self, nodes: list[Node]) -> None:
         self.pending, self._storages = nodes, _Storages()
-        self._updated = {id(t) for n in nodes for t in operations.tracked_statistics(n)}
+        self.updated = {id(t) for n in nodes for t in operations.tracked_statistics(n)}
 
     def flush(self, reader: object) -> None:
         """Computes all that the program holds, and updates running statistics."""

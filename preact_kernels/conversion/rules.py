@@ -131,9 +131,10 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
     weight, bias = bn.weight, bn.bias
     owner = region.owners.find(weight if weight is not None else bn.running_mean)
     channels_last = _format(region, x)
-    if channels_last is None and bn.process_group is not None and x.is_cpu and x.dim() == 4:
-        channels_last = False  # PyTorch has no such batch norm on a CPU
-    if x.numel() <= x.shape[1] and bn.process_group is None:
+    if bn.process_group is not None:
+        if channels_last is None and x.is_cpu and x.dim() == 4:
+            channels_last = False  # PyTorch has no such batch norm on a CPU
+    elif channels_last is not None and x.numel() <= x.shape[1]:
         channels_last = None  # empty, or one value per channel
     if channels_last is None:
         reason = "its input is no image, or has unusual strides"
@@ -164,14 +165,17 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
     if settings is None:
         region.note(owner, reason)
         return NotImplemented
-    if bn.training and bn.running_mean is not None:
-        region.before_update(bn.running_mean)
+    if bn.running_mean is not None:
+        region.before_statistics(bn.running_mean)
     region.enter_context(x.device)
     if weight is None or bias is None:
         inputs = (x, *(t for t in (weight, bias) if t is not None))
     else:
         inputs = (x, weight, bias)
-    return region.record(NORM, inputs, settings, x.shape, x.dtype, channels_last)
+    result = region.record(NORM, inputs, settings, x.shape, x.dtype, channels_last)
+    if bn.training and bn.running_mean is not None:
+        region.updated.add(id(bn.running_mean))
+    return result
 
 
 def _has_hooks(bn: Any) -> bool:
