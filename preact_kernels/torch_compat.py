@@ -4,7 +4,8 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,18 @@ has_functorch_transform = torch._C._are_functorch_transforms_active
 
 # Turns off `__torch_function__` of modes and of subclasses of Tensor.
 disable_torch_function = torch._C.DisableTorchFunction
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Has Dynamo run a function, and what it calls, as it is; imports no Dynamo."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
 
 # Whether hooks are registered for all modules: a fused module must then call its children.
 has_global_module_hook = _has_any_global_hook

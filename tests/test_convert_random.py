@@ -254,6 +254,10 @@ def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
         warnings.simplefilter("ignore")
         plain, converted = run(text, seed, False), run(text, seed, True)
         found = differences(plain, converted, "checkpoint(" in text)
+        if "create_graph=True" in text:
+            # Second derivatives have strides of their own, and take weights as they are then.
+            found = [f for f in found if "seen by hooks" not in f or ": stride" not in f]
+            found = [] if ".data = " in text else found
         if found and differences(plain, run(text, seed, False)):
             found = []
         if found and differences(plain, run(text, seed, False, 1e-14)):

@@ -79,6 +79,14 @@ def test_what_is_read_becomes_a_plain_tensor():
         assert y.grad_fn is not None
 
 
+def test_attributes_of_tensors_stay():
+    block, x = Block(), images()
+    with pk.fuse():
+        y = unit(block, x)
+        y.tag = "mine"
+    assert y.tag == "mine" and vars(y) == {"tag": "mine"}
+
+
 def test_a_tensor_with_weak_references_is_computed():
     block, x = Block(), images()
     with pk.fuse():
@@ -393,6 +401,26 @@ def test_a_call_leaves_no_garbage():
     gc.collect()
     plain(x)
     assert garbage <= gc.collect() + 50
+
+
+def test_parts_may_be_compiled():
+    class Net(Chain):
+        def __init__(self):
+            super().__init__(Block(), torch.compile(Block(), backend="aot_eager"), Block())
+            self.function = torch.compile(lambda x: x.sigmoid() * 2, backend="aot_eager")
+
+        def forward(self, x):
+            return super().forward(self.function(self[0](x)) + x)
+
+    torch._dynamo.reset()
+    model, x = Net(), images()
+    plain = copy.deepcopy(model)
+    y, expected = pk.convert(model)(x), plain(x)
+    torch.testing.assert_close(y, expected)
+    assert_same_gradients(
+        gradients(y, x, *model.parameters()), gradients(expected, x, *plain.parameters())
+    )
+    assert len(pk.conversion_report(model).fused) == 3
 
 
 def test_regions_belong_to_their_threads():

@@ -343,6 +343,8 @@ def become_plain(t: Deferred) -> None:
                 value = _WithHistory.apply(t, value.detach())
         with contextlib.suppress(RuntimeError):
             torch.utils.swap_tensors(t, value)
+            t.__dict__.update(value.__dict__)  # what the program set
+            del t.node
             value = t
     node.value = value
     if type(t) is Deferred:

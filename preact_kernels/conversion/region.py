@@ -75,6 +75,7 @@ class Region(TorchFunctionMode):
 
     # Recording.
 
+    @torch_compat.not_compiled
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Records `func`, or calls it on computed tensors."""
         kwargs = kwargs or {}
