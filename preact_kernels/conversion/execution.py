@@ -28,8 +28,8 @@ MEMORY = "preact_memory"  # attribute of the first batch norm of a stage: its me
 # the dtype of their convolutions.
 StageRunner = Callable[[list[BlockArguments], Tensor, nn.Module | None, torch.dtype], Tensor]
 
-# Fewer channels than this: PyTorch's strided 1x1 convolution of channels_last tensors on a CPU
-# writes past the end of its output (seen with 1, 3, 4 and 6 channels in torch 2.13).
+# Fewer channels than this: the strided 1x1 convolution of channels_last tensors on a CPU can corrupt
+# memory (1, 3, 4 and 6 channels in torch 2.13).
 _FEW_CHANNELS = 16
 
 
