@@ -4,7 +4,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils import _python_dispatch as python_dispatch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
@@ -67,6 +69,58 @@ top_saved_tensor_hooks = functools.partial(
 
 # Whether autocast is on for any device. No public function says so.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+def dispatch_mode_count() -> int:
+    """The number of `TorchDispatchMode`s on this thread."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+@contextlib.contextmanager
+def without_dispatch_modes_above(count: int) -> Iterator[None]:
+    """Leaves the dispatch modes that were entered after the first `count`."""
+    modes = []
+    while dispatch_mode_count() > count:
+        modes.append(python_dispatch._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            python_dispatch._push_mode(mode)
+
+
+def has_function_mode(own: type) -> bool:
+    """Whether a `TorchFunctionMode` of others is on, apart from a default device."""
+    for index in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(index)
+        if not isinstance(mode, (own, DeviceContext)):
+            return True
+    return False
+
+
+def is_innermost_function_mode(mode: object) -> bool:
+    """Whether `mode` was entered last."""
+    count = torch._C._len_torch_function_stack()
+    return count > 0 and torch._C._get_function_stack_at(count - 1) is mode
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks_of(hooks: tuple[Callable, Callable] | None) -> Iterator[None]:
+    """Makes `hooks` the innermost hooks of saved tensors; None: no hooks."""
+    popped = []
+    while (top := top_saved_tensor_hooks()) is not None and top != hooks:
+        popped.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    is_pushed = hooks is not None and top is None
+    if is_pushed:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    try:
+        yield
+    finally:
+        if is_pushed:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for own in reversed(popped):
+            torch._C._autograd._push_saved_tensors_default_hooks(*own)
 
 
 def without_functorch_transforms() -> contextlib.AbstractContextManager:
@@ -152,6 +206,15 @@ def is_distributed() -> bool:
 def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+# Whether the backward that runs keeps the graph for another one.
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Calls a function at the end of the backward that runs on this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def is_exporting() -> bool:

@@ -2,7 +2,11 @@
 
 import copy
 import gc
+import pathlib
 import pickle
+import subprocess
+import sys
+import tempfile
 import threading
 import weakref
 
@@ -10,9 +14,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
+from preact_kernels.conversion import execution
 from tests.foreign_cases import MODES, Block, Chain, small
 from tests.test_deferral_kinds import Double
 
@@ -165,6 +171,57 @@ def test_both_readers_of_a_tensor_get_its_gradient():
     assert_same_gradients(gradients(y, *inputs), gradients(call(), *inputs))
 
 
+def test_backward_of_custom_functions_takes_linear_time():
+    """Each node is computed once again, though blocks read their inputs twice."""
+    blocks = nn.Sequential(*(Residual() for _ in range(24)))
+    x = images()
+    with pk.fuse():
+        y = Double.apply(blocks(x))
+    with Calls(F.batch_norm) as calls:
+        y.sum().backward()
+    assert calls.count <= 2 * 24
+
+
+class Residual(Block):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+class Calls(TorchFunctionMode):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.count = function, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.function
+        return func(*args, **(kwargs or {}))
+
+
+def test_custom_functions_free_what_they_kept():
+    block, x = Block(), images()
+    with pk.fuse():
+        h = F.relu(block.bn(x))
+        y = Double.apply(h)
+    kept = weakref.ref(h)
+    del h
+    loss = y.sum()
+    loss.backward()
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_version_that_plain_pytorch_checks_is_checked():
+    block, x = Block(), images().contiguous(memory_format=torch.channels_last)
+    a = x * 1
+    with pk.fuse():
+        h = unit(block, a)
+        z = torch.utils.checkpoint.checkpoint(lambda t: t * 2, h, use_reentrant=False)
+    with torch.no_grad():
+        a.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
 def test_results_of_custom_functions_are_deferred_right():
     """A function whose forward returns a deferred tensor."""
     block, x = Block().double(), images().double()
@@ -276,6 +333,27 @@ def test_an_interrupt_leaves_no_region_open():
     assert pk.conversion_report(model).fused
 
 
+def test_a_step_that_failed_updates_statistics_once(monkeypatch):
+    block, x = Block(), images()
+    plain = copy.deepcopy(block)
+    store, calls = execution._Execution._store, []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise MemoryError("planted")
+        return store(*args)
+
+    monkeypatch.setattr(execution._Execution, "_store", fails_once)
+    with pk.fuse():
+        y = unit(block, x)
+        with pytest.raises(MemoryError, match="planted"):
+            y.sum()
+        total = y.sum()
+    torch.testing.assert_close(total, unit(plain, x).sum())
+    torch.testing.assert_close(block.bn.running_mean, plain.bn.running_mean)
+
+
 # Errors.
 
 
@@ -353,6 +431,48 @@ def test_hooks_see_what_they_see_in_plain_pytorch(name, before):
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_of_unpickled_models_keep_their_arguments():
+    """In another process, whose hooks are numbered from 0."""
+    code = (
+        "import pickle, sys, torch\n"
+        "model = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "for m in model.modules():\n"
+        "    for _ in range(5):\n"
+        "        m.register_forward_pre_hook(lambda m, a: None)\n"
+        "        m.register_forward_hook(lambda m, a, y: None)\n"
+        "y = model(torch.randn(2, 4, 6, 6))\n"
+        "assert type(y) is torch.Tensor\n"
+    )
+    model = pk.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "model")
+        path.write_bytes(pickle.dumps(model))
+        process = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+def test_removed_hooks_open_no_region():
+    model = pk.convert(Chain(Block()))
+    for m in model.modules():
+        m._forward_hooks.clear()
+    assert type(model(images())) is torch.Tensor
+    assert type(F.batch_norm(images(), None, None, training=True)) is torch.Tensor
+
+
+def test_other_function_modes_see_every_call():
+    model = pk.convert(Chain(Block()))
+    with Calls(F.relu) as calls:
+        model(images())
+    assert calls.count == 1
+
+
+def test_parts_have_memory_modes_of_their_own():
+    model, x = pk.convert(foreign.DeepNet(29, 8)), torch.randn(2, 3, 16, 16)
+    kept = pk.saved_bytes(model, x)
+    pk.convert(model.stages[0], memory="rebuild")
+    assert pk.saved_bytes(model, x) < kept
 
 
 def test_hooks_may_replace_results():

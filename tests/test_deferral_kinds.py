@@ -5,12 +5,17 @@ import itertools
 import random
 import types
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import preact_kernels as pk
 
@@ -304,6 +309,51 @@ def casts(self, x):
     return y + z.to(y.dtype)
 
 
+def trains_after_evaluation(self, x):
+    self.bn1.training = False
+    teacher = self.bn1(x)
+    self.bn1.training = self.training
+    y = self.unit(x).flatten(1)
+    return y + teacher.detach().flatten(1)
+
+
+def changes_a_sum_of_what_it_reads(self, x):
+    y = self.bn1(x)
+    z = y + x * 2
+    F.relu_(y)
+    return double(z) + y
+
+
+def nests_regions(self, x):
+    a = self.bn1(x)
+    with pk.fuse():
+        b = self.conv1(F.relu(self.bn1(x * 2 + 1)))
+    return F.relu(a) + b
+
+
+def checkpoints_selectively(self, x):
+    h = self.unit(x)
+
+    def saves_convolutions(context, op, *args, **kwargs):
+        is_saved = "conv" in str(op)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, saves_convolutions)
+    call = lambda t: F.relu(self.conv2(t) * 1.5)  # noqa: E731
+    return checkpoint(call, h, use_reentrant=False, context_fn=contexts)
+
+
+def shares_an_addition(self, x):
+    return self.unit(x) + self.conv2(F.relu(self.bn2(x)))
+
+
+def changes_an_argument(self, x):
+    size = [2, 2]
+    y = F.avg_pool2d(F.relu(self.bn1(x)), size)
+    size[0] = 1
+    return self.conv2(F.relu(self.bn2(y)))
+
+
 def catches_an_error(self, x):
     h = F.relu(self.bn1(x))
     try:
@@ -360,12 +410,25 @@ HABITS = [
     net(has_tensor_hooks),
     net(runs_without_grad),
     net(casts),
+    net(trains_after_evaluation),
+    net(changes_a_sum_of_what_it_reads),
+    net(nests_regions),
+    net(checkpoints_selectively),
+    net(shares_an_addition),
+    net(changes_an_argument),
     net(catches_an_error),
     net(calls_a_vmap),
     net(keeps_a_projection),
 ]
 
-UNFUSED = {"checkpoints", "custom_function_of_a_batch_norm", "sets_an_attribute_of_a_child"}
+UNFUSED = {
+    "changes_a_sum_of_what_it_reads",
+    "checkpoints",
+    "custom_function_of_a_batch_norm",
+    "nests_regions",
+    "sets_an_attribute_of_a_child",
+    "trains_after_evaluation",
+}
 
 
 def observed(model, x):

@@ -55,7 +55,7 @@ def _fused(graph: fx.GraphModule, memory: str) -> fx.GraphModule:
         with region:
             results = fx.Interpreter(graph).run(*inputs)
         region.finish("the end of the graph")
-        return tuple(r.node.value if type(r) is Deferred else r for r in results)
+        return tuple(r.preact_node.value if type(r) is Deferred else r for r in results)
 
     fused = fx.Graph()
     inputs = []

@@ -85,8 +85,8 @@ class Context(NamedTuple):
                 enabled = self.autocast_dtype is not None
                 stack.enter_context(torch.autocast(kind, self.autocast_dtype, enabled=enabled))
             if now.saved_tensor_hooks != self.saved_tensor_hooks:
-                hooks = self.saved_tensor_hooks or (_same, _same)
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+                hooks = self.saved_tensor_hooks
+                stack.enter_context(torch_compat.saved_tensor_hooks_of(hooks))
             if now.backend != self.backend:
                 stack.enter_context(dispatch.use_backend(self.backend))
             if now.stream != self.stream:
@@ -94,7 +94,3 @@ class Context(NamedTuple):
                 stack.enter_context(torch.cuda.stream(self.stream))
                 stack.callback(now.stream.wait_stream, self.stream)
             yield
-
-
-def _same(t: torch.Tensor) -> torch.Tensor:
-    return t

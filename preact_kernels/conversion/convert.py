@@ -26,6 +26,7 @@ from preact_kernels.modules.preact_stage import PreActStage, check_memory
 from preact_kernels.ops.plain_operators import is_transformed
 
 OWN = (BNReLU2d, BNReLUConv2d, PreActBlock, PreActStage)  # fused without conversion
+_KEY: Any = "preact_kernels"  # of the hooks
 CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -81,9 +82,26 @@ def convert(model: _Model, *, memory: str = "store") -> _Model:
         if not _opens_region(module):
             continue
         module.__dict__[CONVERSION] = conversion
-        module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(_leave, prepend=True, always_call=True)
+        _add_hooks(module)
     return model
+
+
+def _add_hooks(module: nn.Module) -> None:
+    """Adds the hooks under a name: numbers in pickles collide with those of hooks added later."""
+    for name, hook in (("_forward_pre_hooks", _enter), ("_forward_hooks", _leave)):
+        hooks = getattr(module, name)
+        hooks[_KEY] = hook
+        hooks.move_to_end(_KEY, last=False)
+    module._forward_pre_hooks_with_kwargs[_KEY] = True
+    module._forward_hooks_always_called[_KEY] = True
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for name in (
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+        *("_forward_hooks", "_forward_hooks_always_called"),
+    ):
+        getattr(module, name).pop(_KEY, None)
 
 
 def revert(model: _Model) -> _Model:
@@ -100,18 +118,10 @@ def revert(model: _Model) -> _Model:
     _check_model(model)
     for module in model.modules():
         if module.__dict__.pop(CONVERSION, None) is not None:
-            _remove(module, _enter, "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-            _remove(module, _leave, "_forward_hooks", "_forward_hooks_always_called")
+            _remove_hooks(module)
         module.__dict__.pop(MEMORY, None)
         _outcomes.pop(module, None)
     return model
-
-
-def _remove(module: nn.Module, hook: Any, *names: str) -> None:
-    hooks, *options = (getattr(module, n) for n in names)
-    for key in [k for k, h in hooks.items() if h is hook]:
-        for table in (hooks, *options):
-            table.pop(key, None)
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
@@ -206,6 +216,7 @@ class _Call(NamedTuple):
     region: Region
     is_outermost: bool  # in its region
     frame: types.FrameType  # that called the module
+    outer_memory: str  # the memory mode around it
     handles: list[RemovableHandle]  # of the hooks of its children
 
 
@@ -227,20 +238,22 @@ def _is_inert() -> bool:
         or torch_compat.is_exporting()
         or is_transformed()
         or torch_compat.has_global_module_hook()
+        or torch_compat.has_function_mode(Region)
     )
 
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Runs before each forward of a converted module: the outermost one opens a region."""
-    if _is_inert():
+    if _is_inert() or _KEY not in module._forward_hooks:  # `_leave` would not run
         return
     stack = _calls.stack
     frame = sys._getframe(1)
     if stack and not _is_running(stack[0].frame, frame):
         _abandon()  # an interrupt left the module without its hook
-    region = stack[-1].region if stack else None
-    is_outermost = region is None or not region.is_recording()
-    if is_outermost:
+    is_outermost = not stack or not stack[-1].region.is_recording()
+    if not is_outermost:
+        region = stack[-1].region
+    else:
         conversion = module.__dict__.get(CONVERSION) or Conversion()
         owners = _owners.get(module)
         if owners is None:
@@ -248,8 +261,11 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         owners.start()
         region = Region(conversion.memory, owners, conversion.run_stage, conversion.extra_types)
         region.__enter__()
-    assert region is not None
-    stack.append(_Call(module, region, is_outermost, frame, _hook_children(module)))
+        region.frame = frame
+    stack.append(_Call(module, region, is_outermost, frame, region.memory, _hook_children(module)))
+    conversion = module.__dict__.get(CONVERSION)
+    if conversion is not None:
+        region.memory = conversion.memory
     if torch_compat.is_distributed():
         for norm in _sync_norms(module):
             norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
@@ -282,7 +298,7 @@ def _with_values(value: Any) -> Any:
     Lists and dictionaries stay the same objects.
     """
     if type(value) is Deferred:
-        return value.node.value
+        return value.preact_node.value
     if isinstance(value, list):
         for i, item in enumerate(value):
             if (plain := _with_values(item)) is not item:
@@ -301,12 +317,14 @@ def _with_values(value: Any) -> Any:
 def _close(call: _Call, is_stopped: bool = False) -> None:
     for handle in call.handles:
         handle.remove()
+    call.region.memory = call.outer_memory
     for norm in _sync_norms(call.module) if torch_compat.is_distributed() else ():
         if isinstance(norm.__dict__.get("forward"), rules.SyncForward):
             del norm.__dict__["forward"]
     if not call.is_outermost:
         return
     call.region.__exit__(None, None, None)
+    call.region.frame = None
     if is_stopped:
         return
     try:

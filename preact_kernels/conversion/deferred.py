@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from preact_kernels import torch_compat
 from preact_kernels.ops.bn_relu import gradients
 from preact_kernels.torch_compat import disable_torch_function
 
@@ -20,6 +21,7 @@ class Operation(NamedTuple):
     name: str
     run: Callable[..., Tensor]  # of the node's settings, then its inputs
     is_relu: bool = False
+    is_sum: bool = False
     precedes_relu: bool = False  # usually
 
 
@@ -45,6 +47,7 @@ class Node:
         is_done: whether it was computed, on its own or as part of a fused operation.
         history: the node whose autograd function gave the tensor that stands for the result; None:
             this one.
+        memory: the memory mode of a stage that begins with this batch norm.
         spare: a tensor for a ReLU of the result.
         reference: to the deferred tensor that stands for the result, while one does.
         region: that recorded it.
@@ -55,6 +58,7 @@ class Node:
     history: "Node | None" = None
     is_changed = False
     is_done = False
+    memory = "store"
     other_users: "tuple[Node, ...]" = ()
     reference: "weakref.ref[Deferred] | None" = None
     spare: "Deferred | None" = None
@@ -126,7 +130,7 @@ class Deferred(Tensor):
     Reading anything but its metadata computes it.
     """
 
-    node: Node
+    preact_node: Node
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -164,7 +168,7 @@ class _DeferredFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, node, in_place, *tensors):
-        ctx.node, ctx.has_relu = node, False
+        ctx.node = node
         ctx.set_materialize_grads(False)
         if in_place:
             ctx.mark_dirty(tensors[0])
@@ -174,19 +178,26 @@ class _DeferredFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, spare_dy=None):
         node = ctx.node
-        node.check_inputs()
+        if node is None:
+            raise RuntimeError("Trying to backward through the graph a second time")
         if node.is_changed:
             raise RuntimeError(_CHANGED)
         needed = ctx.needs_input_grad[2:]
         found: list[Tensor | None] = [None for _ in needed]
         with disable_torch_function():
-            with node.context.entered_in_backward():
-                inputs = [_recomputed(i) for i in node.inputs]
-            for gradient, has_relu in ((dy, ctx.has_relu), (spare_dy, True)):
-                if gradient is not None:
-                    forward = functools.partial(_run, node, has_relu)
-                    more = gradients(forward, inputs, needed, gradient)
-                    found = list(map(_sum, found, more))
+            if node.operation.is_sum:
+                dtypes = [i.dtype for i in node.inputs]
+                found = [dy.to(d) if n else None for d, n in zip(dtypes, needed, strict=True)]
+            else:
+                node.check_inputs()
+                inputs = _input_values(node)
+                for gradient, has_relu in ((dy, False), (spare_dy, True)):
+                    if gradient is not None:
+                        forward = functools.partial(_run, node, has_relu)
+                        more = gradients(forward, inputs, needed, gradient)
+                        found = list(map(_sum, found, more))
+        if not torch_compat.keeps_graph():
+            ctx.node = None
         return None, None, *found
 
 
@@ -204,6 +215,32 @@ def _run(node: "Node", has_relu: bool, *inputs: Tensor) -> Tensor:
         return F.relu(y) if has_relu else y
 
 
+def _input_values(node: Node) -> list[Tensor]:
+    """The values of a node's inputs, in plain operators; each is computed once in a backward."""
+    values = node.region.recomputed
+    waiting = [i for i in node.inputs if isinstance(i, Node)]
+    while waiting:
+        last = waiting[-1]
+        missing = [i for i in last.inputs if _value(i, values) is None]
+        if _value(last, values) is not None:
+            waiting.pop()
+        elif missing:
+            waiting += cast(list[Node], missing)
+        else:
+            last.check_inputs()
+            if not values:
+                torch_compat.call_after_backward(values.clear)
+            inputs = [_value(i, values) for i in last.inputs]
+            values[last] = _run(last, False, *cast(list[Tensor], inputs))
+    return [cast(Tensor, _value(i, values)) for i in node.inputs]
+
+
+def _value(i: "Node | Tensor", values: dict[Node, Tensor]) -> Tensor | None:
+    if not isinstance(i, Node):
+        return i
+    return values.get(i) if i.value is None else i.value
+
+
 class _WithHistory(torch.autograd.Function):
     """`value`, with the place of the tensor `t` in the autograd graph."""
 
@@ -218,22 +255,12 @@ class _WithHistory(torch.autograd.Function):
 
 def has_own_history(t: Deferred) -> bool:
     """Whether no autograd function returned `t`, which then has the gradient of that function."""
-    node = t.node
+    node = t.preact_node
     if node.region.is_traced:
         return True
     if node.needs_grad:
         return getattr(t.grad_fn, "node", None) is (node.history or node)
     return not t.requires_grad
-
-
-def _recomputed(value: Node | Tensor) -> Tensor:
-    """The result of a node, in plain operators, where it was not kept."""
-    if not isinstance(value, Node):
-        return value
-    if value.value is not None:
-        return value.value
-    value.check_inputs()
-    return value.operation.run(value.settings, *map(_recomputed, value.inputs))
 
 
 def _empty(node: Node) -> Deferred:
@@ -258,19 +285,16 @@ def deferred(node: Node, tensors: Sequence[Tensor], in_place: bool = False) -> A
         result = tensors[0]
         source.reference = None
     if node.needs_grad and not node.region.is_traced:
-        if node.operation.is_relu and type(source) is Node and source.operation.precedes_relu:
-            if in_place:
-                result.grad_fn.has_relu = True
-                node.history = source
-            elif source.spare is not None:
-                result, source.spare, node.history = source.spare, None, source
+        is_outside = node.operation.is_relu and not in_place and isinstance(source, Node)
+        if is_outside and source.spare is not None:
+            result, source.spare, node.history = source.spare, None, source
         if node.history is None:
             result = _apply_deferred(node, in_place, *tensors)
             if node.operation.precedes_relu:
                 result, node.spare = result
     elif not in_place:
         result = _empty(node)
-    result.node = node
+    result.preact_node = node
     node.reference = weakref.ref(result)
     return result
 
@@ -285,8 +309,8 @@ def call_computed(func: Callable, args: tuple, kwargs: dict) -> Any:
 def as_given(result: Any, given: tuple) -> Any:
     """`result`, or the deferred tensor whose value it is: in place, PyTorch returns its input."""
     for t in given:
-        if type(t) is Deferred and t.node.value is result:
-            t.node.is_changed = t.node.is_changed or torch.is_grad_enabled()
+        if type(t) is Deferred and t.preact_node.value is result:
+            t.preact_node.is_changed = t.preact_node.is_changed or torch.is_grad_enabled()
             return t
     return result
 
@@ -315,12 +339,16 @@ def computed_arguments(value: Any, reader: object) -> Any:
 
 def compute(t: Deferred, reader: object) -> Tensor:
     """The result that `t` stands for; `t` itself if it could become a plain tensor."""
-    node = t.node
-    if node.value is None:
-        node.region.compute([node], reader)
-    if type(t) is Deferred:
-        become_plain(t)
-    return cast(Tensor, node.value) if type(t) is Deferred else t
+    node = t.__dict__.get("preact_node")
+    if node is None:  # another thread was faster
+        return t
+    with node.region.lock:
+        if type(t) is Deferred:
+            if node.value is None:
+                node.region.compute([node], reader)
+            if type(t) is Deferred:
+                become_plain(t)
+        return cast(Tensor, node.value) if type(t) is Deferred else t
 
 
 def become_plain(t: Deferred) -> None:
@@ -328,7 +356,7 @@ def become_plain(t: Deferred) -> None:
 
     It stays deferred while code in C++ holds it, or where the program has weak references to it.
     """
-    node = t.node
+    node = t.preact_node
     if node.region.is_traced:
         return
     value = cast(Tensor, node.value)
@@ -344,7 +372,7 @@ def become_plain(t: Deferred) -> None:
         with contextlib.suppress(RuntimeError):
             torch.utils.swap_tensors(t, value)
             t.__dict__.update(value.__dict__)  # what the program set
-            del t.node
+            del t.preact_node
             value = t
     node.value = value
     if type(t) is Deferred:

@@ -28,8 +28,8 @@ MEMORY = "preact_memory"  # attribute of the first batch norm of a stage: its me
 # the dtype of their convolutions.
 StageRunner = Callable[[list[BlockArguments], Tensor, nn.Module | None, torch.dtype], Tensor]
 
-# Fewer channels than this: the strided 1x1 convolution of channels_last tensors on a CPU can corrupt
-# memory (1, 3, 4 and 6 channels in torch 2.13).
+# Fewer channels than this: the strided 1x1 convolution of channels_last tensors on a CPU can
+# corrupt memory (1, 3, 4 and 6 channels in torch 2.13).
 _FEW_CHANNELS = 16
 
 
@@ -71,8 +71,8 @@ def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reade
 
 def _module(node: Node | None) -> nn.Module | None:
     """The module that called a batch norm or a convolution, where known."""
-    owner = None if node is None else node.settings.owner
-    return None if owner is None else owner.module
+    reference = None if node is None else node.settings.module
+    return None if reference is None else reference()
 
 
 class _Execution:
@@ -80,10 +80,8 @@ class _Execution:
         self._region, self._steps = region, steps
         self._own = set(nodes)
         self._values: dict[Node, Tensor] = {}  # results so far, in the order of `_in_nhwc`
-        self._converted: dict[int, tuple[Tensor, Tensor]] = {}  # tensors from outside, by id
-        self._reads = Counter(
-            i for s in steps for i in _inputs(s) if isinstance(i, Node) and i.value is None
-        )
+        self._converted: dict[Node | Tensor, Tensor] = {}  # what was computed before, in NHWC
+        self._reads = Counter(i for s in steps for i in _inputs(s))
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = any(not isinstance(s, Node) for s in steps)
 
@@ -93,11 +91,14 @@ class _Execution:
             for step in self._steps:
                 inputs = [self._input(i) for i in _inputs(step)]
                 end = step if isinstance(step, Node) else step.end
-                self._store(end, self._result(step, inputs))
+                y = self._values[end] = self._result(step, inputs)
                 for node in (step,) if isinstance(step, Node) else step.nodes:
                     node.is_done = True
+                del inputs
                 for i in _inputs(step):
                     self._release(i)
+                self._store(end, y)
+                del y
         except BaseException:
             for node, value in self._values.items():  # for a later attempt
                 node.value = value
@@ -113,14 +114,15 @@ class _Execution:
             t = value
         if not self._in_nhwc or t.dim() != 4 or layout.is_channels_last(t):
             return t
-        if id(t) not in self._converted:
-            self._converted[id(t)] = t, _ToChannelsLast.apply(t)
-        return self._converted[id(t)][1]
+        if value not in self._converted:
+            self._converted[value] = _ToChannelsLast.apply(t)
+        return self._converted[value]
 
     def _release(self, value: Node | Tensor) -> None:
-        if isinstance(value, Node) and value in self._reads:
-            self._reads[value] -= 1
-            if self._reads[value] == 0:
+        self._reads[value] -= 1
+        if self._reads[value] == 0:
+            self._converted.pop(value, None)
+            if isinstance(value, Node):
                 self._values.pop(value, None)
 
     def _result(self, step: Match | Node, inputs: list[Tensor]) -> Tensor:
@@ -143,7 +145,8 @@ class _Execution:
         module = _module(step.blocks[0].units[0].activation.bn)
         if self._region.run_stage is not None:
             return self._region.run_stage(blocks, x, module, step.end.dtype)
-        name = module.__dict__.get(MEMORY, self._region.memory) if module else self._region.memory
+        name = step.blocks[0].units[0].activation.bn.memory
+        name = module.__dict__.get(MEMORY, name) if module else name
         self._saves_output = name != "store"
         return run_blocks(blocks, x, step.end.dtype, MemoryMode(name))
 
@@ -159,9 +162,9 @@ class _Execution:
         """Keeps a result where it is read later, and hands it to the program."""
         is_read_outside = any(u not in self._own for u in node.users)
         held = node.reference() if node.reference is not None else None
+        if not self._reads[node]:
+            del self._values[node]
         if held is None and not is_read_outside:
-            if node in self._reads:
-                self._values[node] = y
             return
         is_nchw = not node.channels_last and layout.is_channels_last(y)
         inside = y.detach() if is_nchw else y
@@ -175,7 +178,7 @@ class _Execution:
         node.value = y
         if held is not None:
             become_plain(held)
-        if node in self._reads:
+        if self._reads[node]:
             # What is computed later has the value that the program sees as an input.
             self._values[node] = (
                 _ToChannelsLast.apply(node.value, inside) if is_nchw else node.value

@@ -280,9 +280,9 @@ class _Matcher:
             return self._unit_run(chain)
         other = add.inputs[1] if add.inputs[0] is last else add.inputs[0]
         x = activation.x
-        if other is x and all(u.fits_stage for u in chain) and _dtype(x) == last.dtype:
+        if other is x and all(u.fits_stage for u in chain) and x.dtype == last.dtype:
             return [Run((Block(tuple(chain), None, add),))]
-        if _dtype(other) != last.dtype:
+        if other.dtype != last.dtype:
             return self._unit_run(chain)
         return [*self._unit_run(chain[:-1]), SingleUnit(chain[-1], other, add)]
 
@@ -319,6 +319,7 @@ class _Matcher:
                 first = m.blocks[0]
                 is_next = first.add is not None and first.projection is None
                 is_next = is_next and all(b.add is not None for b in last.blocks)
+                is_next = is_next and _first_norm(m).memory == _first_norm(last).memory
                 readers = last.end.users
                 if is_next and not last.end.is_held and set(readers) <= set(first.nodes):
                     joined[-1] = Run(last.blocks + m.blocks)
@@ -327,5 +328,5 @@ class _Matcher:
         return joined
 
 
-def _dtype(value: Node | Tensor):
-    return value.dtype
+def _first_norm(run: Run) -> Node:
+    return run.blocks[0].units[0].activation.bn

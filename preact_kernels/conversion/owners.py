@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+Reference = weakref.ref[nn.Module] | None
+
 
 class Owner:
     """A module, and what was found out about its last call.
@@ -14,21 +16,21 @@ class Owner:
         found: what a rule derives from `key`.
     """
 
-    __slots__ = ("_module", "found", "key")
+    __slots__ = ("found", "key", "reference")
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        self.reference = weakref.ref(module)
         self.key: Any = None
         self.found: Any = None
 
     @property
     def module(self) -> nn.Module | None:
         """The module."""
-        return self._module()
+        return self.reference()
 
     def has(self, t: Tensor) -> bool:
         """Whether `t` is a parameter, a buffer or the weight of the module, as in replicas."""
-        module = self._module()
+        module = self.reference()
         if module is None:
             return False
         if module._parameters.get("weight") is t or module.__dict__.get("weight") is t:

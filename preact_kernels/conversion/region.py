@@ -1,6 +1,8 @@
 """Regions: code whose batch norms, and what follows them, are deferred and run fused."""
 
+import contextlib
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -66,12 +68,32 @@ class Region(TorchFunctionMode):
         self.pending: list[Node] = []
         self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
         self.context: Any = None
+        self.is_closed = False
+        self.frame: types.FrameType | None = None  # that entered the region
+        self.recomputed: dict[Node, Tensor] = {}  # values in a backward
         self.saved_tensor_hooks = torch_compat.top_saved_tensor_hooks()
+        self._dispatch_modes = torch_compat.dispatch_mode_count()
         # Weak references, by id, to computed tensors that could not become plain tensors yet.
         self._not_plain: dict[int, weakref.ref[Deferred]] = {}
-        self.updated: set[int] = set()  # ids of the running means to be updated
+        # Ids of running statistics that pending batch norms update, and that they read.
+        self.updated: set[int] = set()
+        self.evaluated: set[int] = set()
         self._storages = _Storages()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> "Region":
+        """Computes what outer regions recorded: their effects come first."""
+        for region in _entered.regions:
+            region.flush("an inner region")
+        _entered.regions.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        """Ends recording; `finish` computes what is left."""
+        self.is_closed = True
+        _entered.regions.remove(self)
+        if torch_compat.is_innermost_function_mode(self):  # not where generators are interleaved
+            super().__exit__(*error)
 
     # Recording.
 
@@ -79,6 +101,11 @@ class Region(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Records `func`, or calls it on computed tensors."""
         kwargs = kwargs or {}
+        if self.is_closed:
+            return func(*args, **kwargs)
+        if self.frame is not None and self.frame.f_back is None:
+            self._abandon()  # an interrupt left the code without closing the region
+            return func(*args, **kwargs)
         rule = rules.RULES.get(func)
         if rule is not None:
             with disable_torch_function():
@@ -92,11 +119,13 @@ class Region(TorchFunctionMode):
     def is_recording(self) -> bool:
         """Whether operations may be deferred here.
 
-        Not under functional transforms, and not inside of `torch.utils.checkpoint`: its backward
-        runs the operations again outside of this region, and must save the same tensors.
+        Not under functional transforms and dispatch modes, and not inside of
+        `torch.utils.checkpoint`: its backward runs the operations again outside of this region, and
+        must save the same tensors.
         """
         return (
             not torch_compat.has_functorch_transform()
+            and torch_compat.dispatch_mode_count() == self._dispatch_modes
             and torch_compat.top_saved_tensor_hooks() == self.saved_tensor_hooks
             and not torch_compat.has_dual_level()
         )
@@ -138,11 +167,11 @@ class Region(TorchFunctionMode):
         needs_grad = False
         for t in tensors:
             if type(t) is Deferred:
-                node = t.node
+                node = t.preact_node
                 if node.value is not None or node.region is not self or not has_own_history(t):
                     t = compute(t, "another region, or an autograd function")
             given.append(t)
-            inputs.append(t.node if type(t) is Deferred else t)
+            inputs.append(t.preact_node if type(t) is Deferred else t)
             if not needs_grad:
                 needs_grad = inputs[-1].needs_grad if type(t) is Deferred else t.requires_grad
         needs_grad = needs_grad and self.context.has_grad
@@ -151,7 +180,8 @@ class Region(TorchFunctionMode):
         ):
             return NotImplemented  # computed by now, or without grad mode
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
-        self.pending.append(node)
+        with self.lock:
+            self.pending.append(node)
         return deferred(node, given, in_place)
 
     def note(self, owner: Owner | None, reason: str) -> None:
@@ -159,16 +189,19 @@ class Region(TorchFunctionMode):
         if owner is not None:
             self.outcomes.append((owner.module, Outcome("", reason)))
 
-    def before_statistics(self, running_mean: Tensor) -> None:
-        """Computes a pending update of running statistics before a batch norm takes them."""
-        if id(running_mean) in self.updated:
-            self.flush("a second call of the batch norm")
+    def before_statistics(self, statistics: Sequence[Tensor], is_updated: bool) -> None:
+        """Computes pending batch norms that must come before one with these running statistics."""
+        for t in statistics:
+            if id(t) in self.updated or (is_updated and id(t) in self.evaluated):
+                self.flush("a second call of the batch norm")
 
     # Calls that are not deferred.
 
     def _call(self, func: Callable, types: Sequence[type], args: tuple, kwargs: dict) -> Any:
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
+        if func in _BACKWARD:  # whose hooks may write to anything
+            self.flush(func)
         given = args
         if Deferred in types:
             args, kwargs = computed_arguments((args, kwargs), func)
@@ -188,7 +221,9 @@ class Region(TorchFunctionMode):
             targets: pending nodes.
             reader: what asks for the results: a function, or a text.
         """
-        with self._lock, torch_compat.without_functorch_transforms(), disable_torch_function():
+        modes = torch_compat.without_dispatch_modes_above(self._dispatch_modes)
+        transforms = torch_compat.without_functorch_transforms()
+        with self.lock, modes, transforms, disable_torch_function():
             needed = _ancestors(targets)
             nodes = [n for n in self.pending if n in needed]
             self._set_pending([n for n in self.pending if n not in needed])
@@ -207,17 +242,24 @@ class Region(TorchFunctionMode):
     def _set_pending(self, nodes: list[Node]) -> None:
         self.pending, self._storages = nodes, _Storages()
         self.updated = {id(t) for n in nodes for t in operations.tracked_statistics(n)}
+        self.evaluated = {id(t) for n in nodes for t in operations.constants(n)}
 
     def flush(self, reader: object) -> None:
         """Computes all that the program holds, and updates running statistics."""
         if not self.pending:
             return
-        with self._lock:
+        with self.lock:
             held = [n for n in self.pending if n.is_held or operations.tracked_statistics(n)]
             self.compute(held, reader)
             for node in self.pending:  # results that nothing reads
                 node.release()
             self._set_pending([])
+
+    def _abandon(self) -> None:
+        """Closes the region; the mode itself stays on the stack until another region is entered."""
+        self.is_closed, self.frame = True, None
+        with contextlib.suppress(Exception):
+            self.finish("an interrupted call")
 
     def keep(self, t: Deferred) -> None:
         """Notes a computed tensor that could not become a plain tensor yet."""
@@ -234,6 +276,17 @@ class Region(TorchFunctionMode):
             t = reference()
             if type(t) is Deferred:
                 become_plain(t)
+
+
+class _Entered(threading.local):
+    """The regions that were entered on this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+
+
+_entered = _Entered()
+_BACKWARD = {Tensor.backward, torch.autograd.grad}
 
 
 class _Storages:

@@ -82,13 +82,13 @@ def _bound(names: Sequence[str], args: tuple, kwargs: dict) -> dict[str, Any] | 
 
 
 def _is_pending(t: object) -> bool:
-    return type(t) is Deferred and t.node.value is None
+    return type(t) is Deferred and t.preact_node.value is None
 
 
 def _format(region: Any, t: Tensor) -> bool | None:
     """Whether an image is channels_last; None where PyTorch's results could have other strides."""
     if type(t) is Deferred:
-        return t.node.channels_last
+        return t.preact_node.channels_last
     if type(t) not in region.tensor_types or t.dim() != 4:
         return None
     _, channels, height, width = t.shape
@@ -156,7 +156,7 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
             cast(float, bn.momentum),
             bn.eps,
             bn.process_group,
-            owner,
+            None if owner is None else owner.reference,
         )
         if owner is not None:
             owner.key, owner.found = key, settings
@@ -165,16 +165,16 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
     if settings is None:
         region.note(owner, reason)
         return NotImplemented
-    if bn.running_mean is not None:
-        region.before_statistics(bn.running_mean)
+    running = [t for t in bn[2:4] if t is not None]
+    region.before_statistics(running, bn.training)
     region.enter_context(x.device)
     if weight is None or bias is None:
         inputs = (x, *(t for t in (weight, bias) if t is not None))
     else:
         inputs = (x, weight, bias)
     result = region.record(NORM, inputs, settings, x.shape, x.dtype, channels_last)
-    if bn.training and bn.running_mean is not None:
-        region.updated.add(id(bn.running_mean))
+    (region.updated if bn.training else region.evaluated).update(map(id, running))
+    result.preact_node.memory = region.memory
     return result
 
 
@@ -201,7 +201,7 @@ class SyncForward:
                 bn = batch_norm_arguments(cast(nn.BatchNorm2d, module))
                 if bn.momentum is None:
                     bn = bn._replace(momentum=1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0))
-                if type(x) is Deferred and x.node.value is not None:
+                if type(x) is Deferred and x.preact_node.value is not None:
                     x = compute(x, "SyncBatchNorm")
                 result = record_norm(self._region, x, bn)
                 is_counted = bn.batch_count is None or torch_compat.is_in_backward()
@@ -240,7 +240,7 @@ def _norm_refusal(region: Any, x: Tensor, bn: BatchNorm) -> str:
 def _record_relu(region: Any, x: Any, in_place: bool) -> Any:
     if not _is_pending(x) or not region.is_recording():
         return NotImplemented
-    node = x.node
+    node = x.preact_node
     region.enter_context(node.context.device)
     return region.record(RELU, (x,), None, node.shape, node.dtype, node.channels_last, in_place)
 
@@ -275,7 +275,7 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     if not _is_pending(x) or not region.is_recording():
         return NotImplemented
-    node = x.node
+    node = x.preact_node
     affine = (weight,) if bias is None else (weight, bias)
     if any(type(t) not in region.tensor_types for t in affine):
         return NotImplemented
@@ -291,7 +291,7 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
         settings, shape = _geometry(node.shape, weight.shape, bias_shape, *map(_hashable, numbers))
         if dtype is None or settings is None:
             return NotImplemented
-        settings = settings._replace(owner=owner)
+        settings = settings._replace(module=None if owner is None else owner.reference)
         weight_is_channels_last = layout.is_channels_last(weight)
         if owner is not None:
             owner.key, owner.found = key, (settings, shape, dtype, weight_is_channels_last)
@@ -335,6 +335,10 @@ def _geometry(
     return (None, ()) if conv is None else (ConvSettings(*conv), tuple(result.shape))
 
 
+def _hashable_values(kwargs: dict) -> dict:
+    return {k: _hashable(v) for k, v in kwargs.items()}
+
+
 def _paired(value: Any) -> Any:
     """Of a sequence with one number, that number."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
@@ -370,19 +374,22 @@ def _add_in_place(region: Any, args: tuple, kwargs: dict) -> Any:
     return _record_add(region, args, kwargs, True)
 
 
+_ZEROS = ("None", "0", "0.0")  # not -0.0
+
+
 @_rule(F.pad)
 def _pad(region: Any, args: tuple, kwargs: dict) -> Any:
     given = _bound(("input", "pad", "mode", "value"), args, kwargs)
     if given is None or not _is_pending(given.get("input")) or not region.is_recording():
         return NotImplemented
     sizes = given.get("pad")
-    if given.get("mode", "constant") != "constant" or given.get("value") not in (None, 0):
+    if given.get("mode", "constant") != "constant" or str(given.get("value")) not in _ZEROS:
         return NotImplemented
     if not isinstance(sizes, list | tuple) or len(sizes) != 4:
         return NotImplemented
     if not all(type(s) is int and s >= 0 for s in sizes):
         return NotImplemented
-    node = given["input"].node
+    node = given["input"].preact_node
     n, c, h, w = node.shape
     left, right, top, bottom = sizes
     shape = (n, c, h + top + bottom, w + left + right)
@@ -399,7 +406,7 @@ def _cat(region: Any, args: tuple, kwargs: dict) -> Any:
     tensors = given.get("tensors")
     if not isinstance(tensors, list | tuple) or not any(map(_is_pending, tensors)):
         return NotImplemented
-    first = next(t for t in tensors if _is_pending(t)).node
+    first = next(t for t in tensors if _is_pending(t)).preact_node
     n, _, h, w = first.shape
     for t in tensors:
         if not isinstance(t, Tensor) or _format(region, t) != first.channels_last:
@@ -431,7 +438,7 @@ def _pool(func: Callable) -> Callable:
         if not args or not _is_pending(args[0]) or not region.is_recording():
             return NotImplemented
         x, *rest = args
-        node = x.node
+        node = x.preact_node
         context = region.enter_context(node.context.device)
         found = _pooled(
             func,
@@ -448,7 +455,7 @@ def _pool(func: Callable) -> Callable:
         shape = (*node.shape[:2], *size)
         if not _has_known_strides(shape, node.channels_last):
             return NotImplemented
-        settings = CallSettings(func, tuple(rest), kwargs)
+        settings = CallSettings(func, tuple(map(_hashable, rest)), _hashable_values(kwargs))
         return region.record(POOL, (x,), settings, shape, dtype, node.channels_last)
 
     return rule
