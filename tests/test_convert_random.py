@@ -174,8 +174,8 @@ def differences(a: Trial, b: Trial, has_checkpoint: bool = False) -> list[str]:
     found = []
     for key in sorted({*a.errors, *b.errors}, key=lambda k: (k != "build", k[:6], "backward" in k)):
         if a.errors.get(key) != b.errors.get(key):
-            if "backward" in key and key not in b.errors:
-                break  # plain PyTorch refuses what works converted
+            if "backward" in key and key in a.errors:
+                break  # plain PyTorch refuses what works converted, or raises another error
             errors = [f"{t.errors.get(key)} {t.messages.get(key, '')}" for t in (a, b)]
             found.append(f"{key}: raised {errors[0]}, converted {errors[1]}")
             if "backward" in key:

@@ -523,6 +523,28 @@ def test_a_call_leaves_no_garbage():
     assert garbage <= gc.collect() + 50
 
 
+def test_transformers_take_their_fast_path():
+    """Which computes zeros for padding."""
+
+    class Detector(Chain):
+        def __init__(self):
+            super().__init__(Block(), Block())
+            layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x):
+            tokens = self[0](x).flatten(2).transpose(1, 2)
+            padding = torch.arange(36).expand(2, 36) > 30
+            tokens = self.encoder(tokens, src_key_padding_mask=padding)
+            return self[1](tokens.transpose(1, 2).reshape(x.shape))
+
+    model, x = Detector().eval(), images()
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(pk.convert(model)(x), expected)
+    assert len(pk.conversion_report(model).fused) == 2
+
+
 def test_parts_may_be_compiled():
     class Net(Chain):
         def __init__(self):

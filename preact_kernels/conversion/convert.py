@@ -338,7 +338,10 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
 
 
 def _hook_children(module: nn.Module) -> list[RemovableHandle]:
-    """Has children compute inputs and results before their backward hooks pass them to C++."""
+    """Has children compute inputs and results before their backward hooks pass them to C++.
+
+    Those with fast paths run outside of the region.
+    """
     handles = []
     waiting = list(module._modules.values())
     while waiting:
@@ -350,8 +353,26 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
                 child.register_forward_pre_hook(_compute_inputs, prepend=True, with_kwargs=True),
                 child.register_forward_hook(_compute_result, prepend=True),
             ]
-        waiting += child._modules.values()
+        if isinstance(child, _WITH_FAST_PATHS):
+            handles += [
+                child.register_forward_pre_hook(_suspend, with_kwargs=True),
+                child.register_forward_hook(_resume, always_call=True),
+            ]
+        else:
+            waiting += child._modules.values()
     return handles
+
+
+# They ask whether functions are overridden, and compute other values for padding if so.
+_WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+def _suspend(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    _calls.stack[-1].region.suspend()
+
+
+def _resume(module: nn.Module, args: tuple, output: Any) -> None:
+    _calls.stack[-1].region.resume()
 
 
 def _compute_inputs(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -68,7 +68,7 @@ class Region(TorchFunctionMode):
         self.pending: list[Node] = []
         self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
         self.context: Any = None
-        self.is_closed = False
+        self.is_closed = self._is_suspended = False
         self.frame: types.FrameType | None = None  # that entered the region
         self.recomputed: dict[Node, Tensor] = {}  # values in a backward
         self.saved_tensor_hooks = torch_compat.top_saved_tensor_hooks()
@@ -94,6 +94,19 @@ class Region(TorchFunctionMode):
         _entered.regions.remove(self)
         if torch_compat.is_innermost_function_mode(self):  # not where generators are interleaved
             super().__exit__(*error)
+
+    def suspend(self) -> None:
+        """Leaves the region for a while, if no other mode was entered since."""
+        self.flush("a module with a fast path")
+        if torch_compat.is_innermost_function_mode(self):
+            super().__exit__(None, None, None)
+            self._is_suspended = True
+
+    def resume(self) -> None:
+        """Undoes `suspend`."""
+        if self._is_suspended:
+            self._is_suspended = False
+            super().__enter__()
 
     # Recording.
 
