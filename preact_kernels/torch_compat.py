@@ -155,7 +155,7 @@ def above_autograd(autocast_device: str | None) -> contextlib.AbstractContextMan
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-# Changes a tensor in place without counting a version, as PyTorch's batch norm updates statistics.
+# Changes tensors in place without counting a version, as PyTorch's batch norm updates statistics.
 without_new_version = torch.autograd._unsafe_preserve_version_counter
 
 

@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, become_plain
 from preact_kernels.conversion.matching import BNReLU, Match, SingleUnit, Unit, match
-from preact_kernels.conversion.operations import CONV, NORM, updating_norm
+from preact_kernels.conversion.operations import CONV, NORM, tracked_statistics, updating_norm
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.ops import layout
 from preact_kernels.ops.bn_relu import bn_relu_of
@@ -91,7 +92,8 @@ class _Execution:
             for step in self._steps:
                 inputs = [self._input(i) for i in _inputs(step)]
                 end = step if isinstance(step, Node) else step.end
-                y = self._values[end] = self._result(step, inputs)
+                with torch_compat.without_new_version(tuple(_tracked_statistics(step))):
+                    y = self._values[end] = self._result(step, inputs)
                 for node in (step,) if isinstance(step, Node) else step.nodes:
                     node.is_done = True
                 del inputs
@@ -183,6 +185,12 @@ class _Execution:
             self._values[node] = (
                 _ToChannelsLast.apply(node.value, inside) if is_nchw else node.value
             )
+
+
+def _tracked_statistics(step: Match | Node) -> Sequence[Tensor]:
+    """The running statistics that a step updates; PyTorch does not count that as a change."""
+    nodes = (step,) if isinstance(step, Node) else step.nodes
+    return [t for n in nodes for t in tracked_statistics(n)]
 
 
 def _inputs(step: Match | Node) -> Sequence[Any]:

@@ -9,9 +9,9 @@ from typing import NamedTuple, overload
 import torch
 from torch import nn
 
+# Files of this folder and of torch: whose operations the report does not name.
 _OWN_FOLDERS = tuple(
-    os.path.dirname(os.path.dirname(os.path.abspath(f))) + os.sep
-    for f in (__file__, torch.__file__)
+    os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, torch.__file__)
 )
 
 

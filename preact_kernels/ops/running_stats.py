@@ -61,25 +61,16 @@ def update(
             continue
         if r.momentum is None:  # traced: a number that is not known, and so no key
             momentum = 1.0 / (float(cast(Tensor, r.batch_count)) + 1.0)
-            _run(kernels, [r.mean, r.var], [b.mean, b.var], momentum)
+            kernels.running_stats_update([r.mean, r.var], [b.mean, b.var], momentum)
             continue
         targets, values = by_momentum.setdefault(r.momentum, ([], []))
         targets.extend((r.mean, r.var))
         values.extend(b)  # Dynamo of torch 2.11 does not trace `+=` with a named tuple
     for momentum, (targets, values) in by_momentum.items():
-        _run(kernels, targets, values, momentum)
+        kernels.running_stats_update(targets, values, momentum)
     counts = [r.batch_count for r, _ in tracked if r.batch_count is not None]
     if counts:
         torch_compat.foreach_add_(counts, 1)
-
-
-def _run(kernels: Kernels, running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """Updates running statistics; like PyTorch, leaves their version as it is."""
-    if torch.compiler.is_compiling() or type(running[0]) is torch_compat.FunctionalTensor:
-        kernels.running_stats_update(running, batch, momentum)
-        return
-    with torch_compat.without_new_version(tuple(running)):
-        kernels.running_stats_update(running, batch, momentum)
 
 
 def _is_recomputation() -> bool:
