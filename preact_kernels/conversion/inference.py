@@ -54,13 +54,13 @@ def fuse_for_inference(model: _Model) -> _Model:
     `fused=False` are folded), and the chains of a model that `convert` changed. Ways to call it:
 
     - `fuse_for_inference(model)` folds all it can, and leaves the rest to PyTorch's operators.
-    - `fuse_for_inference(convert(model))` folds only what `convert` leaves. It is the faster way
-      for residual networks of few channels, on a CPU.
+    - `fuse_for_inference(convert(model))` folds the batch norms that no ReLU follows. Each call
+      records its operations, as in `convert`.
     - `convert(fuse_for_inference(model))` also runs the BN-ReLU-Conv chains fused that are left.
 
     Args:
         model: any module, on any device, of any dtypes; it does not change. Its forwards are
-            traced, as in `convert`.
+            traced with `torch.fx`.
 
     Returns:
         A copy in evaluation mode, whose parameters want no gradients. It stays so when `train()` of
