@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 
@@ -131,6 +132,9 @@ def without_functorch_transforms() -> contextlib.AbstractContextManager:
 
     return temporarily_clear_interpreter_stack()
 
+
+# A tensor without storage, of a subclass with `__torch_dispatch__`.
+make_wrapper_subclass = Tensor._make_wrapper_subclass
 
 _AUTOGRAD_KEYS = [
     getattr(torch._C.DispatchKey, name)

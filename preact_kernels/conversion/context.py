@@ -55,13 +55,13 @@ class Context(NamedTuple):
         return self.stream is None or torch.cuda.current_stream(self.device) == self.stream
 
     def entered_in_backward(self) -> contextlib.AbstractContextManager:
-        """Likewise, apart from the hooks of saved tensors, which were those of the forward."""
+        """Runs its body in these modes, but with the present hooks of saved tensors."""
         hooks = torch_compat.top_saved_tensor_hooks()
         return self._replace(saved_tensor_hooks=hooks).entered()
 
     @contextlib.contextmanager
     def entered_above_autograd(self) -> Iterator[None]:
-        """Likewise, where autograd records as outside of `__torch_dispatch__`."""
+        """Runs its body in these modes; autograd records it inside of `__torch_dispatch__` too."""
         is_cast = self.autocast_dtype is not None
         is_below = self.is_inference or not self.has_grad
         kind = self.device.type if is_cast else None

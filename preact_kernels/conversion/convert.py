@@ -406,7 +406,7 @@ def _has_other_hooks(module: nn.Module) -> bool:
 
 def _make_plain(value: Any, reader: str) -> None:
     """Computes the deferred tensors in a value."""
-    for t in torch.utils._pytree.tree_leaves(value):
+    for t in torch_compat.tree_leaves(value):
         if type(t) is Deferred:
             compute(t, reader)
 

@@ -266,7 +266,7 @@ def has_own_history(t: Deferred) -> bool:
 def _empty(node: Node) -> Deferred:
     _, c, h, w = node.shape
     strides = (c * h * w, 1, w * c, c) if node.channels_last else (c * h * w, h * w, w, 1)
-    return Tensor._make_wrapper_subclass(
+    return torch_compat.make_wrapper_subclass(
         Deferred, node.shape, strides, dtype=node.dtype, device=node.context.device
     )
 

@@ -130,7 +130,7 @@ class SingleUnit(NamedTuple):
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """The unit."""
+        """The units that it runs."""
         return (self.unit,)
 
     @property
@@ -161,7 +161,7 @@ class BNReLU(NamedTuple):
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """None."""
+        """The units that it runs: it has no convolution."""
         return ()
 
     @property

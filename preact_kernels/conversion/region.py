@@ -165,7 +165,7 @@ class Region(TorchFunctionMode):
 
         Args:
             operation: the operation; `enter_context` was called for its device.
-            tensors: its inputs; what is no `Deferred` is of `tensor_types`.
+            tensors: its inputs: deferred tensors, and tensors of one of the `tensor_types`.
             settings: its other arguments.
             shape: of the result.
             dtype: of the result.
