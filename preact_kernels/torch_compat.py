@@ -38,9 +38,6 @@ foreach_norm = torch._foreach_norm
 # Base class of all batch norms; planning overrides `momentum`.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 
-# What `F.pad` is in a graph.
-pad_functions = (nn.functional.pad, torch._C._nn.pad)
-
 # Whether a `torch.func` transform is running. No public function says so.
 has_functorch_transform = torch._C._are_functorch_transforms_active
 
