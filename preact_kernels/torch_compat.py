@@ -69,9 +69,8 @@ top_saved_tensor_hooks = functools.partial(
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
-def dispatch_mode_count() -> int:
-    """The number of `TorchDispatchMode`s on this thread."""
-    return torch._C._len_torch_dispatch_stack()
+# The number of `TorchDispatchMode`s on this thread.
+dispatch_mode_count = torch._C._len_torch_dispatch_stack
 
 
 @contextlib.contextmanager
@@ -129,6 +128,9 @@ def without_functorch_transforms() -> contextlib.AbstractContextManager:
 
     return temporarily_clear_interpreter_stack()
 
+
+# Two objects exchange their tensors: sizes, storages and places in the autograd graph.
+swap_tensor_impl = torch._C._swap_tensor_impl
 
 # A tensor without storage, of a subclass with `__torch_dispatch__`.
 make_wrapper_subclass = Tensor._make_wrapper_subclass

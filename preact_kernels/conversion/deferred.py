@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.ops.bn_relu import gradients
@@ -20,48 +20,44 @@ class Operation(NamedTuple):
 
     name: str
     run: Callable[..., Tensor]  # of the node's settings, then its inputs
-    is_relu: bool = False
     is_sum: bool = False
-    precedes_relu: bool = False  # usually
 
 
 class Node:
     """One operation that is not computed yet.
 
     Attributes:
+        region: that recorded it.
+        context: in which it was recorded.
         operation: what it computes.
         settings: arguments of the operation other than its inputs.
         inputs: nodes, and tensors that are computed.
-        version: the number of in-place changes of the inputs that are tensors, when they were read.
         shape: of the result, `[N, C, H, W]`.
         dtype: of the result.
         channels_last: the memory format of the result in plain PyTorch.
         needs_grad: whether the result requires a gradient.
+        version: the number of in-place changes of the inputs that are tensors, when they were read.
         user: the first node that reads the result.
         other_users: the other ones.
+        chain: whose autograd function returned the tensor that stands for the result, while it is
+            pending.
+        reference: to the deferred tensor that stands for the result, while one does.
+        memory: the memory mode of a stage that begins with this batch norm.
+        is_done: whether it was computed, on its own or as part of a fused operation.
         value: the result, once it is computed and while it is needed.
-        adopted: the autograd function that returned the tensor, in place of this package's, as
-            soon as `value` is known as its result.
         is_changed: whether `value` was changed in place while the tensor was still deferred, with
             a change of its place in the autograd graph.
-        is_done: whether it was computed, on its own or as part of a fused operation.
-        history: the node whose autograd function gave the tensor that stands for the result; None:
-            this one.
-        memory: the memory mode of a stage that begins with this batch norm.
-        spare: a tensor for a ReLU of the result.
-        reference: to the deferred tensor that stands for the result, while one does.
-        region: that recorded it.
-        context: in which it was recorded.
+        returned_by: the autograd function that returned the tensor, in place of this package's, as
+            soon as `value` is known as its result.
     """
 
-    adopted: Any = None
-    history: "Node | None" = None
+    chain: "Chain | None" = None
     is_changed = False
     is_done = False
     memory = "store"
     other_users: "tuple[Node, ...]" = ()
     reference: "weakref.ref[Deferred] | None" = None
-    spare: "Deferred | None" = None
+    returned_by: Any = None
     user: "Node | None" = None
     value: Tensor | None = None
 
@@ -81,13 +77,13 @@ class Node:
         self.shape, self.dtype, self.channels_last = shape, dtype, channels_last
         self.needs_grad = needs_grad
         for i in inputs:
-            if isinstance(i, Node):
+            if type(i) is Node:
                 # Few objects a node: the garbage collector visits them all.
                 if i.user is None:
                     i.user = self
                 else:
                     i.other_users = (*i.other_users, self)
-        self.version = self._version()
+        self.version = _version(inputs)
 
     @property
     def users(self) -> "tuple[Node, ...]":
@@ -96,7 +92,10 @@ class Node:
 
     def release(self) -> None:
         """Drops what only a pending node needs: references in cycles."""
-        self.user, self.other_users, self.spare = None, (), None
+        self.user, self.other_users = None, ()
+        if self.chain is not None:
+            self.chain.spares.clear()
+            self.chain = None
 
     @property
     def is_held(self) -> bool:
@@ -105,23 +104,24 @@ class Node:
 
     def check_inputs(self) -> None:
         """Raises if an input was changed in place where that could not be seen."""
-        if self._version() != self.version:
+        if _version(self.inputs) != self.version:
             raise RuntimeError(
                 f"the input of a deferred {self.operation.name} was modified by an inplace "
                 "operation outside of PyTorch's Python API; run it outside of the converted "
                 "model, or call pk.revert"
             )
 
-    def _version(self) -> int:
-        """The number of in-place changes of the inputs that are tensors so far."""
-        count = 0
-        for i in self.inputs:
-            if not isinstance(i, Node):
-                try:
-                    count += i._version
-                except RuntimeError:  # inference tensors have none
-                    continue
-        return count
+
+def _version(inputs: Sequence[Node | Tensor]) -> int:
+    """The number of in-place changes of the inputs that are tensors so far."""
+    count = 0
+    for i in inputs:
+        if type(i) is not Node:
+            try:
+                count += i._version  # type: ignore[union-attr]
+            except RuntimeError:  # inference tensors have none
+                continue
+    return count
 
 
 class Deferred(Tensor):
@@ -155,50 +155,159 @@ _CHANGED = (
 )
 
 
+class Step(NamedTuple):
+    """An operation in a chain of the last call; see `Chain`."""
+
+    operation: Operation
+    tensors: "tuple[weakref.ref[Tensor], ...]"  # that it read beside the step before: parameters
+    shape: tuple[int, ...]  # of the result
+    dtype: torch.dtype
+    channels_last: bool
+
+
+class _Spare(NamedTuple):
+    """A tensor for the result of an operation that may be recorded."""
+
+    step: Step
+    tensors: list[Tensor]  # what `step.tensors` refers to
+    states: list[tuple[int, bool]]  # of `tensors`, when the autograd function was called
+    tensor: "Deferred"
+
+
+_CHAIN_LENGTH = 24  # at most
+
+
+class Chain:
+    """Operations in a row whose results one autograd function returns: one call costs less.
+
+    The function also returns tensors for the operations that followed in the last call. Where
+    other ones follow, these tensors are dropped.
+
+    Attributes:
+        nodes: the operations so far; each reads the one before.
+        spares: tensors for the operations to come, the next one last.
+        steps: what followed the first batch norm in the last call, changed where this call differs;
+            None where no module is known that keeps them.
+        position: in `steps`, of the operation that follows.
+    """
+
+    __slots__ = ("nodes", "position", "spares", "steps")
+
+    def __init__(self, node: Node, steps: list[Step] | None, position: int) -> None:
+        self.nodes, self.steps, self.position = [node], steps, position
+        self.spares: list[_Spare] = []
+
+    def take(self, node: Node) -> "Deferred | None":
+        """The tensor for the result of `node`, which reads the last of the nodes; or None."""
+        if not self.spares:
+            return None
+        spare = self.spares.pop()
+        if spare.step[2:] == (node.shape, node.dtype, node.channels_last) and _are_same(
+            (spare.step.operation, *spare.tensors), (node.operation, *node.inputs[1:])
+        ):
+            if spare.states == list(map(_state, spare.tensors)):
+                self.nodes.append(node)
+                self.position += 1
+                return spare.tensor
+        self.spares.clear()
+        return None
+
+    def learn(self, node: Node) -> bool:
+        """Has the next call expect the operation of `node` after the last of the nodes.
+
+        Returns:
+            Whether it can.
+        """
+        if self.steps is None:
+            return False
+        tensors = node.inputs[1:]
+        del self.steps[self.position :]
+        if self.position >= _CHAIN_LENGTH or any(type(t) is Node for t in tensors):
+            return False
+        references = tuple(map(weakref.ref, cast(Sequence[Tensor], tensors)))
+        settings = (node.shape, node.dtype, node.channels_last)
+        self.steps.append(Step(node.operation, references, *settings))
+        return True
+
+    def expected(self) -> list[tuple[Step, list[Tensor]]]:
+        """The steps to come as in the last call, and the tensors that they read."""
+        found = []
+        for step in self.steps[self.position :] if self.steps else ():
+            tensors = [reference() for reference in step.tensors]
+            if any(t is None for t in tensors):
+                break
+            found.append((step, cast(list[Tensor], tensors)))
+        return found
+
+
+def _are_same(a: Sequence[object], b: Sequence[object]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _state(t: Tensor) -> tuple[int, bool]:
+    return t._version, t.requires_grad
+
+
 class _DeferredFunction(torch.autograd.Function):
-    """Gives deferred tensors their place in the autograd graph.
+    """Gives the deferred tensors of a chain their places in the autograd graph.
 
     Backward runs only if such a tensor was passed to code that PyTorch does not show to Python,
-    such as a custom autograd function: it computes the node again, in plain operators. What is
+    such as a custom autograd function: it computes the nodes again, in plain operators. What is
     computed from recorded nodes has a graph of its own.
-
-    Returns a tensor for the result of `node`. A batch norm gets another one, for the result of a
-    ReLU of it, as one call is cheaper than two.
     """
 
     @staticmethod
-    def forward(ctx, node, in_place, *tensors):
-        ctx.node = node
-        ctx.set_materialize_grads(False)
+    def forward(ctx, chain, steps, in_place, *tensors):
+        ctx.nodes = chain.nodes
+        ctx.materialize_grads = False
         if in_place:
-            ctx.mark_dirty(tensors[0])
+            ctx.dirty_tensors = tensors[:1]
             return tensors[0]
-        return (_empty(node), _empty(node)) if node.operation.precedes_relu else _empty(node)
+        node = chain.nodes[0]
+        first = _empty(node, node.shape, node.dtype, node.channels_last)
+        return (first, *(_empty(node, *s[2:]) for s in steps)) if steps else first
 
     @staticmethod
-    def backward(ctx, dy, spare_dy=None):
-        node = ctx.node
-        if node is None:
+    def backward(ctx, *gradients_of_results):
+        nodes = ctx.nodes
+        if nodes is None:
             raise RuntimeError("Trying to backward through the graph a second time")
-        if node.is_changed:
-            raise RuntimeError(_CHANGED)
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         found: list[Tensor | None] = [None for _ in needed]
         with disable_torch_function():
-            if node.operation.is_sum:
-                dtypes = [i.dtype for i in node.inputs]
-                found = [dy.to(d) if n else None for d, n in zip(dtypes, needed, strict=True)]
-            else:
-                node.check_inputs()
-                inputs = _input_values(node)
-                for gradient, has_relu in ((dy, False), (spare_dy, True)):
-                    if gradient is not None:
-                        forward = functools.partial(_run, node, has_relu)
-                        more = gradients(forward, inputs, needed, gradient)
-                        found = list(map(_sum, found, more))
+            for end, dy in enumerate(gradients_of_results, 1):
+                if dy is not None:
+                    more = _chain_gradients(nodes[:end], needed, dy)
+                    found[: len(more)] = map(_sum, found, more)
         if not torch_compat.keeps_graph():
-            ctx.node = None
-        return None, None, *found
+            ctx.nodes = None
+        return None, None, None, *found
+
+
+def _chain_gradients(nodes: Sequence[Node], needed: Sequence[bool], dy: Tensor) -> list:
+    """Gradients of the last of `nodes` for what they read, from that of its result."""
+    first = nodes[0]
+    if any(n.is_changed for n in nodes):
+        raise RuntimeError(_CHANGED)
+    if len(nodes) == 1 and first.operation.is_sum:
+        dtypes = [i.dtype for i in first.inputs]
+        return [dy.to(d) if n else None for d, n in zip(dtypes, needed, strict=True)]
+    for node in nodes:
+        node.check_inputs()
+    inputs = _input_values(first)
+    for node in nodes[1:]:
+        inputs += cast(Sequence[Tensor], node.inputs[1:])
+    return gradients(functools.partial(_run_chain, nodes), inputs, needed[: len(inputs)], dy)
+
+
+def _run_chain(nodes: Sequence[Node], *inputs: Tensor) -> Tensor:
+    first, *others = nodes
+    count = len(first.inputs)
+    y = _run(first, *inputs[:count])
+    for node in others:
+        start, count = count, count + len(node.inputs) - 1
+        y = _run(node, y, *inputs[start:count])
+    return y
 
 
 # Without the tests for transforms in `apply` of the class: no region records under transforms.
@@ -209,10 +318,9 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a + b
 
 
-def _run(node: "Node", has_relu: bool, *inputs: Tensor) -> Tensor:
+def _run(node: Node, *inputs: Tensor) -> Tensor:
     with node.context.entered_in_backward():
-        y = node.operation.run(node.settings, *inputs)
-        return F.relu(y) if has_relu else y
+        return node.operation.run(node.settings, *inputs)
 
 
 def _input_values(node: Node) -> list[Tensor]:
@@ -231,7 +339,7 @@ def _input_values(node: Node) -> list[Tensor]:
             if not values:
                 torch_compat.call_after_backward(values.clear)
             inputs = [_value(i, values) for i in last.inputs]
-            values[last] = _run(last, False, *cast(list[Tensor], inputs))
+            values[last] = _run(last, *cast(list[Tensor], inputs))
     return [cast(Tensor, _value(i, values)) for i in node.inputs]
 
 
@@ -259,19 +367,20 @@ def has_own_history(t: Deferred) -> bool:
     if node.region.is_traced:
         return True
     if node.needs_grad:
-        return getattr(t.grad_fn, "node", None) is (node.history or node)
+        return node in (getattr(t.grad_fn, "nodes", None) or ())
     return not t.requires_grad
 
 
-def _empty(node: Node) -> Deferred:
-    _, c, h, w = node.shape
-    strides = (c * h * w, 1, w * c, c) if node.channels_last else (c * h * w, h * w, w, 1)
-    return torch_compat.make_wrapper_subclass(
-        Deferred, node.shape, strides, dtype=node.dtype, device=node.context.device
-    )
+def _empty(
+    node: Node, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool
+) -> Deferred:
+    _, c, h, w = shape
+    strides = (c * h * w, 1, w * c, c) if channels_last else (c * h * w, h * w, w, 1)
+    device = node.context.device
+    return torch_compat.make_wrapper_subclass(Deferred, shape, strides, dtype=dtype, device=device)
 
 
-def deferred(node: Node, tensors: Sequence[Tensor], in_place: bool = False) -> Any:
+def deferred(node: Node, tensors: Sequence[Tensor], in_place: bool = False) -> Deferred:
     """The tensor that stands for the result of `node`.
 
     Args:
@@ -280,22 +389,52 @@ def deferred(node: Node, tensors: Sequence[Tensor], in_place: bool = False) -> A
         in_place: the first of `tensors`, a deferred tensor, becomes the result.
     """
     source: Any = node.inputs[0]
-    result: Any = None
+    result: Any = tensors[0] if in_place else None
     if in_place:
-        result = tensors[0]
         source.reference = None
     if node.needs_grad and not node.region.is_traced:
-        is_outside = node.operation.is_relu and not in_place and isinstance(source, Node)
-        if is_outside and source.spare is not None:
-            result, source.spare, node.history = source.spare, None, source
-        if node.history is None:
-            result = _apply_deferred(node, in_place, *tensors)
-            if node.operation.precedes_relu:
-                result, node.spare = result
+        chain = source.chain if type(source) is Node else None
+        if chain is not None and chain.nodes[-1] is not source:
+            chain = None
+        spare = None if chain is None else chain.take(node)
+        if spare is None:
+            result = _start_chain(node, chain, tensors, in_place)
+        elif in_place:
+            node.chain = chain
+            torch_compat.swap_tensor_impl(result, spare)
+            # It stays where code in C++ holds it.
+            spare.preact_node = source
+            source.reference = weakref.ref(spare)
+        else:
+            node.chain, result = chain, spare
     elif not in_place:
-        result = _empty(node)
+        result = _empty(node, node.shape, node.dtype, node.channels_last)
     result.preact_node = node
     node.reference = weakref.ref(result)
+    return result
+
+
+def _start_chain(
+    node: Node, before: Chain | None, tensors: Sequence[Tensor], in_place: bool
+) -> Any:
+    """The result of an autograd function for `node`, and for what followed it in the last call."""
+    if before is not None and before.learn(node):
+        chain = Chain(node, before.steps, before.position + 1)
+    else:
+        owner = getattr(node.settings, "owner", None)
+        chain = Chain(node, None if owner is None else owner.steps, 0)
+    node.chain = chain
+    spares = [] if in_place else chain.expected()
+    more = [t for _, own in spares for t in own]
+    found = _apply_deferred(chain, [step for step, _ in spares], in_place, *tensors, *more)
+    if not spares:
+        return found
+    result, *others = found
+    chain.spares = [
+        _Spare(step, own, list(map(_state, own)), t)
+        for (step, own), t in zip(spares, others, strict=True)
+    ]
+    chain.spares.reverse()
     return result
 
 
@@ -363,10 +502,10 @@ def become_plain(t: Deferred) -> None:
     node.reference = None
     node.region.forget(t)
     with disable_torch_function():
-        if not has_own_history(t) and t.grad_fn is not node.adopted:
+        if not has_own_history(t) and t.grad_fn is not node.returned_by:
             if node.is_changed:
                 raise RuntimeError(_CHANGED)
-            node.adopted = t.grad_fn
+            node.returned_by = t.grad_fn
             with torch.enable_grad():
                 value = _WithHistory.apply(t, value.detach())
         with contextlib.suppress(RuntimeError):

@@ -72,8 +72,8 @@ def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reade
 
 def _module(node: Node | None) -> nn.Module | None:
     """The module that called a batch norm or a convolution, where known."""
-    reference = None if node is None else node.settings.module
-    return None if reference is None else reference()
+    owner = None if node is None else node.settings.owner
+    return None if owner is None else owner.module
 
 
 class _Execution:

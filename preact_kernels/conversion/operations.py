@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, Operation
-from preact_kernels.conversion.owners import Reference
+from preact_kernels.conversion.owners import Owner
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.bn_relu_conv import ConvArguments
 
@@ -25,7 +25,7 @@ class NormSettings(NamedTuple):
     momentum: float
     eps: float
     process_group: object = None  # over which the batch is spread
-    module: Reference = None  # that called it, where known
+    owner: Owner | None = None  # the module that called it, where known
 
     def arguments(self, affine: Sequence[Tensor]) -> BatchNorm:
         """The arguments of the fused ops, for the node's inputs behind the first."""
@@ -49,7 +49,7 @@ class ConvSettings(NamedTuple):
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
-    module: Reference = None  # that called it, where known
+    owner: Owner | None = None  # the module that called it, where known
 
     def arguments(self, weight: Tensor, bias: Tensor | None = None) -> ConvArguments:
         """The arguments of the fused ops."""
@@ -94,8 +94,8 @@ def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None
     return F.conv2d(x, weight, bias, *s[:4])
 
 
-NORM = Operation("batch norm", _norm, precedes_relu=True)
-RELU = Operation("relu", lambda _, x: F.relu(x), is_relu=True)
+NORM = Operation("batch norm", _norm)
+RELU = Operation("relu", lambda _, x: F.relu(x))
 CONV = Operation("conv2d", _conv)
 ADD = Operation("add", lambda _, a, b: a + b, is_sum=True)
 PAD = Operation("pad", lambda sizes, x: F.pad(x, sizes))

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Reference = weakref.ref[nn.Module] | None
-
 
 class Owner:
     """A module, and what was found out about its last call.
@@ -14,23 +12,25 @@ class Owner:
     Attributes:
         key: the arguments of that call for which `found` holds.
         found: what a rule derives from `key`.
+        steps: the operations that followed; see `deferred.Chain`.
     """
 
-    __slots__ = ("found", "key", "reference")
+    __slots__ = ("_module", "found", "key", "steps")
 
     def __init__(self, module: nn.Module) -> None:
-        self.reference = weakref.ref(module)
+        self._module = weakref.ref(module)
         self.key: Any = None
         self.found: Any = None
+        self.steps: list[Any] = []
 
     @property
     def module(self) -> nn.Module | None:
         """The module."""
-        return self.reference()
+        return self._module()
 
     def has(self, t: Tensor) -> bool:
         """Whether `t` is a parameter, a buffer or the weight of the module, as in replicas."""
-        module = self.reference()
+        module = self._module()
         if module is None:
             return False
         if module._parameters.get("weight") is t or module.__dict__.get("weight") is t:

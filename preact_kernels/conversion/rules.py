@@ -156,7 +156,7 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
             cast(float, bn.momentum),
             bn.eps,
             bn.process_group,
-            None if owner is None else owner.reference,
+            owner,
         )
         if owner is not None:
             owner.key, owner.found = key, settings
@@ -291,7 +291,7 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
         settings, shape = _geometry(node.shape, weight.shape, bias_shape, *map(_hashable, numbers))
         if dtype is None or settings is None:
             return NotImplemented
-        settings = settings._replace(module=None if owner is None else owner.reference)
+        settings = settings._replace(owner=owner)
         weight_is_channels_last = layout.is_channels_last(weight)
         if owner is not None:
             owner.key, owner.found = key, (settings, shape, dtype, weight_is_channels_last)
