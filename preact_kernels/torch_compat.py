@@ -5,7 +5,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,35 @@ is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 # The number of `TorchDispatchMode`s on this thread.
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
+
+
+def has_dual_level() -> bool:
+    """Whether forward-mode differentiation is on. No public function says so."""
+    return forward_ad._current_level >= 0
+
+
+class Modes(NamedTuple):
+    """Modes of a thread that make something else of operations than eager code."""
+
+    has_functorch_transform: bool
+    dispatch_modes: int
+    saved_tensor_hooks: tuple[Callable, Callable] | None
+    dual_level: int  # of forward-mode differentiation; -1 where it is off
+
+
+def current_modes() -> Modes:
+    """The modes of this thread."""
+    return Modes(
+        has_functorch_transform(),
+        dispatch_mode_count(),
+        top_saved_tensor_hooks(),
+        forward_ad._current_level,
+    )
+
+
+def eager_modes() -> Modes:
+    """The modes of this thread, without those that transform functions."""
+    return current_modes()._replace(has_functorch_transform=False, dual_level=-1)
 
 
 @contextlib.contextmanager
@@ -226,11 +255,6 @@ def is_exporting() -> bool:
     Dynamo of torch 2.11 makes `torch.compiler.is_exporting()` true under `torch.compile` too.
     """
     return torch.compiler._is_exporting_flag
-
-
-def has_dual_level() -> bool:
-    """Whether forward-mode differentiation is on. No public function says so."""
-    return forward_ad._current_level >= 0
 
 
 def is_batch_of_gradients(dy: Tensor) -> bool:

@@ -353,13 +353,14 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
                 child.register_forward_pre_hook(_compute_inputs, prepend=True, with_kwargs=True),
                 child.register_forward_hook(_compute_result, prepend=True),
             ]
-        if isinstance(child, _WITH_FAST_PATHS):
+        children = child._modules
+        if children and isinstance(child, _WITH_FAST_PATHS):
             handles += [
                 child.register_forward_pre_hook(_suspend, with_kwargs=True),
                 child.register_forward_hook(_resume, always_call=True),
             ]
-        else:
-            waiting += child._modules.values()
+        elif children:
+            waiting += children.values()
     return handles
 
 

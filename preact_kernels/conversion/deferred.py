@@ -170,7 +170,7 @@ class _Spare(NamedTuple):
 
     step: Step
     tensors: list[Tensor]  # what `step.tensors` refers to
-    states: list[tuple[int, bool]]  # of `tensors`, when the autograd function was called
+    version: int  # of `tensors`, when the autograd function was called
     tensor: "Deferred"
 
 
@@ -201,14 +201,19 @@ class Chain:
         """The tensor for the result of `node`, which reads the last of the nodes; or None."""
         if not self.spares:
             return None
-        spare = self.spares.pop()
-        if spare.step[2:] == (node.shape, node.dtype, node.channels_last) and _are_same(
-            (spare.step.operation, *spare.tensors), (node.operation, *node.inputs[1:])
+        step, tensors, version, spare = self.spares.pop()
+        others = node.inputs[1:]
+        if (
+            step.operation is node.operation
+            and (step.shape, step.dtype) == (node.shape, node.dtype)
+            and step.channels_last is node.channels_last
+            and len(tensors) == len(others)
+            and all(map(operator.is_, tensors, others))
+            and version == node.version
         ):
-            if spare.states == list(map(_state, spare.tensors)):
-                self.nodes.append(node)
-                self.position += 1
-                return spare.tensor
+            self.nodes.append(node)
+            self.position += 1
+            return spare
         self.spares.clear()
         return None
 
@@ -238,14 +243,6 @@ class Chain:
                 break
             found.append((step, cast(list[Tensor], tensors)))
         return found
-
-
-def _are_same(a: Sequence[object], b: Sequence[object]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-def _state(t: Tensor) -> tuple[int, bool]:
-    return t._version, t.requires_grad
 
 
 class _DeferredFunction(torch.autograd.Function):
@@ -431,7 +428,7 @@ def _start_chain(
         return found
     result, *others = found
     chain.spares = [
-        _Spare(step, own, list(map(_state, own)), t)
+        _Spare(step, own, _version(own), t)
         for (step, own), t in zip(spares, others, strict=True)
     ]
     chain.spares.reverse()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, become_plain
-from preact_kernels.conversion.matching import BNReLU, Match, SingleUnit, Unit, match
+from preact_kernels.conversion.matching import Match, Unit, match
 from preact_kernels.conversion.operations import CONV, NORM, tracked_statistics, updating_norm
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.ops import layout
@@ -60,12 +60,12 @@ def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match | Node
 def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reader: object) -> None:
     found = region.outcomes
     for m in matches:
-        name, convs = m.name, {u.activation.bn: u.conv for u in reversed(m.units)}
+        convs = {u.bn: u.conv for u in reversed(m.units)}
         for node in m.nodes:
             if node.operation is NORM:
                 conv = _module(convs.get(node))
                 reference = None if conv is None else weakref.ref(conv)
-                found.append((_module(node), Outcome(name, "", reference)))
+                found.append((_module(node), Outcome(m.name, "", reference)))
     for node, reason in refused.items():
         found.append((_module(node), Outcome("", reason or described(reader))))
 
@@ -132,10 +132,12 @@ class _Execution:
         if isinstance(step, Node):
             return self._plain(step, inputs)
         x, *residual = inputs
-        if isinstance(step, BNReLU):
-            return bn_relu_of(x, step.activation.bn.settings.arguments(_affine(step.activation.bn)))
-        if isinstance(step, SingleUnit):
-            return bn_relu_conv2d_of(x, *_arguments(step.unit), residual[0] if residual else None)
+        first = step.nodes[0]
+        if not step.units:
+            return bn_relu_of(x, first.settings.arguments(_affine(first)))
+        if not step.blocks:
+            unit = step.units[0]
+            return bn_relu_conv2d_of(x, *_arguments(unit), residual[0] if residual else None)
         blocks = [
             BlockArguments(
                 [_arguments(u) for u in b.units],
@@ -144,11 +146,10 @@ class _Execution:
             )
             for b in step.blocks
         ]
-        module = _module(step.blocks[0].units[0].activation.bn)
+        module = _module(first)
         if self._region.run_stage is not None:
             return self._region.run_stage(blocks, x, module, step.end.dtype)
-        name = step.blocks[0].units[0].activation.bn.memory
-        name = module.__dict__.get(MEMORY, name) if module else name
+        name = module.__dict__.get(MEMORY, first.memory) if module else first.memory
         self._saves_output = name != "store"
         return run_blocks(blocks, x, step.end.dtype, MemoryMode(name))
 
@@ -205,7 +206,7 @@ def _affine(node: Node) -> Sequence[Any]:
 
 
 def _arguments(unit: Unit) -> tuple[Any, ConvArguments]:
-    bn, conv = unit.activation.bn, unit.conv
+    bn, conv = unit.bn, unit.conv
     arguments = conv.settings.arguments(*_affine(conv))
     if unit.pads:
         more = zip(arguments.padding, unit.padding, strict=True)

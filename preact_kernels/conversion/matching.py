@@ -9,22 +9,11 @@ from preact_kernels.conversion.deferred import Node
 from preact_kernels.conversion.operations import ADD, CONV, NORM, PAD, RELU
 
 
-class Activation(NamedTuple):
-    """A batch norm and its ReLU."""
-
-    bn: Node
-    relu: Node
-
-    @property
-    def x(self) -> Node | Tensor:
-        """The input."""
-        return self.bn.inputs[0]
-
-
 class Unit(NamedTuple):
     """A BN-ReLU-Conv, and zero padding before the convolution."""
 
-    activation: Activation
+    bn: Node
+    relu: Node
     pads: tuple[Node, ...]
     padding: tuple[int, int]  # of `pads`: height, width
     conv: Node
@@ -32,13 +21,13 @@ class Unit(NamedTuple):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes that it replaces."""
-        return (*self.activation, *self.pads, self.conv)
+        return (self.bn, self.relu, *self.pads, self.conv)
 
     @property
     def fits_stage(self) -> bool:
         """Whether a stage may run it."""
         has_bias = len(self.conv.inputs) > 2
-        return not (self.pads or has_bias) and self.conv.dtype == self.activation.bn.dtype
+        return not (self.pads or has_bias) and self.conv.dtype == self.bn.dtype
 
 
 class Block(NamedTuple):
@@ -48,129 +37,52 @@ class Block(NamedTuple):
     projection: Unit | None
     add: Node | None
 
-    @property
-    def x(self) -> Node | Tensor:
-        """The input."""
-        return self.units[0].activation.x
 
-    @property
-    def end(self) -> Node:
-        """The output."""
-        return self.add or self.units[-1].conv
+class Match(NamedTuple):
+    """Nodes that run fused.
 
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """All nodes that it replaces."""
-        projection = self.projection.nodes if self.projection else ()
-        add = (self.add,) if self.add else ()
-        return (*(n for u in self.units for n in u.nodes), *projection, *add)
+    name: for the report.
+    nodes: all that it replaces, first the batch norm with which it begins.
+    end: the node of its output.
+    inputs: what it reads, without parameters.
+    units: those that it runs, projections too; empty for a BN-ReLU alone.
+    blocks: in a row, of one autograd node; empty for a single unit or activation.
+    """
 
-
-class Run(NamedTuple):
-    """Blocks in a row, which become one autograd node."""
-
-    blocks: tuple[Block, ...]
-
-    @property
-    def x(self) -> Node | Tensor:
-        """The input of the first block."""
-        return self.blocks[0].x
-
-    @property
-    def end(self) -> Node:
-        """The output of the last block."""
-        return self.blocks[-1].end
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """All nodes that it replaces."""
-        return tuple(n for b in self.blocks for n in b.nodes)
-
-    @property
-    def inputs(self) -> tuple[Node | Tensor, ...]:
-        """What it reads, without parameters."""
-        return (self.x,)
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units, and the projections."""
-        return tuple(u for b in self.blocks for u in (*b.units, b.projection) if u is not None)
-
-    @property
-    def name(self) -> str:
-        """For the report."""
-        first = self.blocks[0]
-        if first.add is None:
-            return f"BN-ReLU-Conv, {len(first.units)} in a row"
-        return f"run of {len(self.blocks)} residual blocks"
+    name: str
+    nodes: tuple[Node, ...]
+    end: Node
+    inputs: tuple[Node | Tensor, ...]
+    units: tuple[Unit, ...] = ()
+    blocks: tuple[Block, ...] = ()
 
 
-class SingleUnit(NamedTuple):
+def _of_unit(unit: Unit, residual: Node | Tensor | None = None, add: Node | None = None) -> Match:
     """A unit on its own, and the addition of `residual` to its output."""
-
-    unit: Unit
-    residual: "Node | Tensor | None" = None
-    add: Node | None = None
-
-    @property
-    def end(self) -> Node:
-        """The output."""
-        return self.add or self.unit.conv
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """All nodes that it replaces."""
-        return (*self.unit.nodes, *((self.add,) if self.add else ()))
-
-    @property
-    def inputs(self) -> tuple[Node | Tensor, ...]:
-        """What it reads, without parameters."""
-        x = self.unit.activation.x
-        return (x,) if self.residual is None else (x, self.residual)
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units that it runs."""
-        return (self.unit,)
-
-    @property
-    def name(self) -> str:
-        """For the report."""
-        return "BN-ReLU-Conv" + (" and residual add" if self.add else "")
+    x = unit.bn.inputs[0]
+    if add is None or residual is None:
+        return Match("BN-ReLU-Conv", unit.nodes, unit.conv, (x,), (unit,))
+    return Match("BN-ReLU-Conv and residual add", (*unit.nodes, add), add, (x, residual), (unit,))
 
 
-class BNReLU(NamedTuple):
-    """A batch norm and a ReLU that no convolution follows, or several things."""
-
-    activation: Activation
-
-    @property
-    def end(self) -> Node:
-        """The output."""
-        return self.activation.relu
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """All nodes that it replaces."""
-        return tuple(self.activation)
-
-    @property
-    def inputs(self) -> tuple[Node | Tensor, ...]:
-        """What it reads, without parameters."""
-        return (self.activation.x,)
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units that it runs: it has no convolution."""
-        return ()
-
-    @property
-    def name(self) -> str:
-        """For the report."""
-        return "BN-ReLU"
+def _of_block(block: Block) -> Match:
+    units = block.units if block.projection is None else (*block.units, block.projection)
+    end = block.add or block.units[-1].conv
+    nodes = tuple(dict.fromkeys([*(n for u in units for n in u.nodes), end]))
+    name = f"BN-ReLU-Conv, {len(units)} in a row"
+    return Match(name, nodes, end, nodes[0].inputs[:1], units, (block,))
 
 
-Match = Run | SingleUnit | BNReLU
+def _of_run(matches: Sequence[Match]) -> Match:
+    """Blocks in a row, of which each reads the output of the one before."""
+    first = matches[0]
+    if not first.blocks or first.blocks[0].add is None:
+        return first
+    blocks = tuple(b for m in matches for b in m.blocks)
+    nodes = tuple(n for m in matches for n in m.nodes)
+    units = tuple(u for m in matches for u in m.units)
+    name = f"run of {len(blocks)} residual blocks"
+    return Match(name, nodes, matches[-1].end, first.inputs, units, blocks)
 
 
 def match(nodes: Sequence[Node]) -> tuple[list[Match], dict[Node, str]]:
@@ -188,23 +100,23 @@ def match(nodes: Sequence[Node]) -> tuple[list[Match], dict[Node, str]]:
 class _Matcher:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._order = {n: i for i, n in enumerate(nodes)}
-        self._activations: dict[Node, Activation] = {}  # by batch norm
+        self._relus: dict[Node, Node] = {}  # by batch norm, where both run fused
         self._refused: dict[Node, str] = {}
         self._added: set[Node] = set()  # additions that are part of a match
 
     def match(self) -> tuple[list[Match], dict[Node, str]]:
         for node in self._order:
             if node.operation is NORM:
-                found = self._activation(node)
-                if isinstance(found, str):
-                    self._refused[node] = found
+                relu = self._relu(node)
+                if isinstance(relu, str):
+                    self._refused[node] = relu
                 else:
-                    self._activations[node] = found
+                    self._relus[node] = relu
         matches: list[Match] = []
         taken: set[Node] = set()
-        for bn, activation in self._activations.items():
+        for bn in self._relus:
             if bn not in taken:
-                new = self._matches_from(activation)
+                new = self._matches_from(bn)
                 matches += new
                 taken.update(n for m in new for n in m.nodes if n.operation is NORM)
                 self._added.update(m.end for m in new if m.end.operation is ADD)
@@ -217,7 +129,8 @@ class _Matcher:
             return None
         return user
 
-    def _activation(self, bn: Node) -> Activation | str:
+    def _relu(self, bn: Node) -> Node | str:
+        """The ReLU that runs fused with a batch norm, or why none does."""
         needed = [i.needs_grad if isinstance(i, Node) else i.requires_grad for i in bn.inputs]
         reader = self._only_reader(bn)
         if reader is None:
@@ -227,11 +140,11 @@ class _Matcher:
         is_frozen = bn.context.has_grad and not any(needed)
         if is_frozen and any(u.needs_grad for u in reader.users):
             return "it is frozen, and plain PyTorch saves nothing for it"
-        return Activation(bn, reader)
+        return reader
 
-    def _units(self, activation: Activation) -> list[Unit]:
+    def _units(self, bn: Node) -> list[Unit]:
         """A unit for each convolution that reads the activation; none if anything else does."""
-        relu = activation.relu
+        relu = self._relus[bn]
         if relu.is_held:
             return []
         units = []
@@ -249,7 +162,7 @@ class _Matcher:
             reads = pads[-1] if pads else relu
             if node.operation is not CONV or node.inputs[0] is not reads:
                 return []
-            units.append(Unit(activation, tuple(pads), padding, node))
+            units.append(Unit(bn, relu, tuple(pads), padding, node))
         return units
 
     def _chain(self, unit: Unit) -> list[Unit]:
@@ -257,42 +170,35 @@ class _Matcher:
         chain = [unit]
         while chain[-1].fits_stage:
             reader = self._only_reader(chain[-1].conv)
-            activation = self._activations.get(reader) if reader else None
-            units = self._units(activation) if activation else []
+            units = self._units(reader) if reader in self._relus else []
             if len(units) != 1 or not units[0].fits_stage:
                 break
             chain += units
         return chain
 
-    def _matches_from(self, activation: Activation) -> list[Match]:
-        units = self._units(activation)
+    def _matches_from(self, bn: Node) -> list[Match]:
+        """What a batch norm and its ReLU run in, and the units behind them."""
+        units = self._units(bn)
         if len(units) == 2:
             for unit, projection in (units, units[::-1]):
                 if block := self._projecting_block(self._chain(unit), projection):
-                    return [Run((block,))]
+                    return [_of_block(block)]
+        x = bn.inputs[0]
         if len(units) != 1:
-            return [BNReLU(activation)]
+            relu = self._relus[bn]
+            return [Match("BN-ReLU", (bn, relu), relu, (x,))]
         chain = self._chain(units[0])
         last = chain[-1].conv
         add = self._only_reader(last)
         is_sum = add is not None and add.operation is ADD and add not in self._added
         if add is None or not is_sum or add.inputs[0] is add.inputs[1]:
-            return self._unit_run(chain)
+            return _of_row(chain)
         other = add.inputs[1] if add.inputs[0] is last else add.inputs[0]
-        x = activation.x
         if other is x and all(u.fits_stage for u in chain) and x.dtype == last.dtype:
-            return [Run((Block(tuple(chain), None, add),))]
+            return [_of_block(Block(tuple(chain), None, add))]
         if other.dtype != last.dtype:
-            return self._unit_run(chain)
-        return [*self._unit_run(chain[:-1]), SingleUnit(chain[-1], other, add)]
-
-    def _unit_run(self, chain: list[Unit]) -> list[Match]:
-        """Units in a row, without a shortcut."""
-        if not chain:
-            return []
-        if len(chain) == 1:
-            return [SingleUnit(chain[0])]
-        return [Run((Block(tuple(chain), None, None),))]
+            return _of_row(chain)
+        return [*_of_row(chain[:-1]), _of_unit(chain[-1], other, add)]
 
     def _projecting_block(self, chain: list[Unit], projection: Unit) -> Block | None:
         last = chain[-1].conv
@@ -312,21 +218,31 @@ class _Matcher:
 
         A block with a projection begins a run, as it begins a stage of a network.
         """
-        joined: list[Match] = []
+        runs: list[list[Match]] = []
         for m in sorted(found, key=lambda m: self._order[m.end]):
-            last = joined[-1] if joined else None
-            if isinstance(last, Run) and isinstance(m, Run) and m.x is last.end:
-                first = m.blocks[0]
-                is_next = first.add is not None and first.projection is None
-                is_next = is_next and all(b.add is not None for b in last.blocks)
-                is_next = is_next and _first_norm(m).memory == _first_norm(last).memory
-                readers = last.end.users
-                if is_next and not last.end.is_held and set(readers) <= set(first.nodes):
-                    joined[-1] = Run(last.blocks + m.blocks)
-                    continue
-            joined.append(m)
-        return joined
+            if runs and self._continues(runs[-1][-1], m):
+                runs[-1].append(m)
+            else:
+                runs.append([m])
+        return [_of_run(run) for run in runs]
+
+    def _continues(self, before: Match, m: Match) -> bool:
+        """Whether a residual block continues the run that `before` ends."""
+        if not (before.blocks and m.blocks) or m.inputs[0] is not before.end:
+            return False
+        block = m.blocks[0]
+        return (
+            before.blocks[0].add is not None
+            and block.add is not None
+            and block.projection is None
+            and m.nodes[0].memory == before.nodes[0].memory
+            and not before.end.is_held
+            and all(reader in m.nodes for reader in before.end.users)
+        )
 
 
-def _first_norm(run: Run) -> Node:
-    return run.blocks[0].units[0].activation.bn
+def _of_row(units: list[Unit]) -> list[Match]:
+    """Units in a row, without a shortcut."""
+    if len(units) > 1:
+        return [_of_block(Block(tuple(units), None, None))]
+    return [_of_unit(u) for u in units]

@@ -71,8 +71,7 @@ class Region(TorchFunctionMode):
         self.is_closed = self._is_suspended = False
         self.frame: types.FrameType | None = None  # that entered the region
         self.recomputed: dict[Node, Tensor] = {}  # values in a backward
-        self.saved_tensor_hooks = torch_compat.top_saved_tensor_hooks()
-        self._dispatch_modes = torch_compat.dispatch_mode_count()
+        self._modes = torch_compat.eager_modes()
         # Weak references, by id, to computed tensors that could not become plain tensors yet.
         self._not_plain: dict[int, weakref.ref[Deferred]] = {}
         # Ids of running statistics that pending batch norms update, and that they read.
@@ -120,10 +119,11 @@ class Region(TorchFunctionMode):
             self._abandon()  # an interrupt left the code without closing the region
             return func(*args, **kwargs)
         rule = rules.RULES.get(func)
-        if rule is not None:
+        if rule is rules.METADATA:
             with disable_torch_function():
-                if rule is rules.METADATA:
-                    return func(*args, **kwargs)
+                return func(*args, **kwargs)
+        if rule is not None and (Deferred in types or func in rules.FIRST):
+            with disable_torch_function():
                 result = rule(self, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -136,15 +136,15 @@ class Region(TorchFunctionMode):
         `torch.utils.checkpoint`: its backward runs the operations again outside of this region, and
         must save the same tensors.
         """
-        return (
-            not torch_compat.has_functorch_transform()
-            and torch_compat.dispatch_mode_count() == self._dispatch_modes
-            and torch_compat.top_saved_tensor_hooks() == self.saved_tensor_hooks
-            and not torch_compat.has_dual_level()
-        )
+        return torch_compat.current_modes() == self._modes
 
-    def enter_context(self, device: torch.device) -> Context:
-        """The modes of this thread; computes what was recorded in others."""
+    def context_for(self, device: torch.device) -> Context | None:
+        """The modes in which an operation may be deferred; None where it may not.
+
+        Computes what was recorded in other modes.
+        """
+        if not self.is_recording():
+            return None
         context = self.context
         if context is None or context.device != device or not context.is_current():
             self.flush("an operation in another autocast, grad or inference mode")
@@ -164,7 +164,7 @@ class Region(TorchFunctionMode):
         """Defers an operation.
 
         Args:
-            operation: the operation; `enter_context` was called for its device.
+            operation: the operation; `context_for` its device is not None.
             tensors: its inputs: deferred tensors, and tensors of one of the `tensor_types`.
             settings: its other arguments.
             shape: of the result.
@@ -176,26 +176,26 @@ class Region(TorchFunctionMode):
             The deferred tensor, or NotImplemented where the operation must be called.
         """
         inputs: list[Any] = []
-        given: list[Any] = []
         needs_grad = False
         for t in tensors:
             if type(t) is Deferred:
                 node = t.preact_node
-                if node.value is not None or node.region is not self or not has_own_history(t):
-                    t = compute(t, "another region, or an autograd function")
-            given.append(t)
-            inputs.append(t.preact_node if type(t) is Deferred else t)
-            if not needs_grad:
-                needs_grad = inputs[-1].needs_grad if type(t) is Deferred else t.requires_grad
+                if node.value is None and node.region is self and has_own_history(t):
+                    inputs.append(node)
+                    needs_grad = needs_grad or node.needs_grad
+                    continue
+                computed = compute(t, "another region, or an autograd function")
+                tensors = [computed if other is t else other for other in tensors]
+                t = computed
+            inputs.append(t)
+            needs_grad = needs_grad or t.requires_grad
         needs_grad = needs_grad and self.context.has_grad
-        if in_place and (
-            type(given[0]) is not Deferred or (given[0].requires_grad and not needs_grad)
-        ):
+        if in_place and (type(inputs[0]) is not Node or (inputs[0].needs_grad and not needs_grad)):
             return NotImplemented  # computed by now, or without grad mode
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
         with self.lock:
             self.pending.append(node)
-        return deferred(node, given, in_place)
+        return deferred(node, tensors, in_place)
 
     def note(self, owner: Owner | None, reason: str) -> None:
         """Notes why a batch norm is not deferred."""
@@ -213,7 +213,7 @@ class Region(TorchFunctionMode):
     def _call(self, func: Callable, types: Sequence[type], args: tuple, kwargs: dict) -> Any:
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
-        if func in _BACKWARD:  # whose hooks may write to anything
+        if func in _FLUSHING:
             self.flush(func)
         given = args
         if Deferred in types:
@@ -234,7 +234,7 @@ class Region(TorchFunctionMode):
             targets: pending nodes.
             reader: what asks for the results: a function, or a text.
         """
-        modes = torch_compat.without_dispatch_modes_above(self._dispatch_modes)
+        modes = torch_compat.without_dispatch_modes_above(self._modes.dispatch_modes)
         transforms = torch_compat.without_functorch_transforms()
         with self.lock, modes, transforms, disable_torch_function():
             needed = _ancestors(targets)
@@ -299,7 +299,14 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
-_BACKWARD = {Tensor.backward, torch.autograd.grad}
+# Hooks of a backward may write to anything. Chains hold parameters to come, as they were.
+_FLUSHING = {
+    Tensor.backward,
+    torch.autograd.grad,
+    Tensor.detach_,
+    Tensor.requires_grad_,
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+}
 
 
 class _Storages:

@@ -33,6 +33,9 @@ from preact_kernels.ops.batch_norm import BatchNorm
 
 METADATA = "metadata"  # in place of a rule: answered without computing the tensor
 
+# Whose rules are asked without a deferred argument too.
+FIRST = {F.batch_norm, Tensor.add_, Tensor.__iadd__}
+
 RULES: dict[Callable, Any] = dict.fromkeys(
     (
         Tensor.__len__,
@@ -118,10 +121,6 @@ def _record_norm(region: Any, args: tuple, kwargs: dict) -> Any:
         x, bn = _norm_arguments(*args, **kwargs)
     except TypeError:
         return NotImplemented
-    if not region.is_recording():
-        owner = region.owners.find(bn.weight if bn.weight is not None else bn.running_mean)
-        region.note(owner, "it runs inside torch.utils.checkpoint or a functional transform")
-        return NotImplemented
     return record_norm(region, x, bn)
 
 
@@ -130,6 +129,9 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
     tensors = bn[:4]
     weight, bias = bn.weight, bn.bias
     owner = region.owners.find(weight if weight is not None else bn.running_mean)
+    if region.context_for(x.device) is None:
+        region.note(owner, "it runs inside torch.utils.checkpoint or a functional transform")
+        return NotImplemented
     channels_last = _format(region, x)
     if bn.process_group is not None:
         if channels_last is None and x.is_cpu and x.dim() == 4:
@@ -167,7 +169,6 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
         return NotImplemented
     running = [t for t in bn[2:4] if t is not None]
     region.before_statistics(running, bn.training)
-    region.enter_context(x.device)
     if weight is None or bias is None:
         inputs = (x, *(t for t in (weight, bias) if t is not None))
     else:
@@ -238,10 +239,11 @@ def _norm_refusal(region: Any, x: Tensor, bn: BatchNorm) -> str:
 
 
 def _record_relu(region: Any, x: Any, in_place: bool) -> Any:
-    if not _is_pending(x) or not region.is_recording():
+    if not _is_pending(x):
         return NotImplemented
     node = x.preact_node
-    region.enter_context(node.context.device)
+    if region.context_for(node.context.device) is None:
+        return NotImplemented
     return region.record(RELU, (x,), None, node.shape, node.dtype, node.channels_last, in_place)
 
 
@@ -273,14 +275,16 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
         x, weight, bias, numbers = _conv_arguments(*args, **kwargs)
     except TypeError:
         return NotImplemented
-    if not _is_pending(x) or not region.is_recording():
+    if not _is_pending(x) or type(weight) not in region.tensor_types:
         return NotImplemented
-    node = x.preact_node
+    if bias is not None and type(bias) not in region.tensor_types:
+        return NotImplemented
     affine = (weight,) if bias is None else (weight, bias)
-    if any(type(t) not in region.tensor_types for t in affine):
+    node = x.preact_node
+    context = region.context_for(node.context.device)
+    if context is None:
         return NotImplemented
     owner = region.owners.find(weight)
-    context = region.enter_context(node.context.device)
     like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
     key = (node.shape, node.dtype, context.device, context.autocast_dtype, *like, *numbers)
     if owner is not None and owner.key == key:
@@ -345,7 +349,7 @@ def _paired(value: Any) -> Any:
 
 
 def _record_add(region: Any, args: tuple, kwargs: dict, in_place: bool) -> Any:
-    if len(args) != 2 or kwargs or not region.is_recording():
+    if len(args) != 2 or kwargs:
         return NotImplemented
     a, b = args
     if not (_is_pending(a) or (_is_pending(b) and not in_place)):
@@ -358,7 +362,8 @@ def _record_add(region: Any, args: tuple, kwargs: dict, in_place: bool) -> Any:
     dtype = torch.promote_types(a.dtype, b.dtype)
     if dtype not in checks.FLOATS or (in_place and dtype != a.dtype):
         return NotImplemented
-    region.enter_context(a.device)
+    if region.context_for(a.device) is None:
+        return NotImplemented
     return region.record(ADD, (a, b), None, tuple(a.shape), dtype, channels_last, in_place)
 
 
@@ -380,7 +385,7 @@ _ZEROS = ("None", "0", "0.0")  # not -0.0
 @_rule(F.pad)
 def _pad(region: Any, args: tuple, kwargs: dict) -> Any:
     given = _bound(("input", "pad", "mode", "value"), args, kwargs)
-    if given is None or not _is_pending(given.get("input")) or not region.is_recording():
+    if given is None or not _is_pending(given.get("input")):
         return NotImplemented
     sizes = given.get("pad")
     if given.get("mode", "constant") != "constant" or str(given.get("value")) not in _ZEROS:
@@ -394,14 +399,15 @@ def _pad(region: Any, args: tuple, kwargs: dict) -> Any:
     left, right, top, bottom = sizes
     shape = (n, c, h + top + bottom, w + left + right)
     x = given["input"]
-    region.enter_context(node.context.device)
+    if region.context_for(node.context.device) is None:
+        return NotImplemented
     return region.record(PAD, (x,), tuple(sizes), shape, node.dtype, node.channels_last)
 
 
 @_rule(torch.cat, torch.concat, torch.concatenate)
 def _cat(region: Any, args: tuple, kwargs: dict) -> Any:
     given = _bound(("tensors", "dim"), args, kwargs)
-    if given is None or given.get("dim", 0) not in (1, -3) or not region.is_recording():
+    if given is None or given.get("dim", 0) not in (1, -3):
         return NotImplemented
     tensors = given.get("tensors")
     if not isinstance(tensors, list | tuple) or not any(map(_is_pending, tensors)):
@@ -416,7 +422,8 @@ def _cat(region: Any, args: tuple, kwargs: dict) -> Any:
         if t.device != first.context.device:
             return NotImplemented
     shape = (n, sum(t.shape[1] for t in tensors), h, w)
-    region.enter_context(first.context.device)
+    if region.context_for(first.context.device) is None:
+        return NotImplemented
     return region.record(CAT, tuple(tensors), None, shape, first.dtype, first.channels_last)
 
 
@@ -435,11 +442,13 @@ def _dropout(region: Any, args: tuple, kwargs: dict) -> Any:
 
 def _pool(func: Callable) -> Callable:
     def rule(region: Any, args: tuple, kwargs: dict) -> Any:
-        if not args or not _is_pending(args[0]) or not region.is_recording():
+        if not args or not _is_pending(args[0]):
             return NotImplemented
         x, *rest = args
         node = x.preact_node
-        context = region.enter_context(node.context.device)
+        context = region.context_for(node.context.device)
+        if context is None:
+            return NotImplemented
         found = _pooled(
             func,
             tuple(map(_hashable, rest)),
