@@ -27,7 +27,7 @@ from preact_kernels.conversion.operations import (
     ConvSettings,
     NormSettings,
 )
-from preact_kernels.modules.batch_norm import batch_norm_arguments, has_own_hooks
+from preact_kernels.modules.batch_norm import batch_norm_arguments
 from preact_kernels.ops import checks, layout
 from preact_kernels.ops.batch_norm import BatchNorm
 
@@ -129,6 +129,8 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
     tensors = bn[:4]
     weight, bias = bn.weight, bn.bias
     owner = region.owners.find(weight if weight is not None else bn.running_mean)
+    if not isinstance(x, Tensor):
+        return NotImplemented
     if region.context_for(x.device) is None:
         region.note(owner, "it runs inside torch.utils.checkpoint or a functional transform")
         return NotImplemented
@@ -299,8 +301,6 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
         weight_is_channels_last = layout.is_channels_last(weight)
         if owner is not None:
             owner.key, owner.found = key, (settings, shape, dtype, weight_is_channels_last)
-    if owner is not None and has_own_hooks(owner.module):
-        return NotImplemented
     channels_last = node.channels_last or weight_is_channels_last
     if not _has_known_strides(shape, channels_last):
         return NotImplemented
