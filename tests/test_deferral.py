@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
-from preact_kernels.conversion import execution
+from preact_kernels.conversion import deferred, execution
 from tests.foreign_cases import MODES, Block, Chain, small
 from tests.test_deferral_kinds import Double
 
@@ -195,6 +196,104 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.count += func is self.function
         return func(*args, **(kwargs or {}))
+
+
+class TwoUnits(nn.Module):
+    """What a call does with `place` and so on differs from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.conv1, self.conv2, self.other = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+    def forward(self, x, place="", other=False, freezes=False, twice=False):
+        seen = []
+
+        def at(name, h):
+            if name == place:
+                seen.append(Double.apply(h))
+            return h
+
+        h = at("norm", self.bn1(x))
+        activation = at("relu", F.relu(h))
+        if freezes:
+            self.conv1.weight.requires_grad_(False)
+        h = at("conv", self.other(activation) if other else self.conv1(activation))
+        if twice:
+            seen.append(Double.apply(self.other(activation)))
+        h = at("second norm", self.bn2(h))
+        h = at("in-place relu", h.relu_())
+        h = at("second conv", self.conv2(h))
+        return sum(seen, h)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"place": place}
+            for place in ("norm", "relu", "conv", "second norm", "in-place relu", "second conv")
+        ),
+        *({name: True, "place": "second conv"} for name in ("other", "freezes")),
+        {"twice": True, "place": "in-place relu"},
+    ],
+    ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_custom_functions_in_a_call_that_differs_from_the_last(options):
+    """Places in the autograd graph are prepared as the last call needed them."""
+    model = TwoUnits().double()
+    plain = copy.deepcopy(model)
+    pk.convert(model)
+    images_by_call = (2, 2, 2, 1)
+    for count, given in zip(images_by_call, ({}, options, {}, options), strict=True):
+        x, results = images(count, 4, 6, 6).double(), []
+        for net in (model, plain):
+            net.zero_grad()
+            net.requires_grad_()
+            own = x.detach().requires_grad_()
+            net(own, **given).square().sum().backward()
+            results.append([own.grad, *(p.grad for p in net.parameters())])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_weight_that_changes_its_place_in_the_autograd_graph():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.scale = nn.BatchNorm2d(4), nn.Parameter(torch.ones(()))
+            self.weight = torch.full((4, 4, 1, 1), 0.5, requires_grad=True) + 0
+
+        def forward(self, x, scales):
+            h = F.relu(self.bn(x))
+            if scales:
+                self.weight.mul_(self.scale)
+            return Double.apply(F.conv2d(h, self.weight))
+
+    models, x = (Scaled(), Scaled()), images()
+    pk.convert(models[0])
+    for model in models:
+        model(x, False).sum().backward()
+        model(x, True).sum().backward()
+    torch.testing.assert_close(models[0].scale.grad, models[1].scale.grad)
+
+
+def test_one_autograd_function_serves_a_chain():
+    model, x = pk.convert(TwoUnits()), images()
+    calls = []
+    apply = deferred._apply_deferred
+
+    def count(*args):
+        calls.append(args)
+        return apply(*args)
+
+    counts = []
+    with mock.patch.object(deferred, "_apply_deferred", count):
+        for _ in range(3):
+            calls.clear()
+            model(x)
+            counts.append(len(calls))
+    assert counts == [6, 1, 1]
 
 
 def test_custom_functions_free_what_they_kept():
