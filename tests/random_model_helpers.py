@@ -198,7 +198,7 @@ def facts(value, depth=0):
     return kind
 
 
-# Fused backwards give channels_last gradients of NCHW tensors; plain PyTorch gives NCHW ones.
+# Set for each model.
 COMPARES_STRIDES_OF_GRADIENTS = True
 
 
@@ -209,11 +209,15 @@ def with_strides_of_gradients(gradient):
 
 def gradient_facts(gradients):
     """As `facts`, of gradients that a hook sees: one, or tuples."""
-    if COMPARES_STRIDES_OF_GRADIENTS:
-        return facts(gradients)
-    return facts(
-        torch.utils._pytree.tree_map(lambda g: g.contiguous() if g is not None else None, gradients)
-    )
+
+    def comparable(gradient):
+        if gradient is None:
+            return None
+        if not COMPARES_STRIDES_OF_GRADIENTS or 1 in gradient.shape:
+            return gradient.clone(memory_format=torch.contiguous_format)
+        return gradient
+
+    return facts(torch.utils._pytree.tree_map(comparable, gradients))
 
 
 # The vocabulary of `random_models.py`: alternatives between bars; `$name` is replaced.

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
+from tests import random_model_helpers
 from tests.random_model_helpers import TensorFacts, facts
 from tests.random_models import program
 
@@ -59,6 +60,8 @@ def run(text: str, seed: int, is_converted: bool, noise: float = 0.0) -> Trial:
         noise: relative change of the inputs.
     """
     own = load(text, f"random_model_{'converted' if is_converted else 'plain'}")
+    # The sum of gradients in two memory formats has that of the first.
+    random_model_helpers.COMPARES_STRIDES_OF_GRADIENTS = "channels_last" not in text
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -240,7 +243,8 @@ def _compare_values(path: str, a: torch.Tensor, b: torch.Tensor, scale: float) -
     if not torch.equal(a.isfinite(), b.isfinite()):
         return [f"{path}: finite values"]
     a, b = (t.nan_to_num(0, 0, 0).double() for t in (a, b))
-    error, size = float((a - b).norm()), max(float(a.norm()), scale, 1e-6)
+    # A batch norm of constants gives rounding errors, hundreds of times amplified.
+    error, size = float((a - b).norm()), max(float(a.norm()), scale, 1e-4)
     return [] if error <= TOLERANCE * size else [f"{path}: relative error {error / size:.1e}"]
 
 
@@ -258,6 +262,9 @@ def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
             # Second derivatives have strides of their own, and take weights as they are then.
             found = [f for f in found if "seen by hooks" not in f or ": stride" not in f]
             found = [] if ".data = " in text else found
+        if "in_thread(" in text:
+            # Autograd counts functions for each thread; the counts decide in which order they run.
+            found = [f for f in found if "seen by hooks" not in f]
         if found and differences(plain, run(text, seed, False)):
             found = []
         if found and differences(plain, run(text, seed, False, 1e-14)):
