@@ -2,9 +2,9 @@
 
 from preact_kernels import torch_compat as torch_compat  # first: it refuses an older torch
 from preact_kernels.conversion.convert import conversion_report, convert, fuse, revert
-from preact_kernels.conversion.inference import fuse_for_inference
 from preact_kernels.conversion.report import ConversionReport
 from preact_kernels.graphs import graphed_step
+from preact_kernels.inference.folding import fuse_for_inference
 from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet
 from preact_kernels.modules.bn_relu import BNReLU2d

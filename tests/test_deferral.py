@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
-from preact_kernels.conversion import deferred, execution
+from preact_kernels.conversion import chains, execution
 from tests.foreign_cases import MODES, Block, Chain, small
 from tests.test_deferral_kinds import Double
 
@@ -280,14 +280,14 @@ def test_a_weight_that_changes_its_place_in_the_autograd_graph():
 def test_one_autograd_function_serves_a_chain():
     model, x = pk.convert(TwoUnits()), images()
     calls = []
-    apply = deferred._apply_deferred
+    apply = chains._apply_deferred
 
     def count(*args):
         calls.append(args)
         return apply(*args)
 
     counts = []
-    with mock.patch.object(deferred, "_apply_deferred", count):
+    with mock.patch.object(chains, "_apply_deferred", count):
         for _ in range(3):
             calls.clear()
             model(x)

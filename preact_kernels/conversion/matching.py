@@ -70,7 +70,7 @@ def _of_block(block: Block) -> Match:
     end = block.add or block.units[-1].conv
     nodes = tuple(dict.fromkeys([*(n for u in units for n in u.nodes), end]))
     name = f"BN-ReLU-Conv, {len(units)} in a row"
-    return Match(name, nodes, end, nodes[0].inputs[:1], units, (block,))
+    return Match(name, nodes, end, (nodes[0].inputs[0],), units, (block,))
 
 
 def _of_run(matches: Sequence[Match]) -> Match:

@@ -12,7 +12,7 @@ class Owner:
     Attributes:
         key: the arguments of that call for which `found` holds.
         found: what a rule derives from `key`.
-        steps: the operations that followed; see `deferred.Chain`.
+        steps: the operations that followed; see `chains.Chain`.
     """
 
     __slots__ = ("_module", "found", "key", "steps")

@@ -13,17 +13,17 @@ from torch.overrides import TorchFunctionMode
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion import operations, rules
+from preact_kernels.conversion.chains import deferred_result
 from preact_kernels.conversion.context import Context
 from preact_kernels.conversion.deferred import (
     Deferred,
     Node,
     Operation,
-    as_given,
     become_plain,
     compute,
     computed_arguments,
-    deferred,
     has_own_history,
+    returned_argument,
 )
 from preact_kernels.conversion.execution import StageRunner, execute
 from preact_kernels.conversion.owners import Owner, Owners
@@ -195,7 +195,7 @@ class Region(TorchFunctionMode):
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
         with self.lock:
             self.pending.append(node)
-        return deferred(node, tensors, in_place)
+        return deferred_result(node, tensors, in_place)
 
     def note(self, owner: Owner | None, reason: str) -> None:
         """Notes why a batch norm is not deferred."""
@@ -223,7 +223,7 @@ class Region(TorchFunctionMode):
                 ids = {storage_id(t) for t in _tensors(args, kwargs) if t.is_floating_point()}
                 if ids and self._storages.concern(self.pending, ids, is_write(func, args, kwargs)):
                     self.flush(func)
-        return as_given(func(*args, **kwargs), given)
+        return returned_argument(func(*args, **kwargs), given)
 
     # Computing.
 

@@ -374,8 +374,10 @@ def _add(region: Any, args: tuple, kwargs: dict) -> Any:
 
 @_rule(Tensor.add_, Tensor.__iadd__)
 def _add_in_place(region: Any, args: tuple, kwargs: dict) -> Any:
-    if torch_compat.is_in_backward() and region.owners.is_batch_count(args[0]):
-        return args[0]  # recomputed by `torch.utils.checkpoint`: the batch was counted
+    x = args[0]
+    if type(x) is not Deferred:  # a batch is counted once, not again where a checkpoint recomputes
+        is_counted = torch_compat.is_in_backward() and region.owners.is_batch_count(x)
+        return x if is_counted else NotImplemented
     return _record_add(region, args, kwargs, True)
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from preact_kernels.conversion.convert import (
@@ -24,17 +25,17 @@ from preact_kernels.conversion.convert import (
     is_norm,
     revert,
 )
-from preact_kernels.conversion.nodes import (
-    called_twice,
-    does_nothing,
-    is_relu,
-    passes_on,
-)
-from preact_kernels.conversion.tracing import Refusal, original_class, trace
+from preact_kernels.inference.tracing import Refusal, original_class, trace
 from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
 from preact_kernels.modules.norm_act import has_activation, is_norm_act
 
 _Model = TypeVar("_Model", bound=nn.Module)
+
+_DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUT_FUNCTIONS = (F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
+
+
+_RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_)
 
 
 def fuse_for_inference(model: _Model) -> _Model:
@@ -168,7 +169,7 @@ def _fold_in(
             _fold_in(child, kept, holders, fused, is_called=type(child) is not nn.Sequential)
         return
     modules = dict(module.named_modules(remove_duplicate=False))
-    kept = kept | called_twice(modules, graph) | _read_modules(modules, graph)
+    kept = kept | _called_twice(modules, graph) | _read_modules(modules, graph)
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
     for conv, bn in _pairs(modules, graph, fused):
         pair = [id(modules[path]) for path in (conv, bn)]
@@ -224,7 +225,7 @@ def _pairs(
         if id(modules[node.target]) in fused and _precedes_relu(modules, node):
             continue
         source = node
-        while source is node or passes_on(modules, source, in_evaluation=True):
+        while source is node or _passes_on(modules, source, in_evaluation=True):
             source = source.args[0] if source.args else None
             if not isinstance(source, fx.Node) or len(source.users) != 1:
                 break
@@ -239,9 +240,9 @@ def _precedes_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
         return True
     while len(node.users) == 1:
         node = next(iter(node.users))
-        if is_relu(modules, node):
+        if _is_relu(modules, node):
             return True
-        if not passes_on(modules, node, in_evaluation=True):
+        if not _passes_on(modules, node, in_evaluation=True):
             return False
     return False
 
@@ -254,7 +255,7 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
     has_act = has_activation(bn)
     if not (has_act or type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)) or has_hooks(bn):
         return
-    if has_act and not does_nothing(cast(nn.Module, bn.drop), in_evaluation=True):
+    if has_act and not _does_nothing(cast(nn.Module, bn.drop), in_evaluation=True):
         return
     if bn.training or bn.running_mean is None or bn.num_features != conv.out_channels:
         return
@@ -282,3 +283,52 @@ def _is_in_range(exact: Tensor, weight: Tensor, bias: Tensor) -> bool:
     error = (weight.to(exact.dtype) - exact).flatten(1).norm(dim=1)
     allowed = torch.finfo(weight.dtype).eps * exact.flatten(1).norm(dim=1)
     return bool((error <= allowed).all() and bias.isfinite().all())
+
+
+# What the nodes of a graph call.
+
+
+def _is_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
+    """Whether `node` is a ReLU without hooks."""
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        return type(module) is nn.ReLU and not has_hooks(module)
+    if node.op == "call_method":
+        return node.target in ("relu", "relu_")
+    return node.op == "call_function" and node.target in _RELU_FUNCTIONS
+
+
+def _passes_on(
+    modules: Mapping[str, nn.Module], node: fx.Node, *, in_evaluation: bool = False
+) -> bool:
+    """Whether the output of `node` is its input.
+
+    Args:
+        modules: those of the graph, by path.
+        node: of the graph.
+        in_evaluation: whether the modes of modules stay as they are.
+    """
+    if node.op == "call_module":
+        return _does_nothing(modules[str(node.target)], in_evaluation=in_evaluation)
+    if node.op != "call_function" or node.target not in _DROPOUT_FUNCTIONS:
+        return False
+    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
+    p = given.get("p", 0.5)
+    is_zero = isinstance(p, int | float) and p == 0
+    return is_zero or (in_evaluation and given.get("training", True) is False)
+
+
+def _does_nothing(module: nn.Module, *, in_evaluation: bool = False) -> bool:
+    """Whether a call of `module` returns its input."""
+    if type(module) in _DROPOUTS:
+        is_off = (in_evaluation and not module.training) or getattr(module, "p", None) == 0
+    else:
+        is_off = type(module) is nn.Identity
+    return is_off and not has_hooks(module)
+
+
+def _called_twice(modules: Mapping[str, nn.Module], graph: fx.Graph) -> set[int]:
+    """Ids of the modules that a graph calls more than once, and of all modules in them."""
+    called = [modules[str(n.target)] for n in graph.nodes if n.op == "call_module"]
+    counts = Counter(map(id, called))
+    return {id(m) for c in called if counts[id(c)] > 1 for m in c.modules()}
