@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
 from bench import foreign_models as foreign
-from preact_kernels.conversion import chains, execution
+from preact_kernels.conversion import execution
 from tests.foreign_cases import MODES, Block, Chain, small
 from tests.test_deferral_kinds import Double
 
@@ -240,7 +239,6 @@ class TwoUnits(nn.Module):
     ids=lambda options: ", ".join(f"{k}={v}" for k, v in options.items()),
 )
 def test_custom_functions_in_a_call_that_differs_from_the_last(options):
-    """Places in the autograd graph are prepared as the last call needed them."""
     model = TwoUnits().double()
     plain = copy.deepcopy(model)
     pk.convert(model)
@@ -275,24 +273,6 @@ def test_a_weight_that_changes_its_place_in_the_autograd_graph():
         model(x, False).sum().backward()
         model(x, True).sum().backward()
     torch.testing.assert_close(models[0].scale.grad, models[1].scale.grad)
-
-
-def test_one_autograd_function_serves_a_chain():
-    model, x = pk.convert(TwoUnits()), images()
-    calls = []
-    apply = chains._apply_deferred
-
-    def count(*args):
-        calls.append(args)
-        return apply(*args)
-
-    counts = []
-    with mock.patch.object(chains, "_apply_deferred", count):
-        for _ in range(3):
-            calls.clear()
-            model(x)
-            counts.append(len(calls))
-    assert counts == [6, 1, 1]
 
 
 def test_custom_functions_free_what_they_kept():

@@ -1,13 +1,17 @@
 """Deferred tensors: results that are not computed yet, and the recipes that compute them."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from preact_kernels import torch_compat
+from preact_kernels.ops.bn_relu import gradients
 from preact_kernels.torch_compat import disable_torch_function
 
 
@@ -16,7 +20,9 @@ class Operation(NamedTuple):
 
     name: str
     run: Callable[..., Tensor]  # of the node's settings, then its inputs
+    is_relu: bool = False
     is_sum: bool = False
+    precedes_relu: bool = False  # usually
 
 
 class Node:
@@ -35,8 +41,9 @@ class Node:
         version: the number of in-place changes of the inputs that are tensors, when they were read.
         user: the first node that reads the result.
         other_users: the other ones.
-        chain: whose autograd function returned the tensor that stands for the result, while it is
-            pending.
+        spare: a tensor for a ReLU of the result.
+        placed_by: the node whose autograd function returned the tensor that stands for the result;
+            None: this one.
         reference: to the deferred tensor that stands for the result, while one does.
         memory: the memory mode of a stage that begins with this batch norm.
         is_done: whether it was computed, on its own or as part of a fused operation.
@@ -47,13 +54,14 @@ class Node:
             soon as `value` is known as its result.
     """
 
-    chain: Any = None
     is_changed = False
     is_done = False
     memory = "store"
     other_users: "tuple[Node, ...]" = ()
+    placed_by: "Node | None" = None
     reference: "weakref.ref[Deferred] | None" = None
     returned_by: Any = None
+    spare: "Deferred | None" = None
     user: "Node | None" = None
     value: Tensor | None = None
 
@@ -79,7 +87,7 @@ class Node:
                     i.user = self
                 else:
                     i.other_users = (*i.other_users, self)
-        self.version = version(inputs)
+        self.version = _version(inputs)
 
     @property
     def users(self) -> "tuple[Node, ...]":
@@ -88,10 +96,7 @@ class Node:
 
     def release(self) -> None:
         """Drops what only a pending node needs: references in cycles."""
-        self.user, self.other_users = None, ()
-        if self.chain is not None:
-            self.chain.spares.clear()
-            self.chain = None
+        self.user, self.other_users, self.spare = None, (), None
 
     @property
     def is_held(self) -> bool:
@@ -100,7 +105,7 @@ class Node:
 
     def check_inputs(self) -> None:
         """Raises if an input was changed in place where that could not be seen."""
-        if version(self.inputs) != self.version:
+        if _version(self.inputs) != self.version:
             raise RuntimeError(
                 f"the input of a deferred {self.operation.name} was modified by an inplace "
                 "operation outside of PyTorch's Python API; run it outside of the converted "
@@ -108,7 +113,7 @@ class Node:
             )
 
 
-def version(inputs: Sequence[Node | Tensor]) -> int:
+def _version(inputs: Sequence[Node | Tensor]) -> int:
     """The number of in-place changes of the inputs that are tensors so far."""
     count = 0
     for i in inputs:
@@ -145,10 +150,96 @@ class Deferred(Tensor):
 Deferred.__name__, Deferred.__qualname__, Deferred.__module__ = "Tensor", "Tensor", "torch"
 
 
-CHANGED = (
+_CHANGED = (
     "a deferred tensor that an autograd function or a weak reference holds was modified by an "
     "inplace operation; run it outside of the converted model, or call pk.revert"
 )
+
+
+class _DeferredFunction(torch.autograd.Function):
+    """Gives deferred tensors their place in the autograd graph.
+
+    Backward runs only if such a tensor was passed to code that PyTorch does not show to Python,
+    such as a custom autograd function: it computes the node again, in plain operators. What is
+    computed from recorded nodes has a graph of its own.
+
+    Returns a tensor for the result of `node`. A batch norm gets another one, for the result of a
+    ReLU of it, as one call is cheaper than two.
+    """
+
+    @staticmethod
+    def forward(ctx, node, in_place, *tensors):
+        ctx.node = node
+        ctx.materialize_grads = False
+        if in_place:
+            ctx.dirty_tensors = tensors[:1]
+            return tensors[0]
+        return (_empty(node), _empty(node)) if node.operation.precedes_relu else _empty(node)
+
+    @staticmethod
+    def backward(ctx, dy, dy_of_relu=None):
+        node = ctx.node
+        if node is None:
+            raise RuntimeError("Trying to backward through the graph a second time")
+        if node.is_changed:
+            raise RuntimeError(_CHANGED)
+        needed = ctx.needs_input_grad[2:]
+        found: list[Tensor | None] = [None for _ in needed]
+        with disable_torch_function():
+            if node.operation.is_sum:
+                dtypes = [i.dtype for i in node.inputs]
+                found = [dy.to(d) if n else None for d, n in zip(dtypes, needed, strict=True)]
+            else:
+                node.check_inputs()
+                inputs = _input_values(node)
+                for gradient, has_relu in ((dy, False), (dy_of_relu, True)):
+                    if gradient is not None:
+                        forward = functools.partial(_run, node, has_relu)
+                        more = gradients(forward, inputs, needed, gradient)
+                        found = list(map(_sum, found, more))
+        if not torch_compat.keeps_graph():
+            ctx.node = None
+        return None, None, *found
+
+
+# Without the tests for transforms in `apply` of the class: no region records under transforms.
+_apply_deferred = super(torch.autograd.Function, _DeferredFunction).apply
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+def _run(node: Node, has_relu: bool, *inputs: Tensor) -> Tensor:
+    with node.context.entered_in_backward():
+        y = node.operation.run(node.settings, *inputs)
+        return F.relu(y) if has_relu else y
+
+
+def _input_values(node: Node) -> list[Tensor]:
+    """The values of a node's inputs, in plain operators; each is computed once in a backward."""
+    values = node.region.recomputed
+    waiting = [i for i in node.inputs if isinstance(i, Node)]
+    while waiting:
+        last = waiting[-1]
+        missing = [i for i in last.inputs if _value(i, values) is None]
+        if _value(last, values) is not None:
+            waiting.pop()
+        elif missing:
+            waiting += cast(list[Node], missing)
+        else:
+            last.check_inputs()
+            if not values:
+                torch_compat.call_after_backward(values.clear)
+            inputs = [_value(i, values) for i in last.inputs]
+            values[last] = _run(last, False, *cast(list[Tensor], inputs))
+    return [cast(Tensor, _value(i, values)) for i in node.inputs]
+
+
+def _value(i: "Node | Tensor", values: dict[Node, Tensor]) -> Tensor | None:
+    if not isinstance(i, Node):
+        return i
+    return values.get(i) if i.value is None else i.value
 
 
 class _WithHistory(torch.autograd.Function):
@@ -169,8 +260,50 @@ def has_own_history(t: Deferred) -> bool:
     if node.region.is_traced:
         return True
     if node.needs_grad:
-        return node in (getattr(t.grad_fn, "nodes", None) or ())
+        return getattr(t.grad_fn, "node", None) is (node.placed_by or node)
     return not t.requires_grad
+
+
+def _empty(node: Node) -> Deferred:
+    _, c, h, w = node.shape
+    strides = (c * h * w, 1, w * c, c) if node.channels_last else (c * h * w, h * w, w, 1)
+    return torch_compat.make_wrapper_subclass(
+        Deferred, node.shape, strides, dtype=node.dtype, device=node.context.device
+    )
+
+
+def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = False) -> Deferred:
+    """The tensor that stands for the result of `node`.
+
+    Args:
+        node: just recorded.
+        tensors: its inputs, as the program has them.
+        in_place: the first of `tensors`, a deferred tensor, becomes the result.
+    """
+    source: Any = node.inputs[0]
+    result: Any = tensors[0] if in_place else None
+    if in_place:
+        source.reference = None
+    if node.needs_grad and not node.region.is_traced:
+        spare = source.spare if type(source) is Node and node.operation.is_relu else None
+        if spare is None:
+            result = _apply_deferred(node, in_place, *tensors)
+            if node.operation.precedes_relu:
+                result, node.spare = result
+        else:
+            source.spare, node.placed_by = None, source
+            if in_place:
+                torch_compat.swap_tensor_impl(result, spare)
+                # It stays where code in C++ holds it.
+                spare.preact_node = source
+                source.reference = weakref.ref(spare)
+            else:
+                result = spare
+    elif not in_place:
+        result = _empty(node)
+    result.preact_node = node
+    node.reference = weakref.ref(result)
+    return result
 
 
 def call_computed(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -239,7 +372,7 @@ def become_plain(t: Deferred) -> None:
     with disable_torch_function():
         if not has_own_history(t) and t.grad_fn is not node.returned_by:
             if node.is_changed:
-                raise RuntimeError(CHANGED)
+                raise RuntimeError(_CHANGED)
             node.returned_by = t.grad_fn
             with torch.enable_grad():
                 value = _WithHistory.apply(t, value.detach())

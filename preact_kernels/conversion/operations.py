@@ -94,8 +94,8 @@ def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None
     return F.conv2d(x, weight, bias, *s[:4])
 
 
-NORM = Operation("batch norm", _norm)
-RELU = Operation("relu", lambda _, x: F.relu(x))
+NORM = Operation("batch norm", _norm, precedes_relu=True)
+RELU = Operation("relu", lambda _, x: F.relu(x), is_relu=True)
 CONV = Operation("conv2d", _conv)
 ADD = Operation("add", lambda _, a, b: a + b, is_sum=True)
 PAD = Operation("pad", lambda sizes, x: F.pad(x, sizes))

@@ -12,16 +12,14 @@ class Owner:
     Attributes:
         key: the arguments of that call for which `found` holds.
         found: what a rule derives from `key`.
-        steps: the operations that followed; see `chains.Chain`.
     """
 
-    __slots__ = ("_module", "found", "key", "steps")
+    __slots__ = ("_module", "found", "key")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.key: Any = None
         self.found: Any = None
-        self.steps: list[Any] = []
 
     @property
     def module(self) -> nn.Module | None:

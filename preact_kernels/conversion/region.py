@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion import operations, rules
-from preact_kernels.conversion.chains import deferred_result
 from preact_kernels.conversion.context import Context
 from preact_kernels.conversion.deferred import (
     Deferred,
@@ -22,6 +21,7 @@ from preact_kernels.conversion.deferred import (
     become_plain,
     compute,
     computed_arguments,
+    deferred_result,
     has_own_history,
     returned_argument,
 )
@@ -213,7 +213,7 @@ class Region(TorchFunctionMode):
     def _call(self, func: Callable, types: Sequence[type], args: tuple, kwargs: dict) -> Any:
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
-        if func in _FLUSHING:
+        if func in _BACKWARD:  # whose hooks may write to anything
             self.flush(func)
         given = args
         if Deferred in types:
@@ -299,14 +299,7 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
-# Hooks of a backward may write to anything. Chains hold parameters to come, as they were.
-_FLUSHING = {
-    Tensor.backward,
-    torch.autograd.grad,
-    Tensor.detach_,
-    Tensor.requires_grad_,
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-}
+_BACKWARD = {Tensor.backward, torch.autograd.grad}
 
 
 class _Storages:
