@@ -5,7 +5,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,28 +78,19 @@ def has_dual_level() -> bool:
     return forward_ad._current_level >= 0
 
 
-class Modes(NamedTuple):
-    """Modes of a thread that make something else of operations than eager code."""
-
-    has_functorch_transform: bool
-    dispatch_modes: int
-    saved_tensor_hooks: tuple[Callable, Callable] | None
-    dual_level: int  # of forward-mode differentiation; -1 where it is off
-
-
-def current_modes() -> Modes:
-    """The modes of this thread."""
-    return Modes(
-        has_functorch_transform(),
+def current_modes() -> tuple[object, ...]:
+    """The modes of this thread that make something else of operations than eager code."""
+    return (
         dispatch_mode_count(),
         top_saved_tensor_hooks(),
+        has_functorch_transform(),
         forward_ad._current_level,
     )
 
 
-def eager_modes() -> Modes:
+def eager_modes() -> tuple[object, ...]:
     """The modes of this thread, without those that transform functions."""
-    return current_modes()._replace(has_functorch_transform=False, dual_level=-1)
+    return (*current_modes()[:2], False, -1)
 
 
 @contextlib.contextmanager

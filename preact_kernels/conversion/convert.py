@@ -195,7 +195,7 @@ def fuse(memory: str = "store") -> Iterator[None]:
         ValueError: the memory mode is unknown.
     """
     check_memory(memory, None, None, 1)
-    if _is_inert():
+    if torch.compiler.is_compiling() or _is_inert():
         yield
         return
     region = Region(memory)
@@ -218,6 +218,7 @@ class _Call(NamedTuple):
     frame: types.FrameType  # that called the module
     outer_memory: str  # the memory mode around it
     handles: list[RemovableHandle]  # of the hooks of its children
+    norms: list[nn.SyncBatchNorm]  # children with another forward meanwhile
 
 
 class _Calls(threading.local):
@@ -231,10 +232,9 @@ _calls = _Calls()
 
 
 def _is_inert() -> bool:
-    """Whether PyTorch traces or transforms what runs, or hooks run at each call of a module."""
+    """Whether PyTorch transforms what runs, or hooks run at each call of a module."""
     return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        torch.jit.is_tracing()
         or torch_compat.is_exporting()
         or is_transformed()
         or torch_compat.has_global_module_hook()
@@ -244,17 +244,21 @@ def _is_inert() -> bool:
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Runs before each forward of a converted module: the outermost one opens a region."""
-    if _is_inert() or _KEY not in module._forward_hooks:  # `_leave` would not run
-        return
+    if torch.compiler.is_compiling() or _KEY not in module._forward_hooks:
+        return  # `_leave` would not run
     stack = _calls.stack
     frame = sys._getframe(1)
-    if stack and not _is_running(stack[0].frame, frame):
+    if stack and not any(_is_running(stack[i].frame, frame) for i in (-1, 0)):
         _abandon()  # an interrupt left the module without its hook
+        stack = _calls.stack
+    conversion = module.__dict__.get(CONVERSION)
     is_outermost = not stack or not stack[-1].region.is_recording()
     if not is_outermost:
         region = stack[-1].region
+    elif _is_inert():
+        return
     else:
-        conversion = module.__dict__.get(CONVERSION) or Conversion()
+        conversion = conversion or Conversion()
         owners = _owners.get(module)
         if owners is None:
             owners = _owners[module] = Owners(module)
@@ -262,13 +266,13 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         region = Region(conversion.memory, owners, conversion.run_stage, conversion.extra_types)
         region.__enter__()
         region.frame = frame
-    stack.append(_Call(module, region, is_outermost, frame, region.memory, _hook_children(module)))
-    conversion = module.__dict__.get(CONVERSION)
+    norms = list(_sync_norms(module)) if region.is_distributed else []
+    for norm in norms:
+        norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
+    handles = _hook_children(module)
+    stack.append(_Call(module, region, is_outermost, frame, region.memory, handles, norms))
     if conversion is not None:
         region.memory = conversion.memory
-    if torch_compat.is_distributed():
-        for norm in _sync_norms(module):
-            norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
     if not is_outermost and _has_other_hooks(module):
         _make_plain((*args, *kwargs.values()), "a hook")
 
@@ -276,7 +280,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
 def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
     """Runs after each forward of a converted module, also if it raised."""
     stack = _calls.stack
-    if torch.compiler.is_compiling() or not any(c.module is module for c in stack):
+    if torch.compiler.is_compiling() or all(c.module is not module for c in reversed(stack)):
         return None
     # A checkpoint stops its recomputation by an exception as soon as it has what it needs.
     is_stopped = output is None and torch_compat.is_in_backward()
@@ -318,7 +322,7 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
     for handle in call.handles:
         handle.remove()
     call.region.memory = call.outer_memory
-    for norm in _sync_norms(call.module) if torch_compat.is_distributed() else ():
+    for norm in call.norms:
         if isinstance(norm.__dict__.get("forward"), rules.SyncForward):
             del norm.__dict__["forward"]
     if not call.is_outermost:

@@ -49,6 +49,7 @@ class Region(TorchFunctionMode):
             passes none to code in C++.
 
     Attributes:
+        is_distributed: whether there is a process group.
         pending: the nodes that are not computed yet, in order.
         outcomes: what the batch norms ran in.
     """
@@ -64,7 +65,7 @@ class Region(TorchFunctionMode):
         super().__init__()
         self.memory, self.owners, self.run_stage = memory, owners or Owners(), run_stage
         self.tensor_types = frozenset((Tensor, nn.Parameter, *extra_types))
-        self.is_traced = is_traced
+        self.is_traced, self.is_distributed = is_traced, torch_compat.is_distributed()
         self.pending: list[Node] = []
         self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
         self.context: Any = None
@@ -72,6 +73,7 @@ class Region(TorchFunctionMode):
         self.frame: types.FrameType | None = None  # that entered the region
         self.recomputed: dict[Node, Tensor] = {}  # values in a backward
         self._modes = torch_compat.eager_modes()
+        self._dispatch_modes = torch_compat.dispatch_mode_count()
         # Weak references, by id, to computed tensors that could not become plain tensors yet.
         self._not_plain: dict[int, weakref.ref[Deferred]] = {}
         # Ids of running statistics that pending batch norms update, and that they read.
@@ -234,7 +236,7 @@ class Region(TorchFunctionMode):
             targets: pending nodes.
             reader: what asks for the results: a function, or a text.
         """
-        modes = torch_compat.without_dispatch_modes_above(self._modes.dispatch_modes)
+        modes = torch_compat.without_dispatch_modes_above(self._dispatch_modes)
         transforms = torch_compat.without_functorch_transforms()
         with self.lock, modes, transforms, disable_torch_function():
             needed = _ancestors(targets)
