@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.conversion.convert import CONVERSION, is_norm
 from preact_kernels.conversion.execution import MEMORY
+from preact_kernels.conversion.hooks import CONVERSION, is_norm
 from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock

@@ -268,6 +268,12 @@ def end_allocation_to_pool(device_index: int, pool: tuple[int, int]) -> None:
             end(device_index, pool)
 
 
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether `torch.compile` made `module`; imports no Dynamo."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def fsdp_module_class() -> type | None:
     """`torch.distributed.fsdp.FSDPModule` where it was imported, else None."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)

@@ -17,7 +17,9 @@ def network():
     torch.manual_seed(0)
     stem = nn.Conv2d(3, 16, 3, padding=1)
     blocks = [foreign.FunctionalBottleneck(16, 4), foreign.FunctionalBottleneck(16, 4)]
-    return nn.Sequential(stem, *blocks, nn.BatchNorm2d(16), nn.ReLU()).double()
+    return nn.Sequential(
+        stem, *blocks, nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2)
+    ).double()
 
 
 def kept(model, state, x):
@@ -35,14 +37,21 @@ def kept(model, state, x):
     return sum(found.values()), y
 
 
-@pytest.mark.parametrize("memory", ["store", pytest.param("rebuild", marks=pytest.mark.slow)])
-def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, backend):
+@pytest.mark.parametrize(
+    ("memory", "dynamic"),
+    [("store", None), ("store", True), pytest.param("rebuild", None, marks=pytest.mark.slow)],
+)
+def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynamic, backend):
     torch._dynamo.reset()
     model = network()
     plain, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8).double()
     eager = pk.saved_bytes(pk.convert(copy.deepcopy(model), memory=memory), x)
     compiled = torch.compile(
-        model, backend="preact_kernels", fullgraph=True, options={"memory": memory}
+        model,
+        backend="preact_kernels",
+        fullgraph=True,
+        dynamic=dynamic,
+        options={"memory": memory},
     )
     size, y = kept(compiled, model, x)
     assert 0.9 * eager < size < 1.05 * eager < 0.6 * pk.saved_bytes(plain, x)
@@ -56,6 +65,16 @@ def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, backen
             torch.testing.assert_close(p.grad, q.grad)
     for a, b in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_images_of_any_size():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(4, 4, 1))
+    model.double().eval()
+    compiled = torch.compile(model, backend="preact_kernels", fullgraph=True, dynamic=True)
+    for shape in ((2, 4, 8, 8), (3, 4, 10, 6)):
+        x = torch.randn(shape).double()
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_options_are_checked():

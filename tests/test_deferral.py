@@ -640,7 +640,43 @@ def test_parts_may_be_compiled():
     assert_same_gradients(
         gradients(y, x, *model.parameters()), gradients(expected, x, *plain.parameters())
     )
-    assert len(pk.conversion_report(model).fused) == 3
+    report = pk.conversion_report(model)
+    assert [s.fused for s in report] == [True, False, True]
+    assert "compiled" in report[1].reason
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
+def test_a_compiled_block_is_compiled_as_in_plain_pytorch(in_place):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def net():
+        model = nn.Sequential(foreign.FunctionalBottleneck(4, 1), Block())
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        return model
+
+    def compiled(model):
+        torch._dynamo.reset()
+        graphs.clear()
+        if in_place:
+            model[0].compile(backend=backend)
+        else:
+            model[0] = torch.compile(model[0], backend=backend)
+        y = model(x)
+        model(x)
+        return y, len(graphs)
+
+    x = images()
+    y, count = compiled(pk.convert(net()))
+    expected, expected_count = compiled(net())
+    torch.testing.assert_close(y, expected)
+    assert count == expected_count
+    assert_same_gradients(gradients(y, x), gradients(expected, x))
 
 
 def test_regions_belong_to_their_threads():

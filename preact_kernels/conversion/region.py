@@ -26,9 +26,9 @@ from preact_kernels.conversion.deferred import (
     returned_argument,
 )
 from preact_kernels.conversion.execution import StageRunner, execute
+from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.owners import Owner, Owners
 from preact_kernels.conversion.report import Outcome
-from preact_kernels.conversion.writes import is_write
 from preact_kernels.torch_compat import (
     disable_torch_function,
     storage_id,
@@ -70,6 +70,7 @@ class Region(TorchFunctionMode):
         self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
         self.context: Any = None
         self.is_closed = self._is_suspended = False
+        self._suspensions = 0  # calls of `suspend` without `resume`
         self.frame: types.FrameType | None = None  # that entered the region
         self.recomputed: dict[Node, Tensor] = {}  # values in a backward
         self._modes = torch_compat.eager_modes()
@@ -98,14 +99,16 @@ class Region(TorchFunctionMode):
 
     def suspend(self) -> None:
         """Leaves the region for a while, if no other mode was entered since."""
-        self.flush("a module with a fast path")
-        if torch_compat.is_innermost_function_mode(self):
+        self.flush("a module that runs plain")
+        self._suspensions += 1
+        if self._suspensions == 1 and torch_compat.is_innermost_function_mode(self):
             super().__exit__(None, None, None)
             self._is_suspended = True
 
     def resume(self) -> None:
         """Undoes `suspend`."""
-        if self._is_suspended:
+        self._suspensions -= 1
+        if self._is_suspended and not self._suspensions:
             self._is_suspended = False
             super().__enter__()
 
@@ -239,11 +242,17 @@ class Region(TorchFunctionMode):
         modes = torch_compat.without_dispatch_modes_above(self._dispatch_modes)
         transforms = torch_compat.without_functorch_transforms()
         with self.lock, modes, transforms, disable_torch_function():
-            needed = _ancestors(targets)
-            nodes = [n for n in self.pending if n in needed]
-            self._set_pending([n for n in self.pending if n not in needed])
+            needed, nodes, others = set(targets), [], []
+            for node in reversed(self.pending):
+                if node in needed:
+                    nodes.append(node)
+                    needed.update(i for i in node.inputs if type(i) is Node and i.value is None)
+                else:
+                    others.append(node)
+            self._set_pending(others[::-1])
             if not nodes:
                 return
+            nodes.reverse()
             try:
                 with nodes[0].context.entered_above_autograd():
                     execute(self, nodes, reader)
@@ -330,17 +339,6 @@ def _is_irrelevant(value: object) -> bool:
     if isinstance(value, Tensor):
         return type(value) is not Deferred and not value.is_floating_point()
     return type(value) in (bool, float, int)
-
-
-def _ancestors(targets: Sequence[Node]) -> set[Node]:
-    """Pending nodes that `targets` read, and `targets`."""
-    found, waiting = set(), [t for t in targets if not t.is_done]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += [i for i in node.inputs if type(i) is Node and i.value is None]
-    return found
 
 
 def _tensors(args: Iterable[Any], kwargs: dict) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Deferred, Node, compute
+from preact_kernels.conversion.functions import OF_METADATA
 from preact_kernels.conversion.operations import (
     ADD,
     CAT,
@@ -36,32 +37,7 @@ METADATA = "metadata"  # in place of a rule: answered without computing the tens
 # Whose rules are asked without a deferred argument too.
 FIRST = {F.batch_norm, Tensor.add_, Tensor.__iadd__}
 
-RULES: dict[Callable, Any] = dict.fromkeys(
-    (
-        Tensor.__len__,
-        Tensor.dim,
-        Tensor.element_size,
-        Tensor.is_complex,
-        Tensor.is_floating_point,
-        Tensor.is_signed,
-        Tensor.ndimension,
-        Tensor.nelement,
-        Tensor.numel,
-        Tensor.size,
-        torch.is_complex,
-        torch.is_floating_point,
-        torch.numel,
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                *("device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn"),
-                *("is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xla"),
-                *("itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
-            )
-        ),
-    ),
-    METADATA,
-)
+RULES: dict[Callable, Any] = dict.fromkeys(OF_METADATA, METADATA)
 
 
 def _rule(*functions: Callable | None) -> Callable:
@@ -323,7 +299,21 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@functools.lru_cache(maxsize=4096)
+def _cached(function: Callable) -> Callable:
+    """Keeps results of `function`; not those of symbolic sizes, which have no hash."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return cached(*args)
+        except TypeError:
+            return function(*args)
+
+    return call
+
+
+@_cached
 def _geometry(
     shape: tuple, weight_shape: tuple, bias_shape: tuple | None, stride, padding, dilation, groups
 ) -> tuple[ConvSettings | None, tuple[int, ...]]:
@@ -472,7 +462,7 @@ def _pool(func: Callable) -> Callable:
     return rule
 
 
-@functools.lru_cache(maxsize=1024)
+@_cached
 def _pooled(
     func: Callable, args: tuple, kwargs: tuple, size: tuple, dtype: torch.dtype, device, _
 ) -> tuple[tuple[int, int], torch.dtype] | None:

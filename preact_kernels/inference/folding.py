@@ -17,14 +17,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from preact_kernels.conversion.convert import (
-    CONVERSION,
-    OWN,
-    convert,
-    is_converted,
-    is_norm,
-    revert,
-)
+from preact_kernels.conversion.convert import OWN, convert, is_converted, revert
+from preact_kernels.conversion.hooks import CONVERSION, is_norm
 from preact_kernels.inference.tracing import Refusal, original_class, trace
 from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
 from preact_kernels.modules.norm_act import has_activation, is_norm_act

@@ -1,4 +1,4 @@
-"""Which functions of PyTorch change an argument in place, or let other code do so."""
+"""What functions of PyTorch do with their arguments: read metadata alone, or write."""
 
 import functools
 import inspect
@@ -6,9 +6,35 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+
+# They need no values.
+OF_METADATA: tuple[Callable, ...] = (
+    Tensor.__len__,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
+    Tensor.is_signed,
+    Tensor.ndimension,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.size,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            *("device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn"),
+            *("is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xla"),
+            *("itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
+        )
+    ),
+)
 
 # They hand out memory that code which PyTorch does not see may change.
 _EXPOSING = {"__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage"}

@@ -1,0 +1,312 @@
+"""The forward hooks of converted modules, which open regions."""
+
+import contextlib
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from preact_kernels import torch_compat
+from preact_kernels.conversion import rules
+from preact_kernels.conversion.deferred import Deferred, compute
+from preact_kernels.conversion.execution import StageRunner
+from preact_kernels.conversion.owners import Owners
+from preact_kernels.conversion.region import Region
+from preact_kernels.conversion.report import Outcome
+from preact_kernels.ops.plain_operators import is_transformed
+
+_KEY: Any = "preact_kernels"  # of the hooks
+CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
+
+
+class Conversion:
+    """How the modules of a converted model run; all of them share it, and their copies another.
+
+    Attributes have the values of `Region`.
+    """
+
+    def __init__(self, memory: str = "store") -> None:
+        self.memory = memory
+        self.run_stage: StageRunner | None = None
+        self.extra_types: tuple[type, ...] = ()
+
+
+# Of batch norms: what the last call ran in. Of outermost modules: the modules of their tensors.
+outcomes: weakref.WeakKeyDictionary[nn.Module, list[Outcome]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionary()
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of images, with or without an activation of its own."""
+    return isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm | nn.LazyBatchNorm2d)
+
+
+def add_hooks(module: nn.Module) -> None:
+    """Adds the hooks under a name: numbers in pickles collide with those of hooks added later."""
+    for name, hook in (("_forward_pre_hooks", _enter), ("_forward_hooks", _leave)):
+        hooks = getattr(module, name)
+        hooks[_KEY] = hook
+        hooks.move_to_end(_KEY, last=False)
+    module._forward_pre_hooks_with_kwargs[_KEY] = True
+    module._forward_hooks_always_called[_KEY] = True
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Undoes `add_hooks`."""
+    for name in (
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+        *("_forward_hooks", "_forward_hooks_always_called"),
+    ):
+        getattr(module, name).pop(_KEY, None)
+
+
+class _Call(NamedTuple):
+    """A converted module that is running."""
+
+    module: nn.Module
+    region: Region
+    is_outermost: bool  # in its region
+    frame: types.FrameType  # that called the module
+    outer_memory: str  # the memory mode around it
+    handles: list[Any]  # of the hooks of its children
+    norms: list[nn.SyncBatchNorm]  # children with another forward meanwhile
+
+
+class _Calls(threading.local):
+    """The converted modules that run on this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+
+_calls = _Calls()
+
+
+def is_inert() -> bool:
+    """Whether PyTorch transforms what runs, or hooks run at each call of a module."""
+    return (
+        torch.jit.is_tracing()
+        or torch_compat.is_exporting()
+        or is_transformed()
+        or torch_compat.has_global_module_hook()
+        or torch_compat.has_function_mode(Region)
+    )
+
+
+def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Runs before each forward of a converted module: the outermost one opens a region."""
+    if torch.compiler.is_compiling() or _KEY not in module._forward_hooks:
+        return  # `_leave` would not run
+    stack = _calls.stack
+    frame = sys._getframe(1)
+    if stack and not any(_is_running(stack[i].frame, frame) for i in (-1, 0)):
+        _abandon()  # an interrupt left the module without its hook
+        stack = _calls.stack
+    conversion = module.__dict__.get(CONVERSION)
+    is_outermost = not stack or not stack[-1].region.is_recording()
+    if not is_outermost:
+        region = stack[-1].region
+    elif is_inert():
+        return
+    else:
+        conversion = conversion or Conversion()
+        owners = _owners.get(module)
+        if owners is None:
+            owners = _owners[module] = Owners(module)
+        owners.start()
+        region = Region(conversion.memory, owners, conversion.run_stage, conversion.extra_types)
+        region.__enter__()
+        region.frame = frame
+    norms = list(_sync_norms(module)) if region.is_distributed else []
+    for norm in norms:
+        norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
+    handles = _hook_children(module)
+    stack.append(_Call(module, region, is_outermost, frame, region.memory, handles, norms))
+    if conversion is not None:
+        region.memory = conversion.memory
+    if not is_outermost and _has_other_hooks(module):
+        _make_plain((*args, *kwargs.values()), "a hook")
+
+
+def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
+    """Runs after each forward of a converted module, also if it raised."""
+    stack = _calls.stack
+    if torch.compiler.is_compiling() or all(c.module is not module for c in reversed(stack)):
+        return None
+    # A checkpoint stops its recomputation by an exception as soon as it has what it needs.
+    is_stopped = output is None and torch_compat.is_in_backward()
+    while stack[-1].module is not module:
+        _close(stack.pop(), is_stopped)
+    call = stack.pop()
+    _close(call, is_stopped)
+    if not call.is_outermost and _has_other_hooks(module):
+        _make_plain(output, "a hook")
+    if call.is_outermost or type(output) is Deferred:
+        plain = _with_values(output)
+        return None if plain is output else plain
+    return None
+
+
+def _with_values(value: Any) -> Any:
+    """`value` with the results of deferred tensors that could not become plain tensors.
+
+    Lists and dictionaries stay the same objects.
+    """
+    if type(value) is Deferred:
+        return value.preact_node.value
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            if (plain := _with_values(item)) is not item:
+                value[i] = plain
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if (plain := _with_values(item)) is not item:
+                value[key] = plain
+    elif isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
+        items = [_with_values(item) for item in value]
+        if any(a is not b for a, b in zip(items, value, strict=True)):
+            return tuple(items) if type(value) is tuple else type(value)(*items)
+    return value
+
+
+def _close(call: _Call, is_stopped: bool = False) -> None:
+    for handle in call.handles:
+        handle.remove()
+    call.region.memory = call.outer_memory
+    for norm in call.norms:
+        if isinstance(norm.__dict__.get("forward"), rules.SyncForward):
+            del norm.__dict__["forward"]
+    if not call.is_outermost:
+        return
+    call.region.__exit__(None, None, None)
+    call.region.frame = None
+    if is_stopped:
+        return
+    try:
+        call.region.finish("the end of the model")
+    finally:
+        found: dict[nn.Module, list[Outcome]] = {}
+        for module, outcome in call.region.outcomes:
+            if module is not None:
+                found.setdefault(module, []).append(outcome)
+        outcomes.update(found)
+
+
+def _hook_children(module: nn.Module) -> list[Any]:
+    """Has children compute inputs and results before their backward hooks pass them to C++.
+
+    Those that are compiled, or have fast paths, run outside of the region.
+
+    Returns:
+        Handles, as those of hooks.
+    """
+    handles: list[Any] = []
+    waiting = list(module._modules.values())
+    while waiting:
+        child = waiting.pop()
+        if child is None:
+            continue
+        if child._compiled_call_impl is not None:
+            handles.append(_CompiledCall(child))
+        if CONVERSION in child.__dict__:
+            continue
+        if child._backward_hooks or child._backward_pre_hooks:
+            handles += [
+                child.register_forward_pre_hook(_compute_inputs, prepend=True, with_kwargs=True),
+                child.register_forward_hook(_compute_result, prepend=True),
+            ]
+        children = child._modules
+        if children and (
+            isinstance(child, _WITH_FAST_PATHS) or torch_compat.is_compiled_module(child)
+        ):
+            handles += [
+                child.register_forward_pre_hook(_suspend, with_kwargs=True),
+                child.register_forward_hook(_resume, always_call=True),
+            ]
+        elif children:
+            waiting += children.values()
+    return handles
+
+
+# They ask whether functions are overridden, and compute other values for padding if so.
+_WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+def _suspend(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    region = _calls.stack[-1].region
+    region.suspend()
+    _make_plain((*args, *kwargs.values()), "a module that runs plain")
+    outcome = Outcome("", "it runs inside a module that is compiled, or has a fast path")
+    region.outcomes += [(m, outcome) for m in module.modules() if is_norm(m)]
+
+
+class _CompiledCall:
+    """The call of a module that `nn.Module.compile` compiled, while a region is open around it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._call = module, module._compiled_call_impl
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module outside of the region."""
+        _suspend(self._module, args, kwargs)
+        try:
+            return cast(Callable, self._call)(*args, **kwargs)
+        finally:
+            _calls.stack[-1].region.resume()
+
+    def remove(self) -> None:
+        """Gives the module its call back."""
+        self._module._compiled_call_impl = self._call
+
+
+def _resume(module: nn.Module, args: tuple, output: Any) -> None:
+    _calls.stack[-1].region.resume()
+
+
+def _compute_inputs(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    _make_plain((*args, *kwargs.values()), "a hook")
+
+
+def _compute_result(module: nn.Module, args: tuple, output: Any) -> None:
+    _make_plain(output, "a hook")
+
+
+def _is_running(frame: types.FrameType, current: types.FrameType | None) -> bool:
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is frame
+
+
+def _abandon() -> None:
+    stack, _calls.stack = _calls.stack, []
+    for call in reversed(stack):
+        with contextlib.suppress(Exception):
+            _close(call)
+
+
+def _has_other_hooks(module: nn.Module) -> bool:
+    return (
+        len(module._forward_hooks) > 1
+        or len(module._forward_pre_hooks) > 1
+        or bool(module._backward_hooks or module._backward_pre_hooks)
+    )
+
+
+def _make_plain(value: Any, reader: str) -> None:
+    """Computes the deferred tensors in a value."""
+    for t in torch_compat.tree_leaves(value):
+        if type(t) is Deferred:
+            compute(t, reader)
+
+
+def _sync_norms(module: nn.Module) -> Iterator[nn.SyncBatchNorm]:
+    """The children whose forward regions replace while they are open."""
+    for child in module._modules.values():
+        if type(child) is nn.SyncBatchNorm:
+            yield child
