@@ -17,9 +17,7 @@ def network():
     torch.manual_seed(0)
     stem = nn.Conv2d(3, 16, 3, padding=1)
     blocks = [foreign.FunctionalBottleneck(16, 4), foreign.FunctionalBottleneck(16, 4)]
-    return nn.Sequential(
-        stem, *blocks, nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2)
-    ).double()
+    return nn.Sequential(stem, *blocks, nn.BatchNorm2d(16), nn.ReLU()).double()
 
 
 def kept(model, state, x):
@@ -54,7 +52,9 @@ def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynami
         options={"memory": memory},
     )
     size, y = kept(compiled, model, x)
-    assert 0.9 * eager < size < 1.05 * eager < 0.6 * pk.saved_bytes(plain, x)
+    copied = model[0].weight.nbytes  # in the memory format that Inductor chooses
+    assert 0.9 * eager < size < 1.01 * eager + copied
+    assert 1.05 * eager < 0.6 * pk.saved_bytes(plain, x)
     expected = plain(x)
     torch.testing.assert_close(y, expected)
     assert y.stride() == expected.stride()
