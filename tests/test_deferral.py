@@ -1,5 +1,7 @@
 """The rules that make deferral sound: what is computed when, and what a program can see of it."""
 
+import concurrent.futures
+import contextlib
 import copy
 import gc
 import pathlib
@@ -252,6 +254,54 @@ def test_custom_functions_in_a_call_that_differs_from_the_last(options):
             results.append([own.grad, *(p.grad for p in net.parameters())])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def overwrite(module, args, result):
+    module.memory.fill_(0)
+
+
+def swap(module, args, result):
+    torch.utils.swap_tensors(module.weight, nn.Parameter(torch.zeros(4, 4, 3, 3)))
+
+
+@pytest.mark.parametrize("converts", [True, False], ids=["convert", "fuse"])
+@pytest.mark.parametrize("hook", [overwrite, swap], ids=lambda f: f.__name__)
+def test_hooks_of_a_convolution_run_after_it(hook, converts):
+    model, x = Block(), images()
+    plain = copy.deepcopy(model)
+    for conv in (plain.conv, model.conv):
+        conv.memory = conv.weight.untyped_storage()  # PyTorch counts no change through it
+        conv.register_forward_hook(hook)
+    if converts:
+        pk.convert(model)
+    with torch.no_grad(), contextlib.nullcontext() if converts else pk.fuse():
+        y = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(y, plain(x))
+
+
+def test_swapped_inputs_are_refused():
+    block, x = Block(), images()
+    with pytest.raises(RuntimeError, match="was modified"), torch.no_grad(), pk.fuse():
+        y = unit(block, x)
+        torch.utils.swap_tensors(block.conv.weight, nn.Parameter(torch.zeros(4, 4, 3, 3)))
+        y.sum()
+
+
+def test_a_weight_may_be_frozen_before_backward():
+    block, x = Block().double(), torch.randn(2, 4, 6, 6).double().requires_grad_()
+    inputs = (x, *block.parameters())
+    results = []
+    for context in (pk.fuse(), contextlib.nullcontext()):
+        block.requires_grad_()
+        with context:
+            y = Double.apply(unit(block, x))
+        block.conv.weight.requires_grad_(False)
+        y.sum().backward()
+        results.append([t.grad for t in inputs])
+        x.grad = None
+        block.zero_grad()
+    assert_same_gradients(*results)
 
 
 def test_a_weight_that_changes_its_place_in_the_autograd_graph():
@@ -601,8 +651,9 @@ def test_a_call_leaves_no_garbage():
     assert garbage <= gc.collect() + 50
 
 
-def test_transformers_take_their_fast_path():
-    """Which computes zeros for padding."""
+@pytest.mark.parametrize("raises", [False, True])
+def test_transformers_take_their_fast_path(raises):
+    """Which computes zeros for padding; also after a hook raised before the encoder ran."""
 
     class Detector(Chain):
         def __init__(self):
@@ -613,10 +664,21 @@ def test_transformers_take_their_fast_path():
         def forward(self, x):
             tokens = self[0](x).flatten(2).transpose(1, 2)
             padding = torch.arange(36).expand(2, 36) > 30
-            tokens = self.encoder(tokens, src_key_padding_mask=padding)
+            for _ in range(3):
+                with contextlib.suppress(ZeroDivisionError):
+                    encoded = self.encoder(tokens, src_key_padding_mask=padding)
+            tokens = encoded
             return self[1](tokens.transpose(1, 2).reshape(x.shape))
 
     model, x = Detector().eval(), images()
+    calls = []
+
+    def hook(module, args):
+        calls.append(module)
+        if raises and len(calls) % 3 == 1:
+            raise ZeroDivisionError
+
+    model.encoder.register_forward_pre_hook(hook)
     with torch.no_grad():
         expected = model(x)
         torch.testing.assert_close(pk.convert(model)(x), expected)
@@ -677,6 +739,38 @@ def test_a_compiled_block_is_compiled_as_in_plain_pytorch(in_place):
     torch.testing.assert_close(y, expected)
     assert count == expected_count
     assert_same_gradients(gradients(y, x), gradients(expected, x))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
+def test_a_compiled_block_may_be_called_anywhere(in_place):
+    """In another thread, under two names, and on its own after a call of the model."""
+
+    class Net(Chain):
+        def __init__(self):
+            block = Block()
+            if in_place:
+                block.compile(backend="eager")
+            else:
+                block = torch.compile(block, backend="eager")
+            super().__init__(Block(), block)
+            self.again = block
+
+        def forward(self, x):
+            h = self[1](self[0](x))
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                h = pool.submit(self[1], h).result()
+            return self.again(h)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x = Net().eval(), images()
+    torch.manual_seed(0)
+    model = pk.convert(Net().eval())
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x))
+        torch.testing.assert_close(model.again(x), plain.again(x))
+    call = pk.revert(model)[1]._compiled_call_impl
+    assert (call is None) != in_place and "preact_kernels" not in type(call).__module__
 
 
 def test_regions_belong_to_their_threads():

@@ -11,6 +11,7 @@ from preact_kernels import torch_compat
 from preact_kernels.conversion.execution import MEMORY
 from preact_kernels.conversion.hooks import (
     CONVERSION,
+    CompiledCall,
     Conversion,
     add_hooks,
     is_inert,
@@ -82,6 +83,7 @@ def revert(model: _Model) -> _Model:
     for module in model.modules():
         if module.__dict__.pop(CONVERSION, None) is not None:
             remove_hooks(module)
+        CompiledCall.restore(module)
         module.__dict__.pop(MEMORY, None)
         outcomes.pop(module, None)
     return model

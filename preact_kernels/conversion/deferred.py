@@ -38,7 +38,7 @@ class Node:
         dtype: of the result.
         channels_last: the memory format of the result in plain PyTorch.
         needs_grad: whether the result requires a gradient.
-        version: the number of in-place changes of the inputs that are tensors, when they were read.
+        state: of the inputs that are tensors, when they were read.
         user: the first node that reads the result.
         other_users: the other ones.
         spare: a tensor for a ReLU of the result.
@@ -87,7 +87,7 @@ class Node:
                     i.user = self
                 else:
                     i.other_users = (*i.other_users, self)
-        self.version = _version(inputs)
+        self.state = _state(inputs)
 
     @property
     def users(self) -> "tuple[Node, ...]":
@@ -104,8 +104,8 @@ class Node:
         return self.reference is not None and self.reference() is not None
 
     def check_inputs(self) -> None:
-        """Raises if an input was changed in place where that could not be seen."""
-        if _version(self.inputs) != self.version:
+        """Raises if an input was changed in place, or swapped, where that could not be seen."""
+        if _state(self.inputs) != self.state:
             raise RuntimeError(
                 f"the input of a deferred {self.operation.name} was modified by an inplace "
                 "operation outside of PyTorch's Python API; run it outside of the converted "
@@ -113,16 +113,17 @@ class Node:
             )
 
 
-def _version(inputs: Sequence[Node | Tensor]) -> int:
-    """The number of in-place changes of the inputs that are tensors so far."""
-    count = 0
+def _state(inputs: Sequence[Node | Tensor]) -> list[int]:
+    """Of each input that is a tensor: its object in C++, and the number of its in-place changes."""
+    state = []
     for i in inputs:
         if type(i) is not Node:
+            state.append(i._cdata)  # type: ignore[union-attr]
             try:
-                count += i._version  # type: ignore[union-attr]
+                state.append(i._version)  # type: ignore[union-attr]
             except RuntimeError:  # inference tensors have none
                 continue
-    return count
+    return state
 
 
 class Deferred(Tensor):
@@ -170,6 +171,7 @@ class _DeferredFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, node, in_place, *tensors):
         ctx.node = node
+        # What `set_materialize_grads` and `mark_dirty` do, without the cost of their calls.
         ctx.materialize_grads = False
         if in_place:
             ctx.dirty_tensors = tensors[:1]
@@ -294,7 +296,7 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
             source.spare, node.placed_by = None, source
             if in_place:
                 torch_compat.swap_tensor_impl(result, spare)
-                # It stays where code in C++ holds it.
+                # Code in C++ that holds the result of the batch norm finds it as `spare`.
                 spare.preact_node = source
                 source.reference = weakref.ref(spare)
             else:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion import rules
@@ -73,7 +74,7 @@ class _Call(NamedTuple):
     is_outermost: bool  # in its region
     frame: types.FrameType  # that called the module
     outer_memory: str  # the memory mode around it
-    handles: list[Any]  # of the hooks of its children
+    handles: list[RemovableHandle]  # of the hooks of its children
     norms: list[nn.SyncBatchNorm]  # children with another forward meanwhile
 
 
@@ -197,22 +198,19 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
         outcomes.update(found)
 
 
-def _hook_children(module: nn.Module) -> list[Any]:
+def _hook_children(module: nn.Module) -> list[RemovableHandle]:
     """Has children compute inputs and results before their backward hooks pass them to C++.
 
     Those that are compiled, or have fast paths, run outside of the region.
-
-    Returns:
-        Handles, as those of hooks.
     """
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
     waiting = list(module._modules.values())
     while waiting:
         child = waiting.pop()
         if child is None:
             continue
         if child._compiled_call_impl is not None:
-            handles.append(_CompiledCall(child))
+            CompiledCall.replace(child)
         if CONVERSION in child.__dict__:
             continue
         if child._backward_hooks or child._backward_pre_hooks:
@@ -228,7 +226,7 @@ def _hook_children(module: nn.Module) -> list[Any]:
                 child.register_forward_pre_hook(_suspend, with_kwargs=True),
                 child.register_forward_hook(_resume, always_call=True),
             ]
-        elif children:
+        elif children and child._compiled_call_impl is None:
             waiting += children.values()
     return handles
 
@@ -238,35 +236,55 @@ _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.Transformer
 
 
 def _suspend(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Leaves the region before a child runs that must see ordinary tensors."""
+    if not _calls.stack:  # a thread without a region
+        return
     region = _calls.stack[-1].region
-    region.suspend()
+    region.suspend(module)
     _make_plain((*args, *kwargs.values()), "a module that runs plain")
     outcome = Outcome("", "it runs inside a module that is compiled, or has a fast path")
     region.outcomes += [(m, outcome) for m in module.modules() if is_norm(m)]
 
 
-class _CompiledCall:
-    """The call of a module that `nn.Module.compile` compiled, while a region is open around it."""
+def _resume(module: nn.Module, args: tuple, output: Any) -> None:
+    """Undoes `_suspend`."""
+    if _calls.stack:
+        _calls.stack[-1].region.resume(module)
+
+
+class CompiledCall:
+    """The call of a module that `nn.Module.compile` compiled: outside of a region around it.
+
+    Hooks of the module would be compiled with it. It stays after the call, as threads share
+    modules.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._call = module, module._compiled_call_impl
-        module._compiled_call_impl = self
+        self._module = weakref.ref(module)
+        self.call = cast(Callable, module._compiled_call_impl)
+
+    @staticmethod
+    def replace(module: nn.Module) -> None:
+        """Replaces the call of a compiled module."""
+        if not isinstance(module._compiled_call_impl, CompiledCall):
+            module._compiled_call_impl = CompiledCall(module)
+
+    @staticmethod
+    def restore(module: nn.Module) -> None:
+        """Undoes `replace`."""
+        if isinstance(module._compiled_call_impl, CompiledCall):
+            module._compiled_call_impl = module._compiled_call_impl.call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module outside of the region."""
-        _suspend(self._module, args, kwargs)
+        """Calls the module."""
+        module = self._module()
+        if module is None or torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        _suspend(module, args, kwargs)
         try:
-            return cast(Callable, self._call)(*args, **kwargs)
+            return self.call(*args, **kwargs)
         finally:
-            _calls.stack[-1].region.resume()
-
-    def remove(self) -> None:
-        """Gives the module its call back."""
-        self._module._compiled_call_impl = self._call
-
-
-def _resume(module: nn.Module, args: tuple, output: Any) -> None:
-    _calls.stack[-1].region.resume()
+            _resume(module, args, None)
 
 
 def _compute_inputs(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -70,7 +70,7 @@ class Region(TorchFunctionMode):
         self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
         self.context: Any = None
         self.is_closed = self._is_suspended = False
-        self._suspensions = 0  # calls of `suspend` without `resume`
+        self._suspended_for: list[nn.Module] = []
         self.frame: types.FrameType | None = None  # that entered the region
         self.recomputed: dict[Node, Tensor] = {}  # values in a backward
         self._modes = torch_compat.eager_modes()
@@ -97,18 +97,21 @@ class Region(TorchFunctionMode):
         if torch_compat.is_innermost_function_mode(self):  # not where generators are interleaved
             super().__exit__(*error)
 
-    def suspend(self) -> None:
-        """Leaves the region for a while, if no other mode was entered since."""
+    def suspend(self, module: nn.Module) -> None:
+        """Leaves the region while `module` runs, unless another mode was entered since."""
         self.flush("a module that runs plain")
-        self._suspensions += 1
-        if self._suspensions == 1 and torch_compat.is_innermost_function_mode(self):
+        self._suspended_for.append(module)
+        if not self._is_suspended and torch_compat.is_innermost_function_mode(self):
             super().__exit__(None, None, None)
             self._is_suspended = True
 
-    def resume(self) -> None:
-        """Undoes `suspend`."""
-        self._suspensions -= 1
-        if self._is_suspended and not self._suspensions:
+    def resume(self, module: nn.Module) -> None:
+        """Undoes `suspend`, where it was called for `module`; also what was not undone since."""
+        if module not in self._suspended_for:
+            return
+        while self._suspended_for.pop() is not module:
+            pass
+        if self._is_suspended and not self._suspended_for:
             self._is_suspended = False
             super().__enter__()
 

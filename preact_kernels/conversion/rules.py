@@ -6,6 +6,7 @@ add an operation to `operations.py` and a rule here; `matching.py` decides what 
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -263,6 +264,9 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
     if context is None:
         return NotImplemented
     owner = region.owners.find(weight)
+    module = _calling_conv() if owner is None else owner.module
+    if module is not None and module._forward_hooks:
+        return NotImplemented  # they may change the weight
     like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
     key = (node.shape, node.dtype, context.device, context.autocast_dtype, *like, *numbers)
     if owner is not None and owner.key == key:
@@ -283,6 +287,13 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
     return region.record(CONV, (x, *affine), settings, shape, dtype, channels_last)
 
 
+def _calling_conv() -> nn.Module | None:
+    """The `nn.Conv2d` whose forward calls the rule that calls this function."""
+    frame = sys._getframe(3)  # above: the rule, the region
+    is_conv = frame.f_code is nn.Conv2d._conv_forward.__code__
+    return frame.f_locals["self"] if is_conv else None
+
+
 def _conv_dtype(
     node: Node, affine: Sequence[Tensor], autocast_dtype: torch.dtype | None
 ) -> torch.dtype | None:
@@ -300,7 +311,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _cached(function: Callable) -> Callable:
-    """Keeps results of `function`; not those of symbolic sizes, which have no hash."""
+    """Keeps results of `function`, which raises no TypeError; not those of symbolic sizes."""
     cached = functools.lru_cache(maxsize=4096)(function)
 
     @functools.wraps(function)

@@ -98,8 +98,11 @@ def gradients(
     with torch.enable_grad():
         # Views, as one tensor may have several places.
         views = [None if t is None else t.view_as(t) for t in inputs]
+        wanted = [cast(Tensor, v) for v, n in zip(views, needed, strict=True) if n]
+        for v in wanted:
+            if not v.requires_grad:  # any more
+                v.requires_grad_()
         y = forward(*views)
-    wanted = [cast(Tensor, v) for v, n in zip(views, needed, strict=True) if n]
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=is_recorded, allow_unused=True))
     return [next(found) if n else None for n in needed]
 
