@@ -79,8 +79,8 @@ def has_dual_level() -> bool:
 
 
 def current_modes() -> tuple[object, ...]:
-    """The modes of this thread that make something else of operations than eager code."""
-    return (
+    """Modes of this thread under which operations do not run as plain eager code."""
+    return (  # in the order of `eager_modes`
         dispatch_mode_count(),
         top_saved_tensor_hooks(),
         has_functorch_transform(),

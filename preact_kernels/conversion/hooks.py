@@ -21,7 +21,7 @@ from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.ops.plain_operators import is_transformed
 
-_KEY: Any = "preact_kernels"  # of the hooks
+_KEY: Any = "preact_kernels"  # under which modules keep the hooks
 CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
 
 
@@ -37,8 +37,9 @@ class Conversion:
         self.extra_types: tuple[type, ...] = ()
 
 
-# Of batch norms: what the last call ran in. Of outermost modules: the modules of their tensors.
+# What the last call of each batch norm ran in.
 outcomes: weakref.WeakKeyDictionary[nn.Module, list[Outcome]] = weakref.WeakKeyDictionary()
+# Find the modules below each module that opened a region.
 _owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionary()
 
 
@@ -199,9 +200,10 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
 
 
 def _hook_children(module: nn.Module) -> list[RemovableHandle]:
-    """Has children compute inputs and results before their backward hooks pass them to C++.
+    """Prepares the children that must see ordinary tensors.
 
-    Those that are compiled, or have fast paths, run outside of the region.
+    Those with backward hooks compute their inputs and results, which the hooks pass to C++. Those
+    that are compiled, or have fast paths, run outside of the region.
     """
     handles: list[RemovableHandle] = []
     waiting = list(module._modules.values())

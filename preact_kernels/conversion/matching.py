@@ -41,12 +41,13 @@ class Block(NamedTuple):
 class Match(NamedTuple):
     """Nodes that run fused.
 
-    name: for the report.
-    nodes: all that it replaces, first the batch norm with which it begins.
-    end: the node of its output.
-    inputs: what it reads, without parameters.
-    units: those that it runs, projections too; empty for a BN-ReLU alone.
-    blocks: in a row, of one autograd node; empty for a single unit or activation.
+    Attributes:
+        name: for the report.
+        nodes: all that it replaces, first the batch norm with which it begins.
+        end: the node of its output.
+        inputs: what it reads, without parameters.
+        units: those that it runs, projections too; empty for a BN-ReLU alone.
+        blocks: in a row, of one autograd node; empty for a single unit or activation.
     """
 
     name: str
@@ -57,7 +58,9 @@ class Match(NamedTuple):
     blocks: tuple[Block, ...] = ()
 
 
-def _of_unit(unit: Unit, residual: Node | Tensor | None = None, add: Node | None = None) -> Match:
+def _unit_match(
+    unit: Unit, residual: Node | Tensor | None = None, add: Node | None = None
+) -> Match:
     """A unit on its own, and the addition of `residual` to its output."""
     x = unit.bn.inputs[0]
     if add is None or residual is None:
@@ -65,7 +68,7 @@ def _of_unit(unit: Unit, residual: Node | Tensor | None = None, add: Node | None
     return Match("BN-ReLU-Conv and residual add", (*unit.nodes, add), add, (x, residual), (unit,))
 
 
-def _of_block(block: Block) -> Match:
+def _block_match(block: Block) -> Match:
     units = block.units if block.projection is None else (*block.units, block.projection)
     end = block.add or block.units[-1].conv
     nodes = tuple(dict.fromkeys([*(n for u in units for n in u.nodes), end]))
@@ -73,7 +76,7 @@ def _of_block(block: Block) -> Match:
     return Match(name, nodes, end, (nodes[0].inputs[0],), units, (block,))
 
 
-def _of_run(matches: Sequence[Match]) -> Match:
+def _joined_match(matches: Sequence[Match]) -> Match:
     """Blocks in a row, of which each reads the output of the one before."""
     first = matches[0]
     if not first.blocks or first.blocks[0].add is None:
@@ -83,6 +86,13 @@ def _of_run(matches: Sequence[Match]) -> Match:
     units = tuple(u for m in matches for u in m.units)
     name = f"run of {len(blocks)} residual blocks"
     return Match(name, nodes, matches[-1].end, first.inputs, units, blocks)
+
+
+def _row_matches(units: list[Unit]) -> list[Match]:
+    """Units in a row, without a shortcut."""
+    if len(units) > 1:
+        return [_block_match(Block(tuple(units), None, None))]
+    return [_unit_match(u) for u in units]
 
 
 def match(nodes: Sequence[Node]) -> tuple[list[Match], dict[Node, str]]:
@@ -182,7 +192,7 @@ class _Matcher:
         if len(units) == 2:
             for unit, projection in (units, units[::-1]):
                 if block := self._projecting_block(self._chain(unit), projection):
-                    return [_of_block(block)]
+                    return [_block_match(block)]
         x = bn.inputs[0]
         if len(units) != 1:
             relu = self._relus[bn]
@@ -192,13 +202,13 @@ class _Matcher:
         add = self._only_reader(last)
         is_sum = add is not None and add.operation is ADD and add not in self._added
         if add is None or not is_sum or add.inputs[0] is add.inputs[1]:
-            return _of_row(chain)
+            return _row_matches(chain)
         other = add.inputs[1] if add.inputs[0] is last else add.inputs[0]
         if other is x and all(u.fits_stage for u in chain) and x.dtype == last.dtype:
-            return [_of_block(Block(tuple(chain), None, add))]
+            return [_block_match(Block(tuple(chain), None, add))]
         if other.dtype != last.dtype:
-            return _of_row(chain)
-        return [*_of_row(chain[:-1]), _of_unit(chain[-1], other, add)]
+            return _row_matches(chain)
+        return [*_row_matches(chain[:-1]), _unit_match(chain[-1], other, add)]
 
     def _projecting_block(self, chain: list[Unit], projection: Unit) -> Block | None:
         last = chain[-1].conv
@@ -224,7 +234,7 @@ class _Matcher:
                 runs[-1].append(m)
             else:
                 runs.append([m])
-        return [_of_run(run) for run in runs]
+        return [_joined_match(run) for run in runs]
 
     def _continues(self, before: Match, m: Match) -> bool:
         """Whether a residual block continues the run that `before` ends."""
@@ -239,10 +249,3 @@ class _Matcher:
             and not before.end.is_held
             and all(reader in m.nodes for reader in before.end.users)
         )
-
-
-def _of_row(units: list[Unit]) -> list[Match]:
-    """Units in a row, without a shortcut."""
-    if len(units) > 1:
-        return [_of_block(Block(tuple(units), None, None))]
-    return [_of_unit(u) for u in units]

@@ -27,8 +27,6 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 _DROPOUTS = (nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUT_FUNCTIONS = (F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
-
-
 _RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_)
 
 
