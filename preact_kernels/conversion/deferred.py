@@ -113,16 +113,14 @@ class Node:
             )
 
 
-def _state(inputs: Sequence[Node | Tensor]) -> list[int]:
+def _state(inputs: Sequence[Node | Tensor]) -> tuple[int, ...]:
     """Of each input that is a tensor: its object in C++, and the number of its in-place changes."""
-    state = []
+    state: tuple[int, ...] = ()
     for i in inputs:
         if type(i) is not Node:
-            state.append(i._cdata)  # type: ignore[union-attr]
-            try:
-                state.append(i._version)  # type: ignore[union-attr]
-            except RuntimeError:  # inference tensors have none
-                continue
+            t = cast(Tensor, i)
+            # Inference tensors count no changes.
+            state += (t._cdata, -1 if t.is_inference() else t._version)
     return state
 
 

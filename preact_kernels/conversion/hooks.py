@@ -106,7 +106,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         return  # `_leave` would not run
     stack = _calls.stack
     frame = sys._getframe(1)
-    if stack and not any(_is_running(stack[i].frame, frame) for i in (-1, 0)):
+    if stack and not (_is_running(stack[-1].frame, frame) or _is_running(stack[0].frame, frame)):
         _abandon()  # an interrupt left the module without its hook
         stack = _calls.stack
     conversion = module.__dict__.get(CONVERSION)
@@ -138,7 +138,9 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
 def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
     """Runs after each forward of a converted module, also if it raised."""
     stack = _calls.stack
-    if torch.compiler.is_compiling() or all(c.module is not module for c in reversed(stack)):
+    if torch.compiler.is_compiling() or not stack:
+        return None
+    if stack[-1].module is not module and all(c.module is not module for c in stack):
         return None
     # A checkpoint stops its recomputation by an exception as soon as it has what it needs.
     is_stopped = output is None and torch_compat.is_in_backward()
