@@ -106,6 +106,36 @@ def test_a_tensor_with_weak_references_is_computed():
     assert_same_gradients(gradients(y * 1, x), gradients(unit(block, x), x))
 
 
+def test_a_tensor_whose_last_weak_reference_goes():
+    """Its values are read by a recorded operation, and are what a converted child returned."""
+
+    class Inner(Block):
+        def forward(self, x):
+            self.kept = [super().forward(x)]
+            self.references = [weakref.ref(self.kept[0])]
+            self.kept[0].mean()
+            return self.kept[0]
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.block = Inner(), Block()
+
+        def forward(self, x):
+            h = self.inner(x)
+            y = self.block(self.inner.kept[0])
+            self.inner.references.clear()
+            return y + h + self.inner.kept.pop().sum(), h
+
+    model, x = Outer().double(), images().double()
+    plain = copy.deepcopy(model)
+    (y, h), (expected, plain_h) = pk.convert(model)(x), plain(x)
+    torch.testing.assert_close((y, h), (expected, plain_h))
+    assert type(y) is type(h) is torch.Tensor
+    found = gradients(y, h, x, *model.parameters())
+    assert_same_gradients(found, gradients(expected, plain_h, x, *plain.parameters()))
+
+
 def test_numpy_and_item_see_the_values():
     block, x = Block().eval(), images()
     expected = unit(block, x)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -354,8 +355,14 @@ def compute(t: Deferred, reader: object) -> Tensor:
             if node.value is None:
                 node.region.compute([node], reader)
             if type(t) is Deferred:
-                become_plain(t)
+                retry_plain(t)
         return cast(Tensor, node.value) if type(t) is Deferred else t
+
+
+def retry_plain(t: Deferred) -> None:
+    """Makes `t` a plain tensor if nothing but its node holds its value: they are exchanged."""
+    if sys.getrefcount(t.preact_node.value) <= 2:
+        become_plain(t)
 
 
 def become_plain(t: Deferred) -> None:

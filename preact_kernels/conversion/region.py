@@ -18,11 +18,11 @@ from preact_kernels.conversion.deferred import (
     Deferred,
     Node,
     Operation,
-    become_plain,
     compute,
     computed_arguments,
     deferred_result,
     has_own_history,
+    retry_plain,
     returned_argument,
 )
 from preact_kernels.conversion.execution import StageRunner, execute
@@ -302,7 +302,7 @@ class Region(TorchFunctionMode):
         for reference in list(self._not_plain.values()):
             t = reference()
             if type(t) is Deferred:
-                become_plain(t)
+                retry_plain(t)
 
 
 class _Entered(threading.local):
