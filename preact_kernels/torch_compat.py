@@ -152,6 +152,21 @@ def without_functorch_transforms() -> contextlib.AbstractContextManager:
 # Two objects exchange their tensors: sizes, storages and places in the autograd graph.
 swap_tensor_impl = torch._C._swap_tensor_impl
 
+
+def exchange(a: Tensor, b: Tensor) -> bool:
+    """`torch.utils.swap_tensors`, also where objects have weak references, which stay theirs.
+
+    Returns:
+        Whether it did: not where code in C++ holds a tensor.
+    """
+    if a._use_count() > 1 or b._use_count() > 1:  # type: ignore[attr-defined]
+        return False
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    swap_tensor_impl(a, b)
+    return True
+
+
 # A tensor without storage, of a subclass with `__torch_dispatch__`.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 

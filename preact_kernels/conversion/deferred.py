@@ -1,6 +1,5 @@
 """Deferred tensors: results that are not computed yet, and the recipes that compute them."""
 
-import contextlib
 import functools
 import sys
 import weakref
@@ -151,8 +150,8 @@ Deferred.__name__, Deferred.__qualname__, Deferred.__module__ = "Tensor", "Tenso
 
 
 _CHANGED = (
-    "a deferred tensor that an autograd function or a weak reference holds was modified by an "
-    "inplace operation; run it outside of the converted model, or call pk.revert"
+    "a deferred tensor that an autograd function holds was modified by an inplace operation; run "
+    "it outside of the converted model, or call pk.revert"
 )
 
 
@@ -368,14 +367,13 @@ def retry_plain(t: Deferred) -> None:
 def become_plain(t: Deferred) -> None:
     """Makes `t` a plain tensor, once it is computed.
 
-    It stays deferred while code in C++ holds it, or where the program has weak references to it.
+    It stays deferred while code in C++ holds it.
     """
     node = t.preact_node
     if node.region.is_traced:
         return
     value = cast(Tensor, node.value)
     node.reference = None
-    node.region.forget(t)
     with disable_torch_function():
         if not has_own_history(t) and t.grad_fn is not node.returned_by:
             if node.is_changed:
@@ -383,8 +381,7 @@ def become_plain(t: Deferred) -> None:
             node.returned_by = t.grad_fn
             with torch.enable_grad():
                 value = _WithHistory.apply(t, value.detach())
-        with contextlib.suppress(RuntimeError):
-            torch.utils.swap_tensors(t, value)
+        if torch_compat.exchange(t, value):
             t.__dict__.update(value.__dict__)  # what the program set
             del t.preact_node
             value = t

@@ -292,10 +292,6 @@ class Region(TorchFunctionMode):
         """Notes a computed tensor that could not become a plain tensor yet."""
         self._not_plain[id(t)] = weakref.ref(t)
 
-    def forget(self, t: Deferred) -> None:
-        """Undoes `keep`: no tensor with weak references can become another one."""
-        self._not_plain.pop(id(t), None)
-
     def finish(self, reader: object) -> None:
         """Computes what is left; deferred tensors become plain ones."""
         self.flush(reader)
