@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 
 class Triple(torch.autograd.Function):
@@ -171,6 +173,8 @@ def _is_private(key):
 
 def facts(value, depth=0):
     """A copy of a value: nested lists of numbers, texts and `TensorFacts`."""
+    if isinstance(value, DTensor):  # of FSDP2
+        value = value.full_tensor()
     if isinstance(value, Tensor):
         grad = value.grad if value.is_leaf or value.retains_grad else None
         return TensorFacts(
@@ -196,6 +200,38 @@ def facts(value, depth=0):
     if kind == "SimpleNamespace":
         return [kind, facts(vars(value), depth + 1)]
     return kind
+
+
+def data_parallel(net):
+    """`net` in DistributedDataParallel, alone in its process group."""
+    start_process_group()
+    return nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+
+
+def sharded(net):
+    """`net` and its containers in FSDP2, alone in their process group.
+
+    Not other blocks: FSDP frees the weights of one that returns nothing, and lists its result.
+    """
+    start_process_group()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for child in net.children():
+        if type(child) is nn.Sequential:
+            fully_shard(child, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def start_process_group():
+    """Starts a group of this process alone, once."""
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def end_process_group():
+    """Ends the group, if one was started."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 # Set for each model.
@@ -368,7 +404,10 @@ CONV_SETTINGS = """
     net.$m._conv_forward = types.MethodType(helpers.circular_conv_forward, net.$m)
 """
 
-PREPARATIONS = "return copy.deepcopy(net) | return pickle.loads(pickle.dumps(net))"
+PREPARATIONS = """
+    return copy.deepcopy(net) | return pickle.loads(pickle.dumps(net)) |
+    return helpers.data_parallel(net) | return helpers.sharded(net)
+"""
 
 INPUTS = """
     x.requires_grad_() | x.contiguous(memory_format=torch.channels_last) | x.transpose(2, 3) |

@@ -57,7 +57,7 @@ def run(text: str, seed: int, is_converted: bool, noise: float = 0.0) -> Trial:
         text: the program.
         seed: of the weights, the inputs, and the generators that the model uses.
         is_converted: whether the model runs converted, or within `pk.fuse`.
-        noise: relative change of the inputs.
+        noise: relative change of the inputs and the weights.
     """
     own = load(text, f"random_model_{'converted' if is_converted else 'plain'}")
     # The sum of gradients in two memory formats has that of the first.
@@ -75,6 +75,9 @@ def run(text: str, seed: int, is_converted: bool, noise: float = 0.0) -> Trial:
         for p in itertools.chain(net.parameters(), net.buffers()):
             if p.dim() == 1 and p.is_floating_point():
                 p.data.add_(randn(*p.shape).abs() * 0.5)
+        others = torch.Generator().manual_seed(seed + 1)
+        for p in net.parameters() if noise else ():
+            p.data.mul_(1 + noise * torch.randn(p.shape, generator=others, dtype=torch.float64))
         own.before(net)
         is_fused = is_converted and own.MODE == "fuse"
         if is_converted and not is_fused:
@@ -129,7 +132,8 @@ def _step(own, net, x, randn, trial, step) -> bool:
     for name, b in net.named_buffers():
         seen[f"{step}: buffer {name}"] = facts(b)
     for name, m in net.named_modules():
-        seen[f"{step}: attributes of {name}"] = facts(vars(m))
+        if not isinstance(m, torch.nn.parallel.DistributedDataParallel):  # it lists the same
+            seen[f"{step}: attributes of {name}"] = facts(vars(m))
     seen[f"{step}: seen by hooks"] = list(own.log)
     own.log.clear()
     states = (random.getstate(), torch.get_rng_state().tolist())
@@ -272,6 +276,7 @@ def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
             found = []
         if found and differences(plain, run(text, seed, False, 1e-14)):
             found = []
+    random_model_helpers.end_process_group()
     return found, converted
 
 
