@@ -280,6 +280,19 @@ def test_hooks_of_a_convolution_run_after_it(hook, converts):
         torch.testing.assert_close(y, plain(x))
 
 
+def test_a_weight_that_was_freed_raises():
+    """As after FSDP freed the weights of a block whose result it did not find."""
+    block, x = Block(), images()
+    for context in (pk.fuse(), contextlib.nullcontext()):
+        with context:
+            y = unit(block, x)
+        size = block.bn.weight.untyped_storage().nbytes()
+        block.bn.weight.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="freed|not allocated"):
+            y.sum().backward()
+        block.bn.weight.untyped_storage().resize_(size)
+
+
 def test_swapped_inputs_are_refused():
     block, x = Block(), images()
     with pytest.raises(RuntimeError, match="was modified"), torch.no_grad(), pk.fuse():

@@ -9,7 +9,10 @@ namespace preact_kernels {
 
 template <class T>
 const T* data(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
+  const void* values = t.const_data_ptr();
+  // FSDP frees weights.
+  STD_TORCH_CHECK(values != nullptr || t.numel() == 0, "the storage of a tensor was freed");
+  return static_cast<const T*>(values);
 }
 template <class T>
 const T* data(const std::optional<Tensor>& t) {
