@@ -247,8 +247,7 @@ def _compare_values(path: str, a: torch.Tensor, b: torch.Tensor, scale: float) -
     if not torch.equal(a.isfinite(), b.isfinite()):
         return [f"{path}: finite values"]
     a, b = (t.nan_to_num(0, 0, 0).double() for t in (a, b))
-    # A batch norm of constants gives rounding errors, hundreds of times amplified.
-    error, size = float((a - b).norm()), max(float(a.norm()), scale, 1e-4)
+    error, size = float((a - b).norm()), max(float(a.norm()), scale, 1e-6)
     return [] if error <= TOLERANCE * size else [f"{path}: relative error {error / size:.1e}"]
 
 

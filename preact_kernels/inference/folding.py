@@ -217,7 +217,7 @@ def _pairs(
         if id(modules[node.target]) in fused and _precedes_relu(modules, node):
             continue
         source = node
-        while source is node or _passes_on(modules, source, in_evaluation=True):
+        while source is node or _passes_on(modules, source):
             source = source.args[0] if source.args else None
             if not isinstance(source, fx.Node) or len(source.users) != 1:
                 break
@@ -234,7 +234,7 @@ def _precedes_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
         node = next(iter(node.users))
         if _is_relu(modules, node):
             return True
-        if not _passes_on(modules, node, in_evaluation=True):
+        if not _passes_on(modules, node):
             return False
     return False
 
@@ -247,7 +247,7 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
     has_act = has_activation(bn)
     if not (has_act or type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)) or has_hooks(bn):
         return
-    if has_act and not _does_nothing(cast(nn.Module, bn.drop), in_evaluation=True):
+    if has_act and not _does_nothing(cast(nn.Module, bn.drop)):
         return
     if bn.training or bn.running_mean is None or bn.num_features != conv.out_channels:
         return
@@ -290,30 +290,22 @@ def _is_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _RELU_FUNCTIONS
 
 
-def _passes_on(
-    modules: Mapping[str, nn.Module], node: fx.Node, *, in_evaluation: bool = False
-) -> bool:
-    """Whether the output of `node` is its input.
-
-    Args:
-        modules: those of the graph, by path.
-        node: of the graph.
-        in_evaluation: whether the modes of modules stay as they are.
-    """
+def _passes_on(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
+    """Whether the output of `node` is its input, while modules stay in evaluation mode."""
     if node.op == "call_module":
-        return _does_nothing(modules[str(node.target)], in_evaluation=in_evaluation)
+        return _does_nothing(modules[str(node.target)])
     if node.op != "call_function" or node.target not in _DROPOUT_FUNCTIONS:
         return False
     given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
     p = given.get("p", 0.5)
     is_zero = isinstance(p, int | float) and p == 0
-    return is_zero or (in_evaluation and given.get("training", True) is False)
+    return is_zero or given.get("training", True) is False
 
 
-def _does_nothing(module: nn.Module, *, in_evaluation: bool = False) -> bool:
-    """Whether a call of `module` returns its input."""
+def _does_nothing(module: nn.Module) -> bool:
+    """Whether a call of `module` returns its input, while it stays in evaluation mode."""
     if type(module) in _DROPOUTS:
-        is_off = (in_evaluation and not module.training) or getattr(module, "p", None) == 0
+        is_off = not module.training or getattr(module, "p", None) == 0
     else:
         is_off = type(module) is nn.Identity
     return is_off and not has_hooks(module)
