@@ -24,7 +24,7 @@ from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.bn_relu_conv import ConvArguments
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
-from preact_kernels.ops.run_blocks import BlockArguments, geometry_of, run_blocks
+from preact_kernels.ops.run_blocks import BlockArguments, first_recorded, geometry_of, run_blocks
 from preact_kernels.torch_compat import BatchNormBase, FakeTensor, FakeTensorMode, storage_id
 
 _MIB = 2**20
@@ -231,9 +231,10 @@ def _extra(options: Iterable[StageOption]) -> int:
 def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
     """Bytes saved outside the stages, and the options of each stage, from shapes alone.
 
-    Every mode saves the input of the stage, and some save its output. To count no tensor twice, the
-    rest of the model runs with each stage replaced by a function that saves only its input; an
-    output that the rest saves is then left out of the stage's own bytes.
+    Every mode saves an input of the stage that requires a gradient, and some save its output. To
+    count no tensor twice, the rest of the model runs with each stage replaced by a function that
+    saves only such an input; other inputs and outputs that the rest saves are then left out of the
+    stage's own bytes.
     """
     ends: dict[str, _EndsOfStage] = {}
     fake_mode = FakeTensorMode()
@@ -259,23 +260,24 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
         # In another layout the rest saves a copy of the output, not the output itself.
         is_nhwc = y.is_contiguous(memory_format=torch.channels_last)
         is_shared = is_nhwc and storage_id(y) in outside
-        options = _options_of_stage(own, x, fake_mode, is_shared)
-        if y.requires_grad:
+        is_saved = not x.requires_grad and storage_id(x) in outside
+        options = _options_of_stage(own, x, fake_mode, (is_saved, is_shared))
+        if y.requires_grad and x.requires_grad:
             other_bytes -= x.numel() * x.element_size()
         plans.append(StagePlan(name, len(_sizes_of(own)), options, options[0], is_converted))
     return other_bytes, plans
 
 
 def _options_of_stage(
-    stage: _Stage, x: Tensor, fake_mode: FakeTensorMode, output_is_saved: bool
+    stage: _Stage, x: Tensor, fake_mode: FakeTensorMode, are_saved: tuple[bool, bool]
 ) -> tuple[StageOption, ...]:
-    """What a stage saves in each mode, beside its input.
+    """What a stage saves in each mode.
 
     Args:
         stage: the stage.
         x: a fake tensor like its input.
         fake_mode: that of `x`.
-        output_is_saved: whether the rest of the model saves the output.
+        are_saved: whether the rest of the model saves the input, and the output.
     """
     # The meta device is much faster. It has no autocast, and other memory formats than real
     # devices in plain convolutions.
@@ -292,8 +294,9 @@ def _options_of_stage(
         for memory in MEMORY_MODES:
             _set_mode(shapes, memory)
             kept, found = saved_storages(shapes, own)
-            if output_is_saved:
-                kept.pop(storage_id(found), None)
+            for t, is_saved in zip((own, found), are_saved, strict=True):
+                if is_saved:
+                    kept.pop(storage_id(t), None)
             size = sum(size for size, _ in kept.values())
             options.append(StageOption(memory, size, _extra_bytes(shapes, own, memory)))
     return tuple(options)
@@ -304,11 +307,11 @@ def _is_fused(block: PreActBlock) -> bool:
 
 
 class _Ends(torch.autograd.Function):
-    """In place of a stage: saves its input, and returns a tensor of its output's shape."""
+    """In place of a stage: saves an input with a gradient, and returns a tensor like its output."""
 
     @staticmethod
     def forward(ctx, x, parameter, shape, channels_last):
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if ctx.needs_input_grad[0] else None)
         layout = torch.channels_last if channels_last else torch.contiguous_format
         return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
@@ -410,6 +413,16 @@ def _copy_of_shapes(model: _Model, device: torch.device | None = None) -> _Model
     return model
 
 
+def _first_recorded(stage: _Stage, x: Tensor) -> int:
+    """The first block that autograd records on an input `x`: those before it save nothing."""
+    if isinstance(stage, _ConvertedStage):
+        return first_recorded(stage.blocks, x)[0]
+    if x.requires_grad:
+        return 0
+    trained = (i for i, b in enumerate(stage) if any(p.requires_grad for p in b.parameters()))
+    return next(trained, len(stage))
+
+
 def _extra_bytes(stage: _Stage, x: Tensor, memory: str) -> int:
     """Memory traffic of a step beyond that of mode `"store"`, bytes."""
     mode = MemoryMode(memory)
@@ -425,7 +438,8 @@ def _extra_bytes(stage: _Stage, x: Tensor, memory: str) -> int:
         can_rebuild = [b.is_residual and b.projection is None for b in stage.blocks]
     else:
         can_rebuild = [b.is_residual and b.projection() is None for b in _blocks(stage)]
-    starts = mode.segment_starts(len(can_rebuild))
+    first = _first_recorded(stage, x)
+    starts = [first + start for start in mode.segment_starts(len(can_rebuild) - first)]
     extra = 0
     for start, end in itertools.pairwise([*starts, len(can_rebuild)]):
         keeps = mode.keeps_input(can_rebuild[start:end], x.dtype)

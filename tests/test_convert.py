@@ -287,17 +287,38 @@ def test_arguments_are_checked():
             function(None)
 
 
+@pytest.mark.parametrize("frozen", [0, 0.5])
 @pytest.mark.parametrize("name", ["functional-bottleneck", "deep", "dense"])
-def test_memory_of_converted_models_is_planned(name):
+def test_memory_of_converted_models_is_planned(name, frozen):
     model, x = PRE_ACTIVATION[name](), torch.randn(4, 3, 16, 16)
+    parameters = list(model.parameters())
+    for p in parameters[: int(frozen * len(parameters))]:
+        p.requires_grad_(False)
     kept = pk.saved_bytes(pk.convert(model), x)
+    plan = pk.plan_memory(model, x, kept)
+    least = plan.other_bytes + sum(min(o.saved_bytes for o in s.options) for s in plan.stages)
+    assert least <= (0.9 if frozen else 0.7) * kept
     for share in (1.0, 0.8, 0.7):
-        plan = pk.plan_memory(model, x, int(share * kept))
+        budget = max(least, int(share * kept))
+        plan = pk.plan_memory(model, x, budget)
         plan.apply(model)
-        assert pk.saved_bytes(model, x) == plan.predicted_bytes <= share * kept
+        assert pk.saved_bytes(model, x) == plan.predicted_bytes <= budget
     assert pk.saved_bytes(copy.deepcopy(model), x) == plan.predicted_bytes
     with pytest.raises(ValueError, match="expected the stages"):
         plan.apply(pk.preact_resnet(20))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["functional-bottleneck", "deep", "dense"])
+def test_frozen_parts_keep_no_more_than_in_plain_pytorch(name, memory_format):
+    model = PRE_ACTIVATION[name]().to(memory_format=memory_format)
+    x = torch.randn(4, 3, 16, 16).contiguous(memory_format=memory_format)
+    converted = pk.convert(copy.deepcopy(model))
+    for p, q in zip(model.parameters(), converted.parameters(), strict=True):
+        assert pk.saved_bytes(converted, x) <= pk.saved_bytes(model, x)
+        p.requires_grad_(False)
+        q.requires_grad_(False)
+    assert pk.saved_bytes(converted, x) == 0
 
 
 @pytest.mark.parametrize("name", ["functional-bottleneck", "wide", "biased-wide", "dense", "deep"])

@@ -77,6 +77,16 @@ def test_gradient_penalty_of_a_stage(memory, training, wide_dtype):
     check_penalty(stage, plain_copy(stage), lambda: {"x": images().to(wide_dtype)})
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_gradient_penalty_behind_frozen_blocks(count, memory):
+    stage = random_stage("basic", memory=memory).double()
+    frozen = ["x", *(n for n, _ in stage.named_parameters() if int(n[0]) < count)]
+    images = partial(torch.randn, 2, 10, 4, 5, dtype=torch.float64)
+    check_penalty(stage, plain_copy(stage), lambda: {"x": images()}, frozen=frozen)
+
+
 def test_gradient_penalty_of_a_stage_whose_block_occurs_twice(backend):
     block = random_block("basic", 4, 4)
     stage = pk.PreActStage([block, block]).double()

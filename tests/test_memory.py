@@ -89,6 +89,20 @@ def test_checkpointing_111_blocks_keeps_seven_inputs(backend):
     assert pk.saved_bytes(stage, x) == ((2 + 13) * x.numel() + inner + statistics) * FLOAT
 
 
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_frozen_blocks_ahead_of_the_first_trained_one_keep_nothing(memory, backend):
+    stage = pk.PreActStage([pk.PreActBottleneck(64, 16) for _ in range(8)], memory)
+    x = channels_last(torch.randn(2, 64, 8, 8))
+    stage[6:].eval()  # keeps no statistics
+    alone = pk.saved_bytes(pk.PreActStage(stage[6:], memory).eval(), x)
+    stage[:6].requires_grad_(False)
+    assert pk.saved_bytes(stage, x) == alone > 0
+    stage.requires_grad_(False)
+    assert pk.saved_bytes(stage, x) == 0
+    stage[7].conv2.requires_grad_(True)
+    assert pk.saved_bytes(stage, x) == pk.saved_bytes(stage[7:], x) > 0
+
+
 SHARES = {  # of eager, ResNet-1001
     "rebuild": ({"memory": "rebuild"}, torch.float32, 0.18),
     "rebuild_with_anchors": ({"memory": "rebuild"}, torch.bfloat16, 0.22),

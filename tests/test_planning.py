@@ -36,6 +36,8 @@ NETWORKS = {
     "stage_alone_in_a_module": (lambda: nn.Sequential(random_stage(), nn.ReLU()), 10),
     "before_a_batch_norm": (lambda: nn.Sequential(random_stage(), nn.BatchNorm2d(24)), 10),
     "before_a_convolution": (lambda: nn.Sequential(random_stage(), nn.Conv2d(24, 4, 1)), 10),
+    "frozen_blocks": (lambda: frozen_blocks(pk.preact_resnet(47)), 3),
+    "frozen_blocks_beside_a_head": (lambda: frozen_blocks(pk.preact_resnet(47), Headed), 3),
     "hooked": (lambda: hooked(pk.preact_resnet(29)), 3),
 }
 
@@ -55,6 +57,26 @@ def with_momentum(model, momentum):
 def frozen_stem(model):
     model.stem.requires_grad_(False)
     return model
+
+
+def frozen_blocks(model, wrapper=lambda model: model):
+    model.stem.requires_grad_(False)
+    model.stages[0].requires_grad_(False)
+    model.stages[1][:3].requires_grad_(False)
+    return wrapper(model)
+
+
+class Headed(nn.Module):
+    """A network, and a trained convolution that reads the input of its second stage."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.head = model, nn.Conv2d(64, 4, 1)
+
+    def forward(self, x):
+        h = self.model.stages[0](self.model.stem(x))
+        y = self.model.norm(self.model.stages[2](self.model.stages[1](h)))
+        return self.head(h).mean() + y.mean()
 
 
 def hooked(model):

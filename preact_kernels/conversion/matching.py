@@ -68,12 +68,14 @@ def _unit_match(
     return Match("BN-ReLU-Conv and residual add", (*unit.nodes, add), add, (x, residual), (unit,))
 
 
-def _block_match(block: Block) -> Match:
-    units = block.units if block.projection is None else (*block.units, block.projection)
-    end = block.add or block.units[-1].conv
+def _block_match(*blocks: Block) -> Match:
+    """A residual block, or units in a row: each is a block without a shortcut."""
+    projections = tuple(b.projection for b in blocks if b.projection is not None)
+    units = (*(u for b in blocks for u in b.units), *projections)
+    end = blocks[-1].add or blocks[-1].units[-1].conv
     nodes = tuple(dict.fromkeys([*(n for u in units for n in u.nodes), end]))
     name = f"BN-ReLU-Conv, {len(units)} in a row"
-    return Match(name, nodes, end, (nodes[0].inputs[0],), units, (block,))
+    return Match(name, nodes, end, (nodes[0].inputs[0],), units, blocks)
 
 
 def _joined_match(matches: Sequence[Match]) -> Match:
@@ -91,7 +93,7 @@ def _joined_match(matches: Sequence[Match]) -> Match:
 def _row_matches(units: list[Unit]) -> list[Match]:
     """Units in a row, without a shortcut."""
     if len(units) > 1:
-        return [_block_match(Block(tuple(units), None, None))]
+        return [_block_match(*(Block((u,), None, None) for u in units))]
     return [_unit_match(u) for u in units]
 
 

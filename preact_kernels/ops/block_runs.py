@@ -380,7 +380,7 @@ class Backward(NamedTuple):
         y: Tensor | None,
         dy: FoldedGradient,
         needs_input: bool,
-    ) -> tuple[Tensor, FoldedGradient]:
+    ) -> tuple[Tensor | None, FoldedGradient]:
         """Gradients of one block, unit by unit.
 
         Args:
@@ -391,22 +391,22 @@ class Backward(NamedTuple):
             needs_input: whether the gradient of the block's input is wanted.
 
         Returns:
-            The input of the block, and its gradient, undefined where it is not wanted.
+            The input of the block, and its gradient, undefined where that is not wanted.
         """
         kernels, blocks = self.kernels, self.blocks
         spec, begin = blocks.specs[index], blocks.first_unit[index]
         last = begin + len(spec.units) - 1
+        needs_shortcut = bool(self.needed.shortcuts[index])
+        first = begin
+        if not (needs_input or needs_shortcut):  # begin where there is a gradient to compute
+            first = next(u for u in range(begin, last + 1) if any(self._needs(u)))
         x, *inner = inputs
-        if x is None:
+        if x is None and first == begin:
             assert y is not None
             x = rebuilt_input(
                 kernels, blocks, index, cast(Tensor, inner[-1]), self.statistics[last], y
             )
         filled: list[Any] = [x, *inner]
-        needs_shortcut = bool(self.needed.shortcuts[index])
-        first = begin
-        if not (needs_input or needs_shortcut):  # begin where there is a gradient to compute
-            first = next(u for u in range(begin, last + 1) if any(self._needs(u)))
         block_dy = dy.g
         for unit in range(last, first - 1, -1):
             h = filled[unit - begin]
@@ -458,21 +458,38 @@ class Backward(NamedTuple):
 
 
 def differentiable_forward(
-    blocks: Blocks, statistics: Sequence[BatchStatistics], dtype: torch.dtype, x: Tensor
+    blocks: Blocks,
+    statistics: Sequence[BatchStatistics],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    h: Tensor,
+    start: tuple[int, int],
 ) -> Tensor:
     """The blocks in PyTorch's differentiable operations, for a double backward.
 
-    Convolutions run in `dtype`.
+    Args:
+        blocks: all blocks.
+        statistics: of all units from `start` on.
+        dtypes: of the convolutions, and of the residual stream.
+        h: input of the unit with which it begins.
+        start: the block of that unit, and its number in the block; behind the first unit, the
+            block's constant shortcut is left out.
+
+    Returns:
+        The output of the last block.
     """
-    stream = x.dtype
-    for index, spec in enumerate(blocks.specs):
-        h = x
-        for unit, u in enumerate(spec.units, blocks.first_unit[index]):
+    dtype, stream = dtypes
+    first, skipped = start
+    for index, spec in enumerate(blocks.specs[first:], first):
+        units = list(enumerate(spec.units, blocks.first_unit[index]))[skipped:]
+        x, skipped = None if skipped else h, 0
+        for unit, u in units:
             weight = blocks.conv_weight(unit)
             norm = blocks.norm(unit, statistics[unit])
             a = differentiable_bn_relu(h, norm, u.training, u.process_group).to(dtype)
             if h is x and spec.shortcut is not None:
                 x = F.conv2d(a, blocks.shortcuts[index].to(dtype), None, *spec.shortcut)
             h = F.conv2d(a, weight.to(dtype), None, *u.conv)
-        x = x.to(stream) + h.to(stream) if spec.is_residual else h.to(stream)
-    return x
+        h = h.to(stream)
+        if spec.is_residual and x is not None:
+            h = x.to(stream) + h
+    return h

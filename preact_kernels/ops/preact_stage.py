@@ -27,6 +27,8 @@ class StageCall(NamedTuple):
     specs: Sequence[BlockSpec]
     memory: MemoryMode
     dtype: torch.dtype  # of the convolutions
+    first: int = 0  # block: those before it want no gradient, and save nothing
+    skipped: int = 0  # its first units, of which the same holds
 
 
 class PreActStageFunction(torch.autograd.Function):
@@ -43,12 +45,18 @@ class PreActStageFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, x, *tensors):
-        kernels, specs, memory, _ = call
+        kernels, specs, memory, _, first, skipped = call
         blocks = Blocks(specs, tensors)
         keys = block_runs.run_keys(kernels, blocks, x)
-        starts = memory.segment_starts(len(specs))
+        starts = [first + start for start in memory.segment_starts(len(specs) - first)]
         statistics: list[Any] = blocks.statistics(x)  # the blocks fill them in
         kept, h, h_statistics = [], x, None
+        keeps: list[bool] | None = None
+        if first:
+            span = (0, first)
+            h, h_statistics, _ = block_runs.forward(
+                kernels, blocks, keys, span, h, None, statistics, None
+            )
         for span in itertools.pairwise([*starts, len(specs)]):
             keeps = None
             if memory.name == "checkpoint":
@@ -60,7 +68,7 @@ class PreActStageFunction(torch.autograd.Function):
             )
             if keeps is not None:
                 kept += inputs
-        is_rebuilt_from_y = keeps is not None and not keeps[-1]
+        is_rebuilt_from_y = bool(keeps) and not keeps[-1]
         ctx.call, ctx.keys, ctx.starts, ctx.kept_count = call, keys, starts, len(kept)
         ctx.fixed_inv_counts = [
             s.fixed_inv_count(u.training, u.process_group)
@@ -71,6 +79,9 @@ class PreActStageFunction(torch.autograd.Function):
         outputs = [*(b.mean for b in batch), *(b.var for b in batch)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs)
+        kept[:skipped] = [None] * skipped
+        unused = blocks.first_unit[first] + skipped
+        statistics[:unused] = [(None, None)] * unused
         flat = [t for s in statistics for t in s[:2]]
         ctx.save_for_backward(h if is_rebuilt_from_y else None, *kept, *flat, *tensors)
         return h, *outputs
@@ -85,7 +96,7 @@ class PreActStageFunction(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, dy):
         y, *saved = ctx.saved_tensors
-        kernels, specs, memory, dtype = ctx.call
+        kernels, specs, memory, dtype, first, skipped = ctx.call
         # Lists: Dynamo of torch 2.11 makes `*saved` a tuple.
         kept, saved = list(saved[: ctx.kept_count]), list(saved[ctx.kept_count :])
         count = 2 * len(ctx.fixed_inv_counts)
@@ -96,11 +107,13 @@ class PreActStageFunction(torch.autograd.Function):
         needs_x, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         if runs_plain_backward(dy):
 
-            def forward(x, *tensors):
-                blocks = Blocks(specs, tensors)
-                return block_runs.differentiable_forward(blocks, statistics, dtype, x)
+            def forward(h, *tensors):
+                blocks, dtypes = Blocks(specs, tensors), (dtype, dy.dtype)
+                return block_runs.differentiable_forward(
+                    blocks, statistics, dtypes, h, (first, skipped)
+                )
 
-            return None, *gradients(forward, (kept[0], *tensors), (needs_x, *needed), dy)
+            return None, *gradients(forward, (kept[skipped], *tensors), (needs_x, *needed), dy)
 
         state = Backward(
             kernels,
@@ -115,7 +128,7 @@ class PreActStageFunction(torch.autograd.Function):
             key if (needs_x or i > first) and _needs_all(state.needed, i) else None
             for i, key in enumerate(ctx.keys)
         ]
-        first_unit, stream = state.blocks.first_unit, kept[0].dtype
+        first_unit, stream = state.blocks.first_unit, dy.dtype
         gradient, end = FoldedGradient(layout.nhwc(dy)), len(specs)
         for start in reversed(ctx.starts):
             if end <= first:

@@ -29,10 +29,35 @@ class BlockArguments(NamedTuple):
         convs = [conv for _, conv in self.units]
         return [c.weight for c in (*convs, self.projection) if c is not None]
 
+    def first_recorded_unit(self) -> int | None:
+        """The first unit that autograd records on an input without a gradient, if any."""
+        if self.projection is not None and self.projection.weight.requires_grad:
+            return 0
+        for unit, (bn, conv) in enumerate(self.units):
+            if any(t is not None and t.requires_grad for t in (bn.weight, bn.bias, conv.weight)):
+                return unit
+        return None
+
 
 def geometry_of(conv: Any) -> Conv:
     """The geometry of an `nn.Conv2d` or of `ConvArguments`, whose padding is no string."""
     return Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def first_recorded(blocks: Sequence[BlockArguments], x: Tensor) -> tuple[int, int]:
+    """The first block that autograd records on an input `x`, and the first unit of that block.
+
+    The number of blocks, and 0, where it records none.
+    """
+    if not torch.is_grad_enabled():
+        return len(blocks), 0
+    if x.requires_grad:
+        return 0, 0
+    for index, block in enumerate(blocks):
+        unit = block.first_recorded_unit()
+        if unit is not None:
+            return index, unit
+    return len(blocks), 0
 
 
 def run_blocks(
@@ -90,10 +115,13 @@ def run_blocks(
         if block.is_residual and channels != shape[1]:
             raise ValueError(f"x: expected a shortcut of {shape[1]} channels, got {channels}")
 
+    first, skipped = first_recorded(blocks, x)
+    if memory.name == "checkpoint":  # whole blocks run again
+        skipped = 0
     weights = (*parameters[2::3], *shortcuts)
     channels_last = any(map(layout.is_channels_last, (x, *weights)))
     y, *batch = PreActStageFunction.apply(
-        StageCall(kernels, tuple(specs), memory, dtype),
+        StageCall(kernels, tuple(specs), memory, dtype, first, skipped),
         layout.nhwc(x),
         *parameters,
         *shortcuts,
