@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from preact_kernels.conversion.execution import MEMORY
 from preact_kernels.conversion.hooks import CONVERSION, is_norm
 from preact_kernels.memory import check_model_and_input, saved_storages
-from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock
-from preact_kernels.modules.preact_stage import PreActStage
+from preact_kernels.modules.preact_stage import PreActStage, is_fusable
 from preact_kernels.modules.run_blocks import in_stream
 from preact_kernels.ops import layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
@@ -281,7 +280,7 @@ def _options_of_stage(
     """
     # The meta device is much faster. It has no autocast, and other memory formats than real
     # devices in plain convolutions.
-    is_plain = isinstance(stage, PreActStage) and not all(map(_is_fused, _blocks(stage)))
+    is_plain = isinstance(stage, PreActStage) and not all(map(is_fusable, stage))
     device = x.device if is_plain or is_autocast(x) else torch.device("meta")
     options = []
     with contextlib.nullcontext() if device.type == "meta" else fake_mode:
@@ -300,10 +299,6 @@ def _options_of_stage(
             size = sum(size for size, _ in kept.values())
             options.append(StageOption(memory, size, _extra_bytes(shapes, own, memory)))
     return tuple(options)
-
-
-def _is_fused(block: PreActBlock) -> bool:
-    return block.is_fusable() and not has_hooks(block)
 
 
 class _Ends(torch.autograd.Function):

@@ -9,7 +9,7 @@ from torch import nn
 import preact_kernels as pk
 from preact_kernels.ops import dispatch as backends
 from tests.cases import ConvCase, conv_inputs, device_of, random_block, random_stage
-from tests.oracle import assert_same_bits
+from tests.oracle import assert_same_bits, check, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # arguments are checked above the backends
 
@@ -102,6 +102,16 @@ def wrong_bn_relu():
             {"momentum": None},
             TypeError,
             "momentum: expected a number, got NoneType",
+        ),
+        "momentum_is_nan": (
+            {"momentum": float("nan")},
+            ValueError,
+            "momentum: expected a number, got nan",
+        ),
+        "x_without_channels": (
+            {"x": torch.empty(2, 0, 5, 6)},
+            ValueError,
+            "x: expected at least 1 channel, got shape [2, 0, 5, 6]",
         ),
         "eps_is_a_string": ({"eps": "1e-5"}, TypeError, "eps: expected a number, got str"),
         "eps_is_negative": ({"eps": -1e-5}, ValueError, "eps: expected "),
@@ -362,8 +372,54 @@ def test_a_shortcut_of_other_channels_than_the_branch_is_refused(name, backend):
     block = random_block("basic", 8, 6)
     conv = getattr(block, name)
     conv.weight = nn.Parameter(conv.weight[:4].detach())
-    with pytest.raises(ValueError, match=r"expected a shortcut of \d channels, got \d"):
+    with pytest.raises(
+        ValueError, match=r"expected a shortcut of shape \[2, \d, 5, 6\], got \[2, \d, 5, 6\]"
+    ):
         block(torch.randn(2, 8, 5, 6))
+
+
+def test_a_stride_that_leaves_a_branch_of_one_pixel_is_refused(backend):
+    block = random_block("basic", 8, 8).eval()
+    block.conv1.stride = (8, 8)  # PyTorch broadcasts the branch
+    with pytest.raises(ValueError, match=r"expected a shortcut of shape \[2, 8, 1, 1\], got"):
+        block(torch.randn(2, 8, 8, 8))
+
+
+def test_a_kernel_larger_than_the_images_of_a_block_is_refused(backend):
+    block = random_block("basic", 8, 8)
+    block.conv2.padding = (0, 0)
+    with pytest.raises(ValueError, match="x: expected a padded height of at least 3"):
+        block(torch.randn(2, 8, 2, 6))
+
+
+@pytest.mark.parametrize("momentum", [float("nan"), "0.1"])
+def test_a_momentum_that_is_no_number_is_refused_in_a_block(momentum, backend):
+    block = random_block("basic", 8, 8)
+    before = {n: b.clone() for n, b in block.named_buffers()}
+    block.bn2.momentum = momentum
+    with pytest.raises((TypeError, ValueError), match="momentum: expected a number, got"):
+        block(torch.randn(2, 8, 5, 6))
+    assert_same_bits(dict(block.named_buffers()), before)
+
+
+@pytest.mark.parametrize("momentum", [True, False, 1])
+@pytest.mark.parametrize(
+    "build", [lambda: pk.BNReLUConv2d(8, 8, 3), lambda: random_block("basic", 8, 8)]
+)
+def test_a_bool_is_a_momentum_as_in_pytorch(build, momentum, backend):
+    module = build()
+    for m in module.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.momentum = momentum
+    check(module, plain_copy(module), {"x": torch.randn(2, 8, 5, 6)})
+
+
+@pytest.mark.parametrize("numbers", [(1, 1, 1), ((1,), (1,), (1,)), (2, 1, 1)])
+def test_strides_of_a_block_may_be_given_as_in_pytorch(numbers, backend):
+    block = random_block("basic", 8, 8, 2)
+    block.conv2.stride, block.conv2.padding, block.conv2.dilation = 1, *numbers[1:]
+    block.shortcut.stride = block.conv1.stride = numbers[0]
+    check(block, plain_copy(block), {"x": torch.randn(2, 8, 5, 6)})
 
 
 def test_a_batch_norm_in_another_dtype_in_a_block_is_refused(backend):
@@ -507,6 +563,67 @@ CONSTRUCTORS = {
         lambda: pk.PreActBottleneck(8, 4, 2, stride_on="conv3"),
         ValueError,
         "stride_on: expected 'conv1' or 'conv2', got 'conv3'",
+    ),
+    "no_features": (lambda: pk.BNReLU2d(0), ValueError, "num_features: expected at least 1, got 0"),
+    "in_channels_of_zero": (
+        lambda: pk.BNReLUConv2d(0, 4, 3),
+        ValueError,
+        "in_channels: expected at least 1, got 0",
+    ),
+    "out_channels_of_zero": (
+        lambda: pk.BNReLUConv2d(4, 0, 3),
+        ValueError,
+        "out_channels: expected at least 1, got 0",
+    ),
+    "in_channels_is_a_bool": (
+        lambda: pk.BNReLUConv2d(True, 4, 3),
+        TypeError,
+        "in_channels: expected an int, got bool",
+    ),
+    "kernel_size_of_zero": (
+        lambda: pk.BNReLUConv2d(4, 4, 0),
+        ValueError,
+        "kernel_size: expected at least 1, got 0",
+    ),
+    "kernel_size_of_one_number": (
+        lambda: pk.BNReLUConv2d(4, 4, (3,)),
+        TypeError,
+        "kernel_size: expected an int or a pair of ints, got (3,)",
+    ),
+    "unit_stride_of_zero": (
+        lambda: pk.BNReLUConv2d(4, 4, 3, 0),
+        ValueError,
+        "stride: expected at least 1, got 0",
+    ),
+    "padding_is_negative": (
+        lambda: pk.BNReLUConv2d(4, 4, 3, padding=(0, -1)),
+        ValueError,
+        "padding: expected at least 0, got (0, -1)",
+    ),
+    "dilation_of_zero": (
+        lambda: pk.BNReLUConv2d(4, 4, 3, dilation=0),
+        ValueError,
+        "dilation: expected at least 1, got 0",
+    ),
+    "groups_of_zero": (
+        lambda: pk.BNReLUConv2d(4, 4, 3, groups=0),
+        ValueError,
+        "groups: expected at least 1, got 0",
+    ),
+    "eps_of_a_unit_is_nan": (
+        lambda: pk.BNReLUConv2d(4, 4, 3, eps=float("nan")),
+        ValueError,
+        "eps: expected a number, got nan",
+    ),
+    "momentum_of_a_unit_is_nan": (
+        lambda: pk.BNReLU2d(4, momentum=float("nan")),
+        ValueError,
+        "momentum: expected a number, got nan",
+    ),
+    "momentum_of_a_unit_is_a_string": (
+        lambda: pk.BNReLU2d(4, momentum="0.1"),
+        TypeError,
+        "momentum: expected a number, got str",
     ),
     "from_modules_without_a_batch_norm": (
         lambda: pk.BNReLUConv2d.from_modules(nn.ReLU(), nn.Conv2d(8, 4, 1)),

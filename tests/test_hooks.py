@@ -1,10 +1,12 @@
 """What users do to the children goes on working: hooks, pruning, parametrisations, checkpoints."""
 
 import copy
+import types
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -122,6 +124,92 @@ def test_pruned_and_parametrised_children_are_called_in_turn(change, memory, bac
     with torch.no_grad():  # or pruned modules cannot be copied
         change(stage[2])
     check(stage, plain_copy(stage), {"x": images()})
+
+
+def circular(conv, x, weight, bias):
+    """`_conv_forward` of a convolution with another padding."""
+    x = F.pad(x, [p for p in reversed(conv.padding) for _ in range(2)], "circular")
+    return F.conv2d(x, weight, bias, conv.stride, 0, conv.dilation, conv.groups)
+
+
+def twice(module, x, *rest):
+    return type(module).forward(module, x, *rest) * 2
+
+
+def checks_sizes(bn, x):
+    raise ValueError("checked by an attribute")
+
+
+def counts(module, *arguments):
+    module.register_buffer("calls", torch.ones(()))
+    return type(module)._call_impl(module, *arguments)
+
+
+SHADOWS = [
+    *((f"{block}.conv2", "_conv_forward", circular) for block in range(4)),
+    ("2.bn2", "forward", twice),
+    ("2.conv3", "forward", twice),
+    ("1.shortcut", "forward", twice),
+    ("2", "forward", twice),
+    ("2", "units", lambda block: [*type(block).units(block)] * 2),
+    ("2.bn1", "_call_impl", counts),
+    ("2.conv1", "_call_impl", counts),
+    ("2", "_call_impl", counts),
+]
+
+
+@pytest.mark.parametrize(("child", "name", "function"), SHADOWS)
+def test_attributes_that_replace_methods_are_called(child, name, function, backend):
+    stage = random_stage()
+    module = stage.get_submodule(child)
+    setattr(module, name, types.MethodType(function, module))
+    check(stage, plain_copy(stage), {"x": images()})
+    stage(images())
+    assert name != "_call_impl" or module.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("child", "name", "function"),
+    [("conv", "_conv_forward", circular), ("conv", "forward", twice), ("bn", "forward", twice)],
+)
+def test_attributes_that_replace_methods_of_a_units_children_are_called(child, name, function):
+    unit = pk.BNReLUConv2d(10, 6, 3, padding=1)
+    module = unit.get_submodule(child)
+    setattr(module, name, types.MethodType(function, module))
+    check(unit, plain_copy(unit), {"x": images()})
+
+
+def test_an_attribute_that_replaces_the_size_check_of_a_batch_norm_is_called():
+    for module in (pk.BNReLU2d(10), pk.BNReLUConv2d(10, 6, 1), random_stage()):
+        bn = next(m for m in module.modules() if isinstance(m, nn.BatchNorm2d))
+        bn._check_input_dim = types.MethodType(checks_sizes, bn)
+        with pytest.raises(ValueError, match="checked by an attribute"):
+            module(images())
+
+
+class Doubled(pk.PreActBasicBlock):
+    """A block whose forward does more than that of its class."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Called(pk.PreActBasicBlock):
+    """A block whose call does more than its forward."""
+
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class InTurn(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Doubled, Called])
+def test_blocks_of_other_classes_are_called(kind):
+    stage = pk.PreActStage([kind(10, 10), pk.PreActBasicBlock(10, 10)])
+    check(stage, InTurn(*plain_copy(stage)), {"x": images()})
 
 
 def test_pruning_made_permanent_is_fused_again_and_keeps_its_zeros(backend):

@@ -404,7 +404,7 @@ def test_a_stride_that_the_shortcut_lacks_is_an_error(size):
             block.fused = True
             torch.testing.assert_close(block(x), expected)
         else:
-            with pytest.raises(RuntimeError, match="residual: expected size"):
+            with pytest.raises(ValueError, match="expected a shortcut of shape"):
                 block(x)
 
 

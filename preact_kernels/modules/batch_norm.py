@@ -21,10 +21,23 @@ from preact_kernels.ops.plain_operators import (
 
 HALVES = (torch.bfloat16, torch.float16)
 
+# The methods that a call of a child runs. An attribute of the child may replace each.
+_CALLED = (
+    *("forward", "_call_impl", "_slow_forward"),
+    *("_conv_forward", "_check_input_dim", "_check_non_zero_input_channels"),
+    *("units", "projection", "is_fusable", "plain_forward"),
+)
+
 
 def has_own_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks of its own, or a forward that replaces its class's."""
-    return torch_compat.has_module_hook(module) or "forward" in module.__dict__
+    """Whether a call of `module` runs hooks of its own, or a method that replaces its class's."""
+    if torch_compat.has_module_hook(module):
+        return True
+    own = module.__dict__
+    for name in _CALLED:  # noqa: SIM110 - a loop: this runs for every child at every call
+        if name in own:
+            return True
+    return False
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -59,7 +72,17 @@ def is_bare_conv(conv: nn.Module) -> bool:
 
 def is_stage_conv(conv: nn.Module) -> bool:
     """Whether a stage may read the weight of `conv` in place of calling it."""
-    return is_bare_conv(conv) and conv.bias is None and type(conv.padding) is tuple
+    return is_bare_conv(conv) and conv.bias is None and _has_valid_pairs(conv)
+
+
+def _has_valid_pairs(conv: Any) -> bool:
+    """Whether the numbers of a convolution are pairs; PyTorch takes others, or says why not."""
+    stride, padding, dilation = conv.stride, conv.padding, conv.dilation
+    return (
+        type(stride) is type(padding) is type(dilation) is tuple
+        and len(stride) == len(padding) == len(dilation) == 2
+        and min(stride + dilation) > 0 <= min(padding)
+    )
 
 
 def uses_batch(bn: nn.Module) -> bool:

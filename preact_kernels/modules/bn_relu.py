@@ -10,6 +10,7 @@ from preact_kernels.modules.batch_norm import (
     plain_batch_norm,
 )
 from preact_kernels.ops.bn_relu import bn_relu_of
+from preact_kernels.ops.checks import check_count, check_norm_numbers
 from preact_kernels.ops.plain_operators import runs_plain
 
 
@@ -25,6 +26,10 @@ class BNReLU2d(nn.Module):
         momentum: weight of a batch in the running statistics; None for their cumulative average.
         affine: whether `bn` has a weight and a bias.
         track_running_stats: whether `bn` has running statistics.
+
+    Raises:
+        TypeError: a number has the wrong type.
+        ValueError: a number is out of range.
     """
 
     fused = True
@@ -39,6 +44,8 @@ class BNReLU2d(nn.Module):
         track_running_stats: bool = True,
     ) -> None:
         super().__init__()
+        check_count("num_features", num_features)
+        check_norm_numbers(eps, momentum)
         self.bn = nn.BatchNorm2d(num_features, eps, momentum, affine, track_running_stats)
 
     def forward(self, x: Tensor) -> Tensor:

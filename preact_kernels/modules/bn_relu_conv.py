@@ -10,6 +10,7 @@ from preact_kernels.modules.batch_norm import (
     plain_batch_norm,
     plain_conv,
 )
+from preact_kernels.ops import checks
 from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -31,6 +32,10 @@ class BNReLUConv2d(nn.Module):
         bias: whether the convolution has a bias.
         eps: of the batch norm.
         momentum: of the batch norm.
+
+    Raises:
+        TypeError: a number has the wrong type.
+        ValueError: a number is out of range, or the channels are no multiple of `groups`.
     """
 
     fused = True
@@ -50,6 +55,12 @@ class BNReLUConv2d(nn.Module):
         momentum: float | None = 0.1,
     ) -> None:
         super().__init__()
+        checks.check_count("in_channels", in_channels)
+        checks.check_count("out_channels", out_channels)
+        checks.check_count("groups", groups)
+        checks.check_norm_numbers(eps, momentum)
+        kernel_size = checks.pair("kernel_size", kernel_size, minimum=1)
+        checks.geometry(kernel_size, stride, padding, dilation, groups)
         self.bn = nn.BatchNorm2d(in_channels, eps, momentum)
         self.conv = nn.Conv2d(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias

@@ -15,6 +15,7 @@ from preact_kernels.modules.batch_norm import (
 )
 from preact_kernels.modules.run_blocks import in_stream, run_blocks
 from preact_kernels.ops.autocast import is_autocast
+from preact_kernels.ops.checks import check_count
 from preact_kernels.ops.plain_operators import runs_plain
 
 
@@ -84,12 +85,9 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | N
     return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
 
 
-def _check_channels(**channels: int) -> None:
-    for name, value in channels.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        check_count(name, value)
 
 
 def bottleneck_width(channels: int, groups: int, base_width: int) -> int:
@@ -117,7 +115,7 @@ class PreActBasicBlock(PreActBlock):
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
-        _check_channels(in_channels=in_channels, channels=channels, stride=stride)
+        _check_counts(in_channels=in_channels, channels=channels, stride=stride)
         self.bn1 = nn.BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
@@ -154,7 +152,7 @@ class PreActBottleneck(PreActBlock):
         stride_on: str = "conv2",
     ) -> None:
         super().__init__()
-        _check_channels(
+        _check_counts(
             in_channels=in_channels,
             channels=channels,
             stride=stride,

@@ -31,9 +31,7 @@ class BatchNorm(NamedTuple):
         checks.check_activation("x", x)
         if not isinstance(self.training, bool):
             raise TypeError(f"training: expected a bool, got {type(self.training).__name__}")
-        if self.momentum is not None or self.batch_count is None:
-            checks.check_number("momentum", self.momentum)
-        checks.check_number("eps", self.eps, minimum=0)
+        self.check_numbers()
         for name, value in (
             ("bn_weight", self.weight),
             ("bn_bias", self.bias),
@@ -51,6 +49,15 @@ class BatchNorm(NamedTuple):
         if not self.training and self.running_mean is None:
             raise ValueError("running_mean: expected a tensor in evaluation mode, got None")
         self.check_training(x.shape)
+
+    def check_numbers(self) -> None:
+        """Raises where momentum or eps is none that `pk.bn_relu` takes."""
+        eps, momentum = self.eps, self.momentum
+        if type(eps) is type(momentum) is float and eps >= 0 and momentum == momentum:
+            return  # at once: this runs for every unit at every call
+        if momentum is None and self.batch_count is None:
+            checks.check_number("momentum", momentum)
+        checks.check_norm_numbers(eps, momentum)
 
     def check_training(self, shape: Sequence[int]) -> None:
         """Raises where no statistics of a batch of `shape` can normalise it, as in eager."""

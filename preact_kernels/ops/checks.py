@@ -32,6 +32,8 @@ def check_activation(name: str, x: Any) -> None:
     check_tensor(name, x)
     if x.dim() != 4:
         raise ValueError(f"{name}: expected 4 dimensions [N, C, H, W], got shape {list(x.shape)}")
+    if x.shape[1] == 0:
+        raise ValueError(f"{name}: expected at least 1 channel, got shape {list(x.shape)}")
 
 
 def check_like(name: str, value: Any, like_name: str, like: Tensor) -> None:
@@ -68,11 +70,28 @@ def check_per_channel(name: str, value: Any, x: Tensor, *, has_any_dtype: bool =
 
 
 def check_number(name: str, value: Any, *, minimum: float | None = None) -> None:
-    """Checks for a real number of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Checks for a real number of at least `minimum`; a bool is one, as in PyTorch."""
+    if not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if minimum is not None and not value >= minimum:
+    if value != value:
+        raise ValueError(f"{name}: expected a number, got nan")
+    if minimum is not None and value < minimum:
         raise ValueError(f"{name}: expected at least {minimum}, got {value}")
+
+
+def check_norm_numbers(eps: Any, momentum: Any) -> None:
+    """Checks the numbers of a batch norm; momentum None is the cumulative average."""
+    check_number("eps", eps, minimum=0)
+    if momentum is not None:
+        check_number("momentum", momentum)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Checks for an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
 def check_samples(shape: Sequence[int]) -> None:
@@ -141,6 +160,17 @@ def geometry(
     return None if padding is None else Conv(stride, padding, dilation, groups)
 
 
+def check_image_size(shape: Sequence[int], kernel_size: Sequence[int], conv: Conv) -> None:
+    """Checks that padded images `[N, C, H, W]` are no smaller than the kernel."""
+    for axis, name in ((0, "height"), (1, "width")):
+        padded = shape[2 + axis] + 2 * conv.padding[axis]
+        extent = conv.dilation[axis] * (kernel_size[axis] - 1)
+        if padded <= extent:
+            raise ValueError(
+                f"x: expected a padded {name} of at least {extent + 1} for the kernel, got {padded}"
+            )
+
+
 def check_conv(
     x: Tensor,
     conv_weight: Any,
@@ -173,14 +203,7 @@ def check_conv(
             )
     conv = geometry(kernel_size, stride, padding, dilation, groups)
     if conv is not None:
-        for axis, name in ((0, "height"), (1, "width")):
-            padded = x.shape[2 + axis] + 2 * conv.padding[axis]
-            extent = conv.dilation[axis] * (kernel_size[axis] - 1)
-            if padded <= extent:
-                raise ValueError(
-                    f"x: expected a padded {name} of at least {extent + 1} for the "
-                    f"kernel, got {padded}"
-                )
+        check_image_size(x.shape, kernel_size, conv)
     return conv
 
 

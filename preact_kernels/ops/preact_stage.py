@@ -68,7 +68,7 @@ class PreActStageFunction(torch.autograd.Function):
             )
             if keeps is not None:
                 kept += inputs
-        is_rebuilt_from_y = bool(keeps) and not keeps[-1]
+        is_rebuilt_from_y = keeps is not None and not all(keeps[-1:])
         ctx.call, ctx.keys, ctx.starts, ctx.kept_count = call, keys, starts, len(kept)
         ctx.fixed_inv_counts = [
             s.fixed_inv_count(u.training, u.process_group)

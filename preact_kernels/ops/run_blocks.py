@@ -40,7 +40,7 @@ class BlockArguments(NamedTuple):
 
 
 def geometry_of(conv: Any) -> Conv:
-    """The geometry of an `nn.Conv2d` or of `ConvArguments`, whose padding is no string."""
+    """The geometry of an `nn.Conv2d` or of `ConvArguments`, which has pairs."""
     return Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
@@ -92,6 +92,7 @@ def run_blocks(
     for block in blocks:
         units, block_shape = [], shape
         for bn, conv in block.units:
+            bn.check_numbers()
             bn.check_training(shape)
             _check_norm(bn, shape, x, dtype)
             weight = _conv_weight(conv, shape, x, dtype, keeps_float32)
@@ -102,7 +103,9 @@ def run_blocks(
                 running.extend((bn.running_mean, bn.running_var))
             geometry = geometry_of(conv)
             units.append(UnitSpec(bn.eps, bn.training, geometry, bn.process_group))
-            shape = geometry.output_shape(shape, weight.shape)
+            before, shape = shape, geometry.output_shape(shape, weight.shape)
+            if shape[2] < 1 or shape[3] < 1:
+                checks.check_image_size(before, weight.shape[2:], geometry)
         projection = block.projection
         if projection is None:
             spec = BlockSpec(tuple(units), None, block.is_residual)
@@ -111,9 +114,14 @@ def run_blocks(
             shortcuts.append(_conv_weight(projection, block_shape, x, dtype, keeps_float32))
         # One object for equal blocks in a row: the garbage collector has fewer to visit.
         specs.append(specs[-1] if specs and specs[-1] == spec else spec)
-        channels = block_shape[1] if projection is None else shortcuts[-1].shape[0]
-        if block.is_residual and channels != shape[1]:
-            raise ValueError(f"x: expected a shortcut of {shape[1]} channels, got {channels}")
+        if block.is_residual:
+            shortcut = block_shape
+            if spec.shortcut is not None:
+                shortcut = spec.shortcut.output_shape(block_shape, shortcuts[-1].shape)
+            if tuple(shortcut) != tuple(shape):
+                raise ValueError(
+                    f"x: expected a shortcut of shape {list(shape)}, got {list(shortcut)}"
+                )
 
     first, skipped = first_recorded(blocks, x)
     if memory.name == "checkpoint":  # whole blocks run again
