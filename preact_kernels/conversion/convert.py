@@ -1,7 +1,7 @@
 """`convert`, `revert`, `fuse` and `conversion_report`."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -112,9 +112,9 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         found = outcomes.get(module, ())
         reason = next((o.reason for o in found if not o.into), "")
         if found and not reason:
-            into = ", ".join(dict.fromkeys(o.into for o in found))
-            convs = dict.fromkeys(names.get(id(o.conv()), "") for o in found if o.conv)
-            sites.append(Site(name, True, "", into, ", ".join(filter(None, convs))))
+            into, reasons = _joined(o.into for o in found), _joined(o.reason for o in found)
+            convs = _joined(names.get(id(o.conv()), "") for o in found if o.conv)
+            sites.append(Site(name, True, reasons, into, convs))
         elif id(module) in own and not reason:
             sites.append(Site(name, True, into=own[id(module)]))
         else:
@@ -123,6 +123,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
                 missing = "not called since the model was converted"
             sites.append(Site(name, False, reason or missing))
     return ConversionReport(sites)
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return ", ".join(filter(None, dict.fromkeys(texts)))
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -191,7 +191,7 @@ class _DeferredFunction(torch.autograd.Function):
                 found = [dy.to(d) if n else None for d, n in zip(dtypes, needed, strict=True)]
             else:
                 node.check_inputs()
-                inputs = _input_values(node)
+                inputs = _input_values_in_backward(node)
                 for gradient, has_relu in ((dy, False), (dy_of_relu, True)):
                     if gradient is not None:
                         forward = functools.partial(_run, node, has_relu)
@@ -216,9 +216,21 @@ def _run(node: Node, has_relu: bool, *inputs: Tensor) -> Tensor:
         return F.relu(y) if has_relu else y
 
 
-def _input_values(node: Node) -> list[Tensor]:
-    """The values of a node's inputs, in plain operators; each is computed once in a backward."""
+def recomputed(node: Node) -> Tensor:
+    """The result of a node, in plain operators."""
+    return _run(node, False, *_input_values(node, {}))
+
+
+def _input_values_in_backward(node: Node) -> list[Tensor]:
+    """`_input_values`; each is computed once in a backward."""
     values = node.region.recomputed
+    if not values and any(_value(i, values) is None for i in node.inputs):
+        torch_compat.call_after_backward(values.clear)
+    return _input_values(node, values)
+
+
+def _input_values(node: Node, values: dict[Node, Tensor]) -> list[Tensor]:
+    """The values of a node's inputs, in plain operators; `values` receives those in between."""
     waiting = [i for i in node.inputs if isinstance(i, Node)]
     while waiting:
         last = waiting[-1]
@@ -229,8 +241,6 @@ def _input_values(node: Node) -> list[Tensor]:
             waiting += cast(list[Node], missing)
         else:
             last.check_inputs()
-            if not values:
-                torch_compat.call_after_backward(values.clear)
             inputs = [_value(i, values) for i in last.inputs]
             values[last] = _run(last, False, *cast(list[Tensor], inputs))
     return [cast(Tensor, _value(i, values)) for i in node.inputs]
@@ -353,6 +363,8 @@ def compute(t: Deferred, reader: object) -> Tensor:
         if type(t) is Deferred:
             if node.value is None:
                 node.region.compute([node], reader)
+            if node.value is None:
+                node.region.compute_again(node)
             if type(t) is Deferred:
                 retry_plain(t)
         return cast(Tensor, node.value) if type(t) is Deferred else t

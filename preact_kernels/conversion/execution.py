@@ -65,7 +65,8 @@ def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reade
             if node.operation is NORM:
                 conv = _module(convs.get(node))
                 reference = None if conv is None else weakref.ref(conv)
-                found.append((_module(node), Outcome(m.name, "", reference)))
+                reason = "" if m.units else m.reason or described(reader)
+                found.append((_module(node), Outcome(m.name, reason, reference)))
     for node, reason in refused.items():
         found.append((_module(node), Outcome("", reason or described(reader))))
 
@@ -90,7 +91,7 @@ class _Execution:
         """Runs the steps."""
         try:
             for step in self._steps:
-                inputs = [self._input(i) for i in _inputs(step)]
+                inputs = [self._input(i, step) for i in _inputs(step)]
                 end = step if isinstance(step, Node) else step.end
                 with torch_compat.without_new_version(tuple(_tracked_statistics(step))):
                     y = self._values[end] = self._result(step, inputs)
@@ -106,8 +107,10 @@ class _Execution:
                 node.value = value
             raise
 
-    def _input(self, value: Node | Tensor) -> Tensor:
+    def _input(self, value: Node | Tensor, step: Match | Node) -> Tensor:
         if isinstance(value, Node):
+            if value.value is not None and isinstance(step, Node) and step.operation is CONV:
+                return value.value  # which it saves: as the program sees it, not a copy in NHWC
             if value in self._values:
                 return self._values[value]
             assert value.value is not None

@@ -48,6 +48,7 @@ class Match(NamedTuple):
         inputs: what it reads, without parameters.
         units: those that it runs, projections too; empty for a BN-ReLU alone.
         blocks: in a row, of one autograd node; empty for a single unit or activation.
+        reason: why a BN-ReLU runs without a convolution; empty where what computes it reads it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Match(NamedTuple):
     inputs: tuple[Node | Tensor, ...]
     units: tuple[Unit, ...] = ()
     blocks: tuple[Block, ...] = ()
+    reason: str = ""
 
 
 def _unit_match(
@@ -154,51 +156,56 @@ class _Matcher:
             return "it is frozen, and plain PyTorch saves nothing for it"
         return reader
 
-    def _units(self, bn: Node) -> list[Unit]:
-        """A unit for each convolution that reads the activation; none if anything else does."""
+    def _units(self, bn: Node) -> list[Unit] | str:
+        """A unit for each reader of the activation if all are convolutions, or why there is none.
+
+        The reason is empty where the program alone reads the activation.
+        """
         relu = self._relus[bn]
         if relu.is_held:
-            return []
+            return "the program holds its activation" if relu.users else ""
         units = []
         for user in relu.users:
             if user not in self._order:
-                return []
+                return "its activation is read again later"
             node, pads, padding = user, [], (0, 0)
             while node.operation is PAD:
                 left, right, top, bottom = node.settings
                 following = self._only_reader(node)
-                if left != right or top != bottom or following is None:
-                    return []
+                if left != right or top != bottom:
+                    return "the padding differs between two sides"
+                if following is None:
+                    return "its padded activation is used more than once"
                 pads.append(node)
                 padding, node = (padding[0] + top, padding[1] + left), following
             reads = pads[-1] if pads else relu
             if node.operation is not CONV or node.inputs[0] is not reads:
-                return []
+                return f"no convolution follows ({node.operation.name})"
             units.append(Unit(bn, relu, tuple(pads), padding, node))
-        return units
+        return units or "nothing reads its activation"
 
     def _chain(self, unit: Unit) -> list[Unit]:
         """`unit`, and those behind it that read nothing but the output of the one before."""
         chain = [unit]
         while chain[-1].fits_stage:
             reader = self._only_reader(chain[-1].conv)
-            units = self._units(reader) if reader in self._relus else []
-            if len(units) != 1 or not units[0].fits_stage:
+            units = self._units(reader) if reader in self._relus else ""
+            if isinstance(units, str) or len(units) != 1 or not units[0].fits_stage:
                 break
             chain += units
         return chain
 
     def _matches_from(self, bn: Node) -> list[Match]:
         """What a batch norm and its ReLU run in, and the units behind them."""
-        units = self._units(bn)
-        if len(units) == 2:
+        units, x = self._units(bn), bn.inputs[0]
+        if len(units) == 2 and not isinstance(units, str):
             for unit, projection in (units, units[::-1]):
                 if block := self._projecting_block(self._chain(unit), projection):
                     return [_block_match(block)]
-        x = bn.inputs[0]
-        if len(units) != 1:
+        if isinstance(units, str) or len(units) != 1:
+            reason = units if isinstance(units, str) else "several convolutions read its activation"
             relu = self._relus[bn]
-            return [Match("BN-ReLU", (bn, relu), relu, (x,))]
+            return [Match("BN-ReLU", (bn, relu), relu, (x,), reason=reason)]
         chain = self._chain(units[0])
         last = chain[-1].conv
         add = self._only_reader(last)

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from preact_kernels.conversion.deferred import (
     computed_arguments,
     deferred_result,
     has_own_history,
+    recomputed,
     retry_plain,
     returned_argument,
 )
 from preact_kernels.conversion.execution import StageRunner, execute
 from preact_kernels.conversion.functions import is_write
+from preact_kernels.conversion.liveness import unread
 from preact_kernels.conversion.owners import Owner, Owners
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.torch_compat import (
@@ -242,9 +244,7 @@ class Region(TorchFunctionMode):
             targets: pending nodes.
             reader: what asks for the results: a function, or a text.
         """
-        modes = torch_compat.without_dispatch_modes_above(self._dispatch_modes)
-        transforms = torch_compat.without_functorch_transforms()
-        with self.lock, modes, transforms, disable_torch_function():
+        with self._modes_of_execution():
             needed, nodes, others = set(targets), [], []
             for node in reversed(self.pending):
                 if node in needed:
@@ -253,18 +253,30 @@ class Region(TorchFunctionMode):
                 else:
                     others.append(node)
             self._set_pending(others[::-1])
-            if not nodes:
-                return
             nodes.reverse()
+            _forget_unread([n for n in nodes if n not in targets])
             try:
-                with nodes[0].context.entered_above_autograd():
-                    execute(self, nodes, reader)
+                if nodes:
+                    with nodes[0].context.entered_above_autograd():
+                        execute(self, nodes, reader)
             finally:
                 left = [n for n in nodes if not n.is_done]
                 if left:
                     self._set_pending(left + self.pending)
             for node in nodes:
                 node.release()
+
+    def compute_again(self, node: Node) -> None:
+        """Computes a node that was taken for unread, in plain operators."""
+        with self._modes_of_execution(), node.context.entered_above_autograd():
+            node.value = recomputed(node)
+
+    @contextlib.contextmanager
+    def _modes_of_execution(self) -> Iterator[None]:
+        modes = torch_compat.without_dispatch_modes_above(self._dispatch_modes)
+        transforms = torch_compat.without_functorch_transforms()
+        with self.lock, modes, transforms, disable_torch_function():
+            yield
 
     def _set_pending(self, nodes: list[Node]) -> None:
         self.pending, self._storages = nodes, _Storages()
@@ -276,6 +288,7 @@ class Region(TorchFunctionMode):
         if not self.pending:
             return
         with self.lock:
+            _forget_unread(self.pending)
             held = [n for n in self.pending if n.is_held or operations.tracked_statistics(n)]
             self.compute(held, reader)
             for node in self.pending:  # results that nothing reads
@@ -299,6 +312,20 @@ class Region(TorchFunctionMode):
             t = reference()
             if type(t) is Deferred:
                 retry_plain(t)
+
+
+def _forget_unread(nodes: Sequence[Node]) -> None:
+    """Takes the tensors from nodes where the program never reads them again."""
+    held, tensors, t = [], [], None
+    for node in nodes:
+        t = None if node.reference is None else node.reference()
+        if t is not None:
+            held.append(node)
+            tensors.append(t)
+    del t
+    for node, is_unread in zip(held, unread(tensors), strict=True):
+        if is_unread:
+            node.reference = None
 
 
 class _Entered(threading.local):

@@ -19,7 +19,7 @@ class Outcome(NamedTuple):
     """What one call of a batch norm ran in."""
 
     into: str  # what ran fused, or an empty string
-    reason: str  # why nothing did
+    reason: str  # why nothing did, or no convolution
     conv: "weakref.ref[nn.Module] | None" = None  # the convolution that ran fused with it
 
 
@@ -27,8 +27,8 @@ class Site(NamedTuple):
     """One batch norm of a model.
 
     name: of the batch norm, as in `model.named_modules()`.
-    fused: whether it ran fused with the ReLU behind it, and a convolution where one follows.
-    reason: why it did not, or an empty string.
+    fused: whether it ran fused with the ReLU behind it, with or without a convolution.
+    reason: why it did not, or why no convolution ran fused with it; or an empty string.
     into: what ran fused, such as "BN-ReLU-Conv", or an empty string.
     conv: name of the convolution that ran fused with it, or an empty string.
     """
@@ -73,7 +73,7 @@ class ConversionReport(Sequence[Site]):
         width = max([len("batch norm"), *(len(s.name) for s in self._sites)])
         rows = [f"{'batch norm':{width}}  fused"]
         for s in self._sites:
-            text = f"{s.into}, {s.conv}" if s.conv else s.into or s.reason
+            text = ", ".join(filter(None, (s.into, s.conv, s.reason)))
             rows.append(f"{s.name:{width}}  {'yes' if s.fused else 'no '}    {text}".rstrip())
         return "\n".join([*rows, f"{len(self.fused)} of {len(self)} batch norms are fused"])
 

@@ -1,0 +1,145 @@
+"""Finds tensors that only variables hold which the running functions never read again.
+
+In `a = self.bn(x); b = F.relu(a); return self.conv(b).mean()` the variables `a` and `b` hold their
+tensors while `mean` runs, and nothing reads them any more.
+"""
+
+import bisect
+import dis
+import functools
+import re
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+# Names in functions that may read any variable of theirs, or hold the dictionary of them.
+_READERS = frozenset(
+    ("locals", "vars", "dir", "eval", "exec", "f_locals", "_getframe", "currentframe")
+)
+_OPTIMIZED = 1  # flag of code whose variables are not in a dictionary: functions
+
+
+def unread(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether no running function of this thread reads a tensor again, and nothing else holds it.
+
+    Args:
+        tensors: held by the sequence that is passed, and by nothing else in the caller; that may
+            hold a weak reference to each.
+    """
+    holders = [0] * len(tensors)
+    if not holders:
+        return []
+    index = {id(t): i for i, t in enumerate(tensors)}
+    # A trace function, as of a debugger, reads and writes the dictionaries that are cleared here.
+    if sys.gettrace() is None:
+        for frame in _frames():
+            code = frame.f_code
+            live: frozenset[str] | None = None
+            variables = frame.f_locals
+            for name in list(variables):
+                i = index.get(id(variables[name]))
+                if i is None:
+                    continue
+                if live is None:
+                    live = live_variables(code, frame.f_lasti)
+                if name not in live:
+                    holders[i] += 1
+            if sys.version_info < (3, 13):
+                variables.clear()  # a copy, that holds what it shows
+            del variables
+    return [_is_held_by(tensors, i, count) for i, count in enumerate(holders)]
+
+
+def _is_held_by(tensors: Sequence[Tensor], i: int, variables: int) -> bool:
+    """Whether that many variables hold a tensor, and nothing else."""
+    return (
+        variables > 0
+        and sys.getrefcount(tensors[i]) == variables + 2  # `tensors` and this argument
+        and tensors[i]._use_count() == 1  # type: ignore[attr-defined]  # in C++
+        and weakref.getweakrefcount(tensors[i]) <= 1
+    )
+
+
+def _frames() -> Iterator[types.FrameType]:
+    """The functions that run on this thread, and name each variable that they read."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_flags & _OPTIMIZED and _READERS.isdisjoint(code.co_names):
+            yield frame
+        frame = frame.f_back
+
+
+@functools.lru_cache(maxsize=4096)
+def live_variables(code: types.CodeType, offset: int) -> frozenset[str]:
+    """The variables of a function that it may read before it writes them.
+
+    Args:
+        code: of the function.
+        offset: of the instruction that runs.
+    """
+    shared = (*code.co_cellvars, *code.co_freevars)  # other functions may read these
+    instructions = list(dis.get_instructions(code))
+    at = {instruction.offset: i for i, instruction in enumerate(instructions)}
+    following = [_following(instructions, i, at) for i in range(len(instructions))]
+    live: list[frozenset[str]] = [frozenset()] * len(instructions)
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for i in reversed(range(len(instructions))):
+            after = frozenset().union(*(live[j] for j in following[i]))
+            before = _before(instructions[i], after)
+            if before != live[i]:
+                live[i], has_changed = before, True
+    handlers = (live[i] for i in _handlers(instructions, at))
+    running = bisect.bisect_right([i.offset for i in instructions], offset) - 1
+    found = (live[j] for j in following[running])
+    return frozenset().union(shared, *found, *handlers)
+
+
+def _before(instruction: dis.Instruction, live: frozenset[str]) -> frozenset[str]:
+    """The variables that are live before an instruction, of those behind it."""
+    name, value = instruction.opname, instruction.argval
+    if "_FAST" not in name:
+        return live
+    names = value if isinstance(value, tuple) else (value,)
+    accesses = re.findall("LOAD|STORE|DELETE", name)  # some instructions do two
+    for access, variable in reversed(list(zip(accesses, names, strict=True))):
+        live = live | {variable} if access == "LOAD" else live - {variable}
+    return live
+
+
+def _following(
+    instructions: Sequence[dis.Instruction], i: int, at: dict[int, int]
+) -> Iterable[int]:
+    """What may run behind an instruction that raises nothing."""
+    name = instructions[i].opname
+    following = []
+    if i + 1 < len(instructions) and not _ends(name):
+        following.append(i + 1)
+    if _jumps(instructions[i]):
+        following.append(at[instructions[i].argval])
+    return following
+
+
+def _ends(name: str) -> bool:
+    """Whether nothing but the target of an instruction may run behind it."""
+    return name.startswith(("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE")) or (
+        name.startswith("JUMP_") and "IF" not in name
+    )
+
+
+def _jumps(instruction: dis.Instruction) -> bool:
+    return instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
+
+
+def _handlers(instructions: Sequence[dis.Instruction], at: dict[int, int]) -> Iterator[int]:
+    """The beginnings of what runs behind an exception."""
+    for i, instruction in enumerate(instructions):
+        if instruction.opname == "PUSH_EXC_INFO":
+            yield i
+        elif instruction.opname.startswith("SETUP_"):  # Python 3.10
+            yield at[instruction.argval]
