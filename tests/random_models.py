@@ -221,7 +221,7 @@ def conv(s: Scope, channels: int, size: int, out: int) -> tuple[str, int]:
 def unit(s: Scope) -> None:
     """A batch norm, an activation and a convolution, in different styles."""
     out = s.channels if s.is_fixed else s.choice([s.channels, s.channels, 4, 8])
-    style = s.choice(["line", "line", "steps", "steps", "sequential", "kept", "conv first"])
+    style = s.choice(["line", "line", "steps", "named", "sequential", "kept", "conv first"])
     first, size = s.channels, s.size
     if style == "conv first":
         template, size = conv(s, first, s.size, out)
@@ -240,6 +240,12 @@ def unit(s: Scope) -> None:
             s.write(f"h = {template.format(a.format(n.format('h')))}")
         elif style == "steps":
             s.apply(n, a, template)
+        elif style == "named":
+            normalised, activation = s.new("n"), s.new("a")
+            s.write(f"{normalised} = {n.format('h')}", f"{activation} = {a.format(normalised)}")
+            s.write(f"h = {template.format(activation)}")
+            if s.chance(0.3):
+                s.saved.append(Value(s.choice([normalised, activation]), first, s.size))
         else:
             name = s.new("a")
             s.write(f"{name} = {a.format(n.format('h'))}", f"h = {template.format(name)}")

@@ -265,9 +265,7 @@ def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
             # Second derivatives have strides of their own, and take weights as they are then.
             found = [f for f in found if "seen by hooks" not in f or ": stride" not in f]
             found = [] if ".data = " in text else found
-        # FSDP gathers the weights again for backward, without the changes of a forward.
-        gathers_again = "helpers.sharded(" in text and ".data." in text
-        if (".data = " in text or gathers_again) and 'MEMORY = "store"' not in text:
+        if (".data = " in text or ".data." in text) and 'MEMORY = "store"' not in text:
             # Backward computes again, with the weights as they are then.
             found = [f for f in found if f.startswith("step 0") and "grad" not in f]
         if "in_thread(" in text:

@@ -1,7 +1,8 @@
 """`convert`, `revert`, `fuse` and `conversion_report`."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from preact_kernels import torch_compat
 from preact_kernels.conversion.execution import MEMORY
 from preact_kernels.conversion.hooks import (
     CONVERSION,
+    GIVEN_BACK,
     CompiledCall,
     Conversion,
     add_hooks,
@@ -21,6 +23,7 @@ from preact_kernels.conversion.hooks import (
 )
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import ConversionReport, Site
+from preact_kernels.conversion.verification import Example, Verifier
 from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
 from preact_kernels.modules.preact_block import PreActBlock
@@ -31,7 +34,7 @@ OWN = (BNReLU2d, BNReLUConv2d, PreActBlock, PreActStage)  # fused without conver
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def convert(model: _Model, *, memory: str = "store") -> _Model:
+def convert(model: _Model, *, memory: str = "store", example_inputs: object = None) -> _Model:
     """Makes a model run its BN-ReLU-Conv chains fused, and the residual additions behind them.
 
     The forwards of the model run as they are. Within them, the results of batch norms, and of
@@ -48,24 +51,90 @@ def convert(model: _Model, *, memory: str = "store") -> _Model:
         model: any module; it is changed in place.
         memory: `"store"`, `"rebuild"` or `"checkpoint"`: what the residual blocks save for
             backward, as in `PreActStage`.
+        example_inputs: arguments of a call: a tensor, a tuple, or a dictionary of keywords. Copies
+            of the model then run on them, plain and converted, in training and in evaluation, with
+            the same random numbers, in the dtype of the model and in float64. A part of the model
+            whose outputs, gradients or buffers differ by more than rounding is given back: it runs
+            plain, and the report says why.
 
     Returns:
         `model`.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`.
-        ValueError: the memory mode is unknown.
+        TypeError: `model` is not an `nn.Module`, or `example_inputs` are no arguments.
+        ValueError: the memory mode is unknown, or the plain model raises on `example_inputs`.
     """
     _check_model(model)
     check_memory(memory, None, None, 1)
+    example = None if example_inputs is None else Example.of(example_inputs)
     revert(model)
+    parts, reason = ([], "") if example is None else _differing_parts(model, memory, example)
+    _convert(model, memory)
+    for name in parts:
+        _give_back(model.get_submodule(name), reason)
+    return model
+
+
+def _convert(model: nn.Module, memory: str) -> None:
     conversion = Conversion(memory)
     for module in model.modules():
         if not _opens_region(module):
             continue
         module.__dict__[CONVERSION] = conversion
         add_hooks(module)
-    return model
+
+
+def _give_back(module: nn.Module, reason: str) -> None:
+    """Has a part of a converted model run plain."""
+    revert(module)
+    module.__dict__[GIVEN_BACK] = reason
+
+
+def _differing_parts(plain: nn.Module, memory: str, example: Example) -> tuple[list[str], str]:
+    """The modules that make a converted model differ on an example, and how it does.
+
+    No smaller ones do: it is equal with these given back, and differs if one of them is not.
+    """
+    verifier = Verifier(plain, example)
+    if verifier.refusal:
+        return [""], verifier.refusal
+
+    def difference(given_back: Sequence[str]) -> str:
+        model = copy.deepcopy(plain)
+        _convert(model, memory)
+        for name in given_back:
+            _give_back(model.get_submodule(name), "")
+        return verifier.difference(model)
+
+    def reduced(parts: list[str], group: list[str]) -> list[str]:
+        """`parts` without those of `group` that need not be given back."""
+        rest = [name for name in parts if name not in group]
+        if not difference(rest):
+            return rest
+        if len(group) == 1:
+            group = _parts_of(plain, group[0])
+            if not group or difference([*rest, *group]):
+                return parts
+            parts = [*rest, *group]
+        half = (len(group) + 1) // 2
+        for some in (group[:half], group[half:]):
+            parts = reduced(parts, some) if some else parts
+        return parts
+
+    reason = difference([])
+    if not reason:
+        return [], ""
+    return reduced([""], [""]), f"differs from plain PyTorch on the example ({reason})"
+
+
+def _parts_of(model: nn.Module, name: str) -> list[str]:
+    """The children of a module with batch norms below them."""
+    prefix = f"{name}." if name else ""
+    return [
+        prefix + child
+        for child, module in model.get_submodule(name).named_children()
+        if not is_norm(module) and any(map(is_norm, module.modules()))
+    ]
 
 
 def revert(model: _Model) -> _Model:
@@ -81,6 +150,7 @@ def revert(model: _Model) -> _Model:
     """
     _check_model(model)
     for module in model.modules():
+        module.__dict__.pop(GIVEN_BACK, None)
         if module.__dict__.pop(CONVERSION, None) is not None:
             remove_hooks(module)
         CompiledCall.restore(module)
@@ -103,6 +173,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     for module in model.modules():
         if isinstance(module, OWN):
             own.update((id(m), type(module).__name__) for m in module.modules())
+    given_back: dict[int, str] = {}
+    for module in model.modules():
+        if (why := module.__dict__.get(GIVEN_BACK)) is not None:
+            given_back.update((id(m), why) for m in module.modules())
     is_converted = any(CONVERSION in m.__dict__ for m in model.modules())
     names = {id(m): name for name, m in model.named_modules()}
     sites = []
@@ -111,6 +185,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             continue
         found = outcomes.get(module, ())
         reason = next((o.reason for o in found if not o.into), "")
+        reason = given_back.get(id(module), reason)
         if found and not reason:
             into, reasons = _joined(o.into for o in found), _joined(o.reason for o in found)
             convs = _joined(names.get(id(o.conv()), "") for o in found if o.conv)

@@ -23,6 +23,7 @@ from preact_kernels.ops.plain_operators import is_transformed
 
 _KEY: Any = "preact_kernels"  # under which modules keep the hooks
 CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
+GIVEN_BACK = "preact_given_back"  # attribute of a module that runs plain: why
 
 
 class Conversion:
@@ -205,7 +206,7 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
     """Prepares the children that must see ordinary tensors.
 
     Those with backward hooks compute their inputs and results, which the hooks pass to C++. Those
-    that are compiled, or have fast paths, run outside of the region.
+    that are compiled, have fast paths, or were given back, run outside of the region.
     """
     handles: list[RemovableHandle] = []
     waiting = list(module._modules.values())
@@ -217,6 +218,9 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
             CompiledCall.replace(child)
         if CONVERSION in child.__dict__:
             continue
+        if GIVEN_BACK in child.__dict__:
+            handles += _outside(child)
+            continue
         if child._backward_hooks or child._backward_pre_hooks:
             handles += [
                 child.register_forward_pre_hook(_compute_inputs, prepend=True, with_kwargs=True),
@@ -226,13 +230,18 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
         if children and (
             isinstance(child, _WITH_FAST_PATHS) or torch_compat.is_compiled_module(child)
         ):
-            handles += [
-                child.register_forward_pre_hook(_suspend, with_kwargs=True),
-                child.register_forward_hook(_resume, always_call=True),
-            ]
+            handles += _outside(child)
         elif children and child._compiled_call_impl is None:
             waiting += children.values()
     return handles
+
+
+def _outside(child: nn.Module) -> list[RemovableHandle]:
+    """Has a child run outside of the region."""
+    return [
+        child.register_forward_pre_hook(_suspend, with_kwargs=True),
+        child.register_forward_hook(_resume, always_call=True),
+    ]
 
 
 # They ask whether functions are overridden, and compute other values for padding if so.

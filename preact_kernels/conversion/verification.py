@@ -1,0 +1,281 @@
+"""Compares a converted model with the plain one on an example, for `pk.convert`."""
+
+import contextlib
+import copy
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from preact_kernels import torch_compat
+
+# Relative, of float64: far above its rounding errors, and below what another operation changes.
+_TOLERANCE = 1e-7
+
+Results = dict[str, Tensor | None]
+
+
+class Example(NamedTuple):
+    """Arguments of a call of a model."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(example_inputs: Any) -> "Example":
+        """From what `pk.convert` is given.
+
+        Raises:
+            TypeError: it is no tensor, tuple, list or dictionary.
+        """
+        if isinstance(example_inputs, Tensor):
+            return Example((example_inputs,), {})
+        if isinstance(example_inputs, tuple | list):
+            return Example(tuple(example_inputs), {})
+        if isinstance(example_inputs, dict):
+            return Example((), dict(example_inputs))
+        raise TypeError(
+            "example_inputs: expected a tensor, a tuple or a dictionary of arguments, "
+            f"got {type(example_inputs).__name__}"
+        )
+
+    def converted(self, change: Callable[[Tensor], Tensor]) -> "Example":
+        """Copies whose floating point tensors are changed."""
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            t = value.detach().clone()
+            t = change(t) if t.is_floating_point() else t
+            return t.requires_grad_(value.requires_grad)
+
+        return Example(*torch_compat.tree_map(leaf, tuple(self)))
+
+
+class Verifier:
+    """Judges converted copies of a model by what the plain one gives.
+
+    Results are those of a forward and a backward, in training and then in evaluation: outputs, the
+    gradients of parameters and inputs, and buffers. In float64, each of them must be equal up to
+    rounding. In the dtype of the model, outputs, gradients and buffers must be as close to float64
+    as plain PyTorch:
+
+        |converted - truth| <= 2 |plain - truth| + one rounding.
+
+    Args:
+        plain: the model before conversion.
+        example: arguments of its call.
+
+    Attributes:
+        refusal: why nothing can be judged, or an empty string.
+
+    Raises:
+        ValueError: the model raises on the example, or returns no tensor.
+    """
+
+    def __init__(self, plain: nn.Module, example: Example) -> None:
+        self._example = example
+        self._own = _results(plain, example)
+        if not any(name.startswith("output") for name in self._own):
+            raise ValueError(f"example_inputs: expected outputs, got {', '.join(self._own)}")
+        self._noisy = _results(_with_noise(plain), example.converted(_noise))
+        self._wide: Results | None = None
+        self._wide_noisy: Results = {}
+        wide, wide_example = copy.deepcopy(plain).double(), example.converted(Tensor.double)
+        truth = _results(wide, wide_example)
+        if truth.keys() == self._own.keys():  # else it does not run in float64
+            noisy = _results(_with_noise(wide), wide_example.converted(_noise))
+            self._wide, self._wide_noisy = truth, noisy
+        again, self.refusal = _results(plain, example), ""
+        if _first_difference(again, self._own, self._noisy, _coarse(self._own)):
+            self.refusal = "plain PyTorch does not repeat its results on the example"
+
+    def difference(self, converted: nn.Module) -> str:
+        """How a converted copy differs from the plain model, or an empty string."""
+        found, wide = _results(converted, self._example), None
+        if self._wide is not None:
+            example = self._example.converted(Tensor.double)
+            wide = _results(copy.deepcopy(converted).double(), example)
+        if different := _other_kind(found, self._own):
+            return different
+        if self._wide is None or wide is None:
+            return _first_difference(found, self._own, self._noisy, _coarse(self._own))
+        tolerances = dict.fromkeys(self._wide, _TOLERANCE)
+        return (
+            _other_kind(wide, self._wide)
+            or _first_difference(wide, self._wide, self._wide_noisy, tolerances)
+            or self._beyond_budget(found, self._wide)
+        )
+
+    def _beyond_budget(self, found: Results, truth: Results) -> str:
+        """Which group of results in the dtype of the model is too far from those in float64."""
+        groups: dict[str, list[str]] = {}
+        for name, t in truth.items():
+            if t is not None and t.is_floating_point():
+                groups.setdefault(name.split(" of ")[0], []).append(name)
+        for group, names in groups.items():
+            error, own, noisy = (
+                _norm(_minus(results[name], truth[name]) for name in names)
+                for results in (found, self._own, self._noisy)
+            )
+            size = _norm(truth[name] for name in names)
+            rounding = max(_unit(self._own[name]) for name in names)
+            allowed = 2 * max(own, noisy) + rounding * size
+            if not error <= allowed and _is_finite(self._own, names):
+                return f"{group}: off by {error:.1e}, expected at most {allowed:.1e}"
+        return ""
+
+
+def _first_difference(
+    found: Results, expected: Results, noisy: Results, tolerances: dict[str, float]
+) -> str:
+    """The first result that is not as expected, nor as plain PyTorch amplifies rounding."""
+    for name, t in expected.items():
+        if t is None or not t.is_floating_point():
+            if not _is_equal(found[name], t):
+                return f"{name} differs"
+            continue
+        error, size = _norm([_minus(found[name], t)]), _norm([t])
+        amplified = _norm([_minus(noisy[name], t)])
+        if not error <= tolerances[name] * size + 1000 * amplified and _is_finite(expected, [name]):
+            return f"{name}: relative error {error / size if size else float('inf'):.1e}"
+    return ""
+
+
+def _other_kind(found: Results, expected: Results) -> str:
+    """The first result of another shape, dtype or layout than expected, or that one lacks."""
+    if others := found.keys() ^ expected.keys():
+        return f"only one of the models has: {min(others)}"
+    for name, t in expected.items():
+        kinds = [_kind(v, not name.startswith("gradient")) for v in (t, found[name])]
+        if kinds[0] != kinds[1]:
+            return f"{name}: expected {kinds[0]}, got {kinds[1]}"
+    return ""
+
+
+def _kind(t: Tensor | None, has_strides: bool) -> str:
+    if t is None:
+        return "None"
+    strides = f" with strides {t.stride()}" if has_strides else ""
+    return f"{t.dtype} {list(t.shape)}{strides}"
+
+
+def _results(model: nn.Module, example: Example) -> Results:
+    """What a forward and a backward of a copy give, in training and in evaluation."""
+    model = copy.deepcopy(model)
+    results: Results = {}
+    with _same_random_numbers(), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for mode in ("training", "evaluation"):
+            model.train(mode == "training")
+            model.zero_grad()
+            call = example.converted(lambda t: t)
+            try:
+                outputs = _step(model, call)
+            except Exception as error:
+                results[f"{type(error).__name__} of {mode}: {error}"] = None
+                outputs = []
+            for i, t in enumerate(outputs):
+                results[f"output of {mode}, {i}"] = t.detach().clone()
+            for i, t in enumerate(_tensors(tuple(call))):
+                results[f"gradient of {mode}, input {i}"] = t.grad
+            for name, p in model.named_parameters():
+                gradient = None if p.grad is None else p.grad.clone()
+                results[f"gradient of {mode}, {name}"] = gradient
+            for name, b in model.named_buffers():
+                results[f"buffer of {mode}, {name}"] = b.detach().clone()
+    return results
+
+
+def _step(model: nn.Module, call: Example) -> list[Tensor]:
+    """A forward and a backward; returns the outputs."""
+    outputs = _tensors(model(*call.args, **call.kwargs))
+    losses = [_weighted_sum(t).double() for t in outputs if t.requires_grad]
+    if losses:
+        sum(losses[1:], losses[0]).backward()
+    return outputs
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, in containers, and in attributes of other objects."""
+    found, seen, waiting = [], set(), [value]
+    while waiting:
+        for leaf in torch_compat.tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif hasattr(leaf, "__dict__") and id(leaf) not in seen and not callable(leaf):
+                seen.add(id(leaf))
+                waiting.append(dict(vars(leaf)))
+    return found
+
+
+def _weighted_sum(t: Tensor) -> Tensor:
+    """A loss of which each element of `t` has a gradient of its own."""
+    weights = torch.cos(torch.arange(t.numel(), device=t.device, dtype=torch.float64))
+    return (t * weights.to(t.real.dtype).reshape(t.shape)).sum().real
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """The generators of Python, NumPy and torch begin alike, and go on as if nothing was drawn."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            torch.manual_seed(0)
+            random.seed(0)
+            if numpy is not None:
+                numpy.random.seed(0)
+            yield
+        finally:
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+def _noise(t: Tensor) -> Tensor:
+    """`t` as if it had been rounded once more."""
+    generator = torch.Generator(t.device).manual_seed(1)
+    signs = torch.randint(0, 2, t.shape, generator=generator, device=t.device) * 2 - 1
+    return t * (1 + 2 * _unit(t) * signs.to(t.dtype))
+
+
+def _with_noise(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.copy_(_noise(p))
+    return model
+
+
+def _unit(t: Tensor | None) -> float:
+    """The unit roundoff of the dtype of `t`."""
+    return torch.finfo(t.dtype).eps / 2 if t is not None and t.is_floating_point() else 0.0
+
+
+def _norm(tensors: Iterable[Tensor | None]) -> float:
+    norms = [t.double().norm() for t in tensors if t is not None]
+    return float(torch.stack([n.cpu() for n in norms]).norm()) if norms else 0.0
+
+
+def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return None if a is None or b is None else a.double() - b.double()
+
+
+def _is_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _coarse(results: Results) -> dict[str, float]:
+    """Relative tolerances where there is no truth in float64: half of the digits."""
+    return {name: _unit(t) ** 0.5 for name, t in results.items()}
+
+
+def _is_finite(results: Results, names: Iterable[str]) -> bool:
+    found = (results[name] for name in names)
+    return all(bool(torch.isfinite(t).all()) for t in found if t is not None)
