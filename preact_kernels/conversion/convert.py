@@ -62,7 +62,8 @@ def convert(model: _Model, *, memory: str = "store", example_inputs: object = No
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `example_inputs` are no arguments.
-        ValueError: the memory mode is unknown, or the plain model raises on `example_inputs`.
+        ValueError: the memory mode is unknown, or the plain model cannot be copied, or
+            raises on `example_inputs`.
     """
     _check_model(model)
     check_memory(memory, None, None, 1)
@@ -95,6 +96,12 @@ def _differing_parts(plain: nn.Module, memory: str, example: Example) -> tuple[l
 
     No smaller ones do: it is equal with these given back, and differs if one of them is not.
     """
+    try:
+        copy.deepcopy(plain)
+    except Exception as error:
+        raise ValueError(
+            f"model: expected one that can be copied, for example_inputs: {error}"
+        ) from error
     verifier = Verifier(plain, example)
     if verifier.refusal:
         return [""], verifier.refusal

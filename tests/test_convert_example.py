@@ -1,0 +1,213 @@
+"""`convert(model, example_inputs=...)` finds what differs from plain PyTorch, and gives it back."""
+
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import preact_kernels as pk
+from preact_kernels.conversion import execution
+from tests.oracle import assert_same_bits
+
+pytestmark = pytest.mark.backends("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, channels=8):
+        super().__init__()
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        h = self.between(self.conv1(F.relu(self.bn1(x))))
+        return self.conv2(F.relu(self.bn2(self.drop(h)))) + x
+
+    def between(self, h):
+        return h
+
+
+class AsksForTheType(Block):
+    """The one question that a deferred tensor answers otherwise."""
+
+    def between(self, h):
+        return h * 2 if type(h) is torch.Tensor else h
+
+
+class Net(nn.Module):
+    def __init__(self, *odd, count=5):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        kinds = [AsksForTheType if i in odd else Block for i in range(count)]
+        self.stage = nn.Sequential(*(kind() for kind in kinds))
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc(self.stage(self.stem(x)).mean((2, 3)))
+
+
+def images():
+    return torch.randn(4, 3, 8, 8)
+
+
+def given_back(model):
+    return [s.name for s in pk.conversion_report(model) if "differs from plain" in s.reason]
+
+
+def results(model, x):
+    torch.manual_seed(0)
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("odd", [(), (3,), (0, 4), (0, 1, 2, 3, 4)])
+def test_the_parts_that_differ_run_plain(odd):
+    plain, x = Net(*odd), images()
+    model = pk.convert(copy.deepcopy(plain), example_inputs=(x,))
+    assert given_back(model) == [f"stage.{i}.bn{j}" for i in odd for j in (1, 2)]
+    for found, expected in zip(results(model, x), results(plain, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert len(pk.conversion_report(model).fused) == 10 - 2 * len(odd)
+    for again in (copy.deepcopy(model), pk.convert(copy.deepcopy(model), example_inputs=x)):
+        assert given_back(again) == given_back(model)
+    assert given_back(pk.convert(model)) == []
+    assert given_back(pk.revert(model)) == []
+
+
+def test_the_model_and_random_states_do_not_change():
+    model, x = Net(1), images().requires_grad_()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate()
+    pk.convert(model, example_inputs=(x,))
+    assert_same_bits(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert x.grad is None and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_kernel_that_is_wrong_in_one_dtype_is_found(scale, dtype, monkeypatch):
+    run = execution.bn_relu_conv2d_of
+
+    def wrong(x, *rest):
+        y = run(x, *rest)
+        return y * scale if x.dtype == dtype else y
+
+    monkeypatch.setattr(execution, "bn_relu_conv2d_of", wrong)
+    model = pk.convert(Net(count=2).to(dtype), example_inputs=images().to(dtype))
+    assert len(given_back(model)) == (4 if scale != 1.0 else 0)
+
+
+def test_arguments_by_name():
+    class Named(Net):
+        def forward(self, x, *, scale):
+            return {"y": super().forward(x) * scale}
+
+    arguments = {"x": images(), "scale": 2}
+    model = pk.convert(Named(2), example_inputs=arguments)
+    assert given_back(model) == ["stage.2.bn1", "stage.2.bn2"]
+
+
+@dataclasses.dataclass
+class Output:
+    """What PyTorch does not look into."""
+
+    logits: torch.Tensor
+
+
+def test_outputs_in_objects_are_compared():
+    class Wraps(Net):
+        def forward(self, x):
+            return Output(super().forward(x))
+
+    model = pk.convert(Wraps(2), example_inputs=(images(),))
+    assert given_back(model) == ["stage.2.bn1", "stage.2.bn2"]
+
+
+def test_a_batch_that_a_checkpoint_counts_once_is_no_difference():
+    class Checkpoints(Net):
+        def forward(self, x):
+            h = self.stem(x)
+            for block in self.stage:
+                h = checkpoint(block, h, use_reentrant=False)
+            return self.fc(h.mean((2, 3)))
+
+    model = pk.convert(Checkpoints(), example_inputs=(images(),))
+    model(images())
+    assert len(pk.conversion_report(model).fused) == 10
+
+
+def test_a_model_that_only_evaluates_is_judged_in_evaluation():
+    class Evaluates(Net):
+        def forward(self, x):
+            if self.training:
+                raise RuntimeError("targets are missing")
+            return super().forward(x)
+
+    model = pk.convert(Evaluates(1), example_inputs=(images(),))
+    assert given_back(model) == ["stage.1.bn1", "stage.1.bn2"]
+
+
+def test_a_model_without_float64_is_judged_in_its_own_dtype():
+    class Narrow(Net):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    assert given_back(pk.convert(Narrow(), example_inputs=(images(),))) == []
+    model = pk.convert(Narrow(*range(5)), example_inputs=(images(),))
+    assert len(given_back(model)) > 0
+
+
+def test_a_model_that_does_not_repeat_itself_stays_plain():
+    class Counts(Net):
+        calls = 0
+
+        def forward(self, x):
+            Counts.calls += 1
+            return super().forward(x) * Counts.calls
+
+    model = pk.convert(Counts(), example_inputs=(images(),))
+    assert {s.reason for s in pk.conversion_report(model)} == {
+        "plain PyTorch does not repeat its results on the example"
+    }
+
+
+class Raises(Net):
+    def forward(self, x):
+        raise RuntimeError("no way")
+
+
+class ReturnsNothing(Net):
+    def forward(self, x):
+        super().forward(x)
+
+
+class CannotBeCopied(Net):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("one of a kind")
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "error", "message"),
+    [
+        (Raises, (images(),), ValueError, "got RuntimeError in training: no way"),
+        (ReturnsNothing, (images(),), ValueError, "returns tensors, got no tensor"),
+        (CannotBeCopied, (images(),), ValueError, "one that can be copied.*one of a kind"),
+        (Net, (images(), 1), ValueError, "got TypeError in training"),
+        (Net, 3, TypeError, "example_inputs: expected a tensor, a tuple or a dictionary"),
+    ],
+)
+def test_examples_that_cannot_be_judged_are_refused(model, example, error, message):
+    model = model()
+    with pytest.raises(error, match=message):
+        pk.convert(model, example_inputs=example)
+    assert all(s.reason == "the model is not converted" for s in pk.conversion_report(model))
