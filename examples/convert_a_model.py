@@ -43,9 +43,10 @@ def main() -> None:
     model = copy.deepcopy(plain)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model)]
 
-    pk.convert(model, memory="rebuild")  # the optimizer goes on with the same parameters
-
     images, labels = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    # The optimizer goes on with the same parameters.
+    pk.convert(model, memory="rebuild", example_inputs=(images,))
+
     kept = [pk.saved_bytes(m, images) for m in (plain, model)]
     print(
         f"kept for backward: plain {kept[0] / 2**20:.1f} MiB, converted {kept[1] / 2**20:.1f} MiB"
