@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 import preact_kernels as pk
 from bench.foreign_models import DenseLayer, FunctionalBlock, timm_model, torchvision_models
-from tests import oracle
+from tests import oracle, random_model_helpers
 from tests.cases import in_dtype, randomised
 from tests.foreign_cases import report_of
 
@@ -282,6 +283,113 @@ def test_stays_where_the_forward_does_more_than_the_chain(call):
     fused = pk.fuse_for_inference(model)
     assert count_norms(fused) == 1
     assert torch.equal(fused(x := images()), model(x))
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+doubles = Doubles.apply
+is_grad_enabled = torch.is_grad_enabled
+
+
+def calls_a_custom_function(m, x):
+    y = m.conv(x)
+    doubles(y)
+    return m.bn(y)
+
+
+def asks_for_the_grad_mode(m, x):
+    y = m.conv(x)
+    return y if is_grad_enabled() else m.bn(y)
+
+
+def leaves_the_grad_mode(m, x):
+    with torch.no_grad():
+        return m.bn(m.conv(x))
+
+
+@pytest.mark.parametrize(
+    "call", [calls_a_custom_function, asks_for_the_grad_mode, leaves_the_grad_mode]
+)
+def test_stays_where_the_forward_calls_what_no_graph_holds(call):
+    model = randomised(Composed(call)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1
+    x = images()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            assert torch.equal(fused(x), model(x))
+
+
+QUESTIONS = {
+    **random_model_helpers.QUESTIONS,
+    "type": lambda t: type(t) is torch.Tensor,
+    "types": lambda t: type(t) in {torch.Tensor, nn.Parameter},
+    "no_parameter": lambda t: not isinstance(t, nn.Parameter),
+    "no_tuple": lambda t: not isinstance(t, (tuple, list)),
+    "no_callable": lambda t: not callable(t),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_questions_about_types_are_answered_or_refused(question):
+    """The second reader of the convolution is behind such a question."""
+
+    def call(m, x):
+        y = m.conv(x)
+        z = m.bn(y)
+        return z + y if question(y) else z
+
+    model = randomised(Composed(call)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 1
+    assert torch.equal(fused(x := images()), model(x))
+
+
+def test_a_question_that_is_answered_stops_no_folding():
+    def call(m, x):
+        y = m.bn(m.conv(x))
+        return F.relu(y) if isinstance(y, torch.Tensor) else y
+
+    model = randomised(Composed(call)).eval()
+    fused = pk.fuse_for_inference(model)
+    assert count_norms(fused) == 0
+    assert_equals_plain(fused, model, images())
+
+
+def test_other_threads_run_meanwhile():
+    """Tracing sees, and changes, calls of its own thread alone."""
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    x, errors, is_done = images(), [], threading.Event()
+    expected = other(x)
+
+    def run():
+        while not is_done.is_set():
+            try:
+                with torch.no_grad():
+                    found = doubles(other(x))
+                assert torch.equal(found, expected * 2) and not found.requires_grad
+                assert isinstance(found, torch.Tensor) and torch.is_grad_enabled()
+            except Exception as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        models = [pk.fuse_for_inference(pk.preact_resnet(110, fused=False)) for _ in range(2)]
+    finally:
+        is_done.set()
+        thread.join()
+    assert not errors
+    assert [count_norms(m) for m in models] == [count_norms(models[0])] * 2
 
 
 def reads_options_of_the_norm(m, x):

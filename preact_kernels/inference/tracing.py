@@ -1,23 +1,28 @@
 """Traces the forward of a module to a graph, and refuses what a graph cannot hold.
 
 `torch.fx` records operations on its proxies alone. What a forward does beside them would be lost
-or frozen in the graph: control flow on Python values, tensors computed from constants, random
-numbers, autocast and no_grad contexts, checkpointing, custom autograd functions. `trace` refuses
-all of these. A child that cannot be traced stays a call in the graph of its parent.
+or frozen in the graph: control flow on Python values and types, tensors computed from constants,
+random numbers, autocast and no_grad contexts, checkpointing, custom autograd functions. `trace`
+refuses all of these: a profile function sees every call that the forward makes, on this thread
+alone. A child that cannot be traced stays a call in the graph of its parent.
 """
 
-import builtins
 import contextlib
 import copy
+import functools
 import inspect
 import operator
+import os
 import random
 import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.modules.batch_norm import has_hooks
@@ -55,7 +60,7 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.Graph:
         Refusal: its forward cannot be traced.
     """
     try:
-        with _unchanged(root), _only_proxies(root):
+        with _unchanged(root), _only_proxies():
             before = Refusal.count
             graph = _Tracer(is_leaf).trace(root)
             _check_none_was_caught(before)
@@ -73,8 +78,34 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return kind.__mro__[kind.__mro__.index(wrapper) + 1]
 
 
+# Modules and functions whose results are tensors, if they can be called with one tensor or two.
+_TENSOR_MODULES = (
+    *(nn.Conv2d, nn.ReLU, nn.Linear, nn.Identity, nn.Flatten, nn.Upsample, nn.Sigmoid, nn.SiLU),
+    *(nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd),
+    *(nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.ReLU6),
+)
+_TENSOR_FUNCTIONS = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg),
+    *IN_PLACE_OPERATORS.values(),
+    *(torch.relu, torch.cat, torch.add, torch.mul, torch.sigmoid, torch.flatten),
+    *(F.relu, F.conv2d, F.batch_norm, F.avg_pool2d, F.interpolate, F.pad, F.dropout),
+)
+
+
 class _TensorProxy(fx.Proxy):
-    """A proxy that has the attributes of a tensor, and no others."""
+    """A proxy that has the attributes of a tensor, and no others.
+
+    `isinstance` in a forward finds a tensor where the value is known to be one.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self):
+        asking = sys._getframe(1).f_code
+        if _is_of_torch(asking) and asking not in _ASKING:
+            return type(self)
+        if not cast(_Tracer, self.tracer).is_tensor(self.node):
+            raise Refusal("it asks for the type of a value")
+        return Tensor
 
     def __getattr__(self, k):
         if not hasattr(Tensor, k):
@@ -98,6 +129,18 @@ class _Tracer(fx.Tracer):
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self._is_leaf = is_leaf
+        self._thread = threading.get_ident()
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        """Whether the value of a node is known to be a tensor."""
+        if node.op == "call_module":
+            return isinstance(self.root.get_submodule(str(node.target)), _TENSOR_MODULES)
+        return node.op == "call_function" and node.target in _TENSOR_FUNCTIONS
+
+    def getattr(self, attr, attr_val, parameter_proxy_cache):
+        if threading.get_ident() != self._thread:  # `fx` replaces a method of all modules
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         forward = original_class(self.root).forward
@@ -107,7 +150,7 @@ class _Tracer(fx.Tracer):
                 continue
             if parameter.default is inspect.Parameter.empty:
                 arguments.append(self.create_proxy("placeholder", name, (), {}))
-        return forward, arguments
+        return _watched(forward), arguments
 
     def proxy(self, node):
         return _TensorProxy(node, self)
@@ -119,6 +162,8 @@ class _Tracer(fx.Tracer):
         raise Refusal("it iterates over a value of unknown length")
 
     def create_arg(self, a):
+        if type(a) is _TensorProxy:
+            return a.node
         if isinstance(a, Tensor) and not self._has(a):
             raise Refusal("it uses a tensor that is neither a parameter nor a buffer")
         if isinstance(a, dict) and type(a) is not dict:
@@ -139,6 +184,8 @@ class _Tracer(fx.Tracer):
         return kind.__module__.startswith("torch.nn") and kind not in _PLAIN_CONTAINERS
 
     def call_module(self, m, forward, args, kwargs):
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
@@ -149,6 +196,7 @@ class _Tracer(fx.Tracer):
                 y = super().call_module(m, forward, args, kwargs)
             _check_none_was_caught(refusals)
         except Exception:
+            sys.setprofile(_watch)  # Python removes it when it raises
             self.module_stack = module_stack
             if any(isinstance(a, list | dict) for a in (*args, *kwargs.values())):
                 raise  # it may have changed them
@@ -207,35 +255,6 @@ class _NoTensors(TorchDispatchMode):
         raise Refusal(f"it computes with tensors that are no inputs ({function})")
 
 
-def _refuse(reason: str) -> Callable:
-    def refuse(*args, **kwargs):
-        raise Refusal(reason)
-
-    return refuse
-
-
-def _isinstance(value: object, kinds: Any) -> bool:
-    """`isinstance` of a traced forward, for which proxies are tensors."""
-    if isinstance(value, fx.Proxy):
-        flat = kinds if isinstance(kinds, tuple) else (kinds,)
-        return any(k is Tensor for k in flat)
-    return builtins.isinstance(value, kinds)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Sets an attribute within the context."""
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
 def _random_states() -> tuple:
     """States of the random number generators of Python and NumPy."""
     numpy: Any = sys.modules.get("numpy")
@@ -245,57 +264,91 @@ def _random_states() -> tuple:
     return random.getstate(), keys.tobytes(), rest
 
 
-_REFUSED = (
-    (torch.autograd.Function, "apply", "it calls a custom autograd function"),
-    (
-        torch.autograd.graph.saved_tensors_hooks,
-        "__enter__",
-        "it runs under checkpointing or other hooks of saved tensors",
+# Calls that a graph would lose or freeze, and why. Those of functions in C are seen if the forward
+# makes them itself.
+_REFUSED: dict[object, str] = {
+    torch.autograd.Function.apply.__code__: "it calls a custom autograd function",
+    torch.autograd.graph.saved_tensors_hooks.__enter__.__code__: (
+        "it runs under checkpointing or other hooks of saved tensors"
     ),
-    *(
-        (context, "__enter__", f"a part of it runs under {context.__name__}")
-        for context in (
-            torch.autocast,
-            torch.enable_grad,
-            torch.inference_mode,
-            torch.no_grad,
+    torch.set_grad_enabled.__init__.__code__: "a part of it runs under set_grad_enabled",
+    **{
+        context.__enter__.__code__: f"a part of it runs under {context.__name__}"
+        for context in (torch.autocast, torch.enable_grad, torch.inference_mode, torch.no_grad)
+    },
+    **{
+        inspect.unwrap(function).__code__: f"it calls torch.{function.__name__}"
+        for function in (
+            *(torch.manual_seed, torch.seed, torch.set_rng_state),
+            torch.random.fork_rng,
         )
-    ),
-    (torch.set_grad_enabled, "__init__", "a part of it runs under set_grad_enabled"),
-    *(
-        (torch, name, f"it calls torch.{name}")
-        for name in (
-            "is_autocast_enabled",
-            "is_grad_enabled",
-            "is_inference_mode_enabled",
-            "manual_seed",
-            "seed",
-            "set_rng_state",
+    },
+    **{
+        function: f"it calls torch.{function.__name__}"
+        for function in (
+            torch.is_autocast_enabled,
+            torch.is_grad_enabled,
+            torch.is_inference_mode_enabled,
         )
-    ),
-    (torch.random, "fork_rng", "it calls torch.random.fork_rng"),
+    },
+}
+
+# Functions of torch that ask for types on behalf of a forward.
+_ASKING = (torch.is_tensor.__code__, torch._jit_internal._isinstance.__code__)
+# Questions that no proxy can answer.
+_QUESTIONS = frozenset(("type", "callable", "issubclass"))
+# Folders of torch and of this package, whose functions know proxies.
+_TORCH = tuple(
+    os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch_compat.__file__, torch.__file__)
 )
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+def _is_of_torch(code: types.CodeType) -> bool:
+    return code.co_filename.startswith(_TORCH)
+
+
+def _is_of_python(code: types.CodeType) -> bool:
+    """Whether a function belongs to the standard library."""
+    name = code.co_filename
+    return name.startswith((_PYTHON, "<frozen")) and "-packages" + os.sep not in name
+
+
+def _watch(frame: types.FrameType, event: str, arg: object) -> None:
+    """A profile function that refuses what a graph cannot hold."""
+    code = frame.f_code
+    if event == "call":
+        if code in _REFUSED:
+            raise Refusal(_REFUSED[code])
+        is_library = _is_of_torch(code) or _is_of_python(code)
+        if not is_library and not _QUESTIONS.isdisjoint(code.co_names):
+            raise Refusal("it may ask for the type of a value")
+    elif event == "c_call" and not _is_of_torch(code):
+        with contextlib.suppress(TypeError):  # not hashable
+            if arg in _REFUSED:
+                raise Refusal(_REFUSED[arg])
+
+
+def _watched(forward: Callable) -> Callable:
+    """`forward` under `_watch`."""
+
+    @functools.wraps(forward)
+    def call(*args: Any) -> Any:
+        profile = sys.getprofile()
+        sys.setprofile(_watch)
+        try:
+            return forward(*args)
+        finally:
+            sys.setprofile(profile)
+
+    return call
 
 
 @contextlib.contextmanager
-def _only_proxies(root: nn.Module) -> Iterator[None]:
-    """Within the context, whatever a graph cannot hold raises `Refusal`."""
+def _only_proxies() -> Iterator[None]:
+    """Within the context, operations on tensors and random numbers raise `Refusal`."""
     states = _random_states()
-    sources = {
-        sys.modules[base.__module__]
-        for module in root.modules()
-        for base in original_class(module).__mro__
-        if base.__module__ in sys.modules and not base.__module__.startswith(("torch.", "builtins"))
-    }
-    replaced = [
-        *((owner, name, _refuse(reason)) for owner, name, reason in _REFUSED),
-        *((source, "isinstance", _isinstance) for source in sources),
-        (torch, "is_tensor", lambda value: _isinstance(value, Tensor)),
-    ]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_NoTensors())
-        for owner, name, value in replaced:
-            stack.enter_context(_replaced(owner, name, value))
+    with _NoTensors():
         yield
     if _random_states() != states:
         raise Refusal("it draws random numbers in Python")
