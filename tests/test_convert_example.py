@@ -181,6 +181,56 @@ def test_a_model_that_does_not_repeat_itself_stays_plain():
     }
 
 
+def test_a_closure_over_the_model_is_refused_and_changes_nothing():
+    model = Net()
+    model.call = lambda x: model.stage(x)
+    model.forward = lambda x: model.fc(model.call(model.stem(x)).mean((2, 3)))
+    model.fc.weight.grad = torch.ones_like(model.fc.weight)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    pk.convert(model, example_inputs=(images(),))
+    assert_same_bits(model.state_dict(), before)
+    assert (model.fc.weight.grad == 1).all() and model.fc.bias.grad is None
+    assert {"refer to the model itself" in s.reason for s in pk.conversion_report(model)} == {True}
+
+
+def test_complex_outputs_are_compared_as_numbers():
+    class Transforms(Net):
+        def forward(self, x):
+            return torch.fft.fft2(self.stage(self.stem(x)))
+
+    assert given_back(pk.convert(Transforms(), example_inputs=(images(),))) == []
+    assert len(given_back(pk.convert(Transforms(1), example_inputs=(images(),)))) == 2
+
+
+def test_parts_in_evaluation_stay_so_in_training():
+    class Frozen(Net):
+        def forward(self, x):
+            assert not self.training or not self.stage[0].bn1.training
+            return super().forward(x)
+
+    model = Frozen(2)
+    model.stage[0].eval()
+    assert given_back(pk.convert(model, example_inputs=(images(),))) == [
+        "stage.2.bn1",
+        "stage.2.bn2",
+    ]
+
+
+def test_inference_mode_does_not_matter():
+    model = Net(2)
+    with torch.inference_mode():
+        pk.convert(model, example_inputs=(images(),))
+    assert given_back(model) == ["stage.2.bn1", "stage.2.bn2"]
+
+
+def test_a_refused_example_leaves_the_model_as_it_was():
+    model = pk.convert(Net())
+    with pytest.raises(ValueError, match="example_inputs"):
+        pk.convert(model, example_inputs=(images(), 1))
+    model(images())
+    assert len(pk.conversion_report(model).fused) == 10
+
+
 class Raises(Net):
     def forward(self, x):
         raise RuntimeError("no way")

@@ -87,6 +87,18 @@ def test_gradient_penalty_behind_frozen_blocks(count, memory):
     check_penalty(stage, plain_copy(stage), lambda: {"x": images()}, frozen=frozen)
 
 
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+def test_gradient_penalty_behind_frozen_units_of_a_block(kind, memory):
+    width = 4 if kind == "basic" else 1
+    blocks = [random_block(kind, 4, width) for _ in range(3)]
+    stage = pk.PreActStage(blocks, memory).double()
+    frozen = ["x", *(n for n, _ in stage.named_parameters() if n[0] == "0")]
+    frozen += [f"1.{n}" for n in ("bn1.weight", "bn1.bias", "conv1.weight")]
+    images = partial(torch.randn, 2, 4, 4, 5, dtype=torch.float64)
+    check_penalty(stage, plain_copy(stage), lambda: {"x": images()}, frozen=frozen)
+
+
 def test_gradient_penalty_of_a_stage_whose_block_occurs_twice(backend):
     block = random_block("basic", 4, 4)
     stage = pk.PreActStage([block, block]).double()

@@ -335,6 +335,7 @@ QUESTIONS = {
     "no_parameter": lambda t: not isinstance(t, nn.Parameter),
     "no_tuple": lambda t: not isinstance(t, (tuple, list)),
     "no_callable": lambda t: not callable(t),
+    "text": lambda t: "grad_fn" in repr(t) or "tensor" in str(t),
 }
 
 
@@ -362,6 +363,21 @@ def test_a_question_that_is_answered_stops_no_folding():
     fused = pk.fuse_for_inference(model)
     assert count_norms(fused) == 0
     assert_equals_plain(fused, model, images())
+
+
+def test_threads_may_fold_at_once():
+    call, models = nn.Module.__call__, [pk.preact_resnet(29, fused=False) for _ in range(4)]
+    expected = count_norms(pk.fuse_for_inference(models[0]))
+    found = []
+    threads = [
+        threading.Thread(target=lambda m=m: found.append(pk.fuse_for_inference(m))) for m in models
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [count_norms(m) for m in found] == [expected] * 4
+    assert nn.Module.__call__ is call
 
 
 def test_other_threads_run_meanwhile():

@@ -1,5 +1,6 @@
 """Variables that a function reads no more do not keep their tensors from running fused."""
 
+import asyncio
 import copy
 import sys
 import weakref
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.conversion.liveness import unread
+from preact_kernels.conversion.liveness import Reference, unread
 
 pytestmark = [
     pytest.mark.backends("cpu"),
@@ -23,7 +24,7 @@ def asked(references):
 
 
 def references(*tensors):
-    return [weakref.ref(t) for t in tensors]
+    return [Reference(t) for t in tensors]
 
 
 def reads_one_of_two(x):
@@ -108,7 +109,67 @@ def saves_for_backward(x):
     return (a * x.clone().requires_grad_()), asked(references(a, b))
 
 
+def shares_a_plain_weak_reference(x):
+    a, b = x + 1, x + 2
+    kept = weakref.ref(a)
+    return kept, asked(references(a, b))
+
+
+async def _numbers():
+    for i in range(2):
+        yield i
+
+
+async def _reads_behind_an_async_loop(x):
+    a, b = x + 1, x + 2
+    found = []
+    async for i in _numbers():
+        found = asked(references(a, b))
+        b = x + i
+    return a, found
+
+
+def reads_behind_an_async_loop(x):
+    return asyncio.run(_reads_behind_an_async_loop(x))
+
+
+def _variables():
+    return sys._getframe(1).f_locals
+
+
+def keeps_its_variables(x):
+    a = x + 1
+    kept = _variables()
+    found = asked(references(a))
+    assert kept["a"] is a and kept["x"] is x
+    return kept, found
+
+
+def reads_variables_of_the_caller(x):
+    def read(code):
+        variables = sys._getframe(1).f_locals
+        return eval(code, {"asked": asked, "references": references}, variables)
+
+    a, b = x + 1, x + 2  # noqa: F841
+    return b, read("asked(references(a, b))")
+
+
+def is_profiled(x):
+    a, b = x + 1, x + 2
+    try:
+        sys.setprofile(lambda *_: None)
+        found = asked(references(a, b))
+    finally:
+        sys.setprofile(None)
+    return b, found
+
+
 FUNCTIONS = [
+    (shares_a_plain_weak_reference, [False, True]),
+    (reads_behind_an_async_loop, [False, True]),
+    (keeps_its_variables, [False]),
+    (reads_variables_of_the_caller, [False, False]),
+    (is_profiled, [False, False]),
     (reads_one_of_two, [True, False]),
     (reads_behind_a_branch, [False, False]),
     (reads_in_a_handler, [False, True]),
@@ -123,7 +184,9 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "expected"), FUNCTIONS, ids=lambda f: str(f).split()[1])
+@pytest.mark.parametrize(
+    ("function", "expected"), FUNCTIONS, ids=lambda v: getattr(v, "__name__", "")
+)
 def test_variables_that_are_not_read_again(function, expected):
     found = function(torch.ones(2))
     assert (found if isinstance(found, list) else found[1]) == expected

@@ -23,7 +23,7 @@ from preact_kernels.conversion.hooks import (
 )
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import ConversionReport, Site
-from preact_kernels.conversion.verification import Example, Verifier
+from preact_kernels.conversion.verification import Example, Verifier, unchanged
 from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
 from preact_kernels.modules.preact_block import PreActBlock
@@ -68,8 +68,8 @@ def convert(model: _Model, *, memory: str = "store", example_inputs: object = No
     _check_model(model)
     check_memory(memory, None, None, 1)
     example = None if example_inputs is None else Example.of(example_inputs)
-    revert(model)
     parts, reason = ([], "") if example is None else _differing_parts(model, memory, example)
+    revert(model)
     _convert(model, memory)
     for name in parts:
         _give_back(model.get_submodule(name), reason)
@@ -91,27 +91,24 @@ def _give_back(module: nn.Module, reason: str) -> None:
     module.__dict__[GIVEN_BACK] = reason
 
 
-def _differing_parts(plain: nn.Module, memory: str, example: Example) -> tuple[list[str], str]:
+def _differing_parts(model: nn.Module, memory: str, example: Example) -> tuple[list[str], str]:
     """The modules that make a converted model differ on an example, and how it does.
 
-    No smaller ones do: it is equal with these given back, and differs if one of them is not.
+    The rest is equal when they run plain, and no fewer of them suffice.
     """
     try:
-        copy.deepcopy(plain)
+        plain = revert(copy.deepcopy(model))
     except Exception as error:
         raise ValueError(
             f"model: expected one that can be copied, for example_inputs: {error}"
         ) from error
-    verifier = Verifier(plain, example)
-    if verifier.refusal:
-        return [""], verifier.refusal
 
     def difference(given_back: Sequence[str]) -> str:
-        model = copy.deepcopy(plain)
-        _convert(model, memory)
+        converted = copy.deepcopy(plain)
+        _convert(converted, memory)
         for name in given_back:
-            _give_back(model.get_submodule(name), "")
-        return verifier.difference(model)
+            _give_back(converted.get_submodule(name), "")
+        return verifier.difference(converted)
 
     def reduced(parts: list[str], group: list[str]) -> list[str]:
         """`parts` without those of `group` that need not be given back."""
@@ -128,10 +125,15 @@ def _differing_parts(plain: nn.Module, memory: str, example: Example) -> tuple[l
             parts = reduced(parts, some) if some else parts
         return parts
 
-    reason = difference([])
-    if not reason:
-        return [], ""
-    return reduced([""], [""]), f"differs from plain PyTorch on the example ({reason})"
+    with torch.inference_mode(False), unchanged(model) as refusals:
+        verifier = Verifier(plain, example)
+        reason = verifier.refusal or difference([])
+        parts = reduced([""], [""]) if reason and not verifier.refusal else [""]
+    if refusals:
+        return [""], refusals[0]
+    if verifier.refusal:
+        return [""], verifier.refusal
+    return (parts, f"differs from plain PyTorch on the example ({reason})") if reason else ([], "")
 
 
 def _parts_of(model: nn.Module, name: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.conversion.liveness import Reference
 from preact_kernels.ops.bn_relu import gradients
 from preact_kernels.torch_compat import disable_torch_function
 
@@ -59,7 +59,7 @@ class Node:
     memory = "store"
     other_users: "tuple[Node, ...]" = ()
     placed_by: "Node | None" = None
-    reference: "weakref.ref[Deferred] | None" = None
+    reference: "Reference | None" = None
     returned_by: Any = None
     spare: "Deferred | None" = None
     user: "Node | None" = None
@@ -306,13 +306,13 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
                 torch_compat.swap_tensor_impl(result, spare)
                 # Code in C++ that holds the result of the batch norm finds it as `spare`.
                 spare.preact_node = source
-                source.reference = weakref.ref(spare)
+                source.reference = Reference(spare)
             else:
                 result = spare
     elif not in_place:
         result = _empty(node)
     result.preact_node = node
-    node.reference = weakref.ref(result)
+    node.reference = Reference(result)
     return result
 
 

@@ -110,7 +110,7 @@ class _Execution:
     def _input(self, value: Node | Tensor, step: Match | Node) -> Tensor:
         if isinstance(value, Node):
             if value.value is not None and isinstance(step, Node) and step.operation is CONV:
-                return value.value  # which it saves: as the program sees it, not a copy in NHWC
+                return value.value  # saves no second copy in NHWC
             if value in self._values:
                 return self._values[value]
             assert value.value is not None

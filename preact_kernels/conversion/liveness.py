@@ -15,26 +15,29 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-# Names in functions that may read any variable of theirs, or hold the dictionary of them.
-_READERS = frozenset(
-    ("locals", "vars", "dir", "eval", "exec", "f_locals", "_getframe", "currentframe")
-)
+# Names in functions that may read any variable of theirs, and of the functions that called them.
+_READERS = frozenset(("locals", "vars", "dir", "eval", "exec"))
+_READERS_OF_CALLERS = frozenset(("f_locals", "_getframe", "currentframe"))
 _OPTIMIZED = 1  # flag of code whose variables are not in a dictionary: functions
+
+
+class Reference(weakref.ref):
+    """A weak reference that the program does not share: equal plain ones are one object."""
+
+    __slots__ = ()
 
 
 def unread(tensors: Sequence[Tensor]) -> list[bool]:
     """Whether no running function of this thread reads a tensor again, and nothing else holds it.
 
     Args:
-        tensors: held by the sequence that is passed, and by nothing else in the caller; that may
-            hold a weak reference to each.
+        tensors: each has one `Reference`. The caller holds them in this sequence alone.
     """
     holders = [0] * len(tensors)
     if not holders:
         return []
     index = {id(t): i for i, t in enumerate(tensors)}
-    # A trace function, as of a debugger, reads and writes the dictionaries that are cleared here.
-    if sys.gettrace() is None:
+    if not _is_watched():
         for frame in _frames():
             code = frame.f_code
             live: frozenset[str] | None = None
@@ -47,8 +50,8 @@ def unread(tensors: Sequence[Tensor]) -> list[bool]:
                     live = live_variables(code, frame.f_lasti)
                 if name not in live:
                     holders[i] += 1
-            if sys.version_info < (3, 13):
-                variables.clear()  # a copy, that holds what it shows
+            if sys.version_info < (3, 13) and _references([variables], 0) == _OWN_REFERENCES + 2:
+                variables.clear()  # a copy, which nothing but the frame and this function has
             del variables
     return [_is_held_by(tensors, i, count) for i, count in enumerate(holders)]
 
@@ -57,18 +60,34 @@ def _is_held_by(tensors: Sequence[Tensor], i: int, variables: int) -> bool:
     """Whether that many variables hold a tensor, and nothing else."""
     return (
         variables > 0
-        and sys.getrefcount(tensors[i]) == variables + 2  # `tensors` and this argument
+        and _references(tensors, i) == _OWN_REFERENCES + variables
         and tensors[i]._use_count() == 1  # type: ignore[attr-defined]  # in C++
-        and weakref.getweakrefcount(tensors[i]) <= 1
+        and weakref.getweakrefcount(tensors[i]) == 1
     )
+
+
+def _references(values: Sequence[object], i: int) -> int:
+    return sys.getrefcount(values[i])
+
+
+_OWN_REFERENCES = _references([object()], 0)  # the sequence, and what the call adds
+
+
+def _is_watched() -> bool:
+    """Whether a debugger or a profiler may read variables, or write those that it was shown.
+
+    From Python 3.14 on, instructions that wait for others hold tensors without a reference.
+    """
+    if sys.version_info >= (3, 14):
+        return True
+    return sys.gettrace() is not None or sys.getprofile() is not None
 
 
 def _frames() -> Iterator[types.FrameType]:
     """The functions that run on this thread, and name each variable that they read."""
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_flags & _OPTIMIZED and _READERS.isdisjoint(code.co_names):
+    while frame is not None and _READERS_OF_CALLERS.isdisjoint(frame.f_code.co_names):
+        if frame.f_code.co_flags & _OPTIMIZED and _READERS.isdisjoint(frame.f_code.co_names):
             yield frame
         frame = frame.f_back
 
@@ -94,7 +113,7 @@ def live_variables(code: types.CodeType, offset: int) -> frozenset[str]:
             before = _before(instructions[i], after)
             if before != live[i]:
                 live[i], has_changed = before, True
-    handlers = (live[i] for i in _handlers(instructions, at))
+    handlers = (live[i] for i in _handlers(instructions, following, at))
     running = bisect.bisect_right([i.offset for i in instructions], offset) - 1
     found = (live[j] for j in following[running])
     return frozenset().union(shared, *found, *handlers)
@@ -136,10 +155,19 @@ def _jumps(instruction: dis.Instruction) -> bool:
     return instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
 
 
-def _handlers(instructions: Sequence[dis.Instruction], at: dict[int, int]) -> Iterator[int]:
-    """The beginnings of what runs behind an exception."""
+def _handlers(
+    instructions: Sequence[dis.Instruction],
+    following: Sequence[Iterable[int]],
+    at: dict[int, int],
+) -> Iterator[int]:
+    """What may run behind an exception: what nothing else leads to."""
+    reached, waiting = {0}, [0]
+    while waiting:
+        new = set(following[waiting.pop()]) - reached
+        reached |= new
+        waiting += new
     for i, instruction in enumerate(instructions):
-        if instruction.opname == "PUSH_EXC_INFO":
+        if i not in reached:
             yield i
         elif instruction.opname.startswith("SETUP_"):  # Python 3.10
             yield at[instruction.argval]

@@ -315,7 +315,7 @@ class Region(TorchFunctionMode):
 
 
 def _forget_unread(nodes: Sequence[Node]) -> None:
-    """Takes the tensors from nodes where the program never reads them again."""
+    """Drops the references to tensors that the program never reads again."""
     held, tensors, t = [], [], None
     for node in nodes:
         t = None if node.reference is None else node.reference()

@@ -63,11 +63,11 @@ class Example(NamedTuple):
 class Verifier:
     """Judges converted copies of a model by what the plain one gives.
 
-    Results are those of a forward and a backward, in training and in evaluation: outputs, the
-    gradients of parameters and inputs, and buffers behind the forward. What plain PyTorch raises
-    on is not judged. In float64, each of them must be equal up to
-    rounding. In the dtype of the model, all outputs, all gradients and all buffers must be as close
-    to float64 as plain PyTorch, up to a factor for the luck of a few numbers:
+    The results are those of a forward and a backward, in training and in evaluation: outputs,
+    gradients of parameters and inputs, and buffers after the forward. A mode in which plain PyTorch
+    raises is left out. In float64, each tensor must be equal up to rounding. In the dtype of the
+    model, all outputs, all gradients and all buffers must be as close to float64 as plain PyTorch;
+    the factor allows for chance:
 
         |converted - truth| <= 8 |plain - truth| + 8 roundings.
 
@@ -188,14 +188,20 @@ def _results(model: nn.Module, example: Example) -> Results:
     """What a forward and a backward of a copy give, in training and in evaluation."""
     results: Results = {}
     for mode in ("training", "evaluation"):
-        with _same_random_numbers(), torch.enable_grad(), warnings.catch_warnings():
+        with (
+            _same_random_numbers(_devices(model, example)),
+            torch.enable_grad(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
-            own = copy.deepcopy(model).train(mode == "training")
+            own = copy.deepcopy(model)
+            if mode == "evaluation" or not own.training:  # else parts of it may be in evaluation
+                own.train(mode == "training")
             own.zero_grad()
             call = example.converted(lambda t: t)
             try:
                 outputs = _tensors(own(*call.args, **call.kwargs))
-                # A backward changes buffers only where a checkpoint counts a batch again.
+                # Before the backward, in which a checkpoint of plain PyTorch counts a batch again.
                 results |= {f"buffer of {mode}, {n}": b.clone() for n, b in own.named_buffers()}
                 results |= {f"output of {mode}, {i}": t.clone() for i, t in enumerate(outputs)}
                 losses = [_weighted_sum(t).double() for t in outputs if t.requires_grad]
@@ -208,7 +214,17 @@ def _results(model: nn.Module, example: Example) -> Results:
         leaves = {f"input {i}": t for i, t in enumerate(_tensors(tuple(call)))}
         for name, t in (leaves | dict(own.named_parameters())).items():
             results[f"gradient of {mode}, {name}"] = t.grad
-    return {name: None if t is None else t.detach() for name, t in results.items()}
+    return {name: None if t is None else _real(t.detach()) for name, t in results.items()}
+
+
+def _real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def _devices(model: nn.Module, example: Example) -> list[int]:
+    """The CUDA devices of the tensors."""
+    tensors = (*model.parameters(), *model.buffers(), *_tensors(tuple(example)))
+    return sorted({t.device.index for t in tensors if t.device.type == "cuda"})
 
 
 def _errors(results: Results) -> str:
@@ -235,13 +251,42 @@ def _weighted_sum(t: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """The generators of Python, NumPy and torch begin alike, and go on as if nothing was drawn."""
+def unchanged(model: nn.Module) -> Iterator[list[str]]:
+    """Restores the buffers and gradients of a model whose copies refer to it, as closures do.
+
+    The list receives a reason if the copies changed them.
+    """
+    gradients = [(p, p.grad) for p in model.parameters()]
+    tensors = [*model.buffers(), *(g for _, g in gradients if g is not None)]
+    before = [t.clone() for t in tensors]
+    found: list[str] = []
+    try:
+        yield found
+    finally:
+        is_same = all(map(torch.equal, tensors, before))
+        is_same = is_same and all(p.grad is gradient for p, gradient in gradients)
+        if not is_same:
+            found.append("its copies refer to the model itself, and cannot be compared with it")
+            for t, value in zip(tensors, before, strict=True):
+                t.data.copy_(value)
+            for p, gradient in gradients:
+                p.grad = gradient
+
+
+@contextlib.contextmanager
+def _same_random_numbers(devices: Sequence[int]) -> Iterator[None]:
+    """The generators of Python, NumPy and torch begin alike, and go on as if nothing was drawn.
+
+    Args:
+        devices: the CUDA devices whose generators do.
+    """
     state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices):
         try:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # and no device that is not in use
+            for device in devices:
+                torch.cuda.default_generators[device].manual_seed(0)
             random.seed(0)
             if numpy is not None:
                 numpy.random.seed(0)

@@ -29,6 +29,7 @@ from preact_kernels.modules.batch_norm import has_hooks
 from preact_kernels.torch_compat import TorchDispatchMode
 
 _PLAIN_CONTAINERS = (nn.Sequential,)
+_lock = threading.RLock()
 
 IN_PLACE_OPERATORS: dict[str, Callable] = {
     name: getattr(operator, name)
@@ -60,7 +61,8 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.Graph:
         Refusal: its forward cannot be traced.
     """
     try:
-        with _unchanged(root), _only_proxies():
+        # `fx` replaces methods of all modules meanwhile.
+        with _lock, _unchanged(root), _only_proxies():
             before = Refusal.count
             graph = _Tracer(is_leaf).trace(root)
             _check_none_was_caught(before)
@@ -106,6 +108,11 @@ class _TensorProxy(fx.Proxy):
         if not cast(_Tracer, self.tracer).is_tensor(self.node):
             raise Refusal("it asks for the type of a value")
         return Tensor
+
+    def __repr__(self):
+        if not _is_of_torch(sys._getframe(1).f_code):
+            raise Refusal("it asks for the text of a value")
+        return super().__repr__()
 
     def __getattr__(self, k):
         if not hasattr(Tensor, k):
@@ -296,7 +303,7 @@ _REFUSED: dict[object, str] = {
 # Functions of torch that ask for types on behalf of a forward.
 _ASKING = (torch.is_tensor.__code__, torch._jit_internal._isinstance.__code__)
 # Questions that no proxy can answer.
-_QUESTIONS = frozenset(("type", "callable", "issubclass"))
+_QUESTIONS = frozenset(("type", "callable", "issubclass", "dir", "vars"))
 # Folders of torch and of this package, whose functions know proxies.
 _TORCH = tuple(
     os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch_compat.__file__, torch.__file__)

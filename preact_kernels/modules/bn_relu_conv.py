@@ -58,6 +58,11 @@ class BNReLUConv2d(nn.Module):
         checks.check_count("in_channels", in_channels)
         checks.check_count("out_channels", out_channels)
         checks.check_count("groups", groups)
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"groups: expected a divisor of in_channels {in_channels} and out_channels "
+                f"{out_channels}, got {groups}"
+            )
         checks.check_norm_numbers(eps, momentum)
         kernel_size = checks.pair("kernel_size", kernel_size, minimum=1)
         checks.geometry(kernel_size, stride, padding, dilation, groups)

@@ -111,6 +111,7 @@ def is_fusable(block: nn.Module) -> bool:
         isinstance(block, PreActBlock)
         and kind.forward is PreActBlock.forward
         and kind.__call__ is nn.Module.__call__
+        and kind._call_impl is nn.Module._call_impl
         and block.is_fusable()
         and not has_hooks(block)
     )

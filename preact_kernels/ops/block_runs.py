@@ -463,6 +463,7 @@ def differentiable_forward(
     dtypes: tuple[torch.dtype, torch.dtype],
     h: Tensor,
     start: tuple[int, int],
+    output: Tensor | None,
 ) -> Tensor:
     """The blocks in PyTorch's differentiable operations, for a double backward.
 
@@ -471,8 +472,9 @@ def differentiable_forward(
         statistics: of all units from `start` on.
         dtypes: of the convolutions, and of the residual stream.
         h: input of the unit with which it begins.
-        start: the block of that unit, and its number in the block; behind the first unit, the
-            block's constant shortcut is left out.
+        start: the block of that unit, and its number in the block.
+        output: of that block, where it begins behind the first unit and other blocks follow: the
+            shortcut of the block is constant, and not known.
 
     Returns:
         The output of the last block.
@@ -492,4 +494,6 @@ def differentiable_forward(
         h = h.to(stream)
         if spec.is_residual and x is not None:
             h = x.to(stream) + h
+        elif spec.is_residual and index + 1 < len(blocks.specs):
+            h = h + (cast(Tensor, output) - h).detach()
     return h

@@ -1,5 +1,6 @@
 """Argument checks: each names the argument, what was expected and what was given."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ def check_per_channel(name: str, value: Any, x: Tensor, *, has_any_dtype: bool =
 
 def check_number(name: str, value: Any, *, minimum: float | None = None) -> None:
     """Checks for a real number of at least `minimum`; a bool is one, as in PyTorch."""
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) and not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if value != value:
         raise ValueError(f"{name}: expected a number, got nan")
@@ -88,7 +89,7 @@ def check_norm_numbers(eps: Any, momentum: Any) -> None:
 
 def check_count(name: str, value: Any) -> None:
     """Checks for an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -102,14 +103,16 @@ def check_samples(shape: Sequence[int]) -> None:
         )
 
 
+def _as_int(value: Any) -> Any:
+    """An int for an integer of NumPy; anything else as it is."""
+    return int(value) if isinstance(value, numbers.Integral) else value
+
+
 def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
     """Converts an int or a pair to two ints of at least `minimum`."""
-    values = [value, value] if isinstance(value, int) else value
-    if (
-        not isinstance(values, list | tuple)
-        or len(values) != 2
-        or not all(isinstance(v, int) and not isinstance(v, bool) for v in values)
-    ):
+    values = value if isinstance(value, list | tuple) else [value, value]
+    values = [v if isinstance(v, int) else _as_int(v) for v in values]
+    if len(values) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         raise TypeError(f"{name}: expected an int or a pair of ints, got {value!r}")
     if min(values) < minimum:
         raise ValueError(f"{name}: expected at least {minimum}, got {value!r}")

@@ -106,11 +106,13 @@ class PreActStageFunction(torch.autograd.Function):
         statistics = list(map(BatchStatistics, saved[:count:2], saved[1:count:2]))
         needs_x, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         if runs_plain_backward(dy):
+            following = len(specs[first].units)  # the first unit of the next block
+            output = kept[following] if skipped and following < len(kept) else None
 
             def forward(h, *tensors):
                 blocks, dtypes = Blocks(specs, tensors), (dtype, dy.dtype)
                 return block_runs.differentiable_forward(
-                    blocks, statistics, dtypes, h, (first, skipped)
+                    blocks, statistics, dtypes, h, (first, skipped), output
                 )
 
             return None, *gradients(forward, (kept[skipped], *tensors), (needs_x, *needed), dy)

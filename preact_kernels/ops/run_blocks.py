@@ -126,6 +126,8 @@ def run_blocks(
     first, skipped = first_recorded(blocks, x)
     if memory.name == "checkpoint":  # whole blocks run again
         skipped = 0
+    if memory.name == "rebuild" and first + 1 < len(blocks) and blocks[first].is_residual:
+        skipped = 0  # a double backward needs its output, which is not kept
     weights = (*parameters[2::3], *shortcuts)
     channels_last = any(map(layout.is_channels_last, (x, *weights)))
     y, *batch = PreActStageFunction.apply(
