@@ -429,6 +429,29 @@ def test_gradients_of_tensors_in_between():
     assert_same_gradients(gradients(z, y, h, x), gradients(pz, py, ph, x))
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_hooks_that_come_first_see_computed_tensors(is_before):
+    """FSDP hooks the modules that it wraps, and passes their inputs to a custom function."""
+
+    class Features(Chain):
+        def forward(self, x):
+            h = self[0](x)
+            return self[3](self[2](self[1](h))), h
+
+    plain, x = Features(*(Block() for _ in range(4))).double(), images().double()
+    found = []
+    for model in (plain, pk.convert(copy.deepcopy(plain))):
+        if is_before:
+            hook = lambda m, args: (Double.apply(args[0]),)  # noqa: E731
+            model[2].register_forward_pre_hook(hook, prepend=True)
+        else:
+            model[2].register_forward_hook(lambda m, args, y: Double.apply(y), prepend=True)
+        for _ in range(2):  # hooks are sorted as a call finds them
+            y, h = model(x)
+        found.append(gradients(y, h, x))
+    assert_same_gradients(*found)
+
+
 def test_double_backward():
     block, x = Block().double(), images().double()
 

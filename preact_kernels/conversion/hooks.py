@@ -217,6 +217,10 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
         if child._compiled_call_impl is not None:
             CompiledCall.replace(child)
         if CONVERSION in child.__dict__:
+            own: Any = (child._forward_pre_hooks, child._forward_hooks)
+            for hooks in own:
+                if len(hooks) > 1 and next(iter(hooks)) != _KEY:  # FSDP puts its own first
+                    hooks.move_to_end(_KEY, last=False)
             continue
         if GIVEN_BACK in child.__dict__:
             handles += _outside(child)
