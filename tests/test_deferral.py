@@ -438,12 +438,14 @@ def test_hooks_that_come_first_see_computed_tensors(is_before):
             h = self[0](x)
             return self[3](self[2](self[1](h))), h
 
+    def doubled_input(module, args):
+        return (Double.apply(args[0]),)
+
     plain, x = Features(*(Block() for _ in range(4))).double(), images().double()
     found = []
     for model in (plain, pk.convert(copy.deepcopy(plain))):
         if is_before:
-            hook = lambda m, args: (Double.apply(args[0]),)  # noqa: E731
-            model[2].register_forward_pre_hook(hook, prepend=True)
+            model[2].register_forward_pre_hook(doubled_input, prepend=True)
         else:
             model[2].register_forward_hook(lambda m, args, y: Double.apply(y), prepend=True)
         for _ in range(2):  # hooks are sorted as a call finds them

@@ -19,6 +19,7 @@ from bench.foreign_models import DenseLayer, FunctionalBlock, timm_model, torchv
 from tests import oracle, random_model_helpers
 from tests.cases import in_dtype, randomised
 from tests.foreign_cases import report_of
+from tests.test_deferral_kinds import Double
 
 
 class PostActBlock(nn.Module):
@@ -285,17 +286,7 @@ def test_stays_where_the_forward_does_more_than_the_chain(call):
     assert torch.equal(fused(x := images()), model(x))
 
 
-class Doubles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 2
-
-
-doubles = Doubles.apply
+doubles = Double.apply
 is_grad_enabled = torch.is_grad_enabled
 
 

@@ -127,13 +127,12 @@ def _differing_parts(model: nn.Module, memory: str, example: Example) -> tuple[l
 
     with torch.inference_mode(False), unchanged(model) as refusals:
         verifier = Verifier(plain, example)
-        reason = verifier.refusal or difference([])
-        parts = reduced([""], [""]) if reason and not verifier.refusal else [""]
-    if refusals:
-        return [""], refusals[0]
-    if verifier.refusal:
-        return [""], verifier.refusal
-    return (parts, f"differs from plain PyTorch on the example ({reason})") if reason else ([], "")
+        reason = verifier.refusal
+        parts = [""] if reason else []
+        if not reason and (different := difference([])):
+            reason = f"differs from plain PyTorch on the example ({different})"
+            parts = reduced([""], [""])
+    return ([""], refusals[0]) if refusals else (parts, reason)
 
 
 def _parts_of(model: nn.Module, name: str) -> list[str]:

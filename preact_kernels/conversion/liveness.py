@@ -76,7 +76,7 @@ _OWN_REFERENCES = _references([object()], 0)  # the sequence, and what the call 
 def _is_watched() -> bool:
     """Whether a debugger or a profiler may read variables, or write those that it was shown.
 
-    From Python 3.14 on, instructions that wait for others hold tensors without a reference.
+    From Python 3.14 on, the evaluation stack borrows references, which the counts do not show.
     """
     if sys.version_info >= (3, 14):
         return True
@@ -120,7 +120,7 @@ def live_variables(code: types.CodeType, offset: int) -> frozenset[str]:
 
 
 def _before(instruction: dis.Instruction, live: frozenset[str]) -> frozenset[str]:
-    """The variables that are live before an instruction, of those behind it."""
+    """The variables that are live before an instruction, given those that are live after it."""
     name, value = instruction.opname, instruction.argval
     if "_FAST" not in name:
         return live
@@ -134,7 +134,7 @@ def _before(instruction: dis.Instruction, live: frozenset[str]) -> frozenset[str
 def _following(
     instructions: Sequence[dis.Instruction], i: int, at: dict[int, int]
 ) -> Iterable[int]:
-    """What may run behind an instruction that raises nothing."""
+    """The instructions that may run after one that does not raise."""
     name = instructions[i].opname
     following = []
     if i + 1 < len(instructions) and not _ends(name):
@@ -160,7 +160,7 @@ def _handlers(
     following: Sequence[Iterable[int]],
     at: dict[int, int],
 ) -> Iterator[int]:
-    """What may run behind an exception: what nothing else leads to."""
+    """Where the interpreter may continue after an exception: what nothing else leads to."""
     reached, waiting = {0}, [0]
     while waiting:
         new = set(following[waiting.pop()]) - reached

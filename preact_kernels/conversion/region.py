@@ -245,7 +245,8 @@ class Region(TorchFunctionMode):
             reader: what asks for the results: a function, or a text.
         """
         with self._modes_of_execution():
-            needed, nodes, others = set(targets), [], []
+            wanted = set(targets)
+            needed, nodes, others = set(wanted), [], []
             for node in reversed(self.pending):
                 if node in needed:
                     nodes.append(node)
@@ -253,12 +254,13 @@ class Region(TorchFunctionMode):
                 else:
                     others.append(node)
             self._set_pending(others[::-1])
+            if not nodes:
+                return
             nodes.reverse()
-            _forget_unread([n for n in nodes if n not in targets])
+            _forget_unread([n for n in nodes if n not in wanted])
             try:
-                if nodes:
-                    with nodes[0].context.entered_above_autograd():
-                        execute(self, nodes, reader)
+                with nodes[0].context.entered_above_autograd():
+                    execute(self, nodes, reader)
             finally:
                 left = [n for n in nodes if not n.is_done]
                 if left:

@@ -16,7 +16,7 @@ from preact_kernels import torch_compat
 # Relative, of float64: far above its rounding errors, and below what another operation changes.
 _TOLERANCE = 1e-7
 _SMALLEST = 1e4  # roundings of all gradients together: what a gradient of zero may be
-_FACTOR = 8
+_FACTOR = 8  # allows for chance: some groups hold few numbers
 _DRAWS = 3  # of noise, to see how far rounding errors take plain PyTorch
 
 Results = dict[str, Tensor | None]
@@ -105,14 +105,12 @@ class Verifier:
 
     def difference(self, converted: nn.Module) -> str:
         """How a converted copy differs from the plain model, or an empty string."""
-        found, wide = _results(converted, self._example), None
-        if self._wide is not None:
-            example = self._example.converted(Tensor.double)
-            wide = _results(_in_float64(converted), example)
+        found = _results(converted, self._example)
         if different := _other_kind(found, self._own):
             return different
-        if self._wide is None or wide is None:
+        if self._wide is None:
             return _first_difference(found, self._own, self._noisy, _coarse(self._own))
+        wide = _results(_in_float64(converted), self._example.converted(Tensor.double))
         tolerances = dict.fromkeys(self._wide, _TOLERANCE)
         return (
             _other_kind(wide, self._wide)
