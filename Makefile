@@ -34,7 +34,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
 # With folders: their times change when a file is deleted.
 CSRC := $(shell find csrc 2>/dev/null)
-CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard tests/cuda_on_host/* bench/*.cu))
+CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard tests/kernels/cuda_on_host/* bench/*.cu))
 
 # Stamp files. CPU_BUILD is the CPU library alone, BUILD both libraries.
 REQUIREMENTS := $(VENV)/.requirements
@@ -70,8 +70,8 @@ test-full: lint $(BUILD) compile-triton-full cuda-on-host
 
 # With the oldest and the newest supported Triton.
 define compile_triton
-	@$(BIN)/python -m tests.compile_triton $(1) --out build/triton/oldest.csv
-	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.compile_triton $(1) $(2) \
+	@$(BIN)/python -m tests.kernels.compile_triton $(1) --out build/triton/oldest.csv
+	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.kernels.compile_triton $(1) $(2) \
 	  --out build/triton/newest.csv
 endef
 
@@ -84,7 +84,7 @@ compile-triton-full: compile-triton
 
 # The CUDA kernels for the host, which pytest would otherwise compile at start-up.
 cuda-on-host: $(BUILD)
-	@$(BIN)/python -m tests.cuda_on_host.build
+	@$(BIN)/python -m tests.kernels.cuda_on_host.build
 
 check-oldest:
 	@$(MAKE) check-torch TORCH=$(OLDEST_TORCH)
@@ -102,9 +102,9 @@ check-torch: $(CHECK)/.requirements
 	@echo "Building against torch $(TORCH)"
 	@cd $(CHECK)/tree && PATH="$(abspath $(CHECK))/bin:$$PATH" \
 	  $(CHECK_PYTHON) -m pip install -q --no-build-isolation -e .
-	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -q -rs tests/test_libraries.py
+	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -q -rs tests/behaviour/test_libraries.py
 	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -n $(JOBS) -m "not slow" \
-	  --ignore tests/test_cuda_build.py $(ARGS)
+	  --ignore tests/kernels/test_cuda_build.py $(ARGS)
 
 $(VENV)-torch-%/.requirements: requirements-test.txt requirements-models.txt
 	@echo "Installing torch $* in $(VENV)-torch-$*"
@@ -122,8 +122,8 @@ check-gpu:
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PK_SANITIZER=$$tool timeout -s INT -k 20 $(SANITIZER_SECONDS) \
 	    compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    $(PYTHON) -m pytest -q -rfEs --tb short -p no:cacheprovider -p no:xdist \
-	    -m "not slow and not not_under_sanitizer" tests/test_cuda.py \
-	    tests/test_cuda_conv*.py tests/test_float32_stream.py tests/test_float32_weights.py \
+	    -m "not slow and not not_under_sanitizer" tests/kernels/test_cuda.py \
+	    tests/kernels/test_cuda_conv*.py tests/kernels/test_float32_stream.py tests/kernels/test_float32_weights.py \
 	    $(ARGS) || failed="$$failed $$tool (exit status $$?)"; \
 	done; test -z "$$failed" || { echo "not passed:$$failed; 124 and 137 are out of time" >&2; exit 1; }
 

@@ -1,8 +1,8 @@
 """The launches of a training step, recorded without a GPU: stages run, their kernels do not.
 
 The launches are those of the backends' own code, on CPU tensors that no kernel reads or writes. The
-CUDA library is the one that tests/cuda_on_host compiles for the host. Stem, head and optimizer do
-not run, nor does the update of running statistics: a few launches a step.
+CUDA library is the one that tests/kernels/cuda_on_host compiles for the host. Stem, head and
+optimizer do not run, nor does the update of running statistics: a few launches a step.
 """
 
 import bisect
@@ -172,7 +172,7 @@ def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
     The pointers in the parameters of a launch are its tensors: launchers set or clear all of them.
     """
     from preact_kernels.kernels.cuda import CUDAKernels
-    from tests.cuda_on_host import build, serve_cpu
+    from tests.kernels.cuda_on_host import build, serve_cpu
 
     if shutil.which(build.CXX[0]) is None:
         raise RuntimeError(

@@ -36,23 +36,23 @@ LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.
 LISTING = ROOT / "build" / "libraries.sha256"  # hashes of libraries and sources
 KERNEL_TESTS = (
     (
-        "test_cuda_fragments",
-        "test_cuda",
-        "test_cuda_conv",
-        "test_cuda_conv_grids",
-        "test_cuda_conv_runs",
-        "test_cuda_conv_recomputed",
-        "test_cuda_conv_routes",
+        "kernels/test_cuda_fragments",
+        "kernels/test_cuda",
+        "kernels/test_cuda_conv",
+        "kernels/test_cuda_conv_grids",
+        "kernels/test_cuda_conv_runs",
+        "kernels/test_cuda_conv_recomputed",
+        "kernels/test_cuda_conv_routes",
     ),
-    ("test_resnet_1001", "test_triton", "test_graphs"),
-    ("test_bn_stats", "test_bn_relu", "test_bn_relu_conv", "test_residual_add"),
+    ("stage/test_resnet_1001", "kernels/test_triton", "stage/test_graphs"),
+    ("ops/test_bn_stats", "ops/test_bn_relu", "ops/test_bn_relu_conv", "ops/test_residual_add"),
     (
-        "test_preact_stage",
-        "test_memory_mode",
-        "test_preact_block",
-        "test_running_statistics",
-        "test_determinism",
-        "test_training",
+        "stage/test_preact_stage",
+        "stage/test_memory_mode",
+        "stage/test_preact_block",
+        "ops/test_running_statistics",
+        "behaviour/test_determinism",
+        "stage/test_training",
     ),
 )
 """Tests of the kernels, the most important first. Each group is one run of pytest."""
@@ -64,19 +64,19 @@ CONVERTED_MODELS = (
 )
 """Models of `bench.converted`, the most important first."""
 WITHOUT_GPU = (
-    "test_cuda_on_host",
-    "test_cuda_build",
-    "test_versions",
-    "test_docs",
-    "test_bench",
-    "test_bench_correctness",
-    "test_bench_ops",
-    "test_bench_plan",
-    "test_study_comparisons",
-    "test_study_data",
-    "test_study_plots",
-    "test_gpu_report",
-    "test_lost_gpu",
+    "kernels/test_cuda_on_host",
+    "kernels/test_cuda_build",
+    "behaviour/test_versions",
+    "behaviour/test_docs",
+    "bench/test_session",
+    "bench/test_correctness",
+    "bench/test_ops",
+    "bench/test_plan",
+    "study/test_comparisons",
+    "study/test_data",
+    "study/test_plots",
+    "bench/test_gpu_report",
+    "behaviour/test_lost_gpu",
 )
 """Tests that do not depend on a GPU."""
 FIRST_BENCH = ("--networks", "resnet-1001", "--batch", "128", "--contenders", *GROUPS["uncompiled"])
@@ -361,7 +361,8 @@ def measure_all(
         run("converted", converted, RESERVED_SECONDS["converted"])
     run("hotspots", ["bench.hotspots"], RESERVED_SECONDS["hotspots"], **profiled)
     ran = {name for names in KERNEL_TESTS for name in names}
-    others = sorted(path.stem for path in (ROOT / "tests").glob("test_*.py"))
+    tests = ROOT / "tests"
+    others = sorted(str(p.relative_to(tests))[:-3] for p in tests.rglob("test_*.py"))
     others = [name for name in others if name not in ran and name not in WITHOUT_GPU]
     report.tests("other tests", others, report.left_s())
 

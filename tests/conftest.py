@@ -18,13 +18,13 @@ import preact_kernels as pk
 from preact_kernels.kernels import cuda
 from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, covering, device_of
-from tests.cuda_on_host import serve_cpu
+from tests.kernels.cuda_on_host import serve_cpu
 from tests.lost_gpu import pytest_runtest_makereport as pytest_runtest_makereport
 
 IS_CUDA_ON_HOST = serve_cpu.install()  # before the backends are counted
 IS_INTERPRETED = backends._IS_TRITON_INTERPRETED
 
-pytest.register_assert_rewrite("tests.oracle", "tests.cuda_conv_cases")
+pytest.register_assert_rewrite("tests.oracle", "tests.kernels.cuda_conv_cases")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -121,7 +121,7 @@ def backend_of(item):
 def interpreter():
     """Patches Triton's interpreter where tests run in it."""
     if IS_INTERPRETED and "triton" in pk.available_backends():
-        from tests import triton_interpreter
+        from tests.kernels import triton_interpreter
 
         triton_interpreter.patch()
 
@@ -176,7 +176,7 @@ def first_schedule(poisoned_memory, monkeypatch):
 
 @pytest.fixture
 def on_gpu_backend(backend, first_schedule):
-    """The backend that a test of `tests/gpu_backends.py` names, with every call sent to it."""
+    """The backend that a test of `gpu_backends.py` names, with every call sent to it."""
     with pk.use_backend(backend):
         yield
 

@@ -2,7 +2,7 @@
 
 The only place that knows how statistics pass from the kernel that writes a tensor to the one that
 normalises it, and how gradients pass folded from unit to unit. A backend that runs several plain
-blocks in one call does both the same way; tests/test_preact_stage.py compares the bits.
+blocks in one call does both the same way; tests/stage/test_preact_stage.py compares the bits.
 `preact_stage.py` decides what is saved between forward and backward.
 """
 

@@ -1,0 +1,181 @@
+"""Two runs give the same bits, whatever the machine does differently the second time.
+
+What differs between the runs, and what is promised:
+
+- cpu: nothing but time, on two or three threads; equal bits for equal numbers of threads. Another
+  number of threads changes weight gradients of convolutions, whose partial sums are one a thread,
+  and nothing else.
+- cuda on the host: the order of blocks, warps and threads; equal bits.
+- triton in the interpreter: the order of programs; equal bits. Another number of programs changes
+  sums over pixels, and nothing else.
+- either of them on a GPU: nothing but time; equal bits.
+"""
+
+import contextlib
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from tests.cases import ConvCase, conv_inputs, device_of, in_dtype, random_stage
+from tests.kernels.cuda_on_host import serve_cpu
+from tests.oracle import assert_same_bits, evaluate, same_bits
+
+pytestmark = pytest.mark.backends("cpu", "triton", "cuda")
+
+LARGE = ConvCase("large", (8, 32, 19, 17), 32, padding=1, residual=True)
+# Every way through the libraries, each with several tiles for every thread and every block.
+CASES = (
+    LARGE,
+    LARGE._replace(name="1x1", kernel=1, padding=0),
+    LARGE._replace(name="wider", x=(6, 16, 9, 11), out_channels=64, kernel=1, padding=0),
+    LARGE._replace(name="strided", stride=2),
+    LARGE._replace(name="no_vectors", x=(8, 17, 12, 11), out_channels=10),
+    LARGE._replace(name="groups", groups=4),
+)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@contextlib.contextmanager
+def threads(count):
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+@contextlib.contextmanager
+def schedule(seed):
+    serve_cpu.set_schedule(seed)
+    try:
+        yield
+    finally:
+        serve_cpu.set_schedule()
+
+
+@contextlib.contextmanager
+def reversed_programs():
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    set_grid_idx = type(builder).set_grid_idx
+
+    def set_reversed(*index):
+        set_grid_idx(builder, *(n - 1 - i for n, i in zip(builder.grid_dim, index, strict=True)))
+
+    builder.set_grid_idx = set_reversed
+    try:
+        yield
+    finally:
+        del builder.set_grid_idx
+
+
+def runs(backend):
+    """A context for each run: the first is what the others are compared with."""
+    if device_of(backend) != "cpu":
+        return [contextlib.nullcontext() for _ in range(20)]
+    return {
+        "cpu": [threads(2) for _ in range(4)],
+        "triton": [contextlib.nullcontext(), reversed_programs()],
+        "cuda": [schedule(seed) for seed in range(3)],
+    }[backend]
+
+
+def assert_runs_agree(backend, run):
+    results = []
+    for context in runs(backend):
+        with context:
+            results.append(run())
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@dtypes
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.covering(1, cpu=2)
+def test_runs_of_bn_relu_conv2d_agree(case, dtype, backend):
+    if backend != "cpu" and device_of(backend) == "cpu":  # where a few tiles take long
+        case = case._replace(x=(2, case.x[1], 9, 11))
+    inputs = conv_inputs(case, dtype)
+    call = partial(pk.bn_relu_conv2d, training=True, **case.conv)
+    assert_runs_agree(backend, partial(evaluate, call, inputs))
+
+
+@dtypes
+@pytest.mark.parametrize("width", [6, 16])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@pytest.mark.backends("cpu", slow=("triton", "cuda"))
+@pytest.mark.covering(1)
+def test_runs_of_a_stage_agree(memory, width, dtype, backend):
+    stage = in_dtype(random_stage(width=width, memory=memory), dtype)
+    inputs = {"x": torch.randn(8, 10, 17, 13).to(dtype)}
+    assert_runs_agree(backend, partial(evaluate, stage, inputs))
+
+
+@dtypes
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("count", [2, 3, 70])
+@pytest.mark.backends("cpu")
+@pytest.mark.covering(2)
+def test_threads_change_only_the_order_of_weight_gradients(kernel, count, dtype, backend):
+    case = ConvCase("many", (80, 16, 5, 6), 16, kernel, padding=kernel // 2, residual=True)
+    inputs = conv_inputs(case, dtype)
+    call = partial(pk.bn_relu_conv2d, training=True, **case.conv)
+    single = evaluate(call, inputs)
+    with threads(count):
+        several = evaluate(call, inputs)
+    one, other = single.pop("dconv_weight"), several.pop("dconv_weight")
+    assert_same_bits(several, single)
+    # A weight's gradient is a sum of as many values as there are pixels, here in another order.
+    rounding = torch.finfo(dtype).eps
+    assert (other - one).norm() <= rounding * math.sqrt(80 * 5 * 6) * one.norm()
+
+
+@dtypes
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@pytest.mark.backends("cpu")
+def test_threads_change_only_weight_gradients_of_a_stage(memory, dtype, backend):
+    stage = in_dtype(pk.PreActStage(list(random_stage(width=16))[2:], memory=memory), dtype)
+    inputs = {"x": torch.randn(8, 64, 17, 13).to(dtype)}
+    results = []
+    for count in (1, 3):
+        with threads(count):
+            found = evaluate(stage, inputs)
+        results.append({n: t for n, t in found.items() if "conv" not in n})
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.backends("triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter counts two multiprocessors")
+def test_programs_change_only_sums_over_pixels(programs, kernel, backend, monkeypatch):
+    """In evaluation mode, where outputs and input gradients depend on no such sum."""
+    from tests.kernels.test_triton import replace  # skips where there is no Triton
+
+    case = LARGE._replace(x=(2, 20, 9, 11), kernel=kernel, padding=kernel // 2)
+    inputs = conv_inputs(case)
+    call = partial(pk.bn_relu_conv2d, training=False, **case.conv)
+    results = []
+    for most in (2, programs):
+        replace(
+            monkeypatch,
+            "persistent_programs",
+            lambda x, tiles, *columns, most=most: min(tiles, most),
+        )
+        found = evaluate(call, inputs)
+        results.append({n: found[n] for n in ("y", "dx", "dresidual")})
+    assert_same_bits(*results)
+
+
+@dtypes
+def test_an_image_does_not_depend_on_its_batch_in_evaluation(dtype, backend):
+    inputs = conv_inputs(LARGE._replace(residual=False), dtype)
+    call = partial(pk.bn_relu, training=False)
+    names = ("bn_weight", "bn_bias", "running_mean", "running_var")
+    norm = {n: inputs[n] for n in names}
+    whole = call(inputs["x"], **norm)
+    for i in range(len(whole)):
+        assert same_bits(call(inputs["x"][i : i + 1], **norm), whole[i : i + 1])

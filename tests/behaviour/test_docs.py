@@ -1,0 +1,78 @@
+"""Documentation and workflows: links, commands and environment variables exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "docs/study/*/report.md", "bench/results/*.md")
+    for page in ROOT.glob(pattern)
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    paths = [link for link in links if not link.startswith("http")]
+    assert [path for path in paths if not (page.parent / path).exists()] == []
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
+def test_the_first_call_of_the_readme_equals_its_expression():
+    call, expression = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[
+        :2
+    ]
+    found = {
+        "F": F,
+        "x": torch.randn(2, 8, 6, 5).double(),
+        "conv_weight": torch.randn(16, 8, 3, 3).double(),
+        "shortcut": torch.randn(2, 16, 6, 5).double(),
+        "bn_weight": torch.rand(8).double(),
+        "bn_bias": torch.randn(8).double(),
+        "running_mean": torch.randn(8).double(),
+        "running_var": torch.rand(8).double(),
+    }
+    expected = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
+    exec(call, found)
+    exec(expression, expected)
+    for name in ("y", "running_mean", "running_var"):
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_every_environment_variable_is_described():
+    sources = [ROOT / "setup.py"]
+    for folder, pattern in (("preact_kernels", "*.py"), ("bench", "*.py"), ("csrc", "*.cpp")):
+        sources += (ROOT / folder).rglob(pattern)
+    text = "".join(path.read_text() for path in sources)
+    read = set(re.findall(r"""(?:environ.*|getenv\(|= )"(PREACT_KERNELS_[A-Z_]+)\"""", text))
+    read -= {"PREACT_KERNELS_NVCC"}  # set by setup.py for its own compiler script
+    described = set(
+        re.findall(r"`(PREACT_KERNELS_[A-Z_]+)=", (ROOT / "docs/backends.md").read_text())
+    )
+    assert read == described
+
+
+@pytest.mark.parametrize("page", [*PAGES, *WORKFLOWS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_make_target_that_is_named_exists(page):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"\.PHONY:((?:.*\\\n)*.*)", makefile)[1].replace("\\", "").split())
+    named = set(re.findall(r"(?:^|run: |`)make ([a-z-]+)", page.read_text(), re.M))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_valid_yaml(path):
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load(path.read_text())
+    assert {"name", True, "permissions", "jobs"} <= workflow.keys()  # YAML 1.1 reads `on` as True
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] and job["runs-on"] and job["steps"]

@@ -1,0 +1,152 @@
+"""Benchmarks of single ops: contenders, rows, and that wrong results get no speed."""
+
+import subprocess
+import time
+import types
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pytest_benchmark")
+pytest.importorskip("tabulate")
+pytest.importorskip("tqdm")
+
+from bench import __main__ as bench
+from bench import ops, report
+from bench.measure import Ceilings, Timing
+from bench.records import Records, Row
+from preact_kernels.kernels.cuda import CUDAKernels
+from tests.bench.test_plan import plan_of
+
+CPU = torch.device("cpu")
+CASE = ops.Case("bn_relu", 8, 4)
+
+
+class Benchmark:
+    """The parts of the fixture of pytest-benchmark that an op uses."""
+
+    def __init__(self):
+        self.extra_info = {}
+
+    def pedantic(self, call, setup, rounds):
+        times_s = []
+        for _ in range(rounds):
+            setup()
+            start_s = time.perf_counter()
+            call()
+            times_s.append(time.perf_counter() - start_s)
+        self.stats = types.SimpleNamespace(stats=types.SimpleNamespace(data=times_s))
+
+
+def rows_of(monkeypatch, **added):
+    """Rows by contender of an op with contenders `added`, and the error if it fails."""
+    monkeypatch.setattr(ops, "contenders", lambda case, device: ops.CONTENDERS | added)
+    settings = types.SimpleNamespace(
+        device=CPU, dtype=torch.float32, batch=2, ceilings=Ceilings(10.0, {"float32": 100.0})
+    )
+    rows, error = [], None
+    try:
+        ops.test_op(Benchmark(), rows.append, settings, CASE, backward=True)
+    except Exception as raised:
+        error = raised
+    return {row.contender: row for row in rows}, error
+
+
+def test_a_wrong_contender_of_an_op_leaves_the_others_their_times(monkeypatch):
+    wrong = ops.Contender(lambda case, t: ops.eager(case, t) * 1.5, nullcontext, "x")
+    rows, error = rows_of(monkeypatch, wrong=wrong)
+    assert "output deviates by 5.0e-01 from float64" in str(error)
+    assert rows["wrong"].correct == "no"
+    assert rows["wrong"].note.startswith("AssertionError: output deviates")
+    assert rows["wrong"].median_ms is None
+    assert all(rows[name].median_ms > 0 for name in ops.CONTENDERS)
+
+
+def test_a_wrong_fused_op_gets_no_speed(monkeypatch):
+    wrong = ops.CONTENDERS[ops.FUSED]._replace(forward=lambda case, t: ops.eager(case, t) * 1.5)
+    rows, error = rows_of(monkeypatch, **{ops.FUSED: wrong})
+    assert "output deviates" in str(error)
+    assert rows == {}
+
+
+def test_a_contender_of_an_op_runs_in_its_context(monkeypatch):
+    entered = []
+
+    class Context(nullcontext):
+        def __enter__(self):
+            entered.append(True)
+
+    rows, error = rows_of(monkeypatch, right=ops.Contender(ops.fused, Context, "x"))
+    assert error is None
+    assert rows["right"].median_ms > 0
+    assert len(entered) > 20  # in every round
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """The plan of a run, whose ops fail."""
+    found = plan_of(device="cpu")
+    found.session.rows = Records(tmp_path / "rows.csv", Row, keep=False)
+    found.session.machine = types.SimpleNamespace(commit="abc", command="python -m bench")
+    done = subprocess.CompletedProcess([], 1, "..F\nFAILED bench/ops.py::test_op - wrong\n", "")
+    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: done)
+    return found
+
+
+FAILED = [f"ops: {bench.FAILED}: FAILED bench/ops.py::test_op - wrong"]
+
+
+def test_ops_that_fail_end_the_benchmarks_with_a_failure(plan):
+    assert plan._run_ops() == FAILED
+
+
+def test_a_run_that_resumes_measures_ops_again_unless_all_are_there(plan):
+    plan.session.resume = True
+    rows = [
+        Row("op", contender, f"{case}, {direction}", "", 16, "float32", "x", commit="abc")
+        for case in ops.CASES
+        for contender in ops.CONTENDERS
+        for direction in ("forward", "forward + backward")
+    ]
+    plan.session.rows.put(*rows[1:])
+    assert plan._run_ops() == FAILED
+    plan.session.rows.put(rows[0])
+    assert plan._run_ops() == []
+
+
+def op_row(contender, case, ms):
+    row = Row("op", contender, case, "128x16x32x32 -> 16", 128, "bfloat16", "x")
+    row.set_timing(Timing(ms, ms, ms, 1), ms)
+    return row
+
+
+def test_ops_show_what_auto_could_take_where_it_was_measured():
+    rows = [op_row(name, "1x1", ms) for name, ms in (("eager-channels-last", 4.0), ("fused", 2.0))]
+    assert "fused-" not in report.ops_table(rows)
+    more = [op_row(name, "3x3", 1.0) for name in ("eager-channels-last", "fused", "fused-triton")]
+    header, _, first, second = report.ops_table([*rows, *more]).splitlines()
+    assert [cell.strip() for cell in header.split("|")[4:8]] == [
+        "eager channels_last, ms", "fused, ms", "fused-triton, ms", "eager / fused",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in first.split("|")[4:8]] == ["4.000", "2.000", "", "2.00"]
+    assert [cell.strip() for cell in second.split("|")[4:8]] == ["1.000", "1.000", "1.000", "1.00"]
+
+
+def test_ops_on_a_gpu_have_the_contenders_of_the_libraries_that_are_there(monkeypatch):
+    convolution = ops.Case("bn_relu_conv2d", 16, 32, 16, 3)
+    for backends, names in (
+        (("reference", "triton", "cuda"), ["fused-triton", "fused-bn-relu"]),
+        (("reference", "triton"), ["fused-triton"]),
+        (("reference",), []),
+    ):
+        monkeypatch.setattr(ops.pk, "available_backends", lambda found=backends: found)
+        assert list(ops.contenders(convolution, torch.device("cuda")))[2:] == names
+        assert len(ops.contenders(convolution, CPU)) == 2
+    monkeypatch.setattr(ops.pk, "available_backends", lambda: ("reference", "triton", "cuda"))
+    bn_relu = ops.contenders(ops.Case("bn_relu", 64, 32), torch.device("cuda"))
+    assert list(bn_relu) == ["eager-channels-last", "fused", "fused-triton"]
+    kernels = CUDAKernels(types.SimpleNamespace())
+    with ops.GPU_CONTENDERS["fused-bn-relu"].context():
+        assert not kernels.serves_conv((16, 16, 3, 3), None, torch.bfloat16, CPU, pixels=1)

@@ -1,0 +1,557 @@
+"""Small random models, as program text drawn from a grammar.
+
+`program(seed)` returns the source of a module with
+
+    class Net(nn.Module)
+    before(net), after(net)     changes of the model before and after its conversion
+    prepare(net)                the model that is called: the converted one, or a copy
+    make_input(randn)           the input of a step
+    call(net, x)                a call of the model
+    MODE, MEMORY, GRADIENTS     how to convert it, and how to differentiate it
+    log                         a list of what hooks saw
+"""
+
+import contextlib
+import random
+import re
+import string
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tests.convert import random_model_helpers as vocabulary
+from tests.convert.random_model_helpers import QUESTIONS
+
+HEADER = """\
+import collections, contextlib, copy, itertools, pickle, random, types, weakref
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize, parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+from torch import is_grad_enabled
+from tests.convert import random_model_helpers as helpers
+from tests.convert.random_model_helpers import triple
+
+square = helpers.SaveAndSquare.apply
+log = []
+
+def note(*values):
+    log.append(helpers.facts(values))
+
+def note_gradients(*values):
+    log.append(helpers.gradient_facts(values))
+"""
+
+
+def options(text: str) -> list[str]:
+    """The parts of a text between bars."""
+    return [part.strip() for part in text.split(" |")]
+
+
+def choose(source: "Scope | Program", text: str, **names: object) -> str:
+    """One of the parts of a text, with `$name` replaced."""
+    return string.Template(source.choice(options(text))).substitute(names)
+
+
+# Changes that `torch.utils.checkpoint` does not support: recomputation meets other values.
+CHANGES_STATE = re.compile(
+    r"\.(eps|momentum|training|data) = |\.data\.|\.eval\(|\.train\(|running|[+*]= |_\(|\] = "
+)
+
+
+class Value(NamedTuple):
+    """A tensor of the program: [batch, channels, size, size]."""
+
+    name: str
+    channels: int
+    size: int
+
+
+class Module(NamedTuple):
+    """A module of the program, by its path in `Net`."""
+
+    kind: str  # norm, relu, conv, drop or block
+    path: str
+    channels: int  # of its input
+    is_square: bool = False  # the output has the shape of the input
+
+
+class Scope:
+    """A class of the program whose `__init__` and `forward` are being written."""
+
+    def __init__(self, program: "Program", channels: int, size: int) -> None:
+        self.program, self.random = program, program.random
+        self.chance, self.choice = program.chance, program.choice
+        self.init: list[str] = []
+        self.body: list[str] = []
+        self.indent = 2
+        self.is_fixed = False  # shapes may not change: within a branch or a residual block
+        self.channels, self.size = channels, size  # of the variable h
+        self.saved: list[Value] = []
+        self.modules: list[Module] = []
+        self.count = 0
+
+    def write(self, *lines: str) -> None:
+        self.body += ["    " * self.indent + line for line in lines]
+
+    @contextlib.contextmanager
+    def block(self, line: str) -> Iterator[None]:
+        """An indented block, in which shapes stay."""
+        self.write(line)
+        was_fixed, saved = self.is_fixed, list(self.saved)
+        self.indent, self.is_fixed = self.indent + 1, True
+        yield
+        self.indent, self.is_fixed, self.saved = self.indent - 1, was_fixed, saved
+
+    def apply(self, *templates: str) -> None:
+        """Lines that apply templates to h, one after another."""
+        self.write(*(f"h = {t.format('h')}" for t in templates))
+
+    def new(self, prefix: str) -> str:
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    def module(self, prefix: str, text: str, channels: int = 0, is_square: bool = False) -> str:
+        """Adds a child; returns how forward reads it."""
+        name = self.new(prefix)
+        self.init.append(f"        self.{name} = {text}")
+        self.modules.append(Module(prefix, name, channels, is_square))
+        return f"self.{name}"
+
+    def save(self) -> str:
+        """A variable that stays, with the value of h."""
+        name = self.new("s")
+        self.write(f"{name} = h")
+        self.saved.append(Value(name, self.channels, self.size))
+        return name
+
+    def like_h(self) -> str:
+        """A saved variable with the shape of h."""
+        same = [v.name for v in self.saved if v[1:] == (self.channels, self.size)]
+        if same and self.chance(0.7):
+            return self.choice(same)
+        name = self.save()
+        with self.fixed():
+            unit(self)
+        return name
+
+    @contextlib.contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Shapes stay in what is written within."""
+        was_fixed, self.is_fixed = self.is_fixed, True
+        yield
+        self.is_fixed = was_fixed
+
+    def text(self, name: str) -> str:
+        lines = [f"class {name}(nn.Module):", "    def __init__(self):"]
+        lines += ["        super().__init__()", *self.init]
+        return "\n".join([*lines, "", "    def forward(self, h, extra=None):", *self.body, ""])
+
+
+# Expressions: templates with {} for their input.
+
+
+def norm(s: Scope, channels: int) -> str:
+    shared = [m.path for m in s.modules if m.kind == "norm" and m.channels == channels]
+    if shared and s.chance(0.1):
+        return f"self.{s.choice(shared)}({{}})"
+    options = ["", "", "", "", "", "", ", momentum=None", ", momentum=0.3", ", momentum=True"]
+    options += [", affine=False", ", track_running_stats=False", ", eps=1e-2", ", momentum=0"]
+    module = s.module("norm", f"nn.BatchNorm2d({channels}{s.choice(options)})", channels, True)
+    if s.chance(0.15):
+        arguments = ", ".join(f"{module}.{n}" for n in ("running_mean", "running_var"))
+        arguments += f", {module}.weight, {module}.bias"
+        training = s.choice([f"{module}.training", "self.training"])
+        if s.init[-1].endswith(", track_running_stats=False)"):
+            training = "True"
+        return f"F.batch_norm({{}}, {arguments}, {training}, 0.2, {module}.eps)"
+    return f"{module}({{}})"
+
+
+def relu(s: Scope) -> str:
+    found = [m.path for m in s.modules if m.kind == "relu"]
+    if found and s.chance(0.3):
+        return f"self.{s.choice(found)}({{}})"
+    if s.chance(0.5):
+        text = s.choice(["nn.ReLU()", "nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU(True)"])
+        return f"{s.module('relu', text, 0, True)}({{}})"
+    plain = ["F.relu({})", "F.relu({})", "torch.relu({})", "{}.relu()", "F.relu({}, inplace=True)"]
+    return s.choice(
+        [*plain, "F.relu_({})", "{}.relu_()", "{}.clamp(min=0)", "F.leaky_relu({}, 0.1)"]
+    )
+
+
+def conv(s: Scope, channels: int, size: int, out: int) -> tuple[str, int]:
+    """A convolution to `out` channels, and the size of its output."""
+    kernel = s.choice([1, 3, 3])
+    dilation = 2 if kernel == 3 and s.chance(0.1) else 1
+    padding: object = dilation * (kernel // 2)
+    stride = 2 if not s.is_fixed and size >= 4 and s.chance(0.15) else 1
+    groups = 2 if out % 2 == 0 and s.chance(0.1) else 1
+    new_size = (size - 1) // stride + 1
+    shared = [
+        m.path for m in s.modules if m.kind == "conv" and m.channels == channels and m.is_square
+    ]
+    if shared and out == channels and s.chance(0.15):
+        return f"self.{s.choice(shared)}({{}})", size
+    is_square = out == channels and stride == 1
+    options = f"bias={s.chance(0.3)}, stride={stride}, dilation={dilation}, groups={groups}"
+    template = "{}({{}})"
+    if s.chance(0.1) and stride == 1:
+        padding = '"same"'
+    elif s.chance(0.1) and kernel == 3 and dilation == 1 and size > 2:
+        options += f', padding_mode="{s.choice(["circular", "reflect", "replicate", "zeros"])}"'
+    elif s.chance(0.1):
+        template, padding = f"{{}}(F.pad({{{{}}}}, ({', '.join([str(padding)] * 4)})))", 0
+    module = s.module(
+        "conv",
+        f"nn.Conv2d({channels}, {out}, {kernel}, padding={padding}, {options})",
+        channels,
+        is_square,
+    )
+    if template == "{}({{}})" and "padding_mode" not in options and s.chance(0.1):
+        numbers = f"{module}.stride, {module}.padding, {module}.dilation, {module}.groups"
+        return f"F.conv2d({{}}, {module}.weight, {module}.bias, {numbers})", new_size
+    return template.format(module), new_size
+
+
+# Statements: each changes h.
+
+
+def unit(s: Scope) -> None:
+    """A batch norm, an activation and a convolution, in different styles."""
+    out = s.channels if s.is_fixed else s.choice([s.channels, s.channels, 4, 8])
+    style = s.choice(["line", "line", "steps", "named", "sequential", "kept", "conv first"])
+    first, size = s.channels, s.size
+    if style == "conv first":
+        template, size = conv(s, first, s.size, out)
+        s.apply(template, norm(s, out), relu(s))
+    elif style == "sequential":
+        act = s.choice(["nn.ReLU()", "nn.ReLU(inplace=True)"])
+        parts = f"nn.BatchNorm2d({first}), {act}, nn.Conv2d({first}, {out}, 3, padding=1)"
+        name = s.module("block", f"nn.Sequential({parts})", first)
+        path = name.removeprefix("self.")
+        s.modules += [Module("norm", f"{path}[0]", first, True), Module("relu", f"{path}[1]", 0)]
+        s.write(f"h = {name}(h)")
+    else:
+        n, a = norm(s, first), relu(s)
+        template, size = conv(s, first, s.size, out)
+        if style == "line":
+            s.write(f"h = {template.format(a.format(n.format('h')))}")
+        elif style == "steps":
+            s.apply(n, a, template)
+        elif style == "named":
+            normalised, activation = s.new("n"), s.new("a")
+            s.write(f"{normalised} = {n.format('h')}", f"{activation} = {a.format(normalised)}")
+            s.write(f"h = {template.format(activation)}")
+            if s.chance(0.3):
+                s.saved.append(Value(s.choice([normalised, activation]), first, s.size))
+        else:
+            name = s.new("a")
+            s.write(f"{name} = {a.format(n.format('h'))}", f"h = {template.format(name)}")
+            s.saved.append(Value(name, first, s.size))
+    s.channels, s.size = out, size
+
+
+def residual(s: Scope) -> None:
+    skip = s.save()
+    with s.fixed():
+        for _ in range(s.choice([1, 2, 2])):
+            unit(s)
+    s.write(choose(s, vocabulary.ADDITIONS, s=skip))
+
+
+def projection(s: Scope) -> None:
+    """Two convolutions of one activation."""
+    name, a = s.new("a"), relu(s)
+    s.write(f"{name} = {a.format(norm(s, s.channels).format('h'))}")
+    out = s.channels if s.is_fixed else s.choice([4, 8])
+    stride = 2 if not s.is_fixed and s.size >= 4 and s.chance(0.5) else 1
+    shape = f"{s.channels}, {out}"
+    first = s.module("conv", f"nn.Conv2d({shape}, 3, {stride}, 1, bias=False)", s.channels)
+    shortcut = s.module("conv", f"nn.Conv2d({shape}, 1, {stride}, bias=False)", s.channels)
+    s.channels, s.size = out, (s.size - 1) // stride + 1
+    if s.chance(0.5):
+        s.write(f"h = {first}({name})", f"h = h + {shortcut}({name})")
+    else:
+        skip = s.new("p")
+        s.write(f"{skip} = {shortcut}({name})", f"h = {first}({name})", f"del {name}")
+        with s.fixed():
+            unit(s)
+        s.write(f"h = h + {skip}")
+
+
+def in_row(s: Scope) -> None:
+    for _ in range(2):
+        residual(s)
+
+
+def dense(s: Scope) -> None:
+    skip = s.save()
+    with s.fixed():
+        unit(s)
+    if s.chance(0.5) and not s.is_fixed and s.channels < 16:
+        s.write(f"h = torch.cat([{skip}, h], {s.choice(['1', 'dim=1', '-3'])})")
+        s.channels *= 2
+    else:
+        half = s.channels // 2
+        s.write(choose(s, "b, h = h.chunk(2, 1) | b, h = torch.split(h, $half, 1)", half=half))
+        s.write(choose(s, "h = torch.cat((h, b), 1) | h = torch.cat((h.relu(), b * 2), dim=1)"))
+
+
+def pool(s: Scope) -> None:
+    if s.chance(0.5):
+        s.apply(norm(s, s.channels), relu(s))
+    if s.is_fixed or s.size < 4:
+        s.write("h = F.avg_pool2d(h, 3, 1, 1)")
+    else:
+        s.size //= 2
+        s.write(f"h = {choose(s, vocabulary.POOLS, size=s.size)}")
+
+
+def squeeze(s: Scope) -> None:
+    """Additions and products of other shapes."""
+    gate = s.module("conv", f"nn.Conv2d({s.channels}, {s.channels}, 1)", s.channels, True)
+    one = s.module("conv", f"nn.Conv2d({s.channels}, 1, 1)", s.channels)
+    n, a = norm(s, s.channels), relu(s)
+    pooled, a = (a.format(n.format(x)) for x in ("h.mean((2, 3), keepdim=True)", "h"))
+    s.write(choose(s, vocabulary.SQUEEZES, gate=gate, one=one, a=a, pooled=pooled))
+
+
+def type_question(s: Scope) -> None:
+    value = s.choice([s.like_h(), "None"])
+    s.write(f'h = helpers.add_if_tensor("{s.choice(sorted(QUESTIONS))}", h, {value})')
+
+
+def branch(s: Scope) -> None:
+    with s.block(f"if {choose(s, vocabulary.CONDITIONS)}:"):
+        statement(s)
+    if s.chance(0.7):
+        with s.block("else:"):
+            statement(s)
+
+
+def change(s: Scope) -> None:
+    """One line that changes h, or that changes a view or a generator."""
+    s.write(choose(s, vocabulary.CHANGES))
+
+
+def change_between(s: Scope) -> None:
+    """A change of what the parts of a unit give or read, between them."""
+    n, a = norm(s, s.channels), relu(s)
+    with s.fixed():
+        c, _ = conv(s, s.channels, s.size, s.channels)
+    kinds = [vocabulary.CHANGES, vocabulary.NORM_CHANGES, vocabulary.CONV_CHANGES]
+    text = s.choice(kinds)
+    module = (c if text is vocabulary.CONV_CHANGES else n).split("(")[0]
+    if not module.startswith("self."):
+        text = vocabulary.CHANGES
+    parts = [f"h = {t.format('h')}" for t in (n, a, c)]
+    parts.insert(s.choice([1, 2, 3]), choose(s, text, m=module))
+    s.write(*parts)
+
+
+def state(s: Scope) -> None:
+    """Attributes and buffers that forward sets."""
+    act = relu(s)
+    owner = act.split("(")[0] if act.startswith("self.") else "self"
+    drop = s.module("drop", "nn.Dropout(0.2)", 0, True)
+    name = s.new("t")
+    s.init += [
+        f'        self.register_buffer("{name}", torch.zeros({s.channels}))',
+        f"        self.{name}_list = {s.choice(['[]', 'collections.deque(maxlen=2)'])}",
+        f"        self.{name}_box = types.SimpleNamespace(values=[], last=None)",
+        f"        self.{name}_calls, self.{name}_rng = 0, random.Random(3)",
+        f"        self.{name}_cycle = itertools.cycle([1.0, 2.0, 0.5])",
+    ]
+    if s.chance(0.5):
+        s.apply(norm(s, s.channels))
+    for _ in range(2):
+        mean = "h.detach().mean((0, 2, 3))"
+        s.write(choose(s, vocabulary.STATE, t=name, mean=mean, owner=owner, drop=drop))
+    s.apply(act)
+
+
+def autograd(s: Scope) -> None:
+    """Hooks of tensors, checkpoints, and gradients within forward."""
+    if s.chance(0.5):
+        s.apply(norm(s, s.channels))
+    kind = s.choice(["hook", "grad", "checkpoint"])
+    if kind == "hook":
+        with s.block("if h.requires_grad:"):
+            double = "h.register_hook(lambda g: g * 2)"
+            s.write(
+                choose(
+                    s,
+                    f"h.register_hook(note_gradients) | {double} | h.retain_grad(); self.kept = h",
+                )
+            )
+    elif kind == "checkpoint":
+        block = s.module("block", f"{block_class(s, False)}()", s.channels, True)
+        s.write(f"h = checkpoint({block}, h, use_reentrant={s.chance(0.3)})")
+    else:
+        skip, source = s.new("g"), s.new("g")
+        s.write(f"{skip} = h")
+        with s.block("with torch.enable_grad():"):
+            s.write(choose(s, "h = h.detach().requires_grad_() | h = (h * 1.0).requires_grad_()"))
+            s.write(f"{source} = h")
+            unit(s)
+            graph = f"create_graph={s.chance(0.5)}, retain_graph=True"
+            s.write(f"h, = torch.autograd.grad(h.square().sum(), {source}, {graph})")
+        s.write("h = helpers.with_strides_of_gradients(h)", f"h = h * 0.1 + {skip}")
+
+
+def mode(s: Scope) -> None:
+    """A block under another mode of PyTorch."""
+    with s.block(f"with {choose(s, vocabulary.MODES)}:"):
+        statement(s)
+        if s.chance(0.3):
+            unit(s)
+
+
+def errors(s: Scope) -> None:
+    """Exceptions within forward, and out of the second call."""
+    n, a = norm(s, s.channels), relu(s)
+    bad = s.module("conv", f"nn.Conv2d({s.channels + 1}, {s.channels}, 3, padding=1)", s.channels)
+    if s.chance(0.25):
+        s.init.append("        self.calls = 0")
+        s.write("self.calls += 1", f"h = {n.format('h')}")
+        with s.block("if self.calls == 2:"):
+            s.write(choose(s, 'raise ValueError("out of forward") | h = $bad(h)', bad=bad))
+        return
+    with s.block("try:"):
+        s.write(choose(s, vocabulary.ERRORS, bad=bad, x=a.format(n.format("h"))))
+    with s.block("except (RuntimeError, ValueError) as error:"):
+        s.write("note(type(error).__name__)", "h = h * 2")
+
+
+def child(s: Scope) -> None:
+    """A block of a class of its own."""
+    block = s.module("block", f"{block_class(s, True)}()", s.channels, True)
+    s.write(choose(s, vocabulary.CALLS_OF_CHILDREN, m=block))
+
+
+def odd_child(s: Scope) -> None:
+    """A child whose result is no tensor."""
+    ending, call = s.choice(options(vocabulary.ODD_CHILDREN)).split(" -> ")
+    block = s.module("block", f"{block_class(s, True, ending)}()", s.channels, True)
+    s.write(call.replace("$m", block))
+
+
+def block_class(s: Scope, is_changing: bool, ending: str = "return h") -> str:
+    """Writes a class for blocks in the shape of h; returns its name.
+
+    Blocks that are recomputed may change nothing in place: PyTorch would not see it.
+    """
+    inner = Scope(s.program, s.channels, s.size)
+    inner.is_fixed = True
+    statements = [unit, projection] + [residual, change_between] * is_changing
+    for _ in range(s.choice([1, 1, 2])):
+        s.choice(statements)(inner)
+    inner.write(ending)
+    return s.program.add_class("Block", inner)
+
+
+STATEMENTS: list[Callable[[Scope], None]] = [
+    *(residual, projection, in_row, dense, pool, squeeze, type_question, branch, change),
+    *(change_between, change_between, state, autograd, mode, errors, child, odd_child),
+]
+
+
+def statement(s: Scope) -> None:
+    """Any statement."""
+    s.choice([unit, unit, *STATEMENTS])(s)
+
+
+def setup(p: "Program", modules: list[Module]) -> str:
+    """A change of the model."""
+    m = p.choice(modules)
+    kinds = {
+        "norm": vocabulary.NORM_SETTINGS,
+        "relu": vocabulary.RELU_SETTINGS,
+        "conv": vocabulary.CONV_SETTINGS,
+    }
+    texts = [
+        kinds.get(m.kind, vocabulary.SETTINGS),
+        vocabulary.SETTINGS,
+        f"net.$m.{choose(p, vocabulary.HOOKS)}",
+    ]
+    return choose(p, p.choice(texts), m=m.path, channels=m.channels)
+
+
+class Program:
+    """The text of a random model."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.choice = self.random.choice
+        self.classes: list[str] = []
+        self.scopes: dict[str, Scope] = {}
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p
+
+    def add_class(self, prefix: str, scope: Scope) -> str:
+        name = f"{prefix}{len(self.classes)}" if prefix != "Net" else prefix
+        self.classes.append(scope.text(name))
+        self.scopes[name] = scope
+        return name
+
+    def text(self) -> str:
+        channels, size = self.choice([4, 8]), self.choice([4, 6, 8])
+        batch = self.choice([2, 2, 3])
+        net = Scope(self, channels, size)
+        if self.chance(0.4):
+            net.save()
+        for write in self.random.sample(STATEMENTS, self.choice([1, 2, 3, 3, 4])):
+            write(net)
+            if self.chance(0.5):
+                unit(net)
+        unit(net)
+        skip = self.choice(net.saved).name if net.saved else "h"
+        ending = choose(self, vocabulary.RETURNS, s=skip) if self.chance(0.3) else "h"
+        net.write(f"return {ending}")
+        self.add_class("Net", net)
+        modules = self._modules(net)
+        changes: dict[str, list[str]] = {"before": [], "after": []}
+        for lines in changes.values():
+            while self.chance(0.35):
+                lines.append(setup(self, modules))
+        call = choose(self, vocabulary.CALLS) if self.chance(0.15) else "return net(x)"
+        if "checkpoint" in call and CHANGES_STATE.search("".join(self.classes)):
+            call = "return net(x)"
+        given = choose(self, vocabulary.INPUTS) if self.chance(0.5) else "x"
+        shape = f"{batch}, {channels}, {size}, {size}"
+        functions = {
+            "before(net)": changes["before"] or ["pass"],
+            "after(net)": changes["after"] or ["pass"],
+            "prepare(net)": [
+                choose(self, vocabulary.PREPARATIONS) if self.chance(0.1) else "return net"
+            ],
+            "make_input(randn)": [f"x = randn({shape})", f"return {given}"],
+            "call(net, x)": [call],
+        }
+        parts = [HEADER, *self.classes]
+        for head, lines in functions.items():
+            parts.append("\n".join([f"def {head}:", *(f"    {line}" for line in lines), ""]))
+        parts += [
+            f'MODE = "{self.choice(["convert"] * 9 + ["fuse"])}"',
+            f'MEMORY = "{self.choice(["store", "rebuild", "checkpoint"])}"',
+            f'GRADIENTS = "{self.choice(["both", "both", "backward", "returned"])}"\n',
+        ]
+        return "\n".join(parts)
+
+    def _modules(self, scope: Scope) -> list[Module]:
+        """The modules of a scope, and those of its blocks."""
+        found = list(scope.modules)
+        for line in scope.init:
+            path, _, kind = line.strip().removeprefix("self.").partition(" = ")
+            inner = self.scopes.get(kind.removesuffix("()"))
+            if inner is not None:
+                found += [m._replace(path=f"{path}.{m.path}") for m in self._modules(inner)]
+        return found
+
+
+def program(seed: int) -> str:
+    """The source of a random model."""
+    return Program(seed).text()

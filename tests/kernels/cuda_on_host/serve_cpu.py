@@ -1,0 +1,162 @@
+"""Makes the CUDA library, compiled for the host, a backend for CPU tensors in this process.
+
+It goes by its own name, `cuda`; `"auto"` never selects it.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+import preact_kernels as pk
+from preact_kernels.kernels import cuda
+from preact_kernels.ops import dispatch as backends
+from tests.kernels.cuda_on_host import build
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernels, compiled where that is still to be done, as torch ops and for `set_schedule`."""
+    path = build.build("kernels", sanitize=bool(os.environ.get("PK_SANITIZE")))
+    torch.ops.load_library(str(path))
+    return ctypes.CDLL(str(path))
+
+
+def set_schedule(seed: int = 0, multiprocessors: int = 2, resident_blocks: int = 4) -> None:
+    """Chooses a schedule, and what launches are told.
+
+    Args:
+        seed: draws the order of threads and blocks.
+        multiprocessors: that launches count.
+        resident_blocks: that run at once.
+    """
+    library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
+
+
+def set_most_shared_bytes(count: int = 227 * 1024) -> None:
+    """Chooses the shared memory that a block may have: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6."""
+    library().cuda_on_host_limit_shared(ctypes.c_size_t(count))
+
+
+class Launch(NamedTuple):
+    """What a launch is given, or a fill, which has neither blocks nor threads."""
+
+    name: str
+    blocks: tuple[int, int, int]
+    threads: int  # of a block
+    shared_bytes: int  # of a block
+    is_dependent: bool  # may begin before the launch ahead of it has ended
+    filled_bytes: int  # of a fill
+    params: bytes
+    kernel: int  # its address: see `symbols`
+
+
+class _Launch(ctypes.Structure):
+    """`Launch` of grid.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("blocks", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_size_t),
+        ("params", ctypes.c_void_p),
+        ("params_bytes", ctypes.c_size_t),
+        ("filled_bytes", ctypes.c_size_t),
+        ("is_dependent", ctypes.c_bool),
+        ("kernel", ctypes.c_void_p),
+    )
+
+
+@contextlib.contextmanager
+def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
+    """A context in which `listener` is called in place of every launch and fill.
+
+    New tensors have addresses and no memory, until something is written to them; no address is
+    given out twice.
+    """
+
+    @ctypes.CFUNCTYPE(None, ctypes.POINTER(_Launch))
+    def listen(pointer):
+        launch = pointer.contents
+        x, y, z = launch.threads
+        params = ctypes.string_at(launch.params, launch.params_bytes)
+        filled_bytes = launch.filled_bytes
+        blocks, threads = ((0, 0, 0), 0) if filled_bytes else (tuple(launch.blocks), x * y * z)
+        listener(
+            Launch(
+                launch.name.decode(),
+                blocks,
+                threads,
+                launch.shared_bytes,
+                launch.is_dependent,
+                filled_bytes,
+                params,
+                launch.kernel or 0,
+            )
+        )
+
+    library().cuda_on_host_listen(listen)
+    library().cuda_on_host_reserve(True)
+    try:
+        yield
+    finally:
+        library().cuda_on_host_reserve(False)
+        library().cuda_on_host_listen(None)
+
+
+def early_starts() -> int:
+    """How many dependent launches have started before the one ahead of them had begun."""
+    count = library().cuda_on_host_early_starts
+    count.restype = ctypes.c_int64
+    return count()
+
+
+def symbols() -> dict[int, str]:
+    """The mangled names of the library's functions, by their addresses."""
+    lines = subprocess.check_output(["nm", "--defined-only", library()._name], text=True)
+    offsets = {name: int(offset, 16) for offset, _, name in map(str.split, lines.splitlines())}
+    known = ctypes.cast(library().cuda_on_host_set, ctypes.c_void_p).value or 0
+    base = known - offsets["cuda_on_host_set"]
+    return {base + offset: name for name, offset in offsets.items()}
+
+
+def tensor_at(address: int) -> range | None:
+    """The addresses of the tensor of `without_running` that holds an address, if there is one."""
+    begin, end = ctypes.c_void_p(), ctypes.c_void_p()
+    find = library().cuda_on_host_tensor_at
+    find.restype = ctypes.c_bool
+    if not find(ctypes.c_void_p(address), ctypes.byref(begin), ctypes.byref(end)):
+        return None
+    return range(begin.value, end.value)
+
+
+def missing() -> str:
+    """Why the backend `cuda` cannot be tested here; empty where it can."""
+    if "cuda" in pk.available_backends():
+        return ""
+    return cuda.load_error() if torch.cuda.is_available() else "neither a GPU nor a C++ compiler"
+
+
+@functools.cache
+def install() -> bool:
+    """Whether `cuda` runs on the host from now on: where there is no GPU, but a compiler.
+
+    With a GPU it never does: where the library is missing, its tests are skipped and say so.
+    """
+    if torch.cuda.is_available() or shutil.which(build.CXX[0]) is None:
+        return False
+    library()
+    backends.BACKENDS = tuple(
+        row._replace(device_types=("cpu",), load_error=lambda: "", only_by_name=True)
+        if row.name == "cuda"
+        else row
+        for row in backends.BACKENDS
+    )
+    backends._by_name = {row.name: row for row in backends.BACKENDS}
+    return True

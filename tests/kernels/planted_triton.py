@@ -1,0 +1,70 @@
+"""Compiles kernels with faults that the report of `tests/kernels/compile_triton.py` must find.
+
+python -m tests.kernels.planted_triton prints what it finds, a line for each. It fails if
+`faults` refuses a stack frame that is allowed, or accepts a larger one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from preact_kernels.kernels.triton.configurations import ConvBlocks
+from tests.kernels.compile_triton import Driver, Launch, Task, faults, row
+
+
+@triton.jit
+def product_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
+    """y = x @ weight; a pipeline of as many stages as `BLOCKS` says."""
+    channel = tl.arange(0, C)
+    w = tl.load(weight + channel[:, None] * C + channel[None, :])
+    for tile in tl.range(tl.program_id(0), pixels // 64, 8, num_stages=BLOCKS.num_stages):
+        at = (tile * 64 + tl.arange(0, 64))[:, None] * C + channel[None, :]
+        a = tl.maximum(tl.load(x + at), 0.0).to(tl.bfloat16)
+        tl.store(y + at, tl.dot(a, w).to(tl.bfloat16))
+
+
+@triton.jit
+def gather_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
+    """Reads the channels of a tile 2 bytes at a time."""
+    channel = tl.arange(0, C)
+    at = tl.arange(0, 64)[:, None] * C + channel[None, :]
+    tl.store(y + at, tl.load(x + at * pixels))
+
+
+@triton.jit
+def spilling_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
+    """Holds more in registers than there are."""
+    at = tl.arange(0, 256)[:, None] * C + tl.arange(0, C)[None, :]
+    tile = tl.load(x + at).to(tl.float32)
+    total = tl.zeros([256, C], tl.float32)
+    for _ in range(pixels):
+        total = tl.exp(total + tile) * tile
+    tl.store(y + at, (total + tile).to(tl.bfloat16))
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
+    x = torch.empty(128, 64, dtype=torch.bfloat16, device="meta")
+    rows = []
+    for kernel, stages, warps, resident in (
+        (product_kernel, 3, 4, 1),
+        (product_kernel, 2, 4, 1),
+        (product_kernel, 3, 4, 64),
+        (gather_kernel, 1, 4, 1),
+        (spilling_kernel, 1, 1, 1),
+    ):
+        constants = {"C": 64, "BLOCKS": ConvBlocks(64, 64, 64, warps, stages, resident=resident)}
+        args = (x, x, x, 1000)
+        compiled = kernel.warmup(*args, grid=(1, 1, 1), **constants, num_warps=warps)
+        task = Task(90, torch.bfloat16, None)
+        rows.append(row(task, Launch(kernel, args, constants, compiled)))
+    found = faults(rows)
+    (stack_bytes,) = (r.stack_bytes for r in rows if r.stack_bytes)
+    assert faults(rows, stack_bytes - 1) == found
+    assert faults(rows, stack_bytes) == found[:-1]
+    print("\n".join(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""The CUDA library is built for every architecture, and no kernel of it uses local memory.
+
+Read is what ptxas said as the library was built (csrc/cuda/nvcc.sh keeps it beside each object);
+`build/cuda/ptxas.csv` is the table. Without a GPU it also says what the blocks of ResNet-1001
+launch: threads, the most dynamic shared memory, and how many blocks then fit on a multiprocessor.
+"""
+
+import csv
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+import triton
+from torch.utils import cpp_extension
+
+import preact_kernels as pk
+from preact_kernels.kernels import cuda
+from tests.kernels.cuda_on_host import serve_cpu
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "build" / "cuda" / "ptxas.csv"
+COLUMNS = (
+    "source", "kernel", "architecture", "registers", "spill stores", "spill loads",
+    "stack bytes", "static shared bytes", "threads", "dynamic shared bytes", "resident blocks",
+)  # fmt: skip
+# Whose multiprocessors have 228 KB of shared memory, as launches on the host are told.
+LAUNCHED_FOR = ("sm_90", "sm_100")
+
+if shutil.which("nvcc") is None and shutil.which("/usr/local/cuda/bin/nvcc") is None:
+    pytest.skip("nvcc is not installed", allow_module_level=True)
+if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
+    pytest.skip("without ninja torch calls nvcc past csrc/cuda/nvcc.sh", allow_module_level=True)
+if os.environ.get("PREACT_KERNELS_CUDA") == "0":
+    pytest.skip("PREACT_KERNELS_CUDA=0", allow_module_level=True)
+
+SOURCES = sorted(path.name for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
+WITHOUT_KERNELS = {"bn_relu_conv.cu", "library.cu"}
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<kernel>\w+)' for '(?P<architecture>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+def parse(source, text, launches):
+    """Rows of the table out of what `nvcc -Xptxas=-v` said.
+
+    Args:
+        source: name of the file.
+        text: of ptxas.
+        launches: threads and shared bytes by mangled name, of the kernels that are launched.
+    """
+    for found in ENTRY.finditer(text):
+        shared = re.search(r"(\d+) bytes smem", found["rest"])
+        registers, *numbers = (int(found[n]) for n in ("registers", "stores", "loads", "stack"))
+        launched = ["", "", ""]
+        if found["kernel"] in launches and found["architecture"] in LAUNCHED_FOR:
+            threads, bytes_ = launches[found["kernel"]]
+            launched = [threads, bytes_, resident_blocks(registers, threads, bytes_)]
+        name, static = readable(found["kernel"]), int(shared[1]) if shared else 0
+        values = (source, name, found["architecture"], registers, *numbers, static, *launched)
+        yield dict(zip(COLUMNS, values, strict=True))
+
+
+def resident_blocks(registers, threads, shared_bytes):
+    """How many blocks fit on a multiprocessor of compute capability 9.0 or 10.0."""
+    warps = -(-threads // 32)
+    # A quarter of the multiprocessor has 16,384 registers, given to warps in units of 256.
+    warps_of_quarter = 2**14 // (-(-registers // 8) * 8 * 32)
+    by_shared_memory = 228 * 1024 // (shared_bytes + 1024)  # 1 KB of each is the system's
+    return min(4 * min(warps_of_quarter, 16) // warps, by_shared_memory, 32)
+
+
+def launches_of_resnet_1001():
+    """Threads and the most dynamic shared bytes by mangled name; empty with a GPU."""
+    if not serve_cpu.install():
+        return {}
+    found, names = {}, serve_cpu.symbols()
+
+    def record(launch):
+        if launch.kernel:
+            _, most = found.get(names[launch.kernel], (0, 0))
+            found[names[launch.kernel]] = launch.threads, max(most, launch.shared_bytes)
+
+    for width, side in ((16, 32), (32, 16), (64, 8)):
+        blocks = [pk.PreActBottleneck(4 * width, width) for _ in range(2)]
+        stage = pk.PreActStage(blocks).bfloat16()
+        with pk.use_backend("cuda"), serve_cpu.without_running(record):
+            x = torch.empty(128, 4 * width, side, side, dtype=torch.bfloat16).requires_grad_()
+            y = stage(x)
+            y.backward(torch.empty_like(y))
+    return found
+
+
+def readable(mangled):
+    """Name and template arguments of a kernel, out of its mangled name."""
+    names = re.match(r"_ZN14preact_kernels4cuda\d+([a-z_0-9]+_kernel)(?:I(.*)EEv|E)", mangled)
+    if not names:
+        return mangled
+    if names[2] is None:
+        return names[1]
+    arguments = re.sub(r"13__nv_bfloat16", "bf16 ", names[2])
+    arguments = re.sub(r"6__half", "fp16 ", arguments)
+    arguments = re.sub(r"^f(?=L)", "fp32 ", arguments)
+    arguments = re.sub(r"L[ib](\d+)E?", r"\1 ", arguments)
+    return f"{names[1]}<{', '.join(arguments.split())}>"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """The table, of the library as it is built now."""
+    scripts = Path(sys.executable).parent  # where ninja is, in a virtual environment
+    process = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "TORCH_CUDA_ARCH_LIST": "",
+            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    found, launches = [], launches_of_resnet_1001()
+    for source in SOURCES:
+        (log,) = ROOT.glob(f"build/temp.*/csrc/cuda/{Path(source).stem}.o.ptxas")
+        found += parse(source, log.read_text(), launches)
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    with TABLE.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        table.writerows(found)
+    return found
+
+
+def test_every_kernel_is_compiled_for_every_architecture(rows):
+    kernels = {}
+    for row in rows:
+        kernels.setdefault((row["source"], row["kernel"]), set()).add(row["architecture"])
+    assert kernels
+    assert {source for source, _ in kernels} == set(SOURCES) - WITHOUT_KERNELS
+    assert all(found == {"sm_80", "sm_90", "sm_100"} for found in kernels.values())
+
+
+def uses_of_local_memory(rows):
+    """What is wrong with the kernels that spill, or have a stack frame."""
+    for row in rows:
+        used = [f"{row[n]} {n}" for n in ("spill stores", "spill loads", "stack bytes") if row[n]]
+        if used:
+            yield f"{row['kernel']} for {row['architecture']}: {', '.join(used)}"
+
+
+def test_no_kernel_uses_local_memory(rows):
+    assert not [*uses_of_local_memory(rows)]
+
+
+@pytest.mark.skipif(not serve_cpu.install(), reason="launches are recorded on the host")
+def test_every_kernel_of_resnet_1001_fits_on_a_multiprocessor(rows):
+    launched = [row for row in rows if row["threads"]]
+    assert len(launched) == len(LAUNCHED_FOR) * len(launches_of_resnet_1001())
+    assert not [row["kernel"] for row in launched if row["resident blocks"] < 1]
+
+
+def test_on_hopper_a_kernel_waits_for_those_before_it_and_copies_tiles_after_that(rows):
+    """What kernels launched as dependent must do; see `wait_for_predecessors`."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    library = ROOT / "preact_kernels" / cuda.LIBRARY
+    sass = subprocess.check_output([tool, "-sass", "-arch", "sm_90", library], text=True)
+    functions = [f for f in sass.split("Function : ")[1:] if "bn_relu_conv" in f.split("\n")[0]]
+    assert len(functions) >= 30
+    for function in functions:
+        name = readable(function.split("\n")[0])
+        wait, start, copy = (function.find(i) for i in ("ACQBULK", "PREEXIT", "LDGSTS"))
+        assert 0 < wait < min(start, copy), name
+        assert "RED.E" not in function[:wait] and "STG" not in function[:wait], name
+
+
+def test_kernels_take_their_shared_memory_at_launch(rows):
+    assert not [r["kernel"] for r in rows if r["static shared bytes"]]
+
+
+@pytest.fixture
+def setup_file(monkeypatch):
+    """The functions of setup.py, which builds nothing."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "egg_info"])
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
+    for name in ("PREACT_KERNELS_NVCC", "PYTORCH_NVCC"):  # cuda_extension sets them
+        monkeypatch.setenv(name, "nvcc")
+    monkeypatch.setenv("PREACT_KERNELS_CUDA", "1")
+    return runpy.run_path("setup.py")
+
+
+ARCHITECTURES = {
+    "": ["80,sm_80", "90,sm_90", "100,sm_100", "100,compute_100"],
+    "9.0": ["90,sm_90"],
+    "7.5 Hopper+PTX": ["90,sm_90", "90,compute_90"],
+    "8.0;9.0+PTX": ["80,sm_80", "90,sm_90", "90,compute_90"],
+    "8.0+PTX 8.6; 12.0a": ["80,sm_80", "86,sm_86", "120a,sm_120a", "80,compute_80"],
+}
+
+
+@pytest.mark.parametrize("names", ARCHITECTURES, ids=repr)
+def test_torch_cuda_arch_list_chooses_the_architectures(names, setup_file, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
+    flags = setup_file["cuda_extension"]().extra_compile_args["nvcc"]
+    found = [f.removeprefix("-gencode=arch=compute_") for f in flags if "-gencode" in f]
+    assert found == [a.replace(",", ",code=") for a in ARCHITECTURES[names]]
+    codes = "_".join(a.partition(",")[2] for a in ARCHITECTURES[names])
+    assert f"-DPREACT_KERNELS_TARGETS={codes}" in flags
+
+
+def test_the_library_tells_what_it_was_compiled_for(rows):
+    compiled = ("sm_80", "sm_90", "sm_100", "compute_100")
+    library = ROOT / "preact_kernels" / cuda.LIBRARY
+    symbols = subprocess.check_output(["readelf", "--dyn-syms", "--wide", library], text=True)
+    assert re.search(r"FUNC +GLOBAL +DEFAULT +\d+ preact_kernels_cuda_targets", symbols)
+    assert b"\0" + "_".join(compiled).encode() + b"\0" in library.read_bytes()
+    assert cuda.parse_targets("_".join(compiled)) == compiled
+
+
+RUNS_ON = {
+    "sm_80": ["8.0", "8.6"],
+    "sm_86": ["8.6"],
+    "sm_90": ["9.0"],
+    "sm_90a": ["9.0"],
+    "sm_100": ["10.0", "10.3"],
+    "sm_100a": ["10.0"],
+    "sm_100f": ["10.0", "10.3"],
+    "compute_80": ["8.0", "8.6", "9.0", "10.0", "10.3", "12.0"],
+    "compute_90": ["9.0", "10.0", "10.3", "12.0"],
+    "compute_90a": ["9.0"],
+}
+
+
+@pytest.mark.parametrize("target", RUNS_ON)
+def test_a_gpu_for_which_nothing_was_compiled_is_refused(target):
+    for capability in ("8.0", "8.6", "9.0", "10.0", "10.3", "12.0"):
+        major, minor = map(int, capability.split("."))
+        refusal = cuda.target_refusal((major, minor), ["sm_75", target])
+        message = (
+            f"_cuda.so was compiled for sm_75, {target}, and the GPU has compute capability "
+            f'{capability}; build it again with TORCH_CUDA_ARCH_LIST="{capability}"'
+        )
+        assert refusal == ("" if capability in RUNS_ON[target] else message)
+
+
+@pytest.mark.parametrize("names", ["Kepler", "90", "7.0;7.5+PTX", "9.0-PTX", ";"])
+def test_an_architecture_that_cannot_be_built_is_named(names, setup_file, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
+    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST: expected .*, got ") as raised:
+        setup_file["cuda_extension"]()
+    assert str(raised.value).endswith(f'got "{names}"')
+    monkeypatch.delenv("PREACT_KERNELS_CUDA")  # then only the CPU library is built
+    assert setup_file["cuda_extension"]() is None
+    assert f'got "{names}"' in capsys.readouterr().err
+
+
+def test_an_architecture_that_nvcc_lacks_is_named(setup_file, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;99.0")
+    with pytest.raises(SystemExit, match="does not know compute_990"):
+        setup_file["cuda_extension"]()
+
+
+NAME = "_ZN14preact_kernels4cuda15bn_stats_kernelI13__nv_bfloat16Li8EEEvNS0_13BnStatsParamsIT_EE"
+REPORT = """
+ptxas info    : Compiling entry function '{name}' for '{architecture}'
+ptxas info    : Function properties for {name}
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 1024 bytes smem, 408 bytes cmem[0]
+"""
+
+
+def parsed(stack, stores, loads, architecture="sm_90"):
+    text = REPORT.format(
+        name=NAME, architecture=architecture, stack=stack, stores=stores, loads=loads
+    )
+    (row,) = parse("bn_stats.cu", text, {NAME: (256, 90_000)})
+    return row
+
+
+def test_what_ptxas_says_is_read():
+    row = parsed(216, 340, 276)
+    assert tuple(row.values()) == (
+        "bn_stats.cu", "bn_stats_kernel<bf16, 8>", "sm_90", 128, 340, 276, 216, 1024,
+        256, 90_000, 2,
+    )  # fmt: skip
+    assert [*parsed(0, 0, 0, "sm_80").values()][-3:] == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((216, 340, 276), "340 spill stores, 276 spill loads, 216 stack bytes"),
+        ((0, 4, 0), "4 spill stores"),
+        ((0, 0, 8), "8 spill loads"),
+        ((16, 0, 0), "16 stack bytes"),  # an array that is indexed by a variable
+    ],
+)
+def test_local_memory_is_found(numbers, message):
+    found = uses_of_local_memory([parsed(0, 0, 0), parsed(*numbers)])
+    assert [*found] == [f"bn_stats_kernel<bf16, 8> for sm_90: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "shared_bytes", "blocks"),
+    [
+        (32, 256, 0, 8),  # 2,048 threads
+        (128, 256, 0, 2),
+        (129, 256, 0, 1),  # registers of 12 warps
+        (40, 64, 0, 24),  # registers of 48 warps
+        (16, 32, 0, 32),
+        (64, 256, 100_000, 2),
+        (64, 256, 115_712, 2),
+        (64, 256, 115_713, 1),
+        (255, 256, 227 * 1024, 1),
+        (255, 512, 0, 0),
+    ],
+)
+def test_resident_blocks_are_those_that_fit(registers, threads, shared_bytes, blocks):
+    assert resident_blocks(registers, threads, shared_bytes) == blocks
+
+
+def test_the_library_names_neither_a_python_nor_a_version_of_torch(rows):
+    (library,) = (ROOT / "preact_kernels").glob("_cuda*.so")
+    assert library.name == "_cuda.so"
+    needed = subprocess.check_output(["readelf", "-d", library], text=True)
+    for name in re.findall(r"NEEDED.*\[(.*)\]", needed):
+        assert not re.match(r"lib(torch_python|torch_cuda|cudart|c10_cuda)", name), name

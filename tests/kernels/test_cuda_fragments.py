@@ -1,0 +1,240 @@
+"""Matrix instructions, conversions, copies and exact sums of the CUDA kernels, one by one.
+
+With a GPU they are compiled by nvcc and run on it, else they run on the host, the instructions by
+their emulation.
+"""
+
+import ctypes
+import math
+import re
+import shutil
+
+import pytest
+import torch
+
+from tests.kernels.cuda_on_host import build
+from tests.oracle import same_bits
+
+IS_ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if IS_ON_GPU else "cpu"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # in the order of `Type`
+WRAPPERS = (build.ROOT / "csrc" / "cuda" / "device.cuh").read_text()
+needs_nvcc = pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed")
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def load(name, *entries):
+    """The library `name` for the device of the tests."""
+    if IS_ON_GPU:
+        if build.nvcc() is None:
+            pytest.skip("nvcc is not installed")
+        path = build.build_for_gpu(name, torch.cuda.get_device_capability())
+    else:
+        if shutil.which(build.CXX[0]) is None:
+            pytest.skip(f"no C++ compiler: {build.CXX[0]} not found")
+        path = build.build(name)
+    library = ctypes.CDLL(str(path))
+    for entry in entries:
+        getattr(library, entry).restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture(scope="module")
+def fragments():
+    return load("fragments", "product", "conversion", "copy", "division")
+
+
+@pytest.fixture(scope="module")
+def exact_sums():
+    return load("exact_sums", "exact_sums")
+
+
+def pointers(*tensors):
+    """Their addresses, when all work on them is done."""
+    if IS_ON_GPU:
+        torch.cuda.synchronize()
+    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+
+
+def product(fragments, a, b, d, a_by_rows=False, b_by_rows=False, is_rounded=True):
+    """`d + a @ b.t()` by matrix instructions, and the message."""
+    stored = [a.t() if a_by_rows else a, b.t() if b_by_rows else b]
+    stored = [t.contiguous().to(DEVICE) for t in stored]
+    result = d.clone().to(DEVICE)
+    kind, flags = DTYPES.index(a.dtype), (a_by_rows, b_by_rows, is_rounded)
+    message = fragments.product(kind, *pointers(*stored, result), *flags)
+    return result.cpu(), message.decode()
+
+
+def depth_of(dtype):
+    return 32 // dtype.itemsize
+
+
+def as_tf32(t):
+    """To nearest, ties away from zero, of what is no NaN."""
+    bits = t.contiguous().view(torch.int32)
+    is_infinite = (bits & 0x7FFFFFFF) == 0x7F800000
+    return torch.where(is_infinite, bits, (bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def exact_problems(dtype, depth):
+    """`a`, `b` and `d` whose product no order of a sum rounds: integers, and numbers selected."""
+    a, b = (torch.randint(-8, 9, (16, depth)).to(dtype) for _ in range(2))
+    yield a, b, torch.randint(-8, 9, (16, 16)).float()
+    selection = torch.eye(16, depth)[torch.randperm(16)].to(dtype)
+    numbers = torch.randn(16, depth).to(dtype)
+    yield selection, numbers, torch.zeros(16, 16)
+    yield numbers, selection, torch.zeros(16, 16)
+
+
+@every_dtype
+@pytest.mark.parametrize("b_by_rows", [False, True])
+@pytest.mark.parametrize("a_by_rows", [False, True])
+def test_matrix_instructions_equal_a_matrix_product(fragments, dtype, a_by_rows, b_by_rows):
+    if dtype == torch.float32 and (a_by_rows or b_by_rows):
+        pytest.skip("ldmatrix transposes elements of 16 bits")
+    for a, b, d in exact_problems(dtype, depth_of(dtype)):
+        found, message = product(fragments, a, b, d, a_by_rows, b_by_rows)
+        assert not message
+        if dtype == torch.float32:
+            a, b = as_tf32(a), as_tf32(b)
+        expected = d.double() + a.double() @ b.double().t()
+        assert torch.equal(found, expected.float())
+
+
+# What is a NaN in float32, and infinity without the low 13 bits, which TF32 does not have.
+LOW_NAN = 0x7F800001
+
+
+@every_dtype
+@pytest.mark.parametrize("operand", [0, 1])
+def test_a_nan_or_an_infinity_stays_one(fragments, dtype, operand):
+    values = {torch.float32: [LOW_NAN, LOW_NAN - 2**31, 0x7F800000], torch.bfloat16: [0x7F81]}
+    for bits in values.get(dtype, [0x7C01]):
+        given = [torch.ones(16, depth_of(dtype), dtype=dtype) for _ in range(2)]
+        integers = torch.int32 if dtype == torch.float32 else torch.int16
+        given[operand].view(integers)[3, 2] = bits
+        found, message = product(fragments, *given, torch.zeros(16, 16))
+        assert not message
+        expected = given[0].double() @ given[1].double().t()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.isinf(), expected.isinf())
+
+
+@pytest.mark.skipif(IS_ON_GPU, reason="on a GPU the low bits are cut")
+@pytest.mark.parametrize("bits", [LOW_NAN, 0x3F800001])
+def test_an_operand_that_was_not_rounded_to_tf32_is_an_error(fragments, bits):
+    b = torch.ones(16, 8)
+    b.view(torch.int32)[5, 7] = bits
+    message = product(fragments, torch.ones(16, 8), b, torch.zeros(16, 16), is_rounded=False)[1]
+    assert message.startswith("product: mma_m16n8k8_tf32: an operand that to_tf32 did not round")
+
+
+def special_numbers():
+    """Of float32: NaN, infinity, halfway between numbers of every type, overflow, subnormal."""
+    integers = [0x7FC00000, LOW_NAN, 0x7FFFFFFF, 0x7F800000]
+    for end in (0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x1FFFF):
+        integers += [high + end for high in (0x3F800000, 0x42280000, 0x7F7E0000, 0x33000000, 0)]
+    numbers = torch.tensor(integers, dtype=torch.int32).view(torch.float32)
+    numbers = torch.cat([numbers, -numbers, torch.tensor([65504.0, 65519.0, 65520.0, 6e-8, 2e-8])])
+    return torch.cat([numbers, torch.randn(-len(numbers) % 64 + 64)])
+
+
+@every_dtype
+def test_conversions_round_as_pytorch_does(fragments, dtype):
+    numbers = special_numbers().view(-1, 64).repeat_interleave(2, 0).flatten()  # in pairs, singly
+    given, found = numbers.to(DEVICE), torch.empty_like(numbers, device=DEVICE)
+    blocks = len(numbers) // 64
+    assert not fragments.conversion(DTYPES.index(dtype), *pointers(given, found), blocks)
+    found = found.cpu()
+    if dtype == torch.float32:
+        found = (found.view(torch.int32) & ~0x1FFF).view(dtype)  # what matrix instructions read
+    expected = as_tf32(numbers) if dtype == torch.float32 else numbers.to(dtype).float()
+    is_nan = numbers.isnan()
+    assert found[is_nan].isnan().all()
+    assert same_bits(found[~is_nan], expected[~is_nan])
+
+
+def test_copies_land_at_their_waits_and_zeros_where_there_is_nothing(fragments):
+    values = torch.randn(2, 32, 4)
+    given, found = values.to(DEVICE), torch.empty_like(values, device=DEVICE)
+    assert not fragments.copy(*pointers(given, found))
+    values[:, ::5] = 0
+    assert torch.equal(found.cpu(), values)
+
+
+def exactly_summed(exact_sums, values):
+    """The sums of `values` [count, channels] over the first dimension."""
+    count, channels = values.shape
+    words = torch.zeros(6, 2, channels, dtype=torch.int64, device=DEVICE)
+    out = torch.full((2, channels), torch.nan, dtype=torch.float64, device=DEVICE)
+    values = values.to(DEVICE)
+    message = exact_sums.exact_sums(*pointers(words, values, out), count, channels)
+    assert not message, message
+    assert not out[0].any()  # nothing was added there
+    return out[1].cpu()
+
+
+def test_sums_are_exact_in_any_order(exact_sums):
+    exponents = torch.tensor([-96, -80, -52, 0, 20, 60, 90]).repeat(3000, 1)
+    exponents = torch.cat([exponents, torch.randint(-96, 91, (3000, 1))], 1)
+    values = torch.randint(-(2**52), 2**52, (3000, 8)).double() * 2.0 ** exponents.double()
+    values[1000:2000, :4] = -values[:1000, :4]  # which leaves the rest
+    expected = [math.fsum(column) for column in values.t().tolist()]
+    found = exactly_summed(exact_sums, values)
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), rtol=2**-51, atol=0
+    )
+    assert same_bits(exactly_summed(exact_sums, values[torch.randperm(3000)]), found)
+
+
+def test_what_is_left_of_large_sums_is_exact(exact_sums):
+    large = 2.0**142
+    columns = ([large, 1.0, -large], [large, 2.0**-60, -large], [-large, -3.0, large], [0.0] * 3)
+    found = exactly_summed(exact_sums, torch.tensor(columns, dtype=torch.float64).t().contiguous())
+    assert found.tolist() == [1.0, 2.0**-60, -3.0, 0.0]
+
+
+def test_sums_of_what_is_not_finite_are_those_of_pytorch(exact_sums):
+    inf, nan = math.inf, math.nan
+    columns = [
+        [1.0, inf, 2.0],
+        [-inf, 1.0, -inf],
+        [inf, -inf, 1.0],
+        [nan, 1.0, inf],
+        [1.0, nan, nan],
+    ]
+    values = torch.tensor(columns, dtype=torch.float64).t().contiguous()
+    found = exactly_summed(exact_sums, values)
+    torch.testing.assert_close(found, values.sum(0), equal_nan=True)
+    many = torch.full((2000, 2), inf, dtype=torch.float64)
+    many[:, 1] = nan
+    found = exactly_summed(exact_sums, many)
+    assert found[0] == inf and found[1].isnan()
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["fragments", "exact_sums"])
+def test_nvcc_compiles_what_a_gpu_runs(name):
+    assert build.build_for_gpu(name, (9, 0)).exists()
+
+
+def test_every_matrix_instruction_and_copy_is_tested():
+    wrappers = set(re.findall(r"inline void ((?:ldmatrix|mma|cp_async)\w*)\(", WRAPPERS))
+    assert len(wrappers) >= 7
+    tested = (build.HERE / "fragments.cpp").read_text()
+    assert not [name for name in wrappers if not re.search(rf"\b{name}\b", tested)]
+
+
+def test_division_is_exact(fragments):
+    generator = torch.Generator().manual_seed(0)
+    most = 2**31 - 1
+    divisors = [*range(1, 40), 1023, 1024, 1025, 2**30 - 1, 2**30, 2**30 + 1, most]
+    divisors += torch.randint(1, most, (40,), generator=generator).tolist()
+    for divisor in divisors:
+        multiples = torch.randint(1, most // divisor + 1, (30,), generator=generator) * divisor
+        edges = torch.tensor([0, 1, divisor, most // divisor * divisor, most])
+        n = torch.cat([multiples, edges, multiples - 1, edges[2:] - 1]).int().to(DEVICE)
+        found = torch.empty_like(n)
+        assert not fragments.division(divisor, *pointers(n, found), n.numel())
+        assert found.tolist() == [i // divisor for i in n.tolist()], divisor

@@ -1,0 +1,296 @@
+"""The harness that runs CUDA kernels on the host finds the mistakes that it is there for."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.cuda_on_host import build
+
+if shutil.which(build.CXX[0]) is None:
+    pytest.skip(f"no C++ compiler: {build.CXX[0]} not found", allow_module_level=True)
+
+SEEDS = range(20)
+COUNT = 64
+ENTRIES = (
+    "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "grid_barrier",
+    "empty_grid", "chain", "plain_chain",
+)  # fmt: skip
+
+
+def load(path):
+    library = ctypes.CDLL(str(path))
+    for name in ENTRIES:
+        getattr(library, name).restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return load(build.build("planted"))
+
+
+def run(library, name, variant=0, seed=0, count=COUNT, resident_blocks=4):
+    """The output of a planted kernel on random numbers, those numbers, and the message."""
+    values = np.random.default_rng(0).standard_normal(count).astype(np.float32)
+    out = np.full(count, np.nan, np.float32)
+    library.cuda_on_host_set(ctypes.c_uint64(seed), 2, resident_blocks)
+    pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (values, out))
+    return out, values, getattr(library, name)(*pointers, variant).decode()
+
+
+def lines_of(name, text):
+    """The numbers of the lines of a file of the harness that contain `text`."""
+    lines = (build.HERE / name).read_text().splitlines()
+    return [number for number, line in enumerate(lines, 1) if text in line]
+
+
+def test_every_schedule_of_a_right_kernel_gives_its_result(planted):
+    for seed in SEEDS:
+        out, values, message = run(planted, "reverse", 0, seed, 4 * COUNT)
+        assert not message, seed
+        right = values.reshape(4, COUNT)[:, ::-1].ravel()
+        np.testing.assert_array_equal(out, right, f"seed {seed}")
+
+
+def test_a_missing_barrier_shows_in_every_schedule(planted):
+    for seed in SEEDS:
+        out, values, _ = run(planted, "reverse", 1, seed, 4 * COUNT)
+        right = values.reshape(4, COUNT)[:, ::-1].ravel()
+        is_nan = np.isnan(out)
+        assert 0 < is_nan.sum() < out.size, seed  # shared memory before it was written
+        np.testing.assert_array_equal(out[~is_nan], right[~is_nan], f"seed {seed}")
+
+
+def test_schedules_differ_by_seed_and_repeat_with_it(planted):
+    runs = [run(planted, "reverse", 1, seed, 4 * COUNT)[0].tobytes() for seed in SEEDS]
+    assert len(set(runs)) == len(runs)
+    assert run(planted, "reverse", 1, 3, 4 * COUNT)[0].tobytes() == runs[3]
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (0, ""),
+        (1, "a barrier that some threads do not reach"),
+        (2, "threads at different barriers"),
+        (3, "threads wait for others that never come|lanes of a warp apart"),
+        (4, "threads wait for others that never come: __shfl_xor_sync"),
+    ],
+)
+def test_threads_that_do_not_meet_are_errors(planted, variant, message):
+    for seed in SEEDS:
+        found = run(planted, "divergent", variant, seed)[2]
+        assert re.search(message, found) and bool(found) == bool(message)
+
+
+def test_shuffles_add_up_a_warp(planted):
+    out, values, _ = run(planted, "divergent")
+    sums = values.reshape(2, 32).astype(np.float64).sum(1)
+    np.testing.assert_allclose(out.reshape(2, 32), sums[:, None].repeat(32, 1), rtol=1e-5)
+
+
+def test_asynchronous_copies_land_at_the_wait_and_zeros_where_not_valid(planted):
+    out, values, message = run(planted, "copy")
+    assert not message
+    values[4:8] = 0
+    np.testing.assert_array_equal(out, values)
+
+
+@pytest.mark.parametrize("variant", [1, 2, 3])
+def test_a_copy_that_is_not_waited_for_is_not_there(planted, variant):
+    assert np.isnan(run(planted, "copy", variant)[0]).all()
+
+
+@pytest.mark.parametrize("variant", [4, 5])
+def test_a_copy_that_is_not_aligned_is_an_error(planted, variant):
+    assert "copy: cp_async_16: not aligned" in run(planted, "copy", variant)[2]
+
+
+def test_vectors_that_are_aligned_are_copied(planted):
+    out, values, message = run(planted, "vectors")
+    assert not message
+    np.testing.assert_array_equal(out, values)
+
+
+@pytest.mark.parametrize("variant", [1, 2])
+def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted, variant):
+    (line,) = lines_of("planted.cpp", ("const float4 four =", ") = four;")[variant - 1])
+    message = run(planted, "vectors", variant)[2]
+    assert re.fullmatch(
+        rf"vectors: .*planted\.cpp:{line}: an access of '.*float4' that is not aligned to 16 bytes "
+        r"\(thread \d+\)",
+        message,
+    ), message
+
+
+MEETINGS = {
+    "count": lambda values: np.full(1, 8),
+    "last_block": lambda values: np.add.accumulate(values[:8]),
+    "grid_barrier": lambda values: 3 * values[:8][::-1],
+}
+
+
+def right_schedules(library, name, variant, resident_blocks=8):
+    """The seeds with which blocks that meet give the right result."""
+    found = []
+    for seed in SEEDS:
+        out, values, message = run(library, name, variant, seed, resident_blocks=resident_blocks)
+        assert not message
+        right = MEETINGS[name](values)
+        found += [seed] * np.array_equal(out[: right.size], right)
+    return found
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_blocks_that_meet_rightly_give_the_result_in_every_schedule(planted, name):
+    assert right_schedules(planted, name, 0) == list(SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [("count", 1), ("last_block", 1), ("last_block", 2), ("grid_barrier", 2)]
+)
+def test_blocks_that_meet_wrongly_show_in_some_schedules(planted, name, variant):
+    assert len(right_schedules(planted, name, variant)) < len(SEEDS)
+
+
+def test_blocks_that_run_one_after_another_hide_how_they_meet(planted):
+    for name, variant in (("count", 1), ("last_block", 2)):
+        assert right_schedules(planted, name, variant, resident_blocks=1) == list(SEEDS)
+
+
+@pytest.mark.parametrize(("variant", "resident_blocks"), [(1, 8), (0, 7)])
+def test_a_barrier_of_the_grid_that_never_opens_is_an_error(planted, variant, resident_blocks):
+    message = run(planted, "grid_barrier", variant, resident_blocks=resident_blocks)[2]
+    assert message.startswith("grid_barrier: a loop that waits for what no running block does")
+
+
+def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
+    assert planted.empty_grid().decode() == "empty: invalid configuration: blocks of a grid"
+
+
+CHAIN = 8 * COUNT
+
+
+@pytest.mark.parametrize(("variant", "early"), [(0, None), (1, np.nan), (2, np.nan), (3, 2)])
+@pytest.mark.parametrize("resident_blocks", [1, 4])
+def test_what_a_dependent_launch_does_early_comes_before_the_launch_ahead(
+    planted, variant, early, resident_blocks
+):
+    """By one block, which starts early; `early` is its out / in."""
+    for seed in SEEDS:
+        out, values, message = run(planted, "chain", variant, seed, CHAIN, resident_blocks)
+        assert not message
+        is_right = (out == 6 * values).reshape(8, COUNT)
+        if early is None:
+            assert is_right.all()
+            continue
+        assert (~is_right).all(1).sum() == (~is_right).any(1).sum() == 1
+        wrong = out.reshape(8, COUNT)[~is_right]
+        np.testing.assert_array_equal(wrong, early * values.reshape(8, COUNT)[~is_right])
+
+
+@pytest.mark.parametrize("variant", range(7))
+def test_a_launch_that_is_not_dependent_does_nothing_early(planted, variant):
+    out, values, message = run(planted, "plain_chain", variant, count=CHAIN)
+    assert not message
+    np.testing.assert_array_equal(out, 6 * values)
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (4, "a dependent launch with a thread that does not call wait_for_predecessors"),
+        (5, "a dependent launch with a thread that does not call wait_for_predecessors"),
+        (6, r"let_dependents_start before wait_for_predecessors \(thread \d+\)"),
+    ],
+)
+def test_a_dependent_launch_that_does_not_wait_is_an_error(planted, variant, message):
+    for seed in SEEDS:
+        found = run(planted, "chain", variant, seed, CHAIN)[2]
+        assert re.fullmatch(f"third: {message}", found)
+
+
+@pytest.mark.parametrize("after", ["", "a copy", "memory was freed"])
+def test_an_op_ends_with_what_it_launched_in_the_order_of_its_calls(after, poisoned_memory):
+    torch.ops.load_library(str(build.build("planted_ops")))
+    x = torch.randn(300)
+    y = torch.ops.cuda_on_host_planted.planted(x, after)
+    assert torch.equal(y, (4 if after == "memory was freed" else 2) * x)
+
+
+def test_what_an_op_launched_runs_where_it_fails_later(poisoned_memory):
+    torch.ops.load_library(str(build.build("planted_ops")))
+    x = torch.ones(300)
+    with pytest.raises(RuntimeError, match="after a launch"):
+        torch.ops.cuda_on_host_planted.planted(x, "a write to the input")
+    assert (x == 4).all()
+
+
+# Without torch, which takes seconds to import there.
+STRAY = """
+import ctypes, sys
+import numpy as np
+arrays = np.ones(64, np.float32), np.empty(64, np.float32)
+pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
+ctypes.CDLL(sys.argv[1]).stray(*pointers, int(sys.argv[2]))
+assert (arrays[1] == 1).all()
+"""
+
+
+def run_sanitized(code, *arguments):
+    """Runs `code` in a process with AddressSanitizer."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=build.ROOT,
+        env={**os.environ, **build.sanitizer_environment()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("variant", range(4))
+def test_a_stray_access_is_caught_by_the_sanitizer(variant):
+    process = run_sanitized(STRAY, build.build("planted", sanitize=True), variant)
+    if variant == 0:
+        assert process.returncode == 0, process.stderr
+    else:
+        assert process.returncode != 0
+        assert "AddressSanitizer: heap-buffer-overflow" in process.stderr
+        assert "stray_kernel" in process.stderr
+
+
+PRETEND_A_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+from preact_kernels.kernels import cuda
+cuda.load_library = lambda name: "no library"
+from tests import conftest
+from tests.kernels.cuda_on_host import serve_cpu
+print(serve_cpu.install(), serve_cpu.missing())
+(skipped,) = (p for p in conftest._missing() if p.id == "cuda")
+print(*(mark.args[0] for mark in skipped.marks))
+"""
+
+
+def test_on_a_gpu_machine_nothing_runs_on_the_host_in_place_of_the_library():
+    process = subprocess.run(
+        [sys.executable, "-c", PRETEND_A_GPU],
+        cwd=build.ROOT,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.stdout.splitlines() == [
+        "False no library",
+        "backend cuda is not available: no library",
+    ], process.stderr

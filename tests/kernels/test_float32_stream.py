@@ -1,0 +1,335 @@
+"""A float32 residual stream beside half precision, in the fused convolutions of both GPU backends.
+
+Eager is what a backend does without such kernels: batch norm and ReLU in float32, PyTorch's
+convolution in half precision, the addition in float32.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from preact_kernels.kernels import pytorch_conv, reference
+from preact_kernels.kernels.contract import Wanted
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels, MixedKernels
+from preact_kernels.ops import dispatch
+from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
+from tests.cases import in_dtype, random_block
+from tests.kernels import cuda_conv_cases as cuda_conv
+from tests.kernels.cuda_conv_cases import (
+    ALL,
+    DEVICE,
+    QUICK,
+    SLOW,
+    TYPICAL,
+    Backward,
+    Case,
+    Forward,
+    backward_inputs,
+    call,
+    conv,
+    dtype_name,
+    forward_inputs,
+    is_slow,
+    mapped,
+    nhwc,
+    set_schedule,
+)
+from tests.kernels.gpu_backends import NoConvolution, on_cuda, on_gpu_backends
+from tests.oracle import (
+    assert_same_bits,
+    check,
+    evaluate,
+    gradient_like,
+    plain_copy,
+    unit_roundoff,
+)
+from tests.stage.test_memory_mode import rebuilt
+from tests.stage.test_preact_stage import recorded_calls, unit_by_unit
+
+pytestmark = pytest.mark.usefixtures("on_gpu_backend")
+
+HALVES = (torch.bfloat16, torch.float16)
+every_case = pytest.mark.parametrize(
+    ("case", "half"),
+    [
+        pytest.param(
+            c, half, id=f"{dtype_name(half)}-{c}", marks=[pytest.mark.slow] * is_slow(c, half)
+        )
+        for c, half in itertools.product((*QUICK, *SLOW), HALVES)
+    ],
+)
+typical = pytest.mark.parametrize("case", TYPICAL, ids=str)
+# Whether the input of the convolution is of the stream, or its output.
+either_side = pytest.mark.parametrize("side", ["input", "output"])
+
+
+def beside_stream(inputs: Forward | Backward, side: str) -> Forward | Backward:
+    """`inputs` with float32 tensors of the stream, which are no rounded half precision."""
+
+    def wide(t):
+        noise = torch.rand_like(t, dtype=torch.float32) - 0.5
+        return None if t is None else nhwc(t.float() * (1 + noise / 1000))
+
+    if side == "input":
+        inputs = inputs._replace(x=wide(inputs.x))
+        return inputs._replace(residual=None) if isinstance(inputs, Forward) else inputs
+    if isinstance(inputs, Forward):
+        return inputs._replace(residual=wide(inputs.residual))
+    fold = inputs.fold
+    if fold is None:
+        return inputs._replace(dy=wide(inputs.dy))
+    skip = None if fold.skip is None else wide(fold.skip)
+    return inputs._replace(fold=fold._replace(x=wide(fold.x), skip=skip))
+
+
+def unfused_kernels() -> MixedKernels:
+    return MixedKernels(reference, reference, torch.float32)
+
+
+def unfused(half: torch.dtype):
+    """Eager beside a float32 stream. As in plain PyTorch, `g` is a result of the convolution."""
+
+    def run(case, inputs, options):
+        found = call(unfused_kernels(), case, inputs, options)
+        return found | ({"g": found["g"].to(half)} if "g" in found else {})
+
+    return run
+
+
+def kernels():
+    """Of the backend under test."""
+    return dispatch.select(dispatch.current(), torch.device(DEVICE).type, torch.bfloat16)
+
+
+class Fused:
+    """The kernels of a backend, in which convolutions of PyTorch are errors."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def __getattr__(self, name):
+        def call(*args):
+            with NoConvolution():
+                return getattr(self.backend, name)(*args)
+
+        return call
+
+
+def check_case(case: Case, inputs: Forward | Backward, options, monkeypatch):
+    monkeypatch.setattr(cuda_conv, "kernels", lambda: Fused(kernels()))
+    monkeypatch.setattr(cuda_conv, "eager", unfused(inputs.conv_weight.dtype))
+    return cuda_conv.check_case(case, inputs, options)
+
+
+@on_gpu_backends
+@pytest.mark.covering(4, triton=1)
+@every_case
+@either_side
+def test_forward_and_statistics_keep_the_budget(case, half, side, monkeypatch):
+    inputs = beside_stream(forward_inputs(case, half), side)
+    found = check_case(case, inputs, True, monkeypatch)
+    assert found["y"].dtype == (torch.float32 if side == "output" else half)
+
+
+@on_gpu_backends
+@pytest.mark.covering(4, triton=1)
+@every_case
+@either_side
+def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkeypatch):
+    inputs = beside_stream(backward_inputs(case, half), side)
+    found = check_case(case, inputs, ALL, monkeypatch)
+    assert found["g"].dtype == half
+    assert found["dy"].dtype == (torch.float32 if side == "output" else half)
+
+
+@on_gpu_backends
+@pytest.mark.covering(2, triton=1)
+@typical
+@either_side
+@pytest.mark.parametrize("fold", ["none", "evaluation", "z", "skip"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("multiprocessors", [1, 7])
+def test_every_fold_keeps_the_budget(case, side, fold, wanted, multiprocessors, monkeypatch):
+    set_schedule(multiprocessors=multiprocessors)  # of the CUDA library
+    inputs = beside_stream(backward_inputs(case, torch.bfloat16, fold), side)
+    check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
+
+
+@on_cuda
+@typical
+@pytest.mark.parametrize("seed", [1, 2])
+@either_side
+def test_schedules_change_no_bit(case, seed, side):
+    given = beside_stream(forward_inputs(case, torch.bfloat16), side)
+    arriving = beside_stream(backward_inputs(case, torch.bfloat16), side)
+
+    def results():
+        return call(kernels(), case, given, True) | call(kernels(), case, arriving, ALL)
+
+    expected = results()
+    set_schedule(seed)
+    assert_same_bits(results(), expected)
+
+
+@on_gpu_backends
+def test_tensors_that_begin_anywhere():
+    def moved(t):
+        if t.dim() != 4:
+            return t
+        memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+        return memory[1:].view(t.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2).copy_(t)
+
+    for case in TYPICAL:
+        for side in ("input", "output"):
+            for inputs, options in (
+                (forward_inputs(case, torch.bfloat16), True),
+                (backward_inputs(case, torch.bfloat16), ALL),
+            ):
+                given = beside_stream(inputs, side)
+                expected = call(kernels(), case, given, options)
+                assert_same_bits(call(kernels(), case, mapped(given, moved), options), expected)
+
+
+@on_cuda
+def test_the_library_names_what_it_does_not_take():
+    case = TYPICAL[0]
+    forward = forward_inputs(case, torch.bfloat16)
+    backward = backward_inputs(case, torch.bfloat16)
+    both = forward._replace(x=forward.x.float(), residual=forward.residual.float())
+    float32_g = beside_stream(backward, "output")
+    float32_g = float32_g._replace(dy=float32_g.dy.float())
+    double = forward._replace(residual=forward.residual.double())
+    for inputs, options, message in (
+        (both, True, "x: expected the dtype of conv_weight where the output is float32"),
+        (double, True, "residual, dy: expected the dtype of the convolution, or float32"),
+        (float32_g, ALL, "dy: expected the dtype of the convolution"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(kernels(), case, inputs, options)
+
+
+def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
+    """Blocks without projections, of 64 channels, in bfloat16 beside a float32 stream."""
+    blocks = [random_block(kind, 64, 16 if kind == "bottleneck" else 64) for _ in range(count)]
+    stage = pk.PreActStage(blocks, residual_dtype=torch.float32, **options)
+    return in_dtype(stage, torch.bfloat16).to(DEVICE)
+
+
+@on_gpu_backends
+@pytest.mark.covering(4, triton=2)
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
+    kind, training, memory, monkeypatch
+):
+    stage = bare_stage(kind, 3, memory=memory).train(training)
+    inputs = {"x": torch.randn(3, 64, 7, 6, device=DEVICE).bfloat16()}
+    names = ("block_run_forward", "block_run_backward")
+    with NoConvolution():
+        expected = unit_by_unit(evaluate, stage, inputs)
+        calls = [recorded_calls(kernels(), name, monkeypatch) for name in names]
+        found = evaluate(stage, inputs)
+    assert_same_bits(found, expected)
+    assert found["y"].dtype == torch.float32
+    assert all(calls)
+
+
+@pytest.mark.covering(2, triton=1)
+@on_gpu_backends
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_a_compiled_stage_calls_no_convolution_of_pytorch(kind, memory, monkeypatch):
+    stage = bare_stage(kind, 2, memory=memory)
+    x = torch.randn(2, 64, 5, 4, device=DEVICE)
+    expected = training_step(stage, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
+
+    def refuse(*_):
+        raise AssertionError("a convolution of PyTorch")
+
+    for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
+        monkeypatch.setattr(pytorch_conv, name, refuse)
+    found = training_step(compiled, x)
+    assert found["y"].dtype == torch.float32
+    assert_same_bits(found, expected)
+
+
+def training_step(module, x) -> dict[str, torch.Tensor]:
+    """The output and all gradients."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    gradients = torch.autograd.grad(y, [x, *module.parameters()], gradient_like(y))
+    return {"y": y, **{str(i): g for i, g in enumerate(gradients)}}
+
+
+@on_gpu_backends
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("half", HALVES, ids=dtype_name)
+def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypatch):
+    """That of the output, and its own: what is subtracted is what was added, to the bit."""
+    stage = in_dtype(bare_stage(kind, 2, memory="rebuild"), half)
+    x = torch.randn(3, 64, 7, 6, device=DEVICE)
+    with NoConvolution():
+        (found,) = rebuilt(stage, x, monkeypatch)
+        with torch.no_grad():
+            expected = stage[0](x)
+            y = stage[1](expected)
+    assert found.dtype == expected.dtype == torch.float32
+    allowed = unit_roundoff(torch.float32) * (y.double().abs() + found.double().abs())
+    assert ((found.double() - expected.double()).abs() <= 1.001 * allowed).all()
+
+
+@pytest.mark.covering(2, triton=1)
+@on_gpu_backends
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypatch):
+    """Whose first unit is PyTorch's in the basic block: its `g` is float32."""
+    width = 16 if kind == "bottleneck" else 32
+    out_channels = width * (4 if kind == "bottleneck" else 1)
+    blocks = [
+        random_block(kind, 32, 8 if kind == "bottleneck" else 32),
+        random_block(kind, 32, width, 2),
+        random_block(kind, out_channels, width),
+    ]
+    stage = in_dtype(pk.PreActStage(blocks, memory, residual_dtype=torch.float32), torch.bfloat16)
+    stage = stage.to(DEVICE)
+    problems = [{"x": torch.randn(4, 32, 7, 6, device=DEVICE)} for _ in range(8)]
+    calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
+    check(stage, plain_copy(stage), problems)
+    assert calls
+
+
+@on_gpu_backends
+def test_the_backward_of_a_projection_is_fused(monkeypatch):
+    """Its dy and x are of the stream, but its output was not."""
+    case = Case(2, 5, 7, 16, 64, 1)
+    both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
+    monkeypatch.setattr(cuda_conv, "kernels", lambda: Fused(both))
+    monkeypatch.setattr(cuda_conv, "eager", unfused(torch.bfloat16))
+    arriving = backward_inputs(case, torch.bfloat16, "none")
+    arriving = beside_stream(beside_stream(arriving, "input"), "output")
+    cuda_conv.check_case(case, arriving, Wanted(True, True, False))
+
+
+@on_gpu_backends
+def test_a_lone_unit_between_tensors_of_the_stream_runs_around_pytorchs_convolution(monkeypatch):
+    case = Case(2, 5, 7, 32, 32, 1)
+    both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
+    monkeypatch.setattr(cuda_conv, "kernels", lambda: both)
+    monkeypatch.setattr(cuda_conv, "eager", lambda *given: call(unfused_kernels(), *given))
+    given = forward_inputs(case, torch.bfloat16)
+    given = given._replace(x=given.x.float(), residual=given.residual.float())
+    cuda_conv.check_case(case, given, True)
+    arriving = backward_inputs(case, torch.bfloat16, "skip")
+    arriving = beside_stream(beside_stream(arriving, "input"), "output")
+    cuda_conv.check_case(case, arriving, Wanted(True, True, True))
+    unit = UnitSpec(1e-5, True, conv(case))
+    blocks = Blocks([BlockSpec((unit,), None)], [*given.norm[2:4], given.conv_weight])
+    assert run_keys(both, blocks, given.x) == [None]
+    blocks = Blocks([BlockSpec((unit, unit), None)], [*given.norm[2:4], given.conv_weight] * 2)
+    assert run_keys(both, blocks, given.x) != [None]
