@@ -1,5 +1,8 @@
 # make test        lint, then the quick tests
+# make test-study  quick tests of preact_kernels.study
+# make test-tools  quick tests of the benchmarks and of the host that runs the CUDA kernels
 # make test-full   lint, then every test
+# make build       builds the libraries in place; the CUDA library for the GPUs here, else for 9.0
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
 # make report      tables and plots of README.md and docs/, from bench/results/
 # make lint        ruff, clang-format and mypy, changes nothing
@@ -8,8 +11,8 @@
 #                  compiles every Triton kernel for several GPUs, without a GPU, and reports spills;
 #                  make compile-triton-full for more shapes and dtypes
 # make check-oldest
-#                  builds and runs the quick tests with the oldest torch, in an environment of its
-#                  own (5 GB)
+#                  builds with the oldest torch and runs the tests that depend on its version, in an
+#                  environment of its own (5 GB); TESTS=tests runs all quick tests
 # make check-torch TORCH=2.12.1
 #                  the same with another torch; make check-newest with the newest tested one
 # make check-gpu   tests of the CUDA kernels under compute-sanitizer, on a GPU;
@@ -31,7 +34,9 @@ ARGS ?=
 OUT ?=
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
+# Python compiles to bytecode what it imports: pip would compile 20,000 files.
+PIP_FLAGS := -q --disable-pip-version-check --no-compile
+PIP_INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS)
 # With folders: their times change when a file is deleted.
 CSRC := $(shell find csrc 2>/dev/null)
 CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard tests/kernels/cuda_on_host/* bench/*.cu))
@@ -59,14 +64,33 @@ START := $(shell date +%s)
 SANITIZERS ?= memcheck initcheck racecheck synccheck
 SANITIZER_SECONDS ?= 130
 
-.PHONY: test test-full compile-triton compile-triton-full cuda-on-host check-oldest check-newest \
+# Compute capabilities that the CUDA library is built for. Without the variable setup.py builds all.
+CUDA_GPUS := $(if $(GPUS),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sort -u))
+TORCH_CUDA_ARCH_LIST ?= $(or $(CUDA_GPUS),9.0)
+
+# Outside `make test`: no other folder uses what these test.
+STUDY_TESTS := tests/study
+TOOL_TESTS := tests/bench tests/kernels/test_cuda_on_host.py
+# What depends on the version of torch. The numerics of the kernels do not.
+VERSION_TESTS := tests/behaviour tests/convert tests/stage
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+
+.PHONY: build test test-study test-tools test-full compile-triton compile-triton-full cuda-on-host check-oldest check-newest \
   check-torch check-gpu bench report lint format gpu-report clean
 
+build: $(BUILD)
+
 test: lint $(BUILD) compile-triton cuda-on-host
-	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(addprefix --ignore ,$(STUDY_TESTS) $(TOOL_TESTS)) $(ARGS)
+
+test-study: $(BUILD) cuda-on-host
+	@$(PYTEST) -m "not slow" $(STUDY_TESTS) $(ARGS)
+
+test-tools: $(BUILD) cuda-on-host
+	@$(PYTEST) -m "not slow" $(TOOL_TESTS) $(ARGS)
 
 test-full: lint $(BUILD) compile-triton-full cuda-on-host
-	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 # With the oldest and the newest supported Triton.
 define compile_triton
@@ -92,8 +116,7 @@ check-oldest:
 check-newest:
 	@$(MAKE) check-torch TORCH=$(NEWEST_TORCH)
 
-# In a copy of the tree, which has no libraries built with another torch. Skips test_cuda_build.py:
-# what nvcc reports does not depend on torch.
+# In a copy of the tree, which has no libraries built with another torch.
 CHECK := $(VENV)-torch-$(TORCH)
 CHECK_PYTHON := $(abspath $(CHECK))/bin/python
 check-torch: $(CHECK)/.requirements
@@ -101,18 +124,18 @@ check-torch: $(CHECK)/.requirements
 	@git ls-files -z --cached --others --exclude-standard | tar -c --null -T - | tar -x -C $(CHECK)/tree
 	@echo "Building against torch $(TORCH)"
 	@cd $(CHECK)/tree && PATH="$(abspath $(CHECK))/bin:$$PATH" \
-	  $(CHECK_PYTHON) -m pip install -q --no-build-isolation -e .
+	  TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" \
+	  $(CHECK_PYTHON) -m pip install $(PIP_FLAGS) --no-build-isolation -e .
 	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -q -rs tests/behaviour/test_libraries.py
 	@cd $(CHECK)/tree && $(CHECK_PYTHON) -m pytest -n $(JOBS) -m "not slow" \
-	  --ignore tests/kernels/test_cuda_build.py $(ARGS)
+	  $(or $(TESTS),$(VERSION_TESTS)) $(ARGS)
 
 $(VENV)-torch-%/.requirements: requirements-test.txt requirements-models.txt
 	@echo "Installing torch $* in $(VENV)-torch-$*"
 	@$(PYTHON) -m venv $(VENV)-torch-$*
-	@$(VENV)-torch-$*/bin/python -m pip install -q --disable-pip-version-check \
+	@$(VENV)-torch-$*/bin/python -m pip install $(PIP_FLAGS) \
 	  torch==$* "setuptools>=77" -r requirements-test.txt
-	@$(VENV)-torch-$*/bin/python -m pip install -q --disable-pip-version-check \
-	  --no-deps -r requirements-models.txt
+	@$(VENV)-torch-$*/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements-models.txt
 	@touch $@
 
 # Without the caching allocator, compute-sanitizer sees accesses past the end of a tensor.
@@ -164,7 +187,8 @@ $(EDITABLE): $(REQUIREMENTS) setup.py pyproject.toml
 
 # PATH is for ninja, which compiles in parallel. If nothing could be compiled, setup.py says why in a
 # line "preact_kernels: ...", and no stamp is made, so that the next run tries again.
-COMPILE = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py -q build_ext --inplace \
+COMPILE = PATH="$(abspath $(BIN)):$$PATH" TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" \
+  $(BIN)/python setup.py -q build_ext --inplace \
   >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
 
 $(BUILD): $(EDITABLE) $(CSRC)
