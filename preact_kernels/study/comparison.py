@@ -11,12 +11,12 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from preact_kernels.study import data, plots
+from preact_kernels.study import data
 from preact_kernels.study.config import Config, build_network
 from preact_kernels.study.diagnostics import BlockRow, measure
 from preact_kernels.study.files import csv_text, write_atomically
 from preact_kernels.study.networks import fused_parts
-from preact_kernels.study.report import command, machine, stage_histograms
+from preact_kernels.study.report import command, machine, plotted, stage_histograms
 from preact_kernels.study.training import train
 
 SIGNAL_IMAGES = 32
@@ -128,12 +128,7 @@ class Comparison:
         """Draws a plot and adds it to the report."""
         name = f"{text.lower().replace(' ', '-')}.png"
         path = self.out / "".join(c for c in name if c.isalnum() or c in "-.")
-        try:
-            draw(*args, path, **options)
-        except plots.NothingToPlotError as error:
-            self.write(f"{text}: nothing to plot ({error}).", "")
-        else:
-            self.write(f"![{text}]({path.name})", "")
+        self.write(plotted(text, draw, *args, path, **options), "")
 
     def begin(self, title: str, *lines: str) -> None:
         """Begins the report."""

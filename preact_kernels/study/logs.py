@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from preact_kernels.study.diagnostics import BlockRow
+from preact_kernels.study.diagnostics import write_csv
 from preact_kernels.study.files import csv_text, write_atomically
 from preact_kernels.study.history import EpochRow, History
 
@@ -72,8 +72,7 @@ class Logs:
         write_atomically(self.out / "losses.csv", csv_text(columns, losses))
         write_atomically(self.out / "epochs.csv", csv_text(EpochRow._fields, history.epochs))
         if history.signal:
-            text = csv_text(BlockRow._fields, history.signal)
-            write_atomically(self.out / "signal.csv", text)
+            write_csv(self.out / "signal.csv", history.signal)
 
     def __enter__(self) -> "Logs":
         return self

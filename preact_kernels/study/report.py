@@ -88,7 +88,7 @@ def stage_histograms(run: TrainingRun) -> dict[str, tuple[list[float], list[floa
     }
 
 
-def _plotted(text: str, draw: Callable[..., Path], *args: Any, **options: Any) -> str:
+def plotted(text: str, draw: Callable[..., Path], *args: Any, **options: Any) -> str:
     """Draws a plot; returns the line of the report that shows it."""
     try:
         path = draw(*args, **options)
@@ -102,7 +102,7 @@ def _signal_plots(run: TrainingRun) -> Iterator[str]:
     for column, (label, healthy) in SIGNALS.items():
         by_step = values_by_step(rows, column)
         shown = {step: by_step[step] for step in chosen_steps(sorted(by_step))}
-        yield _plotted(
+        yield plotted(
             f"{label} by block",
             plots.plot_by_block_over_time,
             shown,
@@ -113,7 +113,7 @@ def _signal_plots(run: TrainingRun) -> Iterator[str]:
         )
     found = {"trained": stage_histograms(run)}
     path = run.out / "activations.png"
-    yield _plotted("activations by stage", plots.plot_histograms, found, path)
+    yield plotted("activations by stage", plots.plot_histograms, found, path)
 
 
 def write_report(run: TrainingRun) -> Path:
@@ -128,7 +128,7 @@ def write_report(run: TrainingRun) -> Path:
     per_epoch = run.batches.steps_per_epoch
     step_ms = 1000 * statistics.median(row.seconds for row in history.epochs) / per_epoch
     trained_s = sum(row.seconds for row in history.epochs) + history.seconds
-    training = _plotted(
+    training = plotted(
         "loss and accuracy",
         plots.plot_training,
         [row._asdict() for row in history.epochs],

@@ -36,9 +36,10 @@ def cifar_10(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:data. .* a part of it")
 class TestCifar:
-    def test_training_and_test_set(self, cifar_10):
+    def test_training_and_test_set(self, cifar_10, monkeypatch):
+        monkeypatch.setenv(data.ENVIRONMENT_VARIABLE, str(cifar_10))
         for train, files in ((True, 5), (False, 1)):
-            images = data.load(cifar_10, train=train)
+            images = data.load(train=train)
             assert (images.name, images.classes, images.may_flip) == ("cifar-10", 10, True)
             assert images.images.shape == (files * RECORDS, 3, 32, 32)
             assert torch.equal(images.labels, (torch.arange(RECORDS) % 10).repeat(files))
@@ -48,9 +49,7 @@ class TestCifar:
 
     def test_planes_are_red_green_and_blue_in_rows(self, tmp_path):
         pixels = torch.arange(3 * 32 * 32).remainder(251).to(torch.uint8)
-        record = bytes([3]) + bytes(pixels.tolist())
-        other = bytes([4]) + bytes(3072)
-        (tmp_path / "test_batch.bin").write_bytes(record + other)
+        (tmp_path / "test_batch.bin").write_bytes(bytes([3]) + bytes(pixels.tolist()))
         image = data.load_cifar(tmp_path, train=False).images[0].double()
         expected = pixels.view(3, 32, 32).double()
         for found, plane in zip(image, expected, strict=True):
@@ -64,33 +63,29 @@ class TestCifar:
         assert images.classes == 100
         assert torch.equal(images.labels, torch.arange(50))
 
-    def test_the_folder_of_the_environment(self, cifar_10, monkeypatch):
-        monkeypatch.setenv(data.ENVIRONMENT_VARIABLE, str(cifar_10))
-        assert data.load().name == "cifar-10"
-
-    @pytest.mark.parametrize("cut", [1, 3072])
-    def test_a_truncated_file_is_named(self, cifar_10, cut):
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (cifar("cifar-10")[:-1], r"3\.bin: expected whole records.*truncated"),
+            (b"", r"3\.bin: expected whole records.*truncated"),
+            (cifar("cifar-10")[:-3073], r"files of equal length.*data_batch_3\.bin 19"),
+            ((bytes([10]) + bytes(3072)) * RECORDS, r"3\.bin: expected labels below 10, got 10"),
+            (None, r"data_batch_3\.bin missing"),
+        ],
+        ids=["a byte", "empty", "a record", "labels", "missing"],
+    )
+    def test_a_wrong_file_is_named(self, cifar_10, content, message):
         path = cifar_10 / "data_batch_3.bin"
-        path.write_bytes(cifar("cifar-10")[:-cut])
-        with pytest.raises(ValueError, match=r"data_batch_3\.bin: expected whole records.*truncat"):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises((FileNotFoundError, ValueError), match=message):
             data.load_cifar(cifar_10)
 
-    def test_a_file_that_lacks_whole_records(self, cifar_10):
-        (cifar_10 / "data_batch_3.bin").write_bytes(cifar("cifar-10", RECORDS - 1))
-        with pytest.raises(ValueError, match=r"files of equal length.*data_batch_3\.bin 19"):
-            data.load_cifar(cifar_10)
-
-    def test_labels_out_of_range(self, cifar_10):
-        (cifar_10 / "data_batch_2.bin").write_bytes((bytes([10]) + bytes(3072)) * RECORDS)
-        with pytest.raises(
-            ValueError, match=r"data_batch_2\.bin: expected labels below 10, got 10"
-        ):
-            data.load_cifar(cifar_10)
-
-    def test_a_missing_file_is_named(self, cifar_10):
-        (cifar_10 / "data_batch_4.bin").unlink()
-        with pytest.raises(FileNotFoundError, match=r"data_batch_4\.bin missing"):
-            data.load_cifar(cifar_10)
+    def test_whole_sets_have_as_many_images_of_every_class(self, cifar_10, monkeypatch):
+        monkeypatch.setattr(data, "_PUBLISHED_TEST", RECORDS)
+        assert len(data.load_cifar(cifar_10, train=False).labels) == RECORDS
+        (cifar_10 / "test_batch.bin").write_bytes(bytes(3073) * 2 + cifar("cifar-10")[3073 * 2 :])
+        with pytest.raises(ValueError, match="expected 2 images of every class in cifar-10, got 1"):
+            data.load_cifar(cifar_10, train=False)
 
     def test_a_folder_of_something_else(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="found none of them"):
@@ -120,66 +115,60 @@ class TestCifar:
         assert not out.exists()
 
 
-def test_digits_are_the_default(monkeypatch):
+def test_digits_are_the_default_and_all_there_once(monkeypatch):
     monkeypatch.delenv(data.ENVIRONMENT_VARIABLE, raising=False)
     train, test = data.load(), data.load(train=False)
     assert (len(train.labels), len(test.labels), train.may_flip) == (1500, 297, False)
     assert train.images.shape[1:] == (3, 32, 32)
     std, mean = torch.std_mean(train.images.double())
     torch.testing.assert_close(torch.stack((mean, std)).float(), torch.tensor([0.0, 1.0]))
-
-
-def test_training_and_test_digits_are_all_digits_once():
-    train, test = (data.load_digits(train=t, size=8) for t in (True, False))
-    images = torch.cat((train.images, test.images)).flatten(1)
-    assert len(images.unique(dim=0)) == len(images) == 1797
+    assert test.images.min() == train.images.min()  # white in both: normalised alike
+    images = torch.cat((train.images, test.images))[:, 0].flatten(1)
+    assert len(images.unique(dim=0)) == 1797
     counts = torch.bincount(test.labels, minlength=10)
     assert counts.min() >= 20 and counts.max() <= 40
 
 
-def test_the_test_set_is_normalised_by_the_training_set():
-    train, test = data.load_digits(size=8), data.load_digits(train=False, size=8)
-    for images in (train, test):
-        assert images.images.min() == train.images.min()  # white in both
+@pytest.fixture(scope="module")
+def digits():
+    """Small ones, with their numbers as labels."""
+    images = data.load_digits().resized(8)
+    assert images.images.shape == (1500, 3, 8, 8)
+    return images._replace(labels=torch.arange(1500))
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
-    images = data.load_digits(size=8)
-    batches, other = data.Batches(images, 128, seed=1), data.Batches(images, 128, seed=2)
+def test_a_batch_depends_on_seed_and_step_alone(digits):
+    batches, other = data.Batches(digits, 128, seed=1), data.Batches(digits, 128, seed=2)
     expected = [batches[step] for step in (0, 1, 11, 23)]
     assert batches.steps_per_epoch == 11
-    again = data.Batches(images, 128, seed=1)
+    again = data.Batches(digits, 128, seed=1)
     for step, (x, labels) in reversed(list(zip((0, 1, 11, 23), expected, strict=True))):
         assert torch.equal(again[step][0], x) and torch.equal(again[step][1], labels)
     assert not torch.equal(other[0][0], expected[0][0])
     assert not torch.equal(expected[0][1], expected[2][1])  # another order in the next epoch
 
 
-def test_an_epoch_has_each_image_once():
-    images = data.load_digits(size=8)
-    numbered = images._replace(labels=torch.arange(1500))
-    batches = data.Batches(numbered, 100)
+def test_an_epoch_has_each_image_once(digits):
+    batches = data.Batches(digits, 100)
     seen = torch.cat([batches[15 + step][1] for step in range(15)])
     assert torch.equal(seen.sort().values, torch.arange(1500))
 
 
-def test_processes_share_a_batch():
-    images = data.load_digits(size=8)
-    whole = data.Batches(images, 12, seed=3)[5]
-    parts = [data.Batches(images, 12, seed=3, rank=r, world_size=3)[5] for r in range(3)]
+def test_processes_share_a_batch(digits):
+    whole = data.Batches(digits, 12, seed=3)[5]
+    parts = [data.Batches(digits, 12, seed=3, rank=r, world_size=3)[5] for r in range(3)]
     for index in range(2):
         assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
-    with pytest.raises(ValueError, match="multiple of the 5 processes, got 12"):
-        data.Batches(images, 12, world_size=5)
 
 
-def test_batches_are_of_the_size_that_is_wanted():
-    images = data.load_digits()
-    large, labels = data.Batches(images, 4, seed=1, size=64)[0]
+def test_batches_are_of_the_size_that_is_wanted(digits):
+    large, labels = data.Batches(digits, 4, seed=1, size=64)[0]
     assert large.shape == (4, 3, 64, 64)
-    assert torch.equal(labels, data.Batches(images, 4, seed=1)[0][1])
+    assert torch.equal(labels, data.Batches(digits, 4, seed=1)[0][1])
     with pytest.raises(ValueError, match="batch: expected 1 to 1500"):
-        data.Batches(images, 1501)
+        data.Batches(digits, 1501)
+    with pytest.raises(ValueError, match="multiple of the 5 processes, got 12"):
+        data.Batches(digits, 12, world_size=5)
 
 
 def test_images_move_by_an_eighth_of_their_size_at_most():

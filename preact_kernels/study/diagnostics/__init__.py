@@ -10,7 +10,6 @@ from preact_kernels.study.diagnostics.measurements import (
 from preact_kernels.study.diagnostics.rows import (
     BlockRow,
     Thresholds,
-    read_csv,
     warnings_of,
     write_csv,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "histograms",
     "identity_test",
     "measure",
-    "read_csv",
     "warnings_of",
     "write_csv",
 ]
