@@ -372,7 +372,7 @@ def test_histograms_count_the_outputs_of_the_stages():
         assert counts.tolist() == expected.tolist()
 
 
-# Wrong input
+measure, identity_test = diagnostics.measure, diagnostics.identity_test
 
 
 @pytest.mark.parametrize(
@@ -386,22 +386,22 @@ def test_histograms_count_the_outputs_of_the_stages():
         (lambda m: Monitor(m).attach(m), TypeError, "optimizer: expected a torch.optim.Optimizer"),
         (lambda m: diagnostics.blocks_of(m.fc), ValueError, "model: expected residual blocks"),
         (
-            lambda m: diagnostics.measure(m, lambda y, _: y, *batch()),
+            lambda m: measure(m, lambda y, _: y, *batch()),
             ValueError,
             r"loss_fn: expected a tensor of one element, got \[4, 10\]",
         ),
         (
-            lambda m: diagnostics.measure(m, lambda y, _: y.detach().sum(), *batch()),
+            lambda m: measure(m, lambda y, _: y.detach().sum(), *batch()),
             ValueError,
             "model: expected a loss that depends on parameters, got a constant",
         ),
         (
-            lambda m: diagnostics.measure(m, None, *batch(), blocks={"other": nn.ReLU()}),
+            lambda m: measure(m, None, *batch(), blocks={"other": nn.ReLU()}),
             ValueError,
             "blocks: expected blocks that the model calls",
         ),
         (
-            lambda m: diagnostics.identity_test(m, batch()[0], blocks={"stem": m.stem}),
+            lambda m: identity_test(m, batch()[0], blocks={"stem": m.stem}),
             ValueError,
             "blocks: expected blocks with a last_conv, got Conv2d as 'stem'",
         ),
