@@ -1,4 +1,4 @@
-"""Fixtures: few images."""
+"""Fixtures: few images, and figures that are not drawn."""
 
 import pytest
 
@@ -7,12 +7,19 @@ import pytest
 def few_digits():
     """300 digits to train on and 60 to test, in this process."""
     data = pytest.importorskip("preact_kernels.study.data")
-    load = data.load_digits
-
-    def load_few(*, train=True):
-        images, count = load(train=train), 300 if train else 60
-        return images._replace(images=images.images[:count], labels=images.labels[:count])
-
+    found = {}
+    for train, count in ((True, 300), (False, 60)):
+        images = data.load_digits(train=train)
+        few = {"images": images.images[:count], "labels": images.labels[:count]}
+        found[train] = images._replace(**few)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "load_digits", load_few)
+        patch.setattr(data, "load_digits", lambda *, train=True: found[train])
         yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are saved without their content, which `test_plots.py` checks."""
+    figure = pytest.importorskip("matplotlib.figure")
+    signature = b"\x89PNG"
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: file.write(signature))

@@ -234,7 +234,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
     assert not (tmp_path / "checkpoint.pt").exists()
 
 
-def test_a_run_that_diverges_has_a_report(tmp_path, capsys):
+def test_a_run_that_diverges_has_a_report(undrawn, tmp_path, capsys):
     arguments = ["--lr", "1e12", "--survival", "1", "--warm-up-steps", "0", "--epochs", "1"]
     assert main(["train", *ARGUMENTS, "--out", str(tmp_path), *arguments]) == 0
     printed = capsys.readouterr()
