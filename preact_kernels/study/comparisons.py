@@ -115,21 +115,31 @@ def _compared(
         _initial_plots(comparison, some, depth)
 
 
+def _plot_by_block(
+    comparison: Comparison,
+    found: Mapping[str, Sequence[BlockRow]],
+    labels: Mapping[str, str],
+    where: str,
+) -> None:
+    """A plot of each column in `labels`; `where` ends the titles."""
+    for column, label in labels.items():
+        comparison.plot(
+            label + where,
+            plots.plot_by_block,
+            {name: [getattr(row, column) for row in rows] for name, rows in found.items()},
+            ylabel=label.lower(),
+            boundaries=stage_starts(next(iter(found.values()))),
+        )
+
+
 def _initial_plots(comparison: Comparison, results: Sequence[Result], depth: int) -> None:
     first = {r.label: r for r in results if r.seed == 0}
-    starts = stage_starts(next(iter(first.values())).initial)
-    for column, label in (
-        ("gradient_norm", "Gradient norm of a block's parameters"),
-        ("activation_std", "Standard deviation of a block's output"),
-    ):
-        series = {name: [getattr(row, column) for row in r.initial] for name, r in first.items()}
-        comparison.plot(
-            f"{label} before training, {depth} layers",
-            plots.plot_by_block,
-            series,
-            ylabel=label.lower(),
-            boundaries=starts,
-        )
+    labels = {
+        "gradient_norm": "Gradient norm of a block's parameters",
+        "activation_std": "Standard deviation of a block's output",
+    }
+    initial = {name: r.initial for name, r in first.items()}
+    _plot_by_block(comparison, initial, labels, f" before training, {depth} layers")
     stages = {name: r.histograms for name, r in first.items()}
     for begin in range(0, len(stages), 5):
         part = dict(list(stages.items())[begin : begin + 5])
@@ -310,7 +320,6 @@ def _signal_plots(
         label: comparison.initial_signal(comparison.config(depth=depth, **case))
         for label, case in tqdm(cases.items(), desc=f"{depth} layers", disable=None)
     }
-    starts = stage_starts(next(iter(found.values())))
     rows = []
     for label, blocks in found.items():
         first, last = blocks[0], blocks[-1]
@@ -338,19 +347,12 @@ def _signal_plots(
         "",
     )
     kind = "shortcuts" if set(cases) == set(SHORTCUTS) else "placements"
-    for column, label in (
-        ("activation_std", "Standard deviation of the output"),
-        ("activation_gradient_norm", "Gradient norm of the output"),
-        ("gradient_norm", "Gradient norm of the parameters"),
-    ):
-        series = {name: [getattr(row, column) for row in r] for name, r in found.items()}
-        comparison.plot(
-            f"{label}, {kind}, {depth} layers",
-            plots.plot_by_block,
-            series,
-            ylabel=label.lower(),
-            boundaries=starts,
-        )
+    labels = {
+        "activation_std": "Standard deviation of the output",
+        "activation_gradient_norm": "Gradient norm of the output",
+        "gradient_norm": "Gradient norm of the parameters",
+    }
+    _plot_by_block(comparison, found, labels, f", {kind}, {depth} layers")
     return [(label, depth, *row) for label, r in found.items() for row in r]
 
 

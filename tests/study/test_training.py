@@ -43,7 +43,7 @@ def small(**options):
 
 
 def trained(out, **options):
-    return train(small(**options), out, show_progress=False)
+    return train(small(**options), out)
 
 
 class Killed(BaseException):
@@ -130,7 +130,7 @@ def test_options_reach_optimizer_batches_stages_and_convolutions(tmp_path):
     network = {"depth": 20, "dropout": 0.0, "survival": 1.0, "memory_budget": "1.2MB"}
     options = {"autocast": "bfloat16", "float32_stream": True, "depth_lr": 0.5, "augment": False}
     recipe = {"recipe": "paper", "momentum": 0.5, "weight_decay": 0.25, "clip_norm": 0.01}
-    run = TrainingRun(small(**network, **options, **recipe), tmp_path, ONE, show_progress=False)
+    run = TrainingRun(small(**network, **options, **recipe), tmp_path, ONE)
     for group in run.optimizer.param_groups:
         assert (group["momentum"], group["weight_decay"]) == (0.5, 0.25)
     assert run.groups[0].factor == 0.5
@@ -155,7 +155,7 @@ def test_every_step_of_every_process_has_a_seed(tmp_path):
     assert len(seeds) == 8000
     found = []
     for rank in (0, 1):
-        run = TrainingRun(small(), tmp_path, Processes(rank, 0, 1), show_progress=False)
+        run = TrainingRun(small(), tmp_path, Processes(rank, 0, 1))
         for _ in range(2):
             run.one_step()
             found.append(torch.initial_seed())
@@ -163,7 +163,7 @@ def test_every_step_of_every_process_has_a_seed(tmp_path):
 
 
 def test_evaluation_uses_all_images_and_running_statistics(tmp_path):
-    run = TrainingRun(small(epochs=1), tmp_path, ONE, show_progress=False)
+    run = TrainingRun(small(epochs=1), tmp_path, ONE)
     for _ in range(3):
         run.one_step()
     accuracy = run.evaluate()
@@ -384,7 +384,7 @@ def test_a_full_disk_loses_no_checkpoint(finished, tmp_path):
     """A limit on the size of files, which the second checkpoint exceeds."""
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(finished)
-    run = TrainingRun(small(epochs=1), tmp_path, ONE, show_progress=False)
+    run = TrainingRun(small(epochs=1), tmp_path, ONE)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(finished) // 2, hard))
