@@ -46,9 +46,7 @@ def load(path: Path) -> dict[str, Any]:
         if damaged is not None:
             raise CheckpointError(f"{expected}, got one whose {damaged} is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except CheckpointError:
+    except (FileNotFoundError, CheckpointError):
         raise
     except Exception as error:  # the unpickler raises errors of any class
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
