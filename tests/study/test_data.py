@@ -121,6 +121,7 @@ def test_digits_are_the_default_and_all_there_once(monkeypatch):
     assert test.images.min() == train.images.min()  # white in both: normalised alike
     images = torch.cat((train.images, test.images))[:, 0].flatten(1)
     assert len(images.unique(dim=0)) == 1797
+    assert test.labels[:10].tolist() != list(range(10)), "the first scans, all of one writer"
     counts = torch.bincount(test.labels, minlength=10)
     assert counts.min() >= 20 and counts.max() <= 40
 
