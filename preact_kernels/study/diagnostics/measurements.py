@@ -156,7 +156,6 @@ class Monitor:
         self.rows: list[BlockRow] = []
         self.warnings: list[str] = []
         self._pending: _Pending | None = None
-        self._is_running = False  # the forward of `before_step`
         self._handles: list[Any] = []
 
     @property
@@ -166,20 +165,16 @@ class Monitor:
 
     def before_step(self, *args: Any, **kwargs: Any) -> None:
         """Measures `model(*args, **kwargs)` if the next step is due and was not yet measured."""
-        if self._is_running or self._pending is not None or not self.is_due:
+        if self._pending is not None or not self.is_due:
             return
         scalars: dict[Key, Tensor] = {}
         model = unwrapped(self.model)
-        self._is_running = True
-        try:
-            with (
-                unchanged_state(model),
-                torch.no_grad(),
-                output_hooks(self.blocks, lambda name, y: scalars.update(statistics(name, y))),
-            ):
-                model(*args, **kwargs)
-        finally:
-            self._is_running = False
+        with (
+            unchanged_state(model),
+            torch.no_grad(),  # the hook of `attach` lets such a forward pass
+            output_hooks(self.blocks, lambda name, y: scalars.update(statistics(name, y))),
+        ):
+            model(*args, **kwargs)
         weights = {
             name: [(p, p.detach().clone()) for p in weights_of(block)]
             for name, block in self.blocks.items()
