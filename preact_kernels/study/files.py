@@ -47,7 +47,7 @@ def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        writer.writerow(f"{v:.9g}" if isinstance(v, float) else "" if v is None else v for v in row)
+        writer.writerow(f"{v:.9g}" if isinstance(v, float) else v for v in row)
     return text.getvalue().encode()
 
 
