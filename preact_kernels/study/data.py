@@ -205,12 +205,13 @@ def _decoded(kind: _Distribution, contents: dict[str, bytes], train: bool) -> Im
     return Images((images - mean) / std, labels, kind.classes, True, kind.name)
 
 
-def load_digits(*, train: bool = True) -> Images:
-    """scikit-learn's 1,797 handwritten digits, 8x8, resized to 32x32, in three equal channels.
+def load_digits(*, train: bool = True, size: int = 32) -> Images:
+    """scikit-learn's 1,797 handwritten digits, 8x8, resized, in three equal channels.
 
     Args:
         train: 1,500 scans; False: the other 297, taken evenly from the whole set, so that both
             parts have digits of every writer.
+        size: height and width in pixels.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -224,7 +225,7 @@ def load_digits(*, train: bool = True) -> Images:
         ) from error
     bunch = datasets.load_digits()
     scans = torch.from_numpy(bunch.images).float()[:, None] / 16
-    images = F.interpolate(scans, size=(32, 32), mode="bilinear", align_corners=False)
+    images = F.interpolate(scans, size=(size, size), mode="bilinear", align_corners=False)
     is_test = torch.zeros(len(scans), dtype=torch.bool)
     is_test[(torch.arange(_TEST_DIGITS) + 0.5).mul(len(scans) / _TEST_DIGITS).long()] = True
     std, mean = torch.std_mean(images[~is_test])

@@ -58,6 +58,7 @@ class TrainingRun:
         config: its options.
         out: the folder; a checkpoint in it is continued.
         processes: this process and others.
+        show_progress: draw a progress bar.
 
     Raises:
         CheckpointError: the folder holds a checkpoint of other options, or a damaged one.
@@ -65,8 +66,11 @@ class TrainingRun:
         ValueError: options do not fit each other or the images.
     """
 
-    def __init__(self, config: Config, out: Path, processes: Processes) -> None:
+    def __init__(
+        self, config: Config, out: Path, processes: Processes, *, show_progress: bool = True
+    ) -> None:
         self.config, self.out, self.processes = config, Path(out), processes
+        self.show_progress = show_progress and processes.is_first
         self.device = device_of(config.device, processes)
         self.path = self.out / CHECKPOINT
         found = checkpoints.load(self.path) if self.path.exists() else None
@@ -372,7 +376,7 @@ class TrainingRun:
             total=self.total_steps,
             initial=self.step,
             unit="step",
-            disable=None if self.processes.is_first else True,  # None: without a terminal
+            disable=None if self.show_progress else True,  # None: without a terminal
             dynamic_ncols=True,
         )
         with bar, stop_signals(asked_to_stop, self.processes):
@@ -392,7 +396,7 @@ class TrainingRun:
                     start_s = time.perf_counter()
                     if logs is not None:
                         logs.add_epoch(self.step, row)
-                    if self.processes.is_first and bar.disable:
+                    if self.show_progress and bar.disable:
                         _print_epoch(row, config.epochs)
                 history.seconds = time.perf_counter() - start_s
                 every = config.checkpoint_every or self.batches.steps_per_epoch
@@ -439,12 +443,13 @@ def _check_same_options(path: Path, found: object, config: Config) -> None:
         )
 
 
-def train(config: Config, out: Path) -> TrainingRun:
+def train(config: Config, out: Path, *, show_progress: bool = True) -> TrainingRun:
     """Trains in a folder, or continues there; the first process writes logs.
 
     Args:
         config: the options.
         out: the folder.
+        show_progress: draw a progress bar.
 
     Returns:
         The finished run.
@@ -458,12 +463,13 @@ def train(config: Config, out: Path) -> TrainingRun:
     """
     processes = Processes.of_environment()
     with processes.group(device_of(config.device, processes)):
-        run = TrainingRun(config, out, processes)
+        run = TrainingRun(config, out, processes, show_progress=show_progress)
+        if run.show_progress:
+            for name, text in run.description().items():
+                print(f"{name}: {text}", flush=True)
         if not processes.is_first:
             run.run()
             return run
-        for name, text in run.description().items():
-            print(f"{name}: {text}", flush=True)
         with locked(run.out), Logs(run.out, run.step) as logs:
             try:
                 run.run(logs)

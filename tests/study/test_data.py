@@ -130,7 +130,7 @@ def test_digits_are_the_default_and_all_there_once(monkeypatch):
 def digits():
     """Small ones, with their numbers as labels."""
     images = data.load_digits().resized(8)
-    assert images.images.shape == (1500, 3, 8, 8)
+    assert images.images.shape == data.load_digits(size=8).images.shape == (1500, 3, 8, 8)
     return images._replace(labels=torch.arange(1500))
 
 

@@ -1,7 +1,6 @@
 """Measurements of signal flow equal those by hand, and change nothing of what they measure."""
 
 import copy
-import csv
 import math
 
 import pytest
@@ -327,13 +326,23 @@ def test_csv_has_the_rows_and_stays_if_writing_others_fails(tmp_path):
     monitor.write_csv(path)
     with pytest.raises(TypeError):
         diagnostics.write_csv(path, [QUIET, None])
-    with path.open(newline="") as file:
-        assert list(csv.reader(file)) == [
-            list(BlockRow._fields),
-            ["0", "1", 'a,"b"', "1", "1.23456e-20", "1", "1", "1", "1", "0.005", ""],
-            ["50", "1", "stages.0.0", "1", "0", "nan", "1", "inf", "1", "0.005", "0.001"],
-        ]
+    read = diagnostics.read_csv(path)
+    assert math.isnan(read[1].activation_std)
+    assert [read[0], read[1]._replace(activation_std=0)] == [
+        monitor.rows[0],
+        monitor.rows[1]._replace(activation_std=0),
+    ]
+    header, line, _ = path.read_text().splitlines()
+    assert header == ",".join(BlockRow._fields)
+    assert line == '0,1,"a,""b""",1,1.23456e-20,1,1,1,1,0.005,'
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_csv_with_other_columns_is_an_error(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("step,loss\n1,2\n")
+    with pytest.raises(ValueError, match=r"^path: expected columns step,.*, got 'step,loss'"):
+        diagnostics.read_csv(path)
 
 
 # The identity test and histograms
@@ -356,19 +365,21 @@ def test_only_full_preactivation_can_be_the_identity(options, expected):
     assert hook_count(model) == hooks
 
 
-def test_histograms_count_the_outputs_of_the_stages():
+@pytest.mark.parametrize("limit", [None, 0.25])
+def test_histograms_count_the_outputs_of_the_stages(limit):
     model = network(dropout=0.5)
     outputs = []
     for stage in model.stages:
         stage.register_forward_hook(lambda module, args, y: outputs.append(y.detach().flatten()))
     before = state_of(model)
-    found = diagnostics.histograms(model, batch()[0], bins=11)
+    found = diagnostics.histograms(model, batch()[0], bins=11, limit=limit)
     assert_same_bits(state_of(model), before)
     assert list(found) == ["stages.0", "stages.1", "stages.2"]
     for (counts, edges), y in zip(found.values(), outputs, strict=True):
-        end = y.abs().max().item()
+        end = limit or y.abs().max().item()
         assert edges.tolist() == pytest.approx([-end + 2 * end * i / 11 for i in range(12)])
-        expected = torch.histogram(y.double(), 11, range=(-end, end)).hist
+        inside = y[y.abs() <= end].double()
+        expected = torch.histogram(inside, 11, range=(-end, end)).hist
         assert counts.tolist() == expected.tolist()
 
 
@@ -404,6 +415,16 @@ measure, identity_test = diagnostics.measure, diagnostics.identity_test
             lambda m: identity_test(m, batch()[0], blocks={"stem": m.stem}),
             ValueError,
             "blocks: expected blocks with a last_conv, got Conv2d as 'stem'",
+        ),
+        (
+            lambda m: diagnostics.histograms(m, batch()[0], bins=0),
+            ValueError,
+            "bins: expected at least 1, got 0",
+        ),
+        (
+            lambda m: diagnostics.histograms(m, batch()[0], limit=-1.0),
+            ValueError,
+            "limit: expected a positive number or None, got -1.0",
         ),
     ],
 )

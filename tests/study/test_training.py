@@ -43,7 +43,7 @@ def small(**options):
 
 
 def trained(out, **options):
-    return train(small(**options), out)
+    return train(small(**options), out, show_progress=False)
 
 
 class Killed(BaseException):

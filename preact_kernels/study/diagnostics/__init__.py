@@ -10,6 +10,7 @@ from preact_kernels.study.diagnostics.measurements import (
 from preact_kernels.study.diagnostics.rows import (
     BlockRow,
     Thresholds,
+    read_csv,
     warnings_of,
     write_csv,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "histograms",
     "identity_test",
     "measure",
+    "read_csv",
     "warnings_of",
     "write_csv",
 ]

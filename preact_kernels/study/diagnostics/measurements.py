@@ -1,6 +1,7 @@
 """Measurements of signal flow by block: activations, gradients, weights and their updates."""
 
 import copy
+import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -316,20 +317,30 @@ def _last_conv(name: str, block: nn.Module) -> nn.Conv2d:
     return last
 
 
-def histograms(model: nn.Module, x: Tensor, *, bins: int) -> dict[str, tuple[Tensor, Tensor]]:
+def histograms(
+    model: nn.Module, x: Tensor, *, bins: int = 81, limit: float | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Histograms of the output of each stage, in the mode that the model is in.
 
     Args:
         model: a network whose blocks are named `stages.<i>.<j>`.
         x: input of the model.
-        bins: of equal width, between the largest magnitudes of a stage.
+        bins: of equal width, from `-limit` to `limit`.
+        limit: values beyond it are not counted; None takes the largest magnitude of a stage.
 
     Returns:
         By stage (`"stages.0"`), counts `[bins]` and edges `[bins + 1]`, both on the CPU.
 
     Raises:
-        ValueError: there are no stages.
+        TypeError: an argument has the wrong type.
+        ValueError: there are no stages, or a number is out of range.
     """
+    if isinstance(bins, bool) or not isinstance(bins, int):
+        raise TypeError(f"bins: expected an int, got {type(bins).__name__}")
+    if bins < 1:
+        raise ValueError(f"bins: expected at least 1, got {bins}")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"limit: expected a positive number or None, got {limit}")
     named = ((STAGE.fullmatch(name), block) for name, block in blocks_of(model).items())
     ends = {match[1]: block for match, block in named if match}  # the last block of each stage
     if not ends:
@@ -339,7 +350,7 @@ def histograms(model: nn.Module, x: Tensor, *, bins: int) -> dict[str, tuple[Ten
     def count(name: str, y: Tensor) -> None:
         values = y.detach().double().cpu().flatten()
         values = values[values.isfinite()]
-        end = (float(values.abs().max()) if values.numel() else 0.0) or 1.0
+        end = limit or (float(values.abs().max()) if values.numel() else 0.0) or 1.0
         counts = torch.histc(values, bins, -end, end).long()
         found[name] = counts, torch.linspace(-end, end, bins + 1, dtype=torch.float64)
 

@@ -1,10 +1,11 @@
 """What was measured of residual blocks: rows, warnings in words, CSV files."""
 
+import csv
 import math
 import os
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from preact_kernels.study.files import csv_text, write_atomically
 
@@ -140,3 +141,25 @@ def warnings_of(rows: Iterable[BlockRow], thresholds: Thresholds | None = None) 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[BlockRow]) -> None:
     """Writes rows to a file that appears complete or not at all."""
     write_atomically(path, csv_text(BlockRow._fields, rows))
+
+
+def read_csv(path: str | os.PathLike[str]) -> list[BlockRow]:
+    """Reads what `write_csv` wrote.
+
+    Raises:
+        ValueError: the file has other columns, or a value that is no number.
+    """
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != BlockRow._fields:
+            got = ",".join(reader.fieldnames or ())
+            raise ValueError(f"path: expected columns {','.join(BlockRow._fields)}, got {got!r}")
+        return [BlockRow(**{k: _parsed(k, v) for k, v in line.items()}) for line in reader]
+
+
+def _parsed(name: str, value: str) -> Any:
+    if name == "name":
+        return value
+    if name in ("step", "block", "stage"):
+        return int(value)
+    return float(value) if value else None
