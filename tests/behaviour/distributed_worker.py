@@ -1,24 +1,22 @@
 """One process of test_distributed.py.
 
-    torchrun -m tests.behaviour.distributed_worker FOLDER JOB:SEEDS ...
+    torchrun -m tests.behaviour.distributed_worker FOLDER NETWORK=SEED ...
 
-Writes what each job found to FOLDER, in a file by job and rank. The truth is computed by the same
+Saves what each job found to FOLDER, in a file by job and rank. The truth is computed by the same
 functions, in one process that has the images of all.
 """
 
-import argparse
 import contextlib
+import copy
 import datetime
-import faulthandler
 import functools
 import itertools
 import os
-import signal
-import time
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +35,8 @@ from bench import foreign_models as foreign
 from preact_kernels.kernels import cuda
 from preact_kernels.models.preact_resnet import PreActResNet
 from preact_kernels.ops.memory_mode import MEMORY_MODES
-from tests.cases import random_block, randomised
+from tests.cases import random_block, random_stage, randomised
+from tests.oracle import evaluate, gradient_like, plain_copy
 
 CLASSES = 5
 IMAGES = 6  # of a batch, in all processes together
@@ -55,10 +54,10 @@ Batch = tuple[Tensor, Tensor]  # images and labels
 class Case(NamedTuple):
     """A way to train a network in several processes."""
 
+    model: str  # a key of NETWORKS
     wrapper: str
     memory: str
     batch: str  # a key of BATCHES
-    model: str = "stages"  # a key of NETWORKS
 
     @property
     def accumulates(self) -> bool:
@@ -66,76 +65,33 @@ class Case(NamedTuple):
         return self.wrapper.endswith("_accumulated")
 
 
-def cases(kind: str, is_quick: bool) -> list[Case]:
-    """The cases of a kind; if quick, each wrapper, batch and model in one memory mode."""
-    if kind == "converted":
-        return converted_cases(is_quick)
-    variants = {
-        "ddp": (
-            "static_graph",
-            "unused",
-            "small_buckets",
-            "checkpointed",
-            "accumulated",
-            "reentrant_static_graph",  # a checkpoint that runs a backward inside the backward
-        ),
-        "fsdp": ("blocks", "accumulated"),
-    }[kind]
-    wrappers = [(kind, batch) for batch in BATCHES[2]]
-    wrappers += [(f"{kind}_{variant}", "uneven") for variant in variants]
-    return [
-        Case(wrapper, memory, batch)
-        for index, (wrapper, batch) in enumerate(wrappers)
-        for mode, memory in enumerate(MEMORY_MODES)
-        if not is_quick or mode == index % len(MEMORY_MODES)
-    ]
-
-
-# Of each model that is converted the ways to wrap it. It is converted before it is wrapped, if
-# nothing else is named. Where FSDP2 wraps blocks of the dense network afterwards, its last batch
-# norm is not fused, and needs a GPU as `SyncBatchNorm`.
-DDP_OF_CONVERTED = (
-    "ddp",
-    "ddp_static_graph",
-    "ddp_accumulated",
-    "ddp_convert_inside",  # of the wrapper
-    "ddp_convert_wrapper",
+# Models that are not of this package are converted before they are wrapped, if nothing else is
+# named. Where FSDP2 wraps blocks of the dense network afterwards, its last batch norm is not fused,
+# and needs a GPU as `SyncBatchNorm`.
+CASES = (
+    Case("stages", "ddp", "store", "even"),
+    Case("stages", "ddp_small_buckets", "checkpoint", "none"),
+    Case("stages", "ddp_static_graph", "rebuild", "uneven"),
+    Case("stages", "ddp_unused", "store", "uneven"),
+    Case("stages", "ddp_checkpointed", "rebuild", "uneven"),
+    # A checkpoint that runs a backward inside the backward.
+    Case("stages", "ddp_reentrant_static_graph", "checkpoint", "uneven"),
+    Case("stages", "ddp_accumulated", "checkpoint", "uneven"),
+    Case("stages", "fsdp", "checkpoint", "none"),
+    Case("stages", "fsdp_blocks", "rebuild", "uneven"),
+    Case("stages", "fsdp_accumulated", "store", "even"),
+    Case("residual", "ddp", "rebuild", "none"),
+    Case("residual", "ddp_static_graph", "checkpoint", "uneven"),
+    Case("residual", "ddp_convert_inside", "store", "even"),  # inside of the wrapper
+    Case("residual", "ddp_convert_wrapper", "rebuild", "uneven"),
+    Case("residual", "fsdp", "store", "uneven"),
+    Case("residual", "fsdp_convert_after", "checkpoint", "none"),
+    Case("residual", "fsdp_blocks_accumulated", "rebuild", "uneven"),
+    Case("residual", "fsdp_blocks_convert_after", "store", "even"),
+    Case("dense", "ddp", "checkpoint", "none"),
+    Case("dense", "fsdp", "rebuild", "uneven"),
+    Case("dense", "fsdp_blocks_convert_twice", "store", "even"),  # before and after
 )
-WRAPPERS_OF_CONVERTED = {
-    "residual": (
-        *DDP_OF_CONVERTED,
-        "fsdp",
-        "fsdp_convert_after",
-        "fsdp_blocks",
-        "fsdp_blocks_accumulated",
-        "fsdp_blocks_convert_after",
-    ),
-    "dense": (
-        *DDP_OF_CONVERTED,
-        "fsdp",
-        "fsdp_blocks_convert_after",
-        "fsdp_blocks_convert_twice",  # before and after
-    ),
-}
-
-
-def converted_cases(is_quick: bool) -> list[Case]:
-    """The cases of converted models; if quick, each wrapper in one memory mode, with one batch."""
-    wrappers = [
-        (model, wrapper)
-        for model, own in WRAPPERS_OF_CONVERTED.items()
-        for wrapper in own
-        if model == "residual"
-        or not is_quick
-        or wrapper in ("ddp", "fsdp", "fsdp_blocks_convert_twice")
-    ]
-    choices = list(itertools.product(MEMORY_MODES, BATCHES[2]))
-    return [
-        Case(wrapper, memory, batch, model)
-        for index, (model, wrapper) in enumerate(wrappers)
-        for choice, (memory, batch) in enumerate(choices)
-        if not is_quick or choice == 4 * index % len(choices)
-    ]
 
 
 def network(seed: int, memory: str = "store") -> PreActResNet:
@@ -190,8 +146,6 @@ class Processes(NamedTuple):
     count: int = 1
     share: slice = slice(None)  # of a batch
     until_last: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    # What to return of a parameter or gradient, which may be sharded.
-    as_tensor: Callable[[Tensor], Tensor] = lambda t: t
 
 
 def train(
@@ -210,38 +164,35 @@ def train(
         model: in training mode.
         steps: batches of every step, whose gradients are added up.
         call: `model`, wrapped.
-        processes: which images are this process's, and what to return of a tensor that is sharded.
+        processes: which images are this process's.
 
     Returns:
-        Of every step this process's part of the loss, and the gradients; and the parameters and
-        buffers after the last one.
+        Of every batch the logits of this process's images; of every step the gradients; and the
+        parameters and buffers after the last one.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses, gradients = [], []
+    outputs, gradients = [], []
     for parts in steps:
         optimizer.zero_grad()
-        total = 0.0
         for index, (images, labels) in enumerate(parts):
             scope = contextlib.nullcontext if index == len(parts) - 1 else processes.until_last
             with scope():
-                logits = (call or model)(images[processes.share]).double()
-                loss = F.cross_entropy(logits, labels[processes.share], reduction="sum")
-                loss = loss / (len(labels) * len(parts))
-                (loss * processes.count).backward()
-            total = total + loss.detach()
-        losses.append(total)
-        gradients.append(
-            {
-                f"d{name}": processes.as_tensor(p.grad).clone()
-                for name, p in model.named_parameters()
-                if p.grad is not None
-            }
-        )
+                logits = (call or model)(images[processes.share])
+                loss = F.cross_entropy(logits.double(), labels[processes.share], reduction="sum")
+                (loss * processes.count / (len(labels) * len(parts))).backward()
+            outputs.append(logits.detach())
+        trained = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        gradients.append({f"d{name}": whole(gradient).clone() for name, gradient in trained})
         optimizer.step()
-    found = {"loss": torch.stack(losses)}
+    found = {"logits": torch.stack(outputs)}
     found |= {name: torch.stack([g[name] for g in gradients]) for name in gradients[0]}
-    found |= {name: processes.as_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+    found |= {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     return found | {name: b.clone() for name, b in model.named_buffers()}
+
+
+def whole(t: Tensor) -> Tensor:
+    """The tensor of which each process has a shard."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def device() -> torch.device:
@@ -265,8 +216,8 @@ def in_ddp(model: nn.Module, **options) -> DistributedDataParallel:
     return wrapped
 
 
-def in_fsdp(model: PreActResNet, by_block: bool = False, **options) -> nn.Module:
-    """`model` in FSDP2: each stage, or each block, and the rest.
+def in_fsdp(model: nn.Module, parts: Iterable[nn.Module], **options) -> nn.Module:
+    """`model` with `SyncBatchNorm` in FSDP2: each of `parts`, and the rest.
 
     Parameters are sharded `DTensor`s outside the forward of what was wrapped, and plain tensors
     inside. `fully_shard` hooks that forward. A wrapped stage reads the plain parameters of its
@@ -274,84 +225,55 @@ def in_fsdp(model: PreActResNet, by_block: bool = False, **options) -> nn.Module
     module: each block is a node of its own, which saves the inputs of its units, and the memory
     mode of the stage has no effect.
     """
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    for stage in model.stages:
-        for part in stage if by_block else [stage]:
-            fully_shard(part, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model that is converted."""
-    kinds = (foreign.FunctionalBottleneck, foreign.DenseLayer, foreign.Transition)
-    return [module for module in model.modules() if isinstance(module, kinds)]
-
-
-def converted(case: Case, model: nn.Module) -> tuple[nn.Module, Callable]:
-    """`model`, converted and wrapped, and the context in which gradients are not averaged."""
-    if "_convert_" not in case.wrapper or case.wrapper.endswith("_twice"):
-        pk.convert(model, memory=case.memory)
-    if case.wrapper.startswith("fsdp"):
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-        for block in blocks_of(model) if "_blocks" in case.wrapper else ():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if "_convert_" in case.wrapper:
-            pk.convert(model, memory=case.memory)
-        return model, functools.partial(unsynchronised, model)
-    options = {"static_graph": True} if case.wrapper.endswith("static_graph") else {}
-    ddp = in_ddp(model, **options)
-    if case.wrapper.endswith("_convert_inside"):
-        pk.convert(ddp.module, memory=case.memory)
-    if case.wrapper.endswith("_convert_wrapper"):
-        pk.convert(ddp, memory=case.memory)
-    return ddp, ddp.no_sync
+    for part in parts:
+        fully_shard(part, mesh=mesh, **options)
+    model = fully_shard(model, mesh=mesh, **options)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return model
 
 
 @contextlib.contextmanager
-def unsynchronised(model: Any) -> Iterator[None]:
+def unsynchronised(model) -> Iterator[None]:
     """Within the context, FSDP2 adds up gradients in each process."""
     model.set_requires_gradient_sync(False)
     yield
     model.set_requires_gradient_sync(True)
 
 
-def checkpoint_stages(model: PreActResNet, use_reentrant: bool) -> None:
-    """Puts every stage under `torch.utils.checkpoint`."""
-    for stage in model.stages:
-        stage.forward = functools.partial(checkpoint, stage.forward, use_reentrant=use_reentrant)
-
-
-def wrapped(case: Case, seed: int) -> tuple[nn.Module, nn.Module, Callable]:
+def wrapped(case: Case, seed: int) -> tuple[nn.Module, Callable, Callable]:
     """The model of a case; in its wrapper; and the context in which gradients are not averaged."""
-    if case.model == "stages":
-        model = network(seed, case.memory).to(device())
-        return model, *wrapped_stages(case, model)
     model = NETWORKS[case.model](seed).to(device())
-    return model, *converted(case, model)
-
-
-def wrapped_stages(case: Case, model: PreActResNet) -> tuple[nn.Module, Callable]:
-    """`model`, wrapped, and the context in which gradients are not averaged."""
+    blocks = (foreign.FunctionalBottleneck, foreign.DenseLayer, foreign.Transition)
+    parts = [m for m in model.modules() if isinstance(m, blocks)]
+    if case.model == "stages":
+        for stage in model.stages:
+            stage.memory = case.memory
+        parts = [b for stage in model.stages for b in stage]
+    elif "_convert_" not in case.wrapper or case.wrapper.endswith("_twice"):
+        pk.convert(model, memory=case.memory)
     if case.wrapper.startswith("fsdp"):
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        in_fsdp(model, by_block=case.wrapper == "fsdp_blocks")
-        return model, functools.partial(unsynchronised, model)
-    options = {}
-    if case.wrapper.endswith("static_graph"):
-        options["static_graph"] = True
+        if "_blocks" not in case.wrapper:
+            parts = model.stages if case.model == "stages" else []
+        in_fsdp(model, parts)
+        if "_convert_" in case.wrapper:
+            pk.convert(model, memory=case.memory)
+        return model, model, functools.partial(unsynchronised, model)
+    options = {"static_graph": True} if case.wrapper.endswith("static_graph") else {}
     if case.wrapper == "ddp_unused":
         model.unused = nn.Linear(3, 3).to(device())
         options["find_unused_parameters"] = True
     if case.wrapper == "ddp_small_buckets":  # whose messages alternate with those of batch norms
         options |= {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
-    if case.wrapper == "ddp_checkpointed":
-        checkpoint_stages(model, use_reentrant=False)
-    if case.wrapper == "ddp_reentrant_static_graph":
-        checkpoint_stages(model, use_reentrant=True)
+    if case.wrapper in ("ddp_checkpointed", "ddp_reentrant_static_graph"):
+        reentrant = {"use_reentrant": "reentrant" in case.wrapper}
+        for stage in model.stages:
+            stage.forward = functools.partial(checkpoint, stage.forward, **reentrant)
     ddp = in_ddp(model, **options)
-    return ddp, ddp.no_sync
+    if "_convert_" in case.wrapper:
+        pk.convert(ddp if case.wrapper.endswith("_wrapper") else ddp.module, memory=case.memory)
+    return model, ddp, ddp.no_sync
 
 
 def share_of(counts: tuple[int, ...]) -> slice:
@@ -365,49 +287,50 @@ def on_device(steps: Iterable[list[Batch]]) -> list[list[Batch]]:
     return [[(x.to(device()), y.to(device())) for x, y in parts] for parts in steps]
 
 
-def whole(t: Tensor) -> Tensor:
-    """The tensor of which each process has a shard."""
-    return t.full_tensor() if isinstance(t, DTensor) else t
+def train_every_case(seeds: dict[str, int]) -> dict:
+    """By case: the fused autograd nodes of the first forward, and the results (see `train`)."""
+    return {tuple(case): train_case(case, seeds[case.model]) for case in CASES}
 
 
-def shard(t: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
-def summed(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`found` on the CPU, with the losses of all processes added."""
-    dist.all_reduce(found["loss"])
-    return {name: value.cpu() for name, value in found.items()}
-
-
-def train_in(kind: str, is_quick: bool, seeds: list[int]) -> dict:
-    """The results of the cases of a kind, for every seed."""
-    found = {}
-    for case, seed in itertools.product(cases(kind, is_quick), seeds):
-        with named(str(case)):
-            found.setdefault(tuple(case), []).append(train_case(case, seed))
-    return found
-
-
-def train_case(case: Case, seed: int) -> dict[str, Tensor]:
-    """The results of one case, see `train`."""
+def train_case(case: Case, seed: int) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """The fused autograd nodes and the results of one case."""
     model, call, until_last = wrapped(case, seed)
+    nodes = []
+
+    def watched(x: Tensor) -> Tensor:
+        y = call(x)
+        nodes.append(fused_nodes(y))
+        return y
+
     share = share_of(BATCHES[dist.get_world_size()][case.batch])
-    processes = Processes(dist.get_world_size(), share, until_last, whole)
+    processes = Processes(dist.get_world_size(), share, until_last)
     steps = on_device(parts if case.accumulates else parts[:1] for parts in batches(seed))
-    result = summed(train(model, steps, call, processes))
-    assert not any(name.startswith("dunused") for name in result)
-    return {name: value for name, value in result.items() if "unused" not in name}
-
-
-@contextlib.contextmanager
-def named(name: str) -> Iterator[None]:
-    """Names what raised an exception within the context."""
     try:
-        yield
+        result = joined(train(model, steps, watched, processes))
     except Exception as error:
-        raise RuntimeError(f"in {name}: {error}") from error
+        raise RuntimeError(f"in {case}: {error}") from error
+    assert not any(name.startswith("dunused") for name in result)
+    return nodes[0], {name: t for name, t in result.items() if "unused" not in name}
+
+
+def fused_nodes(y: Tensor) -> dict[str, int]:
+    """How many autograd nodes of this package led to `y`, by name."""
+    nodes, seen = [y.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+    names = (node.name().removesuffix("FunctionBackward") for node in seen)
+    return dict(Counter(name for name in names if name in ("PreActStage", "BNReLUConv", "BNReLU")))
+
+
+def joined(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`found` on the CPU, with the logits of all processes."""
+    found = {name: value.cpu() for name, value in found.items()}
+    shares: list = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, found["logits"])
+    return found | {"logits": torch.cat(shares, dim=1)}
 
 
 class Messages(TorchDispatchMode):
@@ -423,15 +346,15 @@ class Messages(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def count_messages(seeds: list[int]) -> dict:
+def count_messages(seeds: dict[str, int]) -> dict:
     """By model and memory mode: messages of a forward, those of its backward, and batch norms.
 
     "first stage" is one on its own, whose input wants no gradient.
     """
     found = {}
-    ((images, _), *_), *_ = on_device(batches(seeds[0]))
+    ((images, _), *_), *_ = on_device(batches(0))
     for name, memory in itertools.product(NETWORKS, MEMORY_MODES):
-        model = network(seeds[0], memory) if name == "stages" else NETWORKS[name](seeds[0])
+        model = network(0, memory) if name == "stages" else NETWORKS[name](0)
         if name != "stages":
             pk.convert(model, memory=memory)
         nn.SyncBatchNorm.convert_sync_batchnorm(model.to(device()))
@@ -452,161 +375,101 @@ def messages(model: nn.Module, x: Tensor) -> tuple[list[str], list[str], int]:
     return forward.names, backward.names, norms
 
 
-def count_nodes(seeds: list[int]) -> dict:
-    """The numbers of fused autograd nodes, by model and wrapper."""
-    found = {}
-    ((images, _), *_), *_ = on_device(batches(seeds[0]))
-    for name, by_block in (("stages", False), ("blocks", True)):
-        model = in_fsdp(network(seeds[0]).to(device()), by_block)
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        found["stages", name] = fused_nodes(model(images))
-    for name, wrappers in WRAPPERS_OF_CONVERTED.items():
-        for wrapper in wrappers:
-            _, call, _ = wrapped(Case(wrapper, "store", "even", name), seeds[0])
-            found[name, wrapper] = fused_nodes(call(images))
-    return found
-
-
-def fused_nodes(y: Tensor) -> dict[str, int]:
-    """How many autograd nodes of this package led to `y`, by name."""
-    nodes, seen = [y.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [parent for parent, _ in node.next_functions]
-    names = (node.name().removesuffix("FunctionBackward") for node in seen)
-    return dict(Counter(name for name in names if name in ("PreActStage", "BNReLUConv", "BNReLU")))
-
-
-def run_out_of_images(seeds: list[int]) -> dict:
-    """What DistributedDataParallel.join says where the last process has one more batch."""
-    found = {}
-    for memory in MEMORY_MODES:
-        ddp = in_ddp(network(seeds[0], memory).to(device()))
-        ((images, _), *_), *_ = on_device(batches(seeds[0]))
-        try:
-            with ddp.join(throw_on_early_termination=True):
-                for _ in range(2 if dist.get_rank() == dist.get_world_size() - 1 else 1):
-                    ddp(images).square().mean().backward()
-        except RuntimeError as error:
-            found[memory] = str(error)
-    return found
-
-
-def die(how: str, seeds: list[int]) -> dict:
-    """Trains a step, in whose midst the last process dies; writes nothing."""
-    called = {"exit": "all_reduce", "raise": "all_gather"}[how]  # backward, forward
-    send, count = getattr(dist, called), itertools.count()
-
-    def send_or_die(*args, **options):
-        if dist.get_rank() == dist.get_world_size() - 1 and next(count) == 3:
-            if how == "exit":
-                os._exit(1)
-            raise RuntimeError("this process dies in the middle of a step")
-        return send(*args, **options)
-
-    setattr(dist, called, send_or_die)
-    model = network(seeds[0]).to(device())
-    ddp = in_ddp(model)
-    train(model, on_device(batches(seeds[0])), ddp, Processes(dist.get_world_size()))
-    return {}
-
-
-def wait_for_minutes() -> None:
-    """Waits for torchrun to end this process, as another has failed."""
-    dist.barrier()
-    time.sleep(300)
-
-
-def fail_beside_others(seeds: list[int]) -> dict:
-    """The last process fails while the others wait; writes nothing."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        dist.barrier()
-        raise RuntimeError("this process fails")
-    wait_for_minutes()
-    return {}
-
-
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MIXED_SEEDS = range(8)
 
 
-def train_in_mixed_precision(seeds: list[int]) -> dict:
-    """A step of FSDP2 with parameters in bfloat16, plain and fused.
-
-    Each process returns its shards of parameters and gradients: to gather them would take eight
-    times as many messages.
-
-    Batch norms use the statistics of each process, and in "shared" those of all.
-    `torch.nn.BatchNorm2d` needs its running statistics in the dtype of its parameters on a CPU. The
-    plain modules run twice, once with each process's images in reverse: how far two orders that are
-    equally right are from the truth is the budget.
-    """
-    found = {}
+def train_in_mixed_precision(seeds: dict[str, int]) -> list[dict[str, Tensor]]:
+    """By seed: the results of a step of FSDP2 with parameters in bfloat16."""
+    found = []
     count = dist.get_world_size()
     share = slice(dist.get_rank() * IMAGES, (dist.get_rank() + 1) * IMAGES)
-    for name, seed in itertools.product(("plain", "reversed", *MEMORY_MODES, "shared"), seeds):
-        model = mixed_network(seed, name).to(device())
-        if name == "shared":
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        in_fsdp(model, mp_policy=MIXED)
-        (batch, _), *_ = mixed_batches(seed, count)
-        if name == "reversed":
-            batch = tuple(t.unflatten(0, (count, IMAGES)).flip(1).flatten(0, 1) for t in batch)
-        result = train(model, on_device([[batch]]), None, Processes(count, share, as_tensor=shard))
-        found.setdefault(name, []).append(summed(result))
+    for seed in MIXED_SEEDS:
+        model = mixed_network(seed).to(device())
+        in_fsdp(model, model.stages, mp_policy=MIXED)
+        steps = on_device([mixed_batch(seed, count)])
+        found.append(joined(train(model, steps, None, Processes(count, share))))
     return found
 
 
-def mixed_network(seed: int, name: str) -> PreActResNet:
-    """The network in a memory mode, or with shared statistics, or plain."""
-    is_fused = name in (*MEMORY_MODES, "shared")
-    model = network(seed, name if name in MEMORY_MODES else "checkpoint")
+def mixed_network(seed: int) -> PreActResNet:
+    """The network, with running statistics in the dtype of parameters, as plain modules need."""
+    model = network(seed, "checkpoint")
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean = module.running_mean.bfloat16()
             module.running_var = module.running_var.bfloat16()
-        elif hasattr(module, "fused"):
-            module.fused = is_fused
     return model
 
 
-def mixed_batches(seed: int, processes: int) -> list[list[Batch]]:
-    """Larger batches: in bfloat16 many signs of pre-activations are decided by rounding."""
-    return batches(seed, IMAGES * processes, size=12)
+def mixed_batch(seed: int, processes: int) -> list[Batch]:
+    """A larger batch: in bfloat16 many signs of pre-activations are decided by rounding."""
+    return batches(seed, IMAGES * processes, size=12)[0][:1]
 
 
-KINDS = ("ddp", "fsdp", "converted")
-JOBS: dict[str, Callable[[list[int]], dict]] = {
-    **{kind: functools.partial(train_in, kind, False) for kind in KINDS},
-    **{f"quick-{kind}": functools.partial(train_in, kind, True) for kind in KINDS},
-    "messages": count_messages,
-    "nodes": count_nodes,
-    "mixed": train_in_mixed_precision,
-    "join": run_out_of_images,
-    "exit": functools.partial(die, "exit"),
-    "raise": functools.partial(die, "raise"),
-    "fail": fail_beside_others,
+def modules() -> dict[str, nn.Module]:
+    """What is synchronised one by one, for 10 channels."""
+    torch.manual_seed(7)
+    frozen = randomised(pk.BNReLUConv2d(10, 8, 3, padding=1))
+    frozen.bn.eval()
+    return {
+        "cumulative_average": randomised(pk.BNReLU2d(10, momentum=None)),
+        "bn_relu_conv": randomised(pk.BNReLUConv2d(10, 8, 3, padding=1, bias=True)),
+        "frozen": frozen,
+        "rebuilt_stage": random_stage(memory="rebuild"),
+        "wide_stage": random_stage("basic", width=16, memory="checkpoint"),
+    }
+
+
+# Images of each of two processes, and their size: one process may have one value a channel.
+MODULE_BATCHES = {
+    "uneven": ((1, 4), (7, 6)),
+    "one_value": ((1, 32), (1, 1)),
+    "none": ((0, 3), (7, 6)),
 }
 
 
-def job_with_seeds(argument: str) -> tuple[str, list[int]]:
-    """A job and its seeds: "mixed:0,1"."""
-    job, _, seeds = argument.partition(":")
-    if job not in JOBS:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(JOBS)}, got {job}")
-    return job, [int(seed) for seed in seeds.split(",")]
+def problems(batch: str) -> list[Tensor]:
+    """Several whole batches of all processes: see `oracle.py` for why they are judged together.
+
+    Batch norm of few values magnifies the errors of some draws far more than of others: there it
+    takes more values and more draws.
+    """
+    counts, size = MODULE_BATCHES[batch]
+    generator = torch.Generator().manual_seed(3)
+    draws = 16 if size == (1, 1) else 8
+    return [torch.randn(sum(counts), 10, *size, generator=generator) for _ in range(draws)]
+
+
+def incoming(module: nn.Module, x: Tensor) -> Tensor:
+    """The gradient of the module's output."""
+    return gradient_like(plain_copy(module).eval()(x), seed=4)
+
+
+def run_modules(seeds: dict[str, int]) -> dict:
+    """By batch and module: the results of `evaluate` on this process's images of each problem."""
+    found = {}
+    for batch, (name, module) in itertools.product(MODULE_BATCHES, modules().items()):
+        share = share_of(MODULE_BATCHES[batch][0])
+        synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(module))
+        found[batch, name] = [
+            evaluate(synchronised, {"x": x[share]}, incoming(module, x)[share])
+            for x in problems(batch)
+        ]
+    return found
+
+
+JOBS: dict[str, Callable[[dict[str, int]], object]] = {
+    "train": train_every_case,
+    "messages": count_messages,
+    "mixed": train_in_mixed_precision,
+    "modules": run_modules,
+}
 
 
 @record  # torchrun ends with the tracebacks of all processes
-def main() -> None:
+def main(folder: str, *seeds: str) -> None:
     """Joins the other processes, does the jobs, and saves what each returned."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("jobs", nargs="+", type=job_with_seeds, metavar="JOB:SEED,...")
-    a = parser.parse_args()
-    # When another process has failed, torchrun ends this one: say where it was.
-    faulthandler.register(signal.SIGTERM, chain=True)
     torch.set_num_threads(1)
     if device().type == "cuda":
         torch.cuda.set_device(device())
@@ -614,12 +477,11 @@ def main() -> None:
         cuda._may_round_to_tf32 = lambda: False
     backend = "nccl" if device().type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=3))
-    for job, seeds in a.jobs:
-        with named(f"job {job}"):
-            found = JOBS[job](seeds)
-        torch.save(found, a.folder / f"{job}-{dist.get_rank()}.pt")
+    seed_of = {name: int(seed) for name, seed in (s.split("=") for s in seeds)}
+    for job in JOBS if dist.get_world_size() == 2 else ["train"]:
+        torch.save(JOBS[job](seed_of), Path(folder) / f"{job}-{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

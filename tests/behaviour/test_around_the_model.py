@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
-from torch.nn.utils import parametrizations, prune
 from torch.optim import swa_utils
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -18,23 +17,11 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-import preact_kernels as pk
-from tests.cases import EVERY_MODULE, EVERY_PLAIN_FORWARD, randomised, small_network
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+from tests.cases import EVERY_MODULE, small_network
+from tests.oracle import assert_same_bits, evaluate, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # what runs a forward is above the backends
 
-# The networks have stages of every memory mode too.
-every_module = pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=[pytest.mark.slow] * name.endswith("ed_stage"))
-        for name, make in EVERY_MODULE.items()
-    ],
-)
-every_plain_forward = pytest.mark.parametrize(
-    "make", EVERY_PLAIN_FORWARD.values(), ids=EVERY_PLAIN_FORWARD
-)
 both_modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 
 
@@ -53,52 +40,39 @@ class Wrapped(nn.Module):
         return self.call(self.module, x)
 
 
-def without_prefix(results):
-    return {n.replace("module.", ""): t for n, t in results.items()}
-
-
-def saves_convolutions(context, op, *args, **kwargs):
-    is_saved = "conv" in str(op)
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def saves_half_of_all(context, op, *args, **kwargs):
     is_saved = len(str(op)) % 2 == 0 and not op._schema.is_mutable
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE
 
 
-CHECKPOINTS = {
-    "reentrant": partial(checkpoint, use_reentrant=True),
-    "not_reentrant": partial(checkpoint, use_reentrant=False),
-    "selective": partial(
-        checkpoint,
-        use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, saves_convolutions),
-    ),
-    "selective_mixed": partial(
-        checkpoint,
-        use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, saves_half_of_all),
-    ),
-}
+SELECTIVE = partial(
+    checkpoint,
+    use_reentrant=False,
+    context_fn=partial(create_selective_checkpoint_contexts, saves_half_of_all),
+)
 
 
-@every_module
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("call", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_checkpoints_change_no_bit_and_count_a_batch_once(call, make, backend):
-    module, inputs = make(), {"x": images()}
-    found = without_prefix(evaluate(Wrapped(module, call), inputs))
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (partial(checkpoint, use_reentrant=True), "checkpointed_network"),
+        (partial(checkpoint, use_reentrant=False), "rebuilt_network"),
+        (SELECTIVE, "bn_relu_conv"),
+    ],
+    ids=["reentrant", "not_reentrant", "selective"],
+)
+def test_checkpoints_change_no_bit_and_count_a_batch_once(call, name, backend):
+    module, inputs = EVERY_MODULE[name](), {"x": images()}
+    found = evaluate(Wrapped(module, call), inputs)
+    found = {n.replace("module.", ""): t for n, t in found.items()}
     assert_same_bits(found, evaluate(module, inputs))
     counts = [t for n, t in found.items() if n.endswith("num_batches_tracked")]
     assert counts and all(n == 1 for n in counts)
 
 
-@every_plain_forward
-@pytest.mark.covering(1)
-@both_modes
-def test_operators_are_counted_as_in_the_plain_model(training, make, backend):
-    module, x = make().train(training), images()
+@pytest.mark.parametrize("name", ["bn_relu_conv", "network"])
+def test_operators_are_counted_as_in_the_plain_model(name, backend):
+    module, x = EVERY_MODULE[name](), images()
     counts = []
     for m in (module, plain_copy(module)):
         with FlopCounterMode(display=False) as counter:  # its global hooks have children called
@@ -107,9 +81,8 @@ def test_operators_are_counted_as_in_the_plain_model(training, make, backend):
     assert counts[0] == counts[1]
 
 
-@every_plain_forward
-def test_averaged_models_equal_the_plain_ones(make, backend):
-    module = make()
+def test_averaged_models_equal_the_plain_ones(backend):
+    module = small_network()
     batches = [images() for _ in range(3)]
     results = []
     for m in (module, plain_copy(module)):
@@ -126,14 +99,13 @@ def test_averaged_models_equal_the_plain_ones(make, backend):
             for average in averages:
                 average.update_parameters(m)
         swa_utils.update_bn(batches, averages[0])
-        results.append({str(i): average.state_dict() for i, average in enumerate(averages)})
-    for found, expected in zip(*(r.values() for r in results), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        results.append([average.state_dict() for average in averages])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@every_module
-def test_a_replica_of_data_parallel_computes_the_same(make, backend):
-    module = make()
+@pytest.mark.parametrize("name", ["bn_relu_conv", "checkpointed_network"])
+def test_a_replica_of_data_parallel_computes_the_same(name, backend):
+    module = EVERY_MODULE[name]()
     x, replica = images(), replicated(module)
     expected = evaluate(module, {"x": x})["y"]
     torch.testing.assert_close(replica(x).detach(), expected, rtol=0, atol=0)
@@ -156,11 +128,9 @@ def replicated(module):
     return copies[module]
 
 
-@pytest.mark.covering(1)
-@every_module
 @both_modes
-def test_inference_mode_changes_nothing(training, make, backend):
-    module = make().train(training)
+def test_inference_mode_changes_nothing(training, backend):
+    module = small_network().train(training)
     other, x = copy.deepcopy(module), images()
     with torch.inference_mode():
         y = module(x)
@@ -171,61 +141,21 @@ def test_inference_mode_changes_nothing(training, make, backend):
     assert_same_bits(evaluate(module, {"x": x}), evaluate(other, {"x": x}))
 
 
-@pytest.mark.covering(1)
-@every_module
-@both_modes
-def test_meta_tensors_have_the_shapes_and_dtypes_of_the_plain_module(training, make):
-    module = make().train(training)
-    x = images()
+@pytest.mark.parametrize("name", ["bn_relu_conv", "float32_stream", "checkpointed_network"])
+def test_meta_tensors_have_the_shapes_and_dtypes_of_the_plain_module(name):
+    module, x = EVERY_MODULE[name](), images()
     expected = evaluate(plain_copy(module), {"x": x})
     module.to("meta")
-    y = module(leaf := x.to("meta").requires_grad_())
+    with torch.autocast("cpu", torch.bfloat16):  # of another device
+        y = module(leaf := x.to("meta").requires_grad_())
     y.backward(torch.empty_like(y))
     found = {"y": y, "dx": leaf.grad, **{f"d{n}": p.grad for n, p in module.named_parameters()}}
-    for name, t in found.items():
-        assert (t.shape, t.dtype) == (expected[name].shape, expected[name].dtype), name
+    for result, t in found.items():
+        assert (t.shape, t.dtype) == (expected[result].shape, expected[result].dtype), result
 
 
-@every_module
-def test_meta_tensors_under_autocast_of_another_device(make):
-    module = make().to("meta")
-    with torch.autocast("cpu", torch.bfloat16):
-        y = module(images().to("meta").requires_grad_())
-    y.sum().backward()
-    assert y.dtype == torch.float32
-
-
-@every_module
-def test_autocast_gives_the_dtypes_of_the_plain_module(make, backend):
-    module, inputs = make(), {"x": images()}
-
-    def call(module, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return module(x)
-
-    found, expected = (evaluate(Wrapped(m, call), inputs) for m in (module, plain_copy(module)))
-    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in expected.items()}
-
-
-CHANGES = {
-    "pruned": lambda m: prune.l1_unstructured(m.conv, "weight", 0.5),
-    "pruned_batch_norm": lambda m: prune.random_unstructured(m.bn, "weight", 0.3),
-    "weight_norm": lambda m: parametrizations.weight_norm(m.conv),
-}
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_pruned_and_parametrised_children_of_a_unit_are_called(change, backend):
-    module = randomised(pk.BNReLUConv2d(10, 16, 3, padding=1))
-    with torch.no_grad():  # or pruned modules cannot be copied
-        change(module)
-    check(module, plain_copy(module), {"x": images()})
-
-
-@every_plain_forward
-def test_hooks_of_a_module_see_its_input_output_and_gradient(make, backend):
-    module, seen = make(), []
+def test_hooks_of_a_module_see_its_input_output_and_gradient(backend):
+    module, seen = EVERY_MODULE["stage"](), []
     module.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
     module.register_forward_hook(lambda m, args, y: seen.append(y.shape))
     module.register_full_backward_hook(lambda m, dx, dy: seen.append((dx[0].shape, dy[0].shape)))
@@ -244,11 +174,9 @@ def mesh(tmp_path):
 
 
 @pytest.mark.not_under_sanitizer
-@every_plain_forward
-@pytest.mark.covering(1)
-@both_modes
-def test_distributed_tensors_run_plain_operators(training, make, mesh):
-    module = make().train(training)
+@pytest.mark.parametrize("name", ["bn_relu_conv", "network"])
+def test_distributed_tensors_run_plain_operators(name, mesh):
+    module = EVERY_MODULE[name]()
     x, results = distribute_tensor(images(), mesh, [Replicate()]), []
     try:
         distribute_module(nn.BatchNorm2d(10), mesh)(x)

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "preact_kernels"
 # Higher layers may import lower ones. Modules outside the layers may import all of them.
@@ -20,6 +18,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 def layer(parts):
     """The layer of a module of this package, given the names behind `preact_kernels`."""
     return LAYERS.get(parts[0], len(LAYERS)) if parts else len(LAYERS) + 1
+
+
+def names_of(path):
+    """The names of a file behind the package's."""
+    return path.relative_to(PACKAGE).with_suffix("").parts
 
 
 def imports(path):
@@ -39,15 +42,11 @@ def imports(path):
                 yield parts
 
 
-def test_there_are_files_of_every_layer():
-    assert {p.relative_to(PACKAGE).with_suffix("").parts[0] for p in FILES} >= LAYERS.keys()
-
-
 def test_no_file_imports_from_above():
+    assert {names_of(path)[0] for path in FILES} >= LAYERS.keys()
     above = []
     for path in FILES:
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        own = layer([] if path == PACKAGE / "__init__.py" else parts)
+        own = layer([] if path == PACKAGE / "__init__.py" else names_of(path))
         above += [(path.name, ".".join(p)) for p in imports(path) if layer(p) > own]
     assert not above
 
@@ -55,8 +54,7 @@ def test_no_file_imports_from_above():
 def test_no_backend_imports_another():
     others = []
     for path in sorted((PACKAGE / "kernels").rglob("*.py")):
-        own = path.relative_to(PACKAGE / "kernels").with_suffix("").parts[0]
-        allowed = [[own], *([name] for name in SHARED)]
+        allowed = [[names_of(path)[1]], *([name] for name in SHARED)]
         found = [p for p in imports(path) if p[0] == "kernels" and p[1:2] not in allowed]
         others += [(path.name, ".".join(p)) for p in found]
     assert not others
@@ -67,9 +65,26 @@ def test_no_file_is_long_or_named_for_nothing():
     assert not [p for p in FILES if len(p.read_text().splitlines()) > 500]
 
 
-def run_python(code):
+ALONE = """
+import sys
+import torch
+before = set(sys.modules)
+import preact_kernels as pk
+for name in sorted(set(sys.modules) - before):
+    print("study" if name.startswith("preact_kernels.study") else name.partition(".")[0])
+for line in open("/proc/self/maps"):
+    if "_cuda" in line and "preact_kernels" in line:
+        print(line.split()[-1])
+# As if not installed.
+sys.modules.update(dict.fromkeys(("triton", "numpy", "matplotlib", "sklearn")))
+pk.preact_resnet(29)(torch.randn(2, 3, 8, 8)).sum().backward()
+assert "reference" in pk.available_backends()
+"""
+
+
+def test_importing_and_training_need_torch_and_the_package_alone():
     process = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", ALONE],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0"},  # as a user runs it
         capture_output=True,
@@ -77,54 +92,5 @@ def run_python(code):
         check=False,
     )
     assert process.returncode == 0, process.stderr
-    return process.stdout.split()
-
-
-LOADED = """
-import sys
-import torch
-before = set(sys.modules)
-import preact_kernels
-for name in sorted(set(sys.modules) - before):
-    print("study" if name.startswith("preact_kernels.study") else name.partition(".")[0])
-for line in open("/proc/self/maps"):
-    if "_cuda" in line and "preact_kernels" in line:
-        print(line.split()[-1])
-"""
-
-
-def test_importing_loads_torch_and_the_package_alone():
-    loaded = set(run_python(LOADED)) - sys.stdlib_module_names
+    loaded = set(process.stdout.split()) - sys.stdlib_module_names
     assert loaded <= {"preact_kernels", "torch"}
-
-
-BLOCKED = """
-import sys
-sys.modules.update(dict.fromkeys({names!r}))  # as if not installed
-import torch
-import preact_kernels as pk
-x = torch.randn(2, 3, 8, 8)
-pk.preact_resnet(29)(x).sum().backward()
-print(*pk.available_backends())
-"""
-
-
-@pytest.mark.parametrize("names", [["triton"], ["triton", "numpy", "matplotlib", "sklearn"]])
-def test_training_needs_neither_triton_nor_any_other_package(names):
-    assert "reference" in run_python(BLOCKED.format(names=names))
-
-
-KERNELS_ALONE = """
-import sys, types
-package = types.ModuleType("preact_kernels")
-package.__path__ = [{path!r}]
-sys.modules["preact_kernels"] = package
-import preact_kernels.kernels.reference
-import preact_kernels.kernels.cpu
-allowed = ("preact_kernels.kernels", "preact_kernels.torch_compat")
-print(*(n for n in sys.modules if n.startswith("preact_kernels.") and not n.startswith(allowed)))
-"""
-
-
-def test_kernels_can_be_imported_without_what_is_above():
-    assert run_python(KERNELS_ALONE.format(path=str(PACKAGE))) == []

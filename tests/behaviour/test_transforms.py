@@ -14,7 +14,6 @@ import preact_kernels as pk
 from preact_kernels.ops.plain_operators import runs_plain
 from tests.cases import (
     EVERY_MODULE,
-    EVERY_PLAIN_FORWARD,
     in_dtype,
     plain_bn_relu,
     plain_bn_relu_conv2d,
@@ -23,15 +22,6 @@ from tests.cases import (
 from tests.oracle import assert_same_bits, assert_within_budget, distance, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # transforms are found above the backends
-
-every_module = pytest.mark.parametrize(
-    "make", EVERY_PLAIN_FORWARD.values(), ids=EVERY_PLAIN_FORWARD
-)
-# One of each way to run a backward: a unit of each kind, and a stage in each memory mode.
-AUTOGRAD_NODES = {
-    n: m for n, m in EVERY_MODULE.items() if n.startswith("bn_relu") or n.endswith("stage")
-}
-every_node = pytest.mark.parametrize("make", AUTOGRAD_NODES.values(), ids=AUTOGRAD_NODES)
 
 
 def images(batch=3):
@@ -50,11 +40,6 @@ def grad(module, x):
     return torch.func.grad(partial(loss, module), (0, 1))(leaves(module), x)
 
 
-def vjp(module, x):
-    y, pull = torch.func.vjp(lambda p, x: functional_call(module, p, (x,)), leaves(module), x)
-    return y, pull(y.cos())
-
-
 def jvp(module, x):
     parameters = leaves(module)
     tangents = {n: p.sin() for n, p in parameters.items()}
@@ -65,10 +50,6 @@ def jvp(module, x):
 def dual_numbers(module, x):
     with forward_ad.dual_level():
         return tuple(forward_ad.unpack_dual(module(forward_ad.make_dual(x, x.cos()))))
-
-
-def jacobian(transform, module, x):
-    return transform(lambda x: module(x).sum((1, 2, 3) if module(x).dim() == 4 else 1))(x)
 
 
 def hessian_of_a_vector(module, x):
@@ -87,15 +68,9 @@ def per_sample_gradients(module, x):
 
 
 TRANSFORMS = {
-    "grad": grad,
-    "vjp": vjp,
-    "jvp": jvp,
-    "dual_numbers": dual_numbers,
-    "jacrev": partial(jacobian, torch.func.jacrev),
-    "jacfwd": partial(jacobian, torch.func.jacfwd),
-    "hessian": hessian_of_a_vector,
+    f.__name__: f
+    for f in (grad, jvp, dual_numbers, hessian_of_a_vector, vmap, per_sample_gradients)
 }
-EVALUATION_TRANSFORMS = {**TRANSFORMS, "vmap": vmap, "per_sample": per_sample_gradients}
 
 
 def assert_close(found, expected):
@@ -109,13 +84,6 @@ def check_transform(transform, module, x):
     assert_same_bits(dict(module.named_buffers()), dict(plain.named_buffers()))
 
 
-@every_module
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("transform", EVALUATION_TRANSFORMS.values(), ids=EVALUATION_TRANSFORMS)
-def test_transforms_in_evaluation_mode_equal_the_plain_ones(transform, make):
-    check_transform(transform, make().double().eval(), images())
-
-
 def untracked(module):
     """A copy without running statistics: transforms allow no change of captured tensors."""
     module = copy.deepcopy(module)
@@ -126,16 +94,18 @@ def untracked(module):
     return module
 
 
-@every_module
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("transform", EVALUATION_TRANSFORMS.values(), ids=EVALUATION_TRANSFORMS)
-def test_transforms_in_training_mode_equal_the_plain_ones(transform, make):
-    check_transform(transform, untracked(make().double()), images())
+@pytest.mark.parametrize("name", ["bn_relu", "bn_relu_conv", "basic_block", "stage", "network"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_equal_the_plain_ones(transform, training, name):
+    module = EVERY_MODULE[name]().double()
+    check_transform(transform, untracked(module) if training else module.eval(), images())
 
 
-@every_module
-def test_forward_mode_updates_running_statistics_once(make):
-    module = make().double()
+@pytest.mark.parametrize("name", ["bn_relu_conv", "network"])
+def test_forward_mode_updates_running_statistics_once(name):
+    module = EVERY_MODULE[name]().double()
     check_transform(dual_numbers, module, images())
     assert all(n == 1 for name, n in module.named_buffers() if "num_batches" in name)
 
@@ -169,7 +139,7 @@ MIXED = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("conv_dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -208,10 +178,9 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ["bn_relu", "bn_relu_conv2d"])
 @pytest.mark.parametrize("training", [True, False])
-def test_functions_under_transforms_take_float32_parameters_beside_bfloat16(training, name):
-    fused, _, shapes = FUNCTIONS[name]
+def test_functions_under_transforms_take_float32_parameters_beside_bfloat16(training):
+    fused, _, shapes = FUNCTIONS["bn_relu_conv2d"]
     x, *parameters = images().bfloat16(), *map(torch.randn, shapes)
     running = {} if training else {"running_mean": torch.zeros(10), "running_var": torch.ones(10)}
     call = lambda x: fused(x, *parameters, training=training, **running)  # noqa: E731
@@ -230,28 +199,31 @@ def test_functions_under_transforms_take_float32_parameters_beside_bfloat16(trai
 def test_functions_under_transforms_equal_the_plain_ones(fused, plain, shapes):
     arguments = [images(), *(torch.randn(s, dtype=torch.float64) for s in shapes)]
     places = tuple(range(len(arguments)))
+    stacked = [torch.stack([t, t.cos()]) for t in arguments]
     results = []
     for function in (fused, plain):
         call = partial(function, training=True)
         total = lambda *tensors, call=call: call(*tensors).sin().sum()  # noqa: E731
-        stacked = [torch.stack([t, t.cos()]) for t in arguments]
+        tangents = tuple(t.cos() for t in arguments)
         results.append(
             (
-                torch.func.grad(total, places)(*arguments),
-                torch.func.jvp(call, tuple(arguments), tuple(t.cos() for t in arguments)),
-                torch.func.vmap(call)(*stacked),
+                torch.func.jvp(call, tuple(arguments), tangents),
                 torch.func.vmap(torch.func.grad(total, places))(*stacked),
             )
         )
     assert_close(*results)
 
 
+# One of each way to run a backward.
+every_node = pytest.mark.parametrize("name", ["bn_relu", "bn_relu_conv", "checkpointed_stage"])
+
+
 @every_node
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("create_graph", [True, False])
-def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, make, backend):
-    module = make().double().train(training)
+def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, name, backend):
+    module = EVERY_MODULE[name]().double().train(training)
     results = []
     for m in (module, plain_copy(module)):
         x = torch.linspace(-3, 3, 600, dtype=torch.float64).sin().view(3, 10, 5, 4)
@@ -269,10 +241,8 @@ def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, make,
 
 
 @every_node
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("training", [True, False])
-def test_dual_numbers_as_gradients_equal_the_plain_ones(training, make, backend):
-    module, x = make().double().train(training), images()
+def test_dual_numbers_as_gradients_equal_the_plain_ones(name, backend):
+    module, x = EVERY_MODULE[name]().double(), images()
     results = []
     for m in (module, plain_copy(module)):
         leaf = x.clone().requires_grad_()
@@ -284,59 +254,12 @@ def test_dual_numbers_as_gradients_equal_the_plain_ones(training, make, backend)
     assert_close(*results)
 
 
-@every_node
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("strategy", ["forward-mode", "reverse-mode"])
-def test_vectorised_jacobians_equal_the_plain_ones(strategy, make, backend):
-    module, x = make().double().eval(), images(2)[:, :, :2, :2]
-    jacobian = partial(torch.autograd.functional.jacobian, vectorize=True, strategy=strategy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_close(jacobian(module, x), jacobian(plain_copy(module), x))
-
-
-@every_node
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("function", ["hessian", "jvp", "vjp", "jacobian", "hvp"])
-def test_functions_of_torch_autograd_equal_the_plain_ones(function, make, backend):
-    module = make().double()
-    x = images(2)[:, :, :2, :2]
-    results = []
-    for m in (module, plain_copy(module)):
-        is_scalar = function in ("hessian", "hvp")
-        call = (lambda x, m=m: m(x).sin().sum()) if is_scalar else m
-        arguments = (x.cos(),) if function in ("jvp", "hvp") else ()
-        arguments = (m(x).detach().cos(),) if function == "vjp" else arguments
-        results.append(getattr(torch.autograd.functional, function)(call, x, *arguments))
-    assert_close(*results)
-
-
-@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
-def test_a_vectorised_hessian_equals_the_plain_one(memory, backend):
-    module = EVERY_MODULE["stage"]().double()
-    module.memory = memory
-    x = images(2)[:, :, :2, :2]
-    hessian = partial(torch.autograd.functional.hessian, vectorize=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        results = [
-            hessian(lambda x, m=m: m(x).sin().sum(), x) for m in (module, plain_copy(module))
-        ]
-    assert_close(*results)
-
-
-@pytest.mark.parametrize("name", ["bn_relu_conv", "checkpointed_stage"])
-def test_transforms_within_compiled_functions_equal_the_plain_ones(name):
-    module = EVERY_MODULE[name]().double().eval()
+def test_transforms_within_compiled_functions_equal_the_plain_ones():
+    module = EVERY_MODULE["checkpointed_stage"]().double().eval()
     x = images()
-    for transform in (vmap, grad_of_input):
-        torch._dynamo.reset()
-        compiled = torch.compile(partial(transform, module), fullgraph=True, backend="aot_eager")
-        assert_close(compiled(x), transform(plain_copy(module), x))
-
-
-def grad_of_input(module, x):
-    return torch.func.grad(lambda x: module(x).sin().sum())(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(vmap, module), fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x), vmap(plain_copy(module), x))
 
 
 class Logged(Tensor):
@@ -350,25 +273,26 @@ class Logged(Tensor):
         return super().__torch_function__(function, types, arguments, options or {})
 
 
-@every_module
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("of", ["input", "parameters"])
-def test_subclasses_of_tensor_see_the_plain_operators(of, make):
-    module = make().double()
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("bn_relu", None), ("bn_relu_conv", nn.Conv2d), ("stage", nn.BatchNorm2d)],
+    ids=["input", "convolutions", "batch_norms"],
+)
+def test_subclasses_of_tensor_see_the_plain_operators(name, kind):
+    module = EVERY_MODULE[name]().double()
     x = images()
     expected = plain_copy(module)(x)
-    if of == "input":
+    if kind is None:
         x = x.as_subclass(Logged)
     else:
-        for child in module.modules():
-            for name, p in list(child._parameters.items()):
-                if p is not None:
-                    child._parameters[name] = p.detach().as_subclass(Logged)
+        for child in (m for m in module.modules() if isinstance(m, kind)):
+            for parameter, p in list(child.named_parameters()):
+                child._parameters[parameter] = p.detach().as_subclass(Logged)
     Logged.calls.clear()
     y = module(x)
     assert type(y) is Logged
     assert_close(y.as_subclass(Tensor), expected)
-    assert "batch_norm" in Logged.calls
+    assert {"batch_norm", "conv2d"} & set(Logged.calls)
 
 
 def test_eager_calls_run_kernels(backend):
