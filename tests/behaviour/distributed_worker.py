@@ -7,7 +7,6 @@ functions, in one process that has the images of all.
 """
 
 import contextlib
-import copy
 import datetime
 import functools
 import itertools
@@ -35,8 +34,7 @@ from bench import foreign_models as foreign
 from preact_kernels.kernels import cuda
 from preact_kernels.models.preact_resnet import PreActResNet
 from preact_kernels.ops.memory_mode import MEMORY_MODES
-from tests.cases import random_block, random_stage, randomised
-from tests.oracle import evaluate, gradient_like, plain_copy
+from tests.cases import random_block, randomised
 
 CLASSES = 5
 IMAGES = 6  # of a batch, in all processes together
@@ -95,11 +93,12 @@ CASES = (
 
 
 def network(seed: int, memory: str = "store") -> PreActResNet:
-    """Two stages with blocks that are rebuilt, and parameters far from any default."""
+    """Two stages with blocks that are rebuilt, and a batch norm that is frozen."""
     torch.manual_seed(seed)
     basic = [random_block("basic", 16, 16) for _ in range(3)]
     bottleneck = [random_block("bottleneck", 16, 8, 2)]
     bottleneck += [random_block("bottleneck", 32, 8) for _ in range(2)]
+    bottleneck[1].bn2.eval()
     stages = [pk.PreActStage(blocks, memory) for blocks in (basic, bottleneck)]
     stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
     return randomised(PreActResNet(stem, nn.Identity(), stages, 32, CLASSES))
@@ -371,7 +370,7 @@ def messages(model: nn.Module, x: Tensor) -> tuple[list[str], list[str], int]:
         loss = model(x).square().mean()
     with Messages() as backward:
         loss.backward()
-    norms = sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+    norms = sum(isinstance(m, nn.SyncBatchNorm) and m.training for m in model.modules())
     return forward.names, backward.names, norms
 
 
@@ -407,63 +406,28 @@ def mixed_batch(seed: int, processes: int) -> list[Batch]:
     return batches(seed, IMAGES * processes, size=12)[0][:1]
 
 
-def modules() -> dict[str, nn.Module]:
-    """What is synchronised one by one, for 10 channels."""
-    torch.manual_seed(7)
-    frozen = randomised(pk.BNReLUConv2d(10, 8, 3, padding=1))
-    frozen.bn.eval()
-    return {
-        "cumulative_average": randomised(pk.BNReLU2d(10, momentum=None)),
-        "bn_relu_conv": randomised(pk.BNReLUConv2d(10, 8, 3, padding=1, bias=True)),
-        "frozen": frozen,
-        "rebuilt_stage": random_stage(memory="rebuild"),
-        "wide_stage": random_stage("basic", width=16, memory="checkpoint"),
-    }
+def synchronise_one_value(seeds: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """The output of this process and the running variance, where the first has one value."""
+    unit = nn.SyncBatchNorm.convert_sync_batchnorm(one_value_unit().to(device()))
+    y = unit(one_value_batch()[share_of((1, 3))].to(device()))
+    return y.detach().cpu(), unit.bn.running_var.cpu()
 
 
-# Images of each of two processes, and their size: one process may have one value a channel.
-MODULE_BATCHES = {
-    "uneven": ((1, 4), (7, 6)),
-    "one_value": ((1, 32), (1, 1)),
-    "none": ((0, 3), (7, 6)),
-}
+def one_value_unit() -> pk.BNReLU2d:
+    """A unit that averages over all batches."""
+    return pk.BNReLU2d(2, momentum=None)
 
 
-def problems(batch: str) -> list[Tensor]:
-    """Several whole batches of all processes: see `oracle.py` for why they are judged together.
-
-    Batch norm of few values magnifies the errors of some draws far more than of others: there it
-    takes more values and more draws.
-    """
-    counts, size = MODULE_BATCHES[batch]
-    generator = torch.Generator().manual_seed(3)
-    draws = 16 if size == (1, 1) else 8
-    return [torch.randn(sum(counts), 10, *size, generator=generator) for _ in range(draws)]
-
-
-def incoming(module: nn.Module, x: Tensor) -> Tensor:
-    """The gradient of the module's output."""
-    return gradient_like(plain_copy(module).eval()(x), seed=4)
-
-
-def run_modules(seeds: dict[str, int]) -> dict:
-    """By batch and module: the results of `evaluate` on this process's images of each problem."""
-    found = {}
-    for batch, (name, module) in itertools.product(MODULE_BATCHES, modules().items()):
-        share = share_of(MODULE_BATCHES[batch][0])
-        synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(module))
-        found[batch, name] = [
-            evaluate(synchronised, {"x": x[share]}, incoming(module, x)[share])
-            for x in problems(batch)
-        ]
-    return found
+def one_value_batch() -> Tensor:
+    """Images of one pixel."""
+    return torch.arange(8.0).sin().view(4, 2, 1, 1)
 
 
 JOBS: dict[str, Callable[[dict[str, int]], object]] = {
     "train": train_every_case,
     "messages": count_messages,
     "mixed": train_in_mixed_precision,
-    "modules": run_modules,
+    "one value": synchronise_one_value,
 }
 
 

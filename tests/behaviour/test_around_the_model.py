@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
-from torch.optim import swa_utils
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.cases import EVERY_MODULE, small_network
 from tests.oracle import assert_same_bits, evaluate, plain_copy
@@ -70,39 +68,6 @@ def test_checkpoints_change_no_bit_and_count_a_batch_once(call, name, backend):
     assert counts and all(n == 1 for n in counts)
 
 
-@pytest.mark.parametrize("name", ["bn_relu_conv", "network"])
-def test_operators_are_counted_as_in_the_plain_model(name, backend):
-    module, x = EVERY_MODULE[name](), images()
-    counts = []
-    for m in (module, plain_copy(module)):
-        with FlopCounterMode(display=False) as counter:  # its global hooks have children called
-            m(x.clone().requires_grad_()).sum().backward()
-        counts.append(counter.get_flop_counts())
-    assert counts[0] == counts[1]
-
-
-def test_averaged_models_equal_the_plain_ones(backend):
-    module = small_network()
-    batches = [images() for _ in range(3)]
-    results = []
-    for m in (module, plain_copy(module)):
-        averages = [
-            swa_utils.AveragedModel(m),
-            swa_utils.AveragedModel(
-                m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True
-            ),
-        ]
-        for step in range(2):
-            with torch.no_grad():
-                for p in m.parameters():
-                    p.add_(0.1 + step)
-            for average in averages:
-                average.update_parameters(m)
-        swa_utils.update_bn(batches, averages[0])
-        results.append([average.state_dict() for average in averages])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["bn_relu_conv", "checkpointed_network"])
 def test_a_replica_of_data_parallel_computes_the_same(name, backend):
     module = EVERY_MODULE[name]()
@@ -154,17 +119,6 @@ def test_meta_tensors_have_the_shapes_and_dtypes_of_the_plain_module(name):
         assert (t.shape, t.dtype) == (expected[result].shape, expected[result].dtype), result
 
 
-def test_hooks_of_a_module_see_its_input_output_and_gradient(backend):
-    module, seen = EVERY_MODULE["stage"](), []
-    module.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
-    module.register_forward_hook(lambda m, args, y: seen.append(y.shape))
-    module.register_full_backward_hook(lambda m, dx, dy: seen.append((dx[0].shape, dy[0].shape)))
-    x = images().requires_grad_()
-    y = module(x)
-    y.sum().backward()
-    assert seen == [x.shape, y.shape, (x.shape, y.shape)]
-
-
 @pytest.fixture
 def mesh(tmp_path):
     """A device mesh of this process alone."""
@@ -189,19 +143,3 @@ def test_distributed_tensors_run_plain_operators(name, mesh):
         gradients = {n: p.grad.full_tensor() for n, p in m.named_parameters()}
         results.append({"y": y.full_tensor(), **gradients})
     assert_same_bits(*results)
-
-
-def test_a_network_trains_step_by_step_as_the_plain_one_does(backend):
-    network = small_network().double()
-    x, target = images(8).double(), torch.arange(8) % 5
-    losses = []
-    for m in (network, plain_copy(network)):
-        optimizer = torch.optim.SGD(m.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
-        losses.append([])
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(m(x), target)
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(float(loss.detach()))
-    torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
