@@ -406,6 +406,19 @@ def mixed_batch(seed: int, processes: int) -> list[Batch]:
     return batches(seed, IMAGES * processes, size=12)[0][:1]
 
 
+def run_out_of_images(seeds: dict[str, int]) -> str:
+    """What `DistributedDataParallel.join` says where the last process has one more batch."""
+    ddp = in_ddp(network(0, "rebuild").to(device()))
+    ((images, _), *_), *_ = on_device(batches(0))
+    try:
+        with ddp.join(throw_on_early_termination=True):
+            for _ in range(2 if dist.get_rank() == dist.get_world_size() - 1 else 1):
+                ddp(images).square().mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def synchronise_one_value(seeds: dict[str, int]) -> tuple[Tensor, Tensor]:
     """The output of this process and the running variance, where the first has one value."""
     unit = nn.SyncBatchNorm.convert_sync_batchnorm(one_value_unit().to(device()))
@@ -428,6 +441,7 @@ JOBS: dict[str, Callable[[dict[str, int]], object]] = {
     "messages": count_messages,
     "mixed": train_in_mixed_precision,
     "one value": synchronise_one_value,
+    "join": run_out_of_images,
 }
 
 

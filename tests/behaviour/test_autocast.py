@@ -16,7 +16,7 @@ from tests.cases import (
     random_block,
     randomised,
 )
-from tests.oracle import check, evaluate, plain_copy
+from tests.oracle import check, evaluate, plain_copy, same_bits
 
 pytestmark = pytest.mark.backends("cpu")  # most dtypes are chosen above the backends
 
@@ -88,6 +88,22 @@ def test_stages_equal_the_plain_ones(sizes, x_dtype, memory, residual_dtype, bac
     stage = pk.PreActStage(blocks, memory, residual_dtype=residual_dtype).to(device_of(backend))
     x = torch.randn(8, 3, sizes[0][1], 7, 6, device=device_of(backend)).to(x_dtype)
     check_autocast(stage, plain_copy(stage), [{"x": images} for images in x])
+
+
+@every_input
+def test_a_backward_within_the_region_gives_the_same_bits(x_dtype, backend):
+    stage = pk.PreActStage([random_block("bottleneck", 12, 8, 2)], "checkpoint")
+    x = torch.randn(3, 12, 7, 6).to(x_dtype).requires_grad_()
+
+    def gradients(within):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = stage(x).float().square().sum()
+            if within:
+                return torch.autograd.grad(loss, [x, *stage.parameters()])
+        return torch.autograd.grad(loss, [x, *stage.parameters()])
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert same_bits(found, expected)
 
 
 @every_input

@@ -192,3 +192,8 @@ def test_one_process_may_have_one_value_a_channel(results_of):
     torch.testing.assert_close(torch.cat([first, second]), y.detach())
     torch.testing.assert_close(first_var, unit.bn.running_var)
     assert same_bits(first_var, second_var)
+
+
+def test_join_ends_the_epoch_for_all_processes(results_of):
+    for error in results_of("join"):
+        assert "exhausted" in error
