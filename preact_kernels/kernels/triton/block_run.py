@@ -8,7 +8,6 @@ many blocks: the blocks of a run are cut into at most `_GROUPS` groups.
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -41,9 +40,7 @@ from preact_kernels.kernels.triton.launch import (
     aligned_rows,
     all_aligned,
     ceil_div,
-    compile_only,
     launch_context,
-    needs_int64,
     on_device_of,
 )
 from preact_kernels.kernels.triton.packing import is_packed, pack_weights
@@ -107,7 +104,6 @@ def _units_of_block(run: BlockRun, x: Tensor) -> list[UnitOfBlock]:
     weights, count = run.parameters[2::3], run.units_per_block
     eps = map(float, run.eps)  # Triton compiles another kernel for an int
     affine = list(zip(bn_weights, bn_biases, eps, strict=True))
-    launches = _launches(_run_key(run, x))
     return [
         UnitOfBlock(
             list(weights[i::count]),
@@ -116,9 +112,7 @@ def _units_of_block(run: BlockRun, x: Tensor) -> list[UnitOfBlock]:
             forward,
             backward,
         )
-        for i, (forward, backward) in enumerate(
-            zip(launches.forward, launches.backward, strict=True)
-        )
+        for i, (forward, backward) in enumerate(_launches(_run_key(run, x)))
     ]
 
 
@@ -180,24 +174,12 @@ def _run_key(run: BlockRun, x: Tensor) -> _RunKey:
     )
 
 
-class _Launches(NamedTuple):
-    """The launches of a block."""
-
-    forward: list[ForwardLaunch]
-    backward: list[BackwardLaunch]
-    variant: tuple  # equal for runs whose kernels are the same, as for most numbers of images
-
-
 @functools.lru_cache(maxsize=256)
-def _launches(key: _RunKey) -> _Launches:
-    """The launches of runs with this key, which share prepared launches."""
+def _launches(key: _RunKey) -> list[tuple[ForwardLaunch, BackwardLaunch]]:
+    """The launches of a block of runs with this key, which share prepared launches."""
     like = torch.empty(0, device=key.context.device)
     forward = _forward_launches(like, key.dtypes, key.x, key.weights, key.convs)
-    backward = _backward_launches(like, key.x, forward)
-    of_run = key._replace(x=(), context=key.context._replace(stream=0))
-    of_x = needs_int64(math.prod(key.x))
-    of_units = [(f.variant, b.variant) for f, b in zip(forward, backward, strict=True)]
-    return _Launches(forward, backward, (of_run, of_x, *of_units))
+    return list(zip(forward, _backward_launches(like, key.x, forward), strict=True))
 
 
 class _Accumulators:
@@ -208,59 +190,6 @@ class _Accumulators:
         pieces = x.new_zeros(sum(sizes), dtype=torch.int64).split(sizes)
         self.units = [p.view(blocks, 2, WORDS, c) for p, c in zip(pieces, channels, strict=True)]
         self.by_unit = [p.unbind() for p in self.units]  # [unit of the block][block]
-
-
-_compiled_runs: set[tuple] = set()
-
-
-def _compile_ahead(
-    x: Tensor,
-    run: BlockRun,
-    x_statistics: BatchStatistics | None,
-    known: Sequence[Tensor] | None,
-    keeps: dict[str, bool],
-) -> None:
-    """Compiles what a run launches, in parallel, at the first run of such kernels.
-
-    Where inputs are kept, a backward follows, and its kernels are compiled too. The gradient that
-    it begins with is folded if another unit of the stage takes the statistics of the output.
-    """
-    count = run.units_per_block
-    group = _group(len(run.eps) // count)
-    run_key = _run_key(run, x)
-    key = _launches(run_key).variant, group, x_statistics is None, known is None, *keeps.values()
-    if key in _compiled_runs:
-        return
-    units = min(2 * count, len(run.eps))
-
-    def on_meta(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.empty_like(t, device="meta") for t in tensors]
-
-    short = run._replace(parameters=on_meta(run.parameters[: 3 * units]), eps=run.eps[:units])
-    meta_statistics = None if x_statistics is None else BatchStatistics(*on_meta(x_statistics))
-    meta_known = None if known is None else on_meta(known[: 2 * units])
-    (meta_x,) = on_meta([x])
-
-    def launches() -> None:
-        y, _, statistics, inputs = _forward(meta_x, short, meta_statistics, meta_known, **keeps)
-        if keeps["keep_inputs"]:
-            rebuilt_from = None if keeps["keep_block_inputs"] else y
-            inv_count = 1.0 if known is None else 0.0
-            channels = y.new_empty(y.shape[1], dtype=torch.float32)
-            norm = Norm(channels, channels, channels, channels, 0.0)
-            sums = y.new_empty((2, y.shape[1]), dtype=torch.float32)
-            # Beside a float32 stream, the gradient of a block with a projection is not folded.
-            is_whole = not keeps["with_stats"] or x.dtype != run_key.dtypes[0].operands
-            folds: list[Fold | None] = [None] if is_whole else []
-            if keeps["with_stats"] or known is not None:  # the latter does not say what follows
-                # Without skip where the block above has a projection.
-                folds += [Fold(skip, y, norm, sums, inv_count) for skip in (y, None)]
-            for fold in folds:
-                dy = y if fold is None else y.to(run_key.dtypes[0].operands)
-                _backward(dy, fold, short, inputs, statistics, inv_count, rebuilt_from, group)
-
-    compile_only(launches)
-    _compiled_runs.add(key)
 
 
 def block_run_forward(
@@ -274,15 +203,8 @@ def block_run_forward(
     keep_block_inputs: bool,
 ) -> BlockRunOutput:
     """See `BlockKernels.block_run_forward`."""
-    keeps = {
-        "with_stats": with_stats,
-        "keep_inputs": keep_inputs,
-        "keep_block_inputs": keep_block_inputs,
-    }
     with on_device_of(x):
-        if x.is_cuda:  # not in the interpreter
-            _compile_ahead(x, run, x_statistics, known, keeps)
-        return _forward(x, run, x_statistics, known, **keeps)
+        return _forward(x, run, x_statistics, known, with_stats, keep_inputs, keep_block_inputs)
 
 
 def _forward(
@@ -340,9 +262,9 @@ class _WeightGradients:
     Blocks come from the last to the first.
     """
 
-    def __init__(self, unit: UnitOfBlock, blocks: int, group: int, x: Tensor) -> None:
+    def __init__(self, unit: UnitOfBlock, blocks: int, x: Tensor) -> None:
         launch = self._launch = unit.backward
-        self._group = group
+        group = self._group = _group(blocks)
         programs = launch.input_programs if launch.in_one_pass else launch.weight_programs
         shape = group, programs, launch.weights
         if launch.in_one_pass:  # each launch is given a slot
@@ -391,9 +313,8 @@ def block_run_backward(
     y: Tensor | None,
 ) -> BlockRunGradients:
     """See `BlockKernels.block_run_backward`."""
-    group = _group(len(run.eps) // run.units_per_block)
     with on_device_of(dy):
-        return _backward(dy, fold, run, inputs, statistics, inv_count, y, group)
+        return _backward(dy, fold, run, inputs, statistics, inv_count, y)
 
 
 def _backward(
@@ -404,7 +325,6 @@ def _backward(
     statistics: Sequence[Tensor],
     inv_count: float,
     y: Tensor | None,
-    group: int,
 ) -> BlockRunGradients:
     count, blocks = run.units_per_block, len(run.eps) // run.units_per_block
     x = cast(Tensor, inputs[0]) if y is None else aligned(y)
@@ -415,7 +335,7 @@ def _backward(
         negated = torch_compat.foreach_neg(units[-1].packed)
     statistics = all_aligned(statistics)
     kept = [None if t is None else aligned(t) for t in inputs]
-    gradients = [_WeightGradients(unit, blocks, group, x) for unit in units]
+    gradients = [_WeightGradients(unit, blocks, x) for unit in units]
     sums = _Accumulators(x, [u.channels for u in units], blocks)
     g = block_dy = aligned(dy)
     for position in range(count * blocks - 1, -1, -1):

@@ -45,7 +45,6 @@ from preact_kernels.kernels.triton.launch import (
     needs_int64,
     on_device_of,
     persistent_programs,
-    specialized,
 )
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -243,7 +242,6 @@ class BackwardLaunch:
             those of a fold without exact sums.
 
     Attributes:
-        variant: equal where the compiled kernels are the same.
         weights: number of weights.
         in_one_pass: whether one kernel computes g and the gradient of the weight. Otherwise the
             gradient of the weight is a launch of its own, for several units at once.
@@ -273,8 +271,7 @@ class BackwardLaunch:
         elements = math.prod(x_shape), math.prod(dy_shape)
         self._input, self._weight = blocks.input, blocks.weight
         self._in_pixels, self._out_pixels = elements[0] // geometry.C, elements[1] // geometry.K
-        images = *x_shape[2:], *dy_shape[2:]
-        self._sizes = Sizes(*images)
+        self._sizes = Sizes(*x_shape[2:], *dy_shape[2:])
         self._constants = {
             "GEOMETRY": geometry,
             "INT64": needs_int64(*elements),
@@ -310,13 +307,6 @@ class BackwardLaunch:
             self.input_programs, self.weight_programs, self.weights, apart_bytes
         )
         self._both = blocks.both if self.in_one_pass else None
-        numbers = self._in_pixels, self._out_pixels
-        self.variant = (
-            *self._constants.values(),
-            blocks,
-            self.in_one_pass,
-            *specialized(self._sizes, numbers),
-        )
 
     def _input_grid(self, x: Tensor, blocks: ConvBlocks) -> tuple[int, int, int]:
         columns = ceil_div(self._geometry.C, blocks.block_cin)

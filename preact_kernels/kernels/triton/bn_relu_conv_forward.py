@@ -35,7 +35,6 @@ from preact_kernels.kernels.triton.launch import (
     nhwc_strides,
     on_device_of,
     persistent_programs,
-    specialized,
 )
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -149,7 +148,6 @@ class ForwardLaunch:
 
     Attributes:
         dtypes, weight_shape, conv, prepared: as given.
-        variant: equal where the compiled kernels are the same.
         shape: of the output.
         pixels: of the output.
     """
@@ -181,9 +179,7 @@ class ForwardLaunch:
             "PRECISION": precision(dtypes.operands),
         }
         sizes = Sizes(*x_shape[2:], *self.shape[2:])
-        numbers = self.pixels, x_shape[0] * x_shape[2] * x_shape[3]
-        self._numbers = sizes, *numbers
-        self.variant = *self._constants.values(), *specialized(sizes, numbers)
+        self._numbers = sizes, self.pixels, x_shape[0] * x_shape[2] * x_shape[3]
         self.prepared = prepared
 
     def __call__(

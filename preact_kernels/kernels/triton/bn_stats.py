@@ -47,22 +47,17 @@ def bn_stats_kernel(
     add_moments(moments, sums, channel, is_channel, CHANNELS)
 
 
-def launch_bn_stats(x: Tensor) -> Tensor:
-    """Accumulators of x. A program owns every `programs`-th tile of a block of channels."""
-    launch = elementwise_launch(x)
-    sums = new_sums(x, launch.channels)
-    launch_kernel(
-        bn_stats_kernel,
-        launch.persistent_grid(x),
-        (x, sums, launch.pixels),
-        launch.constants,
-        launch.num_warps,
-    )
-    return sums
-
-
 def bn_stats(x: Tensor) -> BatchStatistics:
-    """See `Kernels.bn_stats`."""
+    """See `Kernels.bn_stats`. A program owns every `programs`-th tile of a block of channels."""
+    launch = elementwise_launch(x)
     with on_device_of(x):
-        mean, var = finished_statistics(launch_bn_stats(x), x.numel() // x.shape[1])
+        sums = new_sums(x, launch.channels)
+        launch_kernel(
+            bn_stats_kernel,
+            launch.persistent_grid(x),
+            (x, sums, launch.pixels),
+            launch.constants,
+            launch.num_warps,
+        )
+        mean, var = finished_statistics(sums, launch.pixels)
     return BatchStatistics(mean[0], var[0])

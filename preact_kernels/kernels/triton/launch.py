@@ -1,13 +1,8 @@
 """Launches, properties of the device, grids, and the configuration of elementwise kernels."""
 
-import concurrent.futures
 import contextlib
-import contextvars
 import functools
-import os
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +15,6 @@ INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
 _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
-
-
-_COMPILATION_BYTES = 2**29  # of memory for one of several at once; 100 MB and ptxas were seen
-
-
-_is_compiling_only = contextvars.ContextVar("is_compiling_only", default=False)
 
 
 class PreparedLaunch(NamedTuple):
@@ -71,9 +60,6 @@ def launch_kernel(
         _, run, before, after = known
         run(*before, *args, *after)
         return
-    if _is_compiling_only.get():
-        kernel.warmup(*args, grid=grid, **constants, num_warps=num_warps)
-        return
     compiled = kernel[grid](*args, **constants, num_warps=num_warps)
     if compiled is None or prepared is None or with_hooks:
         return
@@ -98,7 +84,7 @@ class LaunchContext(NamedTuple):
     """What a prepared launch depends on, besides its key."""
 
     device: torch.device
-    properties: Device  # of the current device for meta tensors
+    properties: Device
     stream: int
     options: tuple  # those of Triton that select a kernel
 
@@ -116,41 +102,6 @@ def has_launch_hooks() -> bool:
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def _available_bytes() -> int:
-    """An upper bound of the memory that this process may still take; 2**63 where unknown."""
-    limits = [2**63]
-    with contextlib.suppress(OSError, ValueError):
-        text = Path("/proc/meminfo").read_text()
-        limits += [1024 * int(kb) for kb in re.findall(r"MemAvailable: +(\d+) kB", text)]
-    with contextlib.suppress(OSError, ValueError):  # of a container; "max" without a limit
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits)
-
-
-def _parallel_compilations() -> int:
-    """How many kernels are compiled at once: as many as there are CPUs, if memory suffices."""
-    if hasattr(os, "sched_getaffinity"):
-        cpus = len(os.sched_getaffinity(0))
-    else:
-        cpus = os.cpu_count() or 1
-    return max(1, min(cpus, _available_bytes() // _COMPILATION_BYTES))
-
-
-def compile_only(launches: Callable[[], object]) -> None:
-    """Calls `launches`, whose kernels are compiled in parallel and not launched.
-
-    In a context of its own: Triton's mode would stay active behind an error.
-    """
-
-    def run() -> None:
-        _is_compiling_only.set(True)
-        threads = concurrent.futures.ThreadPoolExecutor(_parallel_compilations())
-        with threads, triton.AsyncCompileMode(threads):
-            launches()
-
-    contextvars.copy_context().run(run)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -176,17 +127,6 @@ def needs_int64(*sizes: int) -> bool:
     return max(sizes) > _MAX_INT32_INDEX
 
 
-def specialized(in_tuple: Sequence[int], alone: Sequence[int]) -> tuple[int, ...]:
-    """Of integers, what Triton compiles kernels for.
-
-    Args:
-        in_tuple: integers in a tuple of a kernel's arguments.
-        alone: arguments that the kernel names in `do_not_specialize`.
-    """
-    wide = (n >= 2**31 for n in (*in_tuple, *alone))
-    return *(1 if n == 1 else n % 16 == 0 and 16 for n in in_tuple), *wide
-
-
 def aligned(t: Tensor) -> Tensor:
     """The tensor, beginning at a multiple of 16 bytes, if need be as a copy."""
     return t if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.preserve_format)
@@ -206,17 +146,12 @@ def aligned_rows(like: Tensor, rows: int, elements: int, dtype: torch.dtype) -> 
     return like.new_empty((rows, padded), dtype=dtype)[:, :elements]
 
 
+@functools.cache
 def properties(device: torch.device) -> Device:
-    """Properties of a GPU; of the current one for meta tensors. Placeholders in the interpreter."""
+    """Properties of a GPU. Placeholders in the interpreter."""
     if INTERPRETED:
         return Device(90, 1)
-    index = device.index if device.type == "cuda" else None
-    return _properties(torch.cuda.current_device() if index is None else index)
-
-
-@functools.cache
-def _properties(index: int) -> Device:
-    found = torch.cuda.get_device_properties(index)
+    found = torch.cuda.get_device_properties(device)
     return Device(10 * found.major + found.minor, found.multi_processor_count)
 
 

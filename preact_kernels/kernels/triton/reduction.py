@@ -192,9 +192,9 @@ def load_two_sums(sums, channel, is_channel, CHANNELS):
         return first, tl.load(sums + CHANNELS + channel, mask=is_channel, other=0.0)
 
 
-def new_sums(x: Tensor, channels: int, units: int = 1) -> Tensor:
-    """Accumulators `[units, 2, 6, channels]` on the device of x."""
-    return x.new_zeros((units, 2, WORDS, channels), dtype=torch.int64)
+def new_sums(x: Tensor, channels: int) -> Tensor:
+    """Accumulators `[1, 2, 6, channels]` on the device of x."""
+    return x.new_zeros((1, 2, WORDS, channels), dtype=torch.int64)
 
 
 @triton.jit(do_not_specialize=["sums", "count", "first", "second", "stride", "channels"])

@@ -1,0 +1,277 @@
+"""Checks launches of known kernels: they must be what Triton would choose.
+
+`python -m tests.kernels.prepared_launches` runs blocks whose tensors begin at any address, with a
+stand-in for what compiles and starts a kernel. It prints, as JSON, the names of the kernels that
+were launched from `prepared`, how often Triton looked a kernel up when blocks ran again, and the
+`FAULTS` that it did not find.
+"""
+
+import contextlib
+import json
+import random
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels.contract import BatchStatistics, BlockRun, Conv, Fold, Norm
+from preact_kernels.kernels.triton import block_run, conv, launch, packing
+from preact_kernels.kernels.triton.bn_relu_conv_forward import ForwardLaunch
+from tests.kernels.compile_triton import Driver, replaced
+
+BOTTLENECK, BASIC = [(5, 20, 1), (5, 5, 3), (20, 5, 1)], [(20, 20, 3)] * 2
+SMALL = [(5, 20, 1), (5, 5, 1), (20, 5, 1)]  # two kernels of one grid
+
+any_offset = random.Random(0)
+driver = Driver(90)
+
+
+def choice(kernel, grid, args, constants, num_warps, *_):
+    """What Triton would choose for a launch."""
+    debug = triton.knobs.runtime.debug
+    binder = kernel.device_caches[90][-1]
+    _, types, _ = binder(*args, **constants, num_warps=num_warps, debug=debug)
+    return kernel, grid, num_warps, driver.get_current_stream(0), debug, types
+
+
+class Launches:
+    """What is launched, with kernels that do nothing."""
+
+    def __init__(self):
+        self.reused = set()  # names of kernels that were launched from `prepared`
+        self.lookups = 0
+        self.precision = None
+        self.fault = lambda prepared: prepared
+        self._launch = launch.launch_kernel
+
+    def launch_kernel(self, kernel, grid, args, constants, num_warps, prepared=None, key=None):
+        assert constants.get("PRECISION", self.precision) == self.precision
+        assert list(constants) == kernel.arg_names[len(args) :]
+        self.request = kernel, grid, args, constants, num_warps
+        self._launch(*self.request, None if prepared is None else self.fault(prepared), key)
+
+    def look_up(self, kernel, *args, **options):
+        self.lookups += 1
+        return Compiled(self)
+
+
+class Compiled:
+    """Stands for a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def __init__(self, launches):
+        self.launches, self.choice = launches, choice(*launches.request)
+
+    @property
+    def run(self):
+        launches, alive = self.launches, weakref.ref(self)  # as Triton's: does not keep the code
+
+        def start(*args):
+            kernel, grid, tensors, constants, _ = launches.request
+            launches.reused.add(kernel.__name__)
+            expected = *tensors, *constants.values()
+            assert alive() is not None and alive().choice == choice(*launches.request)
+            assert args[:4] == (*grid, driver.get_current_stream(0))
+            assert len(args) == 9 + len(expected)
+            assert all(a is b for a, b in zip(args[9:], expected, strict=True))
+
+        return start
+
+
+def at_any_address(shape, dtype=torch.float32):
+    whole = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)
+    return whole[any_offset.randrange(2) :][: whole.numel() - 1].view(shape)
+
+
+def run_blocks(
+    launches, blocks, sides, is_nhwc=True, weight_dtype=torch.bfloat16, dtype=torch.bfloat16,
+    stream=None,
+):  # fmt: skip
+    """A run forward and backward, in every mode."""
+
+    def image(channels, dtype=stream or dtype):
+        return at_any_address((3, 5, 1, channels), dtype).permute(0, 3, 1, 2)
+
+    def folded(skip):
+        norm = Norm(*(at_any_address((20,)) for _ in range(3)), None, 1)
+        return Fold(skip, image(20), norm, at_any_address((2, 20)), 0.5)
+
+    launches.precision = conv.precision(dtype)
+    parameters, inputs, known = [], [], []
+    for index, (out_channels, in_channels, side) in enumerate(blocks * sides):
+        weight = at_any_address((out_channels, side, side, in_channels), weight_dtype)
+        weight = weight.permute(0, 3, 1, 2)
+        parameters += [at_any_address((in_channels,)), at_any_address((in_channels,))]
+        parameters.append(weight if is_nhwc else weight.contiguous())
+        inputs.append(image(in_channels, *[] if index % len(sides) == 0 else [dtype]))
+        known += [at_any_address((in_channels,)) for _ in range(2)]
+    convs = [Conv((1, 1), (side // 2, side // 2), (1, 1), 1) for *_, side in sides]
+    eps = [1, *[1e-5] * (len(inputs) - 1)]
+    run = BlockRun(parameters, eps, len(sides), convs, dtype)
+    keeps = {"keep_inputs": True, "keep_block_inputs": True}
+    for statistics in (None, known):
+        for with_stats in (True, False):
+            first = BatchStatistics(*known[:2])
+            kernels.block_run_forward(
+                image(20), run, first, statistics, with_stats=with_stats, **keeps
+            )
+    for fold, y, inv_count in (
+        (None, None, 0.5),
+        (None, image(20), 0.5),
+        (None, None, 0.0),
+        *((folded(skip), None, 0.5) for skip in (image(20), None, image(20), None)),
+    ):
+        dy = image(20) if fold is None else image(20, dtype)
+        kernels.block_run_backward(dy, fold, run, inputs, known, inv_count, y)
+
+
+def run_all(is_apart: bool, fault: Callable | None = None) -> tuple[set, list[int]]:
+    """Names of reused kernels, and lookups: at first, of other and of the same blocks.
+
+    Raises:
+        AssertionError: at a launch that differs from what Triton would choose.
+    """
+    launches = Launches()
+    float32 = {"weight_dtype": torch.float32}
+    lookups = []
+    block_run._launches.cache_clear()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        replaced("properties", lambda device: launch.Device(90, 132)),
+        replaced("costs_less_apart", lambda *_: is_apart),
+        replaced("launch_kernel", launches.launch_kernel),
+        triton.knobs.runtime.scope(),
+    ):
+        patch.setattr(JITFunction, "run", launches.look_up)
+        triton.runtime.driver.set_active(driver)
+        driver.get_current_stream = lambda device: 0
+        if fault is not None:
+            fault(patch, launches)
+        for blocks in (1, 2, 5, 65, 6, 5):
+            before = launches.lookups
+            run_blocks(launches, blocks, BOTTLENECK, **float32)
+            lookups.append(launches.lookups - before)
+        for sides in (BOTTLENECK, BASIC, BASIC[:1], SMALL):
+            for is_nhwc in (True, False):
+                for weight_dtype in (torch.bfloat16, torch.float32):
+                    run_blocks(launches, 5, sides, is_nhwc, weight_dtype)
+            run_blocks(launches, 5, sides, **float32, stream=torch.float32)
+            for allow_tf32 in (True, False, True):
+                torch.backends.cudnn.allow_tf32 = allow_tf32
+                run_blocks(launches, 5, sides, **float32, dtype=torch.float32)
+        for stream in (1, 0):
+            driver.get_current_stream = lambda device, stream=stream: stream
+            run_blocks(launches, 5, BOTTLENECK)
+        for triton.knobs.runtime.debug in (True, False):
+            run_blocks(launches, 5, BOTTLENECK)
+    return launches.reused, lookups
+
+
+def replacing(owner, name, function):
+    """A fault: a function in place of another."""
+    return lambda patch, launches: patch.setattr(owner, name, function)
+
+
+def without_in_key(**fields):
+    """A fault: launches that differ in something share prepared launches."""
+    key_of = block_run._run_key
+
+    def key(*args):
+        found = key_of(*args)
+        context = {n: fields[n] for n in fields if n in found.context._fields}
+        rest = {n: fields[n] for n in fields if n in found._fields}
+        return found._replace(**rest, context=found.context._replace(**context))
+
+    return replacing(block_run, "_run_key", key)
+
+
+def without_in_own_key(index):
+    """A fault: the kernel, the grid or the key does not tell launches apart."""
+
+    class Prepared:
+        def __init__(self, prepared):
+            self.prepared = prepared
+
+        def get(self, key):
+            return self.prepared.get(key[:index] + key[index + 1 :])
+
+        def __setitem__(self, key, value):
+            self.prepared[key[:index] + key[index + 1 :]] = value
+
+    return lambda patch, launches: setattr(launches, "fault", Prepared)
+
+
+def with_heights(*heights):
+    """A fault: launches of one key have images of other heights."""
+
+    def numbers(self):
+        self.calls = getattr(self, "calls", -1) + 1
+        return conv.Sizes(heights[self.calls % len(heights)], 1, 5, 1), 15, 15
+
+    both = property(numbers, lambda *_: None)
+    return lambda patch, launches: patch.setattr(ForwardLaunch, "_numbers", both, raising=False)
+
+
+def preparing(change):
+    """A fault in what is prepared."""
+    prepared_launch = launch.PreparedLaunch
+    return replacing(launch, "PreparedLaunch", lambda *args: prepared_launch(*change(*args)))
+
+
+def unaligned_rows(like, rows, elements, dtype):
+    return like.new_empty((rows, elements), dtype=dtype)
+
+
+def packed_in_other_dtypes(weights, launch):
+    return [w if i % 3 else w.to(torch.float64) for i, w in enumerate(weights)]
+
+
+FAULTS = {
+    "tensors not aligned": replacing(block_run, "all_aligned", lambda tensors: tensors),
+    "weights not aligned": replacing(packing, "all_aligned", lambda tensors: tensors),
+    "inputs not aligned": replacing(block_run, "aligned", lambda t: t),
+    "partials not aligned": replacing(block_run, "aligned_rows", unaligned_rows),
+    "packed weights not aligned": replacing(packing, "aligned_rows", unaligned_rows),
+    "an int as eps": lambda patch, _: patch.setattr(block_run, "float", lambda e: e, raising=False),
+    "other dtypes of weights": replacing(block_run, "_packed", packed_in_other_dtypes),
+    "heights that Triton tells apart": with_heights(16, 17),
+    "heights of 1": with_heights(1, 2),
+    "dtypes of parameters": without_in_key(parameter_dtypes=()),
+    "precision": without_in_key(precision=""),
+    "stream": without_in_key(stream=0),
+    "options of Triton": without_in_key(options=()),
+    "kernel": without_in_own_key(0),
+    "grid": without_in_own_key(1),
+    "key": without_in_own_key(2),
+    "the code is not kept": preparing(lambda _, *rest: (None, *rest)),
+    "another grid": preparing(lambda c, run, before, after: (c, run, (7, *before[1:]), after)),
+    "constants in another order": preparing(lambda c, *rest: (c, *rest[:2], rest[2][::-1])),
+    "arguments in another order": preparing(
+        lambda c, run, *rest: (c, lambda *a: run(*a[:9], *a[9:][::-1]), *rest)
+    ),
+}
+
+
+def is_found(fault: Callable) -> bool:
+    with contextlib.suppress(AssertionError):
+        run_all(False, fault)
+        return False
+    return True
+
+
+def main() -> None:
+    found = {}
+    for is_apart in (True, False):
+        reused, lookups = run_all(is_apart)
+        found[f"apart {is_apart}"] = sorted(reused), lookups
+    found["missed"] = [name for name, fault in FAULTS.items() if not is_found(fault)]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
