@@ -8,8 +8,8 @@
 # make lint        ruff, clang-format and mypy, changes nothing
 # make format      the same, changes files
 # make compile-triton
-#                  compiles every Triton kernel for several GPUs, without a GPU, and reports spills;
-#                  make compile-triton-full for more shapes and dtypes
+#                  compiles every Triton kernel for an H100, without a GPU, and reports spills;
+#                  make compile-triton-full for more GPUs, shapes, dtypes and the newest Triton
 # make check-oldest
 #                  builds with the oldest torch and runs the tests that depend on its version, in an
 #                  environment of its own (5 GB); TESTS=tests runs all quick tests
@@ -92,19 +92,27 @@ test-tools: $(BUILD) cuda-on-host
 test-full: lint $(BUILD) compile-triton-full cuda-on-host
 	@$(PYTEST) $(ARGS)
 
-# With the oldest and the newest supported Triton.
-define compile_triton
-	@$(BIN)/python -m tests.kernels.compile_triton $(1) --out build/triton/oldest.csv
-	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.kernels.compile_triton $(1) $(2) \
-	  --out build/triton/newest.csv
-endef
+# Compiled again only where a kernel, a launcher, the script or Triton has changed.
+TRITON_KERNELS := tests/kernels/compile_triton.py $(REQUIREMENTS) \
+  $(wildcard preact_kernels/kernels/*.py preact_kernels/kernels/triton/*.py)
 
-compile-triton: $(BUILD) $(NEWEST_TRITON)
-	$(call compile_triton,--quick,--capabilities 90)
+compile-triton: build/triton/.quick
+compile-triton-full: build/triton/.oldest build/triton/.newest
+
+build/triton/.quick: $(TRITON_KERNELS)
+	@$(BIN)/python -m tests.kernels.compile_triton --quick --capabilities 90 \
+	  --out build/triton/quick.csv
+	@touch $@
+
+build/triton/.oldest: $(TRITON_KERNELS)
+	@$(BIN)/python -m tests.kernels.compile_triton --out build/triton/oldest.csv
+	@touch $@
 
 # Blocks are chosen with the oldest Triton: the newest may spill a few registers for rare shapes.
-compile-triton-full: compile-triton
-	$(call compile_triton,,--capabilities 80 90 100 --stack-bytes 16)
+build/triton/.newest: $(TRITON_KERNELS) $(NEWEST_TRITON)
+	@PYTHONPATH=$(NEWEST_TRITON) $(BIN)/python -m tests.kernels.compile_triton \
+	  --capabilities 80 90 100 --stack-bytes 16 --out build/triton/newest.csv
+	@touch $@
 
 # The CUDA kernels for the host, which pytest would otherwise compile at start-up.
 cuda-on-host: $(BUILD)
