@@ -12,7 +12,6 @@ than its grid counts on.
 """
 
 import argparse
-import contextlib
 import csv
 import itertools
 import multiprocessing
@@ -24,11 +23,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
+import pytest
 import torch
 import triton
-from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 
 from preact_kernels.kernels import triton as kernels
@@ -151,15 +149,11 @@ class Launch(NamedTuple):
         return dict(zip(self.kernel.arg_names, self.args, strict=False)).get(name)
 
 
-@contextlib.contextmanager
-def replaced(name: str, function: Callable):
-    """A context in which all modules of the kernels that have imported a function have another."""
-    prefix = "preact_kernels.kernels.triton."
-    with contextlib.ExitStack() as stack:
-        for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(prefix) and hasattr(module, name):
-                stack.enter_context(mock.patch.object(module, name, function))
-        yield
+def replace(patch: pytest.MonkeyPatch, name: str, function: Callable) -> None:
+    """Replaces a function in all modules of the kernels that have imported it."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("preact_kernels.kernels.triton.") and hasattr(module, name):
+            patch.setattr(module, name, function)
 
 
 def distinct_launches(todo: Sequence[Task]) -> list[Launch]:
@@ -180,10 +174,9 @@ def distinct_launches(todo: Sequence[Task]) -> list[Launch]:
     for task in todo:
         gpu = Device(task.capability, MULTIPROCESSORS[task.capability])
         torch.backends.cudnn.allow_tf32 = task.tf32
-        with (
-            replaced("properties", lambda device, gpu=gpu: gpu),
-            replaced("launch_kernel", record),
-        ):
+        with pytest.MonkeyPatch.context() as patch:
+            replace(patch, "properties", lambda device, gpu=gpu: gpu)
+            replace(patch, "launch_kernel", record)
             if task.shape is None:
                 launch_others(task.dtype)
             elif isinstance(task.shape, Block):
@@ -243,7 +236,8 @@ def launch_rare_convs(dtype: torch.dtype) -> None:
         (running, Wanted(input=False, weight=True)),
     ):
         kernels.bn_relu_conv_backward(y, fold, x, norm, weight, conv, wanted)
-    with replaced("needs_int64", lambda *_: True):
+    with pytest.MonkeyPatch.context() as patch:
+        replace(patch, "needs_int64", lambda *_: True)
         kernels.bn_relu_conv_forward(x, norm, weight, conv, Epilogue(bias, with_stats=True))
         wanted = Wanted(input=True, weight=True)
         kernels.bn_relu_conv_backward(y, batch, x, norm, weight, conv, wanted)
@@ -451,6 +445,8 @@ def _row_of(index: int) -> Compiled:
 
 
 def main() -> None:
+    from tabulate import tabulate
+
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="a CSV file for the report (printed)")
     parser.add_argument("--capabilities", type=int, nargs="+")

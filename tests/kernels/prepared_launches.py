@@ -10,7 +10,6 @@ import contextlib
 import json
 import random
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,8 +19,7 @@ from triton.runtime.jit import JITFunction
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import BatchStatistics, BlockRun, Conv, Fold, Norm
 from preact_kernels.kernels.triton import block_run, conv, launch, packing
-from preact_kernels.kernels.triton.bn_relu_conv_forward import ForwardLaunch
-from tests.kernels.compile_triton import Driver, replaced
+from tests.kernels.compile_triton import Driver, replace
 
 BOTTLENECK, BASIC = [(5, 20, 1), (5, 5, 3), (20, 5, 1)], [(20, 20, 3)] * 2
 SMALL = [(5, 20, 1), (5, 5, 1), (20, 5, 1)]  # two kernels of one grid
@@ -45,14 +43,13 @@ class Launches:
         self.reused = set()  # names of kernels that were launched from `prepared`
         self.lookups = 0
         self.precision = None
-        self.fault = lambda prepared: prepared
         self._launch = launch.launch_kernel
 
     def launch_kernel(self, kernel, grid, args, constants, num_warps, prepared=None, key=None):
         assert constants.get("PRECISION", self.precision) == self.precision
         assert list(constants) == kernel.arg_names[len(args) :]
         self.request = kernel, grid, args, constants, num_warps
-        self._launch(*self.request, None if prepared is None else self.fault(prepared), key)
+        self._launch(*self.request, prepared, key)
 
     def look_up(self, kernel, *args, **options):
         self.lookups += 1
@@ -130,7 +127,7 @@ def run_blocks(
         kernels.block_run_backward(dy, fold, run, inputs, known, inv_count, y)
 
 
-def run_all(is_apart: bool, fault: Callable | None = None) -> tuple[set, list[int]]:
+def run_all(is_apart: bool, fault: tuple = ()) -> tuple[set, list[int]]:
     """Names of reused kernels, and lookups: at first, of other and of the same blocks.
 
     Raises:
@@ -142,16 +139,16 @@ def run_all(is_apart: bool, fault: Callable | None = None) -> tuple[set, list[in
     block_run._launches.cache_clear()
     with (
         pytest.MonkeyPatch.context() as patch,
-        replaced("properties", lambda device: launch.Device(90, 132)),
-        replaced("costs_less_apart", lambda *_: is_apart),
-        replaced("launch_kernel", launches.launch_kernel),
         triton.knobs.runtime.scope(),
     ):
+        replace(patch, "properties", lambda device: launch.Device(90, 132))
+        replace(patch, "costs_less_apart", lambda *_: is_apart)
+        replace(patch, "launch_kernel", launches.launch_kernel)
         patch.setattr(JITFunction, "run", launches.look_up)
         triton.runtime.driver.set_active(driver)
         driver.get_current_stream = lambda device: 0
-        if fault is not None:
-            fault(patch, launches)
+        if fault:
+            patch.setattr(*fault)
         for blocks in (1, 2, 5, 65, 6, 5):
             before = launches.lookups
             run_blocks(launches, blocks, BOTTLENECK, **float32)
@@ -172,92 +169,30 @@ def run_all(is_apart: bool, fault: Callable | None = None) -> tuple[set, list[in
     return launches.reused, lookups
 
 
-def replacing(owner, name, function):
-    """A fault: a function in place of another."""
-    return lambda patch, launches: patch.setattr(owner, name, function)
-
-
-def without_in_key(**fields):
-    """A fault: launches that differ in something share prepared launches."""
-    key_of = block_run._run_key
-
-    def key(*args):
-        found = key_of(*args)
-        context = {n: fields[n] for n in fields if n in found.context._fields}
-        rest = {n: fields[n] for n in fields if n in found._fields}
-        return found._replace(**rest, context=found.context._replace(**context))
-
-    return replacing(block_run, "_run_key", key)
-
-
-def without_in_own_key(index):
-    """A fault: the kernel, the grid or the key does not tell launches apart."""
-
-    class Prepared:
-        def __init__(self, prepared):
-            self.prepared = prepared
-
-        def get(self, key):
-            return self.prepared.get(key[:index] + key[index + 1 :])
-
-        def __setitem__(self, key, value):
-            self.prepared[key[:index] + key[index + 1 :]] = value
-
-    return lambda patch, launches: setattr(launches, "fault", Prepared)
-
-
-def with_heights(*heights):
-    """A fault: launches of one key have images of other heights."""
-
-    def numbers(self):
-        self.calls = getattr(self, "calls", -1) + 1
-        return conv.Sizes(heights[self.calls % len(heights)], 1, 5, 1), 15, 15
-
-    both = property(numbers, lambda *_: None)
-    return lambda patch, launches: patch.setattr(ForwardLaunch, "_numbers", both, raising=False)
-
-
-def preparing(change):
-    """A fault in what is prepared."""
-    prepared_launch = launch.PreparedLaunch
-    return replacing(launch, "PreparedLaunch", lambda *args: prepared_launch(*change(*args)))
+def code_not_kept(compiled, run, before, after, prepared_launch=launch.PreparedLaunch):
+    return prepared_launch(None, run, before, after)
 
 
 def unaligned_rows(like, rows, elements, dtype):
     return like.new_empty((rows, elements), dtype=dtype)
 
 
-def packed_in_other_dtypes(weights, launch):
-    return [w if i % 3 else w.to(torch.float64) for i, w in enumerate(weights)]
+def on_one_stream(x):
+    return launch.launch_context(x)._replace(stream=0)
 
 
+# Each must be found: what is replaced, and by what.
 FAULTS = {
-    "tensors not aligned": replacing(block_run, "all_aligned", lambda tensors: tensors),
-    "weights not aligned": replacing(packing, "all_aligned", lambda tensors: tensors),
-    "inputs not aligned": replacing(block_run, "aligned", lambda t: t),
-    "partials not aligned": replacing(block_run, "aligned_rows", unaligned_rows),
-    "packed weights not aligned": replacing(packing, "aligned_rows", unaligned_rows),
-    "an int as eps": lambda patch, _: patch.setattr(block_run, "float", lambda e: e, raising=False),
-    "other dtypes of weights": replacing(block_run, "_packed", packed_in_other_dtypes),
-    "heights that Triton tells apart": with_heights(16, 17),
-    "heights of 1": with_heights(1, 2),
-    "dtypes of parameters": without_in_key(parameter_dtypes=()),
-    "precision": without_in_key(precision=""),
-    "stream": without_in_key(stream=0),
-    "options of Triton": without_in_key(options=()),
-    "kernel": without_in_own_key(0),
-    "grid": without_in_own_key(1),
-    "key": without_in_own_key(2),
-    "the code is not kept": preparing(lambda _, *rest: (None, *rest)),
-    "another grid": preparing(lambda c, run, before, after: (c, run, (7, *before[1:]), after)),
-    "constants in another order": preparing(lambda c, *rest: (c, *rest[:2], rest[2][::-1])),
-    "arguments in another order": preparing(
-        lambda c, run, *rest: (c, lambda *a: run(*a[:9], *a[9:][::-1]), *rest)
-    ),
+    "tensors not aligned": (block_run, "all_aligned", lambda tensors: tensors),
+    "inputs not aligned": (block_run, "aligned", lambda t: t),
+    "packed weights not aligned": (packing, "aligned_rows", unaligned_rows),
+    "precision": (block_run, "precision", lambda dtype: ""),
+    "stream": (block_run, "launch_context", on_one_stream),
+    "the code is not kept": (launch, "PreparedLaunch", code_not_kept),
 }
 
 
-def is_found(fault: Callable) -> bool:
+def is_found(fault: tuple) -> bool:
     with contextlib.suppress(AssertionError):
         run_all(False, fault)
         return False
