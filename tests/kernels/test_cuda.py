@@ -6,6 +6,7 @@ Without a GPU they run on the host (`tests/kernels/cuda_on_host/`), by the same 
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Fold, Norm, Output
 from tests.cases import device_of
 from tests.kernels.cuda_on_host import build, serve_cpu
-from tests.oracle import assert_within_budget, unit_roundoff
+from tests.oracle import assert_same_bits, assert_within_budget, unit_roundoff
 
 if serve_cpu.missing():
     pytest.skip(f"backend cuda: {serve_cpu.missing()}", allow_module_level=True)
@@ -26,13 +27,18 @@ IS_CUDA_ON_HOST = serve_cpu.install()
 DEVICE = torch.device(device_of("cuda"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Channels: one; vectors of no dtype; of float32 alone; of all; more than a block takes at a time.
-SHAPES = (
-    (3, 1, 5, 7),
-    (2, 17, 5, 4),
-    (2, 100, 3, 5),
-    (3, 16, 9, 11),
-    (2, 64, 5, 3),
-    (1, 520, 2, 3),
+# The last number is how many elements memory is off from where it is aligned.
+CASES = (
+    (torch.float32, (3, 1, 5, 7), 0),
+    (torch.bfloat16, (2, 17, 5, 4), 0),
+    (torch.float32, (2, 100, 3, 5), 0),
+    (torch.float16, (2, 100, 3, 5), 0),
+    (torch.bfloat16, (3, 16, 9, 11), 0),
+    (torch.float32, (2, 64, 5, 3), 0),
+    (torch.bfloat16, (1, 520, 2, 3), 0),
+    (torch.float32, (2, 16, 3, 5), 1),
+    (torch.bfloat16, (2, 16, 3, 5), 1),
+    (torch.float16, (2, 16, 3, 5), 4),
 )
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 on_host = pytest.mark.skipif(not IS_CUDA_ON_HOST, reason="schedules are chosen on the host alone")
@@ -90,6 +96,10 @@ def arguments(shape, dtype, inv_count=None, offset=0):
     return Given(x, dy, norm, Fold(skip, x, norm, sums, inv_count))
 
 
+def without_skip(given):
+    return given.fold._replace(skip=None)
+
+
 OPS = {
     "bn_stats": lambda k, given: k.bn_stats(given.x),
     "bn_relu_forward": lambda k, given: k.bn_relu_forward(given.x, given.norm),
@@ -99,86 +109,70 @@ OPS = {
         *given[:3], given.fold.sums, given.fold.inv_count
     ),
     "bn_input_gradient": lambda k, given: k.bn_input_gradient(given.dy, given.fold),
+    "bn_input_gradient without skip": lambda k, given: k.bn_input_gradient(
+        given.dy, without_skip(given)
+    ),
     "residual_add_forward": lambda k, given: k.residual_add_forward(given.x, given.dy, True),
+    "residual_add_forward without statistics": lambda k, given: k.residual_add_forward(
+        given.x, given.dy, False
+    ),
 }
 
 
 def run(kernels, op, given):
-    """The results of `op`, numbered."""
+    """The results of `op` by its name and a number."""
     found = OPS[op](kernels, given)
     if isinstance(found, Output):
-        found = (found.y, *found.statistics)
-    return dict(enumerate(found if isinstance(found, tuple) else (found,)))
+        found = (found.y, *(found.statistics or ()))
+    found = found if isinstance(found, tuple) else (found,)
+    return {f"{op} {i}": t for i, t in enumerate(found)}
 
 
-def check_op(op, given):
-    """As `tests.oracle.check`, of one op and its specification."""
+def check_ops(given):
+    """As `tests.oracle.check`, of every op and its specification; returns the results."""
+    found, truth, errors = {}, {}, {}
     wide = given.to(torch.float64)
-    found, truth = run(kernels(), op, given), run(reference, op, wide)
     # On a kink of the ReLU the mask of float64 is not that of rounded numbers: take the sums and
     # the gradient of what the op's own specification masks, in float64.
-    if "backward" in op:
-        masked = reference.bn_relu._masked(given.dy, given.x, given.norm).double()
-        sums = reference.bn_relu._sums(masked, wide.x, wide.norm)
-        dx = reference.bn_input_gradient(masked, wide.fold._replace(skip=None))
-        truth = {"sums": (sums,), "mask": (masked, sums), "input": (dx,)}[op.rpartition("_")[2]]
-        truth = dict(enumerate(truth))
-    eager = run(reference, op, given)
-    errors = {k: float((eager[k].double() - truth[k].double()).norm()) for k in truth}
+    masked = reference.bn_relu._masked(given.dy, given.x, given.norm).double()
+    sums = reference.bn_relu._sums(masked, wide.x, wide.norm)
+    of_masked = {
+        "bn_relu_backward_sums 0": sums,
+        "bn_relu_backward_mask 0": masked,
+        "bn_relu_backward_mask 1": sums,
+        "bn_relu_backward_input 0": reference.bn_input_gradient(masked, without_skip(wide)),
+    }
+    for op in OPS:
+        found |= run(kernels(), op, given)
+        expected, eager = run(reference, op, wide), run(reference, op, given)
+        for name in expected:
+            truth[name] = of_masked.get(name, expected[name])
+            errors[name] = float((eager[name].double() - truth[name].double()).norm())
     assert_within_budget(found, truth, errors)
     return found
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize(("dtype", "shape", "offset"), CASES, ids=str)
+def test_every_op_equals_its_specification(dtype, shape, offset):
+    check_ops(arguments(shape, dtype, offset=offset))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_every_op_equals_its_specification(op, dtype, shape):
-    check_op(op, arguments(shape, dtype))
+def test_every_op_in_evaluation_mode_equals_its_specification(dtype):
+    check_ops(arguments((2, 24, 5, 3), dtype, 0.0))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", ["bn_relu_backward_input", "bn_input_gradient"])
-def test_input_gradients_in_evaluation_mode_equal_their_specification(op, dtype, shape):
-    check_op(op, arguments(shape, dtype, 0.0))
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("offset", [1, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_memory_that_is_not_aligned_is_read_right(op, dtype, offset):
-    check_op(op, arguments((2, 16, 3, 5), dtype, offset=offset))
-
-
-@pytest.mark.covering(2)
 @on_host
 @pytest.mark.parametrize("multiprocessors", [1, 3, 40])
-@pytest.mark.parametrize("op", OPS)
-def test_any_number_of_blocks_in_any_order_gives_the_same_bits(op, multiprocessors):
+def test_any_number_of_blocks_in_any_order_gives_the_same_bits(multiprocessors):
     given = arguments((4, 48, 17, 9), torch.bfloat16)
     serve_cpu.set_schedule(0, multiprocessors)
-    expected = check_op(op, given)
-    for seed in range(1, 6):
+    expected = check_ops(given)
+    for seed in (1, 2):
         serve_cpu.set_schedule(seed, multiprocessors)
-        found = run(kernels(), op, given)
-        assert all(torch.equal(found[k], expected[k]) for k in expected)
-
-
-def test_without_a_residual_gradient_nothing_is_added():
-    given = arguments((2, 16, 3, 5), torch.float32)
-    added = kernels().bn_input_gradient(given.dy, given.fold)
-    plain = kernels().bn_input_gradient(given.dy, given.fold._replace(skip=None))
-    torch.testing.assert_close(added, plain + given.fold.skip)
-
-
-def test_without_statistics_the_sum_comes_alone():
-    x, branch = (activation((2, 16, 3, 5), torch.bfloat16) for _ in range(2))
-    y, statistics = kernels().residual_add_forward(x, branch, False)
-    assert torch.equal(y, x + branch)
-    assert statistics is None
+        for op in OPS:
+            found = run(kernels(), op, given)
+            assert_same_bits(found, {name: expected[name] for name in found})
 
 
 def test_in_evaluation_mode_what_is_not_finite_in_x_does_not_spread():
@@ -188,17 +182,16 @@ def test_in_evaluation_mode_what_is_not_finite_in_x_does_not_spread():
     assert dx.isfinite().all()
 
 
-@pytest.mark.parametrize("weight", [0.0, 1e-9])  # of which float16 makes zero
-def test_no_gradient_passes_where_the_rounded_pre_activation_is_zero(weight):
+def test_no_gradient_passes_where_the_rounded_pre_activation_is_zero():
     given = arguments((2, 16, 3, 5), torch.float16, 0.0)
-    norm = given.norm._replace(weight=torch.full((16,), weight), bias=torch.zeros(16))
+    norm = given.norm._replace(weight=torch.full((16,), 1e-9), bias=torch.zeros(16))
     given = given._replace(norm=norm, fold=given.fold._replace(norm=norm))
     g, sums = run(kernels(), "bn_relu_backward_mask", given).values()
-    dx = run(kernels(), "bn_relu_backward_input", given)[0]
+    dx = kernels().bn_relu_backward_input(*given[:3], given.fold.sums, 0.0)
     assert not g.any() and not sums.any() and not dx.any()
 
 
-@pytest.mark.parametrize("at", [0, 8191, 77])
+@pytest.mark.parametrize("at", [0, 77])
 def test_an_outlier_costs_no_accuracy_wherever_it_is(at):
     x = activation((2, 16, 64, 64), torch.float32)
     x.permute(0, 2, 3, 1).reshape(-1, 16)[at] = 1000.0  # a view of memory stored NHWC
@@ -210,7 +203,7 @@ def test_an_outlier_costs_no_accuracy_wherever_it_is(at):
     assert (var - true_var).norm() <= allowed * true_var.norm()
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
 def test_the_mean_of_what_is_not_finite_is_that_of_pytorch(value):
     x = activation((2, 17, 9, 8), torch.float32)
     x[1, 3, 4, 4] = value
@@ -220,12 +213,11 @@ def test_the_mean_of_what_is_not_finite_is_that_of_pytorch(value):
     assert torch.equal(var.isfinite(), true_var.isfinite())
 
 
-@pytest.mark.parametrize("value", [3.0, 0.1, -1e4])
-def test_the_mean_of_a_constant_is_that_constant(value):
-    x = torch.full((5, 3, 19, 17), value).contiguous(memory_format=torch.channels_last)
+def test_the_mean_of_a_constant_is_that_constant():
+    x = torch.full((5, 3, 19, 17), 0.1).contiguous(memory_format=torch.channels_last)
     mean, var = kernels().bn_stats(x)
-    assert torch.equal(mean, torch.full((3,), value))
-    assert (var.sqrt() <= 1e-7 * abs(value)).all()
+    assert torch.equal(mean, torch.full((3,), 0.1))
+    assert (var.sqrt() <= 1e-8).all()
 
 
 def test_what_the_kernels_cannot_read_is_refused():
@@ -277,12 +269,13 @@ except pk.BackendError as error:
 @on_host
 @pytest.mark.slow
 @pytest.mark.skipif("PK_SANITIZE" in os.environ, reason="is what runs")
-def test_under_the_sanitizer_the_tests_of_this_file_pass():
+def test_under_the_sanitizer_the_tests_of_the_kernels_pass():
     build.build("kernels", sanitize=True)
-    arguments = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    arguments += ["-m", "not not_under_sanitizer"]
+    folder = Path(__file__).parent
+    files = [__file__, *folder.glob("test_cuda_conv*.py"), folder / "test_float32_stream.py"]
+    command = ["-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-m"]
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments],
+        [sys.executable, *command, "not slow and not not_under_sanitizer", *map(str, files)],
         cwd=build.ROOT,
         env={**os.environ, **build.sanitizer_environment(), "PK_SANITIZE": "1"},
         capture_output=True,
@@ -303,27 +296,13 @@ def test_a_launch_that_fails_is_an_error_of_that_call_alone():
 
 @needs_gpu
 @pytest.mark.not_under_sanitizer
-@pytest.mark.parametrize("op", OPS)
-def test_triton_and_cuda_agree_within_the_budget(op):
-    triton = pytest.importorskip("preact_kernels.kernels.triton")
-    for shape in (*SHAPES, (128, 16, 32, 32), (16, 256, 32, 32)):
-        for dtype in DTYPES:
-            given = arguments(shape, dtype)
-            found, other = run(kernels(), op, given), run(triton, op, given)
-            eager = run(reference, op, given)
-            errors = {k: float((eager[k].double() - other[k].double()).norm()) for k in other}
-            assert_within_budget(found, other, errors)
-
-
-@needs_gpu
-@pytest.mark.not_under_sanitizer
 def test_many_blocks_at_once_give_the_same_bits_every_time():
-    for op in OPS:
-        given = arguments((64, 64, 32, 32), torch.bfloat16)
-        expected = run(kernels(), op, given)
-        for _ in range(20):
+    given = arguments((64, 64, 32, 32), torch.bfloat16)
+    expected = check_ops(given)
+    for _ in range(20):
+        for op in OPS:
             found = run(kernels(), op, given)
-            assert all(torch.equal(found[k], expected[k]) for k in expected)
+            assert_same_bits(found, {name: expected[name] for name in found})
 
 
 @needs_gpu

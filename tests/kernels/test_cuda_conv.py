@@ -1,87 +1,98 @@
-"""The results of the fused convolutions of the CUDA library, on the host or on a GPU."""
-
-import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The fused convolutions of the CUDA library: results, schedules, and which are served."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels import reference
-from preact_kernels.kernels.contract import Wanted
+import preact_kernels as pk
+from preact_kernels.kernels import cuda, reference
+from preact_kernels.kernels.contract import Conv, Wanted
+from tests.cases import in_dtype, random_block
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.kernels.cuda_conv_cases import (
     ALL,
+    DEVICE,
+    DTYPES,
+    QUICK,
+    SLOW,
     TYPICAL,
     Case,
     backward_inputs,
     call,
     cases_and_dtypes,
     check_case,
-    every_case,
-    every_dtype,
+    conv,
     forward_inputs,
+    has_kernel,
     kernels,
+    launches,
     mapped,
+    moved,
+    nhwc,
+    on_host,
     set_schedule,
     typical,
 )
-from tests.kernels.cuda_on_host import build
-from tests.oracle import weight_gradient_inside_the_image
+from tests.kernels.cuda_on_host import serve_cpu
+from tests.oracle import assert_same_bits, check, plain_copy, weight_gradient_inside_the_image
+from tests.stage.test_preact_stage import recorded_calls
 
 pytestmark = pytest.mark.usefixtures("fused_convolutions")
+ONE_BY_ONE, THREE_BY_THREE = TYPICAL
 
 
-@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
-@every_case
-def test_forward_and_statistics_keep_the_budget(case, dtype):
+@pytest.mark.calls(
+    "preact_kernels_cuda::bn_relu_conv_forward", "preact_kernels_cuda::bn_relu_conv_backward"
+)
+@cases_and_dtypes(*QUICK, *SLOW)
+def test_both_directions_keep_the_budget(case, dtype):
     check_case(case, forward_inputs(case, dtype), True)
-
-
-@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_backward")
-@every_case
-def test_backward_of_a_folded_gradient_keeps_the_budget(case, dtype):
     check_case(case, backward_inputs(case, dtype), ALL)
 
 
 def resnet_1001_cases():
-    """The convolutions of its blocks; without a GPU of as many images as make six tiles a block."""
+    """Convolutions of its blocks; without a GPU of as many images as make six tiles a block."""
     for width, side, images in ((16, 32, 3), (32, 16, 6), (64, 8, 6)):
-        for batch in [images] if IS_CUDA_ON_HOST else [128, 64]:
-            yield Case(batch, side, side, 4 * width, width, 1)
-            yield Case(batch, side, side, width, width, 3)
-            yield Case(batch, side, side, width, 4 * width, 1)
+        batch = images if IS_CUDA_ON_HOST else 128
+        yield Case(batch, side, side, 4 * width, width, 1)
+        yield Case(batch, side, side, width, width, 3)
+        yield Case(batch, side, side, width, 4 * width, 1)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.not_under_sanitizer
-@every_dtype
-@pytest.mark.parametrize("case", [*resnet_1001_cases()], ids=str)
+@cases_and_dtypes(*resnet_1001_cases(), dtypes=DTYPES[::2])
 def test_many_tiles_a_block_keep_the_budget(case, dtype):
     set_schedule(multiprocessors=1)
     check_case(case, forward_inputs(case, dtype), True)
     check_case(case, backward_inputs(case, dtype), ALL)
 
 
-@pytest.mark.calls("preact_kernels_cuda::bn_relu_conv_forward")
-@typical
 @pytest.mark.parametrize(("residual", "stats"), [(False, False), (False, True), (True, False)])
-def test_forward_with_and_without_residual_and_statistics(case, residual, stats):
-    found = check_case(case, forward_inputs(case, torch.bfloat16, residual), stats)
-    assert ("mean" in found) == stats
+def test_forward_with_and_without_residual_and_statistics(residual, stats):
+    inputs = forward_inputs(THREE_BY_THREE, torch.bfloat16, residual)
+    assert ("mean" in check_case(THREE_BY_THREE, inputs, stats)) == stats
 
 
-@pytest.mark.covering(2)
-@typical
-@pytest.mark.parametrize("fold", ["none", "evaluation", "z", "skip"])
-@pytest.mark.parametrize("needs", [*itertools.product([False, True], repeat=3)], ids=str)
-def test_every_combination_of_flags(case, fold, needs):
+@pytest.mark.parametrize(
+    ("case", "fold", "needs"),
+    [
+        (ONE_BY_ONE, "none", (True, True, False)),
+        (THREE_BY_THREE, "none", (False, True, False)),
+        (THREE_BY_THREE, "none", (True, False, False)),
+        (THREE_BY_THREE, "evaluation", (True, True, True)),
+        (ONE_BY_ONE, "evaluation", (False, True, False)),
+        (ONE_BY_ONE, "z", (True, False, True)),
+        (THREE_BY_THREE, "z", (False, True, True)),
+        (ONE_BY_ONE, "skip", (True, True, False)),
+        (THREE_BY_THREE, "skip", (False, False, True)),
+        (THREE_BY_THREE, "skip", (False, True, False)),
+        (ONE_BY_ONE, "skip", (True, False, False)),
+    ],
+    ids=str,
+)
+def test_only_what_is_wanted_is_returned(case, fold, needs):
     wanted = Wanted(*needs)
-    if fold == "none" and wanted.dy:
-        pytest.skip("there is nothing to unfold")
     found = check_case(case, backward_inputs(case, torch.bfloat16, fold), wanted)
     names = ["g", "sums"] * wanted.input + ["conv_weight"] * wanted.weight + ["dy"] * wanted.dy
     assert list(found) == names
@@ -112,9 +123,9 @@ def test_nan_passes_through(case):
 LOW_NAN = 0x7F800001  # infinite without the low bits that TF32 does not have
 
 
-@typical
 @pytest.mark.parametrize("name", ["x", "dy", "conv_weight"])
-def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(case, name):
+def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(name):
+    case = THREE_BY_THREE
     for inputs, options in (
         (forward_inputs(case, torch.float32, False), False),
         (backward_inputs(case, torch.float32, "none"), Wanted(True, True)),
@@ -122,7 +133,7 @@ def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(case, name):
         if name not in inputs._fields:
             continue
         changed = getattr(inputs, name)
-        changed.view(torch.int32)[0, 3, case.side // 2, case.side // 2] = LOW_NAN
+        changed.view(torch.int32)[0, 3, 1, 1] = LOW_NAN
         assert changed.isnan().sum() == 1
         found = call(kernels(), case, inputs, options)
         expected = call(reference, case, inputs, options)
@@ -132,84 +143,229 @@ def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(case, name):
             assert torch.equal(found[result].isinf(), t.isinf()), result
 
 
-@pytest.mark.parametrize("changed", ["x", "dy"])
-@cases_and_dtypes(TYPICAL[1], Case(1, 8, 16, 32, 32, 3), Case(1, 9, 5, 64, 64, 3))
-def test_padding_takes_no_part_in_the_gradient_of_the_weight(case, changed, dtype):
+@cases_and_dtypes(
+    THREE_BY_THREE, Case(1, 8, 16, 32, 32, 3), Case(1, 9, 5, 64, 64, 3), dtypes=DTYPES[::2]
+)
+def test_padding_takes_no_part_in_the_gradient_of_the_weight(case, dtype):
     inputs = backward_inputs(case, dtype, "none")
     inputs.norm.weight.abs_()
-    tensor = getattr(inputs, changed)
-    tensor[-1, 3, 0, 0] = torch.inf
-    tensor[0, 5, -1, -1] = torch.nan
+    for tensor, channel in ((inputs.x, 3), (inputs.dy, 7)):
+        tensor[-1, channel, 0, 0] = torch.inf
+        tensor[0, channel + 2, -1, -1] = torch.nan
     found = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
     wide = mapped(inputs, Tensor.double)
     a = reference.bn_relu_forward(wide.x, wide.norm)
     expected = weight_gradient_inside_the_image(a, wide.dy)
-    assert not expected.isfinite().all()
-    assert expected.isfinite().any()
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.isinf(), expected.isinf())
+    for name in ("isnan", "isinf", "isfinite"):
+        selected = getattr(expected, name)()
+        assert selected.any()
+        assert torch.equal(getattr(found, name)(), selected), name
 
 
 @typical
-@pytest.mark.parametrize("value", [3.0, -1e4])
-def test_statistics_of_constant_channels_are_exact(case, value):
+def test_statistics_of_constant_channels_are_exact(case):
     inputs = forward_inputs(case, torch.float32)
     inputs.conv_weight.zero_()
-    inputs.residual.fill_(value)
+    inputs.residual.fill_(-1e4)
     found = call(kernels(), case, inputs, True)
-    assert torch.equal(found["mean"], torch.full_like(found["mean"], value))
+    assert torch.equal(found["mean"], torch.full_like(found["mean"], -1e4))
     assert torch.equal(found["var"], torch.zeros_like(found["var"]))
 
 
-@typical
-def test_statistics_of_large_means_keep_the_budget(case):
-    inputs = forward_inputs(case, torch.float32)
+def test_statistics_of_large_means_keep_the_budget():
+    inputs = forward_inputs(ONE_BY_ONE, torch.float32)
     inputs.residual.add_(1000)
-    check_case(case, inputs, True)
+    check_case(ONE_BY_ONE, inputs, True)
 
 
-@typical
-@pytest.mark.parametrize("scale", [-1e-12, 1e-3, 1e9, -1e17])
-def test_sums_keep_the_budget_at_any_magnitude(case, scale):
-    inputs = forward_inputs(case, torch.float32)
+@pytest.mark.parametrize("scale", [-1e-12, -1e17])
+def test_sums_keep_the_budget_at_any_magnitude(scale):
+    inputs = forward_inputs(ONE_BY_ONE, torch.float32)
     inputs.conv_weight.zero_()
     inputs.residual.add_(1).mul_(scale)
-    check_case(case, inputs, True)
-    inputs = backward_inputs(case, torch.float32)
+    check_case(ONE_BY_ONE, inputs, True)
+    inputs = backward_inputs(ONE_BY_ONE, torch.float32)
     for t in (inputs.dy, inputs.fold.skip, inputs.fold.sums):
         t.add_(1).mul_(scale)
     inputs.fold.norm.weight.mul_(1e-3 if abs(scale) > 1 else 0)  # beside which skip counts
-    check_case(case, inputs, ALL)
+    check_case(ONE_BY_ONE, inputs, ALL)
 
 
-@pytest.mark.parametrize(
-    "values", [(torch.inf,), (-torch.inf,), (torch.inf, -torch.inf), (torch.nan,)]
-)
+@pytest.mark.parametrize("values", [(torch.inf, -torch.inf), (torch.nan,)])
 def test_statistics_of_what_is_not_finite_are_those_of_pytorch(values):
     case = Case(2, 9, 17, 16, 16, 1)
     inputs = forward_inputs(case, torch.float32)
     for i, value in enumerate(values):
         inputs.residual[i, 3, 8 * i, 5] = value
+    inputs.residual[0, 5, 2, 2] = torch.inf
     found = call(kernels(), case, inputs, True)
     expected = reference.bn_stats(found["y"])
     torch.testing.assert_close(found["mean"], expected.mean, equal_nan=True)
     assert torch.equal(found["var"].isfinite(), expected.var.isfinite())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not IS_CUDA_ON_HOST, reason="on a GPU, compute-sanitizer is what there is")
-@pytest.mark.skipif("PK_SANITIZE" in os.environ, reason="is what runs")
-def test_under_the_sanitizer_the_quick_tests_pass():
-    build.build("kernels", sanitize=True)
-    folder = Path(__file__).parent
-    files = [*folder.glob("test_cuda_conv*.py"), folder / "test_float32_stream.py"]
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m"]
-    process = subprocess.run(
-        [sys.executable, *command, "not slow", *map(str, files)],
-        cwd=build.ROOT,
-        env={**os.environ, **build.sanitizer_environment(), "PK_SANITIZE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+@pytest.mark.parametrize("side", [1, 3])
+def test_schedules_change_no_bit(side):
+    case = Case(3, 9, 17, 32, 32, side)
+    given = forward_inputs(case, torch.bfloat16)
+    arriving = backward_inputs(case, torch.bfloat16)
+
+    def results():
+        return call(kernels(), case, given, True) | call(kernels(), case, arriving, ALL)
+
+    expected = results()
+    set_schedule(1, multiprocessors=2)
+    assert_same_bits(results(), expected)
+
+
+@typical
+def test_more_multiprocessors_than_tiles_keep_the_budget(case):
+    set_schedule(multiprocessors=7)
+    check_case(case, forward_inputs(case, torch.bfloat16), True)
+    check_case(case, backward_inputs(case, torch.bfloat16), ALL)
+
+
+@pytest.mark.not_under_sanitizer
+@pytest.mark.parametrize("case", [Case(3, 16, 16, 16, 64, 1), Case(3, 16, 16, 64, 64, 3)], ids=str)
+def test_images_at_the_end_of_a_batch_do_not_depend_on_its_size(case):
+    """On a GPU behind 2^31 elements."""
+    if not IS_CUDA_ON_HOST:
+        if torch.cuda.mem_get_info()[0] < 48 * 2**30:
+            pytest.skip("needs 48 GiB of GPU memory")
+        case = case._replace(images=2**17 + 3)
+    for inputs, options, name in (
+        (forward_inputs(case, torch.bfloat16), False, "y"),
+        (backward_inputs(case, torch.bfloat16), Wanted(True, False), "g"),
+    ):
+        last = mapped(inputs, lambda t: t[-2:] if t.dim() == 4 else t)
+        last = last._replace(conv_weight=inputs.conv_weight)
+        expected = call(kernels(), case._replace(images=2), last, options)[name]
+        found = call(kernels(), case, inputs, options)[name]
+        assert_same_bits({name: found[-2:]}, {name: expected})
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(Case(2, 4, 5, 16, 32, 1), torch.bfloat16), (Case(2, 5, 4, 16, 16, 3), torch.float32)],
+    ids=str,
+)
+def test_weights_stored_nhwc_and_tensors_that_begin_anywhere(case, dtype):
+    for inputs, options in (
+        (forward_inputs(case, dtype), True),
+        (backward_inputs(case, dtype), ALL),
+    ):
+        expected = check_case(case, inputs, options)
+        stored_nhwc = inputs._replace(conv_weight=nhwc(inputs.conv_weight))
+        for other in (stored_nhwc, moved(inputs)):
+            assert_same_bits(call(kernels(), case, other, options), expected)
+
+
+@on_host
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("case", [Case(1, 17, 33, 64, 256, 1), Case(2, 17, 33, 32, 32, 3)], ids=str)
+def test_partial_weight_gradients_are_never_more_bytes_than_what_they_save(case, is_large):
+    """Of a large image both gradients come from one kernel, of a small one each from its own."""
+    set_schedule(multiprocessors=1)
+    case = case if is_large else case._replace(images=1, height=3, width=5)
+    inputs = backward_inputs(case, torch.bfloat16)
+    names = launches(lambda: call(kernels(), case, inputs, ALL))
+    apart = ["bn_relu_conv_backward_input", "bn_relu_conv_weight_gradients"]
+    kernel_names = ["bn_relu_conv_backward"] if is_large else apart
+    assert [n for n in names if n.startswith("bn_relu_conv")] == kernel_names
+    check_case(case, inputs, ALL)
+
+
+def is_served(shape, dtype, **changes):
+    same = Conv((1, 1), tuple(side // 2 for side in shape[2:]), (1, 1), 1)
+    return kernels().serves_conv(shape, same._replace(**changes), dtype, torch.device(DEVICE))
+
+
+SERVED = {
+    (16, 64, 1, 1): True,
+    (64, 256, 1, 1): True,
+    (128, 128, 1, 1): True,
+    (256, 256, 1, 1): False,  # a weight's gradient that no block can hold
+    (24, 16, 1, 1): False,
+    (16, 8, 1, 1): False,
+    (16, 272, 1, 1): False,
+    (16, 16, 3, 3): True,
+    (64, 64, 3, 3): True,
+    (16, 32, 3, 3): False,
+    (48, 48, 3, 3): False,
+    (16, 16, 5, 5): False,
+    (16, 16, 1, 3): False,
+}
+
+
+def test_which_weights_are_served():
+    for shape, expected in SERVED.items():
+        for dtype in DTYPES if IS_CUDA_ON_HOST else DTYPES[:2]:  # else shared memory decides
+            has_room = has_kernel(Case(1, 1, 1, shape[1], shape[0], shape[2]), dtype)
+            assert is_served(shape, dtype) == (expected and has_room), (shape, dtype)
+    for change in ({"stride": (2, 2)}, {"groups": 2}, {"padding": (2, 2)}):
+        assert not is_served((16, 16, 3, 3), torch.bfloat16, **change), change
+
+
+def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(monkeypatch):
+    monkeypatch.setattr(cuda, "MOST_PIXELS", {(3, 16): 2 * 7 * 6})
+    same = conv(THREE_BY_THREE), torch.bfloat16, torch.device(DEVICE)
+    found = [kernels().serves_conv((16, 16, 3, 3), *same, pixels) for pixels in (84, 85, None)]
+    assert found == [True, False, True]
+    assert kernels().serves_conv((32, 32, 3, 3), *same, 10**6)
+    stage = pk.PreActStage([random_block("basic", 16, 16) for _ in range(2)]).to(DEVICE)
+    stage = in_dtype(stage, torch.bfloat16)
+    for images, is_fused in ((2, True), (3, False)):
+        problems = [{"x": torch.randn(images, 16, 7, 6, device=DEVICE).bfloat16()}]
+        with monkeypatch.context() as patch, pk.use_backend("cuda"):
+            calls = recorded_calls(kernels(), "block_run_forward", patch)
+            check(stage, plain_copy(stage), problems * 8)
+        assert bool(calls) == is_fused
+
+
+def test_float32_is_served_only_where_tf32_is_allowed(monkeypatch):
+    assert is_served((16, 64, 1, 1), torch.float32)
+    monkeypatch.setattr(cuda, "_may_round_to_tf32", lambda: False)
+    assert not is_served((16, 64, 1, 1), torch.float32)
+    assert is_served((16, 64, 1, 1), torch.bfloat16)
+
+
+@on_host
+def test_auto_yields_where_shared_memory_does_not_hold_the_tiles(monkeypatch):
+    monkeypatch.setattr(cuda, "load_error", lambda: "")
+    monkeypatch.setattr(torch, "device", lambda name: DEVICE)
+    found = []
+    try:
+        for kibibytes in (163, 99, 227):  # of a block, on 8.0, 8.6 and 9.0
+            serve_cpu.set_most_shared_bytes(kibibytes * 1024)
+            cuda._fits_shared_memory.cache_clear()
+            found.append(cuda.lacks_shared_memory())
+    finally:
+        serve_cpu.set_most_shared_bytes()
+        cuda._fits_shared_memory.cache_clear()
+    assert found == [False, True, False]
+
+
+def test_the_library_names_what_it_does_not_take_before_a_kernel_reads_it():
+    inputs = forward_inputs(Case(1, 2, 2, 16, 16, 1), torch.bfloat16)
+    weight, residual, norm = inputs.conv_weight, inputs.residual, inputs.norm
+    for change, stride, message in (
+        ({"conv_weight": weight[:8]}, 1, "conv_weight: expected 16, 32, ... or 256"),
+        ({"conv_weight": weight[:0]}, 1, "conv_weight: expected 16, 32, ... or 256"),
+        ({"conv_weight": weight.half()}, 1, "conv_weight: expected the dtype of x, or float32"),
+        ({"conv_weight": weight.char()}, 1, "conv_weight: expected the dtype of x, or float32"),
+        ({"conv_weight": weight.expand(-1, -1, 5, 5)}, 1, "conv_weight: expected a 1x1 or a 3x3"),
+        ({"residual": residual[:, :8]}, 1, "residual: expected"),
+        ({"norm": norm._replace(mean=norm.mean[:8])}, 1, "mean: expected 16 values, got 8"),
+        ({}, 2, "stride: expected 1"),
+    ):
+        given = inputs._replace(**change)
+
+        def call_op(given=given, stride=(stride, stride), message=message):
+            x, norm, weight, residual = given
+            with pytest.raises(RuntimeError, match=message):
+                torch.ops.preact_kernels_cuda.bn_relu_conv_forward(
+                    x, *norm, weight, stride, None, residual, True
+                )
+
+        names = launches(call_op) if IS_CUDA_ON_HOST else call_op() or []
+        assert {*names} <= {"fill_zeros"}, message  # no kernel

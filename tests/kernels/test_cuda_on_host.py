@@ -1,6 +1,7 @@
 """The harness that runs CUDA kernels on the host finds the mistakes that it is there for."""
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -24,16 +25,12 @@ ENTRIES = (
 )  # fmt: skip
 
 
-def load(path):
-    library = ctypes.CDLL(str(path))
+@pytest.fixture(scope="module")
+def planted():
+    library = ctypes.CDLL(str(build.build("planted")))
     for name in ENTRIES:
         getattr(library, name).restype = ctypes.c_char_p
     return library
-
-
-@pytest.fixture(scope="module")
-def planted():
-    return load(build.build("planted"))
 
 
 def run(library, name, variant=0, seed=0, count=COUNT, resident_blocks=4):
@@ -43,12 +40,6 @@ def run(library, name, variant=0, seed=0, count=COUNT, resident_blocks=4):
     library.cuda_on_host_set(ctypes.c_uint64(seed), 2, resident_blocks)
     pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (values, out))
     return out, values, getattr(library, name)(*pointers, variant).decode()
-
-
-def lines_of(name, text):
-    """The numbers of the lines of a file of the harness that contain `text`."""
-    lines = (build.HERE / name).read_text().splitlines()
-    return [number for number, line in enumerate(lines, 1) if text in line]
 
 
 def test_every_schedule_of_a_right_kernel_gives_its_result(planted):
@@ -74,20 +65,17 @@ def test_schedules_differ_by_seed_and_repeat_with_it(planted):
     assert run(planted, "reverse", 1, 3, 4 * COUNT)[0].tobytes() == runs[3]
 
 
-@pytest.mark.parametrize(
-    ("variant", "message"),
-    [
-        (0, ""),
-        (1, "a barrier that some threads do not reach"),
-        (2, "threads at different barriers"),
-        (3, "threads wait for others that never come|lanes of a warp apart"),
-        (4, "threads wait for others that never come: __shfl_xor_sync"),
-    ],
-)
-def test_threads_that_do_not_meet_are_errors(planted, variant, message):
-    for seed in SEEDS:
+def test_threads_that_do_not_meet_are_errors(planted):
+    messages = (
+        "",
+        "a barrier that some threads do not reach",
+        "threads at different barriers",
+        "threads wait for others that never come|lanes of a warp apart",
+        "threads wait for others that never come: __shfl_xor_sync",
+    )
+    for seed, (variant, message) in itertools.product(SEEDS, enumerate(messages)):
         found = run(planted, "divergent", variant, seed)[2]
-        assert re.search(message, found) and bool(found) == bool(message)
+        assert re.search(message, found) and bool(found) == bool(message), (variant, seed)
 
 
 def test_shuffles_add_up_a_warp(planted):
@@ -101,33 +89,25 @@ def test_asynchronous_copies_land_at_the_wait_and_zeros_where_not_valid(planted)
     assert not message
     values[4:8] = 0
     np.testing.assert_array_equal(out, values)
+    for variant in (1, 2, 3):
+        assert np.isnan(run(planted, "copy", variant)[0]).all(), variant
+    for variant in (4, 5):
+        assert "copy: cp_async_16: not aligned" in run(planted, "copy", variant)[2], variant
 
 
-@pytest.mark.parametrize("variant", [1, 2, 3])
-def test_a_copy_that_is_not_waited_for_is_not_there(planted, variant):
-    assert np.isnan(run(planted, "copy", variant)[0]).all()
-
-
-@pytest.mark.parametrize("variant", [4, 5])
-def test_a_copy_that_is_not_aligned_is_an_error(planted, variant):
-    assert "copy: cp_async_16: not aligned" in run(planted, "copy", variant)[2]
-
-
-def test_vectors_that_are_aligned_are_copied(planted):
+def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted):
     out, values, message = run(planted, "vectors")
     assert not message
     np.testing.assert_array_equal(out, values)
-
-
-@pytest.mark.parametrize("variant", [1, 2])
-def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted, variant):
-    (line,) = lines_of("planted.cpp", ("const float4 four =", ") = four;")[variant - 1])
-    message = run(planted, "vectors", variant)[2]
-    assert re.fullmatch(
-        rf"vectors: .*planted\.cpp:{line}: an access of '.*float4' that is not aligned to 16 bytes "
-        r"\(thread \d+\)",
-        message,
-    ), message
+    lines = (build.HERE / "planted.cpp").read_text().splitlines()
+    for variant, text in enumerate(("const float4 four =", ") = four;"), start=1):
+        (line,) = (number for number, found in enumerate(lines, 1) if text in found)
+        message = run(planted, "vectors", variant)[2]
+        assert re.fullmatch(
+            rf"vectors: .*planted\.cpp:{line}: an access of '.*float4' that is not aligned to 16 "
+            r"bytes \(thread \d+\)",
+            message,
+        ), message
 
 
 MEETINGS = {
@@ -148,16 +128,14 @@ def right_schedules(library, name, variant, resident_blocks=8):
     return found
 
 
-@pytest.mark.parametrize("name", MEETINGS)
-def test_blocks_that_meet_rightly_give_the_result_in_every_schedule(planted, name):
-    assert right_schedules(planted, name, 0) == list(SEEDS)
+def test_blocks_that_meet_rightly_give_the_result_in_every_schedule(planted):
+    for name in MEETINGS:
+        assert right_schedules(planted, name, 0) == list(SEEDS), name
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"), [("count", 1), ("last_block", 1), ("last_block", 2), ("grid_barrier", 2)]
-)
-def test_blocks_that_meet_wrongly_show_in_some_schedules(planted, name, variant):
-    assert len(right_schedules(planted, name, variant)) < len(SEEDS)
+def test_blocks_that_meet_wrongly_show_in_some_schedules(planted):
+    for wrong in (("count", 1), ("last_block", 1), ("last_block", 2), ("grid_barrier", 2)):
+        assert len(right_schedules(planted, *wrong)) < len(SEEDS), wrong
 
 
 def test_blocks_that_run_one_after_another_hide_how_they_meet(planted):
@@ -165,10 +143,10 @@ def test_blocks_that_run_one_after_another_hide_how_they_meet(planted):
         assert right_schedules(planted, name, variant, resident_blocks=1) == list(SEEDS)
 
 
-@pytest.mark.parametrize(("variant", "resident_blocks"), [(1, 8), (0, 7)])
-def test_a_barrier_of_the_grid_that_never_opens_is_an_error(planted, variant, resident_blocks):
-    message = run(planted, "grid_barrier", variant, resident_blocks=resident_blocks)[2]
-    assert message.startswith("grid_barrier: a loop that waits for what no running block does")
+def test_a_barrier_of_the_grid_that_never_opens_is_an_error(planted):
+    for variant, resident_blocks in ((1, 8), (0, 7)):
+        message = run(planted, "grid_barrier", variant, resident_blocks=resident_blocks)[2]
+        assert message.startswith("grid_barrier: a loop that waits for what no running block does")
 
 
 def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
@@ -179,12 +157,9 @@ CHAIN = 8 * COUNT
 
 
 @pytest.mark.parametrize(("variant", "early"), [(0, None), (1, np.nan), (2, np.nan), (3, 2)])
-@pytest.mark.parametrize("resident_blocks", [1, 4])
-def test_what_a_dependent_launch_does_early_comes_before_the_launch_ahead(
-    planted, variant, early, resident_blocks
-):
+def test_what_a_dependent_launch_does_early_comes_before_the_launch_ahead(planted, variant, early):
     """By one block, which starts early; `early` is its out / in."""
-    for seed in SEEDS:
+    for seed, resident_blocks in itertools.product(SEEDS, (1, 4)):
         out, values, message = run(planted, "chain", variant, seed, CHAIN, resident_blocks)
         assert not message
         is_right = (out == 6 * values).reshape(8, COUNT)
@@ -196,41 +171,43 @@ def test_what_a_dependent_launch_does_early_comes_before_the_launch_ahead(
         np.testing.assert_array_equal(wrong, early * values.reshape(8, COUNT)[~is_right])
 
 
-@pytest.mark.parametrize("variant", range(7))
-def test_a_launch_that_is_not_dependent_does_nothing_early(planted, variant):
-    out, values, message = run(planted, "plain_chain", variant, count=CHAIN)
-    assert not message
-    np.testing.assert_array_equal(out, 6 * values)
+def test_a_launch_that_is_not_dependent_does_nothing_early(planted):
+    for variant in range(7):
+        out, values, message = run(planted, "plain_chain", variant, count=CHAIN)
+        assert not message
+        np.testing.assert_array_equal(out, 6 * values, f"variant {variant}")
 
 
-@pytest.mark.parametrize(
-    ("variant", "message"),
-    [
-        (4, "a dependent launch with a thread that does not call wait_for_predecessors"),
-        (5, "a dependent launch with a thread that does not call wait_for_predecessors"),
-        (6, r"let_dependents_start before wait_for_predecessors \(thread \d+\)"),
-    ],
-)
-def test_a_dependent_launch_that_does_not_wait_is_an_error(planted, variant, message):
-    for seed in SEEDS:
+def test_a_dependent_launch_that_does_not_wait_is_an_error(planted):
+    no_wait = "a dependent launch with a thread that does not call wait_for_predecessors"
+    early = r"let_dependents_start before wait_for_predecessors \(thread \d+\)"
+    for seed, (variant, message) in itertools.product(
+        SEEDS, ((4, no_wait), (5, no_wait), (6, early))
+    ):
         found = run(planted, "chain", variant, seed, CHAIN)[2]
-        assert re.fullmatch(f"third: {message}", found)
+        assert re.fullmatch(f"third: {message}", found), (variant, seed)
 
 
-@pytest.mark.parametrize("after", ["", "a copy", "memory was freed"])
-def test_an_op_ends_with_what_it_launched_in_the_order_of_its_calls(after, poisoned_memory):
+def test_an_op_ends_with_what_it_launched_in_the_order_of_its_calls(poisoned_memory):
     torch.ops.load_library(str(build.build("planted_ops")))
-    x = torch.randn(300)
-    y = torch.ops.cuda_on_host_planted.planted(x, after)
-    assert torch.equal(y, (4 if after == "memory was freed" else 2) * x)
-
-
-def test_what_an_op_launched_runs_where_it_fails_later(poisoned_memory):
-    torch.ops.load_library(str(build.build("planted_ops")))
+    for after, factor in (("", 2), ("a copy", 2), ("memory was freed", 4)):
+        x = torch.randn(300)
+        assert torch.equal(torch.ops.cuda_on_host_planted.planted(x, after), factor * x), after
     x = torch.ones(300)
     with pytest.raises(RuntimeError, match="after a launch"):
         torch.ops.cuda_on_host_planted.planted(x, "a write to the input")
-    assert (x == 4).all()
+    assert (x == 4).all()  # what it launched runs where it fails later
+
+
+def run_python(code, *arguments, env):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=build.ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 # Without torch, which takes seconds to import there.
@@ -244,21 +221,14 @@ assert (arrays[1] == 1).all()
 """
 
 
-def run_sanitized(code, *arguments):
-    """Runs `code` in a process with AddressSanitizer."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=build.ROOT,
-        env={**os.environ, **build.sanitizer_environment()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("variant", range(4))
 def test_a_stray_access_is_caught_by_the_sanitizer(variant):
-    process = run_sanitized(STRAY, build.build("planted", sanitize=True), variant)
+    process = run_python(
+        STRAY,
+        build.build("planted", sanitize=True),
+        variant,
+        env=os.environ | build.sanitizer_environment(),
+    )
     if variant == 0:
         assert process.returncode == 0, process.stderr
     else:
@@ -282,14 +252,8 @@ print(*(mark.args[0] for mark in skipped.marks))
 
 
 def test_on_a_gpu_machine_nothing_runs_on_the_host_in_place_of_the_library():
-    process = subprocess.run(
-        [sys.executable, "-c", PRETEND_A_GPU],
-        cwd=build.ROOT,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    process = run_python(PRETEND_A_GPU, env=env)
     assert process.stdout.splitlines() == [
         "False no library",
         "backend cuda is not available: no library",

@@ -4,8 +4,6 @@ Eager is what a backend does without such kernels: batch norm and ReLU in float3
 convolution in half precision, the addition in float32.
 """
 
-import itertools
-
 import pytest
 import torch
 
@@ -20,8 +18,6 @@ from tests.kernels import cuda_conv_cases as cuda_conv
 from tests.kernels.cuda_conv_cases import (
     ALL,
     DEVICE,
-    QUICK,
-    SLOW,
     TYPICAL,
     Backward,
     Case,
@@ -29,10 +25,8 @@ from tests.kernels.cuda_conv_cases import (
     backward_inputs,
     call,
     conv,
-    dtype_name,
     forward_inputs,
-    is_slow,
-    mapped,
+    moved,
     nhwc,
     set_schedule,
 )
@@ -51,16 +45,6 @@ from tests.stage.test_preact_stage import recorded_calls, unit_by_unit
 pytestmark = pytest.mark.usefixtures("on_gpu_backend")
 
 HALVES = (torch.bfloat16, torch.float16)
-every_case = pytest.mark.parametrize(
-    ("case", "half"),
-    [
-        pytest.param(
-            c, half, id=f"{dtype_name(half)}-{c}", marks=[pytest.mark.slow] * is_slow(c, half)
-        )
-        for c, half in itertools.product((*QUICK, *SLOW), HALVES)
-    ],
-)
-typical = pytest.mark.parametrize("case", TYPICAL, ids=str)
 # Whether the input of the convolution is of the stream, or its output.
 either_side = pytest.mark.parametrize("side", ["input", "output"])
 
@@ -124,72 +108,51 @@ def check_case(case: Case, inputs: Forward | Backward, options, monkeypatch):
 
 
 @on_gpu_backends
-@pytest.mark.covering(4, triton=1)
-@every_case
+@pytest.mark.covering(2, triton=1)
+@cuda_conv.cases_and_dtypes(
+    *TYPICAL, Case(1, 6, 7, 64, 256, 1), Case(2, 3, 5, 32, 32, 3), Case(2, 7, 7, 64, 64, 3),
+    dtypes=HALVES,
+)  # fmt: skip
 @either_side
-def test_forward_and_statistics_keep_the_budget(case, half, side, monkeypatch):
-    inputs = beside_stream(forward_inputs(case, half), side)
+def test_both_directions_keep_the_budget(case, dtype, side, monkeypatch):
+    inputs = beside_stream(forward_inputs(case, dtype), side)
     found = check_case(case, inputs, True, monkeypatch)
-    assert found["y"].dtype == (torch.float32 if side == "output" else half)
-
-
-@on_gpu_backends
-@pytest.mark.covering(4, triton=1)
-@every_case
-@either_side
-def test_backward_of_a_folded_gradient_keeps_the_budget(case, half, side, monkeypatch):
-    inputs = beside_stream(backward_inputs(case, half), side)
+    assert found["y"].dtype == (torch.float32 if side == "output" else dtype)
+    inputs = beside_stream(backward_inputs(case, dtype), side)
     found = check_case(case, inputs, ALL, monkeypatch)
-    assert found["g"].dtype == half
-    assert found["dy"].dtype == (torch.float32 if side == "output" else half)
+    assert found["g"].dtype == dtype
+    assert found["dy"].dtype == (torch.float32 if side == "output" else dtype)
 
 
 @on_gpu_backends
 @pytest.mark.covering(2, triton=1)
-@typical
 @either_side
-@pytest.mark.parametrize("fold", ["none", "evaluation", "z", "skip"])
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("multiprocessors", [1, 7])
-def test_every_fold_keeps_the_budget(case, side, fold, wanted, multiprocessors, monkeypatch):
-    set_schedule(multiprocessors=multiprocessors)  # of the CUDA library
+@pytest.mark.parametrize(
+    ("case", "fold", "wanted"),
+    [
+        (TYPICAL[1], "none", (True, True)),
+        (TYPICAL[0], "evaluation", (True, False)),
+        (TYPICAL[1], "z", (False, True)),
+        (TYPICAL[0], "skip", (True, True)),
+    ],
+    ids=str,
+)
+def test_every_fold_keeps_the_budget(case, side, fold, wanted, monkeypatch):
+    set_schedule(multiprocessors=1)  # of the CUDA library
     inputs = beside_stream(backward_inputs(case, torch.bfloat16, fold), side)
     check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
 
 
-@on_cuda
-@typical
-@pytest.mark.parametrize("seed", [1, 2])
+@on_gpu_backends
 @either_side
-def test_schedules_change_no_bit(case, seed, side):
+def test_neither_schedules_nor_where_tensors_begin_change_a_bit(side):
+    case = TYPICAL[1]
     given = beside_stream(forward_inputs(case, torch.bfloat16), side)
     arriving = beside_stream(backward_inputs(case, torch.bfloat16), side)
-
-    def results():
-        return call(kernels(), case, given, True) | call(kernels(), case, arriving, ALL)
-
-    expected = results()
-    set_schedule(seed)
-    assert_same_bits(results(), expected)
-
-
-@on_gpu_backends
-def test_tensors_that_begin_anywhere():
-    def moved(t):
-        if t.dim() != 4:
-            return t
-        memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
-        return memory[1:].view(t.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2).copy_(t)
-
-    for case in TYPICAL:
-        for side in ("input", "output"):
-            for inputs, options in (
-                (forward_inputs(case, torch.bfloat16), True),
-                (backward_inputs(case, torch.bfloat16), ALL),
-            ):
-                given = beside_stream(inputs, side)
-                expected = call(kernels(), case, given, options)
-                assert_same_bits(call(kernels(), case, mapped(given, moved), options), expected)
+    expected = call(kernels(), case, given, True), call(kernels(), case, arriving, ALL)
+    set_schedule(1)
+    assert_same_bits(call(kernels(), case, moved(given), True), expected[0])
+    assert_same_bits(call(kernels(), case, moved(arriving), ALL), expected[1])
 
 
 @on_cuda
@@ -218,7 +181,7 @@ def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
 
 
 @on_gpu_backends
-@pytest.mark.covering(4, triton=2)
+@pytest.mark.covering(2, triton=0)
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
@@ -237,7 +200,7 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     assert all(calls)
 
 
-@pytest.mark.covering(2, triton=1)
+@pytest.mark.covering(1, triton=0)
 @on_gpu_backends
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
@@ -266,9 +229,10 @@ def training_step(module, x) -> dict[str, torch.Tensor]:
     return {"y": y, **{str(i): g for i, g in enumerate(gradients)}}
 
 
+@pytest.mark.covering(1, triton=0)
 @on_gpu_backends
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-@pytest.mark.parametrize("half", HALVES, ids=dtype_name)
+@pytest.mark.parametrize("half", HALVES, ids=cuda_conv.dtype_name)
 def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypatch):
     """That of the output, and its own: what is subtracted is what was added, to the bit."""
     stage = in_dtype(bare_stage(kind, 2, memory="rebuild"), half)
@@ -283,7 +247,7 @@ def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypa
     assert ((found.double() - expected.double()).abs() <= 1.001 * allowed).all()
 
 
-@pytest.mark.covering(2, triton=1)
+@pytest.mark.covering(1, triton=0)
 @on_gpu_backends
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])

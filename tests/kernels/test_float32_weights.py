@@ -25,7 +25,7 @@ from tests.oracle import assert_same_bits, check, evaluate, plain_copy
 pytestmark = pytest.mark.usefixtures("on_gpu_backend")
 
 
-@pytest.mark.covering(4, triton=1)
+@pytest.mark.covering(1)
 @on_gpu_backends
 @pytest.mark.parametrize("case", TYPICAL, ids=str)
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=dtype_name)
@@ -59,7 +59,7 @@ class Casts(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.covering(4, triton=1)
+@pytest.mark.covering(1, triton=0)
 @on_gpu_backends
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
     python -m tests.kernels.cuda_on_host.build
 
-`kernels` is the CUDA library as it is, for CPU tensors; `planted` holds the kernels of the tests of
-the harness, `planted_ops` an op, `fragments` the wrappers of matrix instructions one by one,
-`exact_sums` those sums. Each also with `sanitize`, under AddressSanitizer.
+`kernels` is the CUDA library as it is, for CPU tensors; `fragments` holds the wrappers of matrix
+instructions one by one, `planted` the kernels of the tests of the harness, `planted_ops` an op.
+Each also with `sanitize`, under AddressSanitizer.
 """
 
 import fcntl
@@ -23,16 +23,21 @@ ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "cuda_on_host"
 CXX = shlex.split(os.environ.get("CXX") or "c++")
-# No fused multiply-add where the source has none: the processor that compiles decides nothing. What
-# is called at an access that is not aligned is in alignment.cpp.
+# No fused multiply-add where the source has none: the processor that compiles decides nothing.
 FLAGS = [
-    "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
-    "-fsanitize=alignment",
+    "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
     "-Wall", "-Wno-unknown-pragmas", "-DPK_CUDA_ON_HOST", f"-I{HERE}", f"-I{ROOT / 'csrc'}",
 ]  # fmt: skip
-SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
+# Kernels are quick to compile, and check that accesses are aligned.
+OF_KERNELS = ["-Og", "-fsanitize=alignment"]
+# The harness is quick to run. The rest has no kernels.
+OF_OTHERS = {
+    **{name: ["-O2"] for name in ("grid", "instructions")},
+    **{name: ["-O0"] for name in ("library", "bn_relu_conv", "torch_calls", "addresses")},
+}
+SANITIZE = ["-g1", "-fsanitize=address", "-fno-omit-frame-pointer"]
 
-LIBRARIES = ("planted", "planted_ops", "fragments", "exact_sums", "kernels")
+LIBRARIES = ("fragments", "kernels", "planted", "planted_ops")
 WITH_TORCH = ("planted_ops", "kernels")
 # Functions of torch that torch_calls.cpp stands before.
 WRAPPED = ("torch_call_dispatcher", "aoti_torch_delete_tensor_object")
@@ -68,7 +73,7 @@ def build(name: str, sanitize: bool = False) -> Path:
         RuntimeError: with the compiler's messages.
     """
     compile_flags, link_flags = list(FLAGS), ["-shared"]
-    sources = [HERE / "control.cpp", HERE / "alignment.cpp"]
+    sources = [HERE / "grid.cpp", HERE / "instructions.cpp"]
     if name == "kernels":
         sources += [HERE / "addresses.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     else:
@@ -89,14 +94,28 @@ def build(name: str, sanitize: bool = False) -> Path:
     around = _digest(*CXX, *compile_flags, *(h.read_text() for h in sorted(headers)))
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # processes that test side by side
-        objects = {s: folder / f"{s.stem}-{_digest(around, s.read_text())}.o" for s in sources}
+        flags_of = {s: OF_OTHERS.get(s.stem, OF_KERNELS) for s in sources}
+        objects = {
+            s: folder / f"{s.stem}-{_digest(around, *flags, s.read_text())}.o"
+            for s, flags in flags_of.items()
+        }
         library = folder / f"{name}-{_digest(*map(str, objects.values()), *link_flags)}.so"
         if library.exists():
             return library
         jobs = [
-            [*CXX, *compile_flags, "-x", "c++", "-c", str(source), "-o", str(target)]
-            for source, target in objects.items()
-            if not target.exists()
+            [
+                *CXX,
+                *compile_flags,
+                *flags,
+                "-x",
+                "c++",
+                "-c",
+                str(source),
+                "-o",
+                str(objects[source]),
+            ]
+            for source, flags in flags_of.items()
+            if not objects[source].exists()
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, jobs))
@@ -112,19 +131,19 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
-def build_for_gpu(name: str, capability: tuple[int, int]) -> Path:
-    """`fragments` or `exact_sums` for a GPU, compiled where something changed.
+def build_for_gpu(capability: tuple[int, int]) -> Path:
+    """`fragments` for a GPU, compiled where something changed.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
     flags = ["-std=c++17", "-shared", "-Xcompiler=-fPIC", "-arch=sm_{}{}".format(*capability)]
     flags.append(f"-I{ROOT / 'csrc'}")
-    source = HERE / f"{name}.cpp"
+    source = HERE / "fragments.cpp"
     around = [source, HERE / "entry.h", ROOT / "csrc/args.h", *(ROOT / "csrc/cuda").glob("*.cuh")]
-    folder = OUT / f"{name}_for_gpu"
+    folder = OUT / "fragments_for_gpu"
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{name}-{_digest(*flags, *(path.read_text() for path in around))}.so"
+    library = folder / f"fragments-{_digest(*flags, *(path.read_text() for path in around))}.so"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
@@ -152,6 +171,5 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     if shutil.which(CXX[0]) is None:
         sys.exit(0)  # and the tests that need it are skipped
-    for library in LIBRARIES:
+    for library in ("fragments", "kernels"):
         print(build(library))
-    print(build("planted", sanitize=True))

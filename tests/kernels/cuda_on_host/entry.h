@@ -16,14 +16,14 @@ const char* run_all(const Body& launches) {
   try {
     launches();
 #if defined(PK_CUDA_ON_HOST)
-    cuda_on_host::stream.synchronize();
+    cuda_on_host::synchronize();
 #else
     preact_kernels::cuda::check_cuda("cudaDeviceSynchronize", cudaDeviceSynchronize());
 #endif
   } catch (const std::exception& error) {
     message = error.what();
 #if defined(PK_CUDA_ON_HOST)
-    cuda_on_host::stream.clear();  // what was launched before holds pointers of the caller
+    cuda_on_host::drop_launches();  // what was launched before holds pointers of the caller
 #endif
   }
   return message.c_str();

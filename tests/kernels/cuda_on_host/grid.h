@@ -1,34 +1,11 @@
-// Runs a grid on the CPU: several blocks at once, the threads of a block as fibers.
-//
-// A thread runs until it waits for others (at a barrier, in a warp collective), reaches an atomic
-// operation, or returns. Which thread is next, and which block, a seeded generator draws. So a
-// kernel that lacks a barrier, or whose blocks meet without an atomic operation, has schedules in
-// which it shows, and a barrier of the grid can spin while the other blocks arrive. Shared memory
-// is a heap block of the size that was launched with, new for each block and full of NaN.
-//
-// The first block of a dependent launch runs up to `wait_for_predecessors` before the launch ahead
-// begins (stream.h): what a kernel reads before that call is what was there before.
-//
-// Errors, thrown by `Grid`: a barrier that some threads of the block do not reach, or reach at
-// another line; a warp collective that some lanes do not reach; a loop that waits for what no
-// running block does; threads of a dependent launch that do not wait for the launches ahead, or let
-// the next one start before that; copies and matrix loads that miss shared memory; accesses that
-// are not aligned (alignment.cpp); launches that no GPU takes.
+// What kernels and launches use of grid.cpp, which runs them on the CPU.
 #pragma once
 
-#include <algorithm>
-#include <array>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
-#include <utility>
-#include <vector>
-
-#include "fiber.h"
 
 struct dim3 {
   unsigned x, y, z;
@@ -44,26 +21,15 @@ constexpr unsigned kLanes = 32;
 struct Site {
   const char* file;
   int line;
-  bool operator==(const Site& other) const {
-    return line == other.line && std::strcmp(file, other.file) == 0;
-  }
-  std::string text() const { return std::string(file) + ":" + std::to_string(line); }
 };
 
-// SplitMix64.
-class Generator {
- public:
-  explicit Generator(uint64_t seed) : state_(seed) {}
-  size_t below(size_t count) {
-    uint64_t z = (state_ += 0x9e3779b97f4a7c15);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-    return (z ^ (z >> 31)) % count;
-  }
-
- private:
-  uint64_t state_;
+// Of the thread that runs; null outside kernels.
+struct Position {
+  dim3 thread, block, threads, blocks;
+  unsigned linear;        // index of the thread in its block
+  unsigned char* shared;  // of the block
 };
+extern thread_local const Position* position;
 
 // What a launch is given, or a fill: `params` is then the address of the pointer to the memory.
 struct Launch {
@@ -72,349 +38,47 @@ struct Launch {
   size_t shared_bytes;
   const void* params;
   size_t params_bytes;
-  size_t filled_bytes = 0;    // of a fill
-  bool is_dependent = false;  // may begin before the launch ahead of it has ended
-  const void* kernel = nullptr;
+  size_t filled_bytes;  // of a fill
+  bool is_dependent;    // may begin before the launch ahead of it has ended
+  const void* kernel;
 };
 
-// What tests set: see `control.cpp`.
+// What tests set.
 struct Settings {
-  uint64_t seed = 0;
+  uint64_t seed = 0;  // of the order of threads and blocks
   int multiprocessors = 2;
   int resident_blocks = 4;                    // that run at once
   size_t most_shared_bytes = 227 * 1024;      // of a block, as on sm_90 and sm_100
   void (*listener)(const Launch*) = nullptr;  // called in place of every launch and fill
   int64_t early_starts = 0;  // of dependent launches, counted: the one ahead had not begun
 };
-inline Settings settings;
+extern Settings settings;
 
-// An asynchronous copy of 16 bytes that has not landed.
-struct Copy {
-  void* to;
-  const void* from;  // null: zeros
-};
+// Ends the run of the grid, which throws the message.
+void fail(const std::string& message);
+// Lets other threads and other blocks run before the current thread goes on.
+void yield();
+// Waits for all threads of the block; whether any of them voted.
+int barrier(int vote, Site site);
+// Waits for the lanes of a warp, whose last calls `body(operands of all lanes, context)`.
+void collective(const char* name, Site site, void* own, void (*body)(void**, const void*),
+                const void* context);
+// Fails unless `pointer` points to `bytes` of shared memory, so aligned.
+void check_shared(const void* pointer, size_t bytes, const char* what);
+void wait_for_predecessors();
+void let_dependents_start();
+void copy_async_16(void* smem, const void* global);  // zeros where `global` is null
+void commit_copies();
+void wait_for_copies(size_t groups);  // until no more than the newest groups are in flight
 
-struct Thread {
-  Fiber fiber;
-  dim3 index;
-  unsigned linear = 0;
-  int vote = 0;             // what a barrier with a vote found
-  bool has_waited = false;  // for the launches ahead
-  std::vector<Copy> uncommitted;
-  std::deque<std::vector<Copy>> groups;
-  std::deque<std::array<unsigned char, 16>> read_early;  // what copies of these were to read
-};
+// Runs a kernel when the stream says; throws where the launch is refused, or the one ahead fails.
+void launch(const Launch& launch, std::function<void()> kernel);
 
-struct Warp {
-  void* operands[kLanes] = {};
-  unsigned arrived = 0;
-  const char* name = nullptr;
-  Site site{};
-};
-
-// What a block does next.
-enum class State { kRuns, kWaits, kHasEnded };
-
-class Block {
- public:
-  Block(dim3 grid, dim3 threads, size_t shared_bytes, bool is_dependent)
-      : grid(grid), dim(threads), shared_bytes(shared_bytes), is_dependent_(is_dependent) {
-    while (threads_.size() < dim.count()) {
-      if (pool_.empty()) pool_.push_back(std::make_unique<Thread>());
-      threads_.push_back(std::move(pool_.back()));
-      pool_.pop_back();
-    }
-  }
-  ~Block() {
-    for (std::unique_ptr<Thread>& thread : threads_) pool_.push_back(std::move(thread));
-  }
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
-
-  // Makes the next calls of `step` run the block of that index. Before `end_wait` it runs no
-  // further than to `wait_for_predecessors` if it is early.
-  void start(dim3 block_index, const std::function<void()>& kernel, bool is_early) {
-    index = block_index;
-    kernel_ = &kernel;
-    is_early_ = is_early;
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 128, shared_bytes) != 0) throw std::bad_alloc();
-    shared_owner_.reset(memory);
-    std::memset(memory, 0xff, shared_bytes);
-    shared = static_cast<unsigned char*>(memory);
-    warps_.assign((threads_.size() + kLanes - 1) / kLanes, Warp());
-    finished_ = 0;
-    for (unsigned i = 0; i < threads_.size(); ++i) {
-      Thread& thread = *threads_[i];
-      thread.linear = i;
-      thread.index = dim3(i % dim.x, i / dim.x % dim.y, i / dim.x / dim.y);
-      thread.has_waited = false;
-      thread.uncommitted.clear();
-      thread.groups.clear();
-      thread.read_early.clear();
-      thread.fiber.start([](void* block) { (*static_cast<Block*>(block)->kernel_)(); }, this);
-      ready_.push_back(&thread);
-    }
-  }
-
-  // Runs one thread until it suspends.
-  State step(Generator& generator) {
-    if (ready_.empty()) {
-      error_ = "threads wait for others that never come";
-      for (const Warp& warp : warps_) {
-        if (warp.arrived) error_ += std::string(": ") + warp.name + " at " + warp.site.text();
-      }
-      throw std::runtime_error(error_);
-    }
-    std::swap(ready_[generator.below(ready_.size())], ready_.back());
-    current = ready_.back();
-    ready_.pop_back();
-    running = this;
-    has_yielded = false;
-    current->fiber.resume();
-    running = nullptr;
-    if (error_.empty() && current->fiber.is_done()) {
-      ++finished_;
-      yields_ = 0;
-      if (!at_barrier_.empty()) {
-        error_ = "a barrier that some threads do not reach, at " + barrier_site_.text();
-      }
-      if (is_dependent_ && !current->has_waited) {
-        error_ = "a dependent launch with a thread that does not call wait_for_predecessors";
-      }
-    }
-    if (!error_.empty()) throw std::runtime_error(error_);
-    if (finished_ == threads_.size()) return State::kHasEnded;
-    return ready_.empty() && !at_wait_.empty() ? State::kWaits : State::kRuns;
-  }
-
-  // The launches ahead have ended.
-  void end_wait() {
-    is_early_ = false;
-    ready_.insert(ready_.end(), at_wait_.begin(), at_wait_.end());
-    at_wait_.clear();
-  }
-
-  void wait_for_predecessors() {
-    current->has_waited = true;
-    if (!is_early_) return;
-    // The copies that are in flight may have read what was there.
-    for (std::vector<Copy>& group : current->groups) read_early(group);
-    read_early(current->uncommitted);
-    at_wait_.push_back(current);
-    current->fiber.suspend();
-  }
-
-  void let_dependents_start() {
-    if (is_dependent_ && !current->has_waited) {
-      fail("let_dependents_start before wait_for_predecessors");
-    }
-  }
-
-  // Lets other threads and other blocks run before the current thread goes on.
-  void yield() {
-    if (++yields_ > kMostYields) fail("a loop that waits for what no running block does");
-    has_yielded = true;
-    ready_.push_back(current);
-    current->fiber.suspend();
-  }
-
-  // Waits for all threads of the block; whether any of them voted.
-  int barrier(int vote, Site site) {
-    if (finished_) fail("a barrier that some threads do not reach, at " + site.text());
-    if (at_barrier_.empty()) {
-      barrier_site_ = site;
-      vote_ = 0;
-    } else if (!(site == barrier_site_)) {
-      fail("threads at different barriers, at " + barrier_site_.text() + " and " + site.text());
-    }
-    vote_ |= vote;
-    at_barrier_.push_back(current);
-    if (at_barrier_.size() == threads_.size()) {
-      for (Thread* thread : at_barrier_) {
-        thread->vote = vote_;
-        ready_.push_back(thread);
-      }
-      at_barrier_.clear();
-      yields_ = 0;
-    }
-    Thread* self = current;
-    self->fiber.suspend();
-    return self->vote;
-  }
-
-  // Waits for the lanes of a warp, whose last calls `body` with the operands of all.
-  template <class Operands, class Body>
-  void collective(const char* name, Site site, Operands& own, const Body& body) {
-    Warp& warp = warps_[current->linear / kLanes];
-    const unsigned lane = current->linear % kLanes;
-    if (threads_.size() % kLanes) fail("a warp collective in a block with an incomplete warp");
-    if (warp.arrived == 0) {
-      warp.name = name;
-      warp.site = site;
-    } else if (std::strcmp(warp.name, name) != 0 || !(warp.site == site)) {
-      fail(std::string("lanes of a warp apart, in ") + warp.name + " at " + warp.site.text() +
-           " and in " + name + " at " + site.text());
-    }
-    warp.operands[lane] = &own;
-    if (++warp.arrived == kLanes) {
-      Operands* lanes[kLanes];
-      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = static_cast<Operands*>(warp.operands[i]);
-      body(lanes);
-      warp.arrived = 0;
-      yields_ = 0;
-      const unsigned first = current->linear - lane;
-      for (unsigned i = 0; i < kLanes; ++i) ready_.push_back(threads_[first + i].get());
-    }
-    current->fiber.suspend();
-  }
-
-  // Ends the run: the message is thrown by `run`, on the stack that can be unwound.
-  void fail(const std::string& message) {
-    if (error_.empty()) error_ = message + " (thread " + std::to_string(current->linear) + ")";
-    current->fiber.suspend();  // for good
-    std::abort();
-  }
-
-  // A pointer to `bytes` of shared memory, so aligned.
-  void check_shared(const void* pointer, size_t bytes, const char* what) {
-    const auto at = static_cast<const unsigned char*>(pointer);
-    if (reinterpret_cast<uintptr_t>(at) % bytes) fail(std::string(what) + ": not aligned");
-    if (at < shared || at + bytes > shared + shared_bytes) {
-      fail(std::string(what) + ": outside shared memory");
-    }
-  }
-
-  dim3 grid, dim, index;
-  size_t shared_bytes;
-  unsigned char* shared = nullptr;
-  Thread* current = nullptr;
-  bool has_yielded = false;  // the thread that ran last
-
-  static inline thread_local Block* running = nullptr;
-
- private:
-  static constexpr size_t kMostYields = size_t(1) << 24;
-
-  static inline thread_local size_t yields_ = 0;  // of all blocks, since threads last went on
-  static inline thread_local std::vector<std::unique_ptr<Thread>> pool_;  // stacks to use again
-
-  void read_early(std::vector<Copy>& group) {
-    for (Copy& copy : group) {
-      if (copy.from == nullptr) continue;
-      std::memcpy(current->read_early.emplace_back().data(), copy.from, 16);
-      copy.from = current->read_early.back().data();
-    }
-  }
-
-  bool is_dependent_, is_early_ = false;
-  std::vector<std::unique_ptr<Thread>> threads_;
-  std::vector<Thread*> ready_, at_barrier_, at_wait_;
-  std::vector<Warp> warps_;
-  std::unique_ptr<void, void (*)(void*)> shared_owner_{nullptr, std::free};
-  const std::function<void()>* kernel_ = nullptr;
-  Site barrier_site_{};
-  int vote_ = 0;
-  size_t finished_ = 0;
-  std::string error_;
-};
-
-// The blocks of a launch.
-class Grid {
- public:
-  // Throws where the launch is refused.
-  Grid(std::string name, dim3 grid, dim3 threads, size_t shared_bytes, bool is_dependent,
-       std::function<void()> kernel)
-      : name_(std::move(name)),
-        grid_(grid),
-        threads_(threads),
-        shared_bytes_(shared_bytes),
-        is_dependent_(is_dependent),
-        kernel_(std::move(kernel)) {
-    if (threads.count() == 0 || threads.count() > 1024 || threads.z > 64) {
-      refuse("threads of a block");
-    }
-    if (grid.count() == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
-      refuse("blocks of a grid");
-    }
-    if (shared_bytes > settings.most_shared_bytes) refuse("shared memory");
-    order_.resize(grid.count());
-    for (size_t i = 0; i < order_.size(); ++i) {
-      order_[i] = i;
-      std::swap(order_[i], order_[generator_.below(i + 1)]);
-    }
-    steps_ = size_t(1) << 4 * generator_.below(4);
-  }
-
-  // While the launch ahead has not begun: runs the first block of a dependent launch until it
-  // waits.
-  // Returns whether there is one.
-  bool start_early() {
-    if (!is_dependent_) return false;
-    start_blocks(1, true);
-    run();
-    return true;
-  }
-
-  // The launch ahead has ended: runs all blocks to their end.
-  void finish() {
-    running_.swap(waiting_);
-    for (std::unique_ptr<Block>& block : running_) block->end_wait();
-    start_blocks(settings.resident_blocks, false);
-    run();
-  }
-
- private:
-  [[noreturn]] void refuse(const char* what) const {
-    throw std::runtime_error(name_ + ": invalid configuration: " + what);
-  }
-
-  void start(Block& block, bool is_early) {
-    const size_t i = order_[next_++];
-    block.start(dim3(i % grid_.x, i / grid_.x % grid_.y, i / grid_.x / grid_.y), kernel_, is_early);
-  }
-
-  // Up to so many that run at once.
-  void start_blocks(size_t most, bool are_early) {
-    while (running_.size() < most && next_ < order_.size()) {
-      running_.push_back(std::make_unique<Block>(grid_, threads_, shared_bytes_, is_dependent_));
-      start(*running_.back(), are_early);
-    }
-  }
-
-  // Runs blocks until all have ended, or wait for the launch ahead.
-  void run() {
-    try {
-      for (size_t at = 0; !running_.empty();) {
-        const bool meets = running_[at]->has_yielded;
-        if (generator_.below(meets ? 2 : steps_) == 0) at = generator_.below(running_.size());
-        const State state = running_[at]->step(generator_);
-        if (state == State::kRuns) continue;
-        if (state == State::kHasEnded && next_ < order_.size()) {
-          start(*running_[at], false);
-          continue;
-        }
-        if (state == State::kWaits) waiting_.push_back(std::move(running_[at]));
-        running_.erase(running_.begin() + at);
-        at = 0;
-      }
-    } catch (const std::runtime_error& error) {
-      throw std::runtime_error(name_ + ": " + error.what());
-    }
-  }
-
-  std::string name_;
-  dim3 grid_, threads_;
-  size_t shared_bytes_;
-  bool is_dependent_;
-  std::function<void()> kernel_;
-  Generator generator_{settings.seed};
-  std::vector<size_t> order_;
-  size_t next_ = 0;
-  // From a step of each block in turn to most of a block before the next. Where blocks may meet,
-  // others often run, or wrong orders that take many steps of others would never be seen.
-  size_t steps_ = 1;
-  std::vector<std::unique_ptr<Block>> running_, waiting_;
-};
+// What the thread of the host launches, in order.
+void synchronize();    // runs all that was launched
+void drop_launches();  // what has not run
+bool is_idle();        // whether all has run
+void keep(
+    std::shared_ptr<void> owner);  // of memory that a GPU would free in the order of the stream
 
 }  // namespace cuda_on_host

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "stream.h"
+#include "grid.h"
 
 namespace cuda_on_host {
 
@@ -13,12 +13,12 @@ void run_op(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
     torch::stable::detail::boxer<Function, function>::boxed_fn(stack, arguments, outputs);
   } catch (...) {
     try {
-      stream.synchronize();
+      synchronize();
     } catch (const std::runtime_error&) {  // of what was launched earlier, or because of it
     }
     throw;
   }
-  stream.synchronize();
+  synchronize();
 }
 
 }  // namespace cuda_on_host

@@ -5,9 +5,7 @@
 
 #include <string>
 
-#include "stream.h"
-
-using cuda_on_host::stream;
+#include "grid.h"
 
 extern "C" {
 
@@ -20,13 +18,13 @@ AOTITorchError __wrap_torch_call_dispatcher(const char* op, const char* overload
   const std::string name = op;
   const bool has_kernel =
       name != "aten::empty" && name != "aten::empty_like" && name != "aten::view";
-  if (has_kernel) stream.synchronize();
+  if (has_kernel) cuda_on_host::synchronize();
   return __real_torch_call_dispatcher(op, overload, stack, version);
 }
 
 AOTITorchError __wrap_aoti_torch_delete_tensor_object(AtenTensorHandle tensor) {
-  if (stream.is_idle()) return __real_aoti_torch_delete_tensor_object(tensor);
-  stream.keep(std::shared_ptr<void>(tensor, [](void* kept) {
+  if (cuda_on_host::is_idle()) return __real_aoti_torch_delete_tensor_object(tensor);
+  cuda_on_host::keep(std::shared_ptr<void>(tensor, [](void* kept) {
     __real_aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(kept));
   }));
   return AOTI_TORCH_SUCCESS;

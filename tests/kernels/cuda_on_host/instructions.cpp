@@ -1,0 +1,117 @@
+// Matrix instructions by their definition in PTX.
+
+#include "device.h"
+
+namespace preact_kernels::cuda {
+
+using cuda_on_host::kAllLanes;
+using cuda_on_host::Site;
+
+namespace {
+
+// Lanes 8*m to 8*m + 7 name the rows of matrix m, eight 16-bit elements each. Of matrix m lane l
+// gets elements 2*(l % 4) and the next of row l / 4; transposed, of column l / 4.
+void load_matrices(const char* name, bool is_transposed, uint32_t* r, const void* row, Site site) {
+  struct Operands {
+    const void* row;
+    uint32_t* r;
+  } own = {row, r};
+  cuda_on_host::check_shared(row, 16, name);
+  cuda_on_host::collective(name, kAllLanes, site, own, [=](Operands** lanes) {
+    for (int m = 0; m < 4; ++m) {
+      uint16_t matrix[8][8];
+      for (int i = 0; i < 8; ++i) std::memcpy(matrix[i], lanes[8 * m + i]->row, 16);
+      for (int l = 0; l < 32; ++l) {
+        const int i = l / 4, j = 2 * (l % 4);
+        const uint32_t low = is_transposed ? matrix[j][i] : matrix[i][j];
+        const uint32_t high = is_transposed ? matrix[j + 1][i] : matrix[i][j + 1];
+        lanes[l]->r[m] = low | high << 16;
+      }
+    }
+  });
+}
+
+// d += a * b for a [16, K] and b [K, 8], spread over a warp: `kPack` elements a register. With
+// group l / 4 and rank l % 4, registers of a hold rows group, group + 8 in turn, of the first half
+// of K, then of the second; those of b column group, of the first half, then of the second; d rows
+// group (twice) and group + 8 (twice), columns 2 * rank and the next.
+template <int kPack, class Unpack>
+void multiply(const char* name, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+              Site site, const Unpack& unpack) {
+  struct Operands {
+    float* d;
+    const uint32_t *a, *b;
+  } own = {d, a, b};
+  cuda_on_host::collective(name, kAllLanes, site, own, [&](Operands** lanes) {
+    constexpr int kK = 8 * kPack;
+    double left[16][kK], right[kK][8];
+    for (int l = 0; l < 32; ++l) {
+      const int group = l / 4, rank = l % 4;
+      for (int half = 0; half < 2; ++half) {
+        const int k = half * kK / 2 + rank * kPack;
+        double column[kPack];
+        unpack(lanes[l]->a[2 * half], &left[group][k]);
+        unpack(lanes[l]->a[2 * half + 1], &left[group + 8][k]);
+        unpack(lanes[l]->b[half], column);
+        for (int i = 0; i < kPack; ++i) right[k + i][group] = column[i];
+      }
+    }
+    for (int row = 0; row < 16; ++row) {
+      float* of_lanes[4];
+      double sums[8];
+      for (int rank = 0; rank < 4; ++rank) {
+        of_lanes[rank] = lanes[row % 8 * 4 + rank]->d + row / 8 * 2;
+        for (int i = 0; i < 2; ++i) sums[2 * rank + i] = of_lanes[rank][i];
+      }
+      for (int k = 0; k < kK; ++k) {
+        for (int i = 0; i < 8; ++i) sums[i] += left[row][k] * right[k][i];
+      }
+      for (int i = 0; i < 8; ++i) of_lanes[i / 2][i % 2] = static_cast<float>(sums[i]);
+    }
+  });
+}
+
+constexpr uint32_t kTf32Nan = 0x7fffffffu;
+
+}  // namespace
+
+void ldmatrix_x4(uint32_t (&r)[4], const void* row, const char* file, int line) {
+  load_matrices("ldmatrix_x4", false, r, row, {file, line});
+}
+void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, const char* file, int line) {
+  load_matrices("ldmatrix_x4_trans", true, r, row, {file, line});
+}
+
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], T,
+                  const char* file, int line) {
+  multiply<2>("mma_m16n8k16", d, a, b, {file, line}, [](uint32_t pair, double* values) {
+    const float2 both = unpack_pair<T>(pair);
+    values[0] = both.x, values[1] = both.y;
+  });
+}
+template void mma_m16n8k16(float (&)[4], const uint32_t (&)[4], const uint32_t (&)[2], BFloat16,
+                           const char*, int);
+template void mma_m16n8k16(float (&)[4], const uint32_t (&)[4], const uint32_t (&)[2], Half,
+                           const char*, int);
+
+void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                      const char* file, int line) {
+  for (const uint32_t bits : {a[0], a[1], a[2], a[3], b[0], b[1]}) {
+    // The hardware cuts bits off: numbers would be less exact, and a NaN may become infinite.
+    if (bits & 0x1fffu && bits != kTf32Nan) {
+      cuda_on_host::fail("mma_m16n8k8_tf32: an operand that to_tf32 did not round");
+    }
+  }
+  multiply<1>("mma_m16n8k8_tf32", d, a, b, {file, line},
+              [](uint32_t bits, double* value) { *value = __uint_as_float(bits); });
+}
+
+// To nearest, ties away from zero.
+uint32_t to_tf32(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  if (value != value) return kTf32Nan;
+  return std::isinf(value) ? bits : (bits + 0x1000u) & ~0x1fffu;
+}
+
+}  // namespace preact_kernels::cuda
