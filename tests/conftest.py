@@ -176,7 +176,7 @@ def first_schedule(poisoned_memory, monkeypatch):
 
 @pytest.fixture
 def on_gpu_backend(backend, first_schedule):
-    """The backend that a test of `gpu_backends.py` names, with every call sent to it."""
+    """The backend that a test of both GPU backends names, with every call sent to it."""
     with pk.use_backend(backend):
         yield
 

@@ -240,17 +240,6 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch):
     assert refusal == "expected a GPU of compute capability 8.0 or later, got 7.5"
 
 
-def run_python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=build.ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.not_under_sanitizer
 def test_without_a_gpu_the_named_backend_is_refused_and_auto_goes_on():
     code = """
@@ -262,7 +251,10 @@ try:
 except pk.BackendError as error:
     print(error)
 """
-    process = run_python(code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=build.ROOT, env=env, capture_output=True, text=True
+    )
     assert "backend 'cuda' is not available here (no NVIDIA GPU)" in process.stdout, process.stderr
 
 

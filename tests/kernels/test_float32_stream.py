@@ -1,11 +1,14 @@
-"""A float32 residual stream beside half precision, in the fused convolutions of both GPU backends.
+"""A float32 residual stream, or float32 weights, beside half precision, on both GPU backends.
 
-Eager is what a backend does without such kernels: batch norm and ReLU in float32, PyTorch's
-convolution in half precision, the addition in float32.
+Eager beside a stream is what a backend does without such kernels: batch norm and ReLU in float32,
+PyTorch's convolution in half precision, the addition in float32.
 """
+
+import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.kernels import pytorch_conv, reference
@@ -13,6 +16,7 @@ from preact_kernels.kernels.contract import Wanted
 from preact_kernels.kernels.mixed_precision import MixedBlockKernels, MixedKernels
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
+from tests.behaviour.test_autocast import Autocast
 from tests.cases import in_dtype, random_block
 from tests.kernels import cuda_conv_cases as cuda_conv
 from tests.kernels.cuda_conv_cases import (
@@ -30,7 +34,6 @@ from tests.kernels.cuda_conv_cases import (
     nhwc,
     set_schedule,
 )
-from tests.kernels.gpu_backends import NoConvolution, on_cuda, on_gpu_backends
 from tests.oracle import (
     assert_same_bits,
     check,
@@ -43,6 +46,28 @@ from tests.stage.test_memory_mode import rebuilt
 from tests.stage.test_preact_stage import recorded_calls, unit_by_unit
 
 pytestmark = pytest.mark.usefixtures("on_gpu_backend")
+
+
+def _backend(name: str):
+    """A parameter, skipped where the backend is not available."""
+    (row,) = (b for b in dispatch.BACKENDS if b.name == name)
+    reason = f"backend {name}: {row.load_error()}"
+    return pytest.param(name, marks=pytest.mark.skipif(not row.is_available(), reason=reason))
+
+
+on_cuda = pytest.mark.parametrize("backend", [_backend("cuda")])
+# compute-sanitizer is for the CUDA library.
+_NAMES = ("cuda",) if os.environ.get("PK_SANITIZER") else ("cuda", "triton")
+on_gpu_backends = pytest.mark.parametrize("backend", [_backend(name) for name in _NAMES])
+
+
+class NoConvolution(TorchDispatchMode):
+    """Convolutions of PyTorch are errors."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "convolution" not in function._schema.name
+        return function(*args, **kwargs or {})
+
 
 HALVES = (torch.bfloat16, torch.float16)
 # Whether the input of the convolution is of the stream, or its output.
@@ -262,7 +287,7 @@ def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypat
     ]
     stage = in_dtype(pk.PreActStage(blocks, memory, residual_dtype=torch.float32), torch.bfloat16)
     stage = stage.to(DEVICE)
-    problems = [{"x": torch.randn(4, 32, 7, 6, device=DEVICE)} for _ in range(8)]
+    problems = [{"x": torch.randn(4, 32, 5, 4, device=DEVICE)} for _ in range(8)]
     calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
     check(stage, plain_copy(stage), problems)
     assert calls
@@ -297,3 +322,60 @@ def test_a_lone_unit_between_tensors_of_the_stream_runs_around_pytorchs_convolut
     assert run_keys(both, blocks, given.x) == [None]
     blocks = Blocks([BlockSpec((unit, unit), None)], [*given.norm[2:4], given.conv_weight] * 2)
     assert run_keys(both, blocks, given.x) != [None]
+
+
+@pytest.mark.covering(1)
+@on_gpu_backends
+@pytest.mark.parametrize("case", TYPICAL, ids=str)
+@pytest.mark.parametrize("half", HALVES, ids=cuda_conv.dtype_name)
+@pytest.mark.parametrize("stream", [None, "input", "output"])
+def test_float32_weights_are_rounded_on_the_way(case, half, stream):
+    backend = MixedBlockKernels(kernels(), kernels(), half) if stream else kernels()
+    for inputs, options in ((forward_inputs(case, half), True), (backward_inputs(case, half), ALL)):
+        given = beside_stream(inputs, stream) if stream else inputs
+        wide = torch.randn_like(inputs.conv_weight, dtype=torch.float32)
+        expected = call(backend, case, given._replace(conv_weight=wide.to(half)), options)
+        for weight in (wide, nhwc(wide)):
+            found = call(backend, case, given._replace(conv_weight=weight), options)
+            if "conv_weight" in found:
+                assert found["conv_weight"].dtype == torch.float32
+                found["conv_weight"] = found["conv_weight"].to(half)
+            assert_same_bits(found, expected)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of weights, and of gradients of their shape."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.shapes, self.count = {w.shape for w in weights}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and args[0].shape in self.shapes:
+            self.count += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.covering(1, triton=0)
+@on_gpu_backends
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@pytest.mark.parametrize(
+    ("x_dtype", "stream"),
+    [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)],
+)
+def test_autocast_casts_no_weight_where_convolutions_are_fused(x_dtype, stream, memory):
+    blocks = [random_block("bottleneck", 64, 16) for _ in range(2)]
+    stage = Autocast(pk.PreActStage(blocks, memory, residual_dtype=stream)).to(DEVICE)
+    plain = plain_copy(stage)
+    weights = [p for p in stage.parameters() if p.dim() == 4]
+    problems = [{"x": torch.randn(3, 64, 5, 4, device=DEVICE).to(x_dtype)} for _ in range(8)]
+    counts = []
+    for module in (stage, plain):
+        with Casts(weights) as casts:
+            evaluate(module, problems[0])
+        counts.append(casts.count)
+    results = check(stage, plain, problems)
+    assert counts[0] == 0
+    assert counts[1] >= 2 * len(weights)
+    own = {n: t.dtype for n, t in results.items() if n != "dx" and n.startswith("d")}
+    assert set(own.values()) == {torch.float32}

@@ -3,7 +3,7 @@
     python -m tests.kernels.cuda_on_host.build
 
 `kernels` is the CUDA library as it is, for CPU tensors; `fragments` holds the wrappers of matrix
-instructions one by one, `planted` the kernels of the tests of the harness, `planted_ops` an op.
+instructions one by one, `planted` the kernels of the tests of the harness.
 Each also with `sanitize`, under AddressSanitizer.
 """
 
@@ -37,8 +37,7 @@ OF_OTHERS = {
 }
 SANITIZE = ["-g1", "-fsanitize=address", "-fno-omit-frame-pointer"]
 
-LIBRARIES = ("fragments", "kernels", "planted", "planted_ops")
-WITH_TORCH = ("planted_ops", "kernels")
+LIBRARIES = ("fragments", "kernels", "planted")
 # Functions of torch that torch_calls.cpp stands before.
 WRAPPED = ("torch_call_dispatcher", "aoti_torch_delete_tensor_object")
 
@@ -75,14 +74,13 @@ def build(name: str, sanitize: bool = False) -> Path:
     compile_flags, link_flags = list(FLAGS), ["-shared"]
     sources = [HERE / "grid.cpp", HERE / "instructions.cpp"]
     if name == "kernels":
-        sources += [HERE / "addresses.cpp", *sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    else:
-        sources.append(HERE / f"{name}.cpp")
-    if name in WITH_TORCH:
-        sources.append(HERE / "torch_calls.cpp")
+        sources += [HERE / "addresses.cpp", HERE / "torch_calls.cpp"]
+        sources += sorted((ROOT / "csrc/cuda").glob("*.cu"))
         more_compile_flags, more_link_flags = _torch_flags()
         compile_flags += more_compile_flags
         link_flags += more_link_flags
+    else:
+        sources.append(HERE / f"{name}.cpp")
     if sanitize:
         compile_flags += SANITIZE
         link_flags += SANITIZE

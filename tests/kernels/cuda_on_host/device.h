@@ -14,7 +14,6 @@
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
 #define __grid_constant__
@@ -81,8 +80,6 @@ T __ldcg(const T* address) {
   cuda_on_host::yield();
   return *address;
 }
-inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
-inline double rsqrt(double value) { return 1 / std::sqrt(value); }
 inline unsigned __float_as_uint(float value) { return cuda_on_host::bits_as<unsigned>(value); }
 inline float __uint_as_float(unsigned value) { return cuda_on_host::bits_as<float>(value); }
 using std::isfinite;
@@ -147,13 +144,13 @@ inline int multiprocessor_shared_bytes() { return most_shared_bytes() + 1024; }
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t, const Params& params, bool is_dependent = false) {
-  cuda_on_host::launch({name, blocks, threads, shared_bytes, &params, sizeof(Params), 0,
-                        is_dependent, reinterpret_cast<const void*>(kernel)},
-                       [kernel, params] { kernel(params); });
+  cuda_on_host::launch(
+      {name, blocks, threads, shared_bytes, &params, sizeof(Params), 0, is_dependent},
+      [kernel, params] { kernel(params); });
 }
 // Zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {
-  cuda_on_host::launch({"fill_zeros", 1, 1, 0, &memory, sizeof(memory), bytes, false, nullptr},
+  cuda_on_host::launch({"fill_zeros", 1, 1, 0, &memory, sizeof(memory), bytes, false},
                        [memory, bytes] { std::memset(memory, 0, bytes); });
 }
 

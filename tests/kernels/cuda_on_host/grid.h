@@ -40,7 +40,6 @@ struct Launch {
   size_t params_bytes;
   size_t filled_bytes;  // of a fill
   bool is_dependent;    // may begin before the launch ahead of it has ended
-  const void* kernel;
 };
 
 // What tests set.

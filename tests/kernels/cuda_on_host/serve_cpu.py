@@ -8,7 +8,6 @@ import ctypes
 import functools
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -54,7 +53,6 @@ class Launch(NamedTuple):
     is_dependent: bool  # may begin before the launch ahead of it has ended
     filled_bytes: int  # of a fill
     params: bytes
-    kernel: int  # its address: see `symbols`
 
 
 class _Launch(ctypes.Structure):
@@ -69,7 +67,6 @@ class _Launch(ctypes.Structure):
         ("params_bytes", ctypes.c_size_t),
         ("filled_bytes", ctypes.c_size_t),
         ("is_dependent", ctypes.c_bool),
-        ("kernel", ctypes.c_void_p),
     )
 
 
@@ -97,7 +94,6 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
                 launch.is_dependent,
                 filled_bytes,
                 params,
-                launch.kernel or 0,
             )
         )
 
@@ -115,15 +111,6 @@ def early_starts() -> int:
     count = library().cuda_on_host_early_starts
     count.restype = ctypes.c_int64
     return count()
-
-
-def symbols() -> dict[int, str]:
-    """The mangled names of the library's functions, by their addresses."""
-    lines = subprocess.check_output(["nm", "--defined-only", library()._name], text=True)
-    offsets = {name: int(offset, 16) for offset, _, name in map(str.split, lines.splitlines())}
-    known = ctypes.cast(library().cuda_on_host_set, ctypes.c_void_p).value or 0
-    base = known - offsets["cuda_on_host_set"]
-    return {base + offset: name for name, offset in offsets.items()}
 
 
 def tensor_at(address: int) -> range | None:
