@@ -287,7 +287,7 @@ def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypat
     ]
     stage = in_dtype(pk.PreActStage(blocks, memory, residual_dtype=torch.float32), torch.bfloat16)
     stage = stage.to(DEVICE)
-    problems = [{"x": torch.randn(4, 32, 5, 4, device=DEVICE)} for _ in range(8)]
+    problems = [{"x": torch.randn(4, 32, 7, 6, device=DEVICE)} for _ in range(8)]
     calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
     check(stage, plain_copy(stage), problems)
     assert calls
@@ -368,7 +368,7 @@ def test_autocast_casts_no_weight_where_convolutions_are_fused(x_dtype, stream, 
     stage = Autocast(pk.PreActStage(blocks, memory, residual_dtype=stream)).to(DEVICE)
     plain = plain_copy(stage)
     weights = [p for p in stage.parameters() if p.dim() == 4]
-    problems = [{"x": torch.randn(3, 64, 5, 4, device=DEVICE).to(x_dtype)} for _ in range(8)]
+    problems = [{"x": torch.randn(3, 64, 7, 6, device=DEVICE).to(x_dtype)} for _ in range(8)]
     counts = []
     for module in (stage, plain):
         with Casts(weights) as casts:
