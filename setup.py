@@ -72,12 +72,12 @@ def cpu_extension():
 
     return CppExtension(
         "preact_kernels._cpu",
-        sorted(glob("csrc/cpu/*.cpp")),
+        sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
         depends=HEADERS,
         include_dirs=INCLUDE_DIRS.copy(),
         # -g0: Python's flags ask for debug information, ten times the size of the code.
-        # -Wno-maybe-uninitialized: GCC 12 warns in its own AVX-512 header.
-        extra_compile_args=[*FLAGS, "-g0", "-fvisibility=hidden", "-Wno-maybe-uninitialized"],
+        # -Wno-uninitialized: GCC 12 warns in its own AVX-512 header.
+        extra_compile_args=[*FLAGS, "-g0", "-fvisibility=hidden", "-Wno-uninitialized"],
         py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
     )
 

@@ -1,14 +1,16 @@
 // Coefficients of a batch norm for each channel, and sums over tiles.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
+#include <cstdint>
 #include <vector>
 
 #include "thread_buffer.h"
 #include "types.h"
 
 namespace preact_kernels {
+
+struct Norm;
+struct Fold;
 
 // p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where the mean is
 // large compared with the deviation.
@@ -19,14 +21,7 @@ struct Normalisation {
   std::vector<A> scale;
   std::vector<double> rstd;
 
-  Normalisation(const Norm& norm, int64_t channels)
-      : mean(data<A>(norm.mean)), bias(data<A>(norm.bias)), scale(channels), rstd(channels) {
-    const A *var = data<A>(norm.var), *weight = data<A>(norm.weight);
-    for (int64_t c = 0; c < channels; ++c) {
-      rstd[c] = 1 / std::sqrt(double(var[c]) + norm.eps);
-      scale[c] = static_cast<A>(weight[c] * rstd[c]);
-    }
-  }
+  Normalisation(const Norm& norm, int64_t channels);
 };
 
 // The coefficients of a fold: A*g + B*(x - mean) + C. In evaluation mode it is A*g, and x is not
@@ -37,23 +32,7 @@ struct InputGradient {
   const A* mean;
   bool in_training;
 
-  InputGradient(const Fold& fold, int64_t channels)
-      : a(channels),
-        b(channels),
-        c(channels),
-        mean(data<A>(fold.norm.mean)),
-        in_training(fold.inv_count != 0) {
-    const A *var = data<A>(fold.norm.var), *weight = data<A>(fold.norm.weight);
-    const A* sums = data<A>(fold.sums);
-    for (int64_t i = 0; i < channels; ++i) {
-      const double rstd = 1 / std::sqrt(double(var[i]) + fold.norm.eps);
-      const double scale = weight[i] * rstd;
-      a[i] = static_cast<A>(scale);
-      if (!in_training) continue;
-      b[i] = static_cast<A>(-scale * rstd * sums[channels + i] * fold.inv_count);
-      c[i] = static_cast<A>(-scale * sums[i] * fold.inv_count);
-    }
-  }
+  InputGradient(const Fold& fold, int64_t channels);
 };
 
 // The tensors of a fold and its result.

@@ -1,9 +1,7 @@
-#include "batch_norm.h"
-#include "isa.h"
+#include "bn_relu_kernels.h"
+#include "dtypes.h"
+#include "parallel.h"
 #include "tiles.h"
-
-#define PK_KERNELS "bn_relu_kernels.h"
-#include "for_each_isa.h"
 
 namespace preact_kernels {
 

@@ -1,14 +1,10 @@
 #include <cstring>
 
-#include "batch_norm.h"
-#include "conv_strips.h"
-#include "isa.h"
-#include "tiles.h"
+#include "bn_relu_conv_kernels.h"
+#include "conv_weights.h"
+#include "dtypes.h"
+#include "parallel.h"
 #include "weight_stationary.h"
-
-#define PK_FOR_DOT
-#define PK_KERNELS "bn_relu_conv_backward_kernels.h"
-#include "for_each_isa.h"
 
 namespace preact_kernels {
 
@@ -53,7 +49,7 @@ struct WeightGradient {
   void merge() const {
     const int64_t columns = input_last ? conv.in_channels : conv.out_channels;
     const int64_t rows = input_last ? conv.out_channels : conv.in_channels;
-    const ConvWeight<T> layout(out, !input_last);  // of [rows][columns]
+    const ConvWeight<T> layout = memory_of<T>(out, !input_last);  // of [rows][columns]
     T* first = mutable_data<T>(out);
     for_rows(conv.taps() * rows, columns, [&](int64_t row) {
       const int64_t tap = row / rows;

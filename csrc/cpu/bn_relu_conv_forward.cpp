@@ -1,12 +1,8 @@
-#include "batch_norm.h"
-#include "conv_strips.h"
-#include "isa.h"
-#include "tiles.h"
+#include "bn_relu_conv_kernels.h"
+#include "conv_weights.h"
+#include "dtypes.h"
+#include "parallel.h"
 #include "weight_stationary.h"
-
-#define PK_FOR_DOT
-#define PK_KERNELS "bn_relu_conv_forward_kernels.h"
-#include "for_each_isa.h"
 
 namespace preact_kernels {
 

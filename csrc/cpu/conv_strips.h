@@ -2,12 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <iterator>
-#include <utility>
 
 #include "batch_norm.h"
-#include "isa.h"
-#include "thread_buffer.h"
 #include "types.h"
 
 namespace preact_kernels {
@@ -58,52 +54,9 @@ struct Strips {
   int64_t length;  // of a strip, in rows, or in pixels for a 1x1 kernel
   int64_t per_image, images, count;
 
-  explicit Strips(const Conv& conv) : conv(conv), images(1) {
-    constexpr int64_t kLeastValues = 16 * 1024, kMostValues = 48 * 1024;
-    constexpr int64_t kLeastStrips = 64, kLeastImageStrips = 16, kStripsPerThread = 4;
-    const int64_t widest = std::max(conv.in_channels, conv.out_channels);
-    const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
-    const int64_t values = std::clamp(weights, kLeastValues, kMostValues);
-    if (conv.taps() == 1) {
-      constexpr int64_t kWholeTiles = 42;  // of 6 or 14 pixels
-      const int64_t most = std::min(values / widest, conv.pixels() / kLeastStrips);
-      length = std::max<int64_t>(most / kWholeTiles, 1) * kWholeTiles;
-      per_image = 0;
-      count = (conv.pixels() + length - 1) / length;
-      return;
-    }
-    const int64_t height = conv.out_height();
-    const int64_t row_values = std::max(bordered_input(conv, 1, conv.width).pitch() * conv.stride.h,
-                                        bordered_output(conv, 1, conv.out_width()).pitch());
-    const int64_t most = std::max<int64_t>(1, values / row_values - 2 * conv.halo_h());
-    const int64_t wanted =
-        std::max((height + most - 1) / most, std::min(height, kLeastImageStrips / conv.images));
-    length = (height + wanted - 1) / wanted;
-    per_image = (height + length - 1) / length;
-    if (per_image == 1) {
-      const int64_t fitting = values / (row_values * (height + 2 * conv.halo_h()));
-      const int64_t least_strips = kStripsPerThread * torch::stable::get_num_threads();
-      images = std::max<int64_t>(1, std::min(fitting, conv.images / least_strips));
-    }
-    count = (conv.images + images - 1) / images * per_image;
-  }
+  explicit Strips(const Conv& conv);
 
-  Strip operator[](int64_t index) const {
-    if (conv.taps() == 1) {
-      const int64_t first = index * length;
-      const Rows pixels{first, 0, 1, 1, std::min(length, conv.pixels() - first)};
-      return {pixels, pixels, index, 1};
-    }
-    const int64_t image = index / per_image * images;
-    const int64_t row = index % per_image * length, in_row = row * conv.stride.h;
-    const int64_t height = conv.out_height(), width = conv.out_width();
-    const int64_t rows = std::min(length, height - row);
-    const int64_t in_rows = std::min(rows * conv.stride.h, conv.height - in_row);
-    return {{(image * conv.height + in_row) * conv.width, in_row, in_rows, conv.height, conv.width},
-            {(image * height + row) * width, row, rows, height, width},
-            index * images,
-            std::min(images, conv.images - image)};
-  }
+  Strip operator[](int64_t index) const;
 
   int64_t tiles() const { return conv.taps() == 1 ? count : conv.images * per_image; }
 
@@ -230,23 +183,12 @@ ProductPixels<Operand> input_pixels(const Conv& conv, const Strip& strip, const 
   return pixels;
 }
 
-// Memory of a weight [K, C, R, S] of any strides. `transposed` is the weight of the transposed
-// convolution: channels swapped, taps reversed.
+// Memory of a weight [K, C, R, S] of any strides.
 template <class T>
 struct ConvWeight {
   const T* values;
   int64_t stride_k, stride_c;
   int64_t taps[Taps::kMost];
-
-  ConvWeight(const Tensor& t, bool transposed)
-      : values(data<T>(t)), stride_k(t.strides()[0]), stride_c(t.strides()[1]) {
-    if (transposed) std::swap(stride_k, stride_c);
-    const int64_t count = t.sizes()[2] * t.sizes()[3];
-    for (int64_t tap = 0; tap < count; ++tap) {
-      taps[transposed ? count - 1 - tap : tap] =
-          tap / t.sizes()[3] * t.strides()[2] + tap % t.sizes()[3] * t.strides()[3];
-    }
-  }
 
   // The weights from output channel k and input channel c on.
   ConvWeight from(int64_t k, int64_t c) const {
@@ -255,16 +197,6 @@ struct ConvWeight {
     return weight;
   }
 };
-
-// Stores some values of a weight gradient `stride` apart.
-template <class T>
-void store_weights(T* to, int64_t stride, const Accumulate<T>* values, int64_t count) {
-  if (stride == 1) {
-    for (int64_t c = 0; c < count; ++c) to[c] = narrowed<T>(values[c]);
-  } else {
-    for (int64_t c = 0; c < count; ++c) to[c * stride] = narrowed<T>(values[c]);
-  }
-}
 
 // Weights in the order in which products read them, in the type of their operands.
 struct PackedWeights {
@@ -275,11 +207,6 @@ struct PackedWeights {
 
 // Weights are packed in groups of this many input channels: whole squares of words in any vector.
 constexpr int64_t kPackedChannels = 32;
-
-// Packs a weight [K, C, R, S] of any strides, or its transpose, into a buffer of the calling
-// thread.
-template <class T>
-PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool transposed);
 
 // The gradient of a convolution's output: tensors.g, or, with coefficients, the fold of it, which
 // is stored in tensors.dx where that is given.

@@ -1,10 +1,8 @@
-#include "conv_strips.h"
-#include "isa.h"
-#include "tiles.h"
+#include "conv_weights.h"
 
-#define PK_FOR_DOT
-#define PK_KERNELS "conv_weights_kernels.h"
-#include "for_each_isa.h"
+#include "../host/launch.h"
+#include "conv_weights_kernels.h"
+#include "parallel.h"
 
 namespace preact_kernels {
 
@@ -26,7 +24,7 @@ void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tens
 template <class T>
 PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool transposed) {
   using A = Accumulate<T>;
-  const ConvWeight<T> weight(conv_weight, transposed);
+  const ConvWeight<T> weight = memory_of<T>(conv_weight, transposed);
   const int64_t in_channels = transposed ? conv.out_channels : conv.in_channels;
   const int64_t out_channels = transposed ? conv.in_channels : conv.out_channels;
   const int64_t count = conv.taps() * in_channels * out_channels;
@@ -37,7 +35,7 @@ PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool t
                     group * kPackedChannels);
   });
   // A 1x1 kernel has no border: its products never read these weights outside the image.
-  const bool finite = conv.taps() == 1 || PK_CALL_PRODUCT(T, is_finite, weight, packed, count);
+  const bool finite = conv.taps() == 1 || PK_CALL_PRODUCT(T, is_finite<T>, packed, count);
   return {packed, in_channels, out_channels, finite};
 }
 

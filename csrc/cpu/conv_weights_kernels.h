@@ -1,10 +1,15 @@
-// The weights of a convolution, packed. Included once for each instruction set.
+// The kernels of conv_weights.cpp.
+#pragma once
 
-#include "conv_product.h"
-#include "pack_weights.h"
+#include "conv_strips.h"
+#include "isa.h"
 
-// Whether no weight is NaN or infinite.
-template <class T>
-bool is_finite(const ConvWeight<T>&, const void* packed, int64_t count) {
-  return all_finite(static_cast<const Operand<T>*>(packed), count);
-}
+namespace preact_kernels {
+
+PK_FOR_EACH_ISA(template <class T>
+                void pack(const ConvWeight<T>& weight, const Conv& conv, int64_t in_channels,
+                          int64_t out_channels, void* packed, int64_t first);
+
+                template <class T> bool is_finite(const void* packed, int64_t count);)
+
+}  // namespace preact_kernels

@@ -40,6 +40,8 @@ Isa isa() {
   return isa;
 }
 
+const char* isa_name() { return kNames[static_cast<int>(isa())]; }
+
 int64_t vector_bytes() { return isa() >= Isa::kAvx512 ? 64 : isa() == Isa::kAvx2 ? 32 : 16; }
 
 }  // namespace preact_kernels

@@ -13,15 +13,32 @@ enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
 // The best instruction set of this processor, or a lesser one that PREACT_KERNELS_CPU_ISA names.
 // Read once.
 Isa isa();
+const char* isa_name();
 
 // Bytes of a vector register of that instruction set.
 int64_t vector_bytes();
 
 }  // namespace preact_kernels
 
-// Calls `function(...)` in the namespace of the chosen instruction set. avx512_bf16 has products of
-// bfloat16 only, and is avx512 in everything else.
+// PK_FOR_EACH_ISA declares kernels in the namespace of every instruction set. They are defined in
+// kernels/, which units in the folders of that name compile.
+//
+// PK_CALL calls `function(...)` in the namespace of the chosen instruction set. avx512_bf16 has
+// products of bfloat16 only, and is avx512 in everything else.
 #if defined(__x86_64__)
+#define PK_FOR_EACH_ISA(...) \
+  namespace avx512_bf16 {    \
+  __VA_ARGS__                \
+  }                          \
+  namespace avx512 {         \
+  __VA_ARGS__                \
+  }                          \
+  namespace avx2 {           \
+  __VA_ARGS__                \
+  }                          \
+  namespace generic {        \
+  __VA_ARGS__                \
+  }
 #define PK_CALL(function, ...)                                                               \
   (::preact_kernels::isa() >= ::preact_kernels::Isa::kAvx512 ? avx512::function(__VA_ARGS__) \
    : ::preact_kernels::isa() == ::preact_kernels::Isa::kAvx2 ? avx2::function(__VA_ARGS__)   \
@@ -31,6 +48,10 @@ int64_t vector_bytes();
        ? ::preact_kernels::avx512_bf16::function(__VA_ARGS__)    \
        : PK_CALL(function, __VA_ARGS__))
 #else
+#define PK_FOR_EACH_ISA(...) \
+  namespace generic {        \
+  __VA_ARGS__                \
+  }
 #define PK_CALL(function, ...) generic::function(__VA_ARGS__)
 #define PK_CALL_DOT(function, ...) generic::function(__VA_ARGS__)
 #endif

@@ -12,8 +12,16 @@ void running_stats_update(const std::vector<Tensor>& running, const std::vector<
 
 using namespace preact_kernels;
 
-// The chosen `Isa`.
-static int64_t instruction_set() { return static_cast<int64_t>(isa()); }
+// The name of the chosen `Isa`.
+static std::string instruction_set() { return isa_name(); }
+
+// Of the channels of direct convolutions.
+static int64_t channel_multiple() { return vector_bytes() / static_cast<int64_t>(sizeof(float)); }
+
+// Of direct convolutions, as `ConvLimits` in kernels/cpu.py names them.
+static std::vector<int64_t> conv_limits() {
+  return {Taps::kMost, kSmallWeight, kFewActivations, kFewActivationsPerWeight};
+}
 
 // Whether a convolution of `x` is weight-stationary.
 static bool is_weight_stationary_conv(const Tensor& x, const Tensor& conv_weight,
@@ -24,13 +32,21 @@ static bool is_weight_stationary_conv(const Tensor& x, const Tensor& conv_weight
 
 STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   define_ops(m);
-  m.def("instruction_set() -> int");
-  m.def("is_weight_stationary(Tensor x, Tensor conv_weight, int[] stride) -> bool");
-  m.def("running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()");
+  m.def("instruction_set() -> str");
+  m.def("channel_multiple() -> int");
+  m.def("conv_limits() -> int[]");
+  m.def(
+      "is_weight_stationary(Tensor x, Tensor conv_weight, int[] stride) -> "
+      "bool");
+  m.def(
+      "running_stats_update(Tensor(a!)[] running, Tensor[] batch, float "
+      "momentum) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&instruction_set));
+  m.impl("channel_multiple", TORCH_BOX(&channel_multiple));
+  m.impl("conv_limits", TORCH_BOX(&conv_limits));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CPU, m) {

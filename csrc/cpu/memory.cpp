@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "types.h"
+#include "dtypes.h"
 
 namespace preact_kernels {
 

@@ -1,9 +1,9 @@
 #include "batch_norm.h"
-#include "isa.h"
+#include "bn_stats_kernels.h"
+#include "dtypes.h"
+#include "parallel.h"
+#include "residual_add_kernels.h"
 #include "tiles.h"
-
-#define PK_KERNELS "residual_add_kernels.h"
-#include "for_each_isa.h"
 
 namespace preact_kernels {
 

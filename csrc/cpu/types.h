@@ -11,10 +11,13 @@
 #include <type_traits>
 #include <utility>
 
-#include "../host/launch.h"
+#include "../args.h"
 
 #define PK_INLINE inline __attribute__((always_inline))
 #define PK_LAMBDA __attribute__((always_inline))
+// Of what is called rarely. The compiler is slow, more than in proportion, where all is one
+// function.
+#define PK_OUTLINE __attribute__((noinline))
 
 // The values of two vectors of type `type` at the given indices.
 #if defined(__clang__)
@@ -101,23 +104,6 @@ T narrowed(Accumulate<T> value) {
   } else {
     return value;
   }
-}
-
-// Runs `body(T{})` for the storage type T of `dtype`, one that is accumulated in float32.
-template <class Body>
-auto for_single_dtype(ScalarType dtype, const Body& body) {
-  if (dtype == ScalarType::Float) return body(float{});
-  if (dtype == ScalarType::Half) return body(Float16{});
-  STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
-                  "x: expected dtype float32, bfloat16 or float16 in the direct convolutions");
-  return body(BFloat16{});
-}
-
-// Runs `body(T{})` for the storage type T of `dtype`.
-template <class Body>
-auto for_dtype(ScalarType dtype, const Body& body) {
-  if (dtype == ScalarType::Double) return body(double{});
-  return for_single_dtype(dtype, body);
 }
 
 }  // namespace preact_kernels

@@ -1,10 +1,8 @@
 #include "weight_stationary.h"
 
-#include "isa.h"
-
-#define PK_FOR_DOT
-#define PK_KERNELS "weight_stationary_kernels.h"
-#include "for_each_isa.h"
+#include "conv_weights.h"
+#include "parallel.h"
+#include "weight_stationary_kernels.h"
 
 namespace preact_kernels {
 
@@ -120,23 +118,19 @@ struct Operands {
 // Memory for the weights that a task packs at a time.
 template <class T>
 void* packed_memory(const Conv& conv, int64_t in_channels) {
-  const int64_t channels = PK_CALL_PRODUCT(T, packed_channels, conv, in_channels);
-  const int64_t outputs = PK_CALL_PRODUCT(T, task_channels, conv);
+  const int64_t channels = PK_CALL_PRODUCT(T, packed_channels<T>, conv, in_channels);
+  const int64_t outputs = PK_CALL_PRODUCT(T, task_channels<T>, conv);
   return thread_buffer<Accumulate<T>, Use::kWeights>(conv.taps() * channels * outputs);
 }
 
 }  // namespace
 
-// Strips are as fast for few weights, and beside more activations. The operands of all pixels are
-// in memory at once: they must not be large. serves_conv in kernels/cpu.py knows this rule.
 bool is_weight_stationary(const Conv& conv) {
-  constexpr int64_t kSmallWeight = 64 * 1024, kActivationsPerWeight = 4;
-  constexpr int64_t kMostActivations = 2 * 1024 * 1024;
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const Activation in = conv.input(), out = conv.output();
   const int64_t activations = in.pixels() * in.channels + out.pixels() * out.channels;
   return weights > kSmallWeight &&
-         activations <= std::min(kActivationsPerWeight * weights, kMostActivations);
+         activations <= std::min(kFewActivationsPerWeight * weights, kFewActivations);
 }
 
 template <class T>
@@ -149,9 +143,8 @@ void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
   operands.fill_inputs(op.x, op.norm);
   const ImageTiles tiles{groups, &Strip::out, conv.out_channels};
   TileStatistics<A> statistics(of_y.are_wanted ? tiles.count() : 0, conv.out_channels);
-  std::fill_n(statistics.partials, statistics.pixels.size() * 3 * conv.out_channels, A(0));
-  const ConvWeight<T> weight(conv_weight, false);
-  const int64_t channels = PK_CALL_PRODUCT(T, task_channels, conv);
+  const ConvWeight<T> weight = memory_of<T>(conv_weight, false);
+  const int64_t channels = PK_CALL_PRODUCT(T, task_channels<T>, conv);
   const int64_t tasks = parts_of(conv.out_channels, channels);
   for_tiles(groups.count * tasks, [&](int64_t i) {
     const int64_t group = i / tasks;
@@ -190,8 +183,8 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
   }
   const ImageTiles tiles{groups, &Strip::in, conv.in_channels};
   TileSums<A> partial_sums(wanted.g ? tiles.count() : 0, conv.in_channels);
-  const ConvWeight<T> weight(conv_weight, true);
-  const int64_t channels = PK_CALL_PRODUCT(T, task_channels, conv);
+  const ConvWeight<T> weight = memory_of<T>(conv_weight, true);
+  const int64_t channels = PK_CALL_PRODUCT(T, task_channels<T>, conv);
   const int64_t group_tasks = parts_of(conv.in_channels, channels);
   const int64_t input_tasks = wanted.g ? groups.count * group_tasks : 0;
   const auto input_gradient = [&](int64_t i) {
@@ -210,8 +203,8 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
     task.sums_of_tiles = task.sums + values;
     PK_CALL_PRODUCT(T, stationary_input_gradient, op, task, partial_sums.tile(tiles.first(group)));
   };
-  const ConvWeight<T> layout(gradients.conv_weight, false);
-  const int64_t task_inputs = PK_CALL_PRODUCT(T, gradient_task_channels);
+  const ConvWeight<T> layout = memory_of<T>(gradients.conv_weight, false);
+  const int64_t task_inputs = PK_CALL_PRODUCT(T, gradient_task_channels<T>);
   const int64_t weight_tasks =
       wanted.weight ? parts_of(conv.in_channels, task_inputs) * conv.taps() : 0;
   const auto weight_gradient = [&](int64_t i) {

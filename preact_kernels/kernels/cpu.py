@@ -8,6 +8,7 @@ pixels that it reads. Large weights are left to PyTorch where it is faster.
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +27,22 @@ from preact_kernels.kernels.contract import (
 )
 from preact_kernels.kernels.native import NativeKernels, load_library
 
-# Lanes of float32 by name, in the order of csrc/cpu/isa.h.
-INSTRUCTION_SETS = {"generic": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 16}
-_MOST_TAPS = 49
-# Up to here the direct convolutions win on every instruction set.
-_SMALL_WEIGHT = 64 * 1024
-# Larger weights are read once for all pixels where the elements of the activations before and after
-# the convolution are at most this many, and at most this many times those of the weight: the rule
-# of csrc/cpu/weight_stationary.cpp.
-_FEW_ACTIVATIONS = 2 * 1024 * 1024
-_FEW_ACTIVATIONS_PER_WEIGHT = 4
 # Beside more activations, they win with AVX-512 where those have this many times as many elements
 # as the weight, for each thread: every thread sums a weight gradient of its own. Measured on two
 # cores of Zen 5, in networks.
 _ACTIVATIONS_PER_WEIGHT = {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05}
+
+
+class ConvLimits(NamedTuple):
+    """Limits of the library's direct convolutions, in elements where nothing else is said."""
+
+    most_taps: int
+    # Up to here the direct convolutions win on every instruction set.
+    small_weight: int
+    # Larger weights are read once for all pixels where the activations before and after the
+    # convolution are at most this large, and at most this many times as large as the weight.
+    few_activations: int
+    few_activations_per_weight: int
 
 
 class CPUKernels(NativeKernels):
@@ -50,11 +53,15 @@ class CPUKernels(NativeKernels):
     @functools.cached_property
     def instruction_set(self) -> str:
         """What the kernels run on here: the best of this machine, or PREACT_KERNELS_CPU_ISA."""
-        return list(INSTRUCTION_SETS)[self._ops.instruction_set()]
+        return self._ops.instruction_set()
 
     @functools.cached_property
     def _channel_multiple(self) -> int:
-        return INSTRUCTION_SETS[self.instruction_set]
+        return self._ops.channel_multiple()
+
+    @functools.cached_property
+    def limits(self) -> ConvLimits:
+        return ConvLimits(*self._ops.conv_limits())
 
     def serves_conv(
         self,
@@ -79,7 +86,7 @@ class CPUKernels(NativeKernels):
             and dilation[0] == dilation[1] == 1
             and kernel_h == 2 * padding[0] + 1
             and kernel_w == 2 * padding[1] + 1
-            and taps <= _MOST_TAPS
+            and taps <= self.limits.most_taps
             and out_channels % self._channel_multiple == 0
             and in_channels % self._channel_multiple == 0
             and self._is_faster(math.prod(weight_shape), activations, dtype)
@@ -87,13 +94,15 @@ class CPUKernels(NativeKernels):
 
     def _is_faster(self, weights: int, activations: int | None, dtype: torch.dtype) -> bool:
         """Whether a direct convolution is faster than PyTorch's."""
-        if weights <= _SMALL_WEIGHT:
+        limits = self.limits
+        if weights <= limits.small_weight:
             return True
         if self._channel_multiple < 8 or (dtype.itemsize == 2 and torch_compat.has_amx()):
             return False
         if activations is None:
             return True
-        if activations <= min(_FEW_ACTIVATIONS, _FEW_ACTIVATIONS_PER_WEIGHT * weights):
+        few = min(limits.few_activations, limits.few_activations_per_weight * weights)
+        if activations <= few:
             return True
         least = _ACTIVATIONS_PER_WEIGHT[dtype] * weights * torch.get_num_threads()
         return self._channel_multiple >= 16 and activations >= least

@@ -14,7 +14,7 @@ from tests.oracle import distance
 
 pytestmark = pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
 
-NAMES = tuple(cpu.INSTRUCTION_SETS)
+NAMES = ("generic", "avx2", "avx512", "avx512_bf16")  # from lesser to better
 
 
 def run_with(isa, *arguments):
@@ -48,10 +48,12 @@ def test_convolutions_of_an_instruction_set(isa):
         pytest.skip("all other tests run with it")
     names = ("ops/test_bn_relu_conv", "ops/test_bn_stats", "kernels/test_cpu_weight_stationary")
     files = [f"tests/{name}.py" for name in names]
-    options = ("-q", "-x", "-n", "0", "-m", "not slow", "-k", "cpu", "-p", "no:cacheprovider")
+    # What kernels compute, not what is the same above them.
+    chosen = "cpu and (forward or strips or finite or mean or statistics)"
+    options = ("-q", "-x", "-n", "0", "-m", "not slow", "-k", chosen, "-p", "no:cacheprovider")
     done = run_with(isa, "-m", "pytest", *files, *options)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 200
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
 
 
 def unit(x, weight, dy):

@@ -53,6 +53,7 @@ def test_a_freed_tensor_leaves_room_for_one_of_its_size():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 3, 1, 1), (2, 1, 1, 3), (1, 1, 1, 1)])
+@pytest.mark.covering(1)
 def test_results_are_aligned_and_dense(shape, dtype):
     x = torch.randn(shape).to(dtype, memory_format=torch.channels_last)
     statistics = torch.float64 if dtype == torch.float64 else torch.float32

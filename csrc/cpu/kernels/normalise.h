@@ -1,4 +1,10 @@
-// Batch norm and ReLU of some pixels. Included once for each instruction set.
+// Batch norm and ReLU of some pixels.
+#pragma once
+
+#include "../batch_norm.h"
+#include "simd.h"
+
+PK_BEGIN_ISA
 
 // Mean, scale and bias of the channels that a block of vectors covers.
 template <class A, int kVectors>
@@ -18,8 +24,8 @@ struct NormVectors {
 
 // y = relu(p) for p = (x - mean) * scale + bias. The pixels of y are `step` values apart.
 template <class T, class Y, class A>
-PK_INLINE void normalise(const T* x, Y* y, int64_t step, int64_t pixels, int64_t channels,
-                         const Normalisation<A>& norm) {
+PK_OUTLINE void normalise(const T* x, Y* y, int64_t step, int64_t pixels, int64_t channels,
+                          const Normalisation<A>& norm) {
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     const NormVectors<A, kVectors> n(norm, c, lanes, true);
@@ -32,3 +38,5 @@ PK_INLINE void normalise(const T* x, Y* y, int64_t step, int64_t pixels, int64_t
     }
   });
 }
+
+PK_END_ISA

@@ -1,4 +1,4 @@
-// Parts of the direct convolutions. Included once for each instruction set.
+// Parts of the direct convolutions.
 //
 // A strip is some rows of one image (for a 1x1 kernel: some pixels of the batch). Its operand is
 // written to a scratch buffer, normalised once, with a border of zeros where the kernel reaches
@@ -7,9 +7,16 @@
 //   forward   y[p][k]       += a[p + tap][c]  * w[tap][c][k]
 //   dgrad     da[p][c]      += dy[p - tap][k] * w[tap][k][c]
 //   wgrad     dw[tap][c][k] += a[p + tap][c]  * dy[p][k]
+#pragma once
 
-#include "normalise_kernels.h"
+#include <algorithm>
+#include <iterator>
+
+#include "../conv_strips.h"
+#include "normalise.h"
 #include "products.h"
+
+PK_BEGIN_ISA
 
 constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
 // The most rows of accumulators that fit beside `vectors` vectors of the other operand and a
@@ -52,8 +59,8 @@ PK_INLINE void fill_bordered(O* out, const Bordered& operand, const Rows& rows, 
 // out = the output gradient of `pixels` pixels, as stored in type T, `step` values apart. With
 // `stores`, also stores the unfolded gradient where it is wanted.
 template <class T, class O>
-PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
-                      int64_t first_pixel, int64_t pixels, int64_t channels) {
+PK_OUTLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
+                       int64_t first_pixel, int64_t pixels, int64_t channels) {
   using A = Accumulate<T>;
   const int64_t offset = first_pixel * channels;
   const T* g = dy.tensors.g + offset;
@@ -247,10 +254,14 @@ PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
   int64_t c = 0;
   while (c < channels) {
     const int64_t left = (channels - c) / kLanes<A>;
-    if (left >= 4 && most >= 4) {
-      body(std::integral_constant<int, 4>{}, c);
-      c += 4 * kLanes<A>;
-    } else if (left >= 2) {
+    if constexpr (kMaxVectors >= 4) {
+      if (left >= 4 && most >= 4) {
+        body(std::integral_constant<int, 4>{}, c);
+        c += 4 * kLanes<A>;
+        continue;
+      }
+    }
+    if (left >= 2) {
       body(std::integral_constant<int, 2>{}, c);
       c += 2 * kLanes<A>;
     } else {
@@ -271,6 +282,75 @@ constexpr int kAhead = 4;
 // own address, and registers are free for that only where accumulators are few.
 constexpr bool kTilesCrossRows = kRegisters < 32;
 
+// strip_product for the output channels of kVectors vectors from k on, with kShares by shared_tile.
+template <class O, int kVectors, bool kShares, class Finish>
+PK_OUTLINE void block_product(const O* in, const ProductPixels<Bordered>& pixels, int64_t images,
+                              const Conv& conv, const PackedWeights& packed, int64_t run, int64_t k,
+                              const Finish finish) {
+  constexpr int kMost =
+      kShares ? max_tile_rows(kVectors) : std::min(max_tile_rows(kVectors), kMostAddresses);
+  const int64_t in_channels = packed.in_channels, rows = pixels.rows, width = pixels.width;
+  const int64_t operand_pitch = pixels.operand.pitch(), pitch = pixels.step.h * operand_pitch;
+  const int64_t operand_values = pixels.operand.values(), step = pixels.step.w * in_channels;
+  const int64_t result_step = pixels.result_step.w, result_image = pixels.result_image;
+  const int64_t result_pitch = pixels.result_step.h * pixels.result_width;
+  const int64_t result_first = pixels.first;
+  const bool finite = packed.finite;
+  const bool crosses_rows = kTilesCrossRows && result_step == 1 && result_pitch == width;
+  const O* w = static_cast<const O*>(packed.values) + k * conv.taps() * in_channels;
+  int64_t image = 0, row = 0, column = 0;
+  const O *image_line = in, *line = in, *from = in;
+  int64_t pixel = result_first, first_of_row = pixel;
+  const auto advance = [&](int64_t count) PK_LAMBDA {  // within a row
+    pixel += count * result_step;
+    from += count * step;
+    column += count;
+    if (column == width) {
+      column = 0;
+      line += pitch;
+      first_of_row += result_pitch;
+      if (++row == rows) {
+        row = 0;
+        ++image;
+        line = image_line += operand_values;
+        first_of_row = result_first + image * result_image;
+      }
+      from = line;
+      pixel = first_of_row;
+    }
+  };
+  Taps inside;
+  while (image < images) {
+    const Taps* taps = &pixels.taps;
+    const int64_t left = (crosses_rows ? (rows - row) * width : width) - column;
+    int64_t tile = next_rows<kMost>(left);
+    if (!finite) {
+      inside = pixels.taps_inside(conv, row, column, column);
+      taps = &inside;
+      tile = 1;
+    }
+    with_rows<kMost>(tile, [&](auto count) PK_LAMBDA {
+      constexpr int kRows = decltype(count)::value;
+      const O* first = from;
+      const int64_t first_pixel = pixel, first_image = image;
+      int64_t at[kRows];
+      for (int i = 0; i < kRows; ++i) {
+        at[i] = kTilesCrossRows ? from - first : i * step;
+        if (kTilesCrossRows) advance(1);
+      }
+      if (!kTilesCrossRows) advance(kRows);
+      const auto finish_tile = [&](auto& acc)
+                                   PK_LAMBDA { finish(acc, first_image, first_pixel, k); };
+      if constexpr (kShares) {
+        shared_tile<O, kRows>(first, operand_pitch, conv.kernel_h, in_channels, w, finish_tile);
+      } else {
+        product_tile<O, kRows, kVectors>(
+            first, [&](int i) PK_LAMBDA { return at[i]; }, *taps, in_channels, run, w, finish_tile);
+      }
+    });
+  }
+}
+
 // Computes out[p][k] for some pixels of a strip from its bordered operand, and calls
 // finish(accumulators, image, pixel, k) for the rows of a tile, which are pixels of the result from
 // `pixel` on, `result_step` apart. 0 * NaN is NaN: where a weight is not finite, taps outside the
@@ -278,79 +358,22 @@ constexpr bool kTilesCrossRows = kRegisters < 32;
 template <class O, class Finish>
 PK_INLINE void strip_product(const O* in, const ProductPixels<Bordered>& pixels, int64_t images,
                              const Conv& conv, const PackedWeights& packed, const Finish& finish) {
-  using A = Accumulate<O>;
-  const int64_t in_channels = packed.in_channels, width = pixels.width;
-  const int64_t operand_pitch = pixels.operand.pitch(), pitch = pixels.step.h * operand_pitch;
-  const int64_t step = pixels.step.w * in_channels;
-  const int64_t result_step = pixels.result_step.w;
-  const int64_t result_pitch = pixels.result_step.h * pixels.result_width;
-  const bool crosses_rows = kTilesCrossRows && result_step == 1 && result_pitch == width;
+  const int64_t in_channels = packed.in_channels;
   const int64_t run = channels_of_run<O>(pixels.taps, in_channels);
-  if (pixels.rows <= 0 || width <= 0) return;
-  for_vector_blocks<A>(
+  if (pixels.rows <= 0 || pixels.width <= 0) return;
+  const bool shares = packed.finite && conv.kernel_w == kSharedTaps && run == 0 &&
+                      pixels.taps.count == conv.taps() && pixels.step.w == 1;
+  for_vector_blocks<Accumulate<O>>(
       packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
         constexpr int kVectors = decltype(vectors)::value;
-        constexpr int kMost = max_tile_rows(kVectors);
-        const O* w = static_cast<const O*>(packed.values) + k * conv.taps() * in_channels;
-        const bool shares = kSharesValues<kVectors> && conv.kernel_w == kSharedTaps && run == 0 &&
-                            pixels.taps.count == conv.taps() && step == in_channels;
-        int64_t image = 0, row = 0, column = 0;
-        const O *image_line = in, *line = in, *from = in;
-        int64_t pixel = pixels.first, first_of_row = pixel;
-        const auto advance = [&](int64_t count) PK_LAMBDA {  // within a row
-          pixel += count * result_step;
-          from += count * step;
-          column += count;
-          if (column == width) {
-            column = 0;
-            line += pitch;
-            first_of_row += result_pitch;
-            if (++row == pixels.rows) {
-              row = 0;
-              ++image;
-              line = image_line += pixels.operand.values();
-              first_of_row = pixels.first + image * pixels.result_image;
-            }
-            from = line;
-            pixel = first_of_row;
+        if constexpr (kSharesValues<kVectors>) {
+          if (shares) {
+            block_product<O, kVectors, true>(in, pixels, images, conv, packed, run, k, finish);
+            return;
           }
-        };
-        while (!packed.finite && image < images) {
-          const Taps inside = pixels.taps_inside(conv, row, column, column);
-          product_tile<O, 1, kVectors>(
-              from, [](int) { return 0; }, inside, in_channels, run, w,
-              [&](auto& acc) { finish(acc, image, pixel, k); });
-          advance(1);
         }
-        while (image < images) {
-          const int64_t left = (crosses_rows ? (pixels.rows - row) * width : width) - column;
-          const int64_t rows =
-              shares ? next_rows<kMost>(left) : next_rows<std::min(kMost, kMostAddresses)>(left);
-          with_rows<kMost>(rows, [&](auto count) PK_LAMBDA {
-            constexpr int kRows = decltype(count)::value;
-            const O* first = from;
-            const int64_t first_pixel = pixel, first_image = image;
-            int64_t at[kRows];
-            for (int i = 0; i < kRows; ++i) {
-              at[i] = kTilesCrossRows ? from - first : i * step;
-              if (kTilesCrossRows) advance(1);
-            }
-            if (!kTilesCrossRows) advance(kRows);
-            const auto finish_tile = [&](auto& acc)
-                                         PK_LAMBDA { finish(acc, first_image, first_pixel, k); };
-            if constexpr (kSharesValues<kVectors>) {
-              if (shares) {
-                shared_tile<O, kRows>(first, operand_pitch, conv.kernel_h, in_channels, w,
-                                      finish_tile);
-                return;
-              }
-            }
-            if constexpr (kRows <= kMostAddresses) {
-              product_tile<O, kRows, kVectors>(
-                  first, [&](int i) PK_LAMBDA { return at[i]; }, pixels.taps, in_channels, run, w,
-                  finish_tile);
-            }
-          });
-        }
+        block_product<O, kVectors, false>(in, pixels, images, conv, packed, run, k, finish);
       });
 }
+
+PK_END_ISA

@@ -1,12 +1,18 @@
-// BN-ReLU-Conv over a strip of pixels, forward. Included once for each instruction set.
+// BN-ReLU-Conv over a strip of pixels, forward.
+#pragma once
 
+#include "../bn_relu_conv_kernels.h"
 #include "conv_product.h"
 #include "finish_output.h"
 
+PK_BEGIN_ISA
+
 // y = conv(relu(p)) [+ conv_bias] [+ residual] for one strip. Where `statistics` are given, also
 // those of y as stored in the strip's tiles (TileStatistics), computed while y is in registers.
-template <class T, class A>
-void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, void* scratch) {
+template <class T>
+void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* statistics,
+                   void* scratch) {
+  using A = Accumulate<T>;
   using O = Operand<T>;
   const Conv& conv = op.conv;
   const Bordered operand = bordered_input(conv, strip.out.rows, strip.in.width);
@@ -18,7 +24,11 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, A* statistics, 
                   normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm);
                 });
   const FinishOutput<T, A> finish(op, strip, statistics);
-  finish.clear_statistics();
   strip_product(activation, output_pixels(conv, strip, operand), strip.images, conv, op.packed,
                 finish);
 }
+
+#define PK_INSTANTIATE(T) template decltype(strip_forward<T>) strip_forward<T>;
+PK_FOR_CONV_DTYPES(PK_INSTANTIATE)
+
+PK_END_ISA

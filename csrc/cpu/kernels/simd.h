@@ -1,5 +1,12 @@
 // Vectors of one instruction set, built on the compiler's vector extensions.
-// Included by for_each_isa.h in the namespace of that instruction set: no includes, no guard.
+#pragma once
+
+#include <utility>
+
+#include "../types.h"
+#include "isa.h"
+
+PK_BEGIN_ISA
 
 template <class A>
 struct VectorOf;
@@ -43,13 +50,32 @@ PK_INLINE void store(Float16* to, Vector<float> v) {
   __builtin_memcpy(to, &half, sizeof half);
 }
 #else
+typedef int32_t SignedBits __attribute__((vector_size(kVectorBytes)));
+
+// As `widened`.
 PK_INLINE Vector<float> load(const Float16* from) {
-  Vector<float> v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = widened(from[i]);
-  return v;
+  HalfBits half;
+  __builtin_memcpy(&half, from, sizeof half);
+  const FullBits bits = __builtin_convertvector(half, FullBits), rest = bits & 0x7fff;
+  const SignedBits size = reinterpret_cast<SignedBits>(rest);
+  const Vector<float> denormal = __builtin_convertvector(size, Vector<float>) * 0x1p-24f;
+  FullBits found = (rest << 13) + (112u << 23);
+  found = size < 0x400 ? reinterpret_cast<FullBits>(denormal) : found;
+  found = size >= 0x7c00 ? rest << 13 | 0x7f800000 : found;
+  return reinterpret_cast<Vector<float>>(found | (bits & 0x8000) << 16);
 }
+
+// As `narrowed`.
 PK_INLINE void store(Float16* to, Vector<float> v) {
-  for (int i = 0; i < kLanes<float>; ++i) to[i] = narrowed<Float16>(v[i]);
+  const FullBits bits = reinterpret_cast<FullBits>(v), rest = bits & 0x7fffffff;
+  const SignedBits size = reinterpret_cast<SignedBits>(rest);
+  const Vector<float> denormal = reinterpret_cast<Vector<float>>(rest) + 0.5f;  // in units of 2^-24
+  FullBits found = (rest + 0xfff + ((rest >> 13) & 1) - (112u << 23)) >> 13;
+  found = size < 0x38800000 ? reinterpret_cast<FullBits>(denormal) - 0x3f000000 : found;
+  found = size >= 0x477ff000 ? FullBits{} + 0x7c00 : found;
+  found = size > 0x7f800000 ? (rest >> 13 & 0x3ff) | 0x7e00 : found;
+  const HalfBits half = __builtin_convertvector(found | (bits >> 16 & 0x8000), HalfBits);
+  __builtin_memcpy(to, &half, sizeof half);
 }
 #endif
 
@@ -101,6 +127,14 @@ PK_INLINE Vector<float> as_stored(const T*, Vector<float> v) {
   T values[kLanes<float>];
   store(values, v);
   return load(values);
+}
+
+// Stores `v`, and returns the value in memory.
+template <class T>
+PK_INLINE Vector<Accumulate<T>> stored(T* to, Vector<Accumulate<T>> v) {
+  store(to, v);
+  if constexpr (std::is_same_v<T, Accumulate<T>>) return v;
+  return load(to);
 }
 
 // max(v, 0). NaN stays NaN: the instruction then returns its second operand.
@@ -166,3 +200,5 @@ PK_INLINE void for_channel_blocks(int64_t channels, const Body& body) {
     body(std::integral_constant<int, 1>{}, c, static_cast<int>(channels - c));
   }
 }
+
+PK_END_ISA

@@ -1,5 +1,9 @@
-// The end of an input gradient: what happens to a tile of sums. Included once for each instruction
-// set.
+// The end of an input gradient: what happens to a tile of sums.
+#pragma once
+
+#include "conv_product.h"
+
+PK_BEGIN_ISA
 
 // g = acc * [p > 0] for the channels of some vectors from c on, and kRows pixels of x and g from
 // `pixel` on, `step` values apart. Adds the sums of g as stored and of g * (x - mean) to
@@ -29,11 +33,11 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
       const Vector<A> d = load(x_pixel) - m;
       const Vector<A> p = d * s + b;
       if constexpr (kHasActivation) {
-        if (is_activation_stored) store(relu_pixel, relu(p));
+        // Tiles of four vectors are those of a 1x1 kernel: they spare the branch.
+        if (kVectors == 4 || is_activation_stored) store(relu_pixel, relu(p));
         relu_pixel = next_pixel(relu_pixel, step);
       }
-      const Vector<A> masked = as_stored(g, where_active(p, acc[i][v]));
-      store(g_pixel, masked);
+      const Vector<A> masked = stored(g_pixel, where_active(p, acc[i][v]));
       sum += masked;
       product += masked * d;
       x_pixel = next_pixel(x_pixel, step);
@@ -44,3 +48,5 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
     store(to_product + at, load(to_product + at) + product);
   }
 }
+
+PK_END_ISA

@@ -1,5 +1,9 @@
 // The step of a product: a few values of one operand, broadcast, times a vector of the other.
-// Included once for each instruction set.
+#pragma once
+
+#include "simd.h"
+
+PK_BEGIN_ISA
 
 // The type of a product's operands for storage type T. Dot products read bfloat16 in pairs.
 #ifdef PK_HAS_DOT
@@ -58,3 +62,5 @@ PK_INLINE Vector<float> multiply_add(Vector<float> acc, FullBits narrow, FullBit
                                                           reinterpret_cast<__m512bh>(narrow)));
 }
 #endif
+
+PK_END_ISA

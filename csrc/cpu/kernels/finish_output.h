@@ -1,7 +1,34 @@
-// The end of a forward: what happens to a tile of sums. Included once for each instruction set.
+// The end of a forward: what happens to a tile of sums.
+#pragma once
 
-// y = acc [+ conv_bias] [+ residual] for pixels of a strip. Where `statistics` are given, adds to
-// those of y as stored in the strip's tiles (TileStatistics).
+#include "conv_product.h"
+
+PK_BEGIN_ISA
+
+// Begins the statistics of a tile of y: of some channels of its first pixels, `channels` values
+// apart in memory.
+template <class T, int kVectors>
+PK_OUTLINE void begin_statistics(const T* y, int pixels, int64_t channels,
+                                 Accumulate<T>* statistics) {
+  using A = Accumulate<T>;
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = v * kLanes<A>;
+    Vector<A> first = {}, s = {}, q = {};
+    for (int i = 0; i < pixels; ++i) first += load(y + i * channels + at);
+    const Vector<A> pivot = finite_or_zero(first * (A(1) / A(pixels)));
+    for (int i = 0; i < pixels; ++i) {
+      const Vector<A> d = load(y + i * channels + at) - pivot;
+      s += d;
+      q += d * d;
+    }
+    store(statistics + at, pivot);
+    store(statistics + channels + at, s);
+    store(statistics + 2 * channels + at, q);
+  }
+}
+
+// y = acc [+ conv_bias] [+ residual] for pixels of a strip. Where `statistics` are given, writes
+// those of y as stored in the strip's tiles (TileStatistics), whose first pixels come first.
 template <class T, class A>
 struct FinishOutput {
   const ConvForward<T>& op;
@@ -16,12 +43,6 @@ struct FinishOutput {
     const int64_t first = strip.out.first_pixel * op.conv.out_channels;
     added = op.residual == nullptr ? nullptr : op.residual + first;
     out = op.y + first;
-  }
-
-  void clear_statistics() const {
-    if (statistics != nullptr) {
-      std::fill_n(statistics, strip.images * 3 * op.conv.out_channels, A(0));
-    }
   }
 
   // For the channels of some vectors from k on, and kRows pixels from `pixel` of the strip on, in
@@ -65,29 +86,29 @@ struct FinishOutput {
     }
     if (statistics == nullptr) return;
     A* pivots = statistics + image * 3 * outputs;
+    if (pixel == first_pixel + image * strip.tile_pixels()) {
+      begin_statistics<T, kVectors>(out + pixel * outputs + k, kRows, outputs, pivots + k);
+      return;
+    }
     A* sum = pivots + outputs;
     A* square = sum + outputs;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = k + v * kLanes<A>;
-      if (pixel == first_pixel + image * strip.tile_pixels()) {
-        Vector<A> first = {};
-#pragma GCC unroll 32
-        for (int i = 0; i < kRows; ++i) {
-          first += as_stored(out, acc[i][v]);
-        }
-        store(pivots + at, finite_or_zero(first * (A(1) / A(kRows))));
-      }
       const Vector<A> pivot = load(pivots + at);
       Vector<A> s = {}, q = {};
+      const T* y = out + pixel * outputs + at;
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
-        const Vector<A> d = as_stored(out, acc[i][v]) - pivot;
+        const Vector<A> d = (std::is_same_v<T, A> ? acc[i][v] : load(y)) - pivot;  // as stored
         s += d;
         q += d * d;
+        y = next_pixel(y, outputs);
       }
       store(sum + at, load(sum + at) + s);
       store(square + at, load(square + at) + q);
     }
   }
 };
+
+PK_END_ISA

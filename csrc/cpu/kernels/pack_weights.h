@@ -1,4 +1,9 @@
-// Weights in the order in which products read them. Included once for each instruction set.
+// Weights in the order in which products read them.
+#pragma once
+
+#include "conv_product.h"
+
+PK_BEGIN_ISA
 
 // Whether no value is NaN or infinite.
 template <class O>
@@ -61,3 +66,5 @@ void pack(const ConvWeight<T>& weight, const Conv& conv, int64_t in_channels, in
     }
   });
 }
+
+PK_END_ISA

@@ -1,14 +1,19 @@
-// BN-ReLU-Conv over a strip of pixels, backward. Included once for each instruction set.
+// BN-ReLU-Conv over a strip of pixels, backward.
+#pragma once
 
+#include "../bn_relu_conv_kernels.h"
 #include "conv_product.h"
 #include "finish_input_gradient.h"
 #include "weight_gradient.h"
 
+PK_BEGIN_ISA
+
 // One strip of the backward: g = dgrad(dy) * [p > 0] with its sums where op.g is given, and the
 // strip's part of the weight gradient where `dweight` is given.
-template <class T, class A>
-void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_sums, A* dweight,
-                    void* scratch) {
+template <class T>
+void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_sums,
+                    Accumulate<T>* dweight, void* scratch) {
+  using A = Accumulate<T>;
   using O = Operand<T>;
   const Conv& conv = op.conv;
   const T* x = op.x;
@@ -50,8 +55,10 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     const T* from = x + strip.in.first_pixel * channels;
     T* to = op.g + strip.in.first_pixel * channels;
     const int64_t step = conv.stride.w * channels;
-    const auto finish = [&](const auto& acc, int64_t image, int64_t pixel, int64_t c) PK_LAMBDA {
-      finish_input_gradient(acc, from, to, pixel, c, channels, step, op.norm,
+    const Normalisation<A>& norm = op.norm;
+    const auto finish = [=, &norm](const auto& acc, int64_t image, int64_t pixel,
+                                   int64_t c) PK_LAMBDA {
+      finish_input_gradient(acc, from, to, pixel, c, channels, step, norm,
                             sums + image * 2 * channels, normalised, activation);
     };
     for (int64_t place = 0; place < conv.stride.h * conv.stride.w; ++place) {
@@ -73,3 +80,8 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   const PixelRows<O> dy = dy_bordered.from(conv.halo_h(), conv.halo_w());
   strip_weight_gradient(a, dy, strip, conv, op.input_last, pairs, dweight);
 }
+
+#define PK_INSTANTIATE(T) template decltype(strip_backward<T>) strip_backward<T>;
+PK_FOR_CONV_DTYPES(PK_INSTANTIATE)
+
+PK_END_ISA

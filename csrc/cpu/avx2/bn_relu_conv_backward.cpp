@@ -1,0 +1,2 @@
+#define PK_AVX2
+#include "../kernels/bn_relu_conv_backward.h"

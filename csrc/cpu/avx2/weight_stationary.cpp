@@ -1,0 +1,2 @@
+#define PK_AVX2
+#include "../kernels/weight_stationary.h"

@@ -1,0 +1,27 @@
+// From the dtype of a tensor to the storage type of a kernel.
+#pragma once
+
+#include "../host/launch.h"
+#include "types.h"
+
+namespace preact_kernels {
+
+// Runs `body(T{})` for the storage type T of `dtype`, one that is accumulated in float32.
+template <class Body>
+auto for_single_dtype(ScalarType dtype, const Body& body) {
+  if (dtype == ScalarType::Float) return body(float{});
+  if (dtype == ScalarType::Half) return body(Float16{});
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
+                  "x: expected dtype float32, bfloat16 or float16 in the "
+                  "direct convolutions");
+  return body(BFloat16{});
+}
+
+// Runs `body(T{})` for the storage type T of `dtype`.
+template <class Body>
+auto for_dtype(ScalarType dtype, const Body& body) {
+  if (dtype == ScalarType::Double) return body(double{});
+  return for_single_dtype(dtype, body);
+}
+
+}  // namespace preact_kernels

@@ -1,0 +1,2 @@
+#define PK_GENERIC
+#include "../kernels/bn_relu_conv_backward.h"

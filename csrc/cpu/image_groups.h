@@ -1,0 +1,127 @@
+// The plan of a convolution with large weights beside few activations.
+//
+// Strips would read all weights, and add to all of their gradient, for every few pixels. Here a
+// task takes some output channels, for a group of images: it packs a part of their weights that a
+// second-level cache holds, multiplies all pixels with it, and goes on to the next part. A task of
+// the weight gradient computes its part of it over all pixels, so that no partial gradients are
+// merged.
+#pragma once
+
+#include "conv_strips.h"
+#include "tiles.h"
+
+namespace preact_kernels {
+
+// The operand of such a product: the pixels of several images in the order [row][column][image],
+// with the border of Bordered. Neighbours in that order are the same pixel of several images, so
+// that tiles are full where images are narrow. The border beside an image is zero. Its rows above
+// and below are never written, and must not be read: taps in them are left out. Where the
+// convolution has a stride, columns are grouped by their remainder, so that those of one tap are
+// neighbours.
+struct Interleaved {
+  int64_t rows, columns, column_step, images, channels;
+
+  // From an image to the next, in values. Not a power of two: a cache would hold few of the pixels.
+  int64_t step() const {
+    const int64_t padded = channels + kPadding;
+    return (padded & (padded - 1)) == 0 ? padded + kPadding : padded;
+  }
+  int64_t pitch() const { return columns * images * step(); }
+  int64_t values() const { return rows * pitch(); }
+  int64_t offset(int64_t row, int64_t column) const {
+    const int64_t place = column % column_step * (columns / column_step) + column / column_step;
+    return row * pitch() + place * images * step();
+  }
+
+ private:
+  static constexpr int64_t kPadding = 32;
+};
+
+// The activation that the pixels of a strip of whole images read. Images beyond the strip's are
+// zero: dot products need an even number.
+inline Interleaved interleaved_input(const Conv& conv, const Strip& strip, int64_t images) {
+  const int64_t width = strip.in.width + 2 * conv.halo_w(), step = conv.stride.w;
+  return {strip.in.rows + 2 * conv.halo_h(), (width + step - 1) / step * step, step, images,
+          conv.in_channels};
+}
+
+// The gradient of their output.
+inline Interleaved interleaved_output(const Conv& conv, const Strip& strip, int64_t images) {
+  return {strip.out.rows + 2 * conv.halo_h(), strip.out.width + 2 * conv.halo_w(), 1, images,
+          conv.out_channels};
+}
+
+// All groups of images of a batch; for a 1x1 kernel the batch is one long row, and a group some of
+// its pixels, as one image.
+struct ImageGroups {
+  // Tiles stay in one column where a column has whole tiles of this many images.
+  static constexpr int64_t kWholeTile = 8;
+
+  Conv conv;
+  int64_t size, count;  // of a group, in images or pixels
+
+  explicit ImageGroups(const Conv& conv) : conv(conv) {
+    constexpr int64_t kPixels = 1024;  // of a group, about
+    const int64_t pixels = conv.taps() == 1 ? 1 : conv.height * conv.width;
+    const int64_t most = std::max<int64_t>(1, kPixels / pixels);
+    const int64_t parts = (length() + most - 1) / most;
+    size = (length() + parts - 1) / parts;
+    if (size > kWholeTile) size = (size + kWholeTile - 1) / kWholeTile * kWholeTile;
+    count = (length() + size - 1) / size;
+  }
+
+  Strip operator[](int64_t index) const {
+    const int64_t first = index * size, group = std::min(size, length() - first);
+    if (conv.taps() == 1) {
+      const Rows pixels{first, 0, 1, 1, group};
+      return {pixels, pixels, 0, 1};
+    }
+    const int64_t height = conv.out_height(), width = conv.out_width();
+    return {{first * conv.height * conv.width, 0, conv.height, conv.height, conv.width},
+            {first * height * width, 0, height, height, width},
+            0,
+            group};
+  }
+
+  int64_t length() const { return conv.taps() == 1 ? conv.pixels() : conv.images; }
+  // Images of an operand: an even number for dot products, which read pairs of pixels.
+  int64_t images(const Strip& strip, bool pairs) const {
+    return pairs && conv.taps() > 1 ? (strip.images + 1) / 2 * 2 : strip.images;
+  }
+};
+
+// Statistics and sums are those of tiles: some pixels of one image.
+struct ImageTiles {
+  const ImageGroups& groups;
+  Rows Strip::* side;  // the input or the output
+  int64_t channels;
+
+  PixelTiles of_image(const Strip& strip) const {
+    return {(strip.*side).rows * (strip.*side).width, channels};
+  }
+  int64_t of_group(const Strip& strip) const { return strip.images * of_image(strip).count; }
+  int64_t first(int64_t group) const { return group * of_group(groups[0]); }
+  int64_t count() const { return first(groups.count - 1) + of_group(groups[groups.count - 1]); }
+};
+
+// Columns [first, first + count) of a row of an image of a group.
+struct RowPart {
+  int64_t image, row, first, count;
+};
+
+// The products of some output channels, from `channel` on, with all pixels of a group of images.
+template <class T>
+struct StationaryTask {
+  const Conv& conv;
+  const Strip& strip;
+  const Interleaved& layout;  // of the operand
+  const ConvWeight<T>& weight;
+  const PixelTiles tiles;  // of an image of the result
+  const void* operand = nullptr;
+  int64_t in_channels = 0, out_channels = 0, channel = 0;  // of the product
+  void* packed = nullptr;                                  // memory of weights
+  Accumulate<T>* sums = nullptr;           // memory: [pixel][image][channel of the task]
+  Accumulate<T>* sums_of_tiles = nullptr;  // memory of the input gradient: [tile][2][channel]
+};
+
+}  // namespace preact_kernels

@@ -1,0 +1,87 @@
+// The instruction set that a unit is compiled for: every avx2/*.cpp and its like names its own, and
+// includes the kernels of an op. All kernels are in the namespace of that instruction set, between
+// PK_BEGIN_ISA and PK_END_ISA.
+//
+// Other headers are included before PK_BEGIN_ISA: of an inline function, such as those of the
+// standard library, the linker keeps one copy, which must run on every machine.
+#pragma once
+
+#include "../types.h"
+
+// Calls macro(T) for the storage types that kernels are compiled for, and those of convolutions.
+#define PK_FOR_DTYPES(macro) macro(double) PK_FOR_CONV_DTYPES(macro)
+#define PK_FOR_CONV_DTYPES(macro) macro(float) macro(BFloat16) macro(Float16)
+
+#if !defined(__x86_64__) && (defined(PK_AVX2) || defined(PK_AVX512) || defined(PK_AVX512_BF16))
+// An empty unit.
+#undef PK_FOR_DTYPES
+#undef PK_FOR_CONV_DTYPES
+#define PK_FOR_DTYPES(macro)
+#define PK_FOR_CONV_DTYPES(macro)
+#undef PK_AVX2
+#undef PK_AVX512
+#undef PK_AVX512_BF16
+#endif
+
+#if defined(PK_AVX512_BF16)  // the products of bfloat16, as dot products of pairs
+#define PK_HAS_DOT
+#define PK_ISA avx512_bf16
+#define PK_TARGET "avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
+#undef PK_FOR_CONV_DTYPES
+#define PK_FOR_CONV_DTYPES(macro) macro(BFloat16)
+#elif defined(PK_AVX512)
+#define PK_ISA avx512
+#define PK_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
+#elif defined(PK_AVX2)
+#define PK_ISA avx2
+#define PK_TARGET "avx2,fma,f16c"
+#else
+#define PK_ISA generic
+#endif
+
+#define PK_PRAGMA(text) _Pragma(#text)
+#if !defined(PK_TARGET)
+#define PK_BEGIN_TARGET(isa)
+#define PK_END_TARGET
+#elif defined(__clang__)
+#define PK_BEGIN_TARGET(isa) \
+  PK_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#define PK_END_TARGET PK_PRAGMA(clang attribute pop)
+#else
+#define PK_BEGIN_TARGET(isa) PK_PRAGMA(GCC push_options) PK_PRAGMA(GCC target(isa))
+#define PK_END_TARGET PK_PRAGMA(GCC pop_options)
+#endif
+#define PK_BEGIN_ISA         \
+  PK_BEGIN_TARGET(PK_TARGET) \
+  namespace preact_kernels::PK_ISA {
+#define PK_END_ISA \
+  }                \
+  PK_END_TARGET
+
+namespace preact_kernels::PK_ISA {
+
+#if defined(PK_AVX512) || defined(PK_AVX512_BF16)
+constexpr int kVectorBytes = 64, kRegisters = 32;
+#define PK_MAX_PS _mm512_max_ps
+#define PK_MAX_PD _mm512_max_pd
+#define PK_FROM_HALF(half) _mm512_cvtph_ps(reinterpret_cast<__m256i>(half))
+#define PK_TO_HALF(v) _mm512_cvtps_ph(reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT)
+#elif defined(PK_AVX2)
+constexpr int kVectorBytes = 32, kRegisters = 16;
+#define PK_MAX_PS _mm256_max_ps
+#define PK_MAX_PD _mm256_max_pd
+#define PK_FROM_HALF(half) _mm256_cvtph_ps(reinterpret_cast<__m128i>(half))
+#define PK_TO_HALF(v) _mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT)
+#else
+constexpr int kVectorBytes = 16, kRegisters = 16;
+#define PK_MAX_PS _mm_max_ps
+#define PK_MAX_PD _mm_max_pd
+#endif
+
+#if defined(__x86_64__) && !defined(PK_TARGET)
+constexpr bool kHasFma = false;
+#else
+constexpr bool kHasFma = true;  // part of AArch64
+#endif
+
+}  // namespace preact_kernels::PK_ISA

@@ -1,0 +1,56 @@
+// Loops on several threads.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace preact_kernels {
+
+// Runs body(tile) for every tile on PyTorch's threads. A thread takes the tiles of its own range in
+// order, so that its last results are still in its cache, and then tiles of other ranges, because
+// threads are not equally fast on a shared machine.
+template <class Body>
+void for_tiles(int64_t count, const Body& body) {
+  constexpr int64_t kMostRanges = 64;
+  struct alignas(64) Range {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), count);
+  if (threads <= 1) {
+    for (int64_t tile = 0; tile < count; ++tile) body(tile);
+    return;
+  }
+  Range ranges[kMostRanges];
+  const int64_t parts = std::min(threads, kMostRanges);
+  for (int64_t r = 0; r < parts; ++r) {
+    ranges[r].next.store(count * r / parts, std::memory_order_relaxed);
+    ranges[r].end = count * (r + 1) / parts;
+  }
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t self = begin; self < end; ++self) {
+      for (int64_t r = 0; r < parts; ++r) {
+        Range& range = ranges[(self + r) % parts];
+        while (range.next.load(std::memory_order_relaxed) < range.end) {
+          const int64_t tile = range.next.fetch_add(1, std::memory_order_relaxed);
+          if (tile >= range.end) break;
+          body(tile);
+        }
+      }
+    }
+  });
+}
+
+// Runs body(row) for every row of `values` values, on several threads where there are enough rows.
+template <class Body>
+void for_rows(int64_t rows, int64_t values, const Body& body) {
+  constexpr int64_t kLeastValues = 8 * 1024;
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kLeastValues / values),
+                              [&](int64_t begin, int64_t end) {
+                                for (int64_t row = begin; row < end; ++row) body(row);
+                              });
+}
+
+}  // namespace preact_kernels
