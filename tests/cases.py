@@ -2,14 +2,16 @@
 
 import collections
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.ops import block_runs
 from preact_kernels.ops import dispatch as backends
 
 # What each backend promises. A dtype that is missing must be refused (`test_backend.py`).
@@ -287,6 +289,25 @@ def random_stage(kind: str = "bottleneck", width: int = 6, **options) -> nn.Modu
     blocks = [random_block(kind, 10, 8), random_block(kind, 8 * expansion, width, 2)]
     blocks += [random_block(kind, width * expansion, width) for _ in range(2)]
     return pk.PreActStage(blocks, **options)
+
+
+def recorded_calls(kernels: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The arguments of every later call of a backend's function."""
+    function, calls = getattr(kernels, name), []
+
+    def recorded(*arguments, **options):
+        calls.append(arguments)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(kernels, name, recorded)
+    return calls
+
+
+def unit_by_unit(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A call for which no backend has whole runs of blocks."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(block_runs, "run_keys", lambda _, blocks, x: [None] * len(blocks.specs))
+        return function(*args, **kwargs)
 
 
 class Repeated(nn.Module):

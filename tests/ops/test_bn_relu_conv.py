@@ -18,7 +18,6 @@ from tests.cases import (
     ConvCase,
     PlainBNReLUConv2d,
     conv_inputs,
-    device_of,
     enough,
     plain_bn_relu_conv2d,
     randomised,
@@ -27,7 +26,12 @@ from tests.cases import (
 from tests.oracle import assert_same_bits, check, distance, evaluate, same_bits
 
 TYPICAL = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
-every_case = pytest.mark.parametrize("case", CONV_CASES, ids=lambda c: c.name)
+SLOW = (pytest.mark.slow,)
+on_kernels = pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
+both_modes = pytest.mark.parametrize("training", [True, False])
+needs_library = pytest.mark.skipif(
+    bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"
+)
 
 
 def check_op(inputs, frozen=(), conv2d=F.conv2d, **arguments):
@@ -36,62 +40,67 @@ def check_op(inputs, frozen=(), conv2d=F.conv2d, **arguments):
     return check(fused, plain, inputs, frozen=frozen)
 
 
-@pytest.mark.backends("cpu", slow=("reference",))
-@every_case
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.covering(1)
-def test_forward_backward_and_running_statistics(case, training, dtype):
-    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+def check_unit(case, training, dtype, count=None):
+    problems = [conv_inputs(case, dtype) for _ in range(count or enough(case.x))]
     check_op(problems, training=training, **case.conv)
 
 
-def is_fused(case, backend):
-    """Whether a backend has kernels for the convolution in half precision."""
-    if backend not in pk.available_backends():
-        return False
-    weight = conv_inputs(case, torch.bfloat16)["conv_weight"].to(device_of(backend))
-    with pk.use_backend(backend):
-        return pk.backend_for(weight, **case.conv).endswith("fused convolution")
-
-
-# The convolutions that `make test` runs where a backend leaves them to PyTorch.
-LEFT_TO_PYTORCH = ("3x3_channels_3_to_17", "3x3_groups", "same_even_kernel")
-NAMED_PADDINGS = ("same", "valid")  # numbers by the time a backend sees them
-
-
-def is_quick(case, backend):
-    if case.name in LEFT_TO_PYTORCH:
-        return True
-    return case.name not in NAMED_PADDINGS and is_fused(case, backend)
+# The quick suite runs these in Triton's interpreter and in the emulated CUDA library: some of each
+# path, and some that the backend leaves to PyTorch.
+QUICK = {
+    "triton": (
+        *("1x1_channels_3_to_10", "1x1_channels_17_to_48", "1x1_stride_2", "1x1_padded"),
+        *("3x3_channels_3_to_17", "3x3_channels_16", "3x3_unpadded", "3x3_stride_2", "3x3_groups"),
+        *("3x3_dilated_2_by_3_strided", "3x3_dilated_padded_by_1", "1x3_channels_16", "one_row"),
+        *("5x1_channels_32_to_16", "one_column", "one_pixel_images", "same_even_kernel"),
+    ),
+    "cuda": (
+        *("1x1_channels_16_to_64", "1x1_channels_64_to_16", "one_pixel_images_1x1", "3x3_groups"),
+        *("3x3_channels_3_to_17", "3x3_channels_64", "many_pixels", "one_row", "one_column"),
+        *("batch_1", "same_even_kernel"),
+    ),
+}
 
 
 def cases_of(backend):
-    """Every case; those in which a backend has a part of its own run in `make test`."""
-    return pytest.mark.parametrize(
-        "case",
-        [
-            pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (not is_quick(c, backend)))
-            for c in CONV_CASES
-        ],
-    )
+    marks = {name: () for name in QUICK[backend]}
+    cases = [pytest.param(c, id=c.name, marks=marks.get(c.name, SLOW)) for c in CONV_CASES]
+    return pytest.mark.parametrize("case", cases)
+
+
+@pytest.mark.backends("cpu", slow=("reference",))
+@pytest.mark.parametrize("case", CONV_CASES, ids=lambda c: c.name)
+@both_modes
+@pytest.mark.covering(1)
+def test_forward_backward_and_running_statistics(case, training, dtype):
+    check_unit(case, training, dtype)
 
 
 @pytest.mark.backends("triton")
 @cases_of("triton")
-@pytest.mark.parametrize("training", [True, False])
+@both_modes
 @pytest.mark.covering(1)
 def test_triton_in_forward_backward_and_running_statistics(case, training, dtype):
-    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
-    check_op(problems, training=training, **case.conv)
+    check_unit(case, training, dtype, 4)
 
 
 @pytest.mark.backends("cuda")
 @cases_of("cuda")
-@pytest.mark.parametrize("training", [True, False])
+@both_modes
 @pytest.mark.covering(1)
 def test_cuda_in_forward_backward_and_running_statistics(case, training, dtype):
-    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
-    check_op(problems, training=training, **case.conv)
+    check_unit(case, training, dtype)
+
+
+KINDS = ("1x1_channels_64_to_16", "1x1_stride_2_residual", "3x3_channels_16", "3x3_stride_2")
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize("case", [c for c in CONV_CASES if c.name in KINDS], ids=lambda c: c.name)
+@both_modes
+@pytest.mark.covering(2)
+def test_each_kind_of_convolution_in_every_dtype_and_mode(case, training, dtype):
+    check_unit(case, training, dtype)
 
 
 # Strips of several images, of several vector blocks, and of many pixels; weights that are packed
@@ -127,16 +136,6 @@ CPU_CASES = (
     ConvCase("5x3_stride_3_2", (2, 32, 9, 7), 16, (5, 3), stride=(3, 2), padding=(2, 1)),
     ConvCase("3x3_strided_long_sums", (2, 448, 4, 3), 16, stride=2, padding=1),
 )
-FUSED = [c for c in CONV_CASES if is_fused(c, "cpu")]
-
-
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("case", FUSED, ids=lambda c: c.name)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.covering(2)
-def test_fused_convolutions_on_the_cpu_in_every_dtype(case, training, dtype):
-    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
-    check_op(problems, training=training, **case.conv)
 
 
 @pytest.fixture
@@ -148,10 +147,11 @@ def every_weight_is_fused(monkeypatch):
 
 
 @pytest.mark.backends("cpu")
-@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@needs_library
 @pytest.mark.parametrize("case", CPU_CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("nhwc_weight", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.covering(1)
 def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_weight_is_fused):
     problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
     for inputs in problems if nhwc_weight else ():
@@ -161,10 +161,11 @@ def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_we
 
 
 @pytest.mark.backends("cpu")
-@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels", [(32, 64), (16, 16)])
 @pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.covering(2)
 def test_threads_do_not_change_tiles(stride, channels, dtype, every_weight_is_fused):
     """Strips of 4, 2 and 1 images: the same output, statistics and gradient of the input."""
     in_channels, out_channels = channels
@@ -184,7 +185,7 @@ def test_threads_do_not_change_tiles(stride, channels, dtype, every_weight_is_fu
     assert_same_bits(found[2], found[0])
 
 
-@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@needs_library
 @pytest.mark.parametrize(
     ("kernel", "stride", "message"),
     [
@@ -203,7 +204,7 @@ def test_the_cpu_library_names_the_strides_that_it_refuses(kernel, stride, messa
         )
 
 
-@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@needs_library
 @pytest.mark.parametrize(("channels", "out_channels"), [(448, 16), (512, 64)])
 def test_long_sums_are_sums_of_short_ones(channels, out_channels, every_weight_is_fused):
     x, weight = torch.randn(1, channels, 3, 3), torch.randn(out_channels, channels, 3, 3)
@@ -219,8 +220,8 @@ def test_long_sums_are_sums_of_short_ones(channels, out_channels, every_weight_i
     assert distance(y[0, :, 1, 1], truth) < distance(in_one_sum, truth) / 2
 
 
-@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_infinity_at_the_end_of_an_odd_row(dtype):
     """Dot products read pairs of pixels: no 0 * infinity beside the last one."""
     inputs = conv_inputs(ConvCase("odd", (2, 16, 3, 5), 16, padding=1), dtype)
@@ -238,7 +239,7 @@ def test_infinity_at_the_end_of_an_odd_row(dtype):
     assert torch.equal(found.isnan(), expected.isnan())
 
 
-@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@needs_library
 def test_which_large_weights_the_cpu_fuses(monkeypatch):
     kernels = cpu.kernels()
     monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 16)
@@ -271,56 +272,49 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("training", [True, False])
+@both_modes
 @pytest.mark.parametrize("mean_over_std", [30, 1000])
-def test_large_means(mean_over_std, training, dtype):
-    inputs = conv_inputs(TYPICAL, dtype, mean_over_std=mean_over_std)
+def test_large_means(mean_over_std, training, backend):
+    inputs = conv_inputs(TYPICAL, mean_over_std=mean_over_std)
     check_op(inputs, training=training, **TYPICAL.conv)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("value", [0.0, 3.0, -1e4])
-def test_constant_channels(value, dtype):
-    inputs = conv_inputs(TYPICAL, dtype)
-    inputs["x"][:, ::3] = value
+@on_kernels
+def test_constant_channels(backend):
+    inputs = conv_inputs(TYPICAL)
+    for channel, value in ((0, 0.0), (3, 3.0), (6, -1e4)):
+        inputs["x"][:, channel] = value
     check_op(inputs, training=True, **TYPICAL.conv)
 
 
-@pytest.mark.covering(2)
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("missing", [("bn_weight",), ("bn_bias",), ("bn_weight", "bn_bias")])
-def test_without_affine_parameters(missing, training, dtype):
-    inputs = conv_inputs(TYPICAL, dtype) | dict.fromkeys(missing)
-    check_op(inputs, training=training, **TYPICAL.conv)
-
-
-@pytest.mark.backends("cpu")
-def test_without_running_statistics(dtype):
-    inputs = conv_inputs(TYPICAL, dtype) | {"running_mean": None, "running_var": None}
-    check_op(inputs, training=True, **TYPICAL.conv)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("momentum", "eps"), [(0.0, 1e-8), (0.3, 1e-3), (1.0, 1.0)])
-def test_momentum_and_eps(momentum, eps, dtype):
-    inputs = conv_inputs(TYPICAL, dtype)
+@pytest.mark.parametrize(("momentum", "eps"), [(0.0, 1.0), (0.3, 1e-3)])
+def test_momentum_and_eps(momentum, eps, backend):
+    inputs = conv_inputs(TYPICAL)
     check_op(inputs, training=True, momentum=momentum, eps=eps, **TYPICAL.conv)
 
 
 @pytest.mark.backends("cpu")
-def test_parameters_in_the_dtype_of_half_precision_activations(training_dtype):
-    inputs = conv_inputs(TYPICAL, training_dtype)
-    check_op({n: t.to(training_dtype) for n, t in inputs.items()}, training=True, **TYPICAL.conv)
+@pytest.mark.parametrize(
+    "missing", [("bn_weight",), ("bn_bias",), ("running_mean", "running_var")], ids="-".join
+)
+def test_without_parameters_or_running_statistics(missing, training_dtype):
+    inputs = conv_inputs(TYPICAL, training_dtype) | dict.fromkeys(missing)
+    check_op(inputs, training=True, **TYPICAL.conv)
 
 
-@pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
-@pytest.mark.covering(1, cpu=2)
+@pytest.mark.backends("cpu")
+def test_parameters_in_the_dtype_of_half_precision_activations(backend):
+    inputs = conv_inputs(TYPICAL, torch.bfloat16)
+    check_op({n: t.bfloat16() for n, t in inputs.items()}, training=True, **TYPICAL.conv)
+
+
+@on_kernels
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "wanted",
     ["x", "bn_weight", "bn_bias", "conv_weight", "conv_bias", "residual"],
 )
-@pytest.mark.parametrize("training", [True, False])
+@both_modes
 def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
     inputs = conv_inputs(TYPICAL)
     frozen = [name for name in inputs if name != wanted]
@@ -329,34 +323,21 @@ def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
 
 
 @pytest.mark.backends("cpu")
-def test_without_gradients_nothing_is_recorded(backend):
-    inputs = conv_inputs(TYPICAL)
-    results = check_op(inputs, list(inputs), training=True, **TYPICAL.conv)
-    assert not results["y"].requires_grad
-
-
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("training", [True, False])
-def test_no_grad_gives_the_bits_of_a_recorded_forward(training, backend):
+@both_modes
+def test_without_gradients_nothing_is_recorded(training, backend):
     inputs = conv_inputs(TYPICAL)
     call = partial(pk.bn_relu_conv2d, training=training, **TYPICAL.conv)
     expected = evaluate(call, inputs)["y"]
+    frozen = evaluate(call, inputs, frozen=list(inputs))["y"]
+    assert not frozen.requires_grad and same_bits(frozen, expected)
     with torch.no_grad():
         assert same_bits(call(**{n: t.clone() for n, t in inputs.items()}), expected)
 
 
 @pytest.mark.backends("cpu")
-def test_evaluation_leaves_running_statistics_alone(backend):
+@both_modes
+def test_an_empty_batch_is_as_in_eager(training, backend):
     inputs = conv_inputs(TYPICAL)
-    results = evaluate(partial(pk.bn_relu_conv2d, training=False, **TYPICAL.conv), inputs)
-    assert same_bits(results["running_mean"], inputs["running_mean"])
-    assert same_bits(results["running_var"], inputs["running_var"])
-
-
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("training", [True, False])
-def test_an_empty_batch_is_as_in_eager(training, dtype):
-    inputs = conv_inputs(TYPICAL, dtype)
     inputs |= {"x": inputs["x"][:0], "residual": inputs["residual"][:0]}
     results = check_op(inputs, training=training, **TYPICAL.conv)
     assert results["y"].shape == (0, 24, 6, 5)
@@ -370,72 +351,56 @@ NAN, INF = float("nan"), float("inf")
 # 24 and 32 output channels are those that some and that all instruction sets serve directly.
 @pytest.mark.backends("cpu", "triton", "cuda")
 @pytest.mark.covering(1, cpu=2)
-@pytest.mark.parametrize("out_channels", [24, 32])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("kernel", "out_channels"), [(3, 24), (3, 32), (1, 24)])
+@both_modes
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        *((w, v) for w in ("x", "bn_bias", "conv_weight", "residual") for v in (NAN, INF, -INF)),
-        ("bn_weight", NAN),
+        *(("x", value) for value in (NAN, INF, -INF)),
+        *(("bn_weight", NAN), ("bn_bias", -INF), ("conv_weight", INF), ("residual", NAN)),
     ],
 )
-def test_nan_and_inf_spread_as_in_eager(where, value, training, out_channels, backend):
-    inputs = conv_inputs(TYPICAL._replace(out_channels=out_channels))
+def test_nan_and_inf_spread_as_in_eager(where, value, training, kernel, out_channels, backend):
+    case = TYPICAL._replace(kernel=kernel, padding=kernel // 2, out_channels=out_channels)
+    inputs = conv_inputs(case)
     inputs[where].view(-1)[3] = value
-    arguments = {"training": training, **TYPICAL.conv}
-    assert_finite_as_in_eager(inputs, **arguments)
+    assert_finite_as_in_eager(inputs, training=training, **case.conv)
 
 
 # Several strips an image, and taps that reach over each side of it.
 @pytest.mark.backends("cpu", "triton", "cuda")
 @pytest.mark.covering(1, cpu=2)
-@pytest.mark.parametrize("tap", [0, 2, 6, 8])
-@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("tap", [0, 8])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_weight_that_is_not_finite_stays_inside_the_image(stride, tap, value, backend):
+def test_an_infinite_weight_stays_inside_the_image(stride, tap, backend):
     case = TYPICAL._replace(x=(2, 16, 70, 5), out_channels=32, stride=stride)
     inputs = conv_inputs(case)
-    inputs["conv_weight"].view(-1)[tap] = value
+    inputs["conv_weight"].view(-1)[tap] = INF
     assert_finite_as_in_eager(inputs, training=True, **case.conv)
 
 
 @pytest.mark.backends("cpu", "triton", "cuda")
 @pytest.mark.covering(1, cpu=2)
-@pytest.mark.parametrize("row", [0, -1])
-@pytest.mark.parametrize("column", [0, -1])
-@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("corner", [0, -1])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_gradient_that_is_not_finite_stays_inside_the_image(stride, value, column, row, backend):
+def test_an_infinite_gradient_stays_inside_the_image(stride, corner, backend):
     case = TYPICAL._replace(out_channels=32, stride=stride)
-    inputs = conv_inputs(case)
     dy = torch.randn(3, 32, math.ceil(6 / stride), math.ceil(5 / stride))
-    dy[1, 7, row, column] = value
-    assert_finite_as_in_eager(inputs, dy, training=True, **case.conv)
+    dy[1, 7, corner, corner] = INF
+    assert_finite_as_in_eager(conv_inputs(case), dy, training=True, **case.conv)
 
 
 @pytest.mark.backends("cpu", "triton", "cuda")
 @pytest.mark.covering(1, cpu=2)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("where", ["x", "bn_weight", "conv_weight", "residual"])
-def test_nan_without_padding_spreads_as_in_eager(where, training, backend):
-    case = TYPICAL._replace(kernel=1, padding=0)
-    inputs = conv_inputs(case)
-    inputs[where].view(-1)[3] = NAN
-    assert_finite_as_in_eager(inputs, training=training, **case.conv)
-
-
-@pytest.mark.backends("cpu", "triton", "cuda")
-@pytest.mark.covering(1, cpu=2)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("value", [NAN, INF])
+@both_modes
 @pytest.mark.parametrize(("kernel", "stride"), [(1, 2), (3, 4)])
-def test_nan_in_a_pixel_that_no_output_reads_spreads_as_in_eager(
-    kernel, stride, value, training, backend
+def test_infinity_in_a_pixel_that_no_output_reads_spreads_as_in_eager(
+    kernel, stride, training, backend
 ):
     padding = kernel // 2
     case = ConvCase("", (2, 16, 6, 5), 32, kernel, stride=stride, padding=padding)
     inputs = conv_inputs(case)
-    inputs["x"][0, 3, stride - padding - 1, 1] = value
+    inputs["x"][0, 3, stride - padding - 1, 1] = INF
     assert_finite_as_in_eager(inputs, training=training, **case.conv)
 
 
@@ -483,9 +448,9 @@ MODULES = {
 }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.backends("cpu")
-@pytest.mark.parametrize("training", [True, False])
+@both_modes
 @pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
 def test_module_equals_its_children_called_in_turn(options, training, training_dtype):
     module = randomised(pk.BNReLUConv2d(**options)).train(training)
@@ -495,11 +460,9 @@ def test_module_equals_its_children_called_in_turn(options, training, training_d
 
 
 @pytest.mark.backends("cpu")
-def test_module_adds_a_residual(training_dtype):
+def test_module_adds_a_residual(backend):
     module = randomised(pk.BNReLUConv2d(16, 24, 3, padding=1))
-    module.conv.to(training_dtype)
     inputs = {"x": torch.randn(3, 16, 7, 6), "residual": torch.randn(3, 24, 7, 6)}
-    inputs = {name: t.to(training_dtype) for name, t in inputs.items()}
     check(module, PlainBNReLUConv2d(module.bn, module.conv), inputs)
 
 

@@ -11,7 +11,6 @@ import math
 import pytest
 import torch
 
-import preact_kernels as pk
 from preact_kernels.kernels.contract import Conv, Epilogue, Norm
 from preact_kernels.ops import dispatch as backends
 from tests.cases import device_of
@@ -42,7 +41,7 @@ def allowed(dtype=torch.float32):
 
 
 @pytest.mark.covering(1, cpu=2)
-@pytest.mark.parametrize("mean_over_std", [0.5, 30, 1000])
+@pytest.mark.parametrize("mean_over_std", [0.5, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mean_and_variance_of_many_samples(mean_over_std, dtype, backend):
     x = samples(mean_over_std, dtype=dtype)
@@ -60,10 +59,9 @@ def test_the_bound_refuses_a_one_pass_sum_of_squares():
     assert relative_error(one_pass, true_var) > allowed()
 
 
-@pytest.mark.parametrize("mean_over_std", [30, 1000])
-def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(mean_over_std, backend):
+def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(backend):
     """An identity 1x1 behind an identity batch norm and a ReLU of positive samples."""
-    x = samples(mean_over_std, (4, 16, 128, 128)).abs()
+    x = samples(1000, (4, 16, 64, 64)).abs()
     zero, one = torch.zeros(16), torch.ones(16)
     weight = torch.eye(16).view(16, 16, 1, 1)
     norm, conv = Norm(zero, one, one, zero, 0.0), Conv((1, 1), (0, 0), (1, 1), 1)
@@ -76,33 +74,15 @@ def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(mean_ove
     assert relative_error(var, true_var) <= allowed()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_statistics_that_an_addition_yields_are_of_the_rounded_sum(dtype, backend):
-    x, branch = samples(1000, dtype=dtype), samples(0, dtype=dtype)
-    y, (mean, var) = kernels(backend, dtype).residual_add_forward(x, branch, True)
+def test_statistics_that_an_addition_yields_are_of_the_rounded_sum(backend):
+    x, branch = (samples(mean, dtype=torch.bfloat16) for mean in (1000, 0))
+    y, (mean, var) = kernels(backend, x.dtype).residual_add_forward(x, branch, True)
     true_var, true_mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
     assert relative_error(mean, true_mean) <= allowed()
     assert relative_error(var, true_var) <= allowed()
 
 
-@pytest.mark.parametrize("mean_over_std", [30, 1000])
-def test_running_variance_follows_the_unbiased_variance(mean_over_std, backend):
-    x = samples(mean_over_std)
-    mean, var = torch.zeros(4), torch.zeros(4)
-    pk.bn_relu(x, None, None, mean, var, training=True, momentum=1.0)
-    assert relative_error(mean, x.double().mean((0, 2, 3))) <= allowed()
-    assert relative_error(var, x.double().var((0, 2, 3))) <= allowed()
-
-
-def test_unbiased_and_biased_variance_are_told_apart(backend):
-    x = torch.randn(2, 3, 1, 2)
-    var = torch.zeros(3)
-    pk.bn_relu(x, None, None, torch.zeros(3), var, training=True, momentum=1.0)
-    torch.testing.assert_close(var, x.var((0, 2, 3), correction=1))
-
-
-@pytest.mark.covering(1, cpu=2)
-@pytest.mark.parametrize("count", [2, 3, 63, 64, 65, 1001])
+@pytest.mark.parametrize("count", [2, 63, 65, 1001])
 def test_any_number_of_samples(count, backend):
     x = samples(1000, (1, 17, 1, count))
     mean, var = kernels(backend, x.dtype).bn_stats(x)

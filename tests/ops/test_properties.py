@@ -4,16 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import preact_kernels as pk
 from tests.cases import ConvCase, conv_inputs, plain_bn_relu_conv2d
 from tests.oracle import check
 
 
-@st.composite
-def cases(draw):
+def drawn_case(draw, st):
     """Any small convolution of stride 1 or 2 whose windows all meet the image.
 
     Beyond that, and in bfloat16, PyTorch's own NHWC convolutions (2.13, oneDNN on AVX-512) read and
@@ -31,33 +28,26 @@ def cases(draw):
     # Of two samples a channel the gradient is the difference of almost equal numbers.
     fewest = -(-8 // (height * width))
     batch = draw(st.integers(fewest, fewest + 3))
-    return ConvCase(
-        "found",
-        (batch, groups * draw(st.integers(1, 24)), height, width),
-        groups * draw(st.integers(1, 24)),
-        kernel,
-        stride,
-        padding,
-        dilation,
-        groups,
-        conv_bias=draw(st.booleans()),
-        residual=draw(st.booleans()),
-    )
+    x = (batch, groups * draw(st.integers(1, 24)), height, width)
+    out_channels = groups * draw(st.integers(1, 24))
+    case = ConvCase("found", x, out_channels, kernel, stride, padding, dilation, groups)
+    return case._replace(conv_bias=draw(st.booleans()), residual=draw(st.booleans()))
 
 
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("training", [True, False])
-@settings(
-    max_examples=30,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(case=cases(), seed=st.integers(0, 2**16))
-def test_any_convolution(training, wide_dtype, case, seed):
-    torch.manual_seed(seed)
-    arguments = {"training": training, **case.conv}
-    fused, plain = (partial(f, **arguments) for f in (pk.bn_relu_conv2d, plain_bn_relu_conv2d))
-    check(fused, plain, [conv_inputs(case, wide_dtype) for _ in range(12)])
+def test_any_convolution(training, wide_dtype):
+    import hypothesis  # here, as it takes a second, in each test process
+    from hypothesis import strategies as st
+
+    @hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(data=st.data())
+    def keeps_the_budget(data):
+        case = drawn_case(data.draw, st)
+        torch.manual_seed(data.draw(st.integers(0, 2**16)))
+        arguments = {"training": training, **case.conv}
+        fused, plain = (partial(f, **arguments) for f in (pk.bn_relu_conv2d, plain_bn_relu_conv2d))
+        check(fused, plain, [conv_inputs(case, wide_dtype) for _ in range(8)])
+
+    keeps_the_budget()

@@ -16,29 +16,26 @@ PLENTY = 10**15
 
 
 def images(channels=3):
-    return torch.randn(2, channels, 16, 16)
+    return torch.randn(2, channels, 8, 8)
 
 
 NETWORKS = {
-    "bottleneck": (lambda: pk.preact_resnet(47), 3),
-    "basic": (lambda: pk.preact_resnet(26), 3),
-    "imagenet": (lambda: pk.preact_resnet(18, variant="imagenet"), 3),
-    "evaluation": (lambda: pk.preact_resnet(29).eval(), 3),
-    "bfloat16": (lambda: in_bfloat16(pk.preact_resnet(47)), 3),
-    "wide_stream": (
-        lambda: in_bfloat16(pk.preact_resnet(47, residual_dtype=torch.float32)),
-        3,
-    ),
-    "cumulative_average": (lambda: with_momentum(pk.preact_resnet(20), None), 3),
-    "frozen": (lambda: pk.preact_resnet(29).requires_grad_(False), 3),
-    "frozen_stem": (lambda: frozen_stem(pk.preact_resnet(29)), 3),
-    "stage": (lambda: random_stage(), 10),
-    "stage_alone_in_a_module": (lambda: nn.Sequential(random_stage(), nn.ReLU()), 10),
-    "before_a_batch_norm": (lambda: nn.Sequential(random_stage(), nn.BatchNorm2d(24)), 10),
-    "before_a_convolution": (lambda: nn.Sequential(random_stage(), nn.Conv2d(24, 4, 1)), 10),
-    "frozen_blocks": (lambda: frozen_blocks(pk.preact_resnet(47)), 3),
-    "frozen_blocks_beside_a_head": (lambda: frozen_blocks(pk.preact_resnet(47), Headed), 3),
-    "hooked": (lambda: hooked(pk.preact_resnet(29)), 3),
+    "bottleneck": lambda: pk.preact_resnet(47),
+    "basic": lambda: pk.preact_resnet(26),
+    "imagenet": lambda: pk.preact_resnet(18, variant="imagenet"),
+    "evaluation": lambda: pk.preact_resnet(29).eval(),
+    "wide_stream": lambda: in_bfloat16(pk.preact_resnet(47, residual_dtype=torch.float32)),
+    "bfloat16": lambda: in_bfloat16(pk.preact_resnet(47)),
+    "cumulative_average": lambda: with_momentum(pk.preact_resnet(20), None),
+    "frozen": lambda: pk.preact_resnet(29).requires_grad_(False),
+    "frozen_stem": lambda: frozen_stem(pk.preact_resnet(29)),
+    "stage": random_stage,
+    "stage_alone_in_a_module": lambda: nn.Sequential(random_stage(), nn.ReLU()),
+    "before_a_batch_norm": lambda: nn.Sequential(random_stage(), nn.BatchNorm2d(24)),
+    "before_a_convolution": lambda: nn.Sequential(random_stage(), nn.Conv2d(24, 4, 1)),
+    "frozen_blocks": lambda: frozen_blocks(pk.preact_resnet(47)),
+    "frozen_blocks_beside_a_head": lambda: Headed(frozen_blocks(pk.preact_resnet(47))),
+    "hooked": lambda: hooked(pk.preact_resnet(29)),
 }
 
 
@@ -59,11 +56,11 @@ def frozen_stem(model):
     return model
 
 
-def frozen_blocks(model, wrapper=lambda model: model):
-    model.stem.requires_grad_(False)
+def frozen_blocks(model):
+    frozen_stem(model)
     model.stages[0].requires_grad_(False)
     model.stages[1][:3].requires_grad_(False)
-    return wrapper(model)
+    return model
 
 
 class Headed(nn.Module):
@@ -86,11 +83,11 @@ def hooked(model):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("memory", MEMORY_MODES)
-@pytest.mark.parametrize(("build", "channels"), NETWORKS.values(), ids=NETWORKS)
-def test_predicted_bytes_are_what_a_forward_keeps(build, channels, memory):
-    model, x = build(), images(channels)
-    if any(p.dtype == torch.bfloat16 for p in model.parameters()):
-        x = x.bfloat16()
+@pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)
+def test_predicted_bytes_are_what_a_forward_keeps(build, memory):
+    model = build()
+    weight = next(p for p in model.parameters() if p.dim() == 4)
+    x = images(weight.shape[1]).to(weight.dtype)
     plan = pk.plan_memory(model, x, PLENTY)
     options = {s.name: o for s in plan.stages for o in s.options if o.memory == memory}
     for name, stage in model.named_modules():
@@ -132,14 +129,17 @@ def test_every_budget_gets_the_cheapest_combination_that_fits():
     assert [s.chosen.memory for s in most.stages] == ["store"] * 3
 
 
-@pytest.mark.parametrize("share", [1.0, 0.6, 0.4])
+@pytest.mark.parametrize("share", [1.0, 0.5])
 def test_an_applied_plan_keeps_its_budget(share):
     model, x = pk.preact_resnet(47), images()
-    budget = int(share * pk.saved_bytes(model, x))
+    for stage in model.stages:
+        stage.memory, stage.segments, stage.anchor_every = "checkpoint", 2, 1
+    budget = int(share * pk.saved_bytes(pk.preact_resnet(47), x))
     plan = pk.plan_memory(model, x, budget)
     assert plan.apply(model) is model
     assert pk.saved_bytes(model, x) == plan.predicted_bytes <= budget
-    assert [stage.memory for stage in model.stages] == [s.chosen.memory for s in plan.stages]
+    found = [(s.memory, s.segments, s.anchor_every) for s in model.stages]
+    assert found == [(s.chosen.memory, None, None) for s in plan.stages]
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest_that_can():
@@ -182,15 +182,6 @@ def test_planning_changes_nothing():
     assert torch.equal(torch.random.get_rng_state(), state)
     assert [(s.memory, s.segments) for s in model.stages] == [("checkpoint", 2)] * 3
     assert all("forward" not in vars(s) for s in model.stages)
-
-
-def test_an_applied_plan_takes_the_place_of_segments_and_anchors():
-    model, x = pk.preact_resnet(29, memory="checkpoint", segments=2, anchor_every=1), images()
-    plan = pk.plan_memory(model, x, PLENTY)
-    plan.apply(model)
-    assert [(s.memory, s.segments, s.anchor_every) for s in model.stages] == [
-        ("store", None, None)
-    ] * 3
 
 
 def test_a_plan_prints_a_table_of_stages_and_modes():

@@ -6,7 +6,7 @@ from torch import nn
 
 import preact_kernels as pk
 from tests.cases import in_dtype, random_block, written_out_block
-from tests.oracle import assert_same_bits, check, evaluate, plain_copy, same_bits
+from tests.oracle import assert_same_bits, check, plain_copy, same_bits
 
 BLOCKS = {
     "basic": ("basic", 16, 16),
@@ -22,17 +22,16 @@ every_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 both_modes = pytest.mark.parametrize("training", [True, False])
 
 
-@pytest.mark.backends(slow=("triton", "cuda"))
-@pytest.mark.covering(1, cpu=2)
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
+@pytest.mark.covering(1)
 @every_block
 @both_modes
-def test_equals_its_children_called_in_turn(block, training, dtype):
-    module = in_dtype(random_block(*block), dtype).train(training)
-    # In half precision some pre-activations round to the other side of zero, in eager too, and pass
-    # or stop a gradient each. It takes many problems to have the usual share of them in both: the
-    # more, the rarer they are.
-    count = {torch.bfloat16: 8, torch.float16: 128}.get(dtype, 3)
-    inputs = [{"x": torch.randn(3, block[1], 7, 6).to(dtype)} for _ in range(count)]
+def test_equals_its_children_called_in_turn(block, training, training_dtype):
+    module = in_dtype(random_block(*block), training_dtype).train(training)
+    # In bfloat16 some pre-activations round to the other side of zero, in eager too, and pass or
+    # stop a gradient each. It takes many problems to have the usual share of them in both.
+    count = 8 if training_dtype == torch.bfloat16 else 3
+    inputs = [{"x": torch.randn(3, block[1], 7, 6).to(training_dtype)} for _ in range(count)]
     check(module, plain_copy(module), inputs)
 
 
@@ -49,32 +48,24 @@ def test_children_called_in_turn_are_the_formula_of_the_paper(block, training):
 
 
 @pytest.mark.backends("cpu")
-def test_stride_on_conv1_as_in_the_released_network(training_dtype):
+def test_stride_on_conv1_as_in_the_released_network(backend):
     module = random_block("bottleneck", 16, 8, 2, stride_on="conv1")
     assert (module.conv1.stride, module.conv2.stride) == ((2, 2), (1, 1))
-    module = in_dtype(module, training_dtype)
-    check(module, plain_copy(module), {"x": torch.randn(3, 16, 7, 6).to(training_dtype)})
+    check(module, plain_copy(module), {"x": torch.randn(3, 16, 7, 6)})
 
 
 @pytest.mark.covering(1)
 @pytest.mark.backends("cpu")
-@pytest.mark.parametrize("shape", [(4, 16, 1, 1), (1, 16, 1, 3), (1, 16, 9, 1), (5, 16, 2, 2)])
+@pytest.mark.parametrize("shape", [(0, 16, 7, 6), (4, 16, 1, 1), (1, 16, 1, 3), (5, 16, 2, 2)])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_tiny_images(shape, stride, backend):
-    module = random_block("basic", 16, 16, stride)
+@both_modes
+def test_tiny_images_and_an_empty_batch(shape, stride, training, backend):
+    module = random_block("basic", 16, 16, stride).train(training)
     check(module, plain_copy(module), {"x": torch.randn(shape)})
 
 
 @pytest.mark.backends("cpu")
-@both_modes
-def test_an_empty_batch_is_as_in_eager(training, backend):
-    module = random_block("basic", 16, 32, 2).train(training)
-    results = check(module, plain_copy(module), {"x": torch.randn(0, 16, 7, 6)})
-    assert results["y"].shape == (0, 32, 4, 3)
-
-
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("frozen", ["bn", "conv", "shortcut", "1", "2", "3"])
+@pytest.mark.parametrize("frozen", ["bn", "conv", "shortcut", "2"])
 def test_frozen_parameters_get_no_gradient_and_change_no_other(frozen, backend):
     module = random_block("bottleneck", 12, 5, 2)
     names = [name for name, _ in module.named_parameters() if frozen in name]
@@ -95,11 +86,9 @@ def test_only_one_trained_parameter_and_an_input_that_wants_nothing(kept, backen
 def test_frozen_batch_norms_train_their_weights(backend):
     module = random_block("bottleneck", 12, 5)
     module.bn2.eval()
-    check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)})
-    module.bn1.eval()
     results = check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)})
     counts = [results[f"bn{i}.num_batches_tracked"].item() for i in (1, 2, 3)]
-    assert counts == [0, 0, 1]
+    assert counts == [1, 0, 1]
 
 
 @pytest.mark.covering(1)
@@ -141,28 +130,16 @@ def test_other_convolutions_may_take_the_place_of_a_child(conv, backend):
     check(module, plain_copy(module), {"x": torch.randn(3, 16, 7, 6)})
 
 
-@pytest.mark.backends("cpu")
-def test_a_block_shows_no_gradient_to_a_no_grad_caller(backend):
-    module = random_block("basic", 8, 8)
-    x = torch.randn(2, 8, 4, 4)
-    expected = evaluate(module, {"x": x})["y"]
-    with torch.no_grad():
-        y = module(x)
-    assert not y.requires_grad
-    assert same_bits(y, expected)
-
-
-@every_block
-def test_a_block_and_its_plain_form_share_keys_and_values_for_a_seed(block):
-    kind, *args = block
+def test_blocks_have_the_keys_of_the_paper_and_the_values_of_a_seed():
     kinds = {"basic": pk.PreActBasicBlock, "bottleneck": pk.PreActBottleneck}
-    torch.manual_seed(1)
-    module = kinds[kind](*args)
-    torch.manual_seed(1)
-    again = plain_copy(kinds[kind](*args))
-    assert_same_bits(module.state_dict(), again.state_dict())
-    units = range(1, 3 if kind == "basic" else 4)
-    keys = [key.split(".")[0] for key in module.state_dict()]
-    expected = [name for i in units for name in (f"bn{i}", f"conv{i}")]
-    has_shortcut = args[0] != args[1] * module.expansion or args[2:3] == [2]
-    assert list(dict.fromkeys(keys)) == expected + ["shortcut"] * has_shortcut
+    for name, (kind, *args) in BLOCKS.items():
+        modules = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            modules.append(kinds[kind](*args))
+        assert_same_bits(modules[0].state_dict(), plain_copy(modules[1]).state_dict())
+        keys = [key.split(".")[0] for key in modules[0].state_dict()]
+        units = range(1, 3 if kind == "basic" else 4)
+        expected = [child for i in units for child in (f"bn{i}", f"conv{i}")]
+        has_shortcut = args[0] != args[1] * modules[0].expansion or args[2:3] == [2]
+        assert list(dict.fromkeys(keys)) == expected + ["shortcut"] * has_shortcut, name

@@ -20,10 +20,10 @@ from tests.cases import (
     in_dtype,
     plain_bn_relu_conv2d,
     random_block,
+    recorded_calls,
 )
 from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, check, evaluate, plain_copy
-from tests.stage.test_preact_stage import recorded_calls
 
 pytestmark = pytest.mark.backends("cuda", slow=("triton",))
 
@@ -42,9 +42,16 @@ class Stage(NamedTuple):
 
 
 STAGES = (Stage(16, 32, 3), Stage(32, 16, 6), Stage(64, 8, 6))
-every_stage = pytest.mark.parametrize("stage", STAGES, ids=str)
+
+
+def stages(*widths):
+    """All stages; without a GPU, the quick suite takes those of the given widths."""
+    slow = [() if IS_ON_GPU or s.width in widths else (pytest.mark.slow,) for s in STAGES]
+    cases = [pytest.param(s, id=str(s), marks=m) for s, m in zip(STAGES, slow, strict=True)]
+    return pytest.mark.parametrize("stage", cases)
+
+
 every_batch = pytest.mark.parametrize("batch", [128, 64] if IS_ON_GPU else [None])
-both_modes = pytest.mark.parametrize("memory", ["store", "rebuild"])
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +85,7 @@ def blocks(stage, count=2, **options):
 
 
 @every_batch
-@every_stage
+@stages(16, 64)
 def test_every_unit_keeps_the_budget(stage, batch, backend):
     for case in units(stage, batch):
         call = partial(pk.bn_relu_conv2d, training=True, **case.conv)
@@ -87,7 +94,7 @@ def test_every_unit_keeps_the_budget(stage, batch, backend):
 
 
 @every_batch
-@every_stage
+@stages(32)
 def test_a_run_of_blocks_keeps_the_budget(stage, batch, backend, monkeypatch):
     fused = blocks(stage).to(device_of(backend))
     kernels = backends.select(backend, device_of(backend), torch.bfloat16)
@@ -98,7 +105,7 @@ def test_a_run_of_blocks_keeps_the_budget(stage, batch, backend, monkeypatch):
     assert backend != "cuda" or calls
 
 
-@every_stage
+@stages(16)
 def test_runs_of_every_unit_agree(stage, backend):
     for case in units(stage, 128 if IS_ON_GPU else None):
         call = partial(pk.bn_relu_conv2d, training=True, **case.conv)
@@ -106,11 +113,9 @@ def test_runs_of_every_unit_agree(stage, backend):
         assert_runs_agree(backend, partial(evaluate, call, inputs))
 
 
-@pytest.mark.covering(1)
-@both_modes
-@every_stage
-def test_runs_of_a_run_of_blocks_agree(stage, memory, backend):
-    fused = blocks(stage, memory=memory).to(device_of(backend))
+@stages(64)
+def test_runs_of_a_run_of_blocks_agree(stage, backend):
+    fused = blocks(stage, memory="rebuild").to(device_of(backend))
     inputs = {"x": images(stage, 128 if IS_ON_GPU else None)}
     assert_runs_agree(backend, partial(evaluate, fused, inputs))
 
@@ -132,7 +137,7 @@ def exact_blocks(stage, **options):
 
 
 @every_batch
-@every_stage
+@stages(16)
 def test_inputs_that_are_rebuilt_without_rounding_give_the_bits_of_stored_ones(
     stage, batch, backend
 ):
