@@ -267,9 +267,12 @@ class FakeCuda:
             raise RuntimeError("called a synchronizing CUDA operation")
         if self.breaks == "cannot be ended" and self.now.name == "capture":
             raise RuntimeError("CUDA error: not permitted when stream is capturing")
+        return F.cross_entropy(y, target)
+
+    def step(self, step):
         if self.breaks == "raises" and self.now.name == "capture":
             raise KeyError("a mistake")
-        return F.cross_entropy(y, target)
+        step()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, the tests below")
@@ -287,6 +290,7 @@ def test_a_capture_that_fails_gives_back_what_it_took(breaks, error, message, mo
     before = {n: t.clone() for n, t in model.state_dict().items()}
     x, target = batch()
     cuda = FakeCuda(monkeypatch, breaks)
+    monkeypatch.setattr(optimizer, "step", functools.partial(cuda.step, optimizer.step))
     with pytest.raises(error, match=message):
         _CapturedStep(model, cuda.loss_fn, optimizer, x, target, None)
     assert cuda.now is cuda.main

@@ -64,33 +64,6 @@ def test_tiny_images_and_an_empty_batch(shape, stride, training, backend):
     check(module, plain_copy(module), {"x": torch.randn(shape)})
 
 
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("frozen", ["bn", "conv", "shortcut", "2"])
-def test_frozen_parameters_get_no_gradient_and_change_no_other(frozen, backend):
-    module = random_block("bottleneck", 12, 5, 2)
-    names = [name for name, _ in module.named_parameters() if frozen in name]
-    assert names
-    check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)}, frozen=names)
-
-
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("kept", ["bn1.weight", "conv1.weight", "shortcut.weight", "conv3.weight"])
-def test_only_one_trained_parameter_and_an_input_that_wants_nothing(kept, backend):
-    module = random_block("bottleneck", 12, 5, 2)
-    frozen = ["x", *(name for name, _ in module.named_parameters() if name != kept)]
-    results = check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)}, frozen=frozen)
-    assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{kept}"]
-
-
-@pytest.mark.backends("cpu")
-def test_frozen_batch_norms_train_their_weights(backend):
-    module = random_block("bottleneck", 12, 5)
-    module.bn2.eval()
-    results = check(module, plain_copy(module), {"x": torch.randn(3, 12, 7, 6)})
-    counts = [results[f"bn{i}.num_batches_tracked"].item() for i in (1, 2, 3)]
-    assert counts == [1, 0, 1]
-
-
 @pytest.mark.covering(1)
 @pytest.mark.backends("cpu")
 @pytest.mark.parametrize(

@@ -325,10 +325,12 @@ def test_a_slice_of_a_stage_is_a_stage_of_the_same_blocks():
 def test_a_stage_split_by_a_hook_keeps_within_its_segments(backend):
     stage = pk.PreActStage([pk.PreActBasicBlock(6, 6) for _ in range(5)], "checkpoint", 5)
     expected = copy.deepcopy(stage)
-    stage[2].register_forward_hook(lambda *_: None)
+    calls = []
+    stage[2].register_forward_hook(lambda *_: calls.append(1))
     x = images()[:, :6]
     for s in (stage, expected):
         s(x).square().sum().backward()
+    assert calls
     for found, other in zip(stage.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found.grad, other.grad)
 
@@ -341,15 +343,6 @@ def test_a_recomputation_keeps_the_precision_of_its_forward(backend):
     with torch.autocast(device_of(backend), torch.bfloat16):
         (found,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.backends("cpu")
-def test_a_block_with_a_stride_that_its_shortcut_lacks_joins_no_run(backend):
-    """A run of plain blocks has no strides."""
-    block = pk.PreActBottleneck(64, 16).eval()
-    block.conv1.stride = (2, 2)
-    x = torch.randn(2, 64, 1, 1)
-    torch.testing.assert_close(block(x), plain_copy(block)(x))
 
 
 def test_a_backend_is_asked_about_the_pixels_of_each_unit():
