@@ -35,6 +35,7 @@ NETWORKS = {
     "before_a_convolution": lambda: nn.Sequential(random_stage(), nn.Conv2d(24, 4, 1)),
     "frozen_blocks": lambda: frozen_blocks(pk.preact_resnet(47)),
     "frozen_blocks_beside_a_head": lambda: Headed(frozen_blocks(pk.preact_resnet(47))),
+    "frozen_stage_beside_a_head": lambda: Headed(frozen_stage(pk.preact_resnet(29))),
     "hooked": lambda: hooked(pk.preact_resnet(29)),
 }
 
@@ -56,11 +57,14 @@ def frozen_stem(model):
     return model
 
 
-def frozen_blocks(model):
-    frozen_stem(model)
+def frozen_stage(model):
     model.stages[0].requires_grad_(False)
+    return frozen_stem(model)
+
+
+def frozen_blocks(model):
     model.stages[1][:3].requires_grad_(False)
-    return model
+    return frozen_stage(model)
 
 
 class Headed(nn.Module):
@@ -71,6 +75,7 @@ class Headed(nn.Module):
         self.model, self.head = model, nn.Conv2d(64, 4, 1)
 
     def forward(self, x):
+        x = x.contiguous(memory_format=torch.channels_last)  # which stages save as it is
         h = self.model.stages[0](self.model.stem(x))
         y = self.model.norm(self.model.stages[2](self.model.stages[1](h)))
         return self.head(h).mean() + y.mean()
