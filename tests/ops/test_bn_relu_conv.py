@@ -53,6 +53,7 @@ QUICK = {
         *("3x3_channels_3_to_17", "3x3_channels_16", "3x3_unpadded", "3x3_stride_2", "3x3_groups"),
         *("3x3_dilated_2_by_3_strided", "3x3_dilated_padded_by_1", "1x3_channels_16", "one_row"),
         *("5x1_channels_32_to_16", "one_column", "one_pixel_images", "same_even_kernel"),
+        "3x3_stride_3_by_1",
     ),
     "cuda": (
         *("1x1_channels_16_to_64", "1x1_channels_64_to_16", "one_pixel_images_1x1", "3x3_groups"),
