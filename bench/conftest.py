@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import measure
-from bench.records import Records, Row, slug
+from bench.records import Row, put, slug
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--bench-dtype", default=None, help="fp32, bf16 or fp16")
     group.addoption("--bench-batch", type=int, default=None, help="images (16, or 128 on a GPU)")
     group.addoption("--bench-out", default="bench/out", help="directory of the CSV file")
-    group.addoption("--bench-command", default=None, help="the command in the rows")
+    group.addoption(
+        "--bench-command", default="pytest bench/ops.py", help="the command in the rows"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +38,14 @@ class OpSettings:
 @pytest.fixture(scope="session")
 def settings(request: pytest.FixtureRequest) -> OpSettings:
     """Settings of the run; measures the ceilings once."""
-    device = torch.device(request.config.getoption("--bench-device"))
+    option = request.config.getoption
+    device = torch.device(option("--bench-device"))
     on_gpu = device.type == "cuda"
-    dtype = request.config.getoption("--bench-dtype") or ("bf16" if on_gpu else "fp32")
-    command = request.config.getoption("--bench-command") or "pytest bench/ops.py"
     return OpSettings(
         device,
-        measure.DTYPES[dtype],
-        request.config.getoption("--bench-batch") or (128 if on_gpu else 16),
-        measure.Machine.of(device, command),
+        measure.DTYPES[option("--bench-dtype") or ("bf16" if on_gpu else "fp32")],
+        option("--bench-batch") or (128 if on_gpu else 16),
+        measure.Machine.of(device, option("--bench-command")),
         measure.measure_ceilings(device),
     )
 
@@ -53,5 +54,5 @@ def settings(request: pytest.FixtureRequest) -> OpSettings:
 def record(request: pytest.FixtureRequest, settings: OpSettings) -> Callable[[Row], None]:
     """Writes a row to the CSV file of the device."""
     folder = Path(request.config.getoption("--bench-out"))
-    records = Records(folder / f"{slug(settings.machine.device)}.csv", Row, keep=True)
-    return lambda row: records.put(settings.machine.stamp(row))
+    path = folder / f"{slug(settings.machine.device)}.csv"
+    return lambda row: put(path, settings.machine.stamp(row))

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Policy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import preact_kernels as pk
+from bench.records import Row
 
 State = dict[str, Tensor]
 
@@ -52,6 +53,7 @@ class Network:
     family: str = "resnet"  # a key of FAMILIES
 
     @classmethod
+    @functools.cache
     def named(cls, name: str, classes: int = 10) -> "Network":
         """The network called `name`, for example `"resnet-1001"` or `"wrn-28-10"`.
 
@@ -82,23 +84,18 @@ class Network:
             self.depth, family.classes or self.classes, **family.options, **options
         )
 
-    @property
+    @functools.cached_property  # building 10,001 layers takes seconds
     def block(self) -> str:
         """`"basic"` or `"bottleneck"`, which `pk.preact_resnet` chooses by depth."""
-        return _block(self)
+        with torch.device("meta"):
+            first = self.model(fused=False).stages[0][0]
+        return "basic" if isinstance(first, pk.PreActBasicBlock) else "bottleneck"
 
     def state(self) -> State:
         """He-initialised weights, the same for all contenders."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.model(fused=False).state_dict()
-
-
-@functools.cache  # building 10,001 layers takes seconds
-def _block(network: Network) -> str:
-    with torch.device("meta"):
-        model = network.model(fused=False)
-    return "basic" if isinstance(model.stages[0][0], pk.PreActBasicBlock) else "bottleneck"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +110,7 @@ class Contender:
     graphed: bool = False  # captures the training step in a CUDA graph
     hooks_see_all: bool = True  # saved-tensor hooks see everything that is kept
     same_function: bool = True  # False: computes something else by design
-    # Why it cannot run on a device, or None.
-    requires: Callable[[torch.device], str | None] = lambda device: None
+    compiles: bool = False  # with torch.compile
 
     def build(
         self, network: Network, state: State, device: torch.device, dtype: torch.dtype
@@ -142,13 +138,9 @@ class Contender:
         return images.to(device, dtype).contiguous(memory_format=layout)
 
 
-@functools.cache
+@functools.cache  # all blocks share the code that Dynamo caches by backend; budgets do not
 def _inductor(memory_budget: float) -> Callable:
-    """A torch.compile backend: Inductor under an activation memory budget.
-
-    Dynamo caches compiled code by code object and backend. With one backend per budget, all blocks
-    of a network share compiled code, and networks with other budgets do not.
-    """
+    """A torch.compile backend: Inductor under an activation memory budget."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -170,15 +162,6 @@ def _compile_blocks(model: nn.Module, memory_budget: float = 1.0) -> None:
     for stage in model.stages:
         for block in stage:
             block.compile(backend=_inductor(memory_budget), fullgraph=True, dynamic=False)
-
-
-def _compiler_missing(device: torch.device) -> str | None:
-    compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang"]
-    if not any(c and shutil.which(c.split()[0]) for c in compilers):
-        return "torch.compile: no C++ compiler found"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "torch.compile: Triton is not installed"
-    return None
 
 
 class CheckpointedBlocks(nn.Sequential):
@@ -207,16 +190,12 @@ def _run(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
-def _keep_convolutions(ctx, op, *args, **kwargs) -> Policy:
-    if op is torch.ops.aten.convolution.default:
-        return Policy.MUST_SAVE
-    return Policy.PREFER_RECOMPUTE
-
-
-def _keep_inner_convolutions(ctx, op, *args, **kwargs) -> Policy:
-    if op is torch.ops.aten.convolution.default and args[1].shape[0] <= args[1].shape[1]:
-        return Policy.MUST_SAVE
-    return Policy.PREFER_RECOMPUTE
+def _keep_convolutions(ctx, op, *args, only_inner: bool = False, **kwargs) -> Policy:
+    is_kept = op is torch.ops.aten.convolution.default
+    if is_kept and only_inner:
+        out_channels, in_channels = args[1].shape[:2]
+        is_kept = out_channels <= in_channels
+    return Policy.MUST_SAVE if is_kept else Policy.PREFER_RECOMPUTE
 
 
 def _checkpoint_blocks(model: nn.Module, every: str, policy: Callable | None = None) -> None:
@@ -227,12 +206,6 @@ def _checkpoint_blocks(model: nn.Module, every: str, policy: Callable | None = N
     length = 1 if every == "block" else max(1, round(math.sqrt(total)))
     for index, stage in enumerate(model.stages):
         model.stages[index] = CheckpointedBlocks(list(stage), length, context_fn)
-
-
-def _inplace_abn_missing(device: torch.device) -> str | None:
-    if importlib.util.find_spec("inplace_abn") is None:
-        return "InPlace-ABN: the package inplace_abn is not installed"
-    return None
 
 
 def _use_inplace_abn(model: nn.Module) -> None:
@@ -261,37 +234,21 @@ def _use_inplace_abn(model: nn.Module) -> None:
             block.forward = functools.partial(forward, block)
 
 
-def _gpu_only(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "CUDA graphs: no GPU"
-
-
-def _gpu_and_compiler(device: torch.device) -> str | None:
-    return _gpu_only(device) or _compiler_missing(device)
-
-
-def _mode_missing(memory: str, device: torch.device) -> str | None:
-    try:
-        pk.preact_resnet(11, block="bottleneck", memory=memory)
-    except ValueError as error:
-        return f"preact_kernels: {error}"
-    return None
-
-
 def _fused(name: str, memory: str, words: str, **options) -> Contender:
-    options.setdefault("requires", functools.partial(_mode_missing, memory))
     return Contender(name, words, fused=memory, **options)
 
 
 def _compiled(name: str, words: str, budget: float, **options) -> Contender:
-    options.setdefault("requires", _compiler_missing)
     prepare = functools.partial(_compile_blocks, memory_budget=budget)
-    return Contender(name, words, prepare=prepare, **options)
+    return Contender(name, words, prepare=prepare, compiles=True, **options)
 
 
 def _checkpointed(name: str, words: str, every: str, policy=None) -> Contender:
     prepare = functools.partial(_checkpoint_blocks, every=every, policy=policy)
     return Contender(name, words, prepare=prepare, hooks_see_all=policy is None)
 
+
+_keep_inner_convolutions = functools.partial(_keep_convolutions, only_inner=True)
 
 ALL = (
     Contender("eager-nchw", "everything", channels_last=False),
@@ -300,26 +257,16 @@ ALL = (
     _fused("fused-store", "store", "inputs of units"),
     _fused("fused-rebuild", "rebuild", "inner inputs of units, anchors"),
     _fused("fused-checkpoint", "checkpoint", "inputs of segments"),
-    Contender("eager-graph", "everything", graphed=True, requires=_gpu_only),
-    _compiled("compile-graph", "everything", 1.0, graphed=True, requires=_gpu_and_compiler),
-    _fused("fused-graph", "store", "inputs of units", graphed=True, requires=_gpu_only),
-    _fused(
-        "fused-rebuild-graph",
-        "rebuild",
-        "inner inputs of units, anchors",
-        graphed=True,
-        requires=_gpu_only,
-    ),
+    Contender("eager-graph", "everything", graphed=True),
+    _compiled("compile-graph", "everything", 1.0, graphed=True),
+    _fused("fused-graph", "store", "inputs of units", graphed=True),
+    _fused("fused-rebuild-graph", "rebuild", "inner inputs of units, anchors", graphed=True),
     _checkpointed("checkpoint-block", "inputs of blocks", "block"),
     _checkpointed("checkpoint-sqrt", "inputs of sqrt(L) blocks", "sqrt"),
     _checkpointed("selective-convs", "convolutions", "block", _keep_convolutions),
     _checkpointed("selective-inner-convs", "inner convolutions", "block", _keep_inner_convolutions),
     Contender(
-        "inplace-abn",
-        "outputs of inner norms",
-        prepare=_use_inplace_abn,
-        same_function=False,
-        requires=_inplace_abn_missing,
+        "inplace-abn", "outputs of inner norms", prepare=_use_inplace_abn, same_function=False
     ),
     _compiled("compile-budget-0.5", "as the budget allows", 0.5),
     _compiled("compile-budget-0.3", "as the budget allows", 0.3),
@@ -332,7 +279,7 @@ ANCHOR = "fused-store"  # in every group, so that groups can be compared
 _FUSED = ("fused-store", "fused-rebuild", "fused-checkpoint")
 
 GROUPS = {
-    "main": ("eager-nchw", "eager-channels-last", "compile-blocks", *_FUSED),
+    "main": ("eager-nchw", "eager-channels-last", *_FUSED, "compile-blocks"),
     "uncompiled": (
         "eager-channels-last",
         "eager-graph",
@@ -359,8 +306,8 @@ GROUPS = {
 }
 """Contenders that are timed in turn, the most important first."""
 
-MAIN_GROUPS = {"cpu": ("main",), "cuda": ("uncompiled", "compiled", "compiled and captured")}
-"""Groups that are measured on every network. On a GPU, compiling takes minutes and comes last."""
+MAIN_GROUPS = ("uncompiled", "compiled", "compiled and captured")
+"""What is measured on every network on a GPU, where compiling takes minutes; `main` on a CPU."""
 
 WIDE_GROUP = {"cpu": "against eager", "cuda": "wide networks"}
 WIDE_NETWORKS = {
@@ -388,6 +335,22 @@ def is_rival(name: str) -> bool:
     return BY_NAME[name].fused is None
 
 
+def missing(contender: Contender, device: torch.device) -> str | None:
+    """Why a contender cannot run on `device`; None if it can."""
+    if contender.graphed and device.type != "cuda":
+        return "CUDA graphs: no GPU"
+    if contender.name == "inplace-abn" and importlib.util.find_spec("inplace_abn") is None:
+        return "InPlace-ABN: the package inplace_abn is not installed"
+    if not contender.compiles:
+        return None
+    compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang"]
+    if not any(c and shutil.which(c.split()[0]) for c in compilers):
+        return "torch.compile: no C++ compiler found"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile: Triton is not installed"
+    return None
+
+
 def available(names: Sequence[str], device: torch.device) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that can run on `device`, and for the others why not.
 
@@ -399,11 +362,27 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[Contende
         raise ValueError(
             f"contenders: expected some of {', '.join(BY_NAME)}, got {', '.join(unknown)}"
         )
-    usable, reasons = [], {}
-    for name in names:
-        reason = BY_NAME[name].requires(device)
-        if reason is None:
-            usable.append(BY_NAME[name])
-        else:
-            reasons[name] = reason
-    return usable, reasons
+    reasons = {name: missing(BY_NAME[name], device) for name in names}
+    usable = [BY_NAME[name] for name, reason in reasons.items() if reason is None]
+    return usable, {name: reason for name, reason in reasons.items() if reason}
+
+
+def _anchor_ms(row: Row, group: Sequence[Row]) -> float | None:
+    """The time of the anchor beside a row: in the note, if it had its own time in that group."""
+    beside = re.search(rf"{ANCHOR} took ([\d.]+) ms beside this", row.note)
+    if beside:
+        return float(beside[1])
+    return next((r.median_ms for r in group if r.contender == ANCHOR), None)
+
+
+def relative_times(group: Sequence[Row]) -> dict[str, float]:
+    """Step times as multiples of the anchor's time beside them, by contender."""
+    anchors_ms = {r.contender: _anchor_ms(r, group) for r in group if r.median_ms is not None}
+    return {r.contender: r.median_ms / ms for r in group if (ms := anchors_ms.get(r.contender))}
+
+
+def has_drifted(row: Row, group: Sequence[Row]) -> bool:
+    """Whether the anchor's time beside a row differs by over 10% from that in its own row."""
+    beside_ms = _anchor_ms(row, group)
+    own_ms = next((r.median_ms for r in group if r.contender == ANCHOR), None)
+    return bool(beside_ms and own_ms) and abs(beside_ms / own_ms - 1) > 0.1

@@ -18,54 +18,42 @@ from typing import NamedTuple
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
 from bench import measure
-from bench.correctness import first_line
 from bench.measure import MIB
-from bench.records import CONVERTED, ConvertedRow, Records, slug
+from bench.records import CONVERTED, ConvertedRow, put, read, slug
+from tests.convert import published_models as published
 
 
 class Case(NamedTuple):
-    """A model, and images for it."""
+    """A model, and number and size of the images for it, on a CPU and on a GPU."""
 
     build: Callable[[], nn.Module]
-    batch: int
-    image_size: int  # pixels
+    cpu: tuple[int, int]
+    gpu: tuple[int, int] = (128, 224)
     counts_graphs: bool = True  # which takes minutes for a thousand layers
-    gpu_batch: int = 128
-    gpu_image_size: int = 224
-
-    def images(self, device: torch.device) -> tuple[int, int]:
-        """Number and size of the images on a device."""
-        if device.type == "cuda":
-            return self.gpu_batch, self.gpu_image_size
-        return self.batch, self.image_size
 
 
+SMALL = (128, 32)
 CASES = {
-    "1001 layers, blocks in lists": Case(lambda: foreign.DeepNet(1001), 8, 32, False, 128, 32),
-    "DenseNet-BC-100-12": Case(lambda: foreign.DenseNet(100, 12), 16, 32, gpu_image_size=32),
-    "PreActResNet-18": Case(lambda: foreign.FunctionalNet(), 16, 32, gpu_image_size=32),
-    "WRN-28-10": Case(lambda: foreign.WideResNet(28, 10), 4, 32, gpu_image_size=32),
-    "timm resnetv2_50": Case(lambda: foreign.timm_model("resnetv2_50"), 8, 128),
-    "timm resnetv2_101": Case(lambda: foreign.timm_model("resnetv2_101"), 4, 128),
-    "timm densenet121": Case(lambda: foreign.timm_model("densenet121"), 8, 128),
-    "torchvision densenet121": Case(lambda: foreign.torchvision_models().densenet121(), 8, 128),
-    "torchvision resnet50": Case(lambda: foreign.torchvision_models().resnet50(), 8, 128),
-    "timm wide_resnet50_2": Case(lambda: foreign.timm_model("wide_resnet50_2"), 4, 128),
+    "1001 layers, blocks in lists": Case(lambda: published.DeepNet(1001), (8, 32), SMALL, False),
+    "DenseNet-BC-100-12": Case(lambda: published.DenseNet(100, 12), (16, 32), SMALL),
+    "PreActResNet-18": Case(lambda: published.FunctionalNet(), (16, 32), SMALL),
+    "WRN-28-10": Case(lambda: published.WideResNet(28, 10), (4, 32), SMALL),
+    "timm resnetv2_50": Case(lambda: published.timm_model("resnetv2_50"), (8, 128)),
+    "timm resnetv2_101": Case(lambda: published.timm_model("resnetv2_101"), (4, 128)),
+    "timm densenet121": Case(lambda: published.timm_model("densenet121"), (8, 128)),
+    "torchvision densenet121": Case(lambda: published.torchvision_models().densenet121(), (8, 128)),
+    "torchvision resnet50": Case(lambda: published.torchvision_models().resnet50(), (8, 128)),
+    "timm wide_resnet50_2": Case(lambda: published.timm_model("wide_resnet50_2"), (4, 128)),
 }
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """A context with autocast to `dtype`; without, if that is float32."""
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-
-
 def forward(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The output in float32."""
-    with autocast(x.device, dtype):
+    """The output in float32, under autocast to `dtype` unless that is float32."""
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         return model(x).float()
 
 
@@ -94,30 +82,25 @@ def check_equal(converted: nn.Module, plain: nn.Module, x: Tensor, dtype: torch.
 
 def graphs(model: nn.Module, x: Tensor) -> int:
     """How many graphs `torch.compile` makes of the forward."""
-    found: list[torch.fx.GraphModule] = []
-
-    def collect(graph, inputs):
-        found.append(graph)
-        return graph.forward
-
+    counter = CompileCounter()
     torch._dynamo.reset()
-    torch.compile(model, backend=collect)(x)
+    torch.compile(model, backend=counter)(x)
     torch._dynamo.reset()
-    return len(found)
+    return counter.frame_count
 
 
 def measured(row: ConvertedRow, a: argparse.Namespace) -> ConvertedRow:
     """The row of a model, filled in."""
-    case, batch, size = CASES[row.case], row.batch, row.image_size
+    case, size = CASES[row.case], row.image_size
     torch.manual_seed(0)
     plain = case.build().to(a.device)
-    x = torch.randn(batch, 3, size, size, device=a.device)
+    x = torch.randn(row.batch, 3, size, size, device=a.device)
     models = {"plain": plain}
     for memory in ("store", "rebuild"):
         models[memory] = pk.convert(copy.deepcopy(plain), memory=memory)
         check_equal(models[memory], plain, x, a.dtype)
     for kind, model in models.items():
-        with autocast(a.device, a.dtype):
+        with torch.autocast(a.device.type, a.dtype, enabled=a.dtype != torch.float32):
             setattr(row, f"{kind}_bytes", pk.saved_bytes(model, x))
     report = pk.conversion_report(models["store"])  # of the forward of `saved_bytes`
     row.batch_norms, row.fused = len(report), len(report.fused)
@@ -163,45 +146,36 @@ def table(rows: Sequence[ConvertedRow], form: str = "simple") -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.converted",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--models", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}"
-    )
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each model (5)")
-    parser.add_argument("--no-graphs", action="store_true", help="without torch.compile")
-    parser.add_argument(
-        "--resume", action="store_true", help="skip what the CSV has for this commit"
-    )
-    parser.add_argument("--device", help="cpu or cuda (cuda where there is one)")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), help="fp32, or bf16 under autocast (bf16 on a GPU)"
-    )
-    parser.add_argument("--out", type=Path, default=measure.ROOT / "bench" / "out")
+    parser = measure.parser("bench.converted", __doc__)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
+    add("--steps", type=int, default=5, help="timed steps of each model (5)")
+    add("--no-graphs", action="store_true", help="without torch.compile")
+    add("--resume", action="store_true", help="skip what the CSV has for this commit")
+    add("--device", help="cpu or cuda (cuda where there is one)")
+    add("--dtype", choices=("fp32", "bf16"), help="fp32, or bf16 under autocast (bf16 on a GPU)")
+    add("--out", type=Path, default=measure.OUT)
     a = parser.parse_args(arguments)
-    a.device = torch.device(a.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    a.dtype_name = a.dtype or ("bf16" if a.device.type == "cuda" else "fp32")
-    a.dtype = measure.DTYPES[a.dtype_name]
+    a.device = measure.default_device(a.device)
+    dtype = a.dtype or ("bf16" if a.device.type == "cuda" else "fp32")
+    a.dtype = measure.DTYPES[dtype]
     machine = measure.Machine.of(a.device)
-    records = Records(a.out / f"{slug(machine.device)}{CONVERTED}", ConvertedRow, keep=True)
+    path = a.out / f"{slug(machine.device)}{CONVERTED}"
+    known = {(r.key, r.commit): r for r in read(path, ConvertedRow)} if a.resume else {}
     rows, failures = [], []
     for name in a.models or CASES:
-        batch, size = CASES[name].images(a.device)
-        row = machine.stamp(ConvertedRow(name, batch, size, a.dtype_name, 0, 0))
-        known = records.get(row.key, machine.commit) if a.resume else None
+        images = CASES[name].gpu if a.device.type == "cuda" else CASES[name].cpu
+        row = machine.stamp(ConvertedRow(name, *images, dtype, 0, 0))
         try:
-            rows.append(known or measured(row, a))
+            rows.append(known.get((row.key, row.commit)) or measured(row, a))
         except ImportError as error:
             print(f"{name}: not measured, {error.name} is not installed")
             continue
         except (ArithmeticError, RuntimeError) as error:  # measure the other models
-            failures.append(f"{name}: {first_line(error)}")
+            failures.append(f"{name}: {measure.first_line(error)}")
             print(failures[-1])
             continue
-        records.put(rows[-1])
+        put(path, rows[-1])
     print(table(rows))
     if failures:
         sys.exit(f"bench.converted: {'; '.join(failures)}")

@@ -32,27 +32,20 @@ import dataclasses
 import functools
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 import preact_kernels as pk
 from bench import measure
 from bench.contenders import BY_NAME, Contender, Network, State
 from preact_kernels.study import data
 
-QUANTITIES = ("losses", "logits", "gradients", "the worst gradient")
-STAGE_QUANTITIES = (
-    "stage outputs",
-    "stage input gradients",
-    "stage conv gradients",
-    "stage bn gradients",
-)
-ALLOWED = (0.0, 0.0, 5e-3, 0.5)  # of QUANTITIES, even if eager's error is far smaller
+ALLOWED = {"gradients": 5e-3, "the worst gradient": 0.5}  # even if eager's error is far smaller
 DAMPING = 0.1
 STAGE_BIAS = 2.0  # of every batch norm of a stage that is compared on its own
 EAGER = (BY_NAME["eager-nchw"], BY_NAME["eager-channels-last"])
@@ -75,11 +68,6 @@ class Verdict:
     correct: str  # "yes", "no" or "another function"
     note: str  # what is wrong, or ""
     deviations: dict[str, float]  # relative error by quantity
-
-    @property
-    def may_show_speed(self) -> bool:
-        """Whether the contender may be timed."""
-        return self.correct != "no"
 
 
 def is_tf32(dtype: torch.dtype, device: torch.device) -> bool:
@@ -116,47 +104,25 @@ def biased(state: State) -> State:
     }
 
 
-class StageResults(NamedTuple):
-    """Results of one stage, in float64 on the CPU."""
-
-    output: Tensor  # [N, C, H, W]
-    input_gradient: Tensor  # [N, C', H', W']
-    conv_gradients: list[Tensor]
-    bn_gradients: list[Tensor]
-
-    def deviations(self, truth: "StageResults") -> tuple[float, ...]:
-        """Relative errors, in the order of `STAGE_QUANTITIES`."""
-        return (
-            deviation(self.output, truth.output),
-            deviation(self.input_gradient, truth.input_gradient),
-            root_mean_square(deviation_of_each(self.conv_gradients, truth.conv_gradients)),
-            root_mean_square(deviation_of_each(self.bn_gradients, truth.bn_gradients)),
-        )
+Results = list[dict[str, list[Tensor]]]
+"""Of the network, then of each stage: the tensors of each quantity, in float64 on the CPU."""
 
 
-class Results(NamedTuple):
-    """What is compared, in float64 on the CPU."""
+def deviations(found: Results, truth: Results) -> dict[str, float]:
+    """`|found - truth| / |truth|` by quantity, NaN if one is NaN.
 
-    losses: Tensor  # [N]
-    logits: Tensor  # [N, classes]
-    gradients: list[Tensor]  # of the parameters
-    stages: list[StageResults]  # empty if they are not compared
-
-    def deviations(self, truth: "Results") -> dict[str, float]:
-        """Relative errors by quantity; those of stages are the largest over the stages."""
-        off = deviation_of_each(self.gradients, truth.gradients)
-        whole = (
-            deviation(self.losses, truth.losses),
-            deviation(self.logits, truth.logits),
-            root_mean_square(off),  # NaN if one is
-            max(off),
-        )
-        by_name = dict(zip(QUANTITIES, whole, strict=True))
-        each = [s.deviations(t) for s, t in zip(self.stages, truth.stages, strict=True)]
-        if each:
-            worst = torch.tensor(each, dtype=torch.float64).amax(0)  # NaN if one is
-            by_name |= zip(STAGE_QUANTITIES, worst.tolist(), strict=True)
-        return by_name
+    Root mean squares over the tensors of a quantity, and the largest over the stages.
+    """
+    worst: dict[str, float] = {}
+    for one, exact in zip(found, truth, strict=True):
+        for name, tensors in one.items():
+            pairs = zip(tensors, exact[name], strict=True)
+            off = [float((f - t).norm() / t.norm()) for f, t in pairs]
+            mean = math.sqrt(sum(o * o for o in off) / len(off))
+            worst[name] = float(np.maximum(mean, worst.get(name, 0.0)))  # keeps NaN
+            if name == "gradients":
+                worst["the worst gradient"] = max(off)
+    return worst
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,31 +165,38 @@ class Problem:
 
     def results(self, contender: Contender, dtype: torch.dtype) -> Results:
         """What `contender` computes with activations of `dtype`."""
-        with measure.running(contender.name, self.device):
-            found = Results(*self._network_results(contender, dtype), [])
-            if self.stage_tensors:
-                found.stages.extend(self._stage_results(contender, dtype))
-            measure.synchronize(self.device)  # attributes a failed kernel to this contender
+        found = [self._network_results(contender, dtype)]
+        if self.stage_tensors:
+            found += self._stage_results(contender, dtype)
+        measure.synchronize(self.device)  # a kernel that failed raises here
         gc.collect()  # compiled and patched models are in reference cycles
         return found
 
-    def _network_results(
-        self, contender: Contender, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _network_results(self, contender: Contender, dtype: torch.dtype) -> dict:
         model = contender.build(self.network, damped(self.state), self.device, dtype)
         logits = model(contender.input(self.images, self.device, dtype))
         wide = logits.float() if dtype.itemsize < 4 else logits
         losses = F.cross_entropy(wide, self.labels.to(self.device), reduction="none")
         losses.mean().backward()
-        return _exact(losses), _exact(logits), [_exact(p.grad) for p in model.parameters()]
+        gradients = [_exact(p.grad) for p in model.parameters()]
+        return {"losses": [_exact(losses)], "logits": [_exact(logits)], "gradients": gradients}
 
-    def _stage_results(self, contender: Contender, dtype: torch.dtype) -> Iterator[StageResults]:
+    def _stage_results(self, contender: Contender, dtype: torch.dtype) -> Iterator[dict]:
         model = contender.build(self.network, biased(self.state), self.device, dtype)
         (resnet,) = (m for m in model.modules() if isinstance(m, pk.PreActResNet))
         for stage, tensors in zip(resnet.stages, self.stage_tensors, strict=True):
             # Copies: a contender that changes them must not change those of the next.
             x, dy = (contender.input(t, self.device, dtype).clone() for t in tensors)
-            yield stage_results(stage, x, dy)
+            y = stage(x.requires_grad_())
+            # Not `y.backward`: DistributedDataParallel would count its gradients.
+            dx, *found = torch.autograd.grad(y, [x, *stage.parameters()], dy)
+            gradients = [_exact(g) for g in found]
+            yield {
+                "stage outputs": [_exact(y)],
+                "stage input gradients": [_exact(dx)],
+                "stage conv gradients": [g for g in gradients if g.ndim == 4],
+                "stage bn gradients": [g for g in gradients if g.ndim == 1],
+            }
 
 
 def stage_shapes(network: Network, batch: int) -> list[tuple[torch.Size, torch.Size]]:
@@ -237,90 +210,44 @@ def stage_shapes(network: Network, batch: int) -> list[tuple[torch.Size, torch.S
     return shapes
 
 
-def stage_results(stage: nn.Module, x: Tensor, dy: Tensor) -> StageResults:
-    """The results of a stage on the input `x` and the output gradient `dy`."""
-    parameters = list(stage.parameters())
-    x.requires_grad_()
-    y = stage(x)
-    # Not `y.backward`: DistributedDataParallel would count its gradients.
-    dx, *found = torch.autograd.grad(y, [x, *parameters], dy)
-    gradients = [_exact(g) for g in found]
-    return StageResults(
-        _exact(y),
-        _exact(dx),
-        [g for g in gradients if g.ndim == 4],
-        [g for g in gradients if g.ndim == 1],
-    )
-
-
 def _exact(found: Tensor) -> Tensor:
     return found.detach().double().cpu()
 
 
-def deviation(found: Tensor, truth: Tensor) -> float:
-    """`|found - truth| / |truth|`, Euclidean."""
-    return float((found - truth).norm() / truth.norm())
-
-
-def deviation_of_each(found: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """The deviations of several tensors."""
-    return [deviation(*pair) for pair in zip(found, truth, strict=True)]
-
-
-def root_mean_square(values: Sequence[float]) -> float:
-    """The root of the mean of the squares."""
-    return math.sqrt(sum(v * v for v in values) / len(values))
-
-
-def first_line(error: Exception) -> str:
-    """The type of an error and the start of its message."""
-    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]}"
-
-
 def judge(
-    contenders: list[Contender],
+    contender: Contender,
     network: Network,
     images_source: data.Images,
     batch: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> dict[str, Verdict]:
-    """Checks contenders that will be timed on `network`.
+) -> Verdict:
+    """Checks a contender that will be timed on `network`; raises what it raises.
 
     Args:
-        contenders: what to check.
-        network: what they will be timed on; see `judged_network`.
+        contender: what to check.
+        network: what it will be timed on; see `judged_network`.
         images_source: source of the batch.
         batch: images in the batch.
         device: where to run.
         dtype: of the activations.
-
-    Returns:
-        Verdicts by name. If a contender raises, its verdict is "no" and names the exception.
-
-    Raises:
-        DeviceLost: a contender broke the GPU context.
     """
     network = judged_network(network, dtype, device)
     expected = _expected(network, images_source, batch, device, dtype, is_tf32(dtype, device))
-    verdicts = {}
-    with tqdm(contenders, desc=f"correct on {network.name}, {dtype}", leave=False) as bar:
-        for contender in bar:
-            bar.set_postfix_str(contender.name)
-            if contender in EAGER:
-                deviations = expected.eager[contender.name]
-            else:
-                try:
-                    found = expected.problem.results(contender, dtype)
-                    deviations = found.deviations(expected.truth)
-                except measure.DeviceLost:
-                    raise
-                except Exception as error:  # a failed rival does not end the run
-                    reason = f"failed: {first_line(error)}"
-                    verdicts[contender.name] = Verdict("no", reason, {})
-                    continue
-            verdicts[contender.name] = _verdict(contender, deviations, expected.budget, network)
-    return verdicts
+    if contender in EAGER:
+        found = expected.eager[contender.name]
+    else:
+        found = deviations(expected.problem.results(contender, dtype), expected.truth)
+    if not contender.same_function:
+        return Verdict("another function", "computes another function by design", found)
+    wrong = [
+        f"{name} deviates by {off:.1e} from float64, allowed {expected.budget[name]:.1e}"
+        for name, off in found.items()
+        if not off <= expected.budget[name]  # NaN is wrong
+    ]
+    if wrong:
+        return Verdict("no", f"wrong results on {network.name}: {'; '.join(wrong)}", found)
+    return Verdict("yes", "", found)
 
 
 class Expected(NamedTuple):
@@ -332,7 +259,7 @@ class Expected(NamedTuple):
     budget: dict[str, float]  # allowed errors, by quantity
 
 
-@functools.lru_cache(maxsize=1)  # on a GPU, `judge` is called for one contender at a time
+@functools.lru_cache(maxsize=1)  # `judge` is called for one contender at a time
 def _expected(
     network: Network,
     images_source: data.Images,
@@ -343,29 +270,13 @@ def _expected(
 ) -> Expected:
     problem = Problem.of(network, images_source, batch, device, dtype)
     truth = problem.results(EAGER[0], torch.float64)
-    eager = {c.name: problem.results(c, dtype).deviations(truth) for c in EAGER}
+    eager = {c.name: deviations(problem.results(c, dtype), truth) for c in EAGER}
     baselines, rounding = list(eager.values()), torch.finfo(dtype).eps
     if in_tf32:
-        baselines.append(problem.results(EAGER[-1], torch.float16).deviations(truth))
+        baselines.append(deviations(problem.results(EAGER[-1], torch.float16), truth))
         rounding = 2.0**-11
-    allowed = dict(zip(QUANTITIES, ALLOWED, strict=True))
     budget = {
-        name: max(2 * max(errors[name] for errors in baselines) + rounding, allowed.get(name, 0.0))
+        name: max(2 * max(errors[name] for errors in baselines) + rounding, ALLOWED.get(name, 0.0))
         for name in baselines[0]
     }
     return Expected(problem, truth, eager, budget)
-
-
-def _verdict(
-    contender: Contender, deviations: dict[str, float], budget: dict[str, float], network: Network
-) -> Verdict:
-    if not contender.same_function:
-        return Verdict("another function", "computes another function by design", deviations)
-    wrong = [
-        f"{name} deviates by {found:.1e} from float64, allowed {budget[name]:.1e}"
-        for name, found in deviations.items()
-        if not found <= budget[name]  # NaN is wrong
-    ]
-    if wrong:
-        return Verdict("no", f"wrong results on {network.name}: {'; '.join(wrong)}", deviations)
-    return Verdict("yes", "", deviations)

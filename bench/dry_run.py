@@ -34,7 +34,6 @@ class Launch(NamedTuple):
 
     name: str
     grid: str  # blocks along each axis: "264" or "132x2"; empty without
-    blocks: int  # of the first axis
     threads: int  # of a block
     shared_bytes: int  # of a block; 0 where only the compiler knows
     is_dependent: bool  # may begin before the launch ahead of it has ended
@@ -92,10 +91,6 @@ class Recorder(TorchDispatchMode):
         is_of_run = (self._running or "").startswith("block_run")
         self.recorded.append(_Recorded(launch, tensors, self.calls, is_of_run))
 
-    def calling(self, kernels: Any) -> Any:
-        """`kernels`, with calls that are told apart."""
-        return _Calls(kernels, self)
-
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
         """A context in which the function `name` of the backend runs."""
@@ -112,7 +107,9 @@ class Recorder(TorchDispatchMode):
         if function.namespace != "aten" or function.is_view or is_allocation or not self._running:
             return function(*args, **kwargs or {})
         if name == "aten::convolution":
-            result = _empty_convolution(*args)
+            on_meta = [torch.empty_like(t, device="meta") for t in args[:2]]
+            shape = torch.ops.aten.convolution(*on_meta, None, *args[3:]).shape
+            result = torch.empty(shape, dtype=args[0].dtype, memory_format=torch.channels_last)
         elif name == "aten::convolution_backward":
             _, x, weight, *_, (wants_x, wants_weight, _) = args
             of = x if wants_x else None, weight if wants_weight else None, None
@@ -121,7 +118,7 @@ class Recorder(TorchDispatchMode):
             result = function(*args, **kwargs or {})
         reads = not (name.startswith("aten::new_") or name.endswith("_like"))  # what it is given
         given = (args, kwargs) if reads else ()
-        self.add(Launch(name, "", 0, 0, 0, False, 0), sizes((given, result)))
+        self.add(Launch(name, "", 0, 0, False, 0), sizes((given, result)))
         return result
 
 
@@ -151,18 +148,12 @@ def sizes(arguments: Any) -> dict[int, int | None]:
     return {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
 
 
-def _grid(blocks: Sequence[int]) -> tuple[str, int]:
-    """The grid of a launch as text, and its first axis."""
-    axes = [str(n) for n in blocks]
-    while len(axes) > 1 and axes[-1] == "1":
+def _grid(blocks: Sequence[int]) -> str:
+    """The grid of a launch as text."""
+    axes = list(blocks)
+    while len(axes) > 1 and axes[-1] == 1:
         axes.pop()
-    return "" if not blocks[0] else "x".join(axes), blocks[0]
-
-
-def _empty_convolution(x: Tensor, weight: Tensor, bias, *geometry) -> Tensor:
-    on_meta = [torch.empty_like(t, device="meta") for t in (x, weight)]
-    shape = torch.ops.aten.convolution(*on_meta, None, *geometry).shape
-    return torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
+    return "x".join(map(str, axes)) if blocks[0] else ""
 
 
 @contextlib.contextmanager
@@ -182,14 +173,8 @@ def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
     def listen(met: serve_cpu.Launch) -> None:
         words = struct.unpack(f"{len(met.params) // 8}Q", met.params[: len(met.params) // 8 * 8])
         addresses = [w for w in words if serve_cpu.tensor_at(w)]
-        launch = Launch(
-            met.name,
-            *_grid(met.blocks),
-            met.threads,
-            met.shared_bytes,
-            met.is_dependent,
-            met.filled_bytes,
-        )
+        grid, of_block = _grid(met.blocks), (met.threads, met.shared_bytes)
+        launch = Launch(met.name, grid, *of_block, met.is_dependent, met.filled_bytes)
         recorder.add(launch, dict.fromkeys(addresses))
 
     kernels = CUDAKernels(torch.ops.preact_kernels_cuda)
@@ -234,7 +219,7 @@ def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
             return
         kept.append(args)
         name = kernel.__name__.removesuffix("_kernel")
-        met = Launch(name, *_grid(grid), 32 * options["num_warps"], 0, False, 0)
+        met = Launch(name, _grid(grid), 32 * options["num_warps"], 0, False, 0)
         recorder.add(met, sizes((args, options)))
 
     gpu = launch.Device(CAPABILITY, multiprocessors)
@@ -282,57 +267,44 @@ class _Unit(NamedTuple):
     place: str  # in the block: "1", "2", ... or "-shortcut"
 
 
-class _Step(NamedTuple):
-    """A stage that ran, and where its launches begin and end."""
-
-    stage: nn.Module
-    x: Tensor
-    units: list[dict[int, _Unit]]  # by address of a tensor: what tells a unit best comes first
-    forward: slice
-    backward: slice
+Units = list[dict[int, _Unit]]
+"""Units by address of a tensor; what tells a unit best comes first."""
 
 
-def _step(stage: nn.Module, x: Tensor, recorder: Recorder) -> _Step:
-    """Runs a stage forward and backward."""
-    begin = len(recorder.recorded)
-    y = stage(x)
-    turn = len(recorder.recorded)
-    parameters = dict(stage.named_parameters())
-    gradients = torch.autograd.grad(y, [x, *parameters.values()], torch.empty_like(y))
+def _units_of(stage: nn.Module, gradients: Sequence[Tensor]) -> Units:
     # By conv_weight, which may be packed elsewhere; bn_bias; bn_weight, which the fold of the next
     # unit has too; and gradients, which a launch may finish for another unit.
-    units: list[dict[int, _Unit]] = [{}, {}, {}, {}]
-    for name, gradient in zip(parameters, gradients[1:], strict=True):
+    units: Units = [{}, {}, {}, {}]
+    for (name, parameter), gradient in zip(stage.named_parameters(), gradients, strict=True):
         block, module, kind = name.split(".")
         unit = _Unit(int(block), module[-1] if module[-1].isdigit() else f"-{module}")
         rank = 0 if not module.startswith("bn") else 1 if kind == "bias" else 2
-        units[rank][parameters[name].data_ptr()] = units[3][gradient.data_ptr()] = unit
-    return _Step(stage, x, units, slice(begin, turn), slice(turn, len(recorder.recorded)))
+        units[rank][parameter.data_ptr()] = units[3][gradient.data_ptr()] = unit
+    return units
 
 
-def _unit_of(launches: list[_Recorded], step: _Step) -> _Unit | None:
+def _unit_of(launches: list[_Recorded], units: Units) -> _Unit | None:
     """The unit that launches are for; None where there are several, or none.
 
     A kernel that recomputes g is given the weight of another unit after its own.
     """
     recomputes_g = any("recomputed" in r.launch.name for r in launches)
     addresses = [address for r in launches for address in r.tensors]
-    for units in step.units:
-        if found := list(dict.fromkeys(units[a] for a in addresses if a in units)):
+    for by_address in units:
+        if found := list(dict.fromkeys(by_address[a] for a in addresses if a in by_address)):
             return found[0] if len(found) == 1 or recomputes_g else None
     return None
 
 
-def _placed(step: _Step, recorded: list[_Recorded], direction: str) -> Iterator[PlacedLaunch]:
+def _placed(
+    stage: nn.Module, units: Units, recorded: list[_Recorded], direction: str
+) -> Iterator[PlacedLaunch]:
     # The launches of a unit are a call of their own, or in a call that runs many blocks.
-    def own(r: _Recorded) -> object:
-        return id(r) if r.is_of_run else r.call
-
-    projected = [block.projection() is not None for block in step.stage]
+    projected = [block.projection() is not None for block in stage]
     plain = int(len(set(projected)) > 1)  # its part
-    for _, group in itertools.groupby(recorded, own):
+    for _, group in itertools.groupby(recorded, lambda r: id(r) if r.is_of_run else r.call):
         launches = list(group)
-        unit = _unit_of(launches, step)
+        unit = _unit_of(launches, units)
         part = plain if unit is None or not projected[unit.block] else 0
         prefix = "" if unit is None else f"{direction[0].upper()}{unit.place} "
         for r in launches:
@@ -341,26 +313,16 @@ def _placed(step: _Step, recorded: list[_Recorded], direction: str) -> Iterator[
             yield PlacedLaunch(launch, part, direction, prefix + launch.name)
 
 
-def _itemsize(step: _Step) -> int:
-    """Bytes of an element within blocks."""
-    (_, conv), *_ = step.stage[0].units()
-    return conv.weight.element_size()
-
-
-def _parts(step: _Step, name: str) -> list[Part]:
+def _parts(stage: nn.Module, x: Tensor, name: str) -> list[Part]:
     """The blocks with a projection, then the others."""
-    height, itemsize = step.x.shape[2], _itemsize(step)
-    parts: dict[bool, Part] = {}
-    for block in step.stage:
-        is_projected = block.projection() is not None
-        stream_itemsize = step.x.element_size()
-        cost, height = floors.block_cost(block, len(step.x), height, itemsize, stream_itemsize)
-        if is_projected not in parts:
-            inner = next(iter(block.units()))[1].out_channels
-            unit_bytes = len(step.x) * inner * height**2 * itemsize
-            title = f"{name} projection" if is_projected else name
-            parts[is_projected] = Part(title, 0, unit_bytes, cost.bytes_moved)
-        known = parts[is_projected]
+    height, parts = x.shape[2], {}
+    for block in stage:
+        (_, conv), *_ = block.units()
+        itemsize, is_projected = conv.weight.element_size(), block.projection() is not None
+        cost, height = floors.block_cost(block, len(x), height, itemsize, x.element_size())
+        unit_bytes = len(x) * conv.out_channels * height**2 * itemsize
+        title = f"{name} projection" if is_projected else name
+        known = parts.setdefault(is_projected, Part(title, 0, unit_bytes, cost.bytes_moved))
         parts[is_projected] = known._replace(blocks=known.blocks + 1)
     return [parts[key] for key in (True, False) if key in parts]
 
@@ -380,23 +342,30 @@ def dry_run(
         RuntimeError: the launches of the backend cannot be recorded here.
     """
     launches = {"cuda": cuda_launches, "triton": triton_launches}[backend]
-    recorder = Recorder()
+    recorder, steps = Recorder(), []
     with contextlib.ExitStack() as stack:
         backend_kernels = stack.enter_context(launches(recorder, multiprocessors))
         if residual_dtype not in (None, dtype):
             backend_kernels = MixedBlockKernels(backend_kernels, backend_kernels, dtype)
-        kernels = recorder.calling(backend_kernels)
+        kernels = _Calls(backend_kernels, recorder)
         stack.enter_context(mock.patch.object(dispatch, "kernels_for", lambda *_: kernels))
         stack.enter_context(recorder)
         on_cpu = stages(network, batch, dtype, memory, residual_dtype, torch.device("cpu"))
-        steps = [_step(stage, x, recorder) for stage, x in on_cpu]
+        for stage, x in on_cpu:
+            begin = len(recorder.recorded)
+            y = stage(x)
+            turn = len(recorder.recorded)
+            inputs = [x, *stage.parameters()]
+            _, *gradients = torch.autograd.grad(y, inputs, torch.empty_like(y))
+            directions = slice(begin, turn), slice(turn, len(recorder.recorded))
+            steps.append((stage, x, _units_of(stage, gradients), directions))
     return [
         StageLaunches(
-            _parts(step, str(index)),
+            _parts(stage, x, str(index)),
             [
-                *_placed(step, recorder.recorded[step.forward], FORWARD),
-                *_placed(step, recorder.recorded[step.backward], BACKWARD),
+                *_placed(stage, units, recorder.recorded[forward], FORWARD),
+                *_placed(stage, units, recorder.recorded[backward], BACKWARD),
             ],
         )
-        for index, step in enumerate(steps, start=1)
+        for index, (stage, x, units, (forward, backward)) in enumerate(steps, start=1)
     ]

@@ -1,23 +1,21 @@
 """Builds, tests and measures on a GPU machine: `python -m bench.gpu_report FOLDER`.
 
 Uses the Python of the machine with torch, pytest and the packages of the benchmarks, and no
-network. The parts, in order: compiled libraries (existing ones of the same sources, or built now),
-tests of the kernels, ceilings of the GPU, the first benchmark, the launches of a step with
-estimated and measured times, all benchmarks, benchmarks of the Triton backend, converted models,
-the hottest kernels, and the other tests if time is left. If a part fails or runs out of time, the
-next one starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the CSV
-files of the benchmarks, all written while the parts run. For tables and plots, copy the CSV files
-to bench/results/ and run `make report`.
+network. The parts, in order: compiled libraries (existing ones of the same sources, or built now)
+and those of `parts_of`, the most important first. If a part fails or runs out of time, the next one
+starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (all output) and the CSV files of
+the benchmarks, all written while the parts run. For tables and plots, copy the CSV files to
+bench/results/ and run `make report`.
+
+Without a GPU, a dry run: leaves out the parts that need one.
 """
 
-import argparse
-import contextlib
+import dataclasses
 import importlib.util
+import math
 import os
 import re
-import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from bench.__main__ import LOST
+from bench import measure
 from bench.contenders import GROUPS
 from bench.dry_run import BACKENDS
 from bench.measure import ROOT, commit
@@ -53,6 +51,21 @@ KERNEL_TESTS = (
     ),
 )
 """Tests of the kernels, the most important first. Each group is one run of pytest."""
+WITHOUT_GPU = (
+    "kernels/test_cuda_on_host",
+    "kernels/test_cuda_build",
+    "behaviour/test_versions",
+    "behaviour/test_docs",
+    "bench/test_networks",
+    "bench/test_correctness",
+    "bench/test_ops",
+    "bench/test_gpu_report",
+    "study/test_comparisons",
+    "study/test_data",
+    "study/test_plots",
+    "behaviour/test_lost_gpu",
+)
+"""Tests that do not depend on a GPU."""
 CONVERTED_MODELS = (
     "torchvision densenet121",
     "timm resnetv2_50",
@@ -60,37 +73,8 @@ CONVERTED_MODELS = (
     "DenseNet-BC-100-12",
 )
 """Models of `bench.converted`, the most important first."""
-WITHOUT_GPU = (
-    "kernels/test_cuda_on_host",
-    "kernels/test_cuda_build",
-    "behaviour/test_versions",
-    "behaviour/test_docs",
-    "bench/test_session",
-    "bench/test_correctness",
-    "bench/test_ops",
-    "bench/test_plan",
-    "study/test_comparisons",
-    "study/test_data",
-    "study/test_plots",
-    "bench/test_gpu_report",
-    "behaviour/test_lost_gpu",
-)
-"""Tests that do not depend on a GPU."""
-FIRST_BENCH = ("--networks", "resnet-1001", "--batch", "128", "--contenders", *GROUPS["uncompiled"])
-"""What is benchmarked first: contenders that need no compiler."""
-FIRST_BENCH_SECONDS = 120
-TRITON_BENCH = (
-    *("--networks", "resnet-1001", "--batch", "128"),
-    *("--contenders", "fused-store", "fused-graph", "fused-rebuild"),
-)
-RESERVED_SECONDS = {"bench of triton": 60, "converted": 60, "hotspots": 45}
-"""For what follows the benchmarks, unless these would have less than `MIN_BENCH_SECONDS`."""
-MIN_BENCH_SECONDS = 120
-NOT_REPEATED = r"tests \d+|ceilings|first bench|launches of \w+|converted|hotspots"
-"""Parts that a resumed report skips if they were ok; tests also if some failed."""
-MOST_CRASHES = 3  # of the benchmarks, after which they are not started again
 GRACE_SECONDS = 20  # between interrupting and killing a part
-LOG_BYTES = 12 * 2**20
+MIN_SECONDS = 120  # of a part without a limit, if they are left
 
 LOAD = f"""
 import sys
@@ -102,6 +86,86 @@ print("torch", torch.__version__, "with the backends", *pk.available_backends())
 sys.exit(torch.cuda.is_available() and "cuda" not in pk.available_backends())
 """
 """Loads both libraries, or one if torch has no CUDA; fails if there is a GPU without backend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A command of the report."""
+
+    name: str
+    command: list[str]  # arguments of Python
+    seconds: float  # limit
+    reserved: float = 0  # seconds that a part without a limit leaves to it
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    needs_gpu: bool = False
+    repeats: bool = False  # also in a resumed report, and takes `--time-limit`
+
+
+def tests(name: str, files: Sequence[str], seconds: float, **options) -> Part:
+    """The quick tests of some files, in several processes if pytest-xdist is installed."""
+    command = ["-m", "pytest", "-v", "-rfEs", "--tb=short", "--maxfail=100"]
+    command += ["-p", "no:cacheprovider", "-m", "not slow"]
+    if importlib.util.find_spec("xdist"):
+        count = min(8, os.cpu_count() or 1)  # they share one GPU
+        command += ["-n", str(count), "--max-worker-restart", str(4 * count)]
+    return Part(name, [*command, *(f"tests/{file}.py" for file in files)], seconds, **options)
+
+
+def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: bool) -> list[Part]:
+    """The parts of a report, the most important first.
+
+    Args:
+        folder: for the files.
+        options: of `python -m bench`.
+        test_seconds: limit of the tests of the kernels.
+        resume: keep the rows of an earlier report.
+    """
+    out, again = ["--out", str(folder)], ["--resume"] * resume
+    bench = ["-m", "bench", *out, "--no-plots", *options]
+    deepest = ["--networks", "resnet-1001", "--batch", "128", "--contenders"]
+    profiled = {"TEARDOWN_CUPTI": "0"}  # CUDA graphs may crash after CUPTI's teardown
+    has_gpu = torch.cuda.is_available()
+    launches = str(folder / f"{slug(measure.device_name(measure.default_device()))}{LAUNCHES}")
+    triton = [*deepest, "fused-store", "fused-graph", "fused-rebuild"]
+    converted = ["bench.converted", "--no-graphs", *again, *out, "--models", *CONVERTED_MODELS]
+    ran = {name for names in KERNEL_TESTS for name in names}
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    others = [str(p.relative_to(ROOT / "tests"))[:-3] for p in found]
+    others = [name for name in others if name not in ran and name not in WITHOUT_GPU]
+    share_s = test_seconds / len(KERNEL_TESTS)
+    parts = [
+        *(tests(f"tests {i}", names, share_s) for i, names in enumerate(KERNEL_TESTS, start=1)),
+        Part("ceilings", ["-m", "bench.probes", *out], 60, needs_gpu=True),
+        Part(
+            "first bench",
+            [*bench, *again, *deepest, *GROUPS["uncompiled"], "--time-limit", "110"],
+            120,
+            needs_gpu=True,
+        ),
+        *(
+            Part(
+                f"launches of {backend}",
+                ["-m", "bench.launches", "--backend", backend, "--csv", launches],
+                75,
+                environment=profiled,
+            )
+            for backend in BACKENDS
+        ),
+        Part("bench", [*bench, *(["--resume"] if has_gpu else again)], math.inf, repeats=True),
+        Part(
+            "bench of triton",
+            [*bench, *again, *triton],
+            60,
+            60,
+            {"PREACT_KERNELS_BACKEND": "triton"},  # by default it is the CUDA library
+            needs_gpu=True,
+            repeats=True,
+        ),
+        Part("converted", ["-m", *converted], 60, 60),
+        Part("hotspots", ["-m", "bench.hotspots"], 45, 45, profiled),
+        tests("other tests", others, math.inf),
+    ]
+    return [part for part in parts if has_gpu or not part.needs_gpu]
 
 
 def listing() -> bytes:
@@ -116,31 +180,7 @@ def is_built() -> bool:
     """Whether the libraries load and were built from these sources, according to `LISTING`."""
     if not LISTING.exists() or LISTING.read_bytes() != listing():
         return False
-    load = [sys.executable, "-c", LOAD]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(load, cwd=ROOT, capture_output=True, check=False, timeout=60)
-        return done.returncode == 0
-    return False
-
-
-def device_name() -> str:
-    """The name of the GPU, or "a CPU"."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
-
-
-def is_of(folder: Path, sources: str) -> bool:
-    """Whether the report in a folder is of `sources`, a line of its summary."""
-    path = folder / "summary.txt"
-    return path.exists() and sources in path.read_text().splitlines()
-
-
-def ended_parts(folder: Path, sources: str) -> dict[str, str]:
-    """The lines of parts that an earlier report has of the same sources and GPU."""
-    if not is_of(folder, sources):
-        return {}
-    summary = (folder / "summary.txt").read_text()
-    ended = dict(re.findall(rf"^({NOT_REPEATED}): (ok.*)", summary, re.MULTILINE))
-    return ended | dict(re.findall(r"^(tests \d+): (exit status.*)", summary, re.MULTILINE))
+    return measure.run_process([sys.executable, "-c", LOAD], 60, cwd=ROOT) == 0
 
 
 class Report:
@@ -158,210 +198,109 @@ class Report:
         for name in ("summary.txt", "log.txt"):
             (folder / name).write_text("")
 
-    def left_s(self) -> float:
-        """Seconds left of the run."""
-        return self.end_s - time.monotonic()
-
     def note(self, part: str, words: str) -> None:
-        """Adds a line to the summary."""
+        """Prints a line and adds it to the summary."""
+        print(f"{part}: {words}", flush=True)
         with (self.folder / "summary.txt").open("a") as summary:
             summary.write(f"{part}: {words}\n")
 
-    def run(
-        self, part: str, command: Sequence[str], seconds: float, **environment: str
-    ) -> int | None:
-        """Runs a command for at most `seconds`; prints its output and appends it to the log.
-
-        At the limit, interrupts the command, and `GRACE_SECONDS` later kills it and its children.
+    def run(self, part: Part, later: Sequence[Part] = ()) -> int | None:
+        """Runs a part, with its output in the log, and leaves time for the `later` ones.
 
         Returns:
             Its exit status; None if there was no time to start or to finish.
         """
-        seconds = min(seconds, self.left_s() - GRACE_SECONDS)
+        left_s = self.end_s - time.monotonic() - GRACE_SECONDS
+        free_s = max(left_s - sum(p.reserved for p in later), MIN_SECONDS)
+        seconds = min(left_s, free_s if part.seconds == math.inf else part.seconds)
         if seconds < 1:
-            self.note(part, "no time left")
+            self.note(part.name, "no time left")
             return None
-        start_s = time.monotonic()
-        deadline_s, is_late, end = start_s + seconds, False, b""
+        command = [sys.executable, *part.command]
+        if part.repeats:
+            command += ["--time-limit", str(int(seconds - 10))]
         scripts = os.path.dirname(sys.executable)  # has ninja, in a virtual environment
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # the command inherits SIG_IGN
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PATH": path, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PATH": path, **part.environment}
+        start_s = time.monotonic()
         with (self.folder / "log.txt").open("ab", buffering=0) as log:
-            log.write(f"\n=== {part}: {' '.join(command)}\n".encode())
-            while True:
-                left_s = max(0.0, deadline_s - time.monotonic())
-                has_ended = process.poll() is not None
-                if select.select([process.stdout], [], [], min(left_s, 1.0))[0]:
-                    printed = os.read(process.stdout.fileno(), 2**16)
-                    if not printed:
-                        break
-                    if log.tell() < LOG_BYTES:
-                        log.write(printed)
-                    sys.stdout.buffer.write(printed)
-                    sys.stdout.flush()
-                    end = (end + printed)[-2000:]
-                elif has_ended or (is_late and not left_s):
-                    break
-                elif not left_s:
-                    is_late = True
-                    deadline_s += GRACE_SECONDS
-                    process.send_signal(signal.SIGINT)
-        if not is_late:  # the output can end before the process
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with its children
-        process.stdout.close()
-        status = process.wait()
-        text = end.decode(errors="replace").replace("\r", "\n").strip()
-        how = "out of time" if is_late else "ok" if status == 0 else f"exit status {status}"
-        lines = text.splitlines() or [""]
+            log.write(f"\n=== {part.name}: {' '.join(command)}\n".encode())
+            begin = log.tell()
+            options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment}
+            status = measure.run_process(command, seconds, GRACE_SECONDS, **options)
+        text = (self.folder / "log.txt").read_bytes()[begin:].decode(errors="replace")
+        lines = text.replace("\r", "\n").strip().splitlines() or [""]
         counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # of pytest
-        last = [*lines, *counts][-1].strip("= ")[-200:]
-        self.note(part, f"{how} after {time.monotonic() - start_s:.0f} s: {last}")
-        self.has_failed |= (status != 0 and not is_late) or bool(re.search(r"\d failed", text))
-        return None if is_late else status
+        last = [*lines, *counts[-1:]][-1].strip("= ")[-200:]
+        how = "out of time" if status is None else "ok" if not status else f"exit status {status}"
+        self.note(part.name, f"{how} after {time.monotonic() - start_s:.0f} s: {last}")
+        self.has_failed |= bool(status) or bool(re.search(r"\d failed", last))
+        return status
 
-    def tests(self, part: str, names: Sequence[str], seconds: float) -> None:
-        """Runs the quick tests of some files, in several processes if pytest-xdist is installed."""
-        processes = []
-        if importlib.util.find_spec("xdist"):
-            count = min(8, os.cpu_count() or 1)  # they share one GPU
-            processes = ["-n", str(count), "--max-worker-restart", str(4 * count)]
-        options = ["-v", "-rfEs", "--tb=short", "--maxfail=100", "-p", "no:cacheprovider"]
-        options += ["-m", "not slow", *processes]
-        files = [f"tests/{name}.py" for name in names]
-        self.run(part, [sys.executable, "-m", "pytest", *options, *files], seconds)
 
-    def bench(
-        self, part: str, options: Sequence[str], seconds: float, *, resume: bool, **environment: str
-    ) -> None:
-        """Runs the benchmarks; restarts them after a lost GPU, and after a few crashes."""
-        end_s = time.monotonic() + min(seconds, self.left_s() - GRACE_SECONDS)
-        crashes = 0
-        while True:
-            left_s = end_s - time.monotonic()
-            if left_s < 30:
-                self.note(part, "no time left")
-                return
-            command = [sys.executable, "-m", "bench", "--out", str(self.folder), "--no-plots"]
-            command += ["--time-limit", str(int(left_s - 10)), *["--resume"] * resume, *options]
-            status = self.run(part, command, left_s, **environment)
-            has_crashed = status is not None and status < 0  # in a first step, a row says so
-            crashes += has_crashed
-            if status != LOST and not (has_crashed and crashes <= MOST_CRASHES):
-                return
-            resume = True
+def kept_lines(earlier: Path, sources: str, parts: Sequence[Part]) -> dict[str, str]:
+    """The lines of parts that ended in an earlier report of the same sources and GPU.
+
+    Tests also if some failed.
+    """
+    path = earlier / "summary.txt"
+    lines = path.read_text().splitlines() if path.exists() else []
+    if sources not in lines:
+        return {}
+    once = {part.name for part in parts if not part.repeats and part.name != "other tests"}
+    found = dict(line.split(": ", 1) for line in lines)
+    return {
+        name: words
+        for name, words in found.items()
+        if name in once
+        and words.startswith(("ok", "exit status") if name.startswith("tests") else "ok")
+    }
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Runs every part; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, help="for the files")
-    parser.add_argument("--seconds", type=int, default=520, help="for everything (520)")
-    parser.add_argument("--test-seconds", type=int, default=140, help="for the first tests (140)")
-    parser.add_argument(
+    parser = measure.parser("bench.gpu_report", __doc__)
+    add = parser.add_argument
+    add("folder", type=Path, help="for the files")
+    add("--seconds", type=int, default=520, help="for everything (520)")
+    add("--test-seconds", type=int, default=140, help="for the first tests (140)")
+    add(
         "--resume",
         type=Path,
         metavar="EARLIER",
         help="folder of an earlier report of this commit: keeps its rows, skips parts that ended",
     )
-    parser.add_argument("--only-build", action="store_true", help="build for another machine")
+    add("--only-build", action="store_true", help="build for another machine")
     a, options = parser.parse_known_args(given)  # options: for `python -m bench`
     if a.resume and not a.resume.is_dir():
         parser.error(f"--resume: expected a folder, got {a.resume}")
-    sources = f"sources: {commit()} on {device_name()}"
-    ended = ended_parts(a.resume, sources) if a.resume else {}
-    report = Report(a.folder.resolve(), a.seconds)
-    if a.resume and a.resume.resolve() != report.folder:
-        kept = ["*.csv", *["*-lost.txt"] * is_of(a.resume, sources)]
-        for path in [path for pattern in kept for path in a.resume.glob(pattern)]:
-            shutil.copy(path, report.folder)
-
+    folder = a.folder.resolve()
+    parts = parts_of(folder, options, a.test_seconds, bool(a.resume))
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    sources = f"sources: {commit()} on {name}"
+    kept = kept_lines(a.resume, sources, parts) if a.resume else {}
+    report = Report(folder, a.seconds)
+    if a.resume and a.resume.resolve() != folder:
+        for path in a.resume.glob("*.csv"):
+            shutil.copy(path, folder)
     report.note(*sources.split(": "))
-    report.has_failed = any(line.startswith("exit status") for line in ended.values())
+    report.has_failed = any(words.startswith("exit status") for words in kept.values())
     if is_built():
         report.note("build", "not needed: the libraries were built from these sources, and load")
     else:
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        if report.run("build", command, 180) == 0 and all(map(os.path.exists, LIBRARIES)):
+        build = Part("build", ["setup.py", "-q", "build_ext", "--inplace"], 180)
+        if report.run(build) == 0 and all(map(os.path.exists, LIBRARIES)):
             LISTING.parent.mkdir(exist_ok=True)
             LISTING.write_bytes(listing())
-    report.run("libraries", [sys.executable, "-c", LOAD], 60)
-    if not a.only_build:
-        measure_all(report, options, a.test_seconds, ended, resume=bool(a.resume))
-    for path in report.folder.glob("*.partial"):  # of a process that was killed
+    report.run(Part("libraries", ["-c", LOAD], 60))
+    for part, words in kept.items():
+        report.note(part, words)
+    parts = [] if a.only_build else [part for part in parts if part.name not in kept]
+    for index, part in enumerate(parts):
+        report.run(part, parts[index + 1 :])
+    for path in folder.glob("*.partial"):  # of a process that was killed
         path.unlink()
-    print((report.folder / "summary.txt").read_text())
     return int(report.has_failed)
-
-
-def measure_all(
-    report: Report,
-    options: Sequence[str],
-    test_seconds: float,
-    ended: dict[str, str],
-    *,
-    resume: bool,
-) -> None:
-    """Runs tests and benchmarks, the most important first; keeps the lines of parts that ended."""
-
-    def run(part: str, command: Sequence[str], seconds: float, **environment: str) -> None:
-        if part not in ended:
-            report.run(part, [sys.executable, "-m", *command], seconds, **environment)
-
-    for part, line in ended.items():
-        report.note(part, line)
-    tests_end_s = time.monotonic() + test_seconds
-    groups = {f"tests {index}": names for index, names in enumerate(KERNEL_TESTS, start=1)}
-    groups = {part: names for part, names in groups.items() if part not in ended}
-    for index, (part, names) in enumerate(groups.items()):
-        share_s = (tests_end_s - time.monotonic()) / (len(groups) - index)
-        report.tests(part, names, share_s)
-    has_gpu = torch.cuda.is_available()
-    out = ["--out", str(report.folder)]
-    later = RESERVED_SECONDS if has_gpu else ("hotspots",)
-    reserved_s = {part: RESERVED_SECONDS[part] for part in later if part not in ended}
-    profiled = {"TEARDOWN_CUPTI": "0"}  # CUDA graphs may crash after CUPTI's teardown
-    if has_gpu:
-        run("ceilings", ["bench.probes", *out], 60)
-        if "first bench" not in ended:
-            first = [*options, *FIRST_BENCH]
-            report.bench("first bench", first, FIRST_BENCH_SECONDS, resume=resume)
-        file = str(report.folder / f"{slug(device_name())}{LAUNCHES}")
-        for backend in BACKENDS:
-            command = ["bench.launches", "--backend", backend, "--csv", file]
-            run(f"launches of {backend}", command, 75, **profiled)
-    seconds = report.left_s() - GRACE_SECONDS - sum(reserved_s.values())
-    seconds = max(seconds, MIN_BENCH_SECONDS)
-    report.bench("bench", options, seconds, resume=resume or has_gpu)
-    if has_gpu:
-        part = "bench of triton"
-        environment = {"PREACT_KERNELS_BACKEND": "triton"}  # by default it is the CUDA library
-        seconds = RESERVED_SECONDS[part]
-        report.bench(part, [*options, *TRITON_BENCH], seconds, resume=resume, **environment)
-        converted = ["bench.converted", "--no-graphs", *["--resume"] * resume, *out]
-        converted += ["--models", *CONVERTED_MODELS]
-        run("converted", converted, RESERVED_SECONDS["converted"])
-    run("hotspots", ["bench.hotspots"], RESERVED_SECONDS["hotspots"], **profiled)
-    ran = {name for names in KERNEL_TESTS for name in names}
-    tests = ROOT / "tests"
-    others = sorted(str(p.relative_to(tests))[:-3] for p in tests.rglob("test_*.py"))
-    others = [name for name in others if name not in ran and name not in WITHOUT_GPU]
-    report.tests("other tests", others, report.left_s())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -18,28 +17,21 @@ from torch import nn
 from torch.fx.experimental.optimization import fuse
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
 from bench import measure
 from bench.measure import DTYPES
-from bench.records import INFERENCE, InferenceRow, Records, slug
+from bench.records import INFERENCE, InferenceRow, put, slug
+from tests.convert import published_models as published
 
 BASELINE = "eager"
 
 
-class Network(NamedTuple):
-    """A network and the size of its images, pixels."""
-
-    build: Callable[[], nn.Module]
-    size: int
-
-
-NETWORKS = {
-    "resnet-20": Network(lambda: pk.preact_resnet(20, fused=False), 32),
-    "resnet-164": Network(lambda: pk.preact_resnet(164, fused=False), 32),
-    "wrn-28-10": Network(lambda: pk.preact_resnet(28, width=10, fused=False), 32),
-    "resnetv2_50": Network(lambda: foreign.timm_model("resnetv2_50"), 224),
-    "densenet121": Network(lambda: foreign.torchvision_models().densenet121(), 224),
-    "resnet50": Network(lambda: foreign.torchvision_models().resnet50(), 224),
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the size of images, pixels
+    "resnet-20": (lambda: pk.preact_resnet(20, fused=False), 32),
+    "resnet-164": (lambda: pk.preact_resnet(164, fused=False), 32),
+    "wrn-28-10": (lambda: pk.preact_resnet(28, width=10, fused=False), 32),
+    "resnetv2_50": (lambda: published.timm_model("resnetv2_50"), 224),
+    "densenet121": (lambda: published.torchvision_models().densenet121(), 224),
+    "resnet50": (lambda: published.torchvision_models().resnet50(), 224),
 }
 
 
@@ -73,9 +65,9 @@ def contenders(name: str, model: nn.Module, *, compiles: bool) -> dict[str, nn.M
 def measured(name: str, a: argparse.Namespace) -> Iterator[InferenceRow]:
     """The rows of a network, for every batch and contender."""
     torch.manual_seed(0)
-    network = NETWORKS[name]
-    size, dtype = a.size or network.size, DTYPES[a.dtype]
-    model = calibrated(network.build(), size).to(a.device, dtype)
+    build, size = NETWORKS[name]
+    size, dtype = a.size or size, DTYPES[a.dtype]
+    model = calibrated(build(), size).to(a.device, dtype)
     models = contenders(name, model, compiles=not a.no_compile)
     for batch in a.batch:
         x = torch.randn(batch, 3, size, size, device=a.device, dtype=dtype)
@@ -87,8 +79,7 @@ def measured(name: str, a: argparse.Namespace) -> Iterator[InferenceRow]:
             times = measure.time_in_turn(calls, rounds=a.rounds, device=a.device, title=name)
         for contender, t in times.items():
             images_per_s = batch / t.median_ms * 1e3
-            of_times = t.median_ms, t.p20_ms, t.p80_ms, images_per_s
-            yield InferenceRow(name, contender, batch, size, a.dtype, *of_times)
+            yield InferenceRow(name, contender, batch, size, a.dtype, *t, images_per_s)
 
 
 def table(rows: Sequence[InferenceRow]) -> str:
@@ -111,33 +102,29 @@ def table(rows: Sequence[InferenceRow]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints a table for every network, and writes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.inference",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 16], help="images")
-    parser.add_argument("--size", type=int, help="pixels, in place of each network's own")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, help="of PyTorch on the CPU")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--device", help="cpu or cuda (cuda where there is one)")
-    parser.add_argument("--out", type=Path, default=measure.ROOT / "bench" / "out")
+    parser = measure.parser("bench.inference", __doc__)
+    add = parser.add_argument
+    add("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    add("--batch", nargs="+", type=int, default=[1, 16], help="images")
+    add("--size", type=int, help="pixels, in place of each network's own")
+    add("--rounds", type=int, default=15)
+    add("--threads", type=int, help="of PyTorch on the CPU")
+    add("--dtype", choices=DTYPES, default="fp32")
+    add("--no-compile", action="store_true", help="leave out torch.compile")
+    add("--device", help="cpu or cuda (cuda where there is one)")
+    add("--out", type=Path, default=measure.OUT)
     a = parser.parse_args(arguments)
     if a.threads:
         torch.set_num_threads(a.threads)
-    a.device = torch.device(a.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    a.device = measure.default_device(a.device)
     machine = measure.Machine.of(a.device)
-    records = Records(a.out / f"{slug(machine.device)}{INFERENCE}", InferenceRow, keep=True)
     for name in a.networks:
         try:
             rows = [machine.stamp(row) for row in measured(name, a)]
         except ImportError as error:
             print(f"{name}: not measured, {error.name} is not installed")
             continue
-        records.put(*rows)
+        put(a.out / f"{slug(machine.device)}{INFERENCE}", *rows)
         print(table(rows), flush=True)
 
 

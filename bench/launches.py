@@ -25,7 +25,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -37,8 +37,8 @@ from torch import Tensor, nn
 import preact_kernels as pk
 from bench import dry_run, measure
 from bench.contenders import Network
-from bench.dry_run import Part, PlacedLaunch, StageLaunches
-from bench.records import LaunchRow, Records
+from bench.dry_run import BACKWARD, FORWARD, Launch, StageLaunches
+from bench.records import LaunchRow, read, write
 from preact_kernels.ops.memory_mode import MEMORY_MODES
 
 REPLAYS = 5
@@ -56,46 +56,14 @@ class Rates(NamedTuple):
 
 RATES = Rates()
 
-KERNELS = frozenset(
-    {
-        FILL,
-        "bn_input_gradient",
-        "bn_relu_backward_mask",
-        "bn_relu_conv_backward",
-        "bn_relu_conv_backward_input",
-        "bn_relu_conv_backward_recomputed",
-        "bn_relu_conv_backward_recomputed_input",
-        "bn_relu_conv_backward_weight",
-        "bn_relu_conv_forward",
-        "bn_relu_conv_weight_gradients",
-        "bn_relu_forward",
-        "bn_stats",
-        "finish_gradients",
-        "finish_statistics",
-        "finish_sums",
-        "pack_weights",
-        "residual_add_forward",
-        "sum_partials",
-    }
-)
+
+def is_kernel(name: str) -> bool:
+    """Whether a launch is a kernel of this package: no operator of PyTorch, no fill."""
+    return not name.startswith("aten::") and name != FILL
 
 
-def is_operator(name: str) -> bool:
-    """Whether a launch is an operator of PyTorch."""
-    return name.startswith("aten::")
-
-
-def estimated_us(placed: PlacedLaunch) -> float:
-    """Estimated time from the end of the launch ahead to the end of this one.
-
-    Raises:
-        ValueError: the kernel is not known.
-    """
-    launch = placed.launch
-    if not is_operator(launch.name) and launch.name not in KERNELS:
-        raise ValueError(
-            f"kernel {launch.name}: bench/launches.py does not know it; name it in KERNELS"
-        )
+def estimated_us(launch: Launch) -> float:
+    """Estimated time from the end of the launch ahead to the end of this one."""
     gap_us = RATES.dependent_launch_us if launch.is_dependent else RATES.launch_us
     return launch.bytes_moved / RATES.copy_bytes_per_us + gap_us
 
@@ -107,13 +75,13 @@ def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterat
         stage: its launches.
         measured_us: time of each; None where it was not measured.
     """
-    groups: dict[tuple, list[tuple[PlacedLaunch, float | None]]] = {}
+    groups: dict[tuple, list[tuple[Launch, float | None]]] = {}
     for placed, us in zip(stage.launches, measured_us, strict=True):
         key = placed.part, placed.direction, placed.kernel
-        groups.setdefault(key, []).append((placed, us))
+        groups.setdefault(key, []).append((placed.launch, us))
     for (index, direction, kernel), group in sorted(groups.items(), key=lambda g: g[0][0]):
-        part, times = stage.parts[index], [us for _, us in group]
-        launches = [placed.launch for placed, _ in group]
+        part = stage.parts[index]
+        launches, times = zip(*group, strict=True)
         bytes_moved = sum(launch.bytes_moved for launch in launches)
         yield LaunchRow(
             stage=part.name,
@@ -121,26 +89,20 @@ def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterat
             kernel=kernel,
             blocks=part.blocks,
             launches_per_block=len(launches) / part.blocks,
-            grid=_each([launch.grid for launch in launches]),
-            threads=_each([launch.threads for launch in launches]),
-            shared_bytes=_each([launch.shared_bytes for launch in launches]),
+            grid=_each(launch.grid for launch in launches),
+            threads=_each(launch.threads for launch in launches),
+            shared_bytes=_each(launch.shared_bytes for launch in launches),
             bytes_per_block=bytes_moved / part.blocks,
             units_per_block=bytes_moved / part.blocks / part.unit_bytes,
             dependent=sum(launch.is_dependent for launch in launches) / len(launches),
-            estimated_us_per_block=sum(estimated_us(p) for p, _ in group) / part.blocks,
+            estimated_us_per_block=sum(map(estimated_us, launches)) / part.blocks,
             measured_us_per_block=None if None in times else sum(times) / part.blocks,
         )
 
 
-def _each(values: Sequence) -> str:
+def _each(values: Iterable) -> str:
     """The different values, in order; empty where there is none."""
     return " or ".join(str(v) for v in dict.fromkeys(values) if v)
-
-
-COLUMNS = (
-    "stage", "direction", "kernel", "launches a block", "grid", "threads", "MB a block",
-    "units a block", "estimated us a block", "measured us a block",
-)  # fmt: skip
 
 
 def table(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
@@ -148,49 +110,35 @@ def table(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
     lines = []
     for part in [part for stage in stages for part in stage.parts]:
         own = [row for row in rows if row.stage == part.name]
-        for _, group in itertools.groupby(own, lambda row: row.direction):
-            of_direction = list(group)
-            if "projection" not in part.name:
-                lines += [_line(row.kernel, [row], row.grid, row.threads) for row in of_direction]
-                lines.append(_line("sum", of_direction))
-        lines.append(_line(f"a block of {part.blocks}; floor {_floor_units(part):.1f} units", own))
-    return tabulate(lines, COLUMNS, disable_numparse=True)
+        for direction in (FORWARD, BACKWARD) if "projection" not in part.name else ():
+            of_direction = [row for row in own if row.direction == direction]
+            lines += [_line(row.kernel, [row]) for row in of_direction]
+            lines.append(_line("sum", of_direction))
+        floor_units = part.floor_bytes / part.unit_bytes
+        lines.append(_line(f"a block of {part.blocks}; floor {floor_units:.1f} units", own))
+    return tabulate(lines, "keys", disable_numparse=True)
 
 
-def _line(kernel: str, rows: Sequence[LaunchRow], grid: str = "", threads: str = "") -> list[str]:
-    directions = {row.direction for row in rows}
-    launches, moved, units, estimated, measured = (
-        _sum(rows, name)
-        for name in (
-            "launches_per_block",
-            "bytes_per_block",
-            "units_per_block",
-            "estimated_us_per_block",
-            "measured_us_per_block",
-        )
-    )
-    return [
-        rows[0].stage,
-        directions.pop() if len(directions) == 1 else "",
-        kernel,
-        f"{launches:.2f}",
-        grid,
-        threads,
-        f"{moved / 1e6:.2f}",
-        f"{units:.2f}",
-        f"{estimated:.1f}",
-        "" if measured is None else f"{measured:.1f}",
-    ]
+def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
+    """The sums of columns; of measured times where there is any."""
 
+    def total(name: str, form: str, scale: float = 1) -> str:
+        values = [value for row in rows if (value := getattr(row, name)) is not None]
+        return format(sum(values) / scale, form) if values else ""
 
-def _floor_units(part: Part) -> float:
-    return part.floor_bytes / part.unit_bytes
-
-
-def _sum(rows: Sequence[LaunchRow], name: str) -> float | None:
-    """The sum of a column; of measured times where there is any."""
-    values = [value for row in rows if (value := getattr(row, name)) is not None]
-    return sum(values) if values else None
+    first, is_one = rows[0], len(rows) == 1
+    return {
+        "stage": first.stage,
+        "direction": first.direction if len({row.direction for row in rows}) == 1 else "",
+        "kernel": kernel,
+        "launches a block": total("launches_per_block", ".2f"),
+        "grid": first.grid if is_one else "",
+        "threads": first.threads if is_one else "",
+        "MB a block": total("bytes_per_block", ".2f", 1e6),
+        "units a block": total("units_per_block", ".2f"),
+        "estimated us a block": total("estimated_us_per_block", ".1f"),
+        "measured us a block": total("measured_us_per_block", ".1f"),
+    }
 
 
 def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
@@ -219,29 +167,26 @@ def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> s
         most: lines.
         form: of `tabulate`.
     """
-    lines = []
+    lost = []
     for row in rows:
-        if row.measured_us_per_block is None or row.copy_gb_s is None:
-            continue
-        measured_ms = row.measured_us_per_block * row.blocks / 1e3
-        bytes_ms = row.bytes_per_block * row.blocks / row.copy_gb_s / 1e6
-        lines.append(
-            (
-                measured_ms - bytes_ms,
-                {
-                    "stage": row.stage,
-                    "direction": row.direction,
-                    "kernel": row.kernel,
-                    "launches": f"{row.launches_per_block * row.blocks:.0f}",
-                    "measured, ms": f"{measured_ms:.3f}",
-                    "bytes at copy bandwidth, ms": f"{bytes_ms:.3f}",
-                    "lost, ms": f"{measured_ms - bytes_ms:.3f}",
-                    "of copy bandwidth": f"{bytes_ms / measured_ms:.0%}",
-                },
-            )
-        )
-    ordered = sorted(lines, key=lambda line: -line[0])
-    return tabulate([line for _, line in ordered[:most]], "keys", form, disable_numparse=True)
+        if row.measured_us_per_block is not None and row.copy_gb_s is not None:
+            measured_ms = row.measured_us_per_block * row.blocks / 1e3
+            bytes_ms = row.bytes_per_block * row.blocks / row.copy_gb_s / 1e6
+            lost.append((measured_ms - bytes_ms, measured_ms, bytes_ms, row))
+    lines = [
+        {
+            "stage": row.stage,
+            "direction": row.direction,
+            "kernel": row.kernel,
+            "launches": f"{row.launches_per_block * row.blocks:.0f}",
+            "measured, ms": f"{measured_ms:.3f}",
+            "bytes at copy bandwidth, ms": f"{bytes_ms:.3f}",
+            "lost, ms": f"{lost_ms:.3f}",
+            "of copy bandwidth": f"{bytes_ms / measured_ms:.0%}",
+        }
+        for lost_ms, measured_ms, bytes_ms, row in sorted(lost, key=lambda line: -line[0])[:most]
+    ]
+    return tabulate(lines, "keys", form, disable_numparse=True)
 
 
 class Kernel(NamedTuple):
@@ -320,31 +265,39 @@ def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[
     ]
 
 
-def own_name(kernel: str) -> str | None:
-    """The name under which a kernel of the profiler is launched; None for others'."""
-    found = re.search(r"(\w+)_kernel\b", kernel)
-    return found[1] if found and found[1] in KERNELS else None
-
-
-def times_of(launches: Sequence[PlacedLaunch], kernels: Sequence[Kernel]) -> list[float | None]:
+def times_of(
+    launches: Sequence[Launch], kernels: Sequence[Kernel], known: Set[str]
+) -> list[float | None]:
     """The measured time of each launch; None for a fill or an operator of PyTorch.
+
+    Args:
+        launches: in order.
+        kernels: what the GPU ran.
+        known: names of the kernels of this package.
 
     Raises:
         RuntimeError: the GPU ran other kernels of this package, or in another order.
     """
-    own = [(name, k.us) for k in kernels if (name := own_name(k.name))]
-    has_kernel = [not (is_operator(p.launch.name) or p.launch.name == FILL) for p in launches]
-    expected = [p.launch.name for p in itertools.compress(launches, has_kernel)]
+    expected = [launch.name for launch in launches if is_kernel(launch.name)]
+    own = [(name, k.us) for k in kernels if (name := own_name(k.name, known))]
     for index, (name, met) in enumerate(itertools.zip_longest(expected, [n for n, _ in own])):
         if not (name and met and name.startswith(met)):  # it may say which variant of the kernel
             raise RuntimeError(f"kernel {index}: expected {name}, the GPU ran {met}")
     times = iter(us for _, us in own)
-    return [next(times) if has else None for has in has_kernel]
+    return [next(times) if is_kernel(launch.name) else None for launch in launches]
+
+
+def own_name(kernel: str, known: Set[str]) -> str | None:
+    """The name under which a kernel of the profiler is launched; None for others'."""
+    found = re.search(r"(\w+)_kernel\b", kernel)
+    is_own = found and any(name.startswith(found[1]) for name in known)
+    return found[1] if is_own else None
 
 
 def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator[list]:
     """The measured times of the launches of each stage; prints those of whole stages."""
     step = a.network, a.batch, a.dtype, a.memory, a.residual_dtype
+    known = {p.launch.name for s in stages for p in s.launches if is_kernel(p.launch.name)}
     on_gpu = dry_run.stages(*step, torch.device("cuda"))
     for launches, (stage, x) in zip(stages, on_gpu, strict=True):
         name = launches.parts[-1].name
@@ -354,11 +307,11 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
             step_ms = min(measure.time_once_ms(step, torch.device("cuda")) for _ in range(REPLAYS))
             print(f"stage {name}: measured {step_ms:.2f} ms")
             kernels = kernels_of(step)
-            times = times_of(launches.launches, kernels)
-            others_us = sum(k.us for k in kernels if own_name(k.name) is None)
+            times = times_of([p.launch for p in launches.launches], kernels, known)
+            own_us, all_us = sum(us or 0 for us in times), sum(k.us for k in kernels)
             print(
-                f"  by the profiler {sum(k.us for k in kernels) / 1e3:.2f} ms, of which fills and "
-                f"kernels of PyTorch {others_us / 1e3:.2f} ms"
+                f"  by the profiler {all_us / 1e3:.2f} ms, of which fills and kernels of PyTorch "
+                f"{(all_us - own_us) / 1e3:.2f} ms"
             )
             yield times
         except RuntimeError as error:
@@ -368,54 +321,36 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
 
 def recorded(a: argparse.Namespace) -> list[StageLaunches]:
     """The launches; in another process on a GPU machine, where the CUDA library itself is used."""
-    step = (
-        a.network,
-        a.batch,
-        a.dtype,
-        a.backend,
-        a.memory,
-        a.residual_dtype,
-        a.multiprocessors,
-    )
+    names = "network", "batch", "dtype", "backend", "memory", "residual_dtype", "multiprocessors"
+    step = [getattr(a, name) for name in names]
     if not torch.cuda.is_available():
         return dry_run.dry_run(*step)
     spawn = multiprocessing.get_context("spawn")
-    with (
-        mock.patch.dict(os.environ),
-        concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
-    ):
+    environment = mock.patch.dict(os.environ)
+    with environment, concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
         os.environ.pop("PREACT_KERNELS_BACKEND", None)  # it may load the library
         return pool.submit(dry_run.dry_run, *step).result()
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.launches",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--network", default="resnet-1001", help="as of python -m bench")
-    parser.add_argument("--batch", type=int, default=128, help="images (128)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
-    parser.add_argument("--backend", choices=dry_run.BACKENDS, default="cuda")
-    parser.add_argument("--memory", choices=MEMORY_MODES, default="store")
-    parser.add_argument(
-        "--residual-dtype", choices=("float32",), help="of the blocks' inputs and outputs (--dtype)"
-    )
-    parser.add_argument("--multiprocessors", type=int, help="of the GPU (this one's, or 132)")
-    parser.add_argument(
-        "--csv", type=Path, help="file for a row of each kernel, beside those of other steps"
-    )
+    parser = measure.parser("bench.launches", __doc__)
+    add = parser.add_argument
+    add("--network", default="resnet-1001", help="as of python -m bench")
+    add("--batch", type=int, default=128, help="images (128)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
+    add("--backend", choices=dry_run.BACKENDS, default="cuda")
+    add("--memory", choices=MEMORY_MODES, default="store")
+    add("--residual-dtype", choices=("float32",), help="of blocks' inputs and outputs (--dtype)")
+    add("--multiprocessors", type=int, help="of the GPU (this one's, or 132)")
+    add("--csv", type=Path, help="file for a row of each kernel, beside those of other steps")
     a = parser.parse_args(given)
-    if a.batch < 1:
-        parser.error(f"--batch: expected at least 1, got {a.batch}")
-    on_gpu = torch.cuda.is_available()
     if a.multiprocessors is None:
-        gpu = torch.cuda.get_device_properties(0) if on_gpu else None
+        gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
         a.multiprocessors = gpu.multi_processor_count if gpu else 132
-    if a.multiprocessors < 1:
-        parser.error(f"--multiprocessors: expected at least 1, got {a.multiprocessors}")
+    for name in ("batch", "multiprocessors"):
+        if getattr(a, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(a, name)}")
     try:
         a.network = Network.named(a.network)
         _ = a.network.block
@@ -433,8 +368,7 @@ def main(given: Sequence[str] | None = None) -> None:
         stages = recorded(a)
     except (RuntimeError, ImportError) as error:
         sys.exit(f"bench.launches: {error}")
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
+    on_gpu, device = torch.cuda.is_available(), measure.default_device()
     machine = measure.Machine.of(device)
     step = {
         "network": a.network.name,
@@ -446,21 +380,16 @@ def main(given: Sequence[str] | None = None) -> None:
         "multiprocessors": a.multiprocessors,
     }
     copy_gb_s = measure.measure_copy_gb_s(device) if on_gpu else None
-    records = Records(a.csv, LaunchRow, keep=True) if a.csv else None
-    if records is not None:
-        records.remove(lambda row: row.step == tuple(step.values()))
+    known = read(a.csv, LaunchRow) if a.csv else []
+    known = [row for row in known if row.step != tuple(step.values())]
     rows: list[LaunchRow] = []
     times = measured(a, stages) if on_gpu else [[None] * len(s.launches) for s in stages]
-    try:
-        for stage, us in zip(stages, times, strict=True):
-            found = [
-                dataclasses.replace(r, **step, copy_gb_s=copy_gb_s) for r in rows_of(stage, us)
-            ]
-            rows += map(machine.stamp, found)
-            if records is not None:
-                records.put(*rows)
-    except ValueError as error:
-        sys.exit(f"bench.launches: {error}")
+    for stage, us in zip(stages, times, strict=True):
+        for row in rows_of(stage, us):
+            row = dataclasses.replace(row, **step, copy_gb_s=copy_gb_s)
+            rows.append(machine.stamp(row))
+        if a.csv:
+            write(a.csv, [*known, *rows])
     print(table(stages, rows))
     print(f"{', '.join(map(str, step.values()))} multiprocessors\n{summary(stages, rows)}")
     if on_gpu:

@@ -1,26 +1,33 @@
 """Measures times in turn, the machine and its ceilings, and the memory of a process."""
 
+import argparse
 import contextlib
 import ctypes
 import dataclasses
 import datetime
 import hashlib
-import json
 import os
 import platform
 import resource
 import shlex
-import statistics
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
+import preact_kernels as pk
+from preact_kernels.kernels import cpu
+from preact_kernels.ops import dispatch
+
 ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "bench" / "out"
 MIB = 2**20
 
 DTYPES = {
@@ -36,69 +43,41 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Median, 20th and 80th percentile of a set of times, in ms."""
+def default_device(name: str | None = None) -> torch.device:
+    """The device called `name`; by default a GPU where there is one."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def parser(module: str, description: str) -> argparse.ArgumentParser:
+    """A parser of the command line of `python -m MODULE`."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=form
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and the start of its message."""
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]}"
+
+
+class Timing(NamedTuple):
+    """Median, 20th and 80th percentile of a set of times."""
 
     median_ms: float
     p20_ms: float
     p80_ms: float
-    count: int
 
     @classmethod
-    def of(cls, samples_ms: list[float]) -> "Timing":
+    def of(cls, samples_ms: Sequence[float]) -> "Timing":
         """Of at least one time."""
-        if len(samples_ms) == 1:
-            return cls(samples_ms[0], samples_ms[0], samples_ms[0], 1)
-        fifths = statistics.quantiles(samples_ms, n=5, method="inclusive")
-        return cls(statistics.median(samples_ms), fifths[0], fifths[3], len(samples_ms))
+        return cls(*np.percentile(samples_ms, [50, 20, 80]).tolist())
 
 
 def synchronize(device: torch.device) -> None:
     """Waits for a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class DeviceLost(RuntimeError):
-    """A kernel failed and broke the GPU context: every later CUDA call of this process fails.
-
-    Args:
-        contender: which one ran.
-        reason: the CUDA error.
-
-    Attributes:
-        is_recorded: the contender's row says so, and a resumed run does not try it again.
-    """
-
-    def __init__(self, contender: str, reason: str) -> None:
-        super().__init__(f"{contender}: {reason}")
-        self.contender, self.reason, self.is_recorded = contender, reason, False
-
-
-@contextlib.contextmanager
-def running(contender: str, device: torch.device) -> Iterator[None]:
-    """Attributes an error that breaks the GPU context to `contender`.
-
-    Raises:
-        DeviceLost: instead of such an error; other errors pass through.
-    """
-    try:
-        yield
-    except DeviceLost:
-        raise
-    except Exception:
-        try:
-            synchronize(device)
-        except RuntimeError as error:
-            raise DeviceLost(contender, str(error).splitlines()[0]) from error
-        raise
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether PyTorch or a library found no room on the device."""
-    words = "out of memory", "ALLOC_FAILED"
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -123,8 +102,7 @@ def time_in_turn(
     device: torch.device,
     deadline_s: float = float("inf"),
     title: str = "",
-    after_round: Callable[[dict[str, Timing]], None] = lambda times: None,
-    out_of_memory: Callable[[str, Exception], None] | None = None,
+    failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, Timing]:
     """Times every call once per round, A B C A B C ..., so that drift affects all alike.
 
@@ -134,9 +112,7 @@ def time_in_turn(
         device: where the calls run.
         deadline_s: value of `time.monotonic()` after which no round starts, except the first.
         title: of the progress bar.
-        after_round: called with the times so far.
-        out_of_memory: called with a name and the error if there is no room for a call, which is
-            then left out; None raises the error.
+        failed: called with a name and the error of a call, which is then left out; None raises it.
 
     Returns:
         Timings by name.
@@ -150,35 +126,50 @@ def time_in_turn(
             for name in list(calls):
                 bar.set_postfix_str(name)
                 try:
-                    with running(name, device):
-                        samples[name].append(time_once_ms(calls[name], device))
-                except RuntimeError as error:
-                    if out_of_memory is None or not is_out_of_memory(error):
+                    samples[name].append(time_once_ms(calls[name], device))
+                except Exception as error:
+                    if failed is None:
                         raise
-                    error.__traceback__ = None  # its frames keep tensors
                     del calls[name], samples[name]
-                    out_of_memory(name, error)
+                    failed(name, error)
                 bar.update()
-            after_round({name: Timing.of(times) for name, times in samples.items()})
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
-def cpu_model() -> str:
-    """The processor's name according to Linux."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def run_process(
+    command: Sequence[str], seconds: float, grace_s: float = 5, **options
+) -> int | None:
+    """Runs a command; interrupts it after `seconds`, and kills it and its children after `grace_s`.
+
+    Args:
+        command: program and arguments.
+        seconds: limit.
+        grace_s: further seconds in which the command can end.
+        **options: of `subprocess.Popen`.
+
+    Returns:
+        The exit status; None if the command ran out of time.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the command inherits SIG_IGN
+    options = {"cwd": ROOT, **options}
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        return process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its children
+        process.wait()
 
 
 def instruction_set(device: torch.device) -> str:
     """What the fused CPU kernels run on; an empty string elsewhere."""
-    from preact_kernels.kernels import cpu
-
-    if device.type != "cpu" or cpu.load_error():
-        return ""
-    return cpu.kernels().instruction_set
+    return "" if device.type != "cpu" or cpu.load_error() else cpu.kernels().instruction_set
 
 
 def source_digest() -> str:
@@ -200,20 +191,39 @@ def commit() -> str:
         return os.environ["PREACT_KERNELS_COMMIT"]
 
     def git(*args: str) -> str:
-        done = subprocess.run(
-            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30
-        )
-        return done.stdout.strip() if done.returncode == 0 else ""
+        options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 30}
+        done = subprocess.run(["git", *args], check=True, **options)
+        return done.stdout.strip()
 
     try:
         head = git("rev-parse", "--short=10", "HEAD")
         # Not the results, which are written while the commit is measured.
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
-    except (OSError, subprocess.TimeoutExpired):
-        head = ""
-    if not head:
+    except (OSError, subprocess.SubprocessError):
         return f"sources-{source_digest()}"
     return f"{head}-dirty-{source_digest()}" if changed else head
+
+
+def own_command() -> str:
+    """The command of this process, to run it again."""
+    module = Path(sys.argv[0]).with_suffix("")
+    module = module.parent if module.name == "__main__" else module
+    prefix = "bench." if module.parent == ROOT / "bench" else ""
+    return shlex.join(["python", "-m", prefix + module.name, *sys.argv[1:]])
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU, or the processor, its vector instructions and the threads of PyTorch."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = named[0] if named else model
+    threads = torch.get_num_threads()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model} {capability} ({threads} thread{'s' if threads > 1 else ''})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,16 +238,8 @@ class Machine:
 
     @classmethod
     def of(cls, device: torch.device, command: str | None = None) -> "Machine":
-        """Of this process on `device`."""
-        import preact_kernels as pk
-        from preact_kernels.ops import dispatch
-
-        if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-        else:
-            threads = torch.get_num_threads()
-            capability = torch.backends.cpu.get_cpu_capability()
-            name = f"{cpu_model()} {capability} ({threads} thread{'s' if threads > 1 else ''})"
+        """Of this process on `device`; `command` is its own by default."""
+        name = device_name(device)
         if dispatch.current() != "auto":  # measured beside the default, not in its place
             name += f", backend {dispatch.current()}"
         versions = [
@@ -247,13 +249,8 @@ class Machine:
         ]
         if device.type == "cuda":
             versions.append(f"cuda {torch.version.cuda}")
-        if command is None:
-            module = Path(sys.argv[0]).with_suffix("")
-            module = module.parent if module.name == "__main__" else module
-            prefix = "bench." if module.parent == ROOT / "bench" else ""
-            command = shlex.join(["python", "-m", prefix + module.name, *sys.argv[1:]])
         date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
-        return cls(name, ", ".join(versions), commit(), date, command)
+        return cls(name, ", ".join(versions), commit(), date, command or own_command())
 
     def stamp(self, record):
         """`record` with these columns set."""
@@ -285,7 +282,8 @@ class Ceilings:
         return text
 
 
-def _best_ms(call: Callable[[], object], device: torch.device) -> float:
+def best_ms(call: Callable[[], object], device: torch.device) -> float:
+    """The shortest of 25 times, after a call that warms up."""
     call()
     return min(time_once_ms(call, device) for _ in range(25))
 
@@ -297,19 +295,16 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     product or of a convolution, whichever is higher: PyTorch runs them in different libraries.
     """
     on_gpu = device.type == "cuda"
-    dtypes = (torch.float32, torch.bfloat16)
-    copy_gb_s = measure_copy_gb_s(device)
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
     try:
-        size = 8192 if on_gpu else 1024
-        rates = {dtype_name(d): _matmul_gflop_s(size, d, device) for d in dtypes}
-        if not on_gpu:
-            for d in dtypes:
-                rates[dtype_name(d)] = max(rates[dtype_name(d)], _conv_gflop_s(d))
+        rates = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            rate = _matmul_gflop_s(8192 if on_gpu else 1024, dtype, device)
+            rates[dtype_name(dtype)] = rate if on_gpu else max(rate, _conv_gflop_s(dtype))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
-    return Ceilings(copy_gb_s, rates, *(_launches_us(device) if on_gpu else ()))
+    return Ceilings(measure_copy_gb_s(device), rates, *(_launches_us(device) if on_gpu else ()))
 
 
 def measure_copy_gb_s(device: torch.device) -> float:
@@ -320,13 +315,13 @@ def measure_copy_gb_s(device: torch.device) -> float:
     size_bytes = 2**31 if device.type == "cuda" else 2**28
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size_bytes / _best_ms(lambda: target.copy_(source), device) / 1e6
+    return 2 * size_bytes / best_ms(lambda: target.copy_(source), device) / 1e6
 
 
 def _matmul_gflop_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     b, out = torch.randn_like(a), torch.empty_like(a)
-    return 2 * size**3 / _best_ms(lambda: torch.mm(a, b, out=out), device) / 1e6
+    return 2 * size**3 / best_ms(lambda: torch.mm(a, b, out=out), device) / 1e6
 
 
 def _conv_gflop_s(dtype: torch.dtype) -> float:
@@ -336,8 +331,8 @@ def _conv_gflop_s(dtype: torch.dtype) -> float:
     conv = torch.nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(dtype)
     conv.to(memory_format=torch.channels_last)
     with torch.no_grad():
-        best_ms = _best_ms(lambda: conv(a), torch.device("cpu"))
-    return 2 * images * size**2 * channels**2 * 9 / best_ms / 1e6
+        ms = best_ms(lambda: conv(a), torch.device("cpu"))
+    return 2 * images * size**2 * channels**2 * 9 / ms / 1e6
 
 
 def _launches_us(device: torch.device, count: int = 1000) -> tuple[float, float]:
@@ -347,11 +342,11 @@ def _launches_us(device: torch.device, count: int = 1000) -> tuple[float, float]
         for _ in range(count):
             value.add_(1)
 
-    plain_ms = _best_ms(calls, device)
+    plain_ms = best_ms(calls, device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         calls()
-    return tuple(1e3 * ms / count for ms in (plain_ms, _best_ms(graph.replay, device)))
+    return tuple(1e3 * ms / count for ms in (plain_ms, best_ms(graph.replay, device)))
 
 
 def _status_bytes(field: str) -> int | None:
@@ -387,7 +382,6 @@ def reset_peak() -> None:
 def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:
     """Bytes that `call` allocates and its result keeps alive, also outside autograd."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         result = call()
         torch.cuda.synchronize(device)
@@ -399,25 +393,3 @@ def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:
         result = call()
     del result
     return sum(event.self_cpu_memory_usage for event in profile.key_averages())
-
-
-def run_child(arguments: list[str], timeout_s: float) -> dict:
-    """Runs `python -m <arguments>` in another process; returns the JSON of its last line.
-
-    Raises:
-        RuntimeError: the process failed; the message has the end of its output.
-        subprocess.TimeoutExpired: it took longer than `timeout_s`.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"{shlex.join(arguments)}: exit {done.returncode}\n{done.stderr[-2000:]}"
-        )
-    return json.loads(done.stdout.strip().splitlines()[-1])

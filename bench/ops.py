@@ -13,7 +13,6 @@ convolution behind the fused batch norm and ReLU of the CUDA library. If their r
 budget, a row says so, and the others are timed before the benchmark fails.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -30,7 +29,7 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from bench import floors, measure
-from bench.correctness import first_line
+from bench.measure import first_line
 from bench.records import Row
 from preact_kernels.kernels.cuda import CUDAKernels
 
@@ -39,8 +38,7 @@ ROUNDS_S = 0.5  # approximate time of the rounds of one benchmark
 ROUND_MS = 2.0  # least time of a round on a GPU, beside which waiting for it takes little
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One op at one shape."""
 
     op: str
@@ -50,19 +48,30 @@ class Case:
     kernel: int = 1
     has_residual: bool = False
 
-    def __str__(self) -> str:
-        words = [self.op.replace("_", "-"), f"{self.channels}"]
-        if self.out:
-            words += [f"{self.out}", f"{self.kernel}x{self.kernel}"]
-        if self.has_residual:
-            words.append("residual")
-        return "-".join([*words, f"{self.size}px"])
-
     @property
     def title(self) -> str:
         """For example `"bn_relu_conv2d 1x1 + residual"`."""
         title = self.op + (f" {self.kernel}x{self.kernel}" if self.out else "")
         return title + (" + residual" if self.has_residual else "")
+
+    @property
+    def shape(self) -> str:
+        """Channels and size."""
+        return f"{self.channels}x{self.size}x{self.size}" + (f" -> {self.out}" if self.out else "")
+
+    def cost(self, batch: int, dtype: torch.dtype, backward: bool) -> floors.Cost:
+        """Bytes and FLOPs."""
+        pixels = batch * self.size**2
+        if self.out is None:
+            return floors.bn_relu_cost(pixels * self.channels, dtype.itemsize, backward)
+        return floors.bn_relu_conv_cost(
+            pixels * self.channels,
+            pixels * self.out,
+            2.0 * pixels * self.out * self.channels * self.kernel**2,
+            dtype.itemsize,
+            has_residual=self.has_residual,
+            backward=backward,
+        )
 
 
 CASES = [
@@ -154,11 +163,12 @@ GPU_CONTENDERS = {
 
 def contenders(case: Case, device: torch.device) -> dict[str, Contender]:
     """What is timed for an op, by name."""
-    if device.type != "cuda":
-        return CONTENDERS
-    wanted = {"fused-triton": "triton" in pk.available_backends()}
-    wanted["fused-bn-relu"] = case.out is not None and "cuda" in pk.available_backends()
-    return CONTENDERS | {name: c for name, c in GPU_CONTENDERS.items() if wanted[name]}
+    wanted = dict(CONTENDERS)
+    for name, needs in (("fused-triton", "triton"), ("fused-bn-relu", "cuda")):
+        serves = case.out is not None or name == "fused-triton"
+        if device.type == "cuda" and serves and needs in pk.available_backends():
+            wanted[name] = GPU_CONTENDERS[name]
+    return wanted
 
 
 def run(contender: Contender, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:
@@ -217,18 +227,19 @@ def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.d
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.title} {case.shape}")
 def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
     """Times the fused op, with a round of the other contenders as the set-up of each round."""
     device, dtype, batch = settings.device, settings.dtype, settings.batch
     found, wrong = dict(contenders(case, device)), []
     for name in [name for name in found if name != EAGER]:
         try:
-            with measure.running(name, device):
-                assert_correct(case, settings, found[name])
+            assert_correct(case, settings, found[name])
+            measure.synchronize(device)
         except Exception as error:
-            if name == FUSED or isinstance(error, measure.DeviceLost):
+            if name == FUSED:
                 raise
+            measure.synchronize(device)  # raises if the GPU is lost
             wrong.append(f"{name}: {first_line(error)}")
             record(_row(case, settings, backward, name, found.pop(name), first_line(error)))
 
@@ -263,7 +274,7 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
     benchmark.pedantic(timed[FUSED], setup=others, rounds=rounds)
     samples_s[FUSED] = benchmark.stats.stats.data
 
-    cost = _cost(case, batch, dtype, backward)
+    cost = case.cost(batch, dtype, backward)
     for name, samples in samples_s.items():
         row = _row(case, settings, backward, name, found[name])
         timing = measure.Timing.of([s * 1e3 / calls[name] for s in samples])
@@ -271,12 +282,8 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
         row.gb_per_s = cost.bytes_moved / row.median_ms / 1e6
         row.gflop_per_s = cost.flops / row.median_ms / 1e6
         record(row)
-        benchmark.extra_info[name] = {
-            "median_ms": row.median_ms,
-            "gb_per_s": row.gb_per_s,
-            "gflop_per_s": row.gflop_per_s,
-            "x_of_floor": row.x_of_floor,
-        }
+        shown = ("median_ms", "gb_per_s", "gflop_per_s", "x_of_floor")
+        benchmark.extra_info[name] = {column: getattr(row, column) for column in shown}
     assert not wrong, "; ".join(wrong)
 
 
@@ -288,26 +295,11 @@ def _row(
         level="op",
         contender=name,
         case=f"{case.title}, {'forward + backward' if backward else 'forward'}",
-        shape=f"{settings.batch}x{case.channels}x{case.size}x{case.size}"
-        + (f" -> {case.out}" if case.out else ""),
+        shape=f"{settings.batch}x{case.shape}",
         batch=settings.batch,
         dtype=measure.dtype_name(settings.dtype),
         memory_mode=contender.keeps,
         correct="no" if failure else "yes",
         note=failure,
         instruction_set=measure.instruction_set(settings.device),
-    )
-
-
-def _cost(case: Case, batch: int, dtype: torch.dtype, backward: bool) -> floors.Cost:
-    pixels = batch * case.size**2
-    if case.out is None:
-        return floors.bn_relu_cost(pixels * case.channels, dtype.itemsize, backward)
-    return floors.bn_relu_conv_cost(
-        pixels * case.channels,
-        pixels * case.out,
-        2.0 * pixels * case.out * case.channels * case.kernel**2,
-        dtype.itemsize,
-        has_residual=case.has_residual,
-        backward=backward,
     )

@@ -12,7 +12,6 @@ Needs nvcc and a GPU of compute capability 9.0 or later. Prints a table and writ
 `*-ceilings.csv`. A probe that fails leaves a row that says why.
 """
 
-import argparse
 import ctypes
 import functools
 import hashlib
@@ -20,19 +19,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from tabulate import tabulate
+from torch import Tensor
 
 from bench import measure
-from bench.records import CEILINGS, CeilingRow, Records, slug
+from bench.records import CEILINGS, CeilingRow, put, slug
 
 SOURCE = measure.ROOT / "bench" / "probes.cu"
 FOLDER = measure.ROOT / "build" / "probes"
 BARRIERS, LAUNCHES = 2000, 1000
+VALUES = 2 * 64  # kValues of the source
 MERGED_WORDS = (1, 6)  # integers a value: one, and what an exact sum of float32 takes
 
 
@@ -70,99 +70,105 @@ def build(architecture: str) -> Path:
 
 
 class Probes:
-    """The functions of the library; times are in us."""
+    """The kernels of a library, timed on the current GPU, in us; RuntimeError if one fails."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
+        self.device = torch.device("cuda")
+        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
-    def _call(self, name: str, *arguments: object) -> float:
-        """The result of a probe.
+    def _zeros(self, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=self.device)
 
-        Raises:
-            RuntimeError: it failed; the message is of the library.
-        """
+    def _launch(self, name: str, *arguments: object) -> None:
         function = getattr(self._library, name)
         function.restype = ctypes.c_char_p
-        us = ctypes.c_double()
-        error = function(*arguments, ctypes.byref(us))
+        pointers = [
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments
+        ]
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        error = function(stream, *pointers)
         if error:
             raise RuntimeError(error.decode())
-        return us.value
 
     def barrier_us(self, words: int) -> float:
         """A barrier of the grid; with `words`, also of merging so many integers a value."""
-        return self._call("probe_barrier", BARRIERS, words)
+        arrived, wrong = self._zeros(1), self._zeros(1)
+        sums = self._zeros(max(1, BARRIERS * words * VALUES), torch.int64)
 
-    def launch_us(self, *, fills: bool, is_dependent: bool) -> float:
-        """A launch in a CUDA graph, of one block or of one on every multiprocessor."""
-        return self._call(
-            "probe_launch", LAUNCHES, ctypes.c_bool(fills), ctypes.c_bool(is_dependent)
-        )
+        def run() -> None:
+            arrived.zero_()
+            sums.zero_()
+            counts = self.multiprocessors, BARRIERS, words
+            self._launch("launch_barrier", *counts, arrived, sums, wrong)
+
+        us = 1e3 * measure.best_ms(run, self.device) / BARRIERS
+        if wrong.item():
+            raise RuntimeError("a block left the barrier before all had come")
+        return us
+
+    def launch_us(self, blocks: int, is_dependent: bool) -> float:
+        """A launch in a CUDA graph."""
+        number, graph = self._zeros(1), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(LAUNCHES):
+                self._launch("launch_chain", blocks, ctypes.c_bool(is_dependent), number)
+        us = 1e3 * measure.best_ms(graph.replay, self.device) / LAUNCHES
+        number.zero_()
+        graph.replay()
+        if number.item() != LAUNCHES:
+            raise RuntimeError("a kernel did not wait for the one ahead")
+        return us
+
+    def by_name(self) -> dict[str, Callable[[], float]]:
+        """The probes by what they measure."""
+        found = {"grid barrier": functools.partial(self.barrier_us, 0)}
+        for words in MERGED_WORDS:
+            name = f"grid barrier, {words} word{'s' * (words > 1)} a value merged"
+            found[name] = functools.partial(self.barrier_us, words)
+        for blocks, of in ((1, "one block"), (self.multiprocessors, "one block a multiprocessor")):
+            for is_dependent, kind in ((False, "plain"), (True, "dependent")):
+                probe = functools.partial(self.launch_us, blocks, is_dependent)
+                found[f"{kind} launch in a graph, {of}"] = probe
+        return found
 
 
-class Ceiling(NamedTuple):
-    """What is measured, and its unit."""
-
-    name: str
-    unit: str
-    call: Callable[[], float]
-
-
-def ceilings_of(probes: Probes) -> Iterator[Ceiling]:
-    """The probes, by what they measure."""
-    yield Ceiling("grid barrier", "us", lambda: probes.barrier_us(0))
-    for words in MERGED_WORDS:
-        name = f"grid barrier, {words} word{'s' * (words > 1)} a value merged"
-        yield Ceiling(name, "us", functools.partial(probes.barrier_us, words))
-    for fills in (False, True):
-        of = "one block a multiprocessor" if fills else "one block"
-        for is_dependent in (False, True):
-            kind = "dependent launch" if is_dependent else "plain launch"
-            call = functools.partial(probes.launch_us, fills=fills, is_dependent=is_dependent)
-            yield Ceiling(f"{kind} in a graph, {of}", "us", call)
-
-
-def row_of(ceiling: Ceiling) -> CeilingRow:
-    """The row of a ceiling, with the error of a probe that fails."""
+def row_of(name: str, probe: Callable[[], float]) -> CeilingRow:
+    """The row of a probe, with the error of one that fails."""
     try:
-        return CeilingRow(ceiling.name, ceiling.unit, ceiling.call())
+        return CeilingRow(name, "us", probe())
     except RuntimeError as error:
-        return CeilingRow(ceiling.name, ceiling.unit, note=str(error).splitlines()[0])
-
-
-def machine_rows(ceilings: measure.Ceilings) -> list[CeilingRow]:
-    """The rows of what PyTorch measures."""
-    rates = ceilings.matmul_gflop_s.items()
-    return [
-        CeilingRow("copy", "GB/s", ceilings.copy_gb_s),
-        *(CeilingRow(f"matrix product, {name}", "GFLOP/s", rate) for name, rate in rates),
-        CeilingRow("launch by PyTorch", "us", ceilings.launch_us),
-        CeilingRow("launch by PyTorch in a graph", "us", ceilings.graph_launch_us),
-    ]
+        return CeilingRow(name, "us", note=str(error).splitlines()[0])
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Measures, prints and writes; returns 1 if a probe failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.probes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=measure.ROOT / "bench" / "out")
+    parser = measure.parser("bench.probes", __doc__)
+    parser.add_argument("--out", type=Path, default=measure.OUT)
     a = parser.parse_args(given)
     if not torch.cuda.is_available():
         sys.exit("bench.probes: no GPU")
     device = torch.device("cuda")
-    machine = measure.Machine.of(device)
-    records = Records(a.out / f"{slug(machine.device)}{CEILINGS}", CeilingRow, keep=False)
-    records.put(*map(machine.stamp, machine_rows(measure.measure_ceilings(device))))
+    machine, ceilings = measure.Machine.of(device), measure.measure_ceilings(device)
+    path = a.out / f"{slug(machine.device)}{CEILINGS}"
+    path.unlink(missing_ok=True)
+    rows = [
+        CeilingRow("copy", "GB/s", ceilings.copy_gb_s),
+        *(
+            CeilingRow(f"matrix product, {name}", "GFLOP/s", rate)
+            for name, rate in ceilings.matmul_gflop_s.items()
+        ),
+        CeilingRow("launch by PyTorch", "us", ceilings.launch_us),
+        CeilingRow("launch by PyTorch in a graph", "us", ceilings.graph_launch_us),
+    ]
+    put(path, *map(machine.stamp, rows))
     try:
         probes = Probes(build("sm_{}{}".format(*torch.cuda.get_device_capability(device))))
     except (OSError, RuntimeError) as error:
         sys.exit(f"bench.probes: {error}")
-    for ceiling in ceilings_of(probes):
-        records.put(machine.stamp(row_of(ceiling)))
-    rows = list(records)
+    for name, probe in probes.by_name().items():
+        rows.append(row_of(name, probe))
+        put(path, machine.stamp(rows[-1]))
     lines = [[r.name, "" if r.value is None else f"{r.value:,.2f}", r.unit, r.note] for r in rows]
     print(tabulate(lines, ["ceiling", "measured", "unit", "note"], disable_numparse=True))
     return int(any(r.value is None for r in rows))

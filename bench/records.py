@@ -1,16 +1,41 @@
-"""Rows of results: one CSV file per device, with the same columns for ops and networks."""
+"""Rows of results: CSV files, one per device and kind of row."""
 
 import csv
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
+
+# How the names of files end that do not hold `Row`.
+TRAINING = "-training.csv"
+SCALING = "-scaling.csv"
+CONVERTED = "-converted.csv"
+INFERENCE = "-inference.csv"
+LAUNCHES = "-launches.csv"
+CEILINGS = "-ceilings.csv"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Measured:
+    """Where a row was measured: its last columns. `bench.measure.Machine` sets them."""
+
+    commit: str = ""
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+    command: str = ""
+
+    KEY: ClassVar[tuple[str, ...]]  # columns that are equal in two measurements of the same thing
+
+    @property
+    def key(self) -> tuple:
+        """Equal for two measurements of the same thing."""
+        return tuple(getattr(self, name) for name in (*self.KEY, "device"))
 
 
 @dataclasses.dataclass
-class Row:
+class Row(Measured):
     """One contender on one network or op. None: not measured."""
 
     level: str  # "network" or "op"
@@ -34,28 +59,19 @@ class Row:
     correct: str = ""  # "yes", "no", "another function", or "" (not checked)
     note: str = ""
     instruction_set: str = ""  # of the fused CPU kernels; "" on a GPU
-    commit: str = ""
-    device: str = ""
-    versions: str = ""
-    date: str = ""
-    command: str = ""
 
-    @property
-    def key(self) -> tuple:
-        """Equal for two measurements of the same thing."""
-        what = self.level, self.contender, self.case, self.shape
-        return *what, self.batch, self.dtype, self.instruction_set, self.device
+    KEY = ("level", "contender", "case", "shape", "batch", "dtype", "instruction_set")
 
     def set_timing(self, timing, floor_ms: float | None) -> None:
         """Sets the times from a `bench.measure.Timing`, and what is derived from them."""
-        self.median_ms, self.p20_ms, self.p80_ms = timing.median_ms, timing.p20_ms, timing.p80_ms
+        self.median_ms, self.p20_ms, self.p80_ms = timing
         self.images_per_s = self.batch / (timing.median_ms / 1e3)
         if floor_ms is not None:
             self.floor_ms, self.x_of_floor = floor_ms, timing.median_ms / floor_ms
 
 
 @dataclasses.dataclass
-class CurvePoint:
+class CurvePoint(Measured):
     """The loss of one training step of one contender."""
 
     case: str
@@ -66,28 +82,12 @@ class CurvePoint:
     loss: float
     truth: str  # the contender that it is compared with
     deviation: float  # |loss - loss of truth| / |loss of truth|
-    commit: str = ""
-    device: str = ""
-    versions: str = ""
-    date: str = ""
-    command: str = ""
 
-    @property
-    def key(self) -> tuple:
-        """Equal for two measurements of the same thing."""
-        return self.case, self.contender, self.dtype, self.batch, self.step, self.device
-
-
-# How names of files of other records end.
-SCALING = "-scaling.csv"
-CONVERTED = "-converted.csv"
-INFERENCE = "-inference.csv"
-LAUNCHES = "-launches.csv"
-CEILINGS = "-ceilings.csv"
+    KEY = ("case", "contender", "dtype", "batch", "step")
 
 
 @dataclasses.dataclass
-class ScalingRow:
+class ScalingRow(Measured):
     """One contender on one network in several processes: see bench/scaling.py."""
 
     contender: str
@@ -105,17 +105,8 @@ class ScalingRow:
     sending_share: float | None = None  # of the time of `together`, sending and waiting
     correct: str = ""  # as in `Row`
     note: str = ""
-    commit: str = ""
-    device: str = ""
-    versions: str = ""
-    date: str = ""
-    command: str = ""
 
-    @property
-    def key(self) -> tuple:
-        """Equal for two measurements of the same thing."""
-        what = self.contender, self.case, self.batch_norm, self.batch, self.dtype
-        return *what, self.processes, self.device
+    KEY = ("contender", "case", "batch_norm", "batch", "dtype", "processes")
 
     def set_times(self, alone_ms: float, apart_ms: float, together_ms: float) -> None:
         """Sets the times, and what is derived from them: N processes over N times one."""
@@ -127,7 +118,7 @@ class ScalingRow:
 
 
 @dataclasses.dataclass
-class ConvertedRow:
+class ConvertedRow(Measured):
     """One model before and after `pk.convert`: see bench/converted.py."""
 
     case: str
@@ -145,20 +136,12 @@ class ConvertedRow:
     plain_channels_last_ms: float | None = None  # weights and images in that format
     store_channels_last_ms: float | None = None
     compiled_graphs: int | None = None  # of the converted model; 1: no graph break
-    commit: str = ""
-    device: str = ""
-    versions: str = ""
-    date: str = ""
-    command: str = ""
 
-    @property
-    def key(self) -> tuple:
-        """Equal for two measurements of the same thing."""
-        return self.case, self.batch, self.image_size, self.dtype, self.device
+    KEY = ("case", "batch", "image_size", "dtype")
 
 
 @dataclasses.dataclass
-class InferenceRow:
+class InferenceRow(Measured):
     """One contender on one network in evaluation mode: see bench/inference.py."""
 
     case: str  # the network
@@ -170,20 +153,12 @@ class InferenceRow:
     p20_ms: float | None = None
     p80_ms: float | None = None
     images_per_s: float | None = None
-    commit: str = ""
-    device: str = ""
-    versions: str = ""
-    date: str = ""
-    command: str = ""
 
-    @property
-    def key(self) -> tuple:
-        """Equal for two measurements of the same thing."""
-        return self.case, self.contender, self.batch, self.image_size, self.dtype, self.device
+    KEY = ("case", "contender", "batch", "image_size", "dtype")
 
 
 @dataclasses.dataclass
-class LaunchRow:
+class LaunchRow(Measured):
     """A kernel of a block in a training step: see bench/launches.py."""
 
     stage: str  # "1", or "1 projection" for the blocks of stage 1 with a projection
@@ -207,42 +182,26 @@ class LaunchRow:
     memory: str = ""
     residual_dtype: str = ""
     multiprocessors: int = 0
-    commit: str = ""
-    device: str = ""
-    versions: str = ""
-    date: str = ""
-    command: str = ""
+
+    STEP = ("network", "batch", "dtype", "backend", "memory", "residual_dtype", "multiprocessors")
+    KEY = (*STEP, "stage", "direction", "kernel")
 
     @property
     def step(self) -> tuple:
         """Equal for the kernels of one step."""
-        what = self.network, self.batch, self.dtype, self.backend, self.memory
-        return *what, self.residual_dtype, self.multiprocessors
-
-    @property
-    def key(self) -> tuple:
-        """Equal for two counts of the same thing."""
-        return *self.step, self.stage, self.direction, self.kernel
+        return tuple(getattr(self, name) for name in self.STEP)
 
 
 @dataclasses.dataclass
-class CeilingRow:
+class CeilingRow(Measured):
     """A limit of a GPU: see bench/probes.py."""
 
     name: str
     unit: str
     value: float | None = None  # None: the probe failed
     note: str = ""  # why
-    commit: str = ""
-    device: str = ""
-    versions: str = ""
-    date: str = ""
-    command: str = ""
 
-    @property
-    def key(self) -> tuple:
-        """Equal for two measurements of the same thing."""
-        return self.name, self.device
+    KEY = ("name",)
 
 
 def slug(text: str) -> str:
@@ -250,87 +209,58 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def _parsed(text: str, annotation: str) -> object:
-    if text == "" and "None" in str(annotation):
-        return None
-    if "int" in str(annotation):
-        return int(text)
-    if "float" in str(annotation):
-        return float(text)
-    return text
+def columns(record: type[Measured]) -> dict[str, str]:
+    """The types of a record by column; those of `Measured` come last."""
+    types = {f.name: str(f.type) for f in dataclasses.fields(record)}
+    machine = [f.name for f in dataclasses.fields(Measured)]
+    return {n: types[n] for n in types if n not in machine} | {n: types[n] for n in machine}
 
 
-class Records:
-    """The records of one CSV file, which is rewritten after every change.
-
-    Args:
-        path: the CSV file.
-        record: `Row` or `CurvePoint`.
-        keep: start with the records of the file, if it exists; otherwise start empty.
+def read(path: Path, record: type[Measured]) -> list:
+    """The records of a CSV file; none if there is no file.
 
     Raises:
         ValueError: the columns of the file are not those of `record`.
     """
+    types = columns(record)
 
-    def __init__(self, path: Path, record: type, keep: bool) -> None:
-        self.path, self.record = Path(path), record
-        self._by_key: dict[tuple, object] = {}
-        if keep and self.path.exists():
-            self._by_key = {r.key: r for r in read(self.path, record)}
+    def parsed(text: str, type_name: str) -> object:
+        if text == "" and "None" in type_name:
+            return None
+        return int(text) if "int" in type_name else float(text) if "float" in type_name else text
 
-    def read_again(self) -> None:
-        """Adds the records that another process wrote to the file."""
-        if self.path.exists():
-            self._by_key |= {r.key: r for r in read(self.path, self.record)}
-
-    def __iter__(self) -> Iterator:
-        return iter(self._by_key.values())
-
-    def get(self, key: tuple, commit: str | None = None):
-        """The record with this key, if it was measured at this commit (None: any); else None."""
-        found = self._by_key.get(key)
-        return found if found is not None and commit in (None, found.commit) else None
-
-    def remove(self, is_old: Callable[[Any], bool]) -> None:
-        """Removes records; the next change writes the file."""
-        self._by_key = {key: r for key, r in self._by_key.items() if not is_old(r)}
-
-    def put(self, *records) -> None:
-        """Adds records, replaces those with the same key, and writes the file."""
-        for record in records:
-            self._by_key[record.key] = record
-        self.write()
-
-    def write(self) -> None:
-        """Writes the file atomically."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        with partial.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(f.name for f in dataclasses.fields(self.record))
-            for record in self:
-                writer.writerow(
-                    f"{v:.6g}" if isinstance(v, float) else ("" if v is None else v)
-                    for v in dataclasses.astuple(record)
-                )
-        os.replace(partial, self.path)
-
-
-def read(path: Path, record: type) -> list:
-    """The records of a CSV file.
-
-    Raises:
-        ValueError: the columns of the file are not those of `record`.
-    """
-    fields = {f.name: f.type for f in dataclasses.fields(record)}
-    with Path(path).open(newline="") as file:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        if list(reader.fieldnames or ()) != list(fields):
+        if list(reader.fieldnames or ()) != list(types):
             raise ValueError(
-                f"{path}: expected the columns {', '.join(fields)}, got "
+                f"{path}: expected the columns {', '.join(types)}, got "
                 f"{', '.join(reader.fieldnames or ('none',))}; measure again without --resume"
             )
         return [
-            record(**{name: _parsed(text, fields[name]) for name, text in line.items()})
-            for line in reader
+            record(**{n: parsed(text, types[n]) for n, text in line.items()}) for line in reader
         ]
+
+
+def put(path: Path, *records: Measured) -> None:
+    """Adds records to a CSV file, in place of those with the same key."""
+    known = {r.key: r for r in read(path, type(records[0]))}
+    write(path, list((known | {r.key: r for r in records}).values()))
+
+
+def write(path: Path, records: list) -> None:
+    """Writes a CSV file atomically; removes it if there are no records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not records:
+        path.unlink(missing_ok=True)
+        return
+    partial = path.with_suffix(".partial")
+    names = list(columns(type(records[0])))
+    with partial.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        for record in records:
+            values = [getattr(record, name) for name in names]
+            writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in values)
+    os.replace(partial, path)

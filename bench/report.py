@@ -4,23 +4,31 @@ Everything comes from the CSV files in `bench/results`. Each generated block lie
 `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `PAGES` lists the blocks of each page.
 """
 
-import argparse
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
-from bench import converted, launches, plots
-from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival
+from bench import converted, launches, measure, plots
+from bench.contenders import (
+    ANCHOR,
+    BY_NAME,
+    FAMILIES,
+    Network,
+    has_drifted,
+    is_rival,
+    relative_times,
+)
 from bench.measure import MIB, ROOT
-from bench.network import DRIFTED, UNFINISHED, relative_times
 from bench.records import (
     CEILINGS,
     CONVERTED,
     INFERENCE,
     LAUNCHES,
     SCALING,
+    TRAINING,
     CeilingRow,
     ConvertedRow,
     CurvePoint,
@@ -35,24 +43,25 @@ PAGES = {
     "docs/convert.md": ("converted",),
 }
 HEADLINE_NETWORK = "resnet-1001"
-_TRAINING = "-training.csv"
 _NETWORK_COMMAND = "python -m bench --out bench/results"
 _OPS_COMMAND = "pytest bench/ops.py --bench-out bench/results"
-_ORDER = {name: index for index, name in enumerate(BY_NAME)}
+_ORDER = list(BY_NAME)
+
+Device = tuple[list[Row], list[CurvePoint]]
 
 
-def load(folder: Path) -> dict[str, tuple[list[Row], list[CurvePoint]]]:
+def load(folder: Path) -> dict[str, Device]:
     """The rows and training curves in the CSV files of a folder, by device.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: a file has other columns.
     """
-    found: dict[str, tuple[list[Row], list[CurvePoint]]] = {}
+    found: dict[str, Device] = {}
     for path in sorted(Path(folder).glob("*.csv")):
         if path.name.endswith((SCALING, CONVERTED, INFERENCE, LAUNCHES, CEILINGS)):
             continue
-        is_curve = path.name.endswith(_TRAINING)
+        is_curve = path.name.endswith(TRAINING)
         for record in read(path, CurvePoint if is_curve else Row):
             found.setdefault(record.device, ([], []))[int(is_curve)].append(record)
     if not found:
@@ -62,53 +71,48 @@ def load(folder: Path) -> dict[str, tuple[list[Row], list[CurvePoint]]]:
     return found
 
 
-def _number(value: float | None, form: str = ",.1f") -> str:
+def number(value: float | None, form: str = ",.1f") -> str:
+    """A formatted number; empty for None."""
     return "" if value is None else format(value, form)
 
 
 def _mib(value: int | None) -> str:
-    return "" if value is None else f"{value / MIB:,.0f}"
+    return number(None if value is None else value / MIB, ",.0f")
 
 
-def _place(case: str) -> tuple[int, int]:
-    """Orders networks by family, the deepest first."""
-    network = Network.named(case)
-    return list(FAMILIES).index(network.family), -network.depth
-
-
-def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of one network, batch and dtype together, contenders in order."""
-    keys = {(r.case, r.batch, r.dtype) for r in rows}
-    return [
-        sorted(
-            (r for r in rows if (r.case, r.batch, r.dtype) == key),
-            key=lambda r: _ORDER.get(r.contender, len(_ORDER)),
-        )
-        for key in sorted(keys, key=lambda k: (*_place(k[0]), k[1], k[2]))
-    ]
-
-
-def _table(lines: Sequence[dict[str, object]], form: str) -> str:
+def table(lines: Sequence[dict[str, object]], form: str) -> str:
     """A table with one column per key; empty without lines."""
     return tabulate(lines, "keys", form, disable_numparse=True) if lines else ""
+
+
+def _groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows of networks: each network, batch and dtype together, contenders in order."""
+
+    def group(r: Row) -> tuple:
+        network = Network.named(r.case)
+        place = list(FAMILIES).index(network.family), -network.depth  # the deepest first
+        return *place, r.batch, r.dtype
+
+    def order(r: Row) -> int:
+        return _ORDER.index(r.contender) if r.contender in _ORDER else len(_ORDER)
+
+    found = sorted((r for r in rows if r.level == "network"), key=lambda r: (*group(r), order(r)))
+    return [list(members) for _, members in itertools.groupby(found, group)]
 
 
 def network_table(rows: Sequence[Row], form: str = "github") -> str:
     """Step times: median and percentiles, images per second, multiple of the floor."""
     lines = []
-    wanted = [r for r in rows if r.level == "network" and (r.correct or r.median_ms is not None)]
-    for group in _groups(wanted):
-        anchor = next((r.median_ms for r in group if r.contender == ANCHOR), None)
+    for group in _groups(r for r in rows if r.correct or r.median_ms is not None):
+        ratios = relative_times(group)
         for r in group:
-            timed = r.median_ms is not None
-            times = r.note.split(":")[0]
-            if timed:
+            times, ratio = r.note.split(":")[0], ratios.get(r.contender)
+            if r.median_ms is not None:
                 times = f"{r.median_ms:,.1f} ({r.p20_ms:,.1f}-{r.p80_ms:,.1f})"
-            doubts = [d for d in (DRIFTED, UNFINISHED) if d in r.note]
-            ratio = r.median_ms / anchor if timed and anchor and not doubts else None
             if r.correct == "another function":
                 times += ", another function"
-            times += "".join(f", {doubt}" for doubt in doubts)
+            if has_drifted(r, group):
+                times, ratio = f"{times}, the machine drifted", None
             lines.append(
                 {
                     "network": r.case,
@@ -117,46 +121,46 @@ def network_table(rows: Sequence[Row], form: str = "github") -> str:
                     "instruction set": r.instruction_set,
                     "contender": r.contender,
                     "step, ms: median (p20-p80)": times,
-                    f"x of {ANCHOR}": _number(ratio, ".2f"),
-                    "images/s": _number(r.images_per_s),
-                    "x of floor": _number(r.x_of_floor, ".2f"),
+                    f"x of {ANCHOR}": number(ratio, ".2f"),
+                    "images/s": number(r.images_per_s),
+                    "x of floor": number(r.x_of_floor, ".2f"),
                 }
             )
-    return _table(lines, form)
+    return table(lines, form)
+
+
+def _of_eager(row: Row, group: Sequence[Row]) -> str:
+    """Kept bytes as a share of eager's."""
+    eager = next((r.saved_bytes for r in group if r.contender == "eager-channels-last"), None)
+    return number(row.saved_bytes / eager if eager else None, ".3f")
 
 
 def memory_table(rows: Sequence[Row], form: str = "github") -> str:
     """Bytes kept for the backward, also as a share of eager's, and peak memory."""
-    lines = []
-    for group in _groups([r for r in rows if r.level == "network"]):
-        eager = _eager_bytes(group)
-        lines += [
-            {
-                "network": r.case,
-                "batch": r.batch,
-                "dtype": r.dtype,
-                "contender": r.contender,
-                "keeps": r.memory_mode,
-                "kept for the backward, MiB": _mib(r.saved_bytes),
-                "of eager": _number(r.saved_bytes / eager if eager else None, ".3f"),
-                "peak of a step, MiB": _mib(r.peak_bytes),
-                "peak of the process, MiB": _mib(r.peak_raw_bytes),
-                "step, ms": _number(r.median_ms),
-            }
-            for r in group
-            if r.saved_bytes is not None
-        ]
-    return _table(lines, form)
-
-
-def _eager_bytes(group: Sequence[Row]) -> int | None:
-    return next((r.saved_bytes for r in group if r.contender == "eager-channels-last"), None)
+    lines = [
+        {
+            "network": r.case,
+            "batch": r.batch,
+            "dtype": r.dtype,
+            "contender": r.contender,
+            "keeps": r.memory_mode,
+            "kept for the backward, MiB": _mib(r.saved_bytes),
+            "of eager": _of_eager(r, group),
+            "peak of a step, MiB": _mib(r.peak_bytes),
+            "peak of the process, MiB": _mib(r.peak_raw_bytes),
+            "step, ms": number(r.median_ms),
+        }
+        for group in _groups(rows)
+        for r in group
+        if r.saved_bytes is not None
+    ]
+    return table(lines, form)
 
 
 def _headline_group(rows: Sequence[Row]) -> list[Row]:
     """Rows of `HEADLINE_NETWORK` in the batch and dtype with the most contenders."""
-    groups = _groups([r for r in rows if r.case == HEADLINE_NETWORK and r.saved_bytes])
-    return max(groups, key=len, default=[])
+    wanted = [r for r in rows if r.case == HEADLINE_NETWORK and r.saved_bytes]
+    return max(_groups(wanted), key=len, default=[])
 
 
 def headline_table(rows: Sequence[Row], form: str = "github") -> str:
@@ -165,46 +169,38 @@ def headline_table(rows: Sequence[Row], form: str = "github") -> str:
     A rival is left out if another rival is as fast and keeps as little.
     """
     group = [r for r in _headline_group(rows) if r.correct == "yes"]
-    times, eager = relative_times(group), _eager_bytes(group)
-    group = [r for r in group if r.contender in times]
-    rivals = {(times[r.contender], r.saved_bytes) for r in group if is_rival(r.contender)}
+    times = relative_times(group)
+    timed = [r for r in group if r.contender in times]
+    rivals = {(times[r.contender], r.saved_bytes) for r in timed if is_rival(r.contender)}
     lines = []
-    for r in sorted(group, key=lambda r: -r.saved_bytes):
-        time, kept = times[r.contender], r.saved_bytes
-        name = r.contender
+    for r in sorted(timed, key=lambda r: -r.saved_bytes):
+        name, own = r.contender, (times[r.contender], r.saved_bytes)
         if not is_rival(name):
             name = f"**{name}**"
-        elif any(t <= time and k <= kept for t, k in rivals - {(time, kept)}):
+        elif any(t <= own[0] and k <= own[1] for t, k in rivals - {own}):
             continue
-        if r.contender == ANCHOR:
-            anchor_ms = f"{r.median_ms:,.0f} ms"
         lines.append(
             {
                 f"{r.case}, batch {r.batch}, {r.dtype}": name,
                 "keeps": r.memory_mode,
-                "kept for the backward, MiB": _mib(kept),
-                "of eager": _number(kept / eager if eager else None, ".3f"),
-                "step time": _number(time, ".2f"),
+                "kept for the backward, MiB": _mib(r.saved_bytes),
+                "of eager": _of_eager(r, group),
+                "step time": number(own[0], ".2f"),
             }
         )
     if not lines:
         return ""
-    return f"{_table(lines, form)}\n\nStep times are multiples of {ANCHOR}'s, {anchor_ms}."
-
-
-def _headline_speed(rows: Sequence[Row]) -> float:
-    return max((r.images_per_s or 0.0 for r in _headline_group(rows)), default=0.0)
+    anchor_ms = next(r.median_ms for r in group if r.contender == ANCHOR)
+    return f"{table(lines, form)}\n\nStep times are multiples of {ANCHOR}'s, {anchor_ms:,.0f} ms."
 
 
 def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
     """First and last loss of every curve, and its largest relative deviation from the truth."""
     lines = []
     for case, contender in dict.fromkeys((p.case, p.contender) for p in points):
-        curve = sorted(
-            (p for p in points if (p.case, p.contender) == (case, contender)), key=lambda p: p.step
-        )
-        first, last = curve[0], curve[-1]
-        is_truth = contender == first.truth
+        curve = [p for p in points if (p.case, p.contender) == (case, contender)]
+        curve.sort(key=lambda p: p.step)
+        first, deviation = curve[0], max(p.deviation for p in curve)
         lines.append(
             {
                 "network": case,
@@ -212,14 +208,14 @@ def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
                 "dtype": first.dtype,
                 "steps": len(curve),
                 "first loss": f"{first.loss:.4f}",
-                "last loss": f"{last.loss:.4f}",
+                "last loss": f"{curve[-1].loss:.4f}",
                 "against": first.truth,
                 "largest relative deviation": (
-                    "" if is_truth else f"{max(p.deviation for p in curve):.1e}"
+                    "" if contender == first.truth else f"{deviation:.1e}"
                 ),
             }
         )
-    return _table(lines, form)
+    return table(lines, form)
 
 
 def ops_table(rows: Sequence[Row], form: str = "github") -> str:
@@ -235,6 +231,7 @@ def ops_table(rows: Sequence[Row], form: str = "github") -> str:
         ours, eager = by_name.get("fused"), by_name.get("eager-channels-last")
         if ours is None or eager is None:
             continue
+        more = {name: by_name[name].median_ms if name in by_name else None for name in others}
         lines.append(
             {
                 "op": case,
@@ -242,32 +239,23 @@ def ops_table(rows: Sequence[Row], form: str = "github") -> str:
                 "dtype": dtype,
                 "eager channels_last, ms": f"{eager.median_ms:.3f}",
                 "fused, ms": f"{ours.median_ms:.3f}",
-                **{
-                    f"{name}, ms": _number(
-                        by_name[name].median_ms if name in by_name else None, ".3f"
-                    )
-                    for name in others
-                },
+                **{f"{name}, ms": number(ms, ".3f") for name, ms in more.items()},
                 "eager / fused": f"{eager.median_ms / ours.median_ms:.2f}",
-                "fused, GB/s": _number(ours.gb_per_s),
-                "fused, GFLOP/s": _number(ours.gflop_per_s, ",.0f"),
-                "x of floor": _number(ours.x_of_floor, ".2f"),
+                "fused, GB/s": number(ours.gb_per_s),
+                "fused, GFLOP/s": number(ours.gflop_per_s, ",.0f"),
+                "x of floor": number(ours.x_of_floor, ".2f"),
             }
         )
-    return _table(lines, form)
-
-
-def comparable(row: Row) -> bool:
-    """Whether a time can be compared: right results, all rounds measured, no drift."""
-    return row.correct == "yes" and DRIFTED not in row.note and UNFINISHED not in row.note
+    return table(lines, form)
 
 
 def best_rivals(rows: Sequence[Row]) -> list[str]:
     """One line per network: the fastest rival over the fastest fused contender."""
     lines = []
-    for group in _groups([r for r in rows if r.level == "network" and r.median_ms is not None]):
-        ours = [r for r in group if not is_rival(r.contender) and comparable(r)]
-        rivals = [r for r in group if is_rival(r.contender) and comparable(r)]
+    for group in _groups(r for r in rows if r.median_ms is not None):
+        right = [r for r in group if r.correct == "yes" and not has_drifted(r, group)]
+        ours = [r for r in right if not is_rival(r.contender)]
+        rivals = [r for r in right if is_rival(r.contender)]
         if not ours or not rivals:
             continue
         ours, rival = (min(some, key=lambda r: r.median_ms) for some in (ours, rivals))
@@ -279,83 +267,76 @@ def best_rivals(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _origin(
-    records: Sequence[Row | CurvePoint | ConvertedRow | CeilingRow | LaunchRow],
-) -> str:
+def section(title: str, contents: str, records: Sequence) -> str:
+    """A title, a table and where its records were measured."""
+
     def distinct(name: str) -> str:
         return "; ".join(dict.fromkeys(getattr(r, name) for r in records))
 
-    return (
-        f"Commit {distinct('commit')}; {distinct('versions')}; {distinct('date')}; "
-        f"`{distinct('command')}`"
-    )
+    commit, versions, date, command = map(distinct, ("commit", "versions", "date", "command"))
+    origin = f"<sub>Commit {commit}; {versions}; {date}; `{command}`</sub>"
+    return "\n\n".join([title, contents, origin])
 
 
-def _sub(records: Sequence) -> str:
-    return f"<sub>{_origin(records)}</sub>"
+def _image(path: Path, page: Path) -> str:
+    return f"![{path.stem}]({os.path.relpath(path, page.parent)})"
 
 
-def _plots(name: str, by_block: dict[str, list[Path]]) -> list[Path]:
-    """The plots of a block; the headline shows memory against time of its network."""
-    if name != "headline":
-        return by_block.get(name, [])
+def headline_block(devices: dict[str, Device], figures: dict, page: Path) -> str:
+    """The Markdown of the headline: the fastest device, with memory against time."""
+
+    def speed(device: str) -> float:
+        return max((r.images_per_s or 0.0 for r in _headline_group(devices[device][0])), default=0)
+
+    device = max(devices, key=speed)
+    contents = headline_table(devices[device][0])
+    if not contents:
+        return f"**{device}**: not measured yet; run `{_NETWORK_COMMAND}`."
     wanted = f"{HEADLINE_NETWORK}-memory-against-time"
-    return [path for path in by_block.get("memory", []) if path.stem.endswith(wanted)][:1]
+    images = [_image(p, page) for p in figures[device]["memory"] if p.stem.endswith(wanted)]
+    return "\n\n".join([f"**{device}**", contents, *images[:1]])
 
 
-def block(
-    name: str,
-    devices: dict[str, tuple[list[Row], list[CurvePoint]]],
-    figures: dict[str, dict[str, list[Path]]],
-    page: Path,
-) -> str:
-    """The Markdown of one block, a section per device.
+_TABLES = {
+    "network": network_table,
+    "memory": memory_table,
+    "training": training_table,
+    "ops": ops_table,
+}
+
+
+def device_block(name: str, devices: dict[str, Device], figures: dict, page: Path) -> str:
+    """The Markdown of the block "network", "memory", "training" or "ops", by device.
 
     Args:
-        name: one of those in `PAGES`.
+        name: the block.
         devices: what `load` returns.
         figures: what `plots.write_plots` returns, by device.
         page: the file that gets the block; links to figures start from its folder.
     """
-    make_table = {
-        "headline": headline_table,
-        "network": network_table,
-        "memory": memory_table,
-        "training": training_table,
-        "ops": ops_table,
-    }[name]
-    if name == "headline":  # one device: the fastest
-        fastest = max(devices, key=lambda device: _headline_speed(devices[device][0]))
-        devices = {fastest: devices[fastest]}
     sections = []
     for device, (rows, points) in devices.items():
         level = "op" if name == "ops" else "network"
         records = points if name == "training" else [r for r in rows if r.level == level]
-        table = make_table(records)
-        if not table:
+        contents = _TABLES[name](records)
+        if not contents:
             command = _OPS_COMMAND if name == "ops" else _NETWORK_COMMAND
             sections.append(f"**{device}**: not measured yet; run `{command}`.")
             continue
-        parts = [f"**{device}**", table]
+        parts = [contents]
         if name == "network":
             parts.append("\n".join(f"- {line}" for line in best_rivals(records)))
-        parts += [
-            f"![{path.stem}]({os.path.relpath(path, page.parent)})"
-            for path in _plots(name, figures[device])
-        ]
-        if name != "headline":
-            parts.append(_sub(records))
-        sections.append("\n\n".join(filter(None, parts)))
+        parts += [_image(path, page) for path in figures[device].get(name, [])]
+        sections.append(section(f"**{device}**", "\n\n".join(filter(None, parts)), records))
     return "\n\n".join(sections)
 
 
 def converted_block(folder: Path) -> str:
     """The Markdown of converted models, a section per device."""
-    sections = []
-    for path in sorted(folder.glob(f"*{CONVERTED}")):
-        rows = read(path, ConvertedRow)
-        table = converted.table(rows, "github")
-        sections.append(f"**{rows[0].device}**\n\n{table}\n\n{_sub(rows)}")
+    files = [read(path, ConvertedRow) for path in sorted(folder.glob(f"*{CONVERTED}"))]
+    sections = [
+        section(f"**{rows[0].device}**", converted.table(rows, "github"), rows) for rows in files
+    ]
     command = "python -m bench.converted --out bench/results"
     return "\n\n".join(sections) or f"Not measured yet; run `{command}`."
 
@@ -366,11 +347,10 @@ def gpu_block(folder: Path) -> str:
     for path in sorted(folder.glob(f"*{CEILINGS}")):
         ceilings = read(path, CeilingRow)
         lines = [
-            {"ceiling": r.name, "measured": _number(r.value, ",.2f") or r.note, "unit": r.unit}
+            {"ceiling": r.name, "measured": number(r.value, ",.2f") or r.note, "unit": r.unit}
             for r in ceilings
         ]
-        title = f"**{ceilings[0].device}**"
-        sections.append("\n\n".join([title, _table(lines, "github"), _sub(ceilings)]))
+        sections.append(section(f"**{ceilings[0].device}**", table(lines, "github"), ceilings))
     for path in sorted(folder.glob(f"*{LAUNCHES}")):
         steps: dict[tuple, list[LaunchRow]] = {}
         for row in read(path, LaunchRow):
@@ -393,57 +373,51 @@ def _losses(rows: Sequence[LaunchRow]) -> str:
         f"{first.dtype}{stream}, {first.memory}. The kernels of the stages take "
         f"{measured_ms:.2f} ms, by the estimate {estimated_ms:.2f} ms. The largest losses:"
     )
-    return "\n\n".join([title, launches.losses(rows, form="github"), _sub(rows)])
-
-
-def rewrite_blocks(text: str, contents: dict[str, str]) -> str:
-    """`text` with the content of each block replaced.
-
-    Raises:
-        ValueError: a marker is missing, occurs twice, or comes in the wrong order.
-    """
-    for name, content in contents.items():
-        start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
-        for marker in (start, end):
-            if text.count(marker) != 1:
-                raise ValueError(f"expected the marker {marker} once, found {text.count(marker)}")
-        if text.index(start) > text.index(end):
-            raise ValueError(f"expected {start} before {end}")
-        before, rest = text.split(start)
-        after = rest.split(end)[1]
-        text = f"{before}{start}\n{content}\n{end}{after}"
-    return text
+    return section(title, launches.losses(rows, form="github"), rows)
 
 
 _OF_FOLDER = {"converted": converted_block, "gpu": gpu_block}
 """Blocks whose records are not in the files that `load` reads."""
 
 
+def rewrite_block(text: str, name: str, contents: str) -> str:
+    """`text` with the contents of a block replaced.
+
+    Raises:
+        ValueError: a marker is missing, occurs twice, or comes in the wrong order.
+    """
+    start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    for marker in (start, end):
+        if text.count(marker) != 1:
+            raise ValueError(f"expected the marker {marker} once, found {text.count(marker)}")
+    if text.index(start) > text.index(end):
+        raise ValueError(f"expected {start} before {end}")
+    return text.split(start)[0] + f"{start}\n{contents}\n{end}" + text.split(end)[1]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the plots beside the CSV files, and the blocks of every page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = measure.parser("bench.report", __doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     a = parser.parse_args(arguments)
     try:
         texts = {a.root / name: (a.root / name).read_text() for name in PAGES}
-        blocks = {a.root / name: names for name, names in PAGES.items()}
-        for page, names in blocks.items():  # check the markers before plotting
-            rewrite_blocks(texts[page], dict.fromkeys(names, ""))
+        for page, names in zip(texts, PAGES.values(), strict=True):
+            for name in names:
+                rewrite_block(texts[page], name, "")  # checks the markers before plotting
         devices = load(a.results)
         figures = {d: plots.write_plots(*records, a.results) for d, records in devices.items()}
-        for page, names in blocks.items():
-            contents = {
-                name: _OF_FOLDER[name](a.results)
-                if name in _OF_FOLDER
-                else block(name, devices, figures, page)
-                for name in names
-            }
-            page.write_text(rewrite_blocks(texts[page], contents))
+        for page, names in zip(texts, PAGES.values(), strict=True):
+            for name in names:
+                if name in _OF_FOLDER:
+                    contents = _OF_FOLDER[name](a.results)
+                elif name == "headline":
+                    contents = headline_block(devices, figures, page)
+                else:
+                    contents = device_block(name, devices, figures, page)
+                texts[page] = rewrite_block(texts[page], name, contents)
+            page.write_text(texts[page])
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench.report: {error}") from error
     count = sum(len(paths) for by_block in figures.values() for paths in by_block.values())

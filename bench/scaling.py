@@ -16,10 +16,8 @@ statistics of each process, and so does one more fused contender, to compare it 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
-import io
 import os
 import shlex
 import statistics
@@ -29,14 +27,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import correctness, measure
+from bench import correctness, measure, report
 from bench.contenders import ANCHOR, Contender, Network, is_rival
 from bench.network import TrainingStep
-from bench.records import SCALING, Records, ScalingRow, slug
+from bench.records import SCALING, ScalingRow, put, slug
 from preact_kernels.study import data
 
 CONTENDERS = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
@@ -104,6 +101,21 @@ def _slowest(value: float, device: torch.device) -> float:
     return float(found)
 
 
+def verdict_of(contender: DataParallel, network: Network, images: data.Images, a) -> tuple:
+    """Compares with one process and the joined batch; wrong if it is in any process."""
+    count = dist.get_world_size()
+    batch = count * max(1, 16 // count)
+    joined = dataclasses.replace(contender, is_joined=True)
+    try:
+        found = correctness.judge(joined, network, images, batch, a.device, a.dtype)
+        correct, note = found.correct, found.note
+    except RuntimeError as error:
+        correct, note = "no", measure.first_line(error)
+    if _slowest(float(correct == "no"), a.device):
+        correct, note = "no", note or "wrong in another process"
+    return correct, note
+
+
 def measure_scaling(
     a: argparse.Namespace, network: Network, images: data.Images, stamp: Callable, deadline_s: float
 ) -> list[ScalingRow]:
@@ -116,42 +128,33 @@ def measure_scaling(
         stamp: sets the columns of the machine.
         deadline_s: value of `time.monotonic()` after which no round starts, except the first.
     """
-    count, rank, device = dist.get_world_size(), dist.get_rank(), a.device
-    contenders, batch, joined = chosen(a), a.batch[0], count * max(1, 16 // count)
-    with contextlib.redirect_stderr(io.StringIO()) if rank else contextlib.nullcontext():
-        verdicts = {}  # with the progress bars of one process
-        for norm in (LOCAL, SHARED):
-            judged = [c for c in contenders if c.batch_norm == norm]
-            judged = [dataclasses.replace(c, is_joined=True) for c in judged]
-            if judged:
-                found = correctness.judge(judged, network, images, joined, device, a.dtype)
-                verdicts |= {(name, norm): verdict for name, verdict in found.items()}
-    state = network.state()
+    rank, device, batch = dist.get_rank(), a.device, a.batch[0]
     batches = data.Batches(images, batch, seed=2 + rank, size=network.image_size)
-    drawn = [batches[i] for i in range(4)]
+    drawn, state = [batches[i] for i in range(4)], network.state()
     rows, steps = [], []
-    for contender in contenders:
-        verdict = verdicts[contender.name, contender.batch_norm]
-        row = ScalingRow(
-            contender.name,
-            network.name,
-            contender.batch_norm,
-            batch,
-            measure.dtype_name(a.dtype),
-            count,
-            correct=verdict.correct,
-            note=verdict.note,
+    for contender in chosen(a):
+        correct, note = verdict_of(contender, network, images, a)
+        row = stamp(
+            ScalingRow(
+                contender.name,
+                network.name,
+                contender.batch_norm,
+                batch,
+                measure.dtype_name(a.dtype),
+                dist.get_world_size(),
+                correct=correct,
+                note=note,
+            )
         )
-        rows.append(stamp(row))
-        if _slowest(float(not verdict.may_show_speed), device):  # wrong in any process
-            rows[-1].correct, rows[-1].note = "no", verdict.note or "wrong in another process"
+        rows.append(row)
+        if correct == "no":
             continue
-        batches = [(contender.input(x, device, a.dtype), y.to(device)) for x, y in drawn]
-        own = TrainingStep(Contender.build(contender, network, state, device, a.dtype), batches)
-        shared = TrainingStep(contender.build(network, state, device, a.dtype), batches)
+        inputs = [(contender.input(x, device, a.dtype), y.to(device)) for x, y in drawn]
+        own = TrainingStep(Contender.build(contender, network, state, device, a.dtype), inputs)
+        shared = TrainingStep(contender.build(network, state, device, a.dtype), inputs)
         own()
         shared()
-        steps.append((rows[-1], own, shared, ([], [], [])))
+        steps.append((row, own, shared, ([], [], [])))
     for index in range(a.steps):
         if index and _slowest(float(time.monotonic() > deadline_s), device):
             break
@@ -180,13 +183,10 @@ def table(rows: list[ScalingRow]) -> str:
         "sending and waiting": ("sending_share", ".0%"),
     }
     lines = [
-        [
-            "" if (value := getattr(row, field)) is None else format(value, form)
-            for field, form in columns.values()
-        ]
+        {name: report.number(getattr(row, field), form) for name, (field, form) in columns.items()}
         for row in rows
     ]
-    return tabulate(lines, list(columns), "simple", disable_numparse=True)
+    return report.table(lines, "simple")
 
 
 def main(a: argparse.Namespace) -> int:
@@ -209,35 +209,30 @@ def main(a: argparse.Namespace) -> int:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // on_node))
     backend, timeout = "nccl" if a.device.type == "cuda" else "gloo", datetime.timedelta(minutes=5)
     dist.init_process_group(backend, timeout=timeout)
-    is_first, processes = dist.get_rank() == 0, dist.get_world_size()
+    processes = dist.get_world_size()
+    say = print if dist.get_rank() == 0 else lambda *_, **__: None
     command = f"torchrun --nproc-per-node {on_node} -m bench {shlex.join(sys.argv[1:])}"
     images, machine = data.load(a.data), measure.Machine.of(a.device, command)
-    records = None
-    if is_first:
-        print(f"{machine.device}; {machine.versions}; commit {machine.commit}; data: {images.name}")
-        print(
-            f"weak scaling: {processes} processes, each with {a.batch[0]} images and on this "
-            "device; alone: one such process, while the others wait",
-            flush=True,
-        )
-        path = a.out / f"{slug(machine.device)}-{processes}-processes{SCALING}"
-        records = Records(path, ScalingRow, keep=a.resume)
+    say(f"{machine.device}; {machine.versions}; commit {machine.commit}; data: {images.name}")
+    say(
+        f"weak scaling: {processes} processes, each with {a.batch[0]} images and on this device; "
+        "alone: one such process, while the others wait",
+        flush=True,
+    )
+    path = a.out / f"{slug(machine.device)}-{processes}-processes{SCALING}"
     rows: list[ScalingRow] = []
     for name in a.networks:
         if _slowest(float(time.monotonic() > deadline_s), a.device):
-            if is_first:
-                print(f"left out: {name}: no time left")
+            say(f"left out: {name}: no time left")
             continue
         network = Network.named(name, images.classes)
-        found = measure_scaling(a, network, images, machine.stamp, deadline_s)
-        rows += found
-        if records is not None:
-            records.put(*found)
+        rows += measure_scaling(a, network, images, machine.stamp, deadline_s)
+        if dist.get_rank() == 0:
+            put(path, *rows)
     wrong = [row for row in rows if row.correct == "no"]
-    if records is not None:
-        print(table(rows))
-        for row in wrong:
-            print(f"WRONG: {row.contender} on {row.case}: {row.note}")
-        print(f"results in {records.path}")
+    say(table(rows))
+    for row in wrong:
+        say(f"WRONG: {row.contender} on {row.case}: {row.note}")
+    say(f"results in {path}")
     dist.destroy_process_group()
     return 1 if wrong else 0

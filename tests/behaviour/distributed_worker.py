@@ -30,11 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
 from preact_kernels.kernels import cuda
 from preact_kernels.models.preact_resnet import PreActResNet
 from preact_kernels.ops.memory_mode import MEMORY_MODES
 from tests.cases import random_block, randomised
+from tests.convert import published_models as foreign
 
 CLASSES = 5
 IMAGES = 6  # of a batch, in all processes together

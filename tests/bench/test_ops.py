@@ -1,6 +1,5 @@
 """Benchmarks of single ops: contenders, rows, and that wrong results get no speed."""
 
-import subprocess
 import time
 import types
 from contextlib import nullcontext
@@ -13,15 +12,14 @@ pytest.importorskip("pytest_benchmark")
 pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 
-from bench import __main__ as bench
 from bench import ops, report
 from bench.measure import Ceilings, Timing
-from bench.records import Records, Row
+from bench.records import Row
 from preact_kernels.kernels.cuda import CUDAKernels
-from tests.bench.test_plan import plan_of
 
 CPU = torch.device("cpu")
 CASE = ops.Case("bn_relu", 8, 4)
+CASE_AND_DIRECTION = "bn_relu, forward + backward"
 
 
 class Benchmark:
@@ -55,13 +53,26 @@ def rows_of(monkeypatch, **added):
 
 
 def test_a_wrong_contender_of_an_op_leaves_the_others_their_times(monkeypatch):
+    entered = []
+
+    class Context(nullcontext):
+        def __enter__(self):
+            entered.append(True)
+
     wrong = ops.Contender(lambda case, t: ops.eager(case, t) * 1.5, nullcontext, "x")
-    rows, error = rows_of(monkeypatch, wrong=wrong)
+    right = ops.Contender(ops.fused, Context, "x")
+    rows, error = rows_of(monkeypatch, wrong=wrong, right=right)
     assert "output deviates by 5.0e-01 from float64" in str(error)
-    assert rows["wrong"].correct == "no"
-    assert rows["wrong"].note.startswith("AssertionError: output deviates")
-    assert rows["wrong"].median_ms is None
-    assert all(rows[name].median_ms > 0 for name in ops.CONTENDERS)
+    row = rows.pop("wrong")
+    assert (row.correct, row.median_ms) == ("no", None)
+    assert row.note.startswith("AssertionError: output deviates")
+    assert rows.keys() == {*ops.CONTENDERS, "right"}
+    for row in rows.values():
+        assert (row.correct, row.shape, row.case) == ("yes", "2x8x4x4", CASE_AND_DIRECTION)
+        floor_ms = 8 * 2 * 8 * 4 * 4 * 4 / 10 / 1e6  # 8 passes at 10 GB/s
+        assert row.x_of_floor == pytest.approx(row.median_ms / floor_ms)
+        assert row.gb_per_s == pytest.approx(10 / row.x_of_floor)
+    assert len(entered) > 20  # in every round
 
 
 def test_a_wrong_fused_op_gets_no_speed(monkeypatch):
@@ -71,54 +82,9 @@ def test_a_wrong_fused_op_gets_no_speed(monkeypatch):
     assert rows == {}
 
 
-def test_a_contender_of_an_op_runs_in_its_context(monkeypatch):
-    entered = []
-
-    class Context(nullcontext):
-        def __enter__(self):
-            entered.append(True)
-
-    rows, error = rows_of(monkeypatch, right=ops.Contender(ops.fused, Context, "x"))
-    assert error is None
-    assert rows["right"].median_ms > 0
-    assert len(entered) > 20  # in every round
-
-
-@pytest.fixture
-def plan(tmp_path, monkeypatch):
-    """The plan of a run, whose ops fail."""
-    found = plan_of(device="cpu")
-    found.session.rows = Records(tmp_path / "rows.csv", Row, keep=False)
-    found.session.machine = types.SimpleNamespace(commit="abc", command="python -m bench")
-    done = subprocess.CompletedProcess([], 1, "..F\nFAILED bench/ops.py::test_op - wrong\n", "")
-    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: done)
-    return found
-
-
-FAILED = [f"ops: {bench.FAILED}: FAILED bench/ops.py::test_op - wrong"]
-
-
-def test_ops_that_fail_end_the_benchmarks_with_a_failure(plan):
-    assert plan._run_ops() == FAILED
-
-
-def test_a_run_that_resumes_measures_ops_again_unless_all_are_there(plan):
-    plan.session.resume = True
-    rows = [
-        Row("op", contender, f"{case}, {direction}", "", 16, "float32", "x", commit="abc")
-        for case in ops.CASES
-        for contender in ops.CONTENDERS
-        for direction in ("forward", "forward + backward")
-    ]
-    plan.session.rows.put(*rows[1:])
-    assert plan._run_ops() == FAILED
-    plan.session.rows.put(rows[0])
-    assert plan._run_ops() == []
-
-
 def op_row(contender, case, ms):
     row = Row("op", contender, case, "128x16x32x32 -> 16", 128, "bfloat16", "x")
-    row.set_timing(Timing(ms, ms, ms, 1), ms)
+    row.set_timing(Timing(ms, ms, ms), ms)
     return row
 
 

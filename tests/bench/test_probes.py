@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import types
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from bench import measure, probes, report
+from bench import measure, probes
 from bench.records import CEILINGS, CeilingRow, read
 
 try:
@@ -19,8 +20,8 @@ try:
 except RuntimeError:
     NVCC = ""
 
-needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
 
 
 @pytest.fixture(scope="module")
@@ -72,69 +73,67 @@ def library(tmp_path_factory):
         return probes.build("sm_{}{}".format(*capability))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_probe_that_fails_says_why_in_its_row(library):
-    rows = list(map(probes.row_of, probes.ceilings_of(probes.Probes(library))))
-    assert len({row.name for row in rows}) == 7
-    for row in rows:
-        assert row.value is None
-        assert re.search(r"cuda\w+: ", row.note), row
-
-
 @needs_gpu
 def test_the_probes_measure(library):
-    rows = list(map(probes.row_of, probes.ceilings_of(probes.Probes(library))))
-    assert [row.note for row in rows] == [""] * len(rows)
-    assert all(row.value > 0 for row in rows)
+    rows = [probes.row_of(*probe) for probe in probes.Probes(library).by_name().items()]
+    assert len({row.name for row in rows}) == 7
+    for row in rows:
+        assert row.value > 0 and not row.note, row
 
 
 @needs_nvcc
-def test_a_source_that_does_not_compile_is_an_error_with_the_messages(tmp_path, monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_launch_that_fails_says_why(library, monkeypatch):
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    found, zero = probes.Probes(library), torch.zeros(1)
+    for name, arguments in (
+        ("launch_barrier", (1, 1, 0, zero, zero, zero)),
+        ("launch_chain", (1, True, zero)),
+    ):
+        row = probes.row_of(name, lambda n=name, a=arguments: found._launch(n, *a))
+        assert row.value is None
+        assert "CUDA" in row.note, row
+    assert len(found.by_name()) == 7
+
+
+def test_a_compiler_that_is_missing_or_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(probes, "SOURCE", tmp_path / "probes.cu")
     monkeypatch.setattr(probes, "FOLDER", tmp_path)
     probes.SOURCE.write_text("no_such_type x;")
-    with pytest.raises(RuntimeError, match="no_such_type"):
+    if NVCC:
+        with pytest.raises(RuntimeError, match="no_such_type"):
+            probes.build("sm_90")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="expected nvcc in PATH or in"):
         probes.build("sm_90")
 
 
-def test_a_compiler_that_is_missing_is_said(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(RuntimeError, match="expected nvcc in PATH or in"):
-        probes.nvcc()
+def test_the_other_ceilings_are_written_where_a_probe_fails(tmp_path, monkeypatch):
+    def lost():
+        raise RuntimeError("lost\nmore")
 
-
-class FailingProbes:
-    def barrier_us(self, words):
-        if words == 1:
-            raise RuntimeError("lost\nmore")
-        return 1.5
-
-    def launch_us(self, *, fills, is_dependent):
-        return 0.5
-
-
-def test_the_other_ceilings_are_written_where_a_probe_fails(tmp_path, monkeypatch, capsys):
     ceilings = measure.Ceilings(4000.0, {"bfloat16": 8e5}, 3.0, 1.9)
     machine = measure.Machine("A GPU", "versions", "commit", "date", "command")
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="no GPU"):
+            probes.main([])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(measure, "measure_ceilings", lambda device: ceilings)
     monkeypatch.setattr(measure.Machine, "of", lambda device: machine)
     monkeypatch.setattr(probes, "build", lambda architecture: None)
-    monkeypatch.setattr(probes, "Probes", lambda library: FailingProbes())
+    found = types.SimpleNamespace(by_name=lambda: {"a": lost, "b": lambda: 1.5})
+    monkeypatch.setattr(probes, "Probes", lambda library: found)
     assert probes.main(["--out", str(tmp_path)]) == 1
-    rows = {row.name: row for row in read(tmp_path / f"a-gpu{CEILINGS}", CeilingRow)}
-    assert rows["copy"].value == 4000
-    assert rows["grid barrier"].value == 1.5
-    failed = rows.pop("grid barrier, 1 word a value merged")
-    assert (failed.value, failed.note) == (None, "lost")
-    assert all(row.value is not None for row in rows.values())
-    assert "lost" in capsys.readouterr().out
-    with pytest.raises(FileNotFoundError):  # rows of networks alone
-        report.load(tmp_path)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_nothing_to_probe():
-    with pytest.raises(SystemExit, match="no GPU"):
-        probes.main([])
+    rows = read(tmp_path / f"a-gpu{CEILINGS}", CeilingRow)
+    found = {row.name: (row.value, row.note) for row in rows}
+    assert found == {
+        "copy": (4000, ""),
+        "matrix product, bfloat16": (8e5, ""),
+        "launch by PyTorch": (3, ""),
+        "launch by PyTorch in a graph": (1.9, ""),
+        "a": (None, "lost"),
+        "b": (1.5, ""),
+    }

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
+from tests.convert import published_models as foreign
 from tests.oracle import evaluate
 
 MODES = ("store", "rebuild", "checkpoint")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
+from tests.convert import published_models as foreign
 from tests.convert.foreign_cases import Block, built, report_of, small
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))

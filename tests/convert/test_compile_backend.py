@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
 from preact_kernels.torch_compat import storage_id
+from tests.convert import published_models as foreign
 
 pytestmark = pytest.mark.backends("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
+from tests.convert import published_models as foreign
 from tests.convert.foreign_cases import (
     MODELS,
     MODES,

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
 from preact_kernels.conversion import execution
+from tests.convert import published_models as foreign
 from tests.convert.foreign_cases import MODES, Block, Chain, small
 from tests.convert.test_deferral_kinds import Double
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
+from tests.convert import published_models as foreign
 from tests.convert.foreign_cases import MODES, Block, built, report_of
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))

@@ -15,11 +15,16 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import preact_kernels as pk
-from bench.foreign_models import DenseLayer, FunctionalBlock, timm_model, torchvision_models
 from tests import oracle
 from tests.cases import in_dtype, randomised
 from tests.convert import random_model_helpers
 from tests.convert.foreign_cases import report_of
+from tests.convert.published_models import (
+    DenseLayer,
+    FunctionalBlock,
+    timm_model,
+    torchvision_models,
+)
 from tests.convert.test_deferral_kinds import Double
 
 

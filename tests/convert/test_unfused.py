@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
+from tests.convert import published_models as foreign
 from tests.convert.foreign_cases import MODES, Block, Chain, report_of, small
 from tests.oracle import evaluate
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
-from bench import foreign_models as foreign
 from tests.cases import random_stage
+from tests.convert import published_models as foreign
 from tests.oracle import evaluate, plain_copy, same_bits
 
 pytestmark = pytest.mark.backends("cpu")

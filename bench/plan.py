@@ -1,0 +1,171 @@
+"""What `python -m bench` measures, the most important first."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.contenders import (
+    ANCHOR,
+    COUNTED_BY_DEPTH,
+    DEEPEST,
+    DEPTHS_COUNTED,
+    GROUPS,
+    MAIN_GROUPS,
+    WIDE_GROUP,
+    WIDE_NETWORKS,
+    Network,
+)
+from bench.measure import ROOT, dtype_name
+from bench.network import CURVES, Task
+from bench.records import Row, read
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """`pytest bench/ops.py`, in the place of a task."""
+
+    command: list[str]
+    path: Path  # of the rows
+    commit: str
+    expected: int  # rows of a complete run
+    title: str = "ops"
+
+    def missing(self) -> list[str]:
+        """`["ops"]`, unless all rows are there."""
+        found = [r for r in read(self.path, Row) if (r.level, r.commit) == ("op", self.commit)]
+        return [] if len(found) >= self.expected else ["ops"]
+
+    def settle(self, status: int | None) -> None:
+        """Does nothing: pytest has said what failed."""
+
+
+class Plan:
+    """The tasks of a run.
+
+    Args:
+        a: arguments of the command line.
+        common: fields of every task.
+        ops: how the ops are measured; None: they are not.
+    """
+
+    def __init__(self, a: argparse.Namespace, common: dict, ops: Ops | None) -> None:
+        self.a, self.common, self.ops = a, common, ops
+        self.usable = [c.name for c in a.usable]
+        self.on_gpu = a.device.type == "cuda"
+
+    def task(self, kind: str, network: str, batch: int, names, group: str, dtype=None, steps=0):
+        """A task, or none if no contender can run."""
+        names = tuple(name for name in names if name in self.usable)
+        if names:
+            dtype = dtype_name(dtype or self.a.dtype)
+            yield Task(kind, network, batch, dtype, names, group, steps, **self.common)
+
+    def steps(self, group: str, network: str, batch: int, dtype=None) -> Iterator[Task]:
+        """Times a group of contenders; shallow networks, which are quick, in more rounds."""
+        is_short = network.startswith("resnet") and Network.named(network).depth < 300
+        steps = 3 if group == "deepest" else self.a.steps * (3 if is_short else 1)
+        yield from self.task("steps", network, batch, GROUPS[group], group, dtype, steps)
+
+    def peaks(self, group: str, network: str, batch: int) -> Iterator[Task]:
+        """Peak memory, on a CPU: a process for each contender."""
+        names = [name for name in GROUPS[group] if name != ANCHOR or group == "main"]
+        for name in () if self.on_gpu else names:
+            yield from self.task("peak", network, batch, [name], f"peak memory of {name}")
+
+    def wide(self, dtype=None) -> Iterator[Task]:
+        """Wide networks."""
+        device = self.a.device.type
+        for network, batch in WIDE_NETWORKS[device] if self.a.is_default else ():
+            yield from self.steps(WIDE_GROUP[device], network, batch, dtype)
+
+    def rivals(self, networks: list[str]) -> Iterator[Task]:
+        """Checkpointing and memory budgets on deep networks."""
+        for network in networks:
+            for group in ("memory rivals", "compile budgets"):
+                if Network.named(network).depth >= 164:
+                    yield from self.steps(group, network, self.a.batch[0])
+
+    def curves(self) -> Iterator[Task]:
+        """Training curves of the first network of bottlenecks below 300 layers, and the first."""
+        if self.a.contenders is not None or not set(CURVES) <= set(self.usable):
+            return
+        networks = [Network.named(name) for name in self.a.networks]
+        shallow = [n for n in networks if n.depth < 300 and n.block == "bottleneck"]
+        for net in dict.fromkeys([*shallow[:1], networks[0]]):
+            steps = self.a.curve_steps if net.depth < 300 else max(3, self.a.curve_steps // 2)
+            group = f"{steps} steps of training"
+            yield from self.task("curves", net.name, self.a.batch[0], CURVES, group, steps=steps)
+
+    def counts(self) -> Iterator[Task]:
+        """Kept bytes of single images, against depth."""
+        for depth in DEPTHS_COUNTED if self.ops else ():
+            yield from self.task("kept", f"resnet-{depth}", 1, COUNTED_BY_DEPTH, "kept bytes")
+
+    def tasks(self) -> Iterator[Task | Ops]:
+        """Every task. On a GPU, contenders that need no compiler come first: it takes minutes."""
+        return self.gpu_tasks() if self.on_gpu else self.cpu_tasks()
+
+    def cpu_tasks(self) -> Iterator[Task | Ops]:
+        """On a CPU."""
+        a, first, (foremost, *others) = self.a, self.a.batch[0], self.a.networks
+        for batch in a.batch:
+            yield from self.steps("main", foremost, batch)
+        yield from self.curves()
+        for network in others[:1] if a.other_dtype else ():
+            yield from self.steps("against eager", network, first, a.other_dtype)
+        yield from self.wide()
+        yield from self.peaks("main", foremost, first)
+        yield from self.steps("memory rivals", foremost, first)
+        yield from self.peaks("memory rivals", foremost, first)
+        for network in others:
+            for batch in a.batch:
+                yield from self.steps("main", network, batch)
+        yield from self.steps("compile budgets", foremost, first)
+        yield from self.peaks("compile budgets", foremost, first)
+        yield from [self.ops] if self.ops else []
+        yield from self.rivals(others)
+        yield from self.counts()
+        if a.other_dtype:
+            yield from self.wide(a.other_dtype)
+
+    def gpu_tasks(self) -> Iterator[Task | Ops]:
+        """On a GPU."""
+        a, (first, *batches), (foremost, *others) = self.a, self.a.batch, self.a.networks
+        for group in MAIN_GROUPS:
+            yield from self.steps(group, foremost, first)
+        for batch in batches[:1]:
+            yield from self.steps("uncompiled", foremost, batch)
+        yield from self.wide()
+        yield from [self.ops] if self.ops else []
+        yield from self.steps("memory rivals", foremost, first)
+        for batch in batches[:1]:
+            yield from self.steps("compiled", foremost, batch)
+        yield from self.steps("compile budgets", foremost, first)
+        if a.is_default:
+            yield from self.steps("deepest", *DEEPEST)
+        for batch in batches[:1]:
+            yield from self.steps("compiled and captured", foremost, batch)
+        for batch in batches[1:]:
+            for group in MAIN_GROUPS:
+                yield from self.steps(group, foremost, batch)
+        for batch in a.batch if a.other_dtype else ():
+            for group in MAIN_GROUPS:
+                yield from self.steps(group, foremost, batch, a.other_dtype)
+        yield from self.curves()
+        for network in others:
+            for group in MAIN_GROUPS:
+                for batch in a.batch:
+                    yield from self.steps(group, network, batch)
+        yield from self.rivals(others)
+        yield from self.counts()
+
+
+def ops_command(a: argparse.Namespace, dtype: str, command: str) -> list[str]:
+    """The options of pytest that measure the ops of a run."""
+    return [
+        *("-m", "pytest", str(ROOT / "bench" / "ops.py"), "-q", "-p", "no:cacheprovider"),
+        *("-o", "addopts=", "--benchmark-disable-gc"),
+        *(f"--bench-device={a.device.type}", f"--bench-dtype={dtype}"),
+        *(f"--bench-out={a.out}", f"--bench-command={command}"),
+    ]

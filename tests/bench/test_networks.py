@@ -1,0 +1,500 @@
+"""Benchmarks of networks: order, rows, refused results, processes that crash, resumed runs."""
+
+import dataclasses
+import functools
+import json
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
+import preact_kernels as pk
+from bench import __main__ as bench
+from bench import floors, hotspots, measure, network, plan, report, scaling
+from bench.contenders import ANCHOR, BY_NAME, GROUPS, Contender, Network
+from bench.measure import Ceilings, Machine, Timing
+from bench.network import RUNNING, Session, Task, measure_steps
+from bench.records import Row, ScalingRow, put, read
+from preact_kernels.study import data
+from tests.torchrun import torchrun
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(10.0, {"float32": 100.0})
+
+
+@pytest.fixture(autouse=True)
+def images(monkeypatch):
+    """Digits, loaded once, so that the truth is computed once."""
+    monkeypatch.setattr(data, "load", lambda folder=None: digits())
+
+
+digits = functools.cache(data.load_digits)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "parameters"),
+    [
+        ("resnet-20", "basic", 0.27),
+        ("wrn-28-10", "basic", 36.5),  # arXiv 1605.07146
+        ("imagenet-resnet-50", "bottleneck", 25.5),
+    ],
+)
+def test_networks_go_by_name(name, block, parameters):
+    found = Network.named(name)
+    assert (found.name, found.block) == (name, block)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in found.model(fused=False).parameters())
+    assert count / 1e6 == pytest.approx(parameters, rel=0.01)
+
+
+def test_what_cannot_run_is_refused(capsys):
+    for main, arguments, reason in (
+        (bench.main, ["--networks", "wrn-28"], "expected one of resnet-DEPTH, preact-"),
+        (bench.main, ["--contenders", "eager"], "contenders: expected some of eager-nchw"),
+        (hotspots.main, ["--network", "vgg-16"], "expected one of resnet-DEPTH"),
+        (hotspots.main, ["fused-graph", "--device", "cpu"], "CUDA graphs: no GPU"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert reason in capsys.readouterr().err
+
+
+def test_a_bottleneck_moves_46_times_its_inner_channels():
+    block = Network(164).model(fused=False).stages[0][1]
+    cost, height = floors.block_cost(block, 1, 32, 4)
+    assert height == 32
+    assert cost.bytes_moved == 46 * 16 * 32 * 32 * 4
+    products = 16 * 64 + 9 * 16 * 16 + 16 * 64
+    assert cost.flops == 3 * 2 * products * 32 * 32
+    beside_stream, _ = floors.block_cost(block, 1, 32, 2, stream_itemsize=4)
+    assert beside_stream.bytes_moved == (46 + 32) * 16 * 32 * 32 * 2  # 32 are of its x, y and dy
+
+
+def test_floors_count_every_product_of_a_network():
+    # Multiply-adds of the forward, with a projection in each stage: 4.09e9 is ResNet-50's.
+    cost = floors.network_cost(Network.named("imagenet-resnet-50"), 1, torch.bfloat16)
+    assert cost.flops / 6 == pytest.approx(4.09e9, rel=0.02)
+
+
+def test_calls_take_turns_and_a_failing_one_is_left_out():
+    order, failed = [], []
+
+    def call(name):
+        order.append(name)
+        if len(order) == 4:
+            raise torch.OutOfMemoryError("no room")
+
+    calls = {name: lambda name=name: call(name) for name in "ab"}
+    times = measure.time_in_turn(
+        calls, rounds=3, device=CPU, failed=lambda *found: failed.append(found)
+    )
+    assert order == ["a", "b", "a", "b", "a"]
+    assert list(times) == ["a"]
+    assert [(name, str(error)) for name, error in failed] == [("b", "no room")]
+    assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx((3.0, 1.8, 4.2))
+
+
+def titles_of(*options, device):
+    """The titles of a run's tasks, as if the device were there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+        a = bench.arguments(["--device", device, *options])
+    a.usable = [c for c in BY_NAME.values() if c.name != "inplace-abn"]
+    titles = [task.title for task in plan.Plan(a, {}, types.SimpleNamespace(title="ops")).tasks()]
+    assert len(titles) == len(set(titles))
+    return titles
+
+
+@pytest.mark.parametrize(
+    ("device", "in_turn"),
+    [
+        (
+            "cuda",
+            [
+                "resnet-1001, batch 128, bfloat16: uncompiled",
+                "resnet-1001, batch 128, bfloat16: compiled",
+                "resnet-1001, batch 128, bfloat16: compiled and captured",
+                "resnet-1001, batch 256, bfloat16: uncompiled",
+                "imagenet-resnet-50, batch 256, bfloat16: wide networks",
+                "wrn-28-10, batch 128, bfloat16: wide networks",
+                "ops",
+                "resnet-1001, batch 128, bfloat16: memory rivals",
+                "resnet-1001, batch 128, bfloat16: compile budgets",
+                "resnet-10001, batch 128, bfloat16: deepest",
+                "resnet-1001, batch 64, bfloat16: uncompiled",
+                "resnet-1001, batch 128, float32: uncompiled",
+                "resnet-1001, batch 128, bfloat16: 10 steps of training",
+                "resnet-164, batch 128, bfloat16: uncompiled",
+                "resnet-164, batch 128, bfloat16: memory rivals",
+                "resnet-2999, batch 1, bfloat16: kept bytes",
+            ],
+        ),
+        (
+            "cpu",
+            [
+                "resnet-1001, batch 16, float32: main",
+                "resnet-164, batch 16, float32: 20 steps of training",
+                "resnet-164, batch 16, bfloat16: against eager",
+                "preact-resnet-18, batch 16, float32: against eager",
+                "resnet-1001, batch 16, float32: peak memory of fused-rebuild",
+                "resnet-1001, batch 16, float32: memory rivals",
+                "resnet-164, batch 16, float32: main",
+                "resnet-1001, batch 16, float32: compile budgets",
+                "ops",
+                "resnet-164, batch 16, float32: memory rivals",
+                "resnet-1001, batch 1, float32: kept bytes",
+                "imagenet-resnet-50, batch 4, bfloat16: against eager",
+            ],
+        ),
+    ],
+)
+def test_the_most_important_tasks_come_first(device, in_turn):
+    titles = titles_of(device=device)
+    places = [titles.index(title) for title in in_turn]
+    assert places == sorted(places)
+    assert places[0] == 0
+    assert not any("float32" in title for title in titles_of("--dtype", "bf16", device=device))
+
+
+def test_the_rivals_on_memory_are_in_a_group_with_the_anchor():
+    rivals = {*GROUPS["memory rivals"], *GROUPS["compile budgets"]}
+    assert {n for n in BY_NAME if n.startswith(("checkpoint", "selective", "compile-b"))} - {
+        "compile-blocks"
+    } < rivals
+    assert all(ANCHOR in names for names in GROUPS.values())
+
+
+def task_in(folder, *names, **changed):
+    """A task of ResNet-8 at batch 4."""
+    fields = {"stem": str(folder / "a-cpu"), "commit": "abc", "command": "python -m bench"}
+    fields |= {"steps": 2, "floor_ms": 0.5, **changed}
+    return Task(fields.pop("kind", "steps"), "resnet-8", 4, "float32", names, "main", **fields)
+
+
+def rows_in(folder):
+    return {r.contender: r for r in read(folder / "a-cpu.csv", Row)}
+
+
+def change(monkeypatch, name, prepare):
+    """A contender whose model is changed."""
+    base = BY_NAME.get(name, Contender(name, "everything"))
+    monkeypatch.setitem(BY_NAME, name, dataclasses.replace(base, prepare=prepare))
+
+
+def spoil(model):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eps *= 30
+
+
+def fail(model):
+    raise RuntimeError("no such thing")
+
+
+def test_wrong_results_get_no_speed_and_the_others_get_rows(tmp_path, monkeypatch):
+    change(monkeypatch, "eager-wrong", spoil)
+    change(monkeypatch, "eager-failing", fail)
+    right = ["eager-channels-last", "fused-store", "fused-rebuild"]
+    task = task_in(tmp_path, "eager-wrong", *right, "eager-failing")
+    measure_steps(Session(task))
+    rows, here = rows_in(tmp_path), Machine.of(CPU)
+    for name in right:
+        row = rows[name]
+        assert (row.correct, row.shape, row.case) == ("yes", "4x3x32x32", "resnet-8")
+        assert row.median_ms > 0 and row.p20_ms <= row.median_ms <= row.p80_ms
+        assert row.floor_ms == 0.5
+        assert row.x_of_floor == pytest.approx(row.median_ms / 0.5, rel=1e-4)
+        assert row.images_per_s == pytest.approx(4e3 / row.median_ms, rel=1e-4)
+        assert row.note.startswith("built and first step in")
+        assert (row.device, row.versions) == (here.device, here.versions)
+        assert (row.commit, row.command) == ("abc", "python -m bench")
+        assert row.date
+    assert rows["fused-store"].saved_bytes < rows["eager-channels-last"].saved_bytes
+    for name, why in (
+        ("eager-wrong", "wrong results on resnet-8: losses deviates"),
+        ("eager-failing", "failed: RuntimeError: no such thing"),
+    ):
+        assert (rows[name].correct, rows[name].median_ms) == ("no", None)
+        assert rows[name].note.startswith(why)
+    assert "eager-wrong" not in "".join(report.best_rivals(list(rows.values())))
+    assert task.missing() == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if contender.compiles else [])
+        for name, contender in BY_NAME.items()
+        if not contender.graphed
+    ],
+)
+def test_every_contender_computes_what_eager_does(name, tmp_path):
+    reason = bench.available([name], CPU)[1].get(name)
+    if reason:
+        pytest.skip(reason)
+    session = Session(task_in(tmp_path, name))
+    assert network.judged(session, BY_NAME[name]).correct == "yes"
+
+
+def test_a_resumed_group_measures_what_is_missing_beside_the_anchor(tmp_path, monkeypatch):
+    first = task_in(tmp_path, "fused-store", "fused-rebuild")
+    measure_steps(Session(first))
+    before = rows_in(tmp_path)
+    monkeypatch.setattr(measure, "time_once_ms", lambda *_: 7.0)
+    more = dataclasses.replace(first, contenders=(*first.contenders, "eager-channels-last"))
+    assert more.missing() == ["eager-channels-last"]
+    measure_steps(Session(more))
+    rows = rows_in(tmp_path)
+    assert rows.items() >= before.items()
+    assert rows["eager-channels-last"].note.endswith("; fused-store took 7.0 ms beside this")
+    assert dataclasses.replace(more, commit="def").missing() == list(more.contenders)
+
+
+def test_a_contender_that_breaks_its_gpu_is_named_and_ends_the_process(tmp_path, monkeypatch):
+    def lost(device):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    def stray(model):
+        monkeypatch.setattr(measure, "synchronize", lost)
+        raise RuntimeError("CUDA error: launch failure")
+
+    change(monkeypatch, "fused-store", stray)
+    session = Session(task_in(tmp_path, "fused-store", "fused-rebuild"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        measure_steps(session)
+    assert (
+        rows_in(tmp_path)["fused-store"].note == "failed: RuntimeError: CUDA error: launch failure"
+    )
+    assert session.task.missing() == ["fused-rebuild"]
+
+
+CRASH = """
+import dataclasses, os, sys
+from bench import measure, network
+from bench.contenders import BY_NAME
+crash = dataclasses.replace(BY_NAME["fused-rebuild"], prepare=lambda model: os.abort())
+BY_NAME["fused-rebuild"] = crash
+network.main(sys.argv[1])
+"""
+
+
+@pytest.mark.not_under_sanitizer
+def test_a_process_that_crashes_costs_the_contender_that_ran_alone(tmp_path, monkeypatch):
+    task = task_in(tmp_path, "fused-rebuild", "fused-store")
+
+    def command(task, ceilings, seconds):
+        return [sys.executable, "-c", CRASH, json.dumps(dataclasses.asdict(task))]
+
+    monkeypatch.setattr(bench, "command_of", command)
+    assert bench.run([task], CEILINGS, time.monotonic() + 500) == []
+    rows = rows_in(tmp_path)
+    assert rows["fused-rebuild"].note == "failed: the process ended with exit status -6"
+    assert rows["fused-store"].median_ms > 0
+
+
+def test_a_process_that_overruns_leaves_its_rows(tmp_path, monkeypatch):
+    task = task_in(tmp_path, "fused-store", "fused-rebuild", "fused-checkpoint")
+
+    def overrun(command, seconds):
+        session = Session(task)
+        put(task.path, dataclasses.replace(session.row("fused-store"), median_ms=1.0))
+        put(task.path, dataclasses.replace(session.row("fused-rebuild"), note=RUNNING))
+
+    monkeypatch.setattr(measure, "run_process", overrun)
+    late = dataclasses.replace(task, group="late")
+    deadline_s = time.monotonic() + 10.5
+    monkeypatch.setattr(bench, "LEAST_SECONDS", 10)
+    (left_out, too) = bench.run([task, late], CEILINGS, deadline_s)[:2]
+    assert left_out.endswith("main: no time left: fused-rebuild, fused-checkpoint")
+    assert "late: no time left" in too
+    assert rows_in(tmp_path).keys() == {"fused-store"}
+
+
+def test_building_stops_in_time_for_the_rounds(tmp_path, monkeypatch):
+    left = []
+
+    def compile_for_long(model):
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        signal.raise_signal(signal.SIGALRM)
+
+    change(monkeypatch, "fused-rebuild", compile_for_long)
+    task = task_in(tmp_path, "fused-store", "fused-rebuild", "fused-checkpoint", seconds=1000)
+    measure_steps(Session(task))
+    assert 0 < left[0] < 600
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    task.settle(0)
+    assert rows_in(tmp_path).keys() == {"fused-store"}
+
+
+HANGS = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+{first}
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGINT, signal.SIG_IGN)"])
+def test_a_process_that_hangs_is_interrupted_and_killed_with_its_children(first, tmp_path):
+    path = tmp_path / "out"
+    with path.open("w") as out:
+        command = [sys.executable, "-c", HANGS.format(first=first)]
+        assert measure.run_process(command, 3, grace_s=1 if first else 20, stdout=out) is None
+    pid, *rest = path.read_text().split()
+    assert rest == ([] if first else ["interrupted"])
+    status = Path(f"/proc/{pid}/stat")
+    for _ in range(1000):  # a signal takes its time
+        if not status.exists() or status.read_text().split()[2] in "ZX":  # a zombie, dead
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} is still there")
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    """Runs `main` on ResNet-8, its tasks in this process; returns the kinds of those that ran."""
+    ran = []
+
+    def run_process(command, seconds):
+        task = Task(**json.loads(command[-1]))
+        ran.append(task.kind)
+        network.main(command[-1])
+        return 0
+
+    monkeypatch.setattr(measure, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(measure, "run_process", run_process)
+    monkeypatch.setitem(GROUPS, "main", ("eager-channels-last", "fused-store"))
+    monkeypatch.setitem(GROUPS, "memory rivals", ("fused-store", "checkpoint-sqrt"))
+    options = ["--quick", "--networks", "resnet-8", "--batch", "4", "--device", "cpu"]
+    options += ["--curve-steps", "2", "--steps", "1", "--out", str(tmp_path), "--no-plots"]
+
+    def run(*more):
+        ran.clear()
+        return bench.main([*options, *more]), list(ran)
+
+    return run
+
+
+def test_a_run_has_times_peaks_and_curves_and_a_resumed_one_skips_them(quick, tmp_path, capsys):
+    status, ran = quick()
+    assert (status, set(ran)) == (0, {"steps", "peak", "curves"})
+    printed = capsys.readouterr().out
+    assert "the best rival" in printed and "Training curves" in printed
+    assert "left out" not in printed
+    (rows, points) = next(iter(report.load(tmp_path).values()))
+    assert {r.contender for r in rows} == {"eager-channels-last", "fused-store", "checkpoint-sqrt"}
+    assert all(r.peak_raw_bytes > r.peak_bytes > 0 for r in rows)
+    assert {p.contender for p in points} == {"fused-store", "eager-channels-last", "float64"}
+    assert max(p.deviation for p in points) < 1e-3
+    assert rows[0].floor_ms == pytest.approx(
+        CEILINGS.floor_ms(*floors.network_cost(Network(8), 4, torch.float32), torch.float32),
+        rel=1e-4,
+    )
+    assert quick("--resume") == (0, [])
+    machine = Machine.of(CPU)
+    op = Row("op", "fused-triton", "1x1", "", 16, "float32", "x", correct="no", note="off by 1")
+    put(next(tmp_path.glob("*threads.csv"), next(tmp_path.glob("*thread.csv"))), machine.stamp(op))
+    assert quick("--resume") == (1, [])
+    assert "WRONG: fused-triton on 1x1: off by 1" in capsys.readouterr().out
+
+
+def test_kept_bytes_are_counted_without_a_step(tmp_path):
+    task = task_in(tmp_path, "fused-store", "eager-channels-last", kind="kept")
+    network.measure_kept_bytes(Session(task))
+    rows = rows_in(tmp_path)
+    assert 0 < rows["fused-store"].saved_bytes < rows["eager-channels-last"].saved_bytes
+    assert {r.median_ms for r in rows.values()} == {None}
+    assert task.missing() == []
+
+
+def test_the_hottest_kernels_come_first(tmp_path):
+    kernels, step_ms = hotspots.hotspots(Session(task_in(tmp_path, "fused-store")))
+    times = [ms for _, _, ms in kernels]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] > 0 and step_ms > 0
+    assert any("preact_stage_forward" in name or "bn_relu" in name for name, _, _ in kernels)
+
+
+def test_ops_are_measured_until_all_rows_are_there(tmp_path):
+    a = bench.arguments(["--device", "cpu", "--out", str(tmp_path)])
+    machine, path = Machine("a cpu", "v", "abc", "d", "x"), tmp_path / "a-cpu.csv"
+    ops = bench.ops_of(a, machine, path)
+    assert ops.missing() == ["ops"]
+    assert f"--bench-out={tmp_path}" in ops.command
+    cases = range(ops.expected)
+    rows = [Row("op", "fused", str(i), "", 16, "float32", "x", commit="abc") for i in cases]
+    put(path, *rows[1:])
+    assert ops.missing() == ["ops"]
+    put(path, rows[0])
+    assert ops.missing() == []
+
+
+@pytest.mark.parametrize(
+    ("started", "command"),
+    [
+        (["bench/__main__.py", "--quick"], "python -m bench --quick"),
+        (["bench/inference.py", "--batch", "1"], "python -m bench.inference --batch 1"),
+    ],
+)
+def test_rows_say_the_command_that_makes_them(started, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(measure.ROOT / started[0]), *started[1:]])
+    assert Machine.of(CPU).command == command
+
+
+def test_the_commit_can_be_said_or_is_a_hash_of_the_sources(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREACT_KERNELS_COMMIT", "0123456789")
+    assert measure.commit() == "0123456789"
+    monkeypatch.delenv("PREACT_KERNELS_COMMIT")
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    source = tmp_path / "csrc" / "kernel.cu"
+    source.parent.mkdir()
+    found = []
+    for text in ("one", "two", "one"):
+        source.write_text(text)
+        found.append(measure.commit())
+    assert found[0] == found[2] != found[1]
+    assert all(f.startswith("sources-") for f in found)
+
+
+def test_a_backend_that_is_named_is_measured_beside_the_default():
+    with pk.use_backend("reference"):
+        named = Machine.of(CPU)
+    assert named.device == f"{Machine.of(CPU).device}, backend reference"
+
+
+@pytest.mark.not_under_sanitizer
+def test_under_torchrun_the_processes_are_compared_with_one(tmp_path):
+    options = ["--networks", "resnet-8", "--batch", "2", "--steps", "2", "--device", "cpu"]
+    options += ["--contenders", "eager-channels-last", "fused-store"]
+    done = torchrun(2, ["bench", *options, "--out", tmp_path])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count(scaling.SHARED) == 1  # of one process
+    (path,) = tmp_path.iterdir()
+    rows = {(r.contender, r.batch_norm): r for r in read(path, ScalingRow)}
+    assert list(rows) == [
+        ("eager-channels-last", scaling.LOCAL),
+        ("fused-store", scaling.LOCAL),
+        ("fused-store", scaling.SHARED),
+    ]
+    for (_, batch_norm), row in rows.items():
+        assert row.correct == ("yes" if batch_norm == scaling.SHARED else "another function")
+        assert row.processes == 2
+        assert row.images_per_s == pytest.approx(2 * 2e3 / row.together_ms, rel=1e-4)
+        assert row.efficiency == pytest.approx(row.alone_ms / row.together_ms, rel=1e-4)
+        assert 0 <= row.sending_share < 1
+    with pytest.raises(FileNotFoundError):  # the report leaves these files alone
+        report.load(tmp_path)

@@ -1,0 +1,160 @@
+"""The report: pages are made of the results, and unchanged results leave them as they are."""
+
+import shutil
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
+pytest.importorskip("tqdm")
+
+from bench import measure, plots, report
+from bench.measure import Machine
+from bench.records import CEILINGS, LAUNCHES, CeilingRow, LaunchRow, Row, put, read
+
+RESULTS = measure.ROOT / "bench" / "results"
+BESIDE = "the machine drifted: fused-store took 5.0 ms beside this, 10.0 ms before"
+
+
+def row(contender, case, ms, kept, note=""):
+    machine = Machine("a cpu", "torch 2", "abc", "today", "python -m bench")
+    found = Row("network", contender, case, "16x3x32x32", 16, "float32", "x", correct="yes")
+    found.set_timing(measure.Timing(ms, ms, ms), 1.0)
+    found.saved_bytes, found.note = kept, note
+    return machine.stamp(found)
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """Folder with pages whose blocks say `old`."""
+    (tmp_path / "docs").mkdir()
+    for page, names in report.PAGES.items():
+        blocks = [f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->" for name in names]
+        (tmp_path / page).write_text("\n".join(blocks))
+    return tmp_path
+
+
+def test_the_pages_are_those_of_the_committed_results(tmp_path, monkeypatch):
+    for name in ("_against_depth", "_memory_against_time", "_losses"):  # drawing takes seconds
+        monkeypatch.setattr(plots, name, lambda *arguments: arguments[-1])
+    (tmp_path / "docs").mkdir()
+    for page in report.PAGES:
+        shutil.copy(measure.ROOT / page, tmp_path / page)
+    shutil.copytree(RESULTS, tmp_path / "bench" / "results")
+    report.main(["--results", str(tmp_path / "bench" / "results"), "--root", str(tmp_path)])
+    for page in report.PAGES:
+        assert (tmp_path / page).read_text() == (measure.ROOT / page).read_text(), page
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    for path in RESULTS.glob("*threads.csv"):
+        rows = read(path, Row)
+        put(tmp_path / path.name, *rows)
+        put(tmp_path / path.name, rows[0])  # in its own place
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="expected the columns level, contender"):
+        read(tmp_path / "other.csv", Row)
+
+
+def test_a_report_has_a_table_and_the_plots_of_every_family(pages):
+    results = pages / "bench" / "results"
+    put(
+        results / "a-cpu.csv",
+        *(
+            row(name, case, ms, kept)
+            for case in ("resnet-164", "resnet-20", "imagenet-resnet-50")
+            for name, ms, kept in (("eager-channels-last", 20.0, 400), ("fused-store", 10.0, 200))
+        ),
+        row("fused-store", "resnet-1001", 10.0, 200),
+    )
+    report.main(["--results", str(results), "--root", str(pages)])
+    readme = (pages / "README.md").read_text()
+    text = (pages / "docs" / "benchmarks.md").read_text()
+    assert "\nold\n" not in readme + text
+    cases = ("resnet-164", "resnet-20", "imagenet-resnet-50")
+    places = [text.index(f"| {case} ") for case in cases]
+    assert places == sorted(places)
+    assert "takes 2.00 times as long as fused-store" in text
+    assert "0.500" in text
+    names = [
+        "time-against-depth",
+        "memory-against-depth",
+        "resnet-1001-memory-against-time",
+        "resnet-164-memory-against-time",
+        "imagenet-resnet-50-memory-against-time",
+    ]
+    names = [f"a-cpu-batch-16-float32-{name}.png" for name in names]
+    assert sorted(path.name for path in results.glob("*.png")) == sorted(names)
+    assert all(f"](../bench/results/{name})" in text for name in names)
+    assert f"](bench/results/{names[2]})" in readme
+
+
+def test_a_report_has_the_ceilings_and_the_losses_of_a_gpu(pages):
+    results = pages / "bench" / "results"
+    machine = Machine("A GPU", "versions", "commit", "date", "command")
+    ceilings = CeilingRow("copy", "GB/s", 4000.0), CeilingRow("barrier", "us", note="no nvcc")
+    put(results / f"a-gpu{CEILINGS}", *map(machine.stamp, ceilings))
+    assert "| copy      | 4,000.00   | GB/s   |" in report.gpu_block(results)
+    kernels = [
+        LaunchRow(
+            "1", "forward", kernel, 100, 1.0, "", "", "", 4e6, 0.0, 0.0, 1.9,
+            measured_us_per_block=us, copy_gb_s=4000.0, network="resnet-1001", backend=backend,
+        )
+        for kernel, us, backend in (
+            ("F1", 4.0, "cuda"), ("F2", 2.0, "cuda"), ("F3", None, "cuda"), ("F1", None, "triton"),
+        )
+    ]  # fmt: skip
+    put(results / f"a-gpu{LAUNCHES}", *map(machine.stamp, kernels))
+    text = report.gpu_block(results)
+    assert "take 0.60 ms, by the estimate 0.38 ms" in text
+    assert text.index("| F1 ") < text.index("| F2 ")
+    assert "F3" not in text and "triton" not in text  # not measured
+    with pytest.raises(FileNotFoundError):  # these files have no rows of networks
+        report.load(results)
+
+
+def test_the_headline_shows_rivals_that_no_other_rival_beats():
+    case = "resnet-1001"
+    rows = [
+        row("eager-nchw", case, 20.0, 400 * 2**20),
+        row("eager-channels-last", case, 15.0, 400 * 2**20),
+        row("fused-store", case, 10.0, 200 * 2**20),
+        row("checkpoint-block", case, 14.0, 100 * 2**20, BESIDE),
+        row("selective-convs", case, 16.0, 300 * 2**20, BESIDE),
+        row("fused-rebuild", case, 11.0, 50 * 2**20),
+    ]
+    lines = [line.split("|")[1:-1] for line in report.headline_table(rows).splitlines()[2:6]]
+    assert [[cell.strip() for cell in line if cell.strip() != "x"] for line in lines] == [
+        ["eager-channels-last", "400", "1.000", "1.50"],
+        ["**fused-store**", "200", "0.500", "1.00"],
+        ["checkpoint-block", "100", "0.250", "2.80"],
+        ["**fused-rebuild**", "50", "0.125", "1.10"],
+    ]
+
+
+def test_times_beside_another_time_of_the_anchor_say_so():
+    rows = [
+        row("fused-store", "resnet-164", 10.0, 1),
+        row("eager-nchw", "resnet-164", 20.0, 1),
+        row("checkpoint-block", "resnet-164", 14.0, 1, BESIDE),
+        row("checkpoint-sqrt", "resnet-164", 19.0, 1, "fused-store took 9.5 ms beside this"),
+    ]
+    lines = report.network_table(rows).splitlines()[2:]
+    found = {cells[5].strip(): cells[6:8] for cells in (line.split("|") for line in lines)}
+    assert found["checkpoint-block"][0].strip().endswith(", the machine drifted")
+    assert found["checkpoint-block"][1].strip() == ""
+    assert found["checkpoint-sqrt"][0].strip() == "19.0 (19.0-19.0)"
+    assert found["checkpoint-sqrt"][1].strip() == "2.00"  # of the time beside it
+    (line,) = report.best_rivals(rows)
+    assert "checkpoint-sqrt (19.0 ms), takes 1.90 times as long" in line
+
+
+def test_a_page_without_its_markers_is_left_alone(pages):
+    with pytest.raises(ValueError, match="expected the marker <!-- bench:ops --> once, found 0"):
+        report.rewrite_block("text", "ops", "table")
+    (pages / "docs" / "benchmarks.md").write_text("text")
+    before = (pages / "README.md").read_text()
+    with pytest.raises(SystemExit, match=r"bench\.report: expected the marker"):
+        report.main(["--root", str(pages)])
+    assert (pages / "README.md").read_text() == before
