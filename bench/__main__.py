@@ -11,7 +11,6 @@ Under torchrun, measures data-parallel training in place of all that: see bench/
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ from tqdm import tqdm
 from bench import floors, measure, plots, report, scaling
 from bench.contenders import BY_NAME, GROUPS, Network, available
 from bench.network import Task
-from bench.plan import Ops, Plan, ops_command
+from bench.plan import Plan
 from bench.records import TRAINING, Row, read, slug
 from preact_kernels.study import data
 
@@ -74,8 +73,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     # Measured beside the default, on the first networks.
     other_dtype = torch.float32 if on_gpu else torch.bfloat16
     a.other_dtype = other_dtype if a.is_default and a.dtype is None else None
-    a.dtype_option = a.dtype or ("bf16" if on_gpu else "fp32")
-    a.dtype = measure.DTYPES[a.dtype_option]
+    a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
     if not (a.depths or a.networks):
         a.depths = (29, 20) if a.quick else (1001, 164, 110)
     depths = sorted(set(a.depths or ()), reverse=True)
@@ -97,28 +95,15 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return a
 
 
-def ops_of(a: argparse.Namespace, machine: measure.Machine, path: Path) -> Ops | None:
-    """The ops of a run, unless it leaves them out."""
-    if a.quick or a.contenders is not None or not importlib.util.find_spec("pytest_benchmark"):
-        return None
-    from bench.ops import CASES, contenders
-
-    expected = 2 * sum(len(contenders(case, a.device)) for case in CASES)  # and with backward
-    command = [sys.executable, *ops_command(a, a.dtype_option, machine.command)]
-    return Ops(command, path, machine.commit, expected)
-
-
-def command_of(task: Task | Ops, ceilings: measure.Ceilings, seconds: float) -> list[str]:
+def command_of(task: Task, ceilings: measure.Ceilings, seconds: float) -> list[str]:
     """The command that measures a task."""
-    if isinstance(task, Ops):
-        return task.command
     dtype = getattr(torch, task.dtype)
     cost = floors.network_cost(Network.named(task.network), task.batch, dtype)
     task = dataclasses.replace(task, floor_ms=ceilings.floor_ms(*cost, dtype), seconds=seconds)
     return [sys.executable, "-m", "bench.network", json.dumps(dataclasses.asdict(task))]
 
 
-def run(tasks: Sequence[Task | Ops], ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
+def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
     """Runs tasks until the deadline, and those that crash again, without what crashed.
 
     Returns:
@@ -194,7 +179,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "commit": machine.commit,
         "command": machine.command,
     }
-    tasks = list(Plan(a, common, ops_of(a, machine, path)).tasks())
+    tasks = list(Plan(a, common).tasks())
     try:
         left_out = run(tasks, ceilings, start_s + a.time_limit)
     except KeyboardInterrupt:

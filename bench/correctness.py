@@ -222,15 +222,9 @@ def judge(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Verdict:
-    """Checks a contender that will be timed on `network`; raises what it raises.
+    """Checks a contender that will be timed on `network`, with activations of `dtype`.
 
-    Args:
-        contender: what to check.
-        network: what it will be timed on; see `judged_network`.
-        images_source: source of the batch.
-        batch: images in the batch.
-        device: where to run.
-        dtype: of the activations.
+    Raises what the contender raises. The network that is checked is that of `judged_network`.
     """
     network = judged_network(network, dtype, device)
     expected = _expected(network, images_source, batch, device, dtype, is_tf32(dtype, device))

@@ -41,17 +41,9 @@ def conv_flops(conv: nn.Conv2d, batch: int, out_pixels: int) -> float:
 def block_cost(
     block: nn.Module, batch: int, height: int, itemsize: int, stream_itemsize: int | None = None
 ) -> tuple[Cost, int]:
-    """Forward and backward of one pre-activation block.
+    """The cost of the forward and backward of one block, and the height of its output in pixels.
 
-    Args:
-        block: a `pk.PreActBasicBlock` or `pk.PreActBottleneck`.
-        batch: images.
-        height: of the square input, in pixels.
-        itemsize: bytes per element.
-        stream_itemsize: of the blocks' inputs and outputs and their gradients; None for `itemsize`.
-
-    Returns:
-        The cost, and the height of the output.
+    The inputs and outputs of blocks and their gradients may have another itemsize.
     """
     units = list(block.units())
     inputs, flops = [], 0.0  # elements of the input of each unit
@@ -142,14 +134,7 @@ def bn_relu_conv_cost(
     Forward: reads x for the statistics, reads x and the residual, writes y. Backward: reads dy and
     x for the sums and the weight gradient; then either reads dy and x and writes dx, or writes g
     before and reads g and x and writes dx, whichever moves less. The residual's gradient is dy.
-
-    Args:
-        x_elements: elements of the input.
-        y_elements: elements of the output.
-        flops: of one forward of the convolution.
-        itemsize: bytes per element.
-        has_residual: a residual is added.
-        backward: include the backward.
+    `flops` are those of one forward of the convolution.
     """
     elements = 2 * x_elements + y_elements + (y_elements if has_residual else 0)
     if backward:

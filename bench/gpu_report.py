@@ -98,7 +98,7 @@ class Part:
     reserved: float = 0  # seconds that a part without a limit leaves to it
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     needs_gpu: bool = False
-    repeats: bool = False  # also in a resumed report, and takes `--time-limit`
+    repeats: bool = False  # also in a resumed report
 
 
 def tests(name: str, files: Sequence[str], seconds: float, **options) -> Part:
@@ -136,12 +136,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
     parts = [
         *(tests(f"tests {i}", names, share_s) for i, names in enumerate(KERNEL_TESTS, start=1)),
         Part("ceilings", ["-m", "bench.probes", *out], 60, needs_gpu=True),
-        Part(
-            "first bench",
-            [*bench, *again, *deepest, *GROUPS["uncompiled"], "--time-limit", "110"],
-            120,
-            needs_gpu=True,
-        ),
+        Part("first bench", [*bench, *again, *deepest, *GROUPS["uncompiled"]], 120, needs_gpu=True),
         *(
             Part(
                 f"launches of {backend}",
@@ -163,7 +158,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
         ),
         Part("converted", ["-m", *converted], 60, 60),
         Part("hotspots", ["-m", "bench.hotspots"], 45, 45, profiled),
-        tests("other tests", others, math.inf),
+        tests("other tests", others, math.inf, repeats=True),
     ]
     return [part for part in parts if has_gpu or not part.needs_gpu]
 
@@ -217,7 +212,7 @@ class Report:
             self.note(part.name, "no time left")
             return None
         command = [sys.executable, *part.command]
-        if part.repeats:
+        if part.command[:2] == ["-m", "bench"]:
             command += ["--time-limit", str(int(seconds - 10))]
         scripts = os.path.dirname(sys.executable)  # has ninja, in a virtual environment
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
@@ -247,7 +242,7 @@ def kept_lines(earlier: Path, sources: str, parts: Sequence[Part]) -> dict[str, 
     lines = path.read_text().splitlines() if path.exists() else []
     if sources not in lines:
         return {}
-    once = {part.name for part in parts if not part.repeats and part.name != "other tests"}
+    once = {part.name for part in parts if not part.repeats}
     found = dict(line.split(": ", 1) for line in lines)
     return {
         name: words

@@ -6,7 +6,7 @@ bytes of the tensors that they are given, each counted once a launch, and an est
 
     bytes / copy bandwidth + gap between launches
 
-The constants are in `Rates`. Arithmetic, latency within a kernel, and hits in the cache are not in
+The constants are below. Arithmetic, latency within a kernel, and hits in the cache are not in
 the estimate. A unit is the inner channels of every pixel; the floor is that of bench/floors.py, 46
 units for a bottleneck. Launches that occur once a stage count as a fraction of a block's. Blocks
 with a projection are one line of the table; the CSV file has their kernels.
@@ -45,16 +45,11 @@ REPLAYS = 5
 FILL = "fill_zeros"
 
 
-class Rates(NamedTuple):
-    """What the estimate assumes of a GPU: an H200."""
-
-    copy_bytes_per_us: float = 4.3e6  # read and written; published
-    launch_us: float = 1.9  # of each kernel of a CUDA graph; published
-    # With programmatic dependent launch: assumed. `python -m bench.probes` measures it.
-    dependent_launch_us: float = 0.9
-
-
-RATES = Rates()
+# What the estimate assumes of a GPU: an H200.
+COPY_BYTES_PER_US = 4.3e6  # read and written; published
+LAUNCH_US = 1.9  # of each kernel of a CUDA graph; published
+# With programmatic dependent launch: assumed. `python -m bench.probes` measures it.
+DEPENDENT_LAUNCH_US = 0.9
 
 
 def is_kernel(name: str) -> bool:
@@ -64,17 +59,12 @@ def is_kernel(name: str) -> bool:
 
 def estimated_us(launch: Launch) -> float:
     """Estimated time from the end of the launch ahead to the end of this one."""
-    gap_us = RATES.dependent_launch_us if launch.is_dependent else RATES.launch_us
-    return launch.bytes_moved / RATES.copy_bytes_per_us + gap_us
+    gap_us = DEPENDENT_LAUNCH_US if launch.is_dependent else LAUNCH_US
+    return launch.bytes_moved / COPY_BYTES_PER_US + gap_us
 
 
 def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterator[LaunchRow]:
-    """A row for each part, direction and kernel, in the order of the launches.
-
-    Args:
-        stage: its launches.
-        measured_us: time of each; None where it was not measured.
-    """
+    """A row for each part, direction and kernel, in the order of the launches."""
     groups: dict[tuple, list[tuple[Launch, float | None]]] = {}
     for placed, us in zip(stage.launches, measured_us, strict=True):
         key = placed.part, placed.direction, placed.kernel
@@ -148,25 +138,19 @@ def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
     dependent = sum(launch.is_dependent for launch in launches)
     moved = sum(row.bytes_per_block * row.blocks for row in rows)
     estimated_ms = sum(row.estimated_us_per_block * row.blocks for row in rows) / 1e3
-    floor_ms = floor_bytes / RATES.copy_bytes_per_us / 1e3
+    floor_ms = floor_bytes / COPY_BYTES_PER_US / 1e3
     return (
         f"{len(launches)} launches in sequence, {dependent} of them dependent: "
         "these begin before the one ahead has ended\n"
         f"{moved / 1e9:.2f} GB, floor {floor_bytes / 1e9:.2f} GB\n"
         f"estimated {estimated_ms:.1f} ms, floor {floor_ms:.1f} ms, "
-        f"at {RATES.copy_bytes_per_us / 1e6} TB/s, {RATES.launch_us} us a launch and "
-        f"{RATES.dependent_launch_us} us a dependent one"
+        f"at {COPY_BYTES_PER_US / 1e6} TB/s, {LAUNCH_US} us a launch and "
+        f"{DEPENDENT_LAUNCH_US} us a dependent one"
     )
 
 
 def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> str:
-    """A line for each of the `most` kernels that lose most over their bytes at copy bandwidth.
-
-    Args:
-        rows: of one step; those without a measured time are left out.
-        most: lines.
-        form: of `tabulate`.
-    """
+    """A line for each of the `most` kernels that lose most over their bytes at copy bandwidth."""
     lost = []
     for row in rows:
         if row.measured_us_per_block is not None and row.copy_gb_s is not None:
@@ -209,17 +193,7 @@ def captured(stage: nn.Module, x: Tensor) -> Callable[[], None]:
     def step() -> None:
         torch.autograd.grad(stage(x), [x, *parameters], dy)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
-    return graph.replay
+    return measure.captured(step)[0].replay
 
 
 def kernels_of(step: Callable[[], None]) -> list[Kernel]:
@@ -270,10 +244,7 @@ def times_of(
 ) -> list[float | None]:
     """The measured time of each launch; None for a fill or an operator of PyTorch.
 
-    Args:
-        launches: in order.
-        kernels: what the GPU ran.
-        known: names of the kernels of this package.
+    `known` are the names of the kernels of this package.
 
     Raises:
         RuntimeError: the GPU ran other kernels of this package, or in another order.

@@ -8,7 +8,7 @@ import datetime
 import hashlib
 import os
 import platform
-import resource
+import re
 import shlex
 import signal
 import subprocess
@@ -78,6 +78,21 @@ def synchronize(device: torch.device) -> None:
     """Waits for a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def captured(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A CUDA graph of a call, after calls that warm up; and what the call returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    graph.replay()
+    return graph, result
 
 
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -216,11 +231,8 @@ def device_name(device: torch.device) -> str:
     """The GPU, or the processor, its vector instructions and the threads of PyTorch."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        model = named[0] if named else model
+    named = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = named[1].strip() if named else platform.machine()
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{model} {capability} ({threads} thread{'s' if threads > 1 else ''})"
@@ -259,15 +271,10 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of the machine: copy bandwidth and the rate of large matrix products.
-
-    On a GPU also the time of the smallest kernel, launched one by one and in a CUDA graph.
-    """
+    """Measured limits of the machine: copy bandwidth and the rate of large matrix products."""
 
     copy_gb_s: float
     matmul_gflop_s: dict[str, float]  # by dtype name
-    launch_us: float | None = None
-    graph_launch_us: float | None = None
 
     def floor_ms(self, bytes_moved: float, flops: float, dtype: torch.dtype) -> float:
         """The larger of bytes over bandwidth and FLOPs over matrix rate, in ms."""
@@ -276,10 +283,7 @@ class Ceilings:
 
     def __str__(self) -> str:
         rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in self.matmul_gflop_s.items())
-        text = f"copy {self.copy_gb_s:,.1f} GB/s; matrix product, GFLOP/s: {rates}"
-        if self.launch_us is not None:
-            text += f"; a kernel {self.launch_us:.2f} us, in a graph {self.graph_launch_us:.2f} us"
-        return text
+        return f"copy {self.copy_gb_s:,.1f} GB/s; matrix product, GFLOP/s: {rates}"
 
 
 def best_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -304,7 +308,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
             rates[dtype_name(dtype)] = rate if on_gpu else max(rate, _conv_gflop_s(dtype))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
-    return Ceilings(measure_copy_gb_s(device), rates, *(_launches_us(device) if on_gpu else ()))
+    return Ceilings(measure_copy_gb_s(device), rates)
 
 
 def measure_copy_gb_s(device: torch.device) -> float:
@@ -335,42 +339,24 @@ def _conv_gflop_s(dtype: torch.dtype) -> float:
     return 2 * images * size**2 * channels**2 * 9 / ms / 1e6
 
 
-def _launches_us(device: torch.device, count: int = 1000) -> tuple[float, float]:
-    value = torch.zeros(1, device=device)
-
-    def calls() -> None:
-        for _ in range(count):
-            value.add_(1)
-
-    plain_ms = best_ms(calls, device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls()
-    return tuple(1e3 * ms / count for ms in (plain_ms, best_ms(graph.replay, device)))
-
-
-def _status_bytes(field: str) -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    return None
+def _status_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024
 
 
 def resident_bytes() -> int:
     """Resident size of this process, after returning unused heap pages to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    return _status_bytes("VmRSS") or peak_resident_bytes()
+    return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
     """Peak resident size of this process since the last `reset_peak`.
 
-    From VmHWM, because `ru_maxrss` of a child starts at the size of its parent.
+    Not `ru_maxrss`, which starts at the size of the parent.
     """
-    high = _status_bytes("VmHWM")
-    return high if high is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _status_bytes("VmHWM")
 
 
 def reset_peak() -> None:

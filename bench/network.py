@@ -6,9 +6,11 @@ a process that crashes, or breaks its GPU, leaves those that it has written.
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
+import os
 import signal
 import sys
 import time
@@ -42,7 +44,7 @@ class Task:
     dtype: str  # "float32"
     contenders: tuple[str, ...]  # the most important first
     group: str  # what the title says
-    steps: int = 0  # timed rounds, or steps of a training curve
+    steps: int = 0  # timed rounds, steps of a training curve, or rows of the ops
     device: str = "cpu"
     data: str | None = None  # directory of CIFAR files; None: digits
     stem: str = ""  # of the CSV files
@@ -80,6 +82,9 @@ class Task:
             known = {
                 p.contender for p in points if (p.case, p.batch, p.dtype, p.commit, p.step) == last
             }
+        elif self.kind == "ops":
+            ops = [r for r in read(self.path, Row) if (r.level, r.commit) == ("op", self.commit)]
+            known = set(names) if len(ops) >= self.steps else set()
         elif self.kind == "kept":
             known = {n for n, r in rows.items() if r.saved_bytes is not None}
         elif self.kind == "peak":  # of contenders that have a time
@@ -93,27 +98,14 @@ class Task:
         """Clears what a process left as running: as failed, unless it ran out of time."""
         rows = read(self.path, Row)
         running = [r for r in rows if r.note == RUNNING]
-        if status:
-            ended = f"the process ended with exit status {status}"
-            put(self.path, *(failed(r, ended) for r in running)) if running else None
-        elif running:
-            write(self.path, [r for r in rows if r.note != RUNNING])
-
-
-def failed(row: Row, reason: str) -> Row:
-    """`row` without times."""
-    times = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "images_per_s", "x_of_floor"))
-    return dataclasses.replace(row, correct="no", note=f"failed: {reason}", **times)
+        for r in running:
+            r.correct, r.note = "no", f"failed: the process ended with exit status {status}"
+        if running:
+            write(self.path, rows if status else [r for r in rows if r not in running])
 
 
 class TrainingStep:
-    """Forward, cross entropy, backward and a step of SGD with momentum.
-
-    Args:
-        model: in training mode.
-        batches: images and labels on the device of the model, used in turn.
-        graphed: capture the step in a CUDA graph.
-    """
+    """Forward, cross entropy, backward and a step of SGD with momentum; batches take turns."""
 
     def __init__(
         self, model: nn.Module, batches: list[tuple[Tensor, Tensor]], *, graphed: bool = False
@@ -151,10 +143,14 @@ class Session:
         self.device, self.dtype = torch.device(task.device), getattr(torch, task.dtype)
         self.images = data.load(task.data)
         self.network = Network.named(task.network, self.images.classes)
-        self.state = self.network.state()
         self.machine = dataclasses.replace(
             measure.Machine.of(self.device, task.command), commit=task.commit
         )
+
+    @functools.cached_property
+    def state(self) -> dict[str, Tensor]:
+        """The first weights of all contenders."""
+        return self.network.state()
 
     def row(self, name: str) -> Row:
         """The row of a contender, or a new one."""
@@ -183,8 +179,9 @@ class Session:
     def fail(self, row: Row, error: Exception) -> None:
         """Writes why a contender has no time; raises if it broke the GPU."""
         error.__traceback__ = None  # its frames keep tensors
-        tqdm.write(f"  {row.contender}: {measure.first_line(error)}")
-        put(self.task.path, failed(row, measure.first_line(error)))
+        row.correct, row.note = "no", f"failed: {measure.first_line(error)}"
+        tqdm.write(f"  {row.contender}: {row.note}")
+        put(self.task.path, row)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -362,8 +359,20 @@ def measure_curves(session: Session) -> None:
     put(Path(f"{task.stem}{TRAINING}"), *map(session.machine.stamp, points))
 
 
+def measure_ops(session: Session) -> None:
+    """Runs `pytest bench/ops.py`; exits with its status."""
+    task = session.task
+    dtype = next(name for name, dtype in measure.DTYPES.items() if dtype == session.dtype)
+    command = [sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=", "--benchmark-disable-gc", f"--bench-device={task.device}"]
+    command += [f"--bench-dtype={dtype}", f"--bench-command={task.command}"]
+    command += [f"--bench-out={task.path.parent}"]
+    os.execv(sys.executable, command)
+
+
 KINDS = {
     "steps": measure_steps,
+    "ops": measure_ops,
     "kept": measure_kept_bytes,
     "peak": measure_peak,
     "curves": measure_curves,

@@ -1,9 +1,8 @@
 """What `python -m bench` measures, the most important first."""
 
 import argparse
-import dataclasses
+import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
 from bench.contenders import (
     ANCHOR,
@@ -16,28 +15,8 @@ from bench.contenders import (
     WIDE_NETWORKS,
     Network,
 )
-from bench.measure import ROOT, dtype_name
+from bench.measure import dtype_name
 from bench.network import CURVES, Task
-from bench.records import Row, read
-
-
-@dataclasses.dataclass(frozen=True)
-class Ops:
-    """`pytest bench/ops.py`, in the place of a task."""
-
-    command: list[str]
-    path: Path  # of the rows
-    commit: str
-    expected: int  # rows of a complete run
-    title: str = "ops"
-
-    def missing(self) -> list[str]:
-        """`["ops"]`, unless all rows are there."""
-        found = [r for r in read(self.path, Row) if (r.level, r.commit) == ("op", self.commit)]
-        return [] if len(found) >= self.expected else ["ops"]
-
-    def settle(self, status: int | None) -> None:
-        """Does nothing: pytest has said what failed."""
 
 
 class Plan:
@@ -46,12 +25,12 @@ class Plan:
     Args:
         a: arguments of the command line.
         common: fields of every task.
-        ops: how the ops are measured; None: they are not.
     """
 
-    def __init__(self, a: argparse.Namespace, common: dict, ops: Ops | None) -> None:
-        self.a, self.common, self.ops = a, common, ops
+    def __init__(self, a: argparse.Namespace, common: dict) -> None:
+        self.a, self.common = a, common
         self.usable = [c.name for c in a.usable]
+        self.has_all = not a.quick and a.contenders is None
         self.on_gpu = a.device.type == "cuda"
 
     def task(self, kind: str, network: str, batch: int, names, group: str, dtype=None, steps=0):
@@ -65,6 +44,8 @@ class Plan:
         """Times a group of contenders; shallow networks, which are quick, in more rounds."""
         is_short = network.startswith("resnet") and Network.named(network).depth < 300
         steps = 3 if group == "deepest" else self.a.steps * (3 if is_short else 1)
+        if not self.on_gpu and group != "main":
+            steps = max(3, steps // 2)
         yield from self.task("steps", network, batch, GROUPS[group], group, dtype, steps)
 
     def peaks(self, group: str, network: str, batch: int) -> Iterator[Task]:
@@ -97,16 +78,25 @@ class Plan:
             group = f"{steps} steps of training"
             yield from self.task("curves", net.name, self.a.batch[0], CURVES, group, steps=steps)
 
+    def ops(self) -> Iterator[Task]:
+        """Single ops, at the shapes of ResNet-1001."""
+        if self.has_all and importlib.util.find_spec("pytest_benchmark"):
+            from bench.ops import CASES, contenders
+
+            rows = 2 * sum(len(contenders(case, self.a.device)) for case in CASES)
+            what = "resnet-1001", self.a.batch[0], dtype_name(self.a.dtype)
+            yield Task("ops", *what, ("ops",), "ops", rows, **self.common)
+
     def counts(self) -> Iterator[Task]:
         """Kept bytes of single images, against depth."""
-        for depth in DEPTHS_COUNTED if self.ops else ():
+        for depth in DEPTHS_COUNTED if self.has_all else ():
             yield from self.task("kept", f"resnet-{depth}", 1, COUNTED_BY_DEPTH, "kept bytes")
 
-    def tasks(self) -> Iterator[Task | Ops]:
+    def tasks(self) -> Iterator[Task]:
         """Every task. On a GPU, contenders that need no compiler come first: it takes minutes."""
         return self.gpu_tasks() if self.on_gpu else self.cpu_tasks()
 
-    def cpu_tasks(self) -> Iterator[Task | Ops]:
+    def cpu_tasks(self) -> Iterator[Task]:
         """On a CPU."""
         a, first, (foremost, *others) = self.a, self.a.batch[0], self.a.networks
         for batch in a.batch:
@@ -123,13 +113,13 @@ class Plan:
                 yield from self.steps("main", network, batch)
         yield from self.steps("compile budgets", foremost, first)
         yield from self.peaks("compile budgets", foremost, first)
-        yield from [self.ops] if self.ops else []
+        yield from self.ops()
         yield from self.rivals(others)
         yield from self.counts()
         if a.other_dtype:
             yield from self.wide(a.other_dtype)
 
-    def gpu_tasks(self) -> Iterator[Task | Ops]:
+    def gpu_tasks(self) -> Iterator[Task]:
         """On a GPU."""
         a, (first, *batches), (foremost, *others) = self.a, self.a.batch, self.a.networks
         for group in MAIN_GROUPS:
@@ -137,7 +127,7 @@ class Plan:
         for batch in batches[:1]:
             yield from self.steps("uncompiled", foremost, batch)
         yield from self.wide()
-        yield from [self.ops] if self.ops else []
+        yield from self.ops()
         yield from self.steps("memory rivals", foremost, first)
         for batch in batches[:1]:
             yield from self.steps("compiled", foremost, batch)
@@ -159,13 +149,3 @@ class Plan:
                     yield from self.steps(group, network, batch)
         yield from self.rivals(others)
         yield from self.counts()
-
-
-def ops_command(a: argparse.Namespace, dtype: str, command: str) -> list[str]:
-    """The options of pytest that measure the ops of a run."""
-    return [
-        *("-m", "pytest", str(ROOT / "bench" / "ops.py"), "-q", "-p", "no:cacheprovider"),
-        *("-o", "addopts=", "--benchmark-disable-gc"),
-        *(f"--bench-device={a.device.type}", f"--bench-dtype={dtype}"),
-        *(f"--bench-out={a.out}", f"--bench-command={command}"),
-    ]

@@ -145,11 +145,6 @@ def write_plots(
 ) -> dict[str, list[Path]]:
     """Writes every plot that the results of one device allow.
 
-    Args:
-        rows: of one device.
-        points: of training curves on that device.
-        folder: for the PNG files.
-
     Returns:
         The files by block of the report: "network", "memory" and "training".
     """

@@ -121,12 +121,7 @@ def measure_scaling(
 ) -> list[ScalingRow]:
     """Checks the contenders against one process with the joined batch, then times them in turn.
 
-    Args:
-        a: arguments of the run.
-        network: what to train.
-        images: source of the batches.
-        stamp: sets the columns of the machine.
-        deadline_s: value of `time.monotonic()` after which no round starts, except the first.
+    After `deadline_s`, a value of `time.monotonic()`, no round starts, except the first.
     """
     rank, device, batch = dist.get_rank(), a.device, a.batch[0]
     batches = data.Batches(images, batch, seed=2 + rank, size=network.image_size)

@@ -94,7 +94,7 @@ def machine(monkeypatch):
     The commands, environments and limits by part, in order.
     """
     found = types.SimpleNamespace(
-        commands={}, environments={}, limits={}, share=0.1, now_s=0.0, has_gpu=True
+        commands={}, environments={}, limits={}, share=0.1, late=(), now_s=0.0, has_gpu=True
     )
     run = Report.run
 
@@ -105,8 +105,8 @@ def machine(monkeypatch):
     def run_process(command, seconds, grace_s, **options):
         found.commands[found.part], found.limits[found.part] = command, seconds
         found.environments[found.part] = options["env"]
-        is_late = found.share == 1
-        found.now_s += found.share * seconds + is_late * grace_s
+        is_late = found.share == 1 or found.part in found.late
+        found.now_s += seconds + grace_s if is_late else found.share * seconds
         return None if is_late else 0
 
     monkeypatch.setattr(Report, "run", run_part)
@@ -169,8 +169,14 @@ def test_the_benchmarks_have_time_and_the_report_ends_in_time(machine, tmp_path,
     assert machine.now_s <= 520
     assert machine.limits["first bench"] >= 100
     assert machine.limits.get("bench", 0) >= least_s
-    if share < 0.5:
-        assert machine.limits["converted"] == machine.limits["bench of triton"] == 60
+
+
+def test_benchmarks_that_are_killed_leave_time_to_the_parts_behind_them(machine, tmp_path):
+    machine.late = ("bench",)
+    gpu_report.main([str(tmp_path), "--seconds", "520"])
+    assert machine.limits["converted"] == machine.limits["bench of triton"] == 60
+    assert machine.limits["hotspots"] == 45
+    assert machine.now_s <= 520
 
 
 SUMMARY = """sources: abc on NVIDIA H200

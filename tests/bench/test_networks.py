@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import json
+import os
 import signal
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -110,7 +110,7 @@ def titles_of(*options, device):
         patch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
         a = bench.arguments(["--device", device, *options])
     a.usable = [c for c in BY_NAME.values() if c.name != "inplace-abn"]
-    titles = [task.title for task in plan.Plan(a, {}, types.SimpleNamespace(title="ops")).tasks()]
+    titles = [task.title for task in plan.Plan(a, {}).tasks()]
     assert len(titles) == len(set(titles))
     return titles
 
@@ -127,7 +127,7 @@ def titles_of(*options, device):
                 "resnet-1001, batch 256, bfloat16: uncompiled",
                 "imagenet-resnet-50, batch 256, bfloat16: wide networks",
                 "wrn-28-10, batch 128, bfloat16: wide networks",
-                "ops",
+                "resnet-1001, batch 128, bfloat16: ops",
                 "resnet-1001, batch 128, bfloat16: memory rivals",
                 "resnet-1001, batch 128, bfloat16: compile budgets",
                 "resnet-10001, batch 128, bfloat16: deepest",
@@ -150,7 +150,7 @@ def titles_of(*options, device):
                 "resnet-1001, batch 16, float32: memory rivals",
                 "resnet-164, batch 16, float32: main",
                 "resnet-1001, batch 16, float32: compile budgets",
-                "ops",
+                "resnet-1001, batch 16, float32: ops",
                 "resnet-164, batch 16, float32: memory rivals",
                 "resnet-1001, batch 1, float32: kept bytes",
                 "imagenet-resnet-50, batch 4, bfloat16: against eager",
@@ -429,18 +429,16 @@ def test_the_hottest_kernels_come_first(tmp_path):
     assert any("preact_stage_forward" in name or "bn_relu" in name for name, _, _ in kernels)
 
 
-def test_ops_are_measured_until_all_rows_are_there(tmp_path):
-    a = bench.arguments(["--device", "cpu", "--out", str(tmp_path)])
-    machine, path = Machine("a cpu", "v", "abc", "d", "x"), tmp_path / "a-cpu.csv"
-    ops = bench.ops_of(a, machine, path)
-    assert ops.missing() == ["ops"]
-    assert f"--bench-out={tmp_path}" in ops.command
-    cases = range(ops.expected)
-    rows = [Row("op", "fused", str(i), "", 16, "float32", "x", commit="abc") for i in cases]
-    put(path, *rows[1:])
-    assert ops.missing() == ["ops"]
-    put(path, rows[0])
-    assert ops.missing() == []
+def test_ops_are_measured_until_all_rows_are_there(tmp_path, monkeypatch):
+    task, found = task_in(tmp_path, "ops", kind="ops", steps=3), []
+    monkeypatch.setattr(os, "execv", lambda path, command: found.extend(command))
+    network.main(json.dumps(dataclasses.asdict(task)))
+    assert {f"--bench-out={tmp_path}", "--bench-dtype=fp32", "bench/ops.py"} < set(found)
+    rows = [Row("op", "fused", str(i), "", 16, "float32", "x", commit="abc") for i in range(3)]
+    put(task.path, *rows[1:])
+    assert task.missing() == ["ops"]
+    put(task.path, rows[0])
+    assert task.missing() == []
 
 
 @pytest.mark.parametrize(
