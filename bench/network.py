@@ -208,7 +208,7 @@ class Session:
 
 
 def measure_steps(session: Session) -> None:
-    """Times contenders in turn, and counts the bytes that each keeps for the backward.
+    """Counts the bytes that each contender keeps for the backward, and times them in turn.
 
     A contender with wrong results gets a row that says so, and no time. In a second group of the
     same network, the anchor takes its turns again, and notes say its time there.
@@ -238,6 +238,8 @@ def measure_steps(session: Session) -> None:
                 row.note = "; ".join(filter(None, [row.note, first]))
                 if device.type == "cuda" and step.captured is None:
                     row.peak_bytes, row.peak_raw_bytes = _gpu_peak(step, device)
+                images, _ = next(step.batches)
+                row.saved_bytes = kept_bytes(BY_NAME[name], step.model, images)
                 steps[name], rows[name] = step, row
             step = None  # room for the next one
 
@@ -253,14 +255,13 @@ def measure_steps(session: Session) -> None:
         title=task.title,
         failed=fail,
     )
-    for name in [name for name in times if name in wanted]:
-        row = rows[name]
-        row.set_timing(times[name], task.floor_ms)
+    timed = [rows[name] for name in times if name in wanted]
+    for row in timed:
+        row.set_timing(times[row.contender], task.floor_ms)
         if has_reference and ANCHOR in times:
             row.note += f"; {ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
-        put(task.path, row)
-        row.saved_bytes = kept_bytes(BY_NAME[name], steps[name].model, next(steps[name].batches)[0])
-        put(task.path, row)
+    if timed:
+        put(task.path, *timed)
 
 
 def judged(session: Session, contender: Contender) -> correctness.Verdict:
