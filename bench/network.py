@@ -188,16 +188,6 @@ class Session:
         measure.synchronize(self.device)
 
     @contextlib.contextmanager
-    def alarm(self, seconds: float) -> Iterator[None]:
-        """Raises KeyboardInterrupt if the context takes longer, also while something compiles."""
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    @contextlib.contextmanager
     def attempt(self, row: Row) -> Iterator[None]:
         """Writes that a contender runs, in case it ends the process, and its error, if any."""
         put(self.task.path, dataclasses.replace(row, note=RUNNING))
@@ -205,6 +195,17 @@ class Session:
             yield
         except Exception as error:  # the other contenders go on
             self.fail(row, error)
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raises KeyboardInterrupt if the context takes longer, also while something compiles."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def measure_steps(session: Session) -> None:
@@ -220,7 +221,7 @@ def measure_steps(session: Session) -> None:
     steps: dict[str, TrainingStep] = {}
     rows: dict[str, Row] = {}
     names = [ANCHOR, *wanted] if has_reference else wanted
-    with contextlib.suppress(KeyboardInterrupt), session.alarm(0.6 * task.seconds):
+    with contextlib.suppress(KeyboardInterrupt), alarm(0.6 * task.seconds):
         for name in tqdm(names, desc=f"{task.title}: first steps", leave=False):
             row = session.row(name)
             with session.attempt(row) if name in wanted else contextlib.nullcontext():
