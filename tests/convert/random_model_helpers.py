@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 
 class Triple(torch.autograd.Function):
@@ -150,58 +149,6 @@ def _numbers(padding):
     return (0, 0) if isinstance(padding, str) else padding
 
 
-# What a program can see of values.
-
-
-class TensorFacts(NamedTuple):
-    """All that is compared of a tensor."""
-
-    is_plain: bool
-    dtype: torch.dtype
-    shape: tuple
-    stride: tuple
-    requires_grad: bool
-    has_grad_fn: bool
-    values: Tensor
-    grad: Tensor | None
-
-
-def _is_private(key):
-    """Whether an attribute belongs to PyTorch or to the conversion."""
-    return isinstance(key, str) and key.startswith(("_", "preact_"))
-
-
-def facts(value, depth=0):
-    """A copy of a value: nested lists of numbers, texts and `TensorFacts`."""
-    if isinstance(value, DTensor):  # of FSDP2
-        value = value.full_tensor()
-    if isinstance(value, Tensor):
-        grad = value.grad if value.is_leaf or value.retains_grad else None
-        return TensorFacts(
-            type(value) in (Tensor, nn.Parameter),
-            value.dtype,
-            tuple(value.shape),
-            value.stride(),
-            value.requires_grad,
-            value.grad_fn is not None,
-            value.detach().clone(),
-            None if grad is None else grad.detach().clone(),
-        )
-    kind = type(value).__name__
-    if depth > 4:
-        return kind
-    if isinstance(value, dict):
-        items = [[facts(k, depth + 1), facts(v, depth + 1)] for k, v in value.items()]
-        return [kind, *(i for i in items if not _is_private(i[0]))]
-    if isinstance(value, list | tuple | collections.deque):
-        return [kind, *(facts(v, depth + 1) for v in value)]
-    if isinstance(value, str | int | float | None):
-        return value
-    if kind == "SimpleNamespace":
-        return [kind, facts(vars(value), depth + 1)]
-    return kind
-
-
 def data_parallel(net):
     """`net` in DistributedDataParallel, alone in its process group."""
     start_process_group()
@@ -232,28 +179,6 @@ def end_process_group():
     """Ends the group, if one was started."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-# Set for each model.
-COMPARES_STRIDES_OF_GRADIENTS = True
-
-
-def with_strides_of_gradients(gradient):
-    """A gradient that forward goes on with, in NCHW where its strides are not compared."""
-    return gradient if COMPARES_STRIDES_OF_GRADIENTS else gradient.contiguous()
-
-
-def gradient_facts(gradients):
-    """As `facts`, of gradients that a hook sees: one, or tuples."""
-
-    def comparable(gradient):
-        if gradient is None:
-            return None
-        if not COMPARES_STRIDES_OF_GRADIENTS or 1 in gradient.shape:
-            return gradient.clone(memory_format=torch.contiguous_format)
-        return gradient
-
-    return facts(torch.utils._pytree.tree_map(comparable, gradients))
 
 
 # The vocabulary of `random_models.py`: alternatives between bars; `$name` is replaced.

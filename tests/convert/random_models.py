@@ -29,17 +29,17 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 from torch import is_grad_enabled
-from tests.convert import random_model_helpers as helpers
+from tests.convert import random_model_helpers as helpers, trial
 from tests.convert.random_model_helpers import triple
 
 square = helpers.SaveAndSquare.apply
 log = []
 
 def note(*values):
-    log.append(helpers.facts(values))
+    log.append(trial.facts(values))
 
 def note_gradients(*values):
-    log.append(helpers.gradient_facts(values))
+    log.append(trial.gradient_facts(values))
 """
 
 
@@ -398,7 +398,7 @@ def autograd(s: Scope) -> None:
             unit(s)
             graph = f"create_graph={s.chance(0.5)}, retain_graph=True"
             s.write(f"h, = torch.autograd.grad(h.square().sum(), {source}, {graph})")
-        s.write("h = helpers.with_strides_of_gradients(h)", f"h = h * 0.1 + {skip}")
+        s.write("h = trial.with_strides_of_gradients(h)", f"h = h * 0.1 + {skip}")
 
 
 def mode(s: Scope) -> None:

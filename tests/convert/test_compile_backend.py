@@ -9,6 +9,7 @@ from torch import nn
 import preact_kernels as pk
 from preact_kernels.torch_compat import storage_id
 from tests.convert import published_models as foreign
+from tests.convert.trial import tensors_of
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -16,8 +17,7 @@ pytestmark = pytest.mark.backends("cpu")
 def network():
     torch.manual_seed(0)
     stem = nn.Conv2d(3, 16, 3, padding=1)
-    blocks = [foreign.FunctionalBottleneck(16, 4), foreign.FunctionalBottleneck(16, 4)]
-    return nn.Sequential(stem, *blocks, nn.BatchNorm2d(16), nn.ReLU()).double()
+    return nn.Sequential(stem, foreign.FunctionalBottleneck(16, 4), nn.BatchNorm2d(16), nn.ReLU())
 
 
 def kept(model, state, x):
@@ -39,9 +39,9 @@ def kept(model, state, x):
     ("memory", "dynamic"),
     [("store", None), ("store", True), pytest.param("rebuild", None, marks=pytest.mark.slow)],
 )
-def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynamic, backend):
+def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynamic):
     torch._dynamo.reset()
-    model = network()
+    model = network().double()
     plain, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8).double()
     eager = pk.saved_bytes(pk.convert(copy.deepcopy(model), memory=memory), x)
     compiled = torch.compile(
@@ -56,15 +56,12 @@ def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynami
     assert 0.9 * eager < size < 1.01 * eager + copied
     assert 1.05 * eager < 0.6 * pk.saved_bytes(plain, x)
     expected = plain(x)
-    torch.testing.assert_close(y, expected)
     assert y.stride() == expected.stride()
     for t in (y, expected):
         t.square().sum().backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        if q.grad.norm() > 1e-9:  # not of a bias in front of a batch norm
-            torch.testing.assert_close(p.grad, q.grad)
-    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
+    # The gradient of a bias in front of a batch norm is zero.
+    found = (tensors_of(model, (y,)), tensors_of(plain, (expected,)))
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
 
 
 def test_images_of_any_size():
@@ -81,4 +78,4 @@ def test_options_are_checked():
     torch._dynamo.reset()
     compiled = torch.compile(network(), backend="preact_kernels", options={"memory": "all"})
     with pytest.raises(Exception, match="memory: expected 'store'"):
-        compiled(torch.randn(2, 3, 8, 8).double())
+        compiled(torch.randn(2, 3, 8, 8))

@@ -41,7 +41,7 @@ class AsksForTheType(Block):
 
 
 class Net(nn.Module):
-    def __init__(self, *odd, count=5):
+    def __init__(self, *odd, count=3):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
         kinds = [AsksForTheType if i in odd else Block for i in range(count)]
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def images():
-    return torch.randn(4, 3, 8, 8)
+    return torch.randn(3, 3, 6, 6)
 
 
 def given_back(model):
@@ -68,14 +68,14 @@ def results(model, x):
     return [y, *(p.grad for p in model.parameters()), *model.buffers()]
 
 
-@pytest.mark.parametrize("odd", [(), (3,), (0, 4), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("odd", [(2,), (0, 2), (0, 1, 2)])
 def test_the_parts_that_differ_run_plain(odd):
     plain, x = Net(*odd), images()
     model = pk.convert(copy.deepcopy(plain), example_inputs=(x,))
     assert given_back(model) == [f"stage.{i}.bn{j}" for i in odd for j in (1, 2)]
     for found, expected in zip(results(model, x), results(plain, x), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    assert len(pk.conversion_report(model).fused) == 10 - 2 * len(odd)
+    assert len(pk.conversion_report(model).fused) == 6 - 2 * len(odd)
     for again in (copy.deepcopy(model), pk.convert(copy.deepcopy(model), example_inputs=x)):
         assert given_back(again) == given_back(model)
     assert given_back(pk.convert(model)) == []
@@ -86,7 +86,9 @@ def test_the_model_and_random_states_do_not_change():
     model, x = Net(1), images().requires_grad_()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     states = torch.get_rng_state(), random.getstate()
-    pk.convert(model, example_inputs=(x,))
+    with torch.inference_mode():
+        pk.convert(model, example_inputs=(x,))
+    assert given_back(model) == ["stage.1.bn1", "stage.1.bn2"]
     assert_same_bits(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
@@ -107,14 +109,9 @@ def test_a_kernel_that_is_wrong_in_one_dtype_is_found(scale, dtype, monkeypatch)
     assert len(given_back(model)) == (4 if scale != 1.0 else 0)
 
 
-def test_arguments_by_name():
-    class Named(Net):
-        def forward(self, x, *, scale):
-            return {"y": super().forward(x) * scale}
-
-    arguments = {"x": images(), "scale": 2}
-    model = pk.convert(Named(2), example_inputs=arguments)
-    assert given_back(model) == ["stage.2.bn1", "stage.2.bn2"]
+class Named(Net):
+    def forward(self, x, *, scale):
+        return {"y": super().forward(x) * scale}
 
 
 @dataclasses.dataclass
@@ -124,13 +121,54 @@ class Output:
     logits: torch.Tensor
 
 
-def test_outputs_in_objects_are_compared():
-    class Wraps(Net):
-        def forward(self, x):
-            return Output(super().forward(x))
+class Wraps(Net):
+    def forward(self, x):
+        return Output(super().forward(x))
 
-    model = pk.convert(Wraps(2), example_inputs=(images(),))
-    assert given_back(model) == ["stage.2.bn1", "stage.2.bn2"]
+
+class Evaluates(Net):
+    """Only evaluates."""
+
+    def forward(self, x):
+        if self.training:
+            raise RuntimeError("targets are missing")
+        return super().forward(x)
+
+
+class Trains(Net):
+    """Only trains."""
+
+    def forward(self, x):
+        if not self.training:
+            raise RuntimeError("no evaluation")
+        return super().forward(x)
+
+
+class Transforms(Net):
+    """Returns complex numbers."""
+
+    def forward(self, x):
+        return torch.fft.fft2(self.stage(self.stem(x)))
+
+
+class Frozen(Trains):
+    """Only trains; a part of it stays in evaluation."""
+
+    def __init__(self, *odd):
+        super().__init__(*odd)
+        self.stage[0].eval()
+
+    def forward(self, x):
+        assert not self.training or not self.stage[0].bn1.training
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Named, Wraps, Evaluates, Trains, Transforms, Frozen])
+def test_calls_and_results_of_all_kinds_are_compared(kind):
+    example = {"x": images(), "scale": 2} if kind is Named else (images(),)
+    for odd in ((), (2,)):
+        model = pk.convert(kind(*odd), example_inputs=example)
+        assert given_back(model) == [f"stage.{i}.bn{j}" for i in odd for j in (1, 2)]
 
 
 def test_a_batch_that_a_checkpoint_counts_once_is_no_difference():
@@ -143,18 +181,7 @@ def test_a_batch_that_a_checkpoint_counts_once_is_no_difference():
 
     model = pk.convert(Checkpoints(), example_inputs=(images(),))
     model(images())
-    assert len(pk.conversion_report(model).fused) == 10
-
-
-def test_a_model_that_only_evaluates_is_judged_in_evaluation():
-    class Evaluates(Net):
-        def forward(self, x):
-            if self.training:
-                raise RuntimeError("targets are missing")
-            return super().forward(x)
-
-    model = pk.convert(Evaluates(1), example_inputs=(images(),))
-    assert given_back(model) == ["stage.1.bn1", "stage.1.bn2"]
+    assert len(pk.conversion_report(model).fused) == 6
 
 
 def test_a_model_without_float64_is_judged_in_its_own_dtype():
@@ -163,7 +190,7 @@ def test_a_model_without_float64_is_judged_in_its_own_dtype():
             return super().forward(x.float())
 
     assert given_back(pk.convert(Narrow(), example_inputs=(images(),))) == []
-    model = pk.convert(Narrow(*range(5)), example_inputs=(images(),))
+    model = pk.convert(Narrow(*range(3)), example_inputs=(images(),))
     assert len(given_back(model)) > 0
 
 
@@ -193,44 +220,6 @@ def test_a_closure_over_the_model_is_refused_and_changes_nothing():
     assert {"refer to the model itself" in s.reason for s in pk.conversion_report(model)} == {True}
 
 
-def test_complex_outputs_are_compared_as_numbers():
-    class Transforms(Net):
-        def forward(self, x):
-            return torch.fft.fft2(self.stage(self.stem(x)))
-
-    assert given_back(pk.convert(Transforms(), example_inputs=(images(),))) == []
-    assert len(given_back(pk.convert(Transforms(1), example_inputs=(images(),)))) == 2
-
-
-def test_parts_in_evaluation_stay_so_in_training():
-    class Frozen(Net):
-        def forward(self, x):
-            assert not self.training or not self.stage[0].bn1.training
-            return super().forward(x)
-
-    model = Frozen(2)
-    model.stage[0].eval()
-    assert given_back(pk.convert(model, example_inputs=(images(),))) == [
-        "stage.2.bn1",
-        "stage.2.bn2",
-    ]
-
-
-def test_inference_mode_does_not_matter():
-    model = Net(2)
-    with torch.inference_mode():
-        pk.convert(model, example_inputs=(images(),))
-    assert given_back(model) == ["stage.2.bn1", "stage.2.bn2"]
-
-
-def test_a_refused_example_leaves_the_model_as_it_was():
-    model = pk.convert(Net())
-    with pytest.raises(ValueError, match="example_inputs"):
-        pk.convert(model, example_inputs=(images(), 1))
-    model(images())
-    assert len(pk.conversion_report(model).fused) == 10
-
-
 class Raises(Net):
     def forward(self, x):
         raise RuntimeError("no way")
@@ -257,7 +246,8 @@ class CannotBeCopied(Net):
     ],
 )
 def test_examples_that_cannot_be_judged_are_refused(model, example, error, message):
-    model = model()
+    model = pk.convert(model(), memory="rebuild")
+    hooks = [dict(m._forward_hooks) for m in model.modules()]
     with pytest.raises(error, match=message):
         pk.convert(model, example_inputs=example)
-    assert all(s.reason == "the model is not converted" for s in pk.conversion_report(model))
+    assert [dict(m._forward_hooks) for m in model.modules()] == hooks

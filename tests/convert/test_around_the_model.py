@@ -1,0 +1,317 @@
+"""State, copies, later changes, hooks and compilers around converted models."""
+
+import concurrent.futures
+import contextlib
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from tests.convert import published_models as foreign
+from tests.convert.models import Block, Chain, small
+from tests.convert.trial import Subject, assert_alike, ignore, tensors_of
+from tests.oracle import assert_same_bits, evaluate
+
+pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
+
+
+def results(model, x):
+    """One step in training mode, of a copy."""
+    return evaluate(model, {"x": x})
+
+
+def hooks_of(model):
+    """All forward hooks of the modules, with their options."""
+    names = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    names += ("_forward_hooks", "_forward_hooks_always_called")
+    return [list(getattr(m, n).values()) for m in model.modules() for n in names]
+
+
+# State.
+
+
+def test_nothing_of_the_model_is_replaced_and_reverting_removes_the_hooks():
+    model, x = small()
+    model.layer1.register_forward_hook(ignore)
+    model.layer2[0].register_forward_pre_hook(ignore)
+    plain, hooks, text = results(model, x), hooks_of(model), repr(model)
+    keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
+    tensors = [*model.parameters(), *model.buffers()]
+    state = torch.get_rng_state()
+    assert pk.convert(model) is model
+    model(x)
+    assert pk.conversion_report(model).fused
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (list(model.state_dict()), repr(model)) == (keys, text)
+    assert [type(m) for m in model.modules()] == kinds
+    after = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(tensors, after, strict=True))
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert pk.revert(model) is model
+    assert hooks_of(model) == hooks
+    assert not any("preact" in name for m in model.modules() for name in vars(m))
+    assert {s.reason for s in pk.conversion_report(model)} == {"the model is not converted"}
+    model.load_state_dict(small()[0].state_dict(), strict=True)
+    assert_same_bits(results(model, x), plain)
+
+
+def test_converting_twice_changes_nothing():
+    model, x = small()
+    pk.convert(model)
+    hooks, before = hooks_of(model), results(model, x)
+    pk.convert(model)
+    assert hooks_of(model) == hooks
+    assert_same_bits(results(model, x), before)
+
+
+def test_wrong_arguments_leave_the_model_as_it_was():
+    model, x = small()
+    kept = pk.saved_bytes(pk.convert(model, memory="rebuild"), x)
+    with pytest.raises(ValueError, match="memory: expected 'store'"):
+        pk.convert(model, memory="all")
+    assert pk.saved_bytes(model, x) == kept
+    assert pk.conversion_report(model).fused
+    with pytest.raises(ValueError, match="memory: expected 'store'"), pk.fuse(memory="all"):
+        pass
+    for function in (pk.convert, pk.revert, pk.conversion_report):
+        with pytest.raises(TypeError, match=r"model: expected an nn\.Module, got int"):
+            function(3)
+
+
+def test_the_report_is_that_of_the_last_call():
+    model, x = pk.convert(Block()), torch.randn(2, 4, 6, 6)
+
+    def reason_after_a_call():
+        model(x)
+        (site,) = pk.conversion_report(model)
+        assert site.fused is not bool(site.reason)
+        return site.reason
+
+    assert not reason_after_a_call()
+    assert "BN-ReLU-Conv, conv" in str(pk.conversion_report(model))
+    hook = model.bn.register_forward_hook(ignore)
+    assert pk.conversion_report(model).fused  # not called since
+    assert reason_after_a_call() == "the batch norm has hooks"
+    hook.remove()
+    assert not reason_after_a_call()
+    (site,) = pk.conversion_report(pk.convert(model))
+    assert site.reason == "not called since the model was converted"
+    assert not reason_after_a_call()
+
+
+def test_lazy_modules_run_fused_once_they_have_shapes():
+    def lazy():
+        return nn.Sequential(nn.LazyBatchNorm2d(), nn.ReLU(), nn.LazyConv2d(4, 3))
+
+    model, plain, x = pk.convert(lazy()), lazy(), torch.randn(2, 3, 5, 5)
+    found = []
+    for m in (model, plain):
+        torch.manual_seed(1)  # the first call draws the weights
+        found.append([m(x), m(x), *m.buffers()])
+    torch.testing.assert_close(*found)
+    assert pk.conversion_report(model).fused
+
+
+def test_replicas_of_data_parallel_use_their_own_parameters():
+    model, x = small()
+    pk.convert(model).eval()
+    zeros = foreign.replicated(model, torch.zeros_like)
+    same = foreign.replicated(model, torch.clone)
+    with torch.no_grad():
+        assert not zeros(x).any()
+        assert_same_bits({"y": same(x)}, {"y": model(x)})
+
+
+# Copies.
+
+
+def reloaded(model):
+    """`model`, saved and loaded."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), reloaded]
+)
+def test_copies_stay_converted_and_are_independent(copied):
+    model, x = small()
+    pk.convert(model, memory="rebuild")
+    kept = pk.saved_bytes(model, x)
+    other = copied(model)
+    assert "not called" in pk.conversion_report(other)[0].reason
+    assert pk.saved_bytes(other, x) == kept
+    assert list(pk.conversion_report(other)) == list(pk.conversion_report(model))
+    assert_same_bits(results(other, x), results(model, x))
+    for p in other.parameters():
+        p.detach().zero_()
+    assert not other(x).any() and model(x).any()
+
+
+def test_hooks_of_unpickled_models_keep_their_arguments(monkeypatch):
+    """In another process hooks are numbered from 0."""
+    data = pickle.dumps(pk.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))))
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
+    model, calls = pickle.loads(data), []
+    for m in model.modules():
+        for _ in range(5):
+            m.register_forward_pre_hook(lambda m, a: calls.append(m))
+            m.register_forward_hook(lambda m, a, y: calls.append(m))
+    assert type(model(torch.randn(2, 4, 6, 6))) is torch.Tensor
+    assert len(calls) == 4 * 2 * 5
+
+
+# Later changes.
+
+CHANGES = {
+    "child": lambda m: setattr(m[0], "conv", nn.Conv2d(4, 4, 1).double()),
+    "appended": lambda m: m.append(nn.Tanh()),
+    "forward": lambda m: setattr(m[1], "forward", lambda x: x * 2),
+    "norm": lambda m: setattr(m[0], "bn", nn.InstanceNorm2d(4)),
+    "result": lambda m: m[0].bn.register_forward_hook(lambda m, args, y: y * 0),
+    "input": lambda m: m[1].conv.register_forward_pre_hook(lambda m, args: (args[0] + 1,)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_later_changes_have_the_effect_of_plain_pytorch(change):
+    assert_alike(Subject(lambda: Chain(Block(), Block()), after=change))
+
+
+# Modules that run plain inside.
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_transformers_take_their_fast_path(raises):
+    """Which computes zeros for padding; also after a hook raised before the encoder ran."""
+
+    class Detector(Chain):
+        def __init__(self):
+            super().__init__(Block(), Block())
+            layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x):
+            tokens = self[0](x).flatten(2).transpose(1, 2)
+            padding = torch.arange(36).expand(2, 36) > 30
+            for _ in range(3):
+                with contextlib.suppress(ZeroDivisionError):
+                    encoded = self.encoder(tokens, src_key_padding_mask=padding)
+            tokens = encoded
+            return self[1](tokens.transpose(1, 2).reshape(x.shape))
+
+    model, x = Detector().eval(), torch.randn(2, 4, 6, 6)
+    calls = []
+
+    def hook(module, args):
+        calls.append(module)
+        if raises and len(calls) % 3 == 1:
+            raise ZeroDivisionError
+
+    model.encoder.register_forward_pre_hook(hook)
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(pk.convert(model)(x), expected)
+    assert len(pk.conversion_report(model).fused) == 2
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
+def test_compiled_parts_are_compiled_as_in_plain_pytorch(in_place):
+    """And may be called in another thread, under two names, and on their own."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    class Net(Chain):
+        def __init__(self):
+            block = Block()
+            if in_place:
+                block.compile(backend=backend)
+            else:
+                block = torch.compile(block, backend=backend)
+            super().__init__(Block(), block, Block())
+            self.again = block
+
+        def forward(self, x):
+            h = self[1](self[0](x))
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                h = pool.submit(self[1], h).result()
+            return self.again(self[2](h))
+
+    x, found = torch.randn(2, 4, 6, 6), []
+    for converts in (True, False):
+        torch._dynamo.reset()
+        graphs.clear()
+        torch.manual_seed(0)
+        model = Net()
+        if converts:
+            pk.convert(model)
+        y = model(x)
+        y.square().sum().backward()
+        model.eval()
+        found.append(([*tensors_of(model, (y, model(x), model.again(x)))], len(graphs)))
+        if converts:
+            assert [s.fused for s in pk.conversion_report(model)] == [True, False, True]
+            assert "compiled" in pk.conversion_report(model)[1].reason
+            call = pk.revert(model)[1]._compiled_call_impl
+            assert (call is None) != in_place and "preact_kernels" not in type(call).__module__
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
+    assert found[0][1] == found[1][1]
+
+
+# Compilers and transforms around the model.
+
+
+def test_converted_models_compile_into_one_graph():
+    torch._dynamo.reset()
+    model = Chain(Block(), foreign.FunctionalBlock(4, 4), foreign.DenseLayer(4, 4)).double()
+    plain, x, found = copy.deepcopy(model), torch.randn(2, 4, 6, 6).double(), []
+    pk.convert(model)
+    for m in (torch.compile(model, fullgraph=True, backend="aot_eager"), plain):
+        y = m(x)
+        y.square().sum().backward()
+        found.append(tensors_of(m, (y,)))
+    torch.testing.assert_close(*found)
+
+
+def test_tracers_see_plain_operators():
+    model, x = small()
+    expected = model.eval()(x)
+    pk.convert(model)
+    exported = torch.export.export(model, (x,))
+    assert not any("preact" in str(node.target) for node in exported.graph.nodes)
+    assert "not called" in pk.conversion_report(model)[0].reason  # nothing was recorded
+    for call in (exported.module(), torch.fx.symbolic_trace(model), torch.jit.trace(model, x)):
+        assert_same_bits({"y": call(x)}, {"y": expected})
+    torch.testing.assert_close(torch.vmap(model)(x[None])[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_functional_transforms():
+    model, x = Chain(Block(), Block()).double().eval(), torch.randn(2, 4, 6, 6).double()
+    converted, found = pk.convert(copy.deepcopy(model)), []
+    for m in (converted, model):
+
+        def loss(parameters, image, m=m):
+            return torch.func.functional_call(m, parameters, (image[None],)).square().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        found.append(per_sample(dict(m.named_parameters()), x))
+    torch.testing.assert_close(*found)
+    assert "not called" in pk.conversion_report(converted)[0].reason  # nothing was recorded
+
+
+def test_scripts_of_reverted_models_and_as_children():
+    block, x = Block().eval(), torch.randn(2, 4, 6, 6)
+    model = pk.convert(nn.Sequential(block, torch.jit.script(nn.Dropout(0.5)))).eval()
+    assert not model[1].training
+    y = model(x)
+    assert pk.conversion_report(model).fused
+    torch.testing.assert_close(torch.jit.script(pk.revert(model)[0])(x), y)

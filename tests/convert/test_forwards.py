@@ -1,0 +1,424 @@
+"""Forwards give what they give in plain PyTorch; the report says what ran fused, and why."""
+
+import itertools
+import random
+import re
+import types
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import preact_kernels as pk
+from tests.convert.models import MODES
+from tests.convert.random_model_helpers import SaveAndSquare, triple
+from tests.convert.trial import Subject, assert_alike
+
+pytestmark = pytest.mark.backends("cpu")
+
+square = SaveAndSquare.apply
+
+
+class Net(nn.Module):
+    """Two units, and what a forward of the table does with them."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.bn2, self.conv2 = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.act, self.drop = nn.ReLU(), nn.Dropout(0.0)
+        self.function = [forward]
+        self.state = types.SimpleNamespace(random=random.Random(5), cycle=itertools.cycle([1, 2.0]))
+
+    def unit(self, x):
+        return self.conv1(self.act(self.bn1(x)))
+
+    def second(self, x):
+        return self.conv2(F.relu(self.bn2(x)))
+
+    def forward(self, x):
+        return self.function[0](self, x)
+
+
+FORWARDS = []
+
+
+def runs(bn1="BN-ReLU-Conv", bn2=""):
+    """Adds a forward to the table.
+
+    Args:
+        bn1: a pattern for what the batch norm runs in, or why it does not.
+        bn2: as well.
+    """
+    return lambda forward: FORWARDS.append((forward, {"bn1": bn1, "bn2": bn2})) or forward
+
+
+# What is fused.
+
+
+@runs("^BN-ReLU-Conv, 2 in a row$", "^BN-ReLU-Conv, 2 in a row$")
+def two_units(self, x):
+    return self.second(self.unit(x))
+
+
+@runs("^BN-ReLU-Conv and residual add$")
+def adds_another_tensor(self, x):
+    return self.unit(x) + x * 2
+
+
+@runs()
+def reads_options_of_children(self, x):
+    bn = self.bn1
+    h = F.batch_norm(
+        x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, eps=bn.eps
+    )
+    return F.conv2d(F.dropout(F.relu(h), self.drop.p), self.conv1.weight, padding=1)
+
+
+@runs("^BN-ReLU-Conv$")
+def pads_evenly(self, x):
+    return self.conv1(F.pad(F.relu(self.bn1(x)), (2, 2, 1, 1)))
+
+
+@runs("^BN-ReLU; the program holds its activation$", "BN-ReLU-Conv")
+def adds_an_activation_in_place(self, x):
+    a = F.relu(self.bn1(x))
+    y = self.second(self.conv1(a))
+    y += a
+    return y * a
+
+
+@runs("run of 2", "run of 2")
+def has_blocks_in_a_row(self, x):
+    x = self.unit(x) + x
+    y = self.second(x) + x
+    y.mul_(2)
+    return y
+
+
+@runs("run of 1", "run of 1")
+def taps_a_run_of_blocks(self, x):
+    y = self.unit(x) + x
+    z = self.second(y) + y
+    z.mul_(2)
+    return z, y
+
+
+@runs("BN-ReLU-Conv", "BN-ReLU-Conv")
+def adds_two_units(self, x):
+    return self.unit(x) + self.second(x)
+
+
+@runs("2 in a row", "2 in a row")
+def names_what_it_computes(self, x):
+    a = self.bn1(x)
+    b = F.relu(a)
+    c = self.conv1(b)
+    d = F.relu(self.bn2(c))
+    e = self.conv2(d)
+    return e * torch.sigmoid(e.mean((2, 3), keepdim=True)) + x
+
+
+# What is not.
+
+
+@runs(r"^; read by gelu \(test_forwards.py:\d+\)$")
+def has_another_activation(self, x):
+    return self.conv1(F.gelu(self.bn1(x)))
+
+
+@runs(r"^; no ReLU follows \(conv2d\)$", "BN-ReLU-Conv")
+def has_no_relu(self, x):
+    return self.second(self.conv1(self.bn1(x)))
+
+
+@runs("^; its output is used more than once$")
+def adds_a_batch_norm(self, x):
+    h = self.bn1(x)
+    return self.conv1(F.relu(h)) + h
+
+
+@runs("^; its input is no image")
+def transposes_images(self, x):
+    return self.unit(x.transpose(2, 3))
+
+
+@runs(r"^BN-ReLU; no convolution follows \(pooling\)$", "BN-ReLU-Conv")
+def pools_an_activation(self, x):
+    size = [2, 2]
+    y = F.avg_pool2d(F.relu(self.bn1(x)), size)
+    size[0] = 1
+    return self.second(y)
+
+
+@runs("^BN-ReLU; several convolutions read its activation$")
+def has_branches(self, x):
+    a = F.relu(self.bn1(x))
+    return torch.cat([self.conv1(a), self.conv2(a)], 1)
+
+
+@runs("^BN-ReLU; the program holds its activation$")
+def returns_an_activation(self, x):
+    a = F.relu(self.bn1(x))
+    return a, self.conv1(a)
+
+
+@runs("^BN-ReLU; its activation is read again later$")
+def reads_an_activation_again(self, x):
+    a = F.relu(self.bn1(x))
+    return self.conv1(a) * self.conv2(a)
+
+
+@runs("^BN-ReLU; the padding differs")
+def pads_unevenly(self, x):
+    return self.conv1(F.pad(F.relu(self.bn1(x)), (2, 1, 1, 1)))
+
+
+@runs("^; it runs inside torch.utils.checkpoint")
+def checkpoints(self, x):
+    return checkpoint(self.unit, x, use_reentrant=False) + x
+
+
+# Autograd.
+
+
+@runs()
+def checkpoints_reentrantly(self, x):
+    return checkpoint(self.unit, self.second(x), use_reentrant=True) + x
+
+
+@runs("", "BN-ReLU-Conv")
+def checkpoints_selectively(self, x):
+    h = self.second(x)
+
+    def saves_convolutions(context, op, *args, **kwargs):
+        is_saved = "conv" in str(op)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, saves_convolutions)
+    call = lambda t: F.relu(self.conv1(t) * 1.5)  # noqa: E731
+    return checkpoint(call, h, use_reentrant=False, context_fn=contexts)
+
+
+@runs()
+def takes_gradients(self, x):
+    with torch.enable_grad():
+        h = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.unit(h).sum(), h, create_graph=True)
+    return self.unit(x) + gradient
+
+
+class ReturnsUnit(torch.autograd.Function):
+    """A function whose forward returns a deferred tensor."""
+
+    @staticmethod
+    def forward(ctx, x, net):
+        return net.unit(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 5, None
+
+
+@runs("BN-ReLU-Conv", "BN-ReLU-Conv")
+def calls_a_unit_in_a_custom_function(self, x):
+    return self.second(ReturnsUnit.apply(x, self))
+
+
+@runs()
+def runs_without_grad(self, x):
+    with torch.no_grad():
+        y = self.unit(x)
+    return self.second(y) + y
+
+
+@runs()
+def calls_a_vmap(self, x):
+    y = self.unit(x)
+    return torch.vmap(lambda t: t * y.mean())(y)
+
+
+@runs()
+def reads_a_weight_before_it_is_frozen(self, x):
+    y = triple(self.unit(x))
+    self.conv1.weight.requires_grad_(False)
+    return y
+
+
+# Writes.
+
+
+@runs()
+def changes_weights_in_place(self, x):
+    with torch.no_grad():
+        y = self.unit(x)
+        self.conv1.weight.mul_(2)
+        self.bn1.bias.data.add_(1)
+    return y + self.unit(x)
+
+
+@runs("BN-ReLU-Conv", "BN-ReLU-Conv")
+def writes_to_what_it_read(self, x):
+    h = x.detach() * 1
+    with torch.no_grad():
+        y = self.second(h)
+        torch.ops.aten.add_.Scalar(h, 1)
+        z = self.unit(h)
+        F.elu(h, 1.0, True)
+        z = z + self.second(h)
+        h.flatten(2).mul_(2)
+    return y + z + h + self.unit(x)
+
+
+@runs()
+def reads_a_view_after_a_change(self, x):
+    y = self.unit(x)
+    rows = y.flatten(1)
+    y.mul_(3)
+    return y.sum() + rows
+
+
+@runs("", "")
+def changes_a_sum_of_what_it_reads(self, x):
+    y = self.bn1(x)
+    z = y + x * 2
+    F.relu_(y)
+    return triple(z) + y
+
+
+@runs("BN-ReLU-Conv", "BN-ReLU-Conv")
+def updates_behind_a_checkpoint(self, x):
+    y = self.second(checkpoint(lambda t: t * 2, x, use_reentrant=True))
+    y = self.unit(y)
+    self.bn1.training = False
+    y = self.unit(y)
+    self.bn1.training = self.training
+    return y
+
+
+@runs()
+def reads_running_statistics(self, x):
+    before = self.bn1.running_mean.clone()
+    y = self.unit(x)
+    return y + (self.bn1.running_mean - before).sum()
+
+
+@runs()
+def changes_its_input_in_place(self, x):
+    x = x * 1
+    torch.ops.aten.add_.Scalar(x, 1)
+    y = self.unit(x)
+    F.dropout(y, 0.5, self.training, True)
+    y[:, :2].mul_(3)
+    mask = y > 0
+    mask |= y < -0.5
+    return y * mask + x
+
+
+# Python.
+
+
+@runs()
+def draws_numbers(self, x):
+    y = self.unit(x) * self.state.random.random() * next(self.state.cycle) * random.random()
+    return F.dropout(y, 0.5, self.training) * torch.rand(())
+
+
+@runs()
+def sets_attributes(self, x):
+    self.last = y = self.unit(x)
+    self.drop.p, self.shapes = 0.5, [y.shape]
+    y = self.drop(self.last)
+    self.drop.p = 0.0
+    return y
+
+
+@runs("^BN-ReLU; read by conv2d")
+def catches_an_error(self, x):
+    h = F.relu(self.bn1(x))
+    try:
+        h = F.conv2d(h, self.conv1.weight[:, :2])
+    except RuntimeError:
+        h = self.conv1(h)
+    return h
+
+
+@runs("^; read by an inner region")
+def nests_regions(self, x):
+    a = self.bn1(x)
+    with pk.fuse():
+        b = self.second(x * 2 + 1)
+    return F.relu(a) + b
+
+
+@pytest.mark.parametrize(("forward", "sites"), FORWARDS, ids=lambda v: getattr(v, "__name__", "_"))
+def test_forwards_behave_as_in_plain_pytorch(forward, sites):
+    for memory_format, memory in (
+        (torch.contiguous_format, "rebuild"),
+        (torch.channels_last, "checkpoint"),
+        (torch.channels_last, "store"),
+    ):
+
+        def images(randn, memory_format=memory_format):
+            return randn(2, 4, 8, 8).contiguous(memory_format=memory_format).requires_grad_()
+
+        def before(net, memory_format=memory_format):
+            net.to(memory_format=memory_format)
+
+        subject = Subject(partial(Net, forward), before, make_input=images, MEMORY=memory)
+        trial = assert_alike(subject, (memory_format, memory))
+        for site in trial.reports[0]:
+            text = f"{site.into}; {site.reason}" if site.reason else site.into
+            assert re.search(sites[site.name], text), (memory_format, memory, site)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        return dy * b, dy * a
+
+
+@pytest.mark.parametrize(
+    "place", ["norm", "relu", "norm and relu", "in-place relu", "conv", "sum", "in-place sum"]
+)
+def test_custom_functions_pass_gradients_on(place):
+    """They read a deferred tensor in C++, and save it."""
+
+    def forward(self, x):
+        h = self.bn1(x)
+        if place == "norm":
+            return square(h)
+        if place == "norm and relu":
+            return Product.apply(h, F.relu(h))
+        h = h.relu_() if place == "in-place relu" else F.relu(h)
+        if "relu" in place:
+            return self.conv2(h) + square(h)
+        y = self.conv1(h)
+        if place == "sum":
+            y = y + x
+        elif place == "in-place sum":
+            y += x
+        return square(y)
+
+    assert_alike(Subject(partial(Net, forward)))
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_context_fuses_any_code(memory):
+    def forward(self, x):
+        return self.second(self.unit(x)) + x
+
+    assert_alike(Subject(partial(Net, forward), MODE="fuse", MEMORY=memory))

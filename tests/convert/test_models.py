@@ -1,0 +1,214 @@
+"""Models that others wrote train converted as they do plain, run fused, and keep less."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from tests.convert import published_models as foreign
+from tests.convert.models import MODELS, MODES, PUBLISHED, SMALL, Block, Chain, built
+from tests.oracle import assert_within_budget, unit_roundoff
+
+pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
+
+
+def trained(model, x, steps):
+    """What some steps of training leave: outputs, the whole gradient, parameters and buffers."""
+    model, x = copy.deepcopy(model), x.to(next(model.parameters()).dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    results = {}
+    for step in range(steps):
+        torch.manual_seed(step)  # of stochastic depth
+        optimizer.zero_grad()
+        y = model(x)
+        y.square().mean().backward()
+        results[f"y{step}"] = y.detach()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        results[f"gradient{step}"] = torch.cat(gradients)
+        optimizer.step()
+    results["parameters"] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    buffers = [b.flatten() for b in model.buffers() if b.is_floating_point()]
+    results["running"] = torch.cat(buffers)
+    with torch.no_grad():
+        results["evaluated"] = model.eval()(x)
+    return results
+
+
+def assert_trains_alike(converted, plain, x, backend, steps):
+    """The budget of `oracle.py` for several steps, in float32, and in float64 where it is served.
+
+    Errors of a deep network grow in proportion to the unit roundoff: those of float64 are judged
+    by eager's errors in float32.
+    """
+    truth = trained(copy.deepcopy(plain).double(), x, steps)
+    orders = [x, x.contiguous(memory_format=torch.channels_last)]
+    eager = [trained(plain, order, steps) for order in orders]
+    errors = {n: max(float((e[n] - t).norm()) for e in eager) for n, t in truth.items()}
+    assert_within_budget(trained(converted, x, steps), truth, errors)
+    if backend not in ("reference", "cpu"):
+        return
+    ratio = unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
+    growth = (x.numel() / x.shape[1]) ** 0.5  # see oracle.py
+    errors = {n: ratio * growth * e for n, e in errors.items()}
+    wide = copy.deepcopy(converted).double()
+    assert_within_budget(trained(wide, x, steps), truth, errors)
+
+
+def assert_sites_are_found(name, model, x):
+    """Converts a model, and calls a copy of it: the report says what ran fused."""
+    _, _, count, fused = MODELS[name]
+    assert [s.reason for s in pk.conversion_report(model)] == ["the model is not converted"] * count
+    reasons = [s.reason for s in pk.conversion_report(pk.convert(model))]
+    assert reasons == ["not called since the model was converted"] * count
+    called = copy.deepcopy(model)
+    called(x)
+    report = pk.conversion_report(called)
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    assert [s.name for s in report] == names
+    assert (len(report), len(report.fused)) == (count, fused)
+    for site in report:
+        assert bool(site.reason) == (site.into in ("", "BN-ReLU")), site
+        assert site.name in str(report)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models_run_fused_and_train_alike(name, backend):
+    model, x = built(name)
+    converted = copy.deepcopy(model)
+    assert_sites_are_found(name, converted, x)
+    assert_trains_alike(converted, model, x, backend, steps=2)
+
+
+@pytest.mark.parametrize("memory", MODES[1:])
+def test_memory_modes_train_alike(memory, backend):
+    model, x = built("functional-bottleneck")
+    converted = pk.convert(copy.deepcopy(model), memory=memory)
+    assert_trains_alike(converted, model, x, backend, steps=2)
+
+
+QUICK = ("timm-resnetv2-50", "torchvision-densenet-121")
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in PUBLISHED]
+)
+def test_published_models_run_fused_and_train_alike(name, backend):
+    model, x = built(name)
+    converted, x = copy.deepcopy(model), x[:2]
+    assert_sites_are_found(name, converted, x)
+    # More steps part from each other: the signs of inputs of ReLUs near zero differ.
+    assert_trains_alike(converted, model, x, backend, steps=1)
+
+
+# Memory.
+
+PRE_ACTIVATION = {
+    "bottleneck": lambda: foreign.FunctionalNet(foreign.FunctionalBottleneck, (6, 6), 8),
+    "dense": lambda: foreign.DenseNet(40, 12),
+    "deep": lambda: foreign.DeepNet(65, 8),
+}
+
+
+@pytest.mark.parametrize("name", PRE_ACTIVATION)
+def test_pre_activation_models_keep_half_of_the_bytes(name):
+    model, x = PRE_ACTIVATION[name](), torch.randn(2, 3, 16, 16)
+    plain = pk.saved_bytes(model, x)
+    kept = {mode: pk.saved_bytes(pk.convert(model, memory=mode), x) for mode in MODES}
+    assert kept["store"] <= 0.55 * plain
+    if name != "dense":  # whose layers are not residual
+        assert kept["rebuild"] < 0.6 * kept["store"]
+        assert kept["checkpoint"] < 0.4 * kept["store"]
+    assert pk.saved_bytes(pk.convert(model), x) == kept["store"]
+
+
+def test_parts_have_memory_modes_of_their_own():
+    halves = [Chain(*(foreign.FunctionalBlock(8, 8) for _ in range(3))) for _ in range(2)]
+    model, x = Chain(*halves), torch.randn(2, 8, 16, 16)
+    store, rebuild = (pk.saved_bytes(pk.convert(model, memory=m), x) for m in MODES[:2])
+    pk.convert(pk.convert(model)[0], memory="rebuild")
+    assert rebuild < pk.saved_bytes(model, x) < store
+
+
+@pytest.mark.parametrize(("name", "frozen"), [("bottleneck", 0.5), ("deep", 0), ("dense", 0)])
+def test_memory_of_converted_models_is_planned(name, frozen):
+    model, x = PRE_ACTIVATION[name](), torch.randn(2, 3, 16, 16)
+    parameters = list(model.parameters())
+    for p in parameters[: int(frozen * len(parameters))]:
+        p.requires_grad_(False)
+    kept = pk.saved_bytes(pk.convert(model), x)
+    plan = pk.plan_memory(model, x, kept)
+    least = plan.other_bytes + sum(min(o.saved_bytes for o in s.options) for s in plan.stages)
+    assert least <= (0.9 if frozen else 0.7) * kept
+    for share in (1.0, 0.7):
+        budget = max(least, int(share * kept))
+        plan = pk.plan_memory(model, x, budget)
+        plan.apply(model)
+        assert pk.saved_bytes(model, x) == plan.predicted_bytes <= budget
+    assert pk.saved_bytes(copy.deepcopy(model), x) == plan.predicted_bytes
+    with pytest.raises(ValueError, match="expected the stages"):
+        plan.apply(pk.preact_resnet(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_format"),
+    [
+        ("functional-bottleneck", torch.channels_last),
+        ("dense", torch.contiguous_format),
+        ("deep", torch.contiguous_format),
+    ],
+)
+def test_frozen_parts_keep_no_more_than_in_plain_pytorch(name, memory_format):
+    model, x = built(name)
+    model, x = (t.to(memory_format=memory_format) for t in (model, x[:2]))
+    converted = pk.convert(copy.deepcopy(model))
+    for i, (p, q) in enumerate(zip(model.parameters(), converted.parameters(), strict=True)):
+        if i % 4 == 0 or i < 12:
+            assert pk.saved_bytes(converted, x) <= pk.saved_bytes(model, x), i
+        p.requires_grad_(False)
+        q.requires_grad_(False)
+    assert pk.saved_bytes(converted, x) == 0
+
+
+# Dtypes.
+
+
+@pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "attention"])
+def test_autocast_gives_the_same_dtypes(name):
+    model, x = built(name)
+    results = []
+    for m in (model, pk.convert(copy.deepcopy(model))):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m(x)
+        y.float().sum().backward()
+        results.append((y, torch.cat([p.grad.flatten() for p in m.parameters()])))
+    for value, expected in zip(results[1], results[0], strict=True):
+        assert value.dtype == expected.dtype
+        assert (value.float() - expected.float()).norm() < 0.5 * expected.float().norm()
+
+
+class Sums(Block):
+    """Adds a float32 image to a result of autocast, and a bfloat16 one in place."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        z = super().forward(x) + x
+        y += x.bfloat16()
+        return torch.cat([y, z])
+
+
+def test_sums_of_two_dtypes_under_autocast():
+    model, x, found = Sums(), torch.randn(2, 4, 6, 6), []
+    for m in (pk.convert(copy.deepcopy(model)), model):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(m(x))
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+
+
+def test_converted_models_may_change_their_dtype():
+    model, x = built("functional-bottleneck")
+    pk.convert(model).to(torch.bfloat16)
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+    assert len(pk.conversion_report(model).fused) == 15

@@ -1,0 +1,500 @@
+"""The rules that make deferral sound: what is computed when, and what a program can see of it."""
+
+import contextlib
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import preact_kernels as pk
+from preact_kernels.conversion import execution
+from tests.convert import published_models as foreign
+from tests.convert.models import MODES, Block, Chain, small
+from tests.convert.random_model_helpers import SaveAndSquare, triple
+from tests.convert.trial import Subject, assert_alike, facts, tensors_of
+
+pytestmark = pytest.mark.backends("cpu")
+
+square = SaveAndSquare.apply
+
+
+def images(*shape):
+    return torch.randn(*(shape or (2, 4, 6, 6)), requires_grad=True)
+
+
+def gradients(y, *inputs):
+    return torch.autograd.grad(y.square().sum(), inputs, allow_unused=True)
+
+
+class Calls(TorchFunctionMode):
+    """Counts the calls of a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.count = function, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.function
+        return func(*args, **(kwargs or {}))
+
+
+# Rules 1 and 7: what is deferred, what computes it, and what becomes of it.
+
+
+def test_metadata_is_known_without_computing():
+    block, x = Block(), images()
+    with pk.fuse():
+        h = block.bn(x)
+        assert (h.shape, h.dtype, h.dim(), h.size(1), len(h)) == (x.shape, x.dtype, 4, 4, 2)
+        assert h.requires_grad and not h.is_leaf and h.device == x.device
+        assert isinstance(h, torch.Tensor) and type(h) is not torch.Tensor
+        assert type(h).__name__ == "Tensor"
+    assert type(h) is torch.Tensor
+
+
+def test_what_is_read_becomes_a_plain_tensor_and_keeps_what_refers_to_it():
+    block, x = Block(), images()
+    with pk.fuse():
+        y = block(x)
+        y.tag, reference = "mine", weakref.ref(y)
+        mean = y.mean()
+        assert type(y) is torch.Tensor and y.grad_fn is not None
+    torch.testing.assert_close(mean, y.mean())
+    assert reference() is y and vars(y) == {"tag": "mine"}
+    torch.testing.assert_close(gradients(y * 1, x), gradients(block(x), x), rtol=1e-4, atol=1e-5)
+
+
+def test_what_an_autograd_function_holds_becomes_plain_when_it_lets_go():
+    """Its values are read by a recorded operation, and are what a converted child returned."""
+
+    class Inner(Block):
+        def forward(self, x):
+            self.kept = [super().forward(x)]
+            self.saved = [square(self.kept[0])]
+            self.kept[0].mean()
+            return self.kept[0]
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.block = Inner(), Block()
+
+        def forward(self, x):
+            h = self.inner(x)
+            y = self.block(self.inner.kept[0])
+            self.inner.saved.clear()
+            return y + h + self.inner.kept.pop().sum(), h
+
+    assert_alike(Subject(Outer))
+
+
+def test_backward_of_custom_functions_takes_linear_time(monkeypatch):
+    """Each node is computed once again, though blocks read their inputs twice."""
+
+    class Residual(Block):
+        def forward(self, x):
+            return super().forward(x) + x
+
+    blocks, x = nn.Sequential(*(Residual() for _ in range(12))), images()
+    with pk.fuse():
+        y = triple(blocks(x))
+    batch_norm, calls = F.batch_norm, []
+    monkeypatch.setattr(F, "batch_norm", lambda *args: calls.append(args) or batch_norm(*args))
+    y.sum().backward()
+    assert 12 <= len(calls) <= 2 * 12
+
+
+def test_custom_functions_free_what_they_kept():
+    block, x = Block(), images()
+    with pk.fuse():
+        h = F.relu(block.bn(x))
+        y = triple(h)
+    kept = weakref.ref(h)
+    del h
+    loss = y.sum()
+    loss.backward()
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_call_that_differs_from_the_last_is_recorded_anew():
+    """What is known of a module's last call holds for the same arguments alone."""
+
+    class TwoUnits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+            self.conv1, self.conv2 = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+
+        def forward(self, x):
+            h = F.relu(self.bn2(self.conv1(F.relu(self.bn1(x)))))
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 2:
+                self.conv2.weight.data = self.conv2.weight.data[:, :, 1:2, 1:2].clone()
+                self.bn1.eps = 0.1
+            y = F.conv2d(h, self.conv2.weight, None, 2)
+            return y * y.shape[2]
+
+    counts = iter([2, 2, 3] * 2)
+    assert_alike(Subject(TwoUnits, make_input=lambda randn: randn(next(counts), 4, 6, 6)))
+
+
+# Rule 2: writes.
+
+
+def overwrite(module, args, result):
+    module.memory.fill_(0)
+
+
+def swap(module, args, result):
+    torch.utils.swap_tensors(module.weight, nn.Parameter(torch.zeros(4, 4, 3, 3)))
+
+
+@pytest.mark.parametrize("converts", [True, False], ids=["convert", "fuse"])
+@pytest.mark.parametrize("hook", [overwrite, swap], ids=lambda f: f.__name__)
+def test_hooks_of_a_convolution_run_after_it(hook, converts):
+    model, x = Block(), images()
+    plain = copy.deepcopy(model)
+    for conv in (plain.conv, model.conv):
+        conv.memory = conv.weight.untyped_storage()  # PyTorch counts no change through it
+        conv.register_forward_hook(hook)
+    if converts:
+        pk.convert(model)
+    with torch.no_grad(), contextlib.nullcontext() if converts else pk.fuse():
+        y = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(y, plain(x))
+
+
+def test_swapped_inputs_are_refused():
+    block, x = Block(), images()
+    with pytest.raises(RuntimeError, match="was modified"), torch.no_grad(), pk.fuse():
+        y = block(x)
+        torch.utils.swap_tensors(block.conv.weight, nn.Parameter(torch.zeros(4, 4, 3, 3)))
+        y.sum()
+
+
+@pytest.mark.parametrize("has_relu", [True, False])
+def test_a_version_that_plain_pytorch_checks_is_checked(has_relu):
+    block, x = Block(), images().contiguous(memory_format=torch.channels_last)
+    a = x * 1
+    with pk.fuse():
+        z = triple(block(a) if has_relu else block.bn(a))
+    with torch.no_grad():
+        a.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+# Rule 3: running statistics, also after exceptions.
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_running_statistics_are_updated_after_an_exception(error):
+    """And no region stays open."""
+
+    class Stops(Chain):
+        stops = True
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.stops:
+                raise error
+            return y
+
+    plain, x = Stops(Block(), Block()), images()
+    model = pk.convert(copy.deepcopy(plain))
+    for m in (model, plain):
+        with pytest.raises(error):
+            m(x)
+        m.stops = False
+    y, expected = model(x), plain(x)
+    assert type(F.relu(F.batch_norm(x, None, None, training=True))) is torch.Tensor
+    torch.testing.assert_close(y, expected)
+    assert type(y) is torch.Tensor and pk.conversion_report(model).fused
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_step_that_failed_updates_statistics_once(monkeypatch):
+    block, x = Block(), images()
+    plain = copy.deepcopy(block)
+    store, calls = execution._Execution._store, []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise MemoryError("planted")
+        return store(*args)
+
+    monkeypatch.setattr(execution._Execution, "_store", fails_once)
+    with pk.fuse():
+        y = block(x)
+        with pytest.raises(MemoryError, match="planted"):
+            y.sum()
+        total = y.sum()
+    torch.testing.assert_close(total, plain(x).sum())
+    torch.testing.assert_close(block.bn.running_mean, plain.bn.running_mean)
+
+
+# Rule 4: errors.
+
+
+def test_errors_are_raised_where_they_are_made():
+    block, x = Block(), images()
+    with pk.fuse():
+        h = F.relu(block.bn(x))
+        with pytest.raises(RuntimeError):
+            F.conv2d(h, torch.randn(4, 3, 1, 1))
+        with pytest.raises(RuntimeError):
+            h + torch.randn(2, 3, 5, 5)
+        with pytest.raises(ValueError, match="more than 1 value"):
+            F.batch_norm(torch.randn(1, 4, 1, 1), None, None, training=True)
+        y = block.conv(h)
+    torch.testing.assert_close(y, block(x))
+
+
+def test_images_without_a_batch_raise_as_in_eager():
+    model, _ = small()
+    for m in (model, pk.convert(copy.deepcopy(model))):
+        with pytest.raises(ValueError, match=r"4 dimensions|4D"):
+            m(torch.randn(3, 16, 16))
+
+
+# Rule 5: weights that are read later, and hooks.
+
+
+def test_a_weight_that_was_freed_raises():
+    """As after FSDP freed the weights of a block whose result it did not find."""
+    block, x = Block(), images()
+    for context in (pk.fuse(), contextlib.nullcontext()):
+        with context:
+            y = block(x)
+        size = block.bn.weight.untyped_storage().nbytes()
+        block.bn.weight.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=r"freed|not allocated"):
+            y.sum().backward()
+        block.bn.weight.untyped_storage().resize_(size)
+
+
+def test_frozen_batch_norms_keep_no_image():
+    block = Block()
+    block.bn.requires_grad_(False)
+    x = images().detach()
+    with pk.fuse():
+        y = block(x)
+    x.add_(1)  # saved by no plain operator
+    y.sum().backward()
+
+
+HOOKED = {"norm": "0.bn", "conv": "0.conv", "block": "0"}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", HOOKED.values(), ids=HOOKED)
+def test_hooks_see_what_they_see_in_plain_pytorch(name, when):
+    def note(*values):
+        subject.log.append(facts(values))
+
+    def add_hooks(net):
+        module = net.get_submodule(name)
+        module.register_forward_pre_hook(lambda m, args: note(args, args[0].view(2, -1)))
+        module.register_forward_hook(lambda m, args, y: note(y, y.view(2, -1)))
+        module.register_full_backward_hook(lambda m, dx, dy: note(dx, dy))
+
+    subject = Subject(lambda: Chain(Block(), Block()), **{when: add_hooks})
+    assert_alike(subject)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_hooks_that_come_first_see_computed_tensors(is_before):
+    """FSDP hooks the modules that it wraps, and passes their inputs to a custom function."""
+
+    class Features(Chain):
+        def forward(self, x):
+            h = self[0](x)
+            return self[3](self[2](self[1](h))), h
+
+    def add_hook(net):
+        if is_before:
+            net[2].register_forward_pre_hook(lambda m, args: (triple(args[0]),), prepend=True)
+        else:
+            net[2].register_forward_hook(lambda m, args, y: triple(y), prepend=True)
+
+    assert_alike(Subject(lambda: Features(*(Block() for _ in range(4))), after=add_hook))
+
+
+# Rule 6: other modes of PyTorch.
+
+
+def test_other_function_modes_see_every_call():
+    model = pk.convert(Chain(Block()))
+    with Calls(F.relu) as calls:
+        model(images())
+    assert calls.count == 1
+
+
+def test_removed_hooks_open_no_region():
+    model = pk.convert(Chain(Block()))
+    for m in model.modules():
+        m._forward_hooks.clear()
+    assert type(model(images())) is torch.Tensor
+    assert type(F.batch_norm(images(), None, None, training=True)) is torch.Tensor
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("has_relu", [True, False])
+def test_converted_modules_that_a_checkpoint_calls_run_fused(has_relu, use_reentrant):
+    """Their running statistics follow the batch once, also where nothing fuses."""
+
+    class Checkpoints(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block() if has_relu else nn.Sequential(nn.BatchNorm2d(4), nn.Sigmoid())
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.block, x * 1, use_reentrant=use_reentrant)
+
+    model, x, found = Checkpoints().double(), torch.randn(2, 4, 6, 6).double(), []
+    plain = copy.deepcopy(model.block)
+    for m in (pk.convert(model), plain):
+        leaf = x.clone().requires_grad_()
+        y = m(leaf)
+        y.square().sum().backward()
+        found.append(tensors_of(m, (y, leaf.grad)))
+    torch.testing.assert_close(*found)
+    assert bool(pk.conversion_report(model).fused) is has_relu
+
+
+# Rule 8: threads.
+
+
+def test_regions_belong_to_their_threads():
+    model, x = small()
+    plain = copy.deepcopy(model).eval()
+    pk.convert(model).eval()
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(model(x))) for _ in range(4)]
+    with pk.fuse():
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    for y in results:
+        torch.testing.assert_close(y, plain(x))
+    assert len(results) == 4
+
+
+def test_another_thread_may_read_a_deferred_tensor():
+    block, x, results = Block().eval(), images(), []
+    with pk.fuse():
+        y = block(x)
+        threads = [threading.Thread(target=lambda: results.append(y.sum())) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert len(results) == 4
+    for result in results:
+        torch.testing.assert_close(result, block(x).sum())
+
+
+# Memory formats.
+
+
+class Copies(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts copies of images into other memory formats."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.clone.default and y.dim() == 4:
+            self.count += (args[0].stride(1) == 1) is not (y.stride(1) == 1)
+        return y
+
+
+def test_what_units_read_and_return_is_converted_once():
+    class ReturnsMuch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x):
+            h = F.relu(F.relu(x) + 1)
+            return self.blocks[1](self.blocks[0](h)), self.blocks[2](h), h
+
+    model, x = ReturnsMuch(), images()
+    expected = model(x)
+    with Copies() as copies:
+        y = pk.convert(copy.deepcopy(model))(x)
+    assert copies.count == 3  # of `h` and of two results
+    for a, b in zip(y, expected, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_the_output_of_a_run_may_change_in_place(memory):
+    class ChangesOutput(Chain):
+        def forward(self, x):
+            y = super().forward(x)
+            y.mul_(2)
+            return y
+
+    def in_nhwc(t):
+        return t.to(memory_format=torch.channels_last)
+
+    assert_alike(
+        Subject(
+            lambda: in_nhwc(ChangesOutput(*(foreign.FunctionalBlock(4, 4) for _ in range(3)))),
+            make_input=lambda randn: in_nhwc(randn(2, 4, 6, 6)),
+            MEMORY=memory,
+        )
+    )
+
+
+def test_convolutions_of_few_channels_stay_in_nchw():
+    """PyTorch 2.13 corrupts memory in channels_last ones of stride 2."""
+
+    class Few(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3, padding=1)
+            self.down = nn.Conv2d(3, 8, 1, 2)
+
+        def forward(self, x):
+            return self.down(self.conv(F.relu(self.bn(x))))
+
+    model, x = Few(), images(2, 3, 9, 9)
+    expected = model(x)
+    for _ in range(20):
+        torch.testing.assert_close(pk.convert(model)(x), expected)
+
+
+# Garbage.
+
+
+def test_models_are_freed_at_once_and_calls_leave_no_garbage():
+    model, x = small()
+    modules = [weakref.ref(m) for m in pk.convert(model).modules()]
+    model(x).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        model(x)
+        garbage = gc.collect()
+        pk.conversion_report(model)
+        del model
+        assert not any(m() for m in modules)
+    finally:
+        gc.enable()
+    assert garbage <= 50
