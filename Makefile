@@ -46,6 +46,7 @@ REQUIREMENTS := $(VENV)/.requirements
 EDITABLE := $(VENV)/.editable
 CPU_BUILD := $(VENV)/.build-cpu
 BUILD := $(VENV)/.build
+ARCHITECTURES := $(VENV)/.architectures
 
 # The tested versions in pyproject.toml, oldest first.
 tested = $(shell sed -n 's/^tested-$(1) = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
@@ -64,9 +65,13 @@ START := $(shell date +%s)
 SANITIZERS ?= memcheck initcheck racecheck synccheck
 SANITIZER_SECONDS ?= 130
 
-# Compute capabilities that the CUDA library is built for. Without the variable setup.py builds all.
-CUDA_GPUS := $(if $(GPUS),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sort -u))
-TORCH_CUDA_ARCH_LIST ?= $(or $(CUDA_GPUS),9.0)
+# Compute capabilities that the CUDA library is built for: those of the GPUs here, else 9.0. If the
+# list is empty, setup.py builds all.
+CAPABILITIES := $(if $(GPUS),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sort -u))
+ifeq ($(origin TORCH_CUDA_ARCH_LIST),undefined)
+TORCH_CUDA_ARCH_LIST := $(or $(filter 8.% 9.% 10.% 11.% 12.%,$(CAPABILITIES)),9.0)
+test-full: TORCH_CUDA_ARCH_LIST :=
+endif
 
 # Outside `make test`: no other folder uses what these test.
 STUDY_TESTS := tests/study
@@ -75,8 +80,9 @@ TOOL_TESTS := tests/bench tests/kernels/test_cuda_on_host.py
 VERSION_TESTS := tests/behaviour tests/convert tests/stage
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: build test test-study test-tools test-full compile-triton compile-triton-full cuda-on-host check-oldest check-newest \
-  check-torch check-gpu bench report lint format gpu-report clean
+.PHONY: always build test test-study test-tools test-full compile-triton compile-triton-full \
+  cuda-on-host check-oldest check-newest check-torch check-gpu bench report lint format gpu-report \
+  clean
 
 build: $(BUILD)
 
@@ -93,8 +99,9 @@ test-full: lint $(BUILD) compile-triton-full cuda-on-host
 	@$(PYTEST) $(ARGS)
 
 # Compiled again only where a kernel, a launcher, the script or Triton has changed.
-TRITON_KERNELS := tests/kernels/compile_triton.py $(REQUIREMENTS) \
-  $(wildcard preact_kernels/kernels/*.py preact_kernels/kernels/triton/*.py)
+TRITON_KERNELS := tests/kernels/compile_triton.py $(REQUIREMENTS) preact_kernels/kernels/triton \
+  $(wildcard preact_kernels/torch_compat.py preact_kernels/kernels/*.py \
+    preact_kernels/kernels/triton/*.py)
 
 compile-triton: build/triton/.quick
 compile-triton-full: build/triton/.oldest build/triton/.newest
@@ -199,10 +206,15 @@ COMPILE = PATH="$(abspath $(BIN)):$$PATH" TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARC
   $(BIN)/python setup.py -q build_ext --inplace \
   >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
 
-$(BUILD): $(EDITABLE) $(CSRC)
+$(BUILD): $(EDITABLE) $(CSRC) $(ARCHITECTURES)
 	@echo "Compiling csrc"
 	@$(COMPILE)
+	@grep '^No CUDA library' $(VENV)/build.log || true
 	@grep '^preact_kernels: ' $(VENV)/build.log || touch $@ $(CPU_BUILD)
+
+# Holds the list, and is written only when that changes.
+$(ARCHITECTURES): $(REQUIREMENTS) always
+	@echo "$(TORCH_CUDA_ARCH_LIST)" | cmp -s - $@ || echo "$(TORCH_CUDA_ARCH_LIST)" >$@
 
 $(CPU_BUILD): $(EDITABLE) $(CSRC)
 	@echo "Compiling csrc/cpu"
@@ -219,6 +231,6 @@ gpu-report:
 	@$(PYTHON) -m bench.gpu_report "$(OUT)" $(ARGS)
 
 clean:
-	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD) $(CPU_BUILD)
+	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD) $(CPU_BUILD) $(ARCHITECTURES)
 	@rm -rf .benchmarks .hypothesis .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +

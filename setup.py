@@ -76,8 +76,7 @@ def cpu_extension():
         depends=HEADERS,
         include_dirs=INCLUDE_DIRS.copy(),
         # -g0: Python's flags ask for debug information, ten times the size of the code.
-        # -Wno-uninitialized: GCC 12 warns in its own AVX-512 header.
-        extra_compile_args=[*FLAGS, "-g0", "-fvisibility=hidden", "-Wno-uninitialized"],
+        extra_compile_args=[*FLAGS, "-g0", "-fvisibility=hidden"],
         py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
     )
 

@@ -15,10 +15,10 @@ using namespace preact_kernels;
 // The name of the chosen `Isa`.
 static std::string instruction_set() { return isa_name(); }
 
-// Of the channels of direct convolutions.
+// Direct convolutions need channels that are multiples of this.
 static int64_t channel_multiple() { return vector_bytes() / static_cast<int64_t>(sizeof(float)); }
 
-// Of direct convolutions, as `ConvLimits` in kernels/cpu.py names them.
+// The limits of direct convolutions, as `ConvLimits` in kernels/cpu.py names them.
 static std::vector<int64_t> conv_limits() {
   return {Taps::kMost, kSmallWeight, kFewActivations, kFewActivationsPerWeight};
 }
@@ -35,12 +35,8 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("instruction_set() -> str");
   m.def("channel_multiple() -> int");
   m.def("conv_limits() -> int[]");
-  m.def(
-      "is_weight_stationary(Tensor x, Tensor conv_weight, int[] stride) -> "
-      "bool");
-  m.def(
-      "running_stats_update(Tensor(a!)[] running, Tensor[] batch, float "
-      "momentum) -> ()");
+  m.def("is_weight_stationary(Tensor x, Tensor conv_weight, int[] stride) -> bool");
+  m.def("running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {

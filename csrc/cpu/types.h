@@ -2,7 +2,13 @@
 #pragma once
 
 #if defined(__x86_64__)
+#pragma GCC diagnostic push
+#ifndef __clang__  // GCC 12 warns in its own header
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #include <cmath>
@@ -15,8 +21,7 @@
 
 #define PK_INLINE inline __attribute__((always_inline))
 #define PK_LAMBDA __attribute__((always_inline))
-// Of what is called rarely. The compiler is slow, more than in proportion, where all is one
-// function.
+// Not inlined: the time to compile a function grows faster than the function.
 #define PK_OUTLINE __attribute__((noinline))
 
 // The values of two vectors of type `type` at the given indices.

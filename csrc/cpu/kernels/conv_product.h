@@ -108,7 +108,7 @@ constexpr int64_t kRunChannels = kDepth<O> > 1 ? 0
                                  : kHasFma     ? 256
                                                : 32;
 
-// That, or 0 where the sum of all channels and taps is short enough in one piece.
+// Channels per partial sum; 0: all channels and taps in one sum.
 template <class O>
 PK_INLINE int64_t channels_of_run(const Taps& taps, int64_t channels) {
   constexpr int64_t kWhole = 640;

@@ -33,8 +33,7 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
       const Vector<A> d = load(x_pixel) - m;
       const Vector<A> p = d * s + b;
       if constexpr (kHasActivation) {
-        // Tiles of four vectors are those of a 1x1 kernel: they spare the branch.
-        if (kVectors == 4 || is_activation_stored) store(relu_pixel, relu(p));
+        if (is_activation_stored) store(relu_pixel, relu(p));
         relu_pixel = next_pixel(relu_pixel, step);
       }
       const Vector<A> masked = stored(g_pixel, where_active(p, acc[i][v]));

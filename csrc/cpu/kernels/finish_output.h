@@ -100,10 +100,13 @@ struct FinishOutput {
       const T* y = out + pixel * outputs + at;
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
-        const Vector<A> d = (std::is_same_v<T, A> ? acc[i][v] : load(y)) - pivot;  // as stored
+        Vector<A> d = acc[i][v] - pivot;
+        if constexpr (!std::is_same_v<T, A>) {  // y as stored
+          d = load(y) - pivot;
+          y = next_pixel(y, outputs);
+        }
         s += d;
         q += d * d;
-        y = next_pixel(y, outputs);
       }
       store(sum + at, load(sum + at) + s);
       store(square + at, load(square + at) + q);
