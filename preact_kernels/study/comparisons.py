@@ -103,7 +103,9 @@ def _compared(
             label: [list(enumerate(run, 1)) for run in runs]
             for label, runs in by_label(some, "losses").items()
         }
-        comparison.plot(f"Training loss, {depth} layers", plots.plot_losses, curves, smooth=20)
+        comparison.plot(
+            f"Training loss, {depth} layers", plots.plot_losses, curves, smooth=20, log=True
+        )
         known = {label: v for label, v in reference.items() if v is not None and label in errors}
         comparison.plot(
             f"Test error, {depth} layers",
@@ -268,7 +270,7 @@ def _fused_and_plain(comparison: Comparison) -> None:
         "",
     )
     curves = {r.label: [list(enumerate(r.losses, 1))] for r in results if r.seed == 0}
-    comparison.plot("Fused and plain", plots.plot_losses, curves, smooth=10)
+    comparison.plot("Fused and plain", plots.plot_losses, curves, smooth=10, log=True)
 
 
 def _signal(comparison: Comparison) -> Path:

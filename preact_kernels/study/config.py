@@ -211,9 +211,11 @@ def build_network(config: Config, classes: int) -> nn.Module:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, omit: typing.Collection[str] = ()) -> None:
     """Adds every option to a parser."""
     for field in dataclasses.fields(Config):
+        if field.name in omit:
+            continue
         kind, _ = _kind(field)
         options: dict[str, Any] = {"default": argparse.SUPPRESS}
         text = field.metadata["help"].replace("%", "%%")

@@ -64,6 +64,7 @@ def warm_up_steps(recipe: str, given: int | None, total_steps: int) -> int:
 class Group(NamedTuple):
     """Parameters with one learning rate."""
 
+    name: str
     factor: float  # of the learning rate
     parameters: list[nn.Parameter]
 
@@ -76,7 +77,7 @@ def parameter_groups(model: nn.Module, first_factor: float) -> list[Group]:
         first_factor: factor of the stem's learning rate. With 1 there is one group.
     """
     if first_factor == 1:
-        return [Group(1.0, list(model.parameters()))]
+        return [Group("all", 1.0, list(model.parameters()))]
     named: dict[str, list[nn.Parameter]] = {}
     seen_stage = False
     for name, p in model.named_parameters():
@@ -86,8 +87,8 @@ def parameter_groups(model: nn.Module, first_factor: float) -> list[Group]:
         named.setdefault(place if seen_stage else "stem", []).append(p)
     last = len(named) - 1
     return [
-        Group(first_factor ** (1 - i / last), parameters)
-        for i, parameters in enumerate(named.values())
+        Group(name, first_factor ** (1 - i / last), parameters)
+        for i, (name, parameters) in enumerate(named.items())
     ]
 
 

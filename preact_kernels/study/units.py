@@ -48,18 +48,19 @@ SHORTCUTS = (  # figure 2, (a) to (f)
 
 
 class RMSNorm2d(nn.Module):
-    """`x / sqrt(mean(x^2) + 1e-5) * weight`, the mean over channels and pixels of each image.
+    """`x / sqrt(mean(x^2) + eps) * weight`, the mean over channels and pixels of each image.
 
     Source: "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the same shape."""
-        y = F.rms_norm(x, x.shape[1:], eps=1e-5)
+        y = F.rms_norm(x, x.shape[1:], eps=self.eps)
         return y * self.weight[:, None, None].to(y.dtype)
 
 
@@ -155,12 +156,13 @@ class SqueezeExcitation(nn.Module):
     """`x * sigmoid(expand(relu(reduce(mean(x)))))`, the mean over the pixels: arXiv 1709.01507.
 
     Args:
-        channels: of x; a sixteenth of them between the two linear layers.
+        channels: of x.
+        reduction: divides the channels between the two linear layers.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, reduction: int = 16) -> None:
         super().__init__()
-        inner = max(1, channels // 16)
+        inner = max(1, channels // reduction)
         self.reduce = nn.Conv2d(channels, inner, 1)
         self.expand = nn.Conv2d(inner, channels, 1)
 

@@ -14,6 +14,7 @@ from preact_kernels.study.units import (
     SHORTCUTS,
     ResidualUnit,
     RMSNorm2d,
+    SqueezeExcitation,
     StochasticDepth,
     UnitOptions,
 )
@@ -187,6 +188,13 @@ def test_a_norm_is_its_formula(name, formula):
     nn.init.uniform_(norm.weight)
     tolerance = {} if isinstance(norm, RMSNorm2d) else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(norm(x), formula(x) * norm.weight[:, None, None], **tolerance)
+
+
+def test_eps_and_reduction_are_used():
+    norm, x = RMSNorm2d(3, eps=0.5).double(), images(3)
+    assert norm.eps == 0.5
+    torch.testing.assert_close(norm(x), x / (x.square().mean((1, 2, 3), True) + 0.5).sqrt())
+    assert SqueezeExcitation(32, reduction=4).reduce.out_channels == 8
 
 
 def test_stochastic_depth_drops_whole_images_more_often_with_depth():

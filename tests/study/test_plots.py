@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs preact_kernels[study]")
 from matplotlib import image
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from preact_kernels.study import plots
 from preact_kernels.study.plots import diagrams, parts
@@ -26,8 +27,8 @@ def draw(tmp_path, monkeypatch):
         figures.append(figure)
         savefig(figure, *args, **options)
 
-    def drawn(function, *values, **options):
-        assert function(*values, path, **options) == path
+    def drawn(function, *values, title="", **options):
+        assert function(*values, path, title, **options) == path
         pixels = image.imread(path)[..., :3]
         assert min(pixels.shape[:2]) > 150
         assert pixels.std() > 0.03, "blank"
@@ -100,6 +101,9 @@ def test_smoothed_losses_show_their_raw_points(draw):
     assert raw.get_alpha() < 0.5
     assert np.abs(line.get_ydata()[10:-10] - 1.5).max() < 0.03
     assert lines(axes)["b"][1] == [2.0, 2.0], "the mean of fewer points than the window"
+    axes = draw(plots.plot_losses, {"a": [run]}).axes[0]
+    assert [list(line.get_ydata()) for line in axes.get_lines()] == [[v for _, v in run]]
+    assert axes.get_yscale() == "linear"
 
 
 @pytest.mark.parametrize(("lowest", "scale"), [(0.9, "linear"), (0.06, "log"), (0.0, "linear")])
@@ -119,14 +123,14 @@ def test_a_scale_follows_the_range_of_its_values(lowest, scale):
 
 def test_values_by_block_are_drawn_with_gaps_and_stages(draw):
     series = {"a": [1e-3, 0.0, 1e-2, NAN, 1e-1, -1.0, INF] + [0.1] * 9, "b": [0.0] * 7}
-    options = {"ylabel": "gradient norm", "boundaries": (4, 8, 14)}
+    options = {"ylabel": "gradient norm", "boundaries": (4, 8, 14), "healthy": (1e-3, 2.0)}
     figure = draw(plots.plot_by_block, series, **options)
     (axes,) = figure.axes
     blocks, values = lines(axes)["a"]
     assert blocks == list(range(1, 17))
     assert [v for v in values if not math.isnan(v)] == [1e-3, 1e-2, *[1e-1] * 10]
     assert figure.get_supxlabel() == "11 points are left out: zero, negative or not finite"
-    assert legend(axes) == ["a", "b (nothing to show)"]
+    assert legend(axes) == ["healthy: 0.001 to 2", "a", "b (nothing to show)"]
     assert texts(axes.texts) == ["stage 1", "stage 2", "stage 3", "stage 4"]
     at = [line.get_xdata()[0] for line in axes.get_lines() if line.get_label().startswith("_")]
     assert at == [3.5, 7.5, 13.5]
@@ -206,7 +210,7 @@ def test_errors_stand_at_their_depths_beside_the_papers(draw):
 
 
 def test_ticks_of_many_depths_do_not_overlap():
-    figure = parts.new_figure((8.5, 4.5))
+    figure = parts.new_figure((8.5, 4.5), "")
     axes = figure.subplots()
     depths = (18, 20, 29, 32, 34, 44, 47, 50, 56, 101, 110, 152, 164, 200, 1001)
     parts.depth_axis(axes, depths)
@@ -312,6 +316,53 @@ def test_a_plot_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 def test_plots_set_no_backend():
     folder = Path(plots.__file__).parent
     assert not [path.name for path in folder.glob("*.py") if "pyplot" in path.read_text()]
+
+
+# Optional arguments
+
+
+def test_training_is_drawn_with_what_was_recorded(draw):
+    epochs, run = [{"epoch": 1}, {"epoch": 2, "test_accuracy": 0.5}], [(0, 2.0), (60, 1.0)]
+    _, loss, accuracy = draw(plots.plot_training, epochs, run).axes
+    assert loss.get_lines()[1].get_xdata()[-1] == 2, "the last step ends the last epoch"
+    assert legend(loss) == ["loss, mean of 20 points"] and legend(accuracy) == ["test"]
+    for epochs, label in (([], "step"), ([{"epoch": 60}], "epoch")):
+        rate, loss, accuracy = draw(plots.plot_training, epochs, run, smooth=0).axes
+        assert lines(loss) == {"loss": ([0, 60], [2.0, 1.0])}
+        assert accuracy.get_xlabel() == label
+        assert texts([*rate.texts, *accuracy.texts]) == ["not recorded"] * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "options"),
+    [
+        (plots.plot_losses, [{"a": [[(0, 1.0)]]}], {"xlabel": "x", "log": True}),
+        (plots.plot_losses, [{"a": [[(0, 1.0), (1, 1e-9)]]}], {"ylabel": "y", "log": False}),
+        (plots.plot_error_against_depth, [{"a": {20: [1.0], 32: [1.0]}}], {"ylabel": "y"}),
+        (plots.plot_cost_against_depth, [{"a": {20: 1.0}}] * 2, {}),
+        (plots.plot_bars, [{"a": [1.0]}], {"ylabel": "y"}),
+        (plots.plot_training, [[], [(0, 1.0)]], {}),
+        (plots.plot_by_block, [{"a": [0.0, -1]}], {"ylabel": "y", "log": False}),
+        (plots.plot_by_block_over_time, [{1: [0.0, -1]}], {"ylabel": "y", "log": False}),
+        (plots.plot_histograms, [{"a": {"s": ([1], [0, 1])}}], {"xlabel": "x"}),
+        (plots.draw_placements, [], {}),
+        (plots.draw_shortcuts, [], {}),
+    ],
+)
+def test_titles_labels_and_log_axes_are_drawn(draw, function, values, options):
+    figure = draw(function, *values, title="A title", **options)
+    labels = {v for v in options.values() if isinstance(v, str)}
+    assert {"A title", *labels} <= set(texts(figure.findobj(Text)))
+    assert options.get("log") in (None, figure.axes[0].get_yscale() == "log")
+
+
+def test_wrong_boundaries_and_edges_are_named(tmp_path):
+    path = tmp_path / "plot.png"
+    for function, wrong in ((plots.plot_by_block, 1), (plots.plot_by_block_over_time, 4)):
+        with pytest.raises(ValueError, match=rf"boundaries: expected 2 to 3, got \[{wrong}\]"):
+            function({1: [1.0] * 3}, path, ylabel="y", boundaries=[wrong])
+    with pytest.raises(ValueError, match="expected 3 edges for 2 counts of 'a', 's', got 2"):
+        plots.plot_histograms({"a": {"s": ([1, 2], [0, 1])}}, path)
 
 
 # Diagrams

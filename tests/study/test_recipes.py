@@ -1,5 +1,6 @@
 """Learning rates, parameter groups and defaults of training runs."""
 
+import argparse
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 pytest.importorskip("tqdm")
 
 from preact_kernels.study import recipes
-from preact_kernels.study.config import Config, parse_bytes
+from preact_kernels.study.config import Config, add_arguments, parse_bytes
 from preact_kernels.study.networks import study_network
 
 
@@ -38,7 +39,9 @@ def test_a_short_run_warms_up_for_a_tenth_at_most():
 
 def test_learning_rates_rise_with_depth():
     network = study_network(20)
+    assert [g.name for g in recipes.parameter_groups(network, 1)] == ["all"]
     groups = recipes.parameter_groups(network, 0.25)
+    assert [g.name for g in groups] == ["stem", "stage 1", "stage 2", "stage 3", "head"]
     assert [p.shape[0] for g in groups for p in g.parameters[:1]] == [16, 16, 16, 32, 64]
     assert [g.factor for g in groups] == pytest.approx([0.25 ** (1 - i / 4) for i in range(5)])
     assert sum(len(g.parameters) for g in groups) == len(list(network.parameters()))
@@ -52,6 +55,11 @@ def test_the_defaults_are_a_recipe():
     assert (Config().epochs, Config().batch, Config().lr) == (30, 64, 0.1)
     paper = Config(recipe="paper")
     assert (paper.epochs, paper.batch, paper.momentum, paper.weight_decay) == (200, 128, 0.9, 1e-4)
+
+
+def test_an_option_is_omitted():
+    add_arguments(parser := argparse.ArgumentParser(), omit=["momentum"])
+    assert "--epochs" in parser.format_help() and "--momentum" not in parser.format_help()
 
 
 def test_bytes_are_read():

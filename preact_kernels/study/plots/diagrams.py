@@ -69,12 +69,14 @@ def fuses_addition(placement: Placement) -> bool:
     return not placement.behind
 
 
-def _new_axes(width: float, height: float) -> tuple[Figure, Axes]:
+def _new_axes(width: float, height: float, title: str) -> tuple[Figure, Axes]:
     """Axes over a whole figure, in inches."""
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
+    if title:
+        axes.text(0.2, 0.25, title, fontsize=12, va="center")
     return figure, axes
 
 
@@ -152,18 +154,19 @@ def _draw_placement(axes: Axes, left: float, name: str, placement: Placement, en
         _box(axes, shortcut, addition + (i + 0.95) * _ROW, _TEXT[layer], 0.75)
 
 
-def draw_placements(path: Path) -> Path:
+def draw_placements(path: Path, title: str = "") -> Path:
     """Draws the units of `PLACEMENTS` side by side, with what runs fused on a shaded ground.
 
     Args:
         path: of the PNG file.
+        title: above the drawing.
 
     Returns:
         `path`.
     """
     rows = max(len(branch_layers(p)) + len(p.after) for p in PLACEMENTS.values())
     end = _TOP + (rows + 2.3) * _ROW
-    figure, axes = _new_axes(_COLUMN * len(PLACEMENTS) + 0.2, end + 0.65)
+    figure, axes = _new_axes(_COLUMN * len(PLACEMENTS) + 0.2, end + 0.65, title)
     for i, (name, placement) in enumerate(PLACEMENTS.items()):
         _draw_placement(axes, 0.1 + i * _COLUMN, name, placement, end)
     axes.legend(
@@ -214,17 +217,18 @@ def _draw_shortcut(axes: Axes, left: float, name: str) -> None:
     axes.text(middle, end + 0.35, drawing.formula, ha="center", fontsize=9.5)
 
 
-def draw_shortcuts(path: Path) -> Path:
+def draw_shortcuts(path: Path, title: str = "") -> Path:
     """Draws the units of `SHORTCUTS` side by side, with their formulas.
 
     Args:
         path: of the PNG file.
+        title: above the drawing.
 
     Returns:
         `path`.
     """
     widths = [3.3 if SHORTCUT_DRAWINGS[name].gates else 2.3 for name in SHORTCUTS]
-    figure, axes = _new_axes(sum(widths) + 0.2, _TOP + 5.4)
+    figure, axes = _new_axes(sum(widths) + 0.2, _TOP + 5.4, title)
     for i, name in enumerate(SHORTCUTS):
         _draw_shortcut(axes, 0.15 + sum(widths[:i]), name)
     note = "g(x) = sigmoid($W_g$ x + $b_g$). The last ReLU acts on y. Batch norms are not drawn."

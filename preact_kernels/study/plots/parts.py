@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,12 @@ def style(index: int) -> Look:
     }
 
 
-def new_figure(size: tuple[float, float]) -> Figure:
+def new_figure(size: tuple[float, float], title: str) -> Figure:
     """A figure of so many inches whose parts are laid out without overlap."""
     figure = Figure(figsize=size, layout="constrained")
     figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
+    if title:
+        figure.suptitle("\n".join(wrap(title, int(11 * size[0]))), x=0.015, ha="left", fontsize=11)
     return figure
 
 
@@ -142,10 +145,10 @@ def finite_points(points: Points) -> tuple[np.ndarray, np.ndarray]:
     return table[:, 0], table[:, 1]
 
 
-def plottable(values: Sequence[float]) -> np.ndarray:
-    """The values as an array, NaN where a log axis cannot show them."""
+def plottable(values: Sequence[float], log: bool) -> np.ndarray:
+    """The values as an array, NaN where the axis cannot show them."""
     array = np.array(values, dtype=float)
-    array[~np.isfinite(array) | (array <= 0)] = math.nan
+    array[~np.isfinite(array) | ((array <= 0) if log else False)] = math.nan
     return array
 
 
@@ -167,9 +170,11 @@ def draw_runs(axes: Axes, label: str, runs: Sequence[Points], smooth: int, index
     for run in runs:
         steps, values = finite_points(run)
         left_out += len(run) - len(steps)
-        raw: Look = {"markersize": 5 if len(steps) < 300 else 3, "zorder": 1}
-        axes.plot(steps, values, ".", color=look["color"], alpha=0.3, mew=0, **raw)
-        for step, value in zip(steps, smoothed(values, smooth), strict=True):
+        if smooth > 1:
+            raw: Look = {"markersize": 5 if len(steps) < 300 else 3, "zorder": 1}
+            axes.plot(steps, values, ".", color=look["color"], alpha=0.3, mew=0, **raw)
+            values = smoothed(values, smooth)
+        for step, value in zip(steps, values, strict=True):
             at_step.setdefault(float(step), []).append(float(value))
     steps = np.array(sorted(at_step))
     found = [at_step[s] for s in steps]

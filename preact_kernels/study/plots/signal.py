@@ -48,16 +48,19 @@ def block_axes(
     figure: Figure,
     series: Sequence[Sequence[float]],
     ylabel: str,
+    healthy: tuple[float, float] | None,
+    log: bool,
     boundaries: Sequence[int],
-    healthy: tuple[float, float] | None = None,
 ) -> tuple[Axes, list[np.ndarray]]:
-    """Log axes for values by block, and the values, NaN where they cannot be shown."""
-    arrays = [plottable(values) for values in series]
+    """Axes for values by block, and the values, NaN where they cannot be shown."""
+    arrays = [plottable(values, log) for values in series]
     shown = [float(v) for array in arrays for v in array]
-    check_any("values", shown, "a positive finite value")
+    check_any("values", shown, "a positive finite value" if log else "a finite value")
     blocks = max(len(array) for array in arrays)
+    if any(not 1 < b <= blocks for b in boundaries):
+        raise ValueError(f"boundaries: expected 2 to {blocks}, got {list(boundaries)}")
     axes = figure.subplots()
-    scale_y(axes, [*shown, *(healthy or ())], log=True)
+    scale_y(axes, [*shown, *(healthy or ())], log)
     if healthy is not None:
         text = f"healthy: {healthy[0]:g} to {healthy[1]:g}"
         axes.axhspan(*healthy, color="#B5E0C8", alpha=0.55, linewidth=0, zorder=0, label=text)
@@ -69,16 +72,19 @@ def block_axes(
     axes.set(xlabel="block", ylabel=ylabel)
     grid(axes)
     count = int(sum(np.isnan(array).sum() for array in arrays))
-    note_left_out(figure, count, "zero, negative or not finite")
+    note_left_out(figure, count, "zero, negative or not finite" if log else "not finite")
     return axes, arrays
 
 
 def plot_by_block(
     series: Mapping[str, Sequence[float]],
     path: Path,
+    title: str = "",
     *,
     ylabel: str,
-    boundaries: Sequence[int],
+    healthy: tuple[float, float] | None = None,
+    log: bool = True,
+    boundaries: Sequence[int] = (),
 ) -> Path:
     """Plots a measurement against the number of the block, counted from 1.
 
@@ -87,14 +93,17 @@ def plot_by_block(
     Args:
         series: label -> values of blocks 1, 2, ...
         path: of the PNG file.
+        title: above the plot.
         ylabel: of the values.
+        healthy: lowest and highest value of the shaded band.
+        log: whether the values have a log axis.
         boundaries: numbers of the first blocks of the second and later stages.
 
     Raises:
-        ValueError: no value can be shown.
+        ValueError: no value can be shown, or a boundary is not a block after the first.
     """
-    figure = new_figure((8.5, 4.5))
-    axes, arrays = block_axes(figure, list(series.values()), ylabel, boundaries)
+    figure = new_figure((8.5, 4.5), title)
+    axes, arrays = block_axes(figure, list(series.values()), ylabel, healthy, log, boundaries)
     for i, (label, array) in enumerate(zip(series, arrays, strict=True)):
         name = label if np.isfinite(array).any() else f"{label} (nothing to show)"
         blocks = np.arange(1, len(array) + 1)
@@ -107,27 +116,31 @@ def plot_by_block(
 def plot_by_block_over_time(
     rows: Mapping[int, Sequence[float]],
     path: Path,
+    title: str = "",
     *,
     ylabel: str,
-    boundaries: Sequence[int],
-    healthy: tuple[float, float] | None,
+    healthy: tuple[float, float] | None = None,
+    log: bool = True,
+    boundaries: Sequence[int] = (),
 ) -> Path:
     """Plots a measurement against the block, a line per step; the colour tells the step.
 
     Args:
         rows: step -> values of blocks 1, 2, ...
         path: of the PNG file.
+        title: above the plot.
         ylabel: of the values.
-        boundaries: numbers of the first blocks of the second and later stages.
         healthy: lowest and highest value of the shaded band.
+        log: whether the values have a log axis.
+        boundaries: numbers of the first blocks of the second and later stages.
 
     Raises:
-        ValueError: no value can be shown.
+        ValueError: no value can be shown, or a boundary is not a block after the first.
     """
-    figure = new_figure((8.5, 4.5))
+    figure = new_figure((8.5, 4.5), title)
     steps = sorted(rows)
     series = [rows[s] for s in steps]
-    axes, arrays = block_axes(figure, series, ylabel, boundaries, healthy)
+    axes, arrays = block_axes(figure, series, ylabel, healthy, log, boundaries)
     # Viridis without its yellow end, which is too pale on white.
     shades = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
     span = max(1, steps[-1] - steps[0])
@@ -147,9 +160,14 @@ def plot_by_block_over_time(
     return save_png(figure, path)
 
 
-def _density(histogram: Histogram) -> tuple[np.ndarray, np.ndarray]:
+def _check_histogram(name: str, histogram: Histogram) -> tuple[np.ndarray, np.ndarray]:
     """Densities and edges; empty without a count."""
     counts, edges = (np.array(part, dtype=float) for part in histogram)
+    if len(edges) != len(counts) + 1:
+        raise ValueError(
+            f"histograms: expected {len(counts) + 1} edges for {len(counts)} counts of {name}, "
+            f"got {len(edges)}"
+        )
     if not (np.isfinite(edges).all() and np.isfinite(counts).all() and counts.sum() > 0):
         return np.array([]), np.array([])
     return counts / (counts.sum() * np.diff(edges)), edges
@@ -166,6 +184,9 @@ def _central(density: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
 def plot_histograms(
     histograms: Mapping[str, Mapping[str, Histogram]],
     path: Path,
+    title: str = "",
+    *,
+    xlabel: str = "activation",
 ) -> Path:
     """Plots densities, a row per label and a column per stage; a column shares its axes.
 
@@ -175,19 +196,21 @@ def plot_histograms(
     Args:
         histograms: label -> stage -> (counts, edges of the bins: one more).
         path: of the PNG file.
+        title: above the plot.
+        xlabel: of the values counted.
 
     Raises:
-        ValueError: no histogram has a count.
+        ValueError: no histogram has a count, or edges do not fit counts.
     """
     stages = list(dict.fromkeys(stage for row in histograms.values() for stage in row))
     panels = {
-        (label, stage): _density(histogram)
+        (label, stage): _check_histogram(f"{label!r}, {stage!r}", histogram)
         for label, row in histograms.items()
         for stage, histogram in row.items()
     }
     check_any("histograms", (v for d, _ in panels.values() for v in d), "at least one count")
     size = (1.5 + 2.4 * len(stages), 1.1 + 1.15 * len(histograms))
-    figure = new_figure(size)
+    figure = new_figure(size, title)
     grid_of_axes = figure.subplots(
         len(histograms), len(stages), sharex="col", sharey="col", squeeze=False
     )
@@ -214,7 +237,7 @@ def plot_histograms(
             axes.set_xlim(min(low for low, _ in ranges), max(high for _, high in ranges))
             axes.xaxis.set_major_locator(MaxNLocator(5))
             peaks[column] = [float(d.max()) for d, _ in found]
-        axes.set_xlabel("activation", fontsize=9)
+        axes.set_xlabel(xlabel, fontsize=9)
     for column, heights in peaks.items():
         limits = (min(heights) * 1e-3, max(heights) * 1.5)
         grid_of_axes[0, column].set(yscale="log", ylim=limits)
