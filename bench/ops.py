@@ -48,6 +48,14 @@ class Case(NamedTuple):
     kernel: int = 1
     has_residual: bool = False
 
+    def __str__(self) -> str:
+        words = [self.op.replace("_", "-"), f"{self.channels}"]
+        if self.out:
+            words += [f"{self.out}", f"{self.kernel}x{self.kernel}"]
+        if self.has_residual:
+            words.append("residual")
+        return "-".join([*words, f"{self.size}px"])
+
     @property
     def title(self) -> str:
         """For example `"bn_relu_conv2d 1x1 + residual"`."""
@@ -218,7 +226,7 @@ def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.d
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.title} {case.shape}")
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
     """Times the fused op, with a round of the other contenders as the set-up of each round."""
     device, dtype, batch = settings.device, settings.dtype, settings.batch
@@ -272,6 +280,8 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
         row.set_timing(timing, settings.ceilings.floor_ms(*cost, dtype))
         row.gb_per_s = cost.bytes_moved / row.median_ms / 1e6
         row.gflop_per_s = cost.flops / row.median_ms / 1e6
+        shown = "median_ms", "gb_per_s", "gflop_per_s", "x_of_floor"
+        benchmark.extra_info[name] = {column: getattr(row, column) for column in shown}
         record(row)
     assert not wrong, "; ".join(wrong)
 

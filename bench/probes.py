@@ -132,15 +132,16 @@ class Probes:
         return found
 
 
-def launch_us(device: torch.device) -> float:
-    """The time of PyTorch's smallest kernel, launched one by one."""
+def launch_us(device: torch.device, in_graph: bool = False) -> float:
+    """The time of PyTorch's smallest kernel, launched one by one or in a CUDA graph."""
     value = torch.zeros(1, device=device)
 
     def calls() -> None:
         for _ in range(LAUNCHES):
             value.add_(1)
 
-    return 1e3 * measure.best_ms(calls, device) / LAUNCHES
+    run = measure.captured(calls)[0].replay if in_graph else calls
+    return 1e3 * measure.best_ms(run, device) / LAUNCHES
 
 
 def row_of(name: str, probe: Callable[[], float]) -> CeilingRow:
@@ -169,6 +170,7 @@ def main(given: Sequence[str] | None = None) -> int:
             for name, rate in ceilings.matmul_gflop_s.items()
         ),
         CeilingRow("launch by PyTorch", "us", launch_us(device)),
+        CeilingRow("launch by PyTorch in a graph", "us", launch_us(device, in_graph=True)),
     ]
     put(path, *map(machine.stamp, rows))
     try:

@@ -124,7 +124,9 @@ def test_the_other_ceilings_are_written_where_a_probe_fails(tmp_path, monkeypatc
     monkeypatch.setattr(measure, "measure_ceilings", lambda device: ceilings)
     monkeypatch.setattr(measure.Machine, "of", lambda device: machine)
     monkeypatch.setattr(probes, "build", lambda architecture: None)
-    monkeypatch.setattr(probes, "launch_us", lambda device: 3.0)
+    monkeypatch.setattr(
+        probes, "launch_us", lambda device, in_graph=False: 2.0 if in_graph else 3.0
+    )
     found = types.SimpleNamespace(by_name=lambda: {"a": lost, "b": lambda: 1.5})
     monkeypatch.setattr(probes, "Probes", lambda library: found)
     assert probes.main(["--out", str(tmp_path)]) == 1
@@ -134,6 +136,7 @@ def test_the_other_ceilings_are_written_where_a_probe_fails(tmp_path, monkeypatc
         "copy": (4000, ""),
         "matrix product, bfloat16": (8e5, ""),
         "launch by PyTorch": (3, ""),
+        "launch by PyTorch in a graph": (2, ""),
         "a": (None, "lost"),
         "b": (1.5, ""),
     }
