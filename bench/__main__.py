@@ -11,6 +11,7 @@ Under torchrun, measures data-parallel training in place of all that: see bench/
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -22,13 +23,14 @@ import torch
 from tqdm import tqdm
 
 from bench import floors, measure, plots, report, scaling
-from bench.contenders import BY_NAME, GROUPS, Network, available
+from bench.contenders import BY_NAME, GROUPS, Network, available, is_rival
 from bench.network import Task
 from bench.plan import Plan
 from bench.records import TRAINING, Row, read, slug
 from preact_kernels.study import data
 
-LEAST_SECONDS = 10  # for which a task is started
+LEAST_SECONDS = 30  # for which a task is started: importing PyTorch takes up to 15
+STOP_SECONDS = 10  # ahead of the time limit, at which a process is interrupted, and may then end
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -96,10 +98,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def command_of(task: Task, ceilings: measure.Ceilings, seconds: float) -> list[str]:
-    """The command that measures a task."""
-    dtype = getattr(torch, task.dtype)
-    cost = floors.network_cost(Network.named(task.network), task.batch, dtype)
-    task = dataclasses.replace(task, floor_ms=ceilings.floor_ms(*cost, dtype), seconds=seconds)
+    """The command that measures a task and is interrupted after `seconds`."""
+    dtype, floor_ms = getattr(torch, task.dtype), None
+    if task.kind == "steps":
+        cost = floors.network_cost(Network.named(task.network), task.batch, dtype)
+        floor_ms = ceilings.floor_ms(*cost, dtype)
+    task = dataclasses.replace(task, floor_ms=floor_ms, end_s=time.time() + seconds)
     return [sys.executable, "-m", "bench.network", json.dumps(dataclasses.asdict(task))]
 
 
@@ -119,12 +123,18 @@ def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) ->
                 if left_s < LEAST_SECONDS:
                     status = None
                     break
-                command = command_of(task, ceilings, left_s)
-                status = measure.run_process(command, left_s - 5)
-                task.settle(status)
+                task.mark.unlink(missing_ok=True)  # of a run that was killed
+                seconds = left_s - STOP_SECONDS
+                status = None
+                try:
+                    status = measure.run_process(command_of(task, ceilings, seconds), seconds)
+                finally:
+                    task.settle(status)
                 before, missing = missing, task.missing()
             if missing:
                 what = f"failed: exit status {status}" if status else "no time left"
+                if status and task.kind == "peak" and is_rival(*missing):
+                    what = f"not measured: exit status {status}"
                 left_out.append(f"{task.title}: {what}: {', '.join(missing)}")
     return left_out
 
@@ -162,6 +172,8 @@ def main(given: Sequence[str] | None = None) -> int:
         raise SystemExit(f"bench: {error}") from error
     machine = measure.Machine.of(a.device)
     print(f"{machine.device}; {machine.versions}; commit {machine.commit}; data: {images.name}")
+    if Plan.has_all(a) and not importlib.util.find_spec("pytest_benchmark"):
+        a.unusable["ops"] = "the package pytest-benchmark is not installed"
     for name, reason in a.unusable.items():
         print(f"skipped: {name}: {reason}")
     a.out = a.out.resolve()  # the processes run in another folder
@@ -172,9 +184,10 @@ def main(given: Sequence[str] | None = None) -> int:
             old.unlink(missing_ok=True)
     ceilings = measure.measure_ceilings(a.device)
     print(f"ceilings: {ceilings}", flush=True)
+    folder = a.data or os.environ.get(data.ENVIRONMENT_VARIABLE)
     common = {
         "device": str(a.device),
-        "data": a.data and str(Path(a.data).resolve()),
+        "data": folder and str(Path(folder).resolve()),
         "stem": str(stem),
         "commit": machine.commit,
         "command": machine.command,
@@ -198,4 +211,5 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    measure.end_on_signals()
     sys.exit(main())

@@ -25,10 +25,12 @@ from tqdm import tqdm
 import preact_kernels as pk
 from bench import correctness, measure
 from bench.contenders import ANCHOR, BY_NAME, Contender, Network
-from bench.records import TRAINING, CurvePoint, Row, put, read, write
+from bench.records import TRAINING, CurvePoint, Row, put, read
 from preact_kernels.study import data
 
-RUNNING = "running"  # the note of a contender until it has a time or an error
+UNFINISHED = "stopped before its last round"  # in the note of times that are measured again
+FIRST_STEP_SECONDS = 120  # in which a contender has to compile, be checked and take one step
+FIRST_STEPS_SHARE = 0.6  # of the time that is left
 TRUTH = "float64"
 CURVES = ("fused-store", "eager-channels-last")
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
@@ -51,7 +53,7 @@ class Task:
     commit: str = ""
     command: str = ""
     floor_ms: float | None = None  # of a step
-    seconds: float = 1e9  # limit
+    end_s: float = float("inf")  # value of `time.time()` at which the process is interrupted
 
     @property
     def title(self) -> str:
@@ -62,6 +64,11 @@ class Task:
     def path(self) -> Path:
         """The CSV file of rows."""
         return Path(f"{self.stem}.csv")
+
+    @property
+    def mark(self) -> Path:
+        """A file that exists while a contender runs: its row, in JSON."""
+        return Path(f"{self.stem}.running")
 
     def rows(self) -> dict[str, Row]:
         """The rows of this network, batch, dtype and commit, by contender."""
@@ -83,25 +90,29 @@ class Task:
                 p.contender for p in points if (p.case, p.batch, p.dtype, p.commit, p.step) == last
             }
         elif self.kind == "ops":
-            ops = [r for r in read(self.path, Row) if (r.level, r.commit) == ("op", self.commit)]
+            own = "op", self.batch, self.dtype, self.commit
+            ops = [r for r in read(self.path, Row) if (r.level, r.batch, r.dtype, r.commit) == own]
             known = set(names) if len(ops) >= self.steps else set()
         elif self.kind == "kept":
-            known = {n for n, r in rows.items() if r.saved_bytes is not None}
+            known = {n for n, r in rows.items() if r.saved_bytes is not None or r.correct == "no"}
         elif self.kind == "peak":  # of contenders that have a time
             timed = {n for n, r in rows.items() if r.median_ms is not None}
             known = {n for n in names if n not in timed or rows[n].peak_bytes is not None}
         else:
-            known = {n for n, r in rows.items() if r.median_ms is not None or r.correct == "no"}
+            known = {
+                n
+                for n, r in rows.items()
+                if r.correct == "no" or (r.median_ms is not None and UNFINISHED not in r.note)
+            }
         return [name for name in names if name not in known]
 
     def settle(self, status: int | None) -> None:
-        """Clears what a process left as running: as failed, unless it ran out of time."""
-        rows = read(self.path, Row)
-        running = [r for r in rows if r.note == RUNNING]
-        for r in running:
-            r.correct, r.note = "no", f"failed: the process ended with exit status {status}"
-        if running:
-            write(self.path, rows if status else [r for r in rows if r not in running])
+        """If the process crashed, writes that the contender that ran has failed."""
+        if status and self.mark.exists():
+            row = Row(**json.loads(self.mark.read_text()))
+            row.correct, row.note = "no", f"failed: the process ended with exit status {status}"
+            put(self.path, row)
+        self.mark.unlink(missing_ok=True)
 
 
 class TrainingStep:
@@ -139,7 +150,7 @@ class Session:
     """What the measurements of a task share."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.start_s = task, time.monotonic()
+        self.task = task
         self.device, self.dtype = torch.device(task.device), getattr(torch, task.dtype)
         self.images = data.load(task.data)
         self.network = Network.named(task.network, self.images.classes)
@@ -153,7 +164,7 @@ class Session:
         return self.network.state()
 
     def row(self, name: str) -> Row:
-        """The row of a contender, or a new one."""
+        """The row of a contender, or a new one, as measured here and now."""
         size, batch = self.network.image_size, self.task.batch
         new = Row(
             level="network",
@@ -165,7 +176,7 @@ class Session:
             memory_mode=BY_NAME[name].memory_mode,
             instruction_set=measure.instruction_set(self.device),
         )
-        return self.task.rows().get(name) or self.machine.stamp(new)
+        return self.machine.stamp(self.task.rows().get(name) or new)
 
     def step(self, name: str, *, seed: int = 2, batches: int = 4, dtype=None) -> TrainingStep:
         """A new training step of a contender."""
@@ -182,87 +193,143 @@ class Session:
         row.correct, row.note = "no", f"failed: {measure.first_line(error)}"
         tqdm.write(f"  {row.contender}: {row.note}")
         put(self.task.path, row)
+        self.task.mark.unlink(missing_ok=True)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         measure.synchronize(self.device)
 
+    def runs(self, row: Row) -> None:
+        """Says which contender runs, in case it ends the process."""
+        self.task.mark.parent.mkdir(parents=True, exist_ok=True)
+        self.task.mark.write_text(json.dumps(dataclasses.asdict(row)))
+
     @contextlib.contextmanager
     def attempt(self, row: Row) -> Iterator[None]:
-        """Writes that a contender runs, in case it ends the process, and its error, if any."""
-        put(self.task.path, dataclasses.replace(row, note=RUNNING))
+        """Says that a contender runs, in case it ends the process, and writes its error, if any."""
+        self.runs(row)
         try:
             yield
         except Exception as error:  # the other contenders go on
             self.fail(row, error)
+        finally:
+            self.task.mark.unlink(missing_ok=True)
+
+
+class TookTooLong(KeyboardInterrupt):
+    """Raised by `alarm`. Not an Exception, so that no compiler handles it."""
 
 
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raises KeyboardInterrupt if the context takes longer, also while something compiles."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    """Raises TookTooLong if the context takes longer, also while something compiles.
+
+    Also if that ends in another error: that of the CUDA graph whose capture it interrupts.
+    """
+    rang = False
+
+    def ring(*_) -> None:
+        nonlocal rang
+        rang = True
+        raise TookTooLong
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
+    except Exception as error:
+        if rang:
+            raise TookTooLong from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def first_step(session: Session, row: Row) -> TrainingStep | None:
+    """Checks a contender, takes its first step and counts its bytes; None if it is wrong."""
+    contender, device = BY_NAME[row.contender], session.device
+    verdict = judged(session, contender)
+    row.correct, row.note = verdict.correct, verdict.note
+    if verdict.correct == "no":
+        put(session.task.path, row)
+        return None
+    begin_s = time.perf_counter()
+    step = session.step(row.contender)
+    step()
+    measure.synchronize(device)
+    first = f"built and first step in {time.perf_counter() - begin_s:.1f} s"
+    row.note = "; ".join(filter(None, [row.note, first]))
+    if device.type == "cuda" and step.captured is None:
+        row.peak_bytes, row.peak_raw_bytes = _gpu_peak(step, device)
+    images, _ = next(step.batches)
+    row.saved_bytes = kept_bytes(contender, step.model, images)
+    return step
 
 
 def measure_steps(session: Session) -> None:
     """Counts the bytes that each contender keeps for the backward, and times them in turn.
 
-    A contender with wrong results gets a row that says so, and no time. In a second group of the
-    same network, the anchor takes its turns again, and notes say its time there.
+    A contender with wrong results gets a row that says so, and no time; so does one that takes
+    longer than FIRST_STEP_SECONDS. In a second group of the same network, the anchor takes its
+    turns again, and notes say its time there.
     """
     task, device = session.task, session.device
     wanted = task.missing()
     known = task.rows().get(ANCHOR) if ANCHOR in task.contenders else None
-    has_reference = known is not None and known.median_ms is not None
+    has_reference = known is not None and known.median_ms is not None and ANCHOR not in wanted
     steps: dict[str, TrainingStep] = {}
-    rows: dict[str, Row] = {}
-    names = [ANCHOR, *wanted] if has_reference else wanted
-    with contextlib.suppress(KeyboardInterrupt), alarm(0.6 * task.seconds):
-        for name in tqdm(names, desc=f"{task.title}: first steps", leave=False):
-            row = session.row(name)
-            with session.attempt(row) if name in wanted else contextlib.nullcontext():
-                if name in wanted:
-                    verdict = judged(session, BY_NAME[name])
-                    row.correct, row.note = verdict.correct, verdict.note
-                    if verdict.correct == "no":
-                        put(task.path, row)
-                        continue
-                begin_s = time.perf_counter()
-                step = session.step(name)
-                step()
-                measure.synchronize(device)
-                first = f"built and first step in {time.perf_counter() - begin_s:.1f} s"
-                row.note = "; ".join(filter(None, [row.note, first]))
-                if device.type == "cuda" and step.captured is None:
-                    row.peak_bytes, row.peak_raw_bytes = _gpu_peak(step, device)
-                images, _ = next(step.batches)
-                row.saved_bytes = kept_bytes(BY_NAME[name], step.model, images)
-                steps[name], rows[name] = step, row
-            step = None  # room for the next one
+    rows = {name: session.row(name).without_times() for name in wanted}
+    if has_reference:
+        steps[ANCHOR] = session.step(ANCHOR)
+        steps[ANCHOR]()
+        measure.synchronize(device)
+    last_s = time.time() + FIRST_STEPS_SHARE * (task.end_s - time.time())
+    for name in tqdm(wanted, desc=f"{task.title}: first steps", leave=False):
+        left_s = last_s - time.time()
+        try:
+            with session.attempt(rows[name]), alarm(min(left_s, FIRST_STEP_SECONDS)):
+                step = first_step(session, rows[name])
+                if step is not None:
+                    steps[name] = step
+        except TookTooLong:
+            if left_s < FIRST_STEP_SECONDS:
+                break
+            session.fail(rows[name], TimeoutError(f"no first step in {FIRST_STEP_SECONDS} s"))
+        step = None  # room for the next one
+
+    def starts(name: str) -> None:
+        task.mark.unlink(missing_ok=True)
+        if name in wanted:
+            session.runs(rows[name])
 
     def fail(name: str, error: Exception) -> None:
         del steps[name]
+        if name not in wanted:
+            raise error
         session.fail(rows[name], error)
+
+    def write(times: dict[str, measure.Timing], note: str = "") -> None:
+        timed = [dataclasses.replace(rows[name]) for name in times if name in wanted]
+        for row in timed:
+            row.set_timing(times[row.contender], task.floor_ms)
+            if has_reference and ANCHOR in times:
+                row.note += f"; {ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
+            row.note += note
+        if timed:
+            put(task.path, *timed)
 
     times = measure.time_in_turn(
         steps,
         rounds=task.steps,
         device=device,
-        deadline_s=session.start_s + 0.85 * task.seconds,
+        deadline_s=task.end_s - 5,
         title=task.title,
+        starts=starts,
         failed=fail,
+        measured=lambda times: write(times, f"; {UNFINISHED}"),
     )
-    timed = [rows[name] for name in times if name in wanted]
-    for row in timed:
-        row.set_timing(times[row.contender], task.floor_ms)
-        if has_reference and ANCHOR in times:
-            row.note += f"; {ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
-    if timed:
-        put(task.path, *timed)
+    task.mark.unlink(missing_ok=True)
+    write(times)
 
 
 def judged(session: Session, contender: Contender) -> correctness.Verdict:
@@ -303,9 +370,11 @@ def kept_bytes(contender: Contender, model: nn.Module, images: Tensor) -> int:
 def measure_kept_bytes(session: Session) -> None:
     """Counts the bytes that a forward keeps; runs no training step."""
     for name in tqdm(session.task.missing(), desc=session.task.title, leave=False):
-        step, row = session.step(name, batches=1), session.row(name)
-        row.saved_bytes = kept_bytes(BY_NAME[name], step.model, next(step.batches)[0])
-        put(session.task.path, row)
+        row = session.row(name)
+        with session.attempt(row):
+            step = session.step(name, batches=1)
+            row.saved_bytes = kept_bytes(BY_NAME[name], step.model, next(step.batches)[0])
+            put(session.task.path, row)
 
 
 def measure_peak(session: Session) -> None:
@@ -368,7 +437,7 @@ def measure_ops(session: Session) -> None:
     command = [sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=", "--benchmark-disable-gc", f"--bench-device={task.device}"]
     command += [f"--bench-dtype={dtype}", f"--bench-command={task.command}"]
-    command += [f"--bench-out={task.path.parent}"]
+    command += [f"--bench-batch={task.batch}", f"--bench-out={task.path.parent}"]
     os.execv(sys.executable, command)
 
 
@@ -384,7 +453,11 @@ KINDS = {
 def main(given: str) -> None:
     """Measures a task."""
     task = Task(**json.loads(given))
-    KINDS[task.kind](Session(task))
+    try:
+        KINDS[task.kind](Session(task))
+    except KeyboardInterrupt:
+        task.mark.unlink(missing_ok=True)
+        sys.exit("out of time")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,12 @@ class Plan:
     def __init__(self, a: argparse.Namespace, common: dict) -> None:
         self.a, self.common = a, common
         self.usable = [c.name for c in a.usable]
-        self.has_all = not a.quick and a.contenders is None
         self.on_gpu = a.device.type == "cuda"
+
+    @staticmethod
+    def has_all(a: argparse.Namespace) -> bool:
+        """Whether a run has every kind of task."""
+        return not a.quick and a.contenders is None
 
     def task(self, kind: str, network: str, batch: int, names, group: str, dtype=None, steps=0):
         """A task, or none if no contender can run."""
@@ -80,7 +84,7 @@ class Plan:
 
     def ops(self) -> Iterator[Task]:
         """Single ops, at the shapes of ResNet-1001."""
-        if self.has_all and importlib.util.find_spec("pytest_benchmark"):
+        if self.has_all(self.a) and importlib.util.find_spec("pytest_benchmark"):
             from bench.ops import CASES, contenders
 
             rows = 2 * sum(len(contenders(case, self.a.device)) for case in CASES)
@@ -89,7 +93,7 @@ class Plan:
 
     def counts(self) -> Iterator[Task]:
         """Kept bytes of single images, against depth."""
-        for depth in DEPTHS_COUNTED if self.has_all else ():
+        for depth in DEPTHS_COUNTED if self.has_all(self.a) else ():
             yield from self.task("kept", f"resnet-{depth}", 1, COUNTED_BY_DEPTH, "kept bytes")
 
     def tasks(self) -> Iterator[Task]:

@@ -62,6 +62,11 @@ class Row(Measured):
 
     KEY = ("level", "contender", "case", "shape", "batch", "dtype", "instruction_set")
 
+    def without_times(self) -> "Row":
+        """A copy that is to be timed again."""
+        times = "median_ms p20_ms p80_ms floor_ms x_of_floor images_per_s gb_per_s gflop_per_s"
+        return dataclasses.replace(self, **dict.fromkeys(times.split()), correct="", note="")
+
     def set_timing(self, timing, floor_ms: float | None) -> None:
         """Sets the times from a `bench.measure.Timing`, and what is derived from them."""
         self.median_ms, self.p20_ms, self.p80_ms = timing

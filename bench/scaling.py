@@ -109,7 +109,7 @@ def verdict_of(contender: DataParallel, network: Network, images: data.Images, a
     try:
         found = correctness.judge(joined, network, images, batch, a.device, a.dtype)
         correct, note = found.correct, found.note
-    except RuntimeError as error:
+    except Exception as error:  # the other processes wait for the result of this one
         correct, note = "no", measure.first_line(error)
     if _slowest(float(correct == "no"), a.device):
         correct, note = "no", note or "wrong in another process"

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from bench import __main__ as bench
 from bench import floors, hotspots, measure, network, plan, report, scaling
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Contender, Network
 from bench.measure import Ceilings, Machine, Timing
-from bench.network import RUNNING, Session, Task, measure_steps
+from bench.network import UNFINISHED, Session, Task, measure_steps
 from bench.records import Row, ScalingRow, put, read
 from preact_kernels.study import data
 from tests.torchrun import torchrun
@@ -290,50 +291,91 @@ network.main(sys.argv[1])
 
 @pytest.mark.not_under_sanitizer
 def test_a_process_that_crashes_costs_the_contender_that_ran_alone(tmp_path, monkeypatch):
-    task = task_in(tmp_path, "fused-rebuild", "fused-store")
+    task, ran = task_in(tmp_path, "fused-store", "fused-rebuild", "eager-channels-last"), []
 
     def command(task, ceilings, seconds):
+        ran.append(task.missing())
         return [sys.executable, "-c", CRASH, json.dumps(dataclasses.asdict(task))]
 
     monkeypatch.setattr(bench, "command_of", command)
     assert bench.run([task], CEILINGS, time.monotonic() + 500) == []
     rows = rows_in(tmp_path)
     assert rows["fused-rebuild"].note == "failed: the process ended with exit status -6"
-    assert rows["fused-store"].median_ms > 0
+    assert rows["fused-store"].median_ms > 0 and rows["eager-channels-last"].median_ms > 0
+    assert ran == [list(task.contenders), ["fused-store", "eager-channels-last"]]
 
 
-def test_a_process_that_overruns_leaves_its_rows(tmp_path, monkeypatch):
+def test_a_process_that_overruns_leaves_its_rows_and_those_of_other_commits(tmp_path, monkeypatch):
     task = task_in(tmp_path, "fused-store", "fused-rebuild", "fused-checkpoint")
+    old = Session(dataclasses.replace(task, commit="old")).row("fused-rebuild")
+    put(task.path, dataclasses.replace(old, median_ms=2.0))
+    ends_s = []
 
     def overrun(command, seconds):
         session = Session(task)
+        ends_s.append((Task(**json.loads(command[-1])).end_s, time.time() + seconds))
         put(task.path, dataclasses.replace(session.row("fused-store"), median_ms=1.0))
-        put(task.path, dataclasses.replace(session.row("fused-rebuild"), note=RUNNING))
+        session.runs(session.row("fused-rebuild"))
+        monkeypatch.setattr(bench, "LEAST_SECONDS", 99)
 
     monkeypatch.setattr(measure, "run_process", overrun)
     late = dataclasses.replace(task, group="late")
-    deadline_s = time.monotonic() + 10.5
-    monkeypatch.setattr(bench, "LEAST_SECONDS", 10)
-    (left_out, too) = bench.run([task, late], CEILINGS, deadline_s)[:2]
+    (left_out, too) = bench.run([task, late], CEILINGS, time.monotonic() + 60)
     assert left_out.endswith("main: no time left: fused-rebuild, fused-checkpoint")
     assert "late: no time left" in too
-    assert rows_in(tmp_path).keys() == {"fused-store"}
+    ((inner_s, outer_s),) = ends_s
+    assert inner_s <= outer_s < time.time() + 51  # and the process can end in time
+    rows = rows_in(tmp_path)
+    assert rows.keys() == {"fused-store", "fused-rebuild"}
+    assert (rows["fused-rebuild"].commit, rows["fused-rebuild"].median_ms) == ("old", 2.0)
 
 
-def test_building_stops_in_time_for_the_rounds(tmp_path, monkeypatch):
+def test_rounds_ahead_of_an_interrupt_are_kept_and_measured_again(tmp_path, monkeypatch):
+    task, times_ms = task_in(tmp_path, "fused-store", "fused-rebuild"), [3.0, 4.0, 5.0]
+
+    def interrupted(*_):
+        if not times_ms:
+            raise KeyboardInterrupt
+        return times_ms.pop(0)
+
+    monkeypatch.setattr(measure, "time_once_ms", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure_steps(Session(task))
+    assert {n: r.median_ms for n, r in rows_in(tmp_path).items()} == {
+        "fused-store": 4.0, "fused-rebuild": 4.0,
+    }  # fmt: skip
+    assert task.missing() == list(task.contenders)
+    monkeypatch.setattr(measure, "time_once_ms", lambda *_: 7.0)
+    late = dataclasses.replace(task, end_s=time.time() + 100)
+    measure_steps(Session(late))
+    assert task.missing() == []
+    assert all(r.median_ms == 7 and UNFINISHED not in r.note for r in rows_in(tmp_path).values())
+
+
+@pytest.mark.parametrize("cap_s", [60, 600])
+def test_a_contender_that_compiles_for_long_leaves_time_to_the_others(tmp_path, monkeypatch, cap_s):
     left = []
 
     def compile_for_long(model):
         left.append(signal.getitimer(signal.ITIMER_REAL)[0])
-        signal.raise_signal(signal.SIGALRM)
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        finally:
+            raise RuntimeError("the capture was interrupted")
 
     change(monkeypatch, "fused-rebuild", compile_for_long)
-    task = task_in(tmp_path, "fused-store", "fused-rebuild", "fused-checkpoint", seconds=1000)
+    monkeypatch.setattr(network, "FIRST_STEP_SECONDS", cap_s)
+    task = task_in(tmp_path, "fused-store", "fused-rebuild", "fused-checkpoint")
+    task = dataclasses.replace(task, end_s=time.time() + 500)
     measure_steps(Session(task))
-    assert 0 < left[0] < 600
+    assert 0 < left[0] <= min(300, cap_s)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-    task.settle(0)
-    assert rows_in(tmp_path).keys() == {"fused-store"}
+    rows = rows_in(tmp_path)
+    if cap_s == 60:
+        assert rows["fused-rebuild"].note == "failed: TimeoutError: no first step in 60 s"
+        assert rows["fused-checkpoint"].median_ms > 0
+    else:  # there was not enough time left
+        assert rows.keys() == {"fused-store"}
 
 
 HANGS = """
@@ -356,12 +398,47 @@ def test_a_process_that_hangs_is_interrupted_and_killed_with_its_children(first,
         assert measure.run_process(command, 3, grace_s=1 if first else 20, stdout=out) is None
     pid, *rest = path.read_text().split()
     assert rest == ([] if first else ["interrupted"])
+    wait_for_end(pid)
+
+
+def wait_for_end(pid):
     status = Path(f"/proc/{pid}/stat")
     for _ in range(1000):  # a signal takes its time
         if not status.exists() or status.read_text().split()[2] in "ZX":  # a zombie, dead
             return
         time.sleep(0.01)
     raise AssertionError(f"process {pid} is still there")
+
+
+STOPPED = """
+import runpy, sys
+from bench import measure
+hangs = [sys.executable, "-c", {hangs!r}]
+measure.default_device = lambda *_: measure.run_process(hangs, 600)
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("bench", signal.SIGTERM),
+        ("bench.gpu_report", signal.SIGHUP),
+        ("bench.gpu_report", signal.SIGKILL),
+    ],
+)
+def test_a_run_that_is_stopped_leaves_no_process(module, number, tmp_path):
+    hangs = "import os\nprint(os.getpid(), flush=True)\n" + HANGS.format(first="")
+    script = STOPPED.format(hangs=hangs, module=module)
+    command = [sys.executable, "-c", script, *([str(tmp_path)] if "gpu" in module else [])]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=measure.ROOT, **options) as run:
+        child, grandchild = run.stdout.readline(), run.stdout.readline()
+        run.send_signal(number)
+        wait_for_end(int(child))
+        if number == signal.SIGKILL:  # nobody ends the grandchild
+            os.kill(int(grandchild), signal.SIGKILL)
+        wait_for_end(int(grandchild))
 
 
 @pytest.fixture
@@ -421,6 +498,14 @@ def test_kept_bytes_are_counted_without_a_step(tmp_path):
     assert task.missing() == []
 
 
+def test_a_contender_whose_kept_bytes_cannot_be_counted_leaves_the_others(tmp_path, monkeypatch):
+    change(monkeypatch, "eager-failing", fail)
+    task = task_in(tmp_path, "eager-failing", "fused-store", kind="kept")
+    network.measure_kept_bytes(Session(task))
+    assert rows_in(tmp_path)["fused-store"].saved_bytes > 0
+    assert task.missing() == []
+
+
 def test_the_hottest_kernels_come_first(tmp_path):
     kernels, step_ms = hotspots.hotspots(Session(task_in(tmp_path, "fused-store")))
     times = [ms for _, _, ms in kernels]
@@ -433,9 +518,14 @@ def test_ops_are_measured_until_all_rows_are_there(tmp_path, monkeypatch):
     task, found = task_in(tmp_path, "ops", kind="ops", steps=3), []
     monkeypatch.setattr(os, "execv", lambda path, command: found.extend(command))
     network.main(json.dumps(dataclasses.asdict(task)))
-    assert {f"--bench-out={tmp_path}", "--bench-dtype=fp32", "bench/ops.py"} < set(found)
-    rows = [Row("op", "fused", str(i), "", 16, "float32", "x", commit="abc") for i in range(3)]
-    put(task.path, *rows[1:])
+    assert {
+        "--bench-batch=4",
+        "--bench-dtype=fp32",
+        f"--bench-out={tmp_path}",
+        "bench/ops.py",
+    } < set(found)
+    rows = [Row("op", "fused", str(i), "", 4, "float32", "x", commit="abc") for i in range(3)]
+    put(task.path, *rows[1:], dataclasses.replace(rows[0], dtype="bfloat16"))
     assert task.missing() == ["ops"]
     put(task.path, rows[0])
     assert task.missing() == []
