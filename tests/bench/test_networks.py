@@ -332,8 +332,10 @@ def test_a_process_that_overruns_leaves_its_rows_and_those_of_other_commits(tmp_
 
 def test_rounds_ahead_of_an_interrupt_are_kept_and_measured_again(tmp_path, monkeypatch):
     task, times_ms = task_in(tmp_path, "fused-store", "fused-rebuild"), [3.0, 4.0, 5.0]
+    named = []
 
     def interrupted(*_):
+        named.append(json.loads(task.mark.read_text())["contender"])
         if not times_ms:
             raise KeyboardInterrupt
         return times_ms.pop(0)
@@ -345,6 +347,7 @@ def test_rounds_ahead_of_an_interrupt_are_kept_and_measured_again(tmp_path, monk
         "fused-store": 4.0, "fused-rebuild": 4.0,
     }  # fmt: skip
     assert task.missing() == list(task.contenders)
+    assert named == 2 * list(task.contenders)  # the one to blame for a crash
     monkeypatch.setattr(measure, "time_once_ms", lambda *_: 7.0)
     late = dataclasses.replace(task, end_s=time.time() + 100)
     measure_steps(Session(late))
