@@ -139,6 +139,7 @@ MODULES = {
     "bn_relu_conv": lambda: pk.BNReLUConv2d(8, 4, 3),
     "block": lambda: random_block("bottleneck", 8, 4),
     "stage": lambda: pk.PreActStage([random_block("basic", 8, 8), random_block("basic", 8, 8)]),
+    "checkpointed": lambda: pk.PreActStage([random_block("basic", 8, 8)], memory="checkpoint"),
 }
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 WRONG_INPUTS = (
@@ -211,6 +212,13 @@ def test_a_block_names_what_was_made_wrong_of_it(change, error, message):
     assert_refused(error, message, lambda: block(x), dict(block.named_buffers()))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_of_other_channels_beside_one_channel_are_refused(training):
+    module, x = pk.BNReLU2d(32, affine=False).train(training), torch.randn(2, 1, 5, 6)
+    message = "running_mean: expected shape [1] to match"
+    assert_refused(ValueError, message, lambda: module(x), dict(module.named_buffers()))
+
+
 @pytest.mark.parametrize("module", [MODULES["bn_relu_conv"], MODULES["block"]])
 def test_a_bool_is_a_momentum_as_in_pytorch(module):
     module = module()
@@ -236,6 +244,24 @@ def test_running_statistics_stay_when_a_kernel_fails(name, monkeypatch):
 
     monkeypatch.setattr(backends.select("auto", "cpu", x.dtype), f"{name}_forward", fails)
     assert_refused(MemoryError, "full", lambda: module(x), dict(module.named_buffers()))
+
+
+@pytest.fixture
+def narrow_reference(monkeypatch):
+    """A backend that serves float32 alone, chosen by name."""
+    row = backends._by_name["reference"]._replace(dtypes=(torch.float32,))
+    monkeypatch.setitem(backends._by_name, "reference", row)
+    backends._serving.cache_clear()
+    with pk.use_backend("reference"):
+        yield
+    backends._serving.cache_clear()
+
+
+@every_module
+def test_a_backend_that_cannot_serve_writes_nothing(module, narrow_reference):
+    module, x = module().half(), torch.randn(2, 8, 5, 6).half()
+    message = "x: expected dtype float32, got float16"
+    assert_refused(pk.BackendError, message, lambda: module(x), dict(module.named_buffers()))
 
 
 unit, from_modules = pk.BNReLUConv2d, pk.BNReLUConv2d.from_modules
