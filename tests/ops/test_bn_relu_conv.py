@@ -93,7 +93,10 @@ def test_cuda_in_forward_backward_and_running_statistics(case, training, dtype):
     check_unit(case, training, dtype)
 
 
-KINDS = ("1x1_channels_64_to_16", "1x1_stride_2_residual", "3x3_channels_16", "3x3_stride_2")
+KINDS = (
+    *("1x1_channels_64_to_16", "1x1_stride_2_residual", "3x3_channels_16", "3x3_stride_2"),
+    *("7x7_channels_16", "1x3_channels_16", "one_column"),
+)
 
 
 @pytest.mark.backends("cpu")
@@ -152,7 +155,7 @@ def every_weight_is_fused(monkeypatch):
 @pytest.mark.parametrize("case", CPU_CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("nhwc_weight", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_weight_is_fused):
     problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
     for inputs in problems if nhwc_weight else ():
