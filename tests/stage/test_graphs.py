@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.graphs import _CapturedStep, _check_capturable, _State
+from preact_kernels.ops import dispatch as backends
+from tests.cases import recorded_calls
 from tests.oracle import assert_same_bits, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +31,7 @@ def batch(seed=0, count=4, side=8):
 
 
 def network(**options):
-    depth = 11 if options.get("block") == "bottleneck" else 8
+    depth = 20 if options.get("block") == "bottleneck" else 8  # with runs of blocks
     return pk.preact_resnet(depth, **options).to(DEVICE)
 
 
@@ -61,7 +63,19 @@ def test_steps_equal_those_written_out(memory):
 
 @needs_gpu
 @pytest.mark.parametrize("memory", ["store", "rebuild"])
-def test_steps_of_bottlenecks_under_autocast_equal_those_written_out(memory):
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_steps_of_bottlenecks_under_autocast_equal_those_written_out(backend, memory, monkeypatch):
+    if backend not in pk.available_backends():
+        pytest.skip(f"backend {backend} is not available")
+    with pk.use_backend(backend):
+        kernels = backends.select(backend, DEVICE, torch.bfloat16)
+        calls = recorded_calls(kernels, "block_run_forward", monkeypatch)
+        check_steps_under_autocast(memory)
+    assert calls
+
+
+def check_steps_under_autocast(memory):
     batches = [batch(seed, 128, 32) for seed in range(2)]
     model = network(block="bottleneck", memory=memory)
     other = copy.deepcopy(model)
@@ -236,9 +250,12 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
         end = "_cuda_endAllocateToPool", lambda index, pool: self.pools.remove(pool)
-        release = "_cuda_releasePool", lambda index, pool: None
+        release = "_cuda_releasePool", self.release
         for name, fake in (end, release):
             monkeypatch.setattr(torch._C, name, fake, raising=False)
+
+    def release(self, index, pool):
+        assert pool not in self.pools  # allocations to it have ended
 
     @contextlib.contextmanager
     def stream(self, stream):
