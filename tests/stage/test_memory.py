@@ -89,6 +89,9 @@ def test_modes_keep_inner_tensors_and_the_inputs_of_some_blocks(backend):
     assert pk.saved_bytes(stage, x) == (2 * x.numel() + inner + statistics) * FLOAT
     stage.anchor_every = 8
     assert pk.saved_bytes(stage, x) == ((2 + 2) * x.numel() + inner + statistics) * FLOAT
+    stage.anchor_every = None  # in bfloat16 the inputs of blocks 2 and 10 too
+    kept = ((2 + 2) * x.numel() + inner) * 2 + statistics * FLOAT
+    assert pk.saved_bytes(in_dtype(stage, torch.bfloat16), x.bfloat16()) == kept
 
 
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
