@@ -193,8 +193,9 @@ def test_checkpointing_any_number_of_blocks(count, backend):
 
 
 @pytest.mark.backends("cpu")
-def test_running_statistics_stay_when_a_forward_fails_midway(backend, monkeypatch):
-    stage = random_stage()
+@every_mode
+def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, monkeypatch):
+    stage = random_stage(**memory)
     before = {n: t.clone() for n, t in stage.named_buffers()}
     kernels = backends.select(backend, device_of(backend), torch.float32)
     function, calls = kernels.bn_relu_conv_forward, []
