@@ -12,6 +12,7 @@ import preact_kernels as pk
 from preact_kernels.ops import schema
 from tests.cases import (
     EVERY_MODULE,
+    SERVED_DTYPES,
     ConvCase,
     conv_inputs,
     in_dtype,
@@ -196,8 +197,11 @@ def kernel_arguments(dtype):
 
 
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", schema.SCHEMAS)
-def test_registered_ops_keep_their_schemas_and_fakes(name, backend):
+def test_registered_ops_keep_their_schemas_and_fakes(name, dtype, backend):
+    if dtype not in SERVED_DTYPES[backend]:
+        pytest.skip(f"backend {backend} does not serve {dtype}")
     op = getattr(torch.ops.preact_kernels, name).default
-    for arguments in kernel_arguments(torch.bfloat16)[name]:
+    for arguments in kernel_arguments(dtype)[name]:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
