@@ -1,7 +1,8 @@
-"""The compiled libraries load with this torch, and have the ops of `ops/schema.py`."""
+"""The compiled libraries load with this torch, and their schemas match `ops/schema.py`."""
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import torch
 from preact_kernels.ops.schema import SCHEMAS
 
 PACKAGE = Path(importlib.util.find_spec("preact_kernels").origin).parent
-OPTIONAL_OPS = {"running_stats_update"}  # PyTorch can update running statistics
+# A library may lack these: its convolutions have one padding and no dilation or groups, and PyTorch
+# can update running statistics.
+OPTIONAL_ARGUMENTS = {"padding", "dilation", "groups"}
+OPTIONAL_OPS = {"running_stats_update"}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 LIBRARIES = {
     "cpu": (shutil.which("c++"), "no C++ compiler"),
@@ -25,12 +29,23 @@ import sys
 import torch
 path, namespace, *names = sys.argv[1:]
 torch.ops.load_library(path)
-print(*(name for name in names if not hasattr(getattr(torch.ops, namespace), name)))
+for name in names:
+    op = getattr(getattr(torch.ops, namespace), name, None)
+    if op:
+        print(name, str(op.default._schema).partition("(")[2], sep="(")
 """
 
 
+def arguments_and_results(schema):
+    """`(Tensor x, float eps) -> Tensor` as `[("Tensor", "x"), ("float", "eps")], "Tensor"`."""
+    arguments, results = re.fullmatch(r"\((.*)\) -> (.*)", schema).groups()
+    # `ops/schema.py` has the types that `torch.compile` traces numbers as.
+    arguments = arguments.replace("Scalar ", "float ").replace("SymInt", "int")
+    return [tuple(a.rsplit(" ", 1)) for a in arguments.split(", ")], results
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_loads_and_has_the_ops_above_it(library):
+def test_a_library_loads_and_has_the_ops_above_it_with_their_schemas(library):
     is_expected, reason = LIBRARIES[library]
     for variable in ("PREACT_KERNELS_NATIVE", f"PREACT_KERNELS_{library.upper()}"):
         if os.environ.get(variable) == "0":
@@ -40,4 +55,12 @@ def test_a_library_loads_and_has_the_ops_above_it(library):
     command = [sys.executable, "-c", LOAD, PACKAGE / f"_{library}.so", f"preact_kernels_{library}"]
     process = subprocess.run([*command, *SCHEMAS], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-2000:]
-    assert set(process.stdout.split()) <= OPTIONAL_OPS
+    schemas = dict(line.split("(", 1) for line in process.stdout.splitlines())
+    assert SCHEMAS.keys() - schemas.keys() <= OPTIONAL_OPS
+    for name, schema in schemas.items():
+        expected, results = arguments_and_results(SCHEMAS[name])
+        found, found_results = arguments_and_results(f"({schema}")
+        assert found_results == results, name
+        lacking = [a for a in expected if a not in found]
+        assert {argument for _, argument in lacking} <= OPTIONAL_ARGUMENTS, name
+        assert found == [a for a in expected if a not in lacking], name
