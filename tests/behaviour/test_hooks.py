@@ -50,6 +50,13 @@ def test_a_hook_sees_what_it_sees_in_the_plain_stage(hook, child, memory):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("child", ["0.bn1", "1.shortcut", "2", "3.conv3"])
+def test_a_hook_may_change_the_result_of_a_child(child, backend):
+    stage = random_stage()
+    stage.get_submodule(child).register_forward_hook(lambda module, args, y: y * 2)
+    check(stage, plain_copy(stage), {"x": images()})
+
+
 def test_a_global_hook_sees_every_child():
     stage, seen = random_stage(), []
     handle = nn.modules.module.register_module_forward_hook(
@@ -101,6 +108,16 @@ def test_pruned_parametrised_and_subclassed_children_are_called(change, backend)
     with torch.no_grad():  # or pruned modules cannot be copied
         CHANGES[change](module)
     check(module, plain_copy(module), {"x": images()})
+
+
+def test_pruning_made_permanent_is_fused_again_and_keeps_its_zeros(backend):
+    stage = random_stage()
+    prune.l1_unstructured(stage[2].conv2, "weight", 0.5)
+    assert not stage[2].is_fusable()
+    prune.remove(stage[2].conv2, "weight")
+    assert stage[2].is_fusable()
+    assert (stage[2].conv2.weight == 0).float().mean() == 0.5
+    check(stage, plain_copy(stage), {"x": images()})
 
 
 def circular(conv, x, weight, bias):
