@@ -142,11 +142,18 @@ def test_functional_call_reads_the_parameters_given(name, backend):
     assert torch.equal(found, other(x))
 
 
-def test_pickled_modules_are_equal(backend):
-    module = small_network("checkpoint")
+@pytest.mark.parametrize("name", ["bn_relu_conv", "checkpointed_network"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_equal_and_independent(copied, name, backend):
+    module = EVERY_MODULE[name]()
     module(torch.randn(3, 10, 7, 6))
-    other = pickle.loads(pickle.dumps(module))
+    other = copied(module)
     assert_same_bits(run(other, other), run(module, module))
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    with torch.no_grad():
+        for t in other.state_dict().values():
+            t.zero_()
+    assert_same_bits(module.state_dict(), before)
 
 
 def kernel_arguments(dtype):

@@ -169,7 +169,6 @@ def test_programs_change_only_sums_over_pixels(kernel, backend, monkeypatch):
     assert_same_bits(*results)
 
 
-@pytest.mark.backends("cpu")
 def test_an_image_does_not_depend_on_its_batch_in_evaluation(backend):
     inputs = conv_inputs(LARGE._replace(residual=False))
     call = partial(pk.bn_relu, training=False)
