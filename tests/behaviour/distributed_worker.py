@@ -393,7 +393,7 @@ def train_in_mixed_precision(seeds: dict[str, int]) -> list[dict[str, Tensor]]:
 
 def mixed_network(seed: int) -> PreActResNet:
     """The network, with running statistics in the dtype of parameters, as plain modules need."""
-    model = network(seed, "checkpoint")
+    model = network(seed, MEMORY_MODES[seed % len(MEMORY_MODES)])
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean = module.running_mean.bfloat16()
@@ -419,11 +419,13 @@ def run_out_of_images(seeds: dict[str, int]) -> str:
     return ""
 
 
-def synchronise_one_value(seeds: dict[str, int]) -> tuple[Tensor, Tensor]:
-    """The output of this process and the running variance, where the first has one value."""
+def synchronise_one_value(seeds: dict[str, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, gradient of the input and running variance, where the first process has one value."""
     unit = nn.SyncBatchNorm.convert_sync_batchnorm(one_value_unit().to(device()))
-    y = unit(one_value_batch()[share_of((1, 3))].to(device()))
-    return y.detach().cpu(), unit.bn.running_var.cpu()
+    x = one_value_batch()[share_of((1, 3))].to(device()).requires_grad_()
+    y = unit(x)
+    y.square().sum().backward()
+    return y.detach().cpu(), x.grad.cpu(), unit.bn.running_var.cpu()
 
 
 def one_value_unit() -> pk.BNReLU2d:

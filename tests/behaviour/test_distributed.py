@@ -186,12 +186,14 @@ def stacked(runs) -> Results:
 
 
 def test_one_process_may_have_one_value_a_channel(results_of):
-    (first, first_var), (second, second_var) = results_of("one value")
-    unit = plain_copy(worker.one_value_unit())
-    y = unit(worker.one_value_batch())
-    torch.testing.assert_close(torch.cat([first, second]), y.detach())
-    torch.testing.assert_close(first_var, unit.bn.running_var)
-    assert same_bits(first_var, second_var)
+    outputs, gradients, variances = zip(*results_of("one value"), strict=True)
+    unit, x = plain_copy(worker.one_value_unit()), worker.one_value_batch().requires_grad_()
+    y = unit(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(torch.cat(outputs), y.detach())
+    torch.testing.assert_close(torch.cat(gradients), x.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(variances[0], unit.bn.running_var)
+    assert same_bits(*variances)
 
 
 def test_join_ends_the_epoch_for_all_processes(results_of):
