@@ -34,6 +34,7 @@ CASES = (
     (torch.float32, (2, 100, 3, 5), 0),
     (torch.float16, (2, 100, 3, 5), 0),
     (torch.bfloat16, (3, 16, 9, 11), 0),
+    (torch.float16, (3, 16, 9, 11), 0),
     (torch.float32, (2, 64, 5, 3), 0),
     (torch.bfloat16, (1, 520, 2, 3), 0),
     (torch.float32, (2, 16, 3, 5), 1),
@@ -288,8 +289,9 @@ def test_a_launch_that_fails_is_an_error_of_that_call_alone():
 
 @needs_gpu
 @pytest.mark.not_under_sanitizer
-def test_many_blocks_at_once_give_the_same_bits_every_time():
-    given = arguments((64, 64, 32, 32), torch.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_blocks_at_once_give_the_same_bits_every_time(dtype):
+    given = arguments((64, 64, 32, 32), dtype)
     expected = check_ops(given)
     for _ in range(20):
         for op in OPS:
