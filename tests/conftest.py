@@ -103,6 +103,7 @@ def pytest_collection_modifyitems(items):
         strength = marker.kwargs.get(backend, marker.args[0])
         cases = [{n: id(v) for n, v in item.callspec.params.items()} for item in group]
         chosen = set(covering(cases, strength))
+        assert chosen, f"{group[0].originalname}: covering({strength}) of fewer arguments"
         for index, item in enumerate(group):
             if index not in chosen:
                 item.add_marker(pytest.mark.slow)
