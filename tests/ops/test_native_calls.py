@@ -43,16 +43,16 @@ CALLS = {
 }
 
 
-def cases():
-    for library in ("cpu", "cuda"):
-        for call, ops in CALLS.items():
-            own = ["running_stats_update"] if (library, call) == ("cpu", bn_relu) else []
-            names = [f"preact_kernels_{library}::{op}" for op in (*ops, *own)]
-            marks = pytest.mark.calls(*names)
-            yield pytest.param(library, call, id=f"{library}-{call.__name__}", marks=marks)
+def case(library, call):
+    own = ["running_stats_update"] if (library, call) == ("cpu", bn_relu) else []
+    names = [f"preact_kernels_{library}::{op}" for op in (*CALLS[call], *own)]
+    marks = pytest.mark.calls(*names)
+    return pytest.param(library, call, id=f"{library}-{call.__name__}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "call"), cases())
+@pytest.mark.parametrize(
+    ("name", "call"), [case(library, call) for library in ("cpu", "cuda") for call in CALLS]
+)
 def test_a_call_runs_the_ops_of_the_library(name, call):
     dtype = torch.float32 if name == "cpu" else torch.bfloat16
     with pk.use_backend(name), torch.device(device_of(name)):
