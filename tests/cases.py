@@ -22,6 +22,8 @@ SERVED_DTYPES = {
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
 
+NAN, INF = float("nan"), float("inf")
+
 
 def device_of(name: str) -> str:
     """The device that the tensors of a backend must be on."""
@@ -310,6 +312,42 @@ def unit_by_unit(function: Callable, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
+def record_rebuilt(record: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls `record` with each input that a backward rebuilds."""
+    function = block_runs.rebuilt_input
+
+    def recorded(*arguments):
+        x = function(*arguments)
+        record(x)
+        return x
+
+    monkeypatch.setattr(block_runs, "rebuilt_input", recorded)
+
+
+def rebuilt(stage: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The inputs that a backward rebuilds, the last block's first, after one on `x`.
+
+    No blocks run in one call then, which gives the same bits (tests/stage/test_preact_stage.py).
+    """
+    found: list[Tensor] = []
+    record_rebuilt(found.append, monkeypatch)
+    unit_by_unit(lambda: stage(x).sum().backward())
+    return found
+
+
+class Autocast(nn.Module):
+    """A module or function under bfloat16 autocast, and as it is for float64."""
+
+    def __init__(self, module: nn.Module | None = None, function: Callable | None = None) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        enabled = inputs["x"].dtype != torch.float64
+        with torch.autocast(inputs["x"].device.type, torch.bfloat16, enabled=enabled):
+            return (self.module or self.function)(**inputs)
+
+
 class Repeated(nn.Module):
     """A module called three times, with a third of the columns each."""
 
@@ -344,10 +382,4 @@ EVERY_MODULE = {
     "network": small_network,
     "rebuilt_network": lambda: small_network("rebuild"),
     "checkpointed_network": lambda: small_network("checkpoint"),
-}
-# Those that differ where no kernel runs, and memory modes have no effect.
-EVERY_PLAIN_FORWARD = {
-    name: make
-    for name, make in EVERY_MODULE.items()
-    if not name.startswith(("rebuilt", "checkpointed"))
 }

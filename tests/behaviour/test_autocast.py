@@ -8,6 +8,7 @@ import torch
 import preact_kernels as pk
 from tests.cases import (
     EVERY_MODULE,
+    Autocast,
     ConvCase,
     conv_inputs,
     device_of,
@@ -22,19 +23,6 @@ pytestmark = pytest.mark.backends("cpu")  # most dtypes are chosen above the bac
 
 CASE = ConvCase("typical", (6, 16, 6, 5), 32, padding=1, conv_bias=True, residual=True)
 every_input = pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-class Autocast(torch.nn.Module):
-    """A module or function under bfloat16 autocast, and as it is for float64."""
-
-    def __init__(self, module=None, function=None):
-        super().__init__()
-        self.module, self.function = module, function
-
-    def forward(self, **inputs):
-        enabled = inputs["x"].dtype != torch.float64
-        with torch.autocast(inputs["x"].device.type, torch.bfloat16, enabled=enabled):
-            return (self.module or self.function)(**inputs)
 
 
 def check_autocast(fused, plain, problems, **options):

@@ -11,7 +11,6 @@ What differs between the runs, and what is promised:
 - either of them on a GPU: nothing but time; equal bits.
 """
 
-import contextlib
 import math
 from functools import partial
 
@@ -20,8 +19,8 @@ import torch
 
 import preact_kernels as pk
 from tests.cases import ConvCase, conv_inputs, device_of, in_dtype, random_stage
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, evaluate, same_bits
+from tests.reruns import assert_runs_agree, threads
 
 pytestmark = pytest.mark.backends("cpu", "triton", "cuda")
 
@@ -36,60 +35,6 @@ CASES = (
     LARGE._replace(name="groups", groups=4),
 )
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-@contextlib.contextmanager
-def threads(count):
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(1)
-
-
-@contextlib.contextmanager
-def schedule(seed):
-    serve_cpu.set_schedule(seed)
-    try:
-        yield
-    finally:
-        serve_cpu.set_schedule()
-
-
-@contextlib.contextmanager
-def reversed_programs():
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    set_grid_idx = type(builder).set_grid_idx
-
-    def set_reversed(*index):
-        set_grid_idx(builder, *(n - 1 - i for n, i in zip(builder.grid_dim, index, strict=True)))
-
-    builder.set_grid_idx = set_reversed
-    try:
-        yield
-    finally:
-        del builder.set_grid_idx
-
-
-def runs(backend):
-    """A context for each run: the first is what the others are compared with."""
-    if device_of(backend) != "cpu":
-        return [contextlib.nullcontext() for _ in range(20)]
-    return {
-        "cpu": [threads(2) for _ in range(4)],
-        "triton": [contextlib.nullcontext(), reversed_programs()],
-        "cuda": [schedule(seed) for seed in range(3)],
-    }[backend]
-
-
-def assert_runs_agree(backend, run):
-    results = []
-    for context in runs(backend):
-        with context:
-            results.append(run())
-    for other in results[1:]:
-        assert_same_bits(other, results[0])
 
 
 @dtypes
@@ -152,7 +97,8 @@ def test_threads_change_only_weight_gradients_of_a_stage(dtype, backend):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter counts two multiprocessors")
 def test_programs_change_only_sums_over_pixels(kernel, backend, monkeypatch):
     """In evaluation mode, where outputs and input gradients depend on no such sum."""
-    from tests.kernels.test_triton import replace  # skips where there is no Triton
+    pytest.importorskip("triton")
+    from tests.kernels.compile_triton import replace
 
     case = LARGE._replace(x=(2, 20, 9, 11), kernel=kernel, padding=kernel // 2)
     inputs = conv_inputs(case)

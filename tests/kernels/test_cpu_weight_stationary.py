@@ -11,6 +11,8 @@ import preact_kernels as pk
 from preact_kernels.kernels import cpu, pytorch_conv
 from preact_kernels.kernels.contract import Conv, Epilogue, Norm, Wanted
 from tests.cases import (
+    INF,
+    NAN,
     ConvCase,
     conv_inputs,
     enough,
@@ -19,8 +21,15 @@ from tests.cases import (
     random_block,
     rounded_conv2d,
 )
-from tests.ops.test_bn_relu_conv import INF, NAN, assert_finite_as_in_eager, check_op
-from tests.oracle import assert_same_bits, check, distance, evaluate, plain_copy
+from tests.oracle import (
+    assert_finite_as_in_eager,
+    assert_same_bits,
+    check,
+    check_conv,
+    distance,
+    evaluate,
+    plain_copy,
+)
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"),
@@ -108,7 +117,7 @@ def test_forward_and_backward(case, training, nhwc_weight, dtype):
     for inputs in problems if nhwc_weight else ():
         weight = inputs["conv_weight"]
         inputs["conv_weight"] = weight.contiguous(memory_format=torch.channels_last)
-    check_op(problems, conv2d=rounded_conv2d, training=training, **case.conv)
+    check_conv(problems, conv2d=rounded_conv2d, training=training, **case.conv)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -149,7 +158,7 @@ def test_sums_over_many_pixels(kernel):
 def test_a_single_wanted_gradient(stride, dtype, wanted):
     case = ConvCase("", (9, 64, 5, 4), 128, stride=stride, padding=1, residual=True)
     inputs = conv_inputs(case, dtype)
-    check_op(inputs, [name for name in inputs if name != wanted], training=True, **case.conv)
+    check_conv(inputs, [name for name in inputs if name != wanted], training=True, **case.conv)
 
 
 class RoundedConv2d(nn.Conv2d):

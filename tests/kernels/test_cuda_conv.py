@@ -7,7 +7,7 @@ from torch import Tensor
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Conv, Wanted
-from tests.cases import in_dtype, random_block
+from tests.cases import in_dtype, random_block, recorded_calls
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.kernels.cuda_conv_cases import (
     ALL,
@@ -35,7 +35,6 @@ from tests.kernels.cuda_conv_cases import (
 )
 from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, check, plain_copy, weight_gradient_inside_the_image
-from tests.stage.test_preact_stage import recorded_calls
 
 pytestmark = pytest.mark.usefixtures("fused_convolutions")
 ONE_BY_ONE, THREE_BY_THREE = TYPICAL

@@ -11,7 +11,7 @@ import torch
 import preact_kernels as pk
 from preact_kernels.kernels.contract import BlockRun, Norm, Wanted
 from preact_kernels.ops import block_runs
-from tests.cases import in_dtype, random_block, random_stage
+from tests.cases import in_dtype, random_block, random_stage, recorded_calls, unit_by_unit
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.kernels.cuda_conv_cases import (
     DEVICE,
@@ -27,7 +27,6 @@ from tests.kernels.cuda_conv_cases import (
 )
 from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, evaluate, gradient_like
-from tests.stage.test_preact_stage import recorded_calls, unit_by_unit
 
 pytestmark = pytest.mark.usefixtures("fused_convolutions")
 

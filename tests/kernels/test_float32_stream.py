@@ -16,8 +16,7 @@ from preact_kernels.kernels.contract import Wanted
 from preact_kernels.kernels.mixed_precision import MixedBlockKernels, MixedKernels
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
-from tests.behaviour.test_autocast import Autocast
-from tests.cases import in_dtype, random_block
+from tests.cases import Autocast, in_dtype, random_block, rebuilt, recorded_calls, unit_by_unit
 from tests.kernels import cuda_conv_cases as cuda_conv
 from tests.kernels.cuda_conv_cases import (
     ALL,
@@ -42,8 +41,6 @@ from tests.oracle import (
     plain_copy,
     unit_roundoff,
 )
-from tests.stage.test_memory_mode import rebuilt
-from tests.stage.test_preact_stage import recorded_calls, unit_by_unit
 
 pytestmark = pytest.mark.usefixtures("on_gpu_backend")
 

@@ -5,14 +5,12 @@ import math
 import weakref
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
-from preact_kernels.ops import block_runs
 from tests.cases import (
     ConvCase,
     conv_inputs,
@@ -21,6 +19,8 @@ from tests.cases import (
     plain_bn_relu_conv2d,
     random_block,
     random_stage,
+    recorded_calls,
+    unit_by_unit,
 )
 from tests.oracle import (
     assert_same_bits,
@@ -85,6 +85,7 @@ def test_addresses_are_wide_before_two_to_the_31_elements():
         (100, 1, 64, 256, torch.float32),  # several blocks of output channels
         (80, 3, 17, 60, torch.bfloat16),
         (90, 3, 16, 16, torch.bfloat16),  # gradients in one pass
+        (90, 3, 32, 24, torch.float32),
         (100, 3, 64, 32, torch.float32),
     ],
 )
@@ -207,8 +208,7 @@ def test_a_run_of_blocks_gives_the_bits_of_its_units(
     if is_nhwc:
         stage = stage.to(memory_format=torch.channels_last)
     inputs = {"x": x.to(dtype)}
-    with mock.patch.object(block_runs, "run_keys", lambda _, blocks, x: [None] * len(blocks.specs)):
-        expected = evaluate(stage, inputs)  # unit by unit
+    expected = unit_by_unit(evaluate, stage, inputs)
     found_apart = set()
     weight = BackwardLaunch.weight
 
@@ -217,12 +217,10 @@ def test_a_run_of_blocks_gives_the_bits_of_its_units(
         weight(launch, *args)
 
     monkeypatch.setattr(BackwardLaunch, "weight", recorded)
-    with (
-        mock.patch.object(kernels, "block_run_forward", wraps=kernels.block_run_forward) as forward,
-        mock.patch.object(kernels, "block_run_backward", wraps=kernels.block_run_backward) as back,
-    ):
-        assert_same_bits(evaluate(stage, inputs), expected)
-    assert forward.called and back.called
+    names = ("block_run_forward", "block_run_backward")
+    calls = [recorded_calls(kernels, name, monkeypatch) for name in names]
+    assert_same_bits(evaluate(stage, inputs), expected)
+    assert all(calls)
     assert found_apart == apart
 
 

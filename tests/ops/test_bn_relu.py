@@ -8,11 +8,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from tests.cases import SHAPES, Repeated, batch_norm_inputs, enough, plain_bn_relu, randomised
+from tests.cases import (
+    INF,
+    NAN,
+    SHAPES,
+    Repeated,
+    batch_norm_inputs,
+    enough,
+    plain_bn_relu,
+    randomised,
+)
 from tests.oracle import assert_same_bits, check, evaluate, same_bits
 
 TYPICAL = (3, 16, 6, 5)
-NAN, INF = float("nan"), float("inf")
 on_kernels = pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
 both_modes = pytest.mark.parametrize("training", [True, False])
 

@@ -6,15 +6,15 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels import torch_compat
 from preact_kernels.kernels import cpu, pytorch_conv
 from preact_kernels.kernels.contract import Conv
-from preact_kernels.ops import dispatch as backends
 from tests.cases import (
     CONV_CASES,
+    INF,
+    NAN,
     ConvCase,
     PlainBNReLUConv2d,
     conv_inputs,
@@ -23,7 +23,15 @@ from tests.cases import (
     randomised,
     rounded_conv2d,
 )
-from tests.oracle import assert_same_bits, check, distance, evaluate, same_bits
+from tests.oracle import (
+    assert_finite_as_in_eager,
+    assert_same_bits,
+    check,
+    check_conv,
+    distance,
+    evaluate,
+    same_bits,
+)
 
 TYPICAL = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
 SLOW = (pytest.mark.slow,)
@@ -34,15 +42,9 @@ needs_library = pytest.mark.skipif(
 )
 
 
-def check_op(inputs, frozen=(), conv2d=F.conv2d, **arguments):
-    fused = partial(pk.bn_relu_conv2d, **arguments)
-    plain = partial(plain_bn_relu_conv2d, conv2d=conv2d, **arguments)
-    return check(fused, plain, inputs, frozen=frozen)
-
-
 def check_unit(case, training, dtype, count=None):
     problems = [conv_inputs(case, dtype) for _ in range(count or enough(case.x))]
-    check_op(problems, training=training, **case.conv)
+    check_conv(problems, training=training, **case.conv)
 
 
 # The quick suite runs these in Triton's interpreter and in the emulated CUDA library: some of each
@@ -161,7 +163,7 @@ def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_we
     for inputs in problems if nhwc_weight else ():
         weight = inputs["conv_weight"]
         inputs["conv_weight"] = weight.contiguous(memory_format=torch.channels_last)
-    check_op(problems, conv2d=rounded_conv2d, training=True, **case.conv)
+    check_conv(problems, conv2d=rounded_conv2d, training=True, **case.conv)
 
 
 @pytest.mark.backends("cpu")
@@ -280,7 +282,7 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
 @pytest.mark.parametrize("mean_over_std", [30, 1000])
 def test_large_means(mean_over_std, training, backend):
     inputs = conv_inputs(TYPICAL, mean_over_std=mean_over_std)
-    check_op(inputs, training=training, **TYPICAL.conv)
+    check_conv(inputs, training=training, **TYPICAL.conv)
 
 
 @on_kernels
@@ -288,13 +290,13 @@ def test_constant_channels(backend):
     inputs = conv_inputs(TYPICAL)
     for channel, value in ((0, 0.0), (3, 3.0), (6, -1e4)):
         inputs["x"][:, channel] = value
-    check_op(inputs, training=True, **TYPICAL.conv)
+    check_conv(inputs, training=True, **TYPICAL.conv)
 
 
 @pytest.mark.parametrize(("momentum", "eps"), [(0.0, 1.0), (0.3, 1e-3)])
 def test_momentum_and_eps(momentum, eps, backend):
     inputs = conv_inputs(TYPICAL)
-    check_op(inputs, training=True, momentum=momentum, eps=eps, **TYPICAL.conv)
+    check_conv(inputs, training=True, momentum=momentum, eps=eps, **TYPICAL.conv)
 
 
 @pytest.mark.backends("cpu")
@@ -303,13 +305,13 @@ def test_momentum_and_eps(momentum, eps, backend):
 )
 def test_without_parameters_or_running_statistics(missing, training_dtype):
     inputs = conv_inputs(TYPICAL, training_dtype) | dict.fromkeys(missing)
-    check_op(inputs, training=True, **TYPICAL.conv)
+    check_conv(inputs, training=True, **TYPICAL.conv)
 
 
 @pytest.mark.backends("cpu")
 def test_parameters_in_the_dtype_of_half_precision_activations(backend):
     inputs = conv_inputs(TYPICAL, torch.bfloat16)
-    check_op({n: t.bfloat16() for n, t in inputs.items()}, training=True, **TYPICAL.conv)
+    check_conv({n: t.bfloat16() for n, t in inputs.items()}, training=True, **TYPICAL.conv)
 
 
 @on_kernels
@@ -322,7 +324,7 @@ def test_parameters_in_the_dtype_of_half_precision_activations(backend):
 def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
     inputs = conv_inputs(TYPICAL)
     frozen = [name for name in inputs if name != wanted]
-    results = check_op(inputs, frozen, training=training, **TYPICAL.conv)
+    results = check_conv(inputs, frozen, training=training, **TYPICAL.conv)
     assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{wanted}"]
 
 
@@ -343,11 +345,8 @@ def test_without_gradients_nothing_is_recorded(training, backend):
 def test_an_empty_batch_is_as_in_eager(training, backend):
     inputs = conv_inputs(TYPICAL)
     inputs |= {"x": inputs["x"][:0], "residual": inputs["residual"][:0]}
-    results = check_op(inputs, training=training, **TYPICAL.conv)
+    results = check_conv(inputs, training=training, **TYPICAL.conv)
     assert results["y"].shape == (0, 24, 6, 5)
-
-
-NAN, INF = float("nan"), float("inf")
 
 
 # An infinite bn_weight is left out: eager forms x * weight + (bias - mean * weight) and gets NaN
@@ -406,36 +405,6 @@ def test_infinity_in_a_pixel_that_no_output_reads_spreads_as_in_eager(
     inputs = conv_inputs(case)
     inputs["x"][0, 3, stride - padding - 1, 1] = INF
     assert_finite_as_in_eager(inputs, training=training, **case.conv)
-
-
-# Where a tap lies outside of the image these multiply by zero instead of leaving it out, as some
-# algorithms of cuDNN do.
-MULTIPLIES_THE_PADDING = ("triton",)
-
-
-def assert_finite_as_in_eager(inputs, dy=None, **arguments):
-    fused = evaluate(partial(pk.bn_relu_conv2d, **arguments), inputs, dy)
-    plain = evaluate(partial(plain_bn_relu_conv2d, **arguments), inputs, dy)
-    padding = arguments["padding"] if backends.current() in MULTIPLIES_THE_PADDING else 0
-    for name, expected in plain.items():
-        off = fused[name].isfinite() != expected.isfinite()
-        if padding:
-            off &= ~may_be_infected(name, expected, padding) | ~expected.isfinite()
-        assert not off.any(), f"{name}: {int(off.sum())} of {off.numel()}"
-
-
-def may_be_infected(name, expected, padding):
-    """Where zero times what is not finite may add to eager's NaN.
-
-    At the border of images; and in all taps of a weight one of which eager has lost.
-    """
-    allowed = torch.zeros_like(expected, dtype=torch.bool)
-    if name in ("y", "dx"):
-        allowed[..., :padding] = allowed[..., -padding:] = True
-        allowed[..., :padding, :] = allowed[..., -padding:, :] = True
-    elif name == "dconv_weight":
-        allowed |= ~expected.isfinite().flatten(2).all(2)[:, :, None, None]
-    return allowed
 
 
 MODULES = {

@@ -9,11 +9,10 @@ from torch import nn
 
 import preact_kernels as pk
 from preact_kernels.ops import dispatch as backends
-from tests.cases import ConvCase, conv_inputs, random_block, random_stage
+from tests.cases import NAN, ConvCase, conv_inputs, random_block, random_stage
 from tests.oracle import assert_same_bits, check, plain_copy
 
 CASE = ConvCase("typical", (2, 8, 5, 6), 12, padding=1, conv_bias=True, residual=True)
-NAN = float("nan")
 FLOATS = "float32, float64, bfloat16 or float16"
 MULTIPLE = "out_channels to be a positive multiple of groups"
 PAIR = "an int or a pair of ints"

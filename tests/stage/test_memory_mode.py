@@ -15,7 +15,6 @@ from torch.utils.checkpoint import (
 
 import preact_kernels as pk
 from preact_kernels.kernels import cpu
-from preact_kernels.ops import block_runs
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.memory_mode import MemoryMode
 from tests.cases import (
@@ -23,6 +22,8 @@ from tests.cases import (
     in_dtype,
     random_block,
     random_stage,
+    rebuilt,
+    record_rebuilt,
     recorded_calls,
     unit_by_unit,
 )
@@ -89,29 +90,6 @@ def test_four_bare_blocks_equal_the_plain_ones(options, kind, training, wide_dty
     stage = in_dtype(bare_stage(kind, **options), wide_dtype).train(training)
     problems = [{"x": images(wide_dtype, stage[0].bn1.num_features)} for _ in range(2)]
     check(stage, plain_copy(stage), problems)
-
-
-def record_rebuilt(record, monkeypatch):
-    """Calls `record` with each input that a backward rebuilds."""
-    function = block_runs.rebuilt_input
-
-    def recorded(*arguments):
-        x = function(*arguments)
-        record(x)
-        return x
-
-    monkeypatch.setattr(block_runs, "rebuilt_input", recorded)
-
-
-def rebuilt(stage, x, monkeypatch):
-    """The inputs that a backward rebuilds, the last block's first, after one on `x`.
-
-    No blocks run in one call then, which gives the same bits (tests/stage/test_preact_stage.py).
-    """
-    found = []
-    record_rebuilt(found.append, monkeypatch)
-    unit_by_unit(lambda: stage(x).sum().backward())
-    return found
 
 
 @on_cpu

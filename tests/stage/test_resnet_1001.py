@@ -12,7 +12,6 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.ops import dispatch as backends
-from tests.behaviour.test_determinism import assert_runs_agree
 from tests.cases import (
     ConvCase,
     conv_inputs,
@@ -24,6 +23,7 @@ from tests.cases import (
 )
 from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, check, evaluate, plain_copy
+from tests.reruns import assert_runs_agree
 
 pytestmark = pytest.mark.backends("cuda", slow=("triton",))
 
