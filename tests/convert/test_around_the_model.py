@@ -154,6 +154,58 @@ def test_copies_stay_converted_and_are_independent(copied):
     assert not other(x).any() and model(x).any()
 
 
+class WithSlots(Block):
+    """Its pickled state is a tuple."""
+
+    def __getstate__(self):
+        return self.__dict__.copy(), {"slots": 1}
+
+    def __setstate__(self, state):
+        super().__setstate__(state[0])
+
+
+class CopiesWhatItHas(Block):
+    def __deepcopy__(self, memo):
+        other = type(self).__new__(type(self))
+        other.__dict__.update({n: copy.deepcopy(v, memo) for n, v in vars(self).items()})
+        return other
+
+
+class Rebuilt(Block):
+    def __reduce_ex__(self, protocol):
+        return rebuilt, (type(self), self.__dict__)
+
+
+def rebuilt(kind, attributes):
+    other = kind.__new__(kind)
+    other.__dict__.update(attributes)
+    return other
+
+
+class WithSharedNorm(Block):
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+        self.inner.bn = self.bn
+
+    def forward(self, x):
+        return self.inner(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [WithSlots, CopiesWhatItHas, Rebuilt, WithSharedNorm])
+def test_copies_of_modules_with_states_of_their_own(kind):
+    model, x = pk.convert(kind()), torch.randn(2, 4, 6, 6)
+    for copied in (copy.copy, copy.deepcopy, reloaded):
+        other = copied(model)
+        assert isinstance(other, kind)
+        assert_same_bits(results(other, x), results(model, x))
+        assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
+        other.eval()(x)
+        assert len(pk.conversion_report(other).fused) == 1
+    if kind is WithSharedNorm:
+        assert other.bn is other.inner.bn
+
+
 def test_hooks_of_unpickled_models_keep_their_arguments(monkeypatch):
     """In another process hooks are numbered from 0."""
     data = pickle.dumps(pk.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))))

@@ -50,7 +50,7 @@ class Net(nn.Module):
 FORWARDS = []
 
 
-def runs(bn1="BN-ReLU-Conv", bn2=""):
+def runs(bn1="BN-ReLU-Conv", bn2="^; not called"):
     """Adds a forward to the table.
 
     Args:
@@ -186,10 +186,19 @@ def checkpoints(self, x):
     return checkpoint(self.unit, x, use_reentrant=False) + x
 
 
+@runs("^; it is frozen, and plain PyTorch saves nothing for it$")
+def freezes_a_norm(self, x):
+    self.bn1.requires_grad_(False)
+    h = x.detach() * 1
+    y = self.unit(h)
+    h.add_(1)
+    return y * h
+
+
 # Autograd.
 
 
-@runs()
+@runs(bn2="BN-ReLU-Conv")
 def checkpoints_reentrantly(self, x):
     return checkpoint(self.unit, self.second(x), use_reentrant=True) + x
 
@@ -232,7 +241,7 @@ def calls_a_unit_in_a_custom_function(self, x):
     return self.second(ReturnsUnit.apply(x, self))
 
 
-@runs()
+@runs(bn2="run of 1")
 def runs_without_grad(self, x):
     with torch.no_grad():
         y = self.unit(x)
@@ -374,7 +383,7 @@ def test_forwards_behave_as_in_plain_pytorch(forward, sites):
 
         subject = Subject(partial(Net, forward), before, make_input=images, MEMORY=memory)
         trial = assert_alike(subject, (memory_format, memory))
-        for site in trial.reports[0]:
+        for site in (*trial.reports[0], *trial.reports[-1]):
             text = f"{site.into}; {site.reason}" if site.reason else site.into
             assert re.search(sites[site.name], text), (memory_format, memory, site)
 
@@ -414,6 +423,43 @@ def test_custom_functions_pass_gradients_on(place):
         return square(y)
 
     assert_alike(Subject(partial(Net, forward)))
+
+
+@pytest.mark.parametrize(
+    "place", ["norm", "relu", "conv", "second norm", "in-place relu", "frozen", "other", "twice"]
+)
+def test_a_custom_function_in_the_second_call_alone(place):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        seen = []
+
+        def at(name, h):
+            if name == place and self.calls == 2:
+                seen.append(triple(h))
+            return h
+
+        h = a = at("relu", F.relu(at("norm", self.bn1(x))))
+        if place == "frozen":
+            self.conv1.weight.requires_grad_(self.calls != 2)
+        conv = self.conv2 if place == "other" and self.calls == 2 else self.conv1
+        h = at("second norm", self.bn2(at("conv", at("frozen", at("other", conv(h))))))
+        y = self.conv2(at("in-place relu", h.relu_()))
+        return sum(seen, y) + (triple(self.conv2(a)) if place == "twice" else 0)
+
+    assert_alike(Subject(partial(Net, forward)))
+
+
+def test_a_weight_that_changes_its_place_in_the_autograd_graph():
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 2:
+            self.weight.mul_(self.bn2.weight[0])
+        else:
+            self.weight = self.conv1.weight.detach().requires_grad_() + 0
+        a = F.relu(self.bn1(x))
+        return triple(F.conv2d(a, self.weight))
+
+    assert not assert_alike(Subject(partial(Net, forward))).errors
 
 
 @pytest.mark.parametrize("memory", MODES)

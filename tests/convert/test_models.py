@@ -9,6 +9,7 @@ from torch import nn
 import preact_kernels as pk
 from tests.convert import published_models as foreign
 from tests.convert.models import MODELS, MODES, PUBLISHED, SMALL, Block, Chain, built
+from tests.convert.trial import Copies
 from tests.oracle import assert_within_budget, unit_roundoff
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
@@ -89,6 +90,28 @@ def test_memory_modes_train_alike(memory, backend):
 
 
 QUICK = ("timm-resnetv2-50", "torchvision-densenet-121")
+COPIES = {
+    "preact-resnet-18": 1,
+    "densenet-bc-100-12": 65,  # what is concatenated, in NCHW
+    "timm-resnetv2-50": 2,
+    "timm-densenet-121": 2,
+    "torchvision-resnet-50": 1,
+}
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize(("name", "count"), COPIES.items())
+def test_published_models_run_fused_without_copies(name, count, backend):
+    """Of images into other memory formats; in float64 the outputs are equal."""
+    model, x = built(name)
+    converted, x = copy.deepcopy(model), x[:2]
+    assert_sites_are_found(name, converted, x)
+    with Copies() as copies:
+        converted(x)
+    assert copies.count == count
+    with torch.no_grad():
+        y, expected = (m.double()(x.double()) for m in (converted, model))
+    assert (y - expected).norm() < 1e-10 * expected.norm()
 
 
 @pytest.mark.backends("cpu")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.conversion.report import ConversionReport
@@ -352,3 +353,15 @@ def _compare_values(path: str, a: Tensor, b: Tensor, scale: float) -> list[str]:
 def tensors_of(model: nn.Module, outputs: Sequence[Tensor]) -> list[Tensor | None]:
     """Outputs, gradients of the parameters after a backward, and buffers."""
     return [*outputs, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of images into other memory formats."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.clone.default and y.dim() == 4:
+            self.count += (args[0].stride(1) == 1) is not (y.stride(1) == 1)
+        return y
