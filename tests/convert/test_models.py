@@ -219,15 +219,30 @@ class Sums(Block):
         y = super().forward(x)
         z = super().forward(x) + x
         y += x.bfloat16()
-        return torch.cat([y, z])
+        return y, z
 
 
 def test_sums_of_two_dtypes_under_autocast():
     model, x, found = Sums(), torch.randn(2, 4, 6, 6), []
-    for m in (pk.convert(copy.deepcopy(model)), model):
+    converted = pk.convert(copy.deepcopy(model))
+    for m in (converted, model):
         with torch.autocast("cpu", torch.bfloat16):
             found.append(m(x))
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+    assert pk.conversion_report(converted)[0].into == "BN-ReLU-Conv"  # with no addition
+
+
+class CastsAPart(Block):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = super().forward(x)
+        return y, super().forward(x)
+
+
+def test_autocast_of_a_part():
+    model, x = CastsAPart(), torch.randn(2, 4, 6, 6)
+    outputs = [m(x) for m in (pk.convert(copy.deepcopy(model)), model)]
+    torch.testing.assert_close(*outputs)
 
 
 def test_converted_models_may_change_their_dtype():
