@@ -359,6 +359,16 @@ def catches_an_error(self, x):
     return h
 
 
+@runs("^; its momentum is no plain number$")
+def goes_on_without_momentum(self, x):
+    bn = self.bn1
+    try:
+        h = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, True, None)
+    except TypeError:
+        h = bn(x)
+    return self.conv1(F.relu(h))
+
+
 @runs("^; read by an inner region")
 def nests_regions(self, x):
     a = self.bn1(x)

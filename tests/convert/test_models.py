@@ -171,6 +171,7 @@ def test_memory_of_converted_models_is_planned(name, frozen):
         plan.apply(model)
         assert pk.saved_bytes(model, x) == plan.predicted_bytes <= budget
     assert pk.saved_bytes(copy.deepcopy(model), x) == plan.predicted_bytes
+    assert pk.saved_bytes(pk.convert(pk.revert(copy.deepcopy(model))), x) == kept
     with pytest.raises(ValueError, match="expected the stages"):
         plan.apply(pk.preact_resnet(20))
 

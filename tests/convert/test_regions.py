@@ -94,6 +94,21 @@ def test_what_an_autograd_function_holds_becomes_plain_when_it_lets_go():
     assert_alike(Subject(Outer))
 
 
+@pytest.mark.parametrize("is_read_again", [True, False])
+def test_what_an_autograd_function_held_is_plain_at_the_end(is_read_again):
+    block, x = Block(), images()
+    with pk.fuse():
+        y = block(x)
+        saved = [square(y)]
+        y.mean()
+        assert type(y) is not torch.Tensor
+        saved.clear()
+        if is_read_again:
+            y.mean()
+            assert type(y) is torch.Tensor
+    assert type(y) is torch.Tensor
+
+
 def test_backward_of_custom_functions_takes_linear_time(monkeypatch):
     """Each node is computed once again, though blocks read their inputs twice."""
 
@@ -421,13 +436,14 @@ def test_what_units_read_and_return_is_converted_once():
 
         def forward(self, x):
             h = F.relu(F.relu(x) + 1)
-            return self.blocks[1](self.blocks[0](h)), self.blocks[2](h), h
+            g = self.blocks[0](h)
+            return self.blocks[1](g), self.blocks[2](h), g, h
 
     model, x = ReturnsMuch(), images()
     expected = model(x)
     with Copies() as copies:
         y = pk.convert(copy.deepcopy(model))(x)
-    assert copies.count == 3  # of `h` and of two results
+    assert copies.count == 4  # of `h` and of three results
     for a, b in zip(y, expected, strict=True):
         torch.testing.assert_close(a, b)
         assert a.stride() == b.stride()
