@@ -59,8 +59,8 @@ PK_INLINE void fill_bordered(O* out, const Bordered& operand, const Rows& rows, 
 // out = the output gradient of `pixels` pixels, as stored in type T, `step` values apart. With
 // `stores`, also stores the unfolded gradient where it is wanted.
 template <class T, class O>
-PK_OUTLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
-                       int64_t first_pixel, int64_t pixels, int64_t channels) {
+PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
+                      int64_t first_pixel, int64_t pixels, int64_t channels) {
   using A = Accumulate<T>;
   const int64_t offset = first_pixel * channels;
   const T* g = dy.tensors.g + offset;

@@ -24,8 +24,8 @@ struct NormVectors {
 
 // y = relu(p) for p = (x - mean) * scale + bias. The pixels of y are `step` values apart.
 template <class T, class Y, class A>
-PK_OUTLINE void normalise(const T* x, Y* y, int64_t step, int64_t pixels, int64_t channels,
-                          const Normalisation<A>& norm) {
+PK_INLINE void normalise(const T* x, Y* y, int64_t step, int64_t pixels, int64_t channels,
+                         const Normalisation<A>& norm) {
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     const NormVectors<A, kVectors> n(norm, c, lanes, true);

@@ -134,8 +134,8 @@ PK_INLINE void load_pixels(const A* first, const A*, Vector<A> (&w)[kVectors]) {
 // partial[n][w] += sum over pixels of narrow[p][n] * wide[p][w]. In dot products `narrow` holds
 // pairs of pixels, narrow[image][row][p / 2][n][p % 2].
 template <class O>
-PK_OUTLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, const TapRange& range,
-                        Accumulate<O>* partial) {
+PK_INLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, const TapRange& range,
+                       Accumulate<O>* partial) {
   using A = Accumulate<O>;
   alignas(64) static constexpr O kZeros[kMaxVectors * kLanes<A>] = {};
   const int64_t narrow_step = kDepth<O> * narrow.step, wide_step = kDepth<O> * wide.step;
@@ -184,8 +184,8 @@ PK_OUTLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, co
 // first pixel of a row has no first tap, and the last pixel no last tap. Rows have two pixels or
 // more.
 template <class A>
-PK_OUTLINE void add_shared_taps(const PixelRows<A>& narrow, const PixelRows<A>& wide,
-                                const TapRange& range, A* partial) {
+PK_INLINE void add_shared_taps(const PixelRows<A>& narrow, const PixelRows<A>& wide,
+                               const TapRange& range, A* partial) {
   constexpr int kTaps = kSharedTaps, kMost = max_tile_rows(kTaps);
   int64_t n = 0;
   while (n < narrow.channels) {
@@ -255,9 +255,9 @@ PK_INLINE PixelRange inside(int64_t shift, int64_t stride, int64_t size, int64_t
 // dweight[tap][narrow][wide] += the part of a strip. `a` is bordered, `dy` is not; the input
 // channels are wide if `input_last`. `pairs` is memory for the narrow operand of the strip.
 template <class O>
-PK_OUTLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& dy,
-                                      const Strip& strip, const Conv& conv, bool input_last,
-                                      O* pairs, Accumulate<O>* dweight) {
+PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& dy,
+                                     const Strip& strip, const Conv& conv, bool input_last,
+                                     O* pairs, Accumulate<O>* dweight) {
   // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
   const auto for_rows_of_taps = [&](const auto& body) PK_LAMBDA {
     for (int64_t r = 0; r < conv.kernel_h; ++r) {
