@@ -68,27 +68,23 @@ def test_steps_equal_those_written_out(memory):
 def test_steps_of_bottlenecks_under_autocast_equal_those_written_out(backend, memory, monkeypatch):
     if backend not in pk.available_backends():
         pytest.skip(f"backend {backend} is not available")
-    with pk.use_backend(backend):
-        kernels = backends.select(backend, DEVICE, torch.bfloat16)
-        calls = recorded_calls(kernels, "block_run_forward", monkeypatch)
-        check_steps_under_autocast(memory)
-    assert calls
-
-
-def check_steps_under_autocast(memory):
+    kernels = backends.select(backend, DEVICE, torch.bfloat16)
+    calls = recorded_calls(kernels, "block_run_forward", monkeypatch)
     batches = [batch(seed, 128, 32) for seed in range(2)]
     model = network(block="bottleneck", memory=memory)
     other = copy.deepcopy(model)
     optimizer, other_optimizer = sgd(model), sgd(other)
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with pk.use_backend(backend), torch.autocast(DEVICE, torch.bfloat16):
         step = pk.graphed_step(model, F.cross_entropy, optimizer, *batches[0])
     for x, target in batches:
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = step(x, target)
-        with torch.autocast(DEVICE, torch.bfloat16):  # which keeps casts of weights until its end
+        # A context of its own: autocast keeps casts of weights until its end.
+        with pk.use_backend(backend), torch.autocast(DEVICE, torch.bfloat16):
             expected = written_out(other, other_optimizer, x, target)
         assert same_bits(loss, expected)
     assert_same_bits(model.state_dict(), other.state_dict())
+    assert calls
 
 
 @needs_gpu
