@@ -1,5 +1,6 @@
 """Measurements of signal flow equal those by hand, and change nothing of what they measure."""
 
+import contextlib
 import copy
 import math
 
@@ -14,6 +15,7 @@ import preact_kernels as pk
 from preact_kernels.study import diagnostics
 from preact_kernels.study.diagnostics import BlockRow, Monitor, Thresholds
 from preact_kernels.study.networks import study_network
+from tests.oracle import assert_same_bits
 
 QUIET = BlockRow(0, 1, "stages.0.0", 1, 0.0, 1.0, 1.0, 1.0, 1.0, 5e-3, 1e-3)
 
@@ -33,29 +35,13 @@ def sgd(model, lr=0.01):
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def bits(t):
-    return t.detach().reshape(-1).view(torch.uint8)
-
-
-def assert_same_bits(actual, expected):
-    assert list(actual) == list(expected)
-    for name, t in expected.items():
-        assert (actual[name] is None) == (t is None), name
-        assert t is None or torch.equal(bits(actual[name]), bits(t)), name
-
-
 def state_of(model):
     """Copies of everything that a measurement could change."""
-    tensors = {n: t.detach().clone() for n, t in model.state_dict().items()}
-    gradients = {
-        f"{n}.grad": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
-    }
+    gradients = {f"{n}.grad": p.grad for n, p in model.named_parameters()}
     modes = torch.tensor([m.training for m in model.modules()])
-    return {**tensors, **gradients, "modes": modes, "rng": torch.get_rng_state()}
-
-
-def hook_count(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    state = {**model.state_dict(), **gradients, "modes": modes, "hooks": torch.tensor(hooks)}
+    return copy.deepcopy({**state, "rng": torch.get_rng_state()})
 
 
 def norm(tensors):
@@ -137,14 +123,10 @@ def test_measure_leaves_everything_as_it_was(fails):
     model.stages[1].eval()
     if fails:
         model.norm.register_forward_hook(lambda *_: 1 / 0)  # behind the blocks
-    before, hooks = state_of(model), hook_count(model)
-    if fails:
-        with pytest.raises(ZeroDivisionError):
-            diagnostics.measure(model, F.cross_entropy, *batch())
-    else:
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         assert len(diagnostics.measure(model, F.cross_entropy, *batch())) == 9
     assert_same_bits(state_of(model), before)
-    assert hook_count(model) == hooks
 
 
 # While training
@@ -213,7 +195,6 @@ def test_monitor_gives_the_rows_of_measure_and_the_updates_of_sgd():
         for row in measured
     ]
     assert_close(monitor.rows, expected)
-    assert hook_count(model) == 0
 
 
 def test_monitor_measures_the_first_of_accumulated_batches_and_the_clipped_gradients():
@@ -268,7 +249,7 @@ def test_frozen_weights_have_no_ratio_and_missing_gradients_count_as_zero():
 
 def test_only_forwards_that_train_are_measured_while_a_monitor_is_attached():
     model, (x, _) = network(), batch()
-    optimizer = sgd(model)
+    optimizer, before = sgd(model), state_of(model)["hooks"]
     with Monitor(model).attach(optimizer) as monitor:
         with pytest.raises(ValueError, match=r"^optimizer: expected a detached monitor"):
             monitor.attach(optimizer)
@@ -280,7 +261,7 @@ def test_only_forwards_that_train_are_measured_while_a_monitor_is_attached():
         assert (monitor.step, monitor.rows) == (1, [])
     model.train()(x)
     optimizer.step()
-    assert monitor.step == 1 and hook_count(model) == 0
+    assert (monitor.step, state_of(model)["hooks"]) == (1, before)
     monitor.attach(optimizer)
     optimizer.step()
     assert monitor.step == 2
@@ -356,13 +337,12 @@ def test_csv_with_other_columns_is_an_error(tmp_path):
 def test_only_full_preactivation_can_be_the_identity(options, expected):
     """The command `signal` shows it for all placements: see `test_comparisons.py`."""
     model = network(**options)
-    before, hooks = state_of(model), hook_count(model)
+    before = state_of(model)
     found = diagnostics.identity_test(model, batch()[0])
     widens = options["depth"] == 29  # a bottleneck's first block
     names = [f"stages.{i}.{j}" for i in range(3) for j in range(3) if j or not (i or widens)]
     assert found == dict.fromkeys(names, expected)
     assert_same_bits(state_of(model), before)
-    assert hook_count(model) == hooks
 
 
 @pytest.mark.parametrize("limit", [None, 0.25])
@@ -383,7 +363,11 @@ def test_histograms_count_the_outputs_of_the_stages(limit):
         assert counts.tolist() == expected.tolist()
 
 
-measure, identity_test = diagnostics.measure, diagnostics.identity_test
+def measured(model, loss_of=None, **options):
+    return diagnostics.measure(model, lambda y, _: loss_of(y), *batch(), **options)
+
+
+X, _ = batch()
 
 
 @pytest.mark.parametrize(
@@ -396,36 +380,24 @@ measure, identity_test = diagnostics.measure, diagnostics.identity_test
         (lambda m: Monitor(None), TypeError, "model: expected an nn.Module, got NoneType"),
         (lambda m: Monitor(m).attach(m), TypeError, "optimizer: expected a torch.optim.Optimizer"),
         (lambda m: diagnostics.blocks_of(m.fc), ValueError, "model: expected residual blocks"),
+        (lambda m: measured(m, lambda y: y), ValueError, r"loss_fn: .* one element, got \[4, 10\]"),
         (
-            lambda m: measure(m, lambda y, _: y, *batch()),
-            ValueError,
-            r"loss_fn: expected a tensor of one element, got \[4, 10\]",
-        ),
-        (
-            lambda m: measure(m, lambda y, _: y.detach().sum(), *batch()),
+            lambda m: measured(m, lambda y: y.detach().sum()),
             ValueError,
             "model: expected a loss that depends on parameters, got a constant",
         ),
         (
-            lambda m: measure(m, None, *batch(), blocks={"other": nn.ReLU()}),
+            lambda m: measured(m, blocks={"other": nn.ReLU()}),
             ValueError,
             "blocks: expected blocks that the model calls",
         ),
         (
-            lambda m: identity_test(m, batch()[0], blocks={"stem": m.stem}),
+            lambda m: diagnostics.identity_test(m, X, blocks={"stem": m.stem}),
             ValueError,
             "blocks: expected blocks with a last_conv, got Conv2d as 'stem'",
         ),
-        (
-            lambda m: diagnostics.histograms(m, batch()[0], bins=0),
-            ValueError,
-            "bins: expected at least 1, got 0",
-        ),
-        (
-            lambda m: diagnostics.histograms(m, batch()[0], limit=-1.0),
-            ValueError,
-            "limit: expected a positive number or None, got -1.0",
-        ),
+        (lambda m: diagnostics.histograms(m, X, bins=0), ValueError, "bins: expected at least 1"),
+        (lambda m: diagnostics.histograms(m, X, limit=-1.0), ValueError, "limit: expected a posi"),
     ],
 )
 def test_wrong_arguments_are_named(call, error, message):

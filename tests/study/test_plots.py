@@ -79,6 +79,8 @@ def test_losses_are_the_median_over_seeds_with_a_band(draw):
     }
     figure = draw(plots.plot_losses, curves, smooth=1)
     (axes,) = figure.axes
+    assert axes.get_yscale() == "log"
+    assert {"0.1", "0.2", "0.5", "1", "2"} <= set(texts(axes.get_yticklabels()))
     assert lines(axes)["seeds"] == ([0, 10], [5.0, 2.0])
     assert lines(axes)["kept"] == ([0], [1.0])
     band = axes.collections[0].get_paths()[0].vertices
@@ -95,7 +97,8 @@ def test_losses_are_the_median_over_seeds_with_a_band(draw):
 
 def test_smoothed_losses_show_their_raw_points(draw):
     run = [(step, 1 + float(step % 2)) for step in range(101)]
-    axes = draw(plots.plot_losses, {"a": [run], "b": [[(0, 1.0), (1, 3.0)]]}, smooth=21).axes[0]
+    axes = draw(plots.plot_losses, {"a": [run], "b": [[(0, 0.0), (1, 4.0)]]}, smooth=21).axes[0]
+    assert axes.get_yscale() == "linear", "a log axis shows no zero"
     raw, line, *_ = axes.get_lines()
     assert list(raw.get_ydata()) == [v for _, v in run]
     assert raw.get_alpha() < 0.5
@@ -104,18 +107,6 @@ def test_smoothed_losses_show_their_raw_points(draw):
     axes = draw(plots.plot_losses, {"a": [run]}).axes[0]
     assert [list(line.get_ydata()) for line in axes.get_lines()] == [[v for _, v in run]]
     assert axes.get_yscale() == "linear"
-
-
-@pytest.mark.parametrize(("lowest", "scale"), [(0.9, "linear"), (0.06, "log"), (0.0, "linear")])
-def test_a_scale_follows_the_range_of_its_values(lowest, scale):
-    figure = Figure()
-    axes = figure.subplots()
-    axes.plot([2.4, lowest])
-    parts.scale_y(axes, [2.4, lowest])
-    figure.draw_without_rendering()
-    assert axes.get_yscale() == scale
-    if scale == "log":
-        assert {"0.1", "0.2", "0.5", "1", "2"} <= set(texts(axes.get_yticklabels()))
 
 
 # By block
@@ -272,31 +263,43 @@ def test_training_is_drawn_over_epochs(draw):
     assert_laid_out(figure)
 
 
-NO_BOUNDARIES = {"ylabel": "x", "boundaries": []}
+LINEAR = {"ylabel": "y", "log": False}
+# Function, values to draw, values with nothing to draw, options that are texts or scales.
+PLOTS = [
+    (plots.plot_losses, [{"a": [[(0, 1.0)]]}], [{"a": [[(0, NAN)]]}], {"xlabel": "x", "log": True}),
+    (plots.plot_losses, [{"a": [[(0, 1.0), (1, 1e-9)]]}], [{"a": []}], LINEAR),
+    (
+        plots.plot_error_against_depth,
+        [{"a": {20: [1.0], 32: [1.0]}}],
+        [{"a": {20: [NAN]}}],
+        {"ylabel": "y"},
+    ),
+    (plots.plot_cost_against_depth, [{"a": {20: 1.0}}] * 2, [{"a": {9: 0.0}}, {"a": {9: 1.0}}], {}),
+    (plots.plot_cost_against_depth, [{"a": {20: 1.0}}] * 2, [{"a": {9: 1.0}}, {"a": {9: 0.0}}], {}),
+    (plots.plot_bars, [{"a": [1.0]}], [{"a": [INF]}], {"ylabel": "y"}),
+    (plots.plot_training, [[], [(0, 1.0)]], [[{"epoch": 1}], [(0, NAN)]], {}),
+    (plots.plot_by_block, [{"a": [0.0, -1]}], [{"a": [INF, NAN]}], LINEAR),
+    (plots.plot_by_block, [{"a": [1.0]}], [{"a": [0.0, -1.0, NAN]}], {"ylabel": "y"}),
+    (plots.plot_by_block_over_time, [{1: [0.0, -1]}], [{1: [NAN]}], LINEAR),
+    (
+        plots.plot_histograms,
+        [{"a": {"s": ([1], [0, 1])}}],
+        [{"a": {"s": ([0, 0], [0, 1, 2])}}],
+        {"xlabel": "x"},
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("function", "values", "options"),
-    [
-        (plots.plot_losses, [{"a": [[(0, NAN)]]}], {"smooth": 1}),
-        (plots.plot_by_block, [{"a": [0.0, -1.0, NAN]}], NO_BOUNDARIES),
-        (plots.plot_by_block_over_time, [{1: [NAN]}], {**NO_BOUNDARIES, "healthy": None}),
-        (plots.plot_histograms, [{"a": {"s": ([0, 0], [0, 1, 2])}}], {}),
-        (plots.plot_error_against_depth, [{"a": {20: [NAN]}}], {"reference": {}}),
-        (plots.plot_cost_against_depth, [{"a": {29: 0.0}}, {"a": {29: 1.0}}], {}),
-        (plots.plot_cost_against_depth, [{"a": {29: 1.0}}, {"a": {29: 0.0}}], {}),
-        (plots.plot_bars, [{"a": [INF]}], {"ylabel": "x", "reference": {}}),
-        (
-            plots.plot_training,
-            [[{"epoch": 1}], [(0, NAN)]],
-            {"learning_rates": [(0, 0.1)], "steps_per_epoch": 1},
-        ),
-    ],
-)
-def test_nothing_to_draw_is_refused_and_writes_no_file(tmp_path, function, values, options):
+@pytest.mark.parametrize(("function", "values", "nothing", "options"), PLOTS)
+def test_titles_labels_and_scales_are_drawn_and_nothing_to_draw_is_refused(
+    draw, tmp_path, function, values, nothing, options
+):
     with pytest.raises(plots.NothingToPlotError, match=r"^\w+: expected .*, got none$"):
-        function(*values, tmp_path / "plot.png", **options)
-    assert not list(tmp_path.iterdir())
+        function(*nothing, tmp_path / "other.png", **options)
+    figure = draw(function, *values, title="A title", **options)
+    labels = {v for v in options.values() if isinstance(v, str)}
+    assert {"A title", *labels} <= set(texts(figure.findobj(Text)))
+    assert options.get("log") in (None, figure.axes[0].get_yscale() == "log")
 
 
 def test_a_plot_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
@@ -333,29 +336,6 @@ def test_training_is_drawn_with_what_was_recorded(draw):
         assert texts([*rate.texts, *accuracy.texts]) == ["not recorded"] * 2
 
 
-@pytest.mark.parametrize(
-    ("function", "values", "options"),
-    [
-        (plots.plot_losses, [{"a": [[(0, 1.0)]]}], {"xlabel": "x", "log": True}),
-        (plots.plot_losses, [{"a": [[(0, 1.0), (1, 1e-9)]]}], {"ylabel": "y", "log": False}),
-        (plots.plot_error_against_depth, [{"a": {20: [1.0], 32: [1.0]}}], {"ylabel": "y"}),
-        (plots.plot_cost_against_depth, [{"a": {20: 1.0}}] * 2, {}),
-        (plots.plot_bars, [{"a": [1.0]}], {"ylabel": "y"}),
-        (plots.plot_training, [[], [(0, 1.0)]], {}),
-        (plots.plot_by_block, [{"a": [0.0, -1]}], {"ylabel": "y", "log": False}),
-        (plots.plot_by_block_over_time, [{1: [0.0, -1]}], {"ylabel": "y", "log": False}),
-        (plots.plot_histograms, [{"a": {"s": ([1], [0, 1])}}], {"xlabel": "x"}),
-        (plots.draw_placements, [], {}),
-        (plots.draw_shortcuts, [], {}),
-    ],
-)
-def test_titles_labels_and_log_axes_are_drawn(draw, function, values, options):
-    figure = draw(function, *values, title="A title", **options)
-    labels = {v for v in options.values() if isinstance(v, str)}
-    assert {"A title", *labels} <= set(texts(figure.findobj(Text)))
-    assert options.get("log") in (None, figure.axes[0].get_yscale() == "log")
-
-
 def test_wrong_boundaries_and_edges_are_named(tmp_path):
     path = tmp_path / "plot.png"
     for function, wrong in ((plots.plot_by_block, 1), (plots.plot_by_block_over_time, 4)):
@@ -371,8 +351,7 @@ def test_wrong_boundaries_and_edges_are_named(tmp_path):
 def assert_columns(axes, placements):
     """Boxes from top to bottom in each column; the addition is "+"."""
     shown = [(*text.get_position(), text.get_text()) for text in axes.texts]
-    centres = {t: x for x, _, t in shown if t in placements}
-    assert sorted(centres, key=centres.get) == list(placements)
+    assert [t for *_, t in sorted(shown) if t in placements] == list(placements)
     width = axes.get_xlim()[1] / len(placements)
     names = {"norm": "BN", "act": "ReLU"}
     for i, (name, placement) in enumerate(placements.items()):
@@ -388,9 +367,10 @@ def test_placements_are_drawn_in_the_order_of_their_layers(draw, monkeypatch):
         "a new one": Placement(("norm", "act"), ("norm", "act"), ("norm", "act")),
     }
     monkeypatch.setattr(diagrams, "PLACEMENTS", placements)
-    figure = draw(diagrams.draw_placements)
+    figure = draw(diagrams.draw_placements, title="A title")
     (axes,) = figure.axes
     assert_columns(axes, placements)
+    assert "A title" in texts(axes.texts)
     assert legend(axes) == ["runs fused"]
     figure.draw_without_rendering()
     axes.get_legend().remove()
@@ -411,14 +391,13 @@ def test_fused_chains_are_what_the_converter_fuses():
 
 
 def test_shortcuts_are_drawn_with_their_formulas(draw):
-    figure = draw(diagrams.draw_shortcuts)
+    figure = draw(diagrams.draw_shortcuts, title="A title")
     (axes,) = figure.axes
     shown = texts(axes.texts)
-    titles = [t for t in axes.texts if t.get_fontweight() == "bold"]
-    names = sorted((t.get_position()[0], t.get_text()) for t in titles)
+    placed = sorted((*t.get_position(), t.get_text(), t.get_weight()) for t in axes.texts)
+    names = [(x, text) for x, _, text, weight in placed if weight == "bold"]
+    formulas = [(x, text) for x, _, text, _ in placed if text.startswith("y = ")]
     assert [name for _, name in names] == list(SHORTCUTS)
-    formulas = [t for t in axes.texts if t.get_text().startswith("y = ")]
-    formulas = sorted((t.get_position()[0], t.get_text()) for t in formulas)
     assert [t for _, t in formulas] == [
         "y = x + F(x)",
         "y = 0.5 x + F(x)",
