@@ -180,6 +180,7 @@ def test_running_statistics_follow_several_batches(momentum, backend):
 @every_mode
 def test_a_block_that_occurs_twice_is_run_and_updated_twice(memory, backend):
     block = random_block("basic", 10, 10)
+    block.bn2.momentum = None
     stage = pk.PreActStage([block, random_block("basic", 10, 10), block, block], **memory)
     results = check(stage, plain_copy(stage), {"x": images()})
     assert results["0.bn1.num_batches_tracked"] == 3

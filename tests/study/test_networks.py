@@ -221,10 +221,13 @@ def test_other_families_take_other_units():
         sizes = []
         network.stages.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[-1]))
         assert network(torch.empty(2, 3, 64, 64)).shape == (2, 7)
-        small = study_network(18, variant="cifar-wide-stem", **options)
+        small = study_network(18, variant="cifar-wide-stem", width=2, **options)
         small.stages.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[-1]))
         assert small(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+        bottlenecks = study_network(20, block="bottleneck", **options)
     assert sizes == [16, 32]
+    assert small.stages[0][0].conv1.out_channels == 2 * 64
+    assert bottlenecks.stages[0][0].conv_count == 3
     block = network.stages[1][0]
     assert block.conv2.groups == 4
     assert [c.out_channels for c in (block.conv1, block.conv2, block.conv3)] == [256, 256, 512]
