@@ -31,7 +31,9 @@ OLDEST_SETUPTOOLS, OLDEST_TORCH = (
 # No flag names a processor: the sources choose their instruction set when they run.
 TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 FLAGS = ["-O3", "-std=c++17", TARGET]
-CUDA_FLAGS = ["-DUSE_CUDA", "-Xcompiler=-fvisibility=hidden"]
+# -g0: Python's flags ask for debug information, ten times the size of the code.
+CXX_FLAGS = [*FLAGS, "-g0", "-fvisibility=hidden"]
+NVCC_FLAGS = [*FLAGS, "-Xcompiler=-fvisibility=hidden"]
 # Without TORCH_CUDA_ARCH_LIST. The last comes as PTX too, for later GPUs.
 NAMED_ARCHITECTURES = {
     "Ampere": "8.0;8.6",
@@ -75,8 +77,7 @@ def cpu_extension():
         sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
         depends=HEADERS,
         include_dirs=INCLUDE_DIRS.copy(),
-        # -g0: Python's flags ask for debug information, ten times the size of the code.
-        extra_compile_args=[*FLAGS, "-g0", "-fvisibility=hidden"],
+        extra_compile_args=CXX_FLAGS.copy(),
         py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
     )
 
@@ -143,7 +144,7 @@ def cuda_extension():
     it is loaded, libtorch.so brings both.
     """
     wanted = os.environ.get("PREACT_KERNELS_CUDA")
-    sources = sorted(glob("csrc/cuda/*.cu"))
+    sources = sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu"))
     if not sources or wanted == "0":
         return None
     home = os.environ.get("CUDA_HOME")
@@ -170,6 +171,7 @@ def cuda_extension():
     headers = [h for h in HEADERS if not h.startswith("csrc/cpu/")]
     digest = hashlib.sha256(b"".join(Path(h).read_bytes() for h in headers)).hexdigest()[:16]
     names = "_".join(re.findall(r",code=(\w+)", " ".join(targets)))  # nvcc splits at commas
+    defined = ["-DUSE_CUDA", f"-DPREACT_KERNELS_TARGETS={names}"]
     return Extension(
         "preact_kernels._cuda",
         sources,
@@ -177,13 +179,8 @@ def cuda_extension():
         include_dirs=INCLUDE_DIRS + cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         extra_compile_args={
-            "nvcc": [
-                *FLAGS,
-                f"-DPREACT_KERNELS_HEADERS={digest}",
-                f"-DPREACT_KERNELS_TARGETS={names}",
-                *CUDA_FLAGS,
-                *targets,
-            ]
+            "cxx": [*CXX_FLAGS, *defined],
+            "nvcc": [*NVCC_FLAGS, f"-DPREACT_KERNELS_HEADERS={digest}", *defined, *targets],
         },
         extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
         language="c++",

@@ -1,11 +1,10 @@
 // The arguments that hold tensors: see args.h.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 
 #include "args.h"
+#include "host/torch.h"
 
 namespace preact_kernels {
 

@@ -45,7 +45,7 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("conv_limits", TORCH_BOX(&conv_limits));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, PK_DISPATCH_KEY, m) {
   implement_ops(m);
   m.impl("is_weight_stationary", TORCH_BOX(&is_weight_stationary_conv));
   m.impl("running_stats_update", TORCH_BOX(&running_stats_update));

@@ -1,16 +1,6 @@
 // Storage and accumulation types of the CPU kernels.
 #pragma once
 
-#if defined(__x86_64__)
-#pragma GCC diagnostic push
-#ifndef __clang__  // GCC 12 warns in its own header
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#endif
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -99,5 +99,6 @@ void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& pl
   template void launch_bn_relu_conv_weight_gradients<TYPES>(                                    \
       const Conv&, const ConvLaunch&, const WeightGradients&, int, cudaStream_t);
 PK_FOR_TYPES_OF_FILE(PK_INSTANTIATE)
+#undef PK_INSTANTIATE
 
 }  // namespace preact_kernels::cuda

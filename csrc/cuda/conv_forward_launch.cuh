@@ -33,5 +33,6 @@ void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
   template void launch_bn_relu_conv_forward<TYPES>(const Conv&, const ConvLaunch&, \
                                                    const BnReluConvForward&, cudaStream_t);
 PK_FOR_TYPES_OF_FILE(PK_INSTANTIATE)
+#undef PK_INSTANTIATE
 
 }  // namespace preact_kernels::cuda

@@ -21,8 +21,6 @@
 #include <string>
 #include <utility>
 
-#define PK_DISPATCH_KEY CUDA  // the dispatch key of the ops
-
 namespace preact_kernels::cuda {
 
 using BFloat16 = __nv_bfloat16;

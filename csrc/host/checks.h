@@ -2,9 +2,6 @@
 // what was given.
 #pragma once
 
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -14,11 +11,13 @@ namespace preact_kernels {
 
 using torch::headeronly::ScalarType;
 
-// The device that the library being compiled serves.
+// The device that the library being compiled serves, and the dispatch key of its ops.
 #if defined(USE_CUDA)
+#define PK_DISPATCH_KEY CUDA
 constexpr const char* kDevice = "CUDA";
 inline bool is_served(const Tensor& t) { return t.is_cuda(); }
 #else
+#define PK_DISPATCH_KEY CPU
 constexpr const char* kDevice = "CPU";
 inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif

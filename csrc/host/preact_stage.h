@@ -1,8 +1,6 @@
 // Pre-activation blocks in a row, with no return to Python between their convolutions.
 #pragma once
 
-#include <tuple>
-
 #include "bn_relu.h"
 #include "bn_relu_conv.h"
 

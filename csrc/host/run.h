@@ -4,7 +4,6 @@
 // between those that stay.
 #pragma once
 
-#include <algorithm>
 #include <numeric>
 
 #include "launch.h"

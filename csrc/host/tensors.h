@@ -1,8 +1,6 @@
 // Memory of tensors: pointers into arguments, and allocation of results.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include "checks.h"
 
 namespace preact_kernels {

@@ -28,7 +28,7 @@ COLUMNS = (
 
 needs_nvcc = pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed")
 SOURCES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
-WITHOUT_KERNELS = {"bn_relu_conv", "library"}
+WITHOUT_KERNELS = {"bn_relu_conv"}
 ENTRY = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)' for '(?P<architecture>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "

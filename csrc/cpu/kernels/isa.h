@@ -39,6 +39,18 @@
 #define PK_ISA generic
 #endif
 
+#if defined(PK_TARGET)
+#pragma GCC diagnostic push
+#ifndef __clang__  // GCC 12 warns in its own header
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#elif defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #define PK_PRAGMA(text) _Pragma(#text)
 #if !defined(PK_TARGET)
 #define PK_BEGIN_TARGET(isa)

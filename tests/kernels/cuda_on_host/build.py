@@ -33,7 +33,8 @@ OF_KERNELS = ["-Og", "-fsanitize=alignment"]
 # The harness is quick to run. The rest has no kernels.
 OF_OTHERS = {
     **{name: ["-O2"] for name in ("grid", "instructions")},
-    **{name: ["-O0"] for name in ("library", "bn_relu_conv", "torch_calls", "addresses")},
+    **{name: ["-O0"] for name in ("bn_relu_conv", "torch_calls", "addresses")},
+    "library": ["-O0", "-include", "ops.h"],
 }
 SANITIZE = ["-g1", "-fsanitize=address", "-fno-omit-frame-pointer"]
 
@@ -52,7 +53,6 @@ def _torch_flags() -> tuple[list[str], list[str]]:
         [
             *include,
             "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH),
-            *("-include", "ops.h"),
         ],
         [
             *(f"-Wl,--wrap={function}" for function in WRAPPED),
@@ -75,7 +75,7 @@ def build(name: str, sanitize: bool = False) -> Path:
     sources = [HERE / "grid.cpp", HERE / "instructions.cpp"]
     if name == "kernels":
         sources += [HERE / "addresses.cpp", HERE / "torch_calls.cpp"]
-        sources += sorted((ROOT / "csrc/cuda").glob("*.cu"))
+        sources += sorted([*(ROOT / "csrc/cuda").glob("*.cpp"), *(ROOT / "csrc/cuda").glob("*.cu")])
         more_compile_flags, more_link_flags = _torch_flags()
         compile_flags += more_compile_flags
         link_flags += more_link_flags

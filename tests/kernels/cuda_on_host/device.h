@@ -93,8 +93,6 @@ namespace preact_kernels::cuda {
 using BFloat16 = __nv_bfloat16;
 using Half = __half;
 
-#define PK_DISPATCH_KEY CPU  // tensors on which kernels run
-
 template <class T>
 float to_float(T value) {
   return cuda_on_host::widened(value);

@@ -1,4 +1,4 @@
-// Comes before every source that registers ops: an op ends when all that it launched has run.
+// Comes before the source that registers the ops: an op ends when all that it launched has run.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,10 +1,6 @@
 // Registers the ops of the CUDA library.
 
-// No kernels: nvcc's passes for each architecture have nothing to compile.
-#if !defined(__CUDA_ARCH__)
-
 #include "../host/library.h"
-#include "device.cuh"
 
 // For which GPUs the kernels were compiled, as in "sm_80_sm_90_compute_90"; read with ctypes.
 #if defined(PREACT_KERNELS_TARGETS)
@@ -37,5 +33,3 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, PK_DISPATCH_KEY, m) {
   implement_ops(m);
   m.impl("bn_relu_conv_is_served", TORCH_BOX(&bn_relu_conv_is_served));
 }
-
-#endif

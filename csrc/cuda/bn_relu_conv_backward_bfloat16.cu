@@ -1,2 +1,0 @@
-#define PK_DTYPE BFloat16
-#include "conv_backward_launch.cuh"

@@ -1,2 +1,0 @@
-#define PK_DTYPE float
-#include "conv_backward_launch.cuh"

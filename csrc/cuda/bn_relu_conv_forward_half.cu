@@ -1,2 +1,0 @@
-#define PK_DTYPE Half
-#include "conv_forward_launch.cuh"

@@ -1,3 +1,0 @@
-#define PK_DTYPE Half
-#define PK_FLOAT32_STREAM
-#include "conv_forward_launch.cuh"

@@ -1,0 +1,22 @@
+// What both libraries use of torch's stable ABI.
+//
+// Under nvcc, torch's headers include Thrust for its complex numbers: half of all that a unit
+// reads. No kernel uses a type of torch, so they are read as a C++ compiler reads them.
+#pragma once
+
+#if defined(__NVCC__)
+#pragma push_macro("__CUDACC__")
+#pragma push_macro("__CUDA_ARCH__")
+#undef __CUDACC__
+#undef __CUDA_ARCH__
+#endif
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#if defined(__NVCC__)
+#pragma pop_macro("__CUDACC__")
+#pragma pop_macro("__CUDA_ARCH__")
+#endif
