@@ -199,7 +199,7 @@ def test_frozen_parts_keep_no_more_than_in_plain_pytorch(name, memory_format):
 # Dtypes.
 
 
-@pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "attention"])
+@pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "wide"])
 def test_autocast_gives_the_same_dtypes(name):
     model, x = built(name)
     results = []
