@@ -77,7 +77,7 @@ def results(model, x):
     return [y, *(p.grad for p in model.parameters()), *model.buffers()]
 
 
-@pytest.mark.parametrize("odd", [(2,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("odd", [(0, 2), (0, 1, 2)])
 def test_the_parts_that_differ_run_plain(odd):
     plain, x = Net(*odd), images()
     model = pk.convert(copy.deepcopy(plain), example_inputs=(x,))

@@ -50,12 +50,7 @@ FORWARDS = []
 
 
 def runs(bn1="BN-ReLU-Conv", bn2="^; not called"):
-    """Adds a forward to the table.
-
-    Args:
-        bn1: a pattern for what the batch norm runs in, or why it does not.
-        bn2: as well.
-    """
+    """Adds a forward, and patterns for what its batch norms run in, or why they do not."""
     return lambda forward: FORWARDS.append((forward, {"bn1": bn1, "bn2": bn2})) or forward
 
 

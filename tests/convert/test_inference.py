@@ -678,7 +678,7 @@ def of_torchvision(name):
     [
         (of_torchvision("mobilenet_v3_small"), 34, 34),
         pytest.param(lambda: timm_model("resnetv2_50"), 49, 32, marks=pytest.mark.slow),
-        (of_torchvision("resnet18"), 20, 20),
+        pytest.param(of_torchvision("resnet18"), 20, 20, marks=pytest.mark.slow),
         (of_torchvision("densenet121"), 121, 59),
         pytest.param(lambda: timm_model("efficientnet_b0"), 49, 49, marks=pytest.mark.slow),
     ],
