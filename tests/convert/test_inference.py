@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import pickle
+import random
 import threading
 
 import pytest
@@ -272,6 +273,16 @@ class Composed(nn.Module):
 
 is_grad_enabled = torch.is_grad_enabled
 
+
+def catches_an_error(m, x):
+    try:
+        is_large = bool(x.sum() > 1e6)
+    except Exception:
+        is_large = True
+    y = m.conv(x)
+    return y if is_large else m.bn(y)
+
+
 FORWARDS = {
     "reads_output_twice": lambda m, x: m.bn(y := m.conv(x)) + y,
     "calls_conv_twice": lambda m, x: m.bn(m.conv(x)) + m.conv(x + 1),
@@ -283,16 +294,16 @@ FORWARDS = {
     "calls_a_custom_function": lambda m, x: m.bn(Same.apply(m.conv(x))),
     "asks_for_the_grad_mode": lambda m, x: m.bn(m.conv(x)) if is_grad_enabled() else m.conv(x),
     "leaves_the_grad_mode": torch.no_grad()(lambda m, x: m.bn(m.conv(x))),
+    "draws_a_number": lambda m, x: m.bn(m.conv(x)) if random.random() < 2 else x,
+    "computes_a_constant": lambda m, x: m.bn(m.conv(x)) * torch.ones(()).item(),
+    "asks_for_another_type": lambda m, x: m.bn(m.conv(x)) if isinstance(x.shape[0], int) else x,
+    "catches_an_error": catches_an_error,
 }
 
 
 def with_hook(module):
     module.register_forward_hook(lambda module, args, y: 2 * y)
     return module
-
-
-class Conv(nn.Conv2d):
-    pass
 
 
 def with_given_weight(conv):
@@ -313,7 +324,6 @@ CHILDREN = {
     "no_statistics": lambda: {"bn": nn.BatchNorm2d(8, track_running_stats=False)},
     "weight_norm": lambda: {"conv": parametrizations.weight_norm(conv())},
     "pruned": lambda: {"conv": prune.l1_unstructured(conv(), "weight", 0.3)},
-    "subclass": lambda: {"conv": Conv(3, 8, 3)},
     "given_weight": lambda: {"conv": with_given_weight(conv())},
     "identity_hook": lambda: {"conv": conv(with_hook(nn.Identity()))},
     "dropout_hook": lambda: {"conv": conv(with_hook(nn.Dropout()))},

@@ -16,7 +16,7 @@ import preact_kernels as pk
 from preact_kernels.conversion import execution
 from tests.convert.models import Block, Chain, small
 from tests.convert.random_model_helpers import SaveAndSquare, triple
-from tests.convert.trial import Copies, Subject, assert_alike, tensors_of
+from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -190,9 +190,12 @@ def test_hooks_of_a_convolution_run_after_it(hook, converts):
 
 def test_swapped_inputs_are_refused():
     block, x = Block(), images()
+    weight = nn.Parameter(torch.zeros(4, 4, 3, 3))
     with pytest.raises(RuntimeError, match="was modified"), torch.no_grad(), pk.fuse():
+        for _ in range(block.conv.weight._version):
+            weight.mul_(2)  # as many changes: the version alone does not tell
         y = block(x)
-        torch.utils.swap_tensors(block.conv.weight, nn.Parameter(torch.zeros(4, 4, 3, 3)))
+        torch.utils.swap_tensors(block.conv.weight, weight)
         y.sum()
 
 
@@ -290,6 +293,28 @@ def test_a_weight_that_was_freed_raises():
         with pytest.raises(RuntimeError, match=r"freed|not allocated"):
             y.sum().backward()
         block.bn.weight.untyped_storage().resize_(size)
+
+
+HOOKED = {"norm": "0.0", "relu": "0.1", "conv": "0.2", "block": "0"}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", HOOKED.values(), ids=HOOKED)
+def test_hooks_see_what_they_see_in_plain_pytorch(name, when):
+    def note(*values):
+        subject.log.append(facts(values))
+
+    def add_hooks(net):
+        module = net.get_submodule(name)
+        module.register_forward_pre_hook(lambda m, args: note(args, args[0].view(2, -1)))
+        module.register_forward_hook(lambda m, args, y: note(y, y.view(2, -1)))
+        module.register_full_backward_hook(lambda m, dx, dy: note(dx, dy))
+
+    def block():
+        return Chain(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+
+    subject = Subject(lambda: Chain(block(), block()), **{when: add_hooks})
+    assert_alike(subject)
 
 
 @pytest.mark.parametrize("is_before", [True, False])
