@@ -268,6 +268,20 @@ def test_tracers_see_plain_operators():
     torch.testing.assert_close(torch.vmap(model)(x[None])[0], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_functional_transforms():
+    model, x = Chain(Block(), Block()).double().eval(), torch.randn(2, 4, 6, 6).double()
+    converted, found = pk.convert(copy.deepcopy(model)), []
+    for m in (converted, model):
+
+        def loss(parameters, image, m=m):
+            return torch.func.functional_call(m, parameters, (image[None],)).square().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
+        found.append(per_sample(dict(m.named_parameters()), x))
+    torch.testing.assert_close(*found)
+    assert "not called" in pk.conversion_report(converted)[0].reason  # nothing was recorded
+
+
 def test_scripts_of_reverted_models_and_as_children():
     block, x = Block().eval(), torch.randn(2, 4, 6, 6)
     model = pk.convert(nn.Sequential(block, torch.jit.script(nn.Dropout(0.5)))).eval()

@@ -256,6 +256,7 @@ def changes_weights_in_place(self, x):
         y = self.unit(x)
         self.conv1.weight.mul_(2)
         self.bn1.bias.data.add_(1)
+        self.bn1.running_mean.add_(0.5)
     return y + self.unit(x)
 
 
@@ -296,6 +297,13 @@ def updates_behind_a_checkpoint(self, x):
     y = self.unit(y)
     self.bn1.training = self.training
     return y
+
+
+@runs()
+def reads_running_statistics(self, x):
+    before = self.bn1.running_mean.clone()
+    y = self.unit(x)
+    return y + (self.bn1.running_mean - before).sum()
 
 
 @runs()

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
 from preact_kernels.conversion import execution
-from tests.convert.models import Block, Chain, small
+from tests.convert import published_models as foreign
+from tests.convert.models import MODES, Block, Chain, small
 from tests.convert.random_model_helpers import SaveAndSquare, triple
 from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of
 
@@ -154,7 +155,7 @@ def test_a_call_that_differs_from_the_last_is_recorded_anew():
             if self.calls == 2:
                 self.conv2.weight.data = self.conv2.weight.data[:, :, 1:2, 1:2].clone()
                 self.bn1.eps = 0.1
-            y = F.conv2d(h, self.conv2.weight, None, 2)
+            y = F.conv2d(h, self.conv2.weight, None, 1 if self.calls == 3 else 2)
             return y * y.shape[2]
 
     counts = iter([2, 2, 3] * 2)
@@ -277,6 +278,13 @@ def test_errors_are_raised_where_they_are_made():
             F.batch_norm(torch.randn(1, 4, 1, 1), None, None, training=True)
         y = block.conv(h)
     torch.testing.assert_close(y, block(x))
+
+
+def test_images_without_a_batch_raise_as_in_eager():
+    model, _ = small()
+    for m in (model, pk.convert(copy.deepcopy(model))):
+        with pytest.raises(ValueError, match=r"4 dimensions|4D"):
+            m(torch.randn(3, 16, 16))
 
 
 # Rule 5: weights that are read later, and hooks.
@@ -416,6 +424,26 @@ def test_what_units_read_and_return_is_converted_once():
     for a, b in zip(y, expected, strict=True):
         torch.testing.assert_close(a, b)
         assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_the_output_of_a_run_may_change_in_place(memory):
+    class ChangesOutput(Chain):
+        def forward(self, x):
+            y = super().forward(x)
+            y.mul_(2)
+            return y
+
+    def in_nhwc(t):
+        return t.to(memory_format=torch.channels_last)
+
+    assert_alike(
+        Subject(
+            lambda: in_nhwc(ChangesOutput(*(foreign.FunctionalBlock(4, 4) for _ in range(3)))),
+            make_input=lambda randn: in_nhwc(randn(2, 4, 6, 6)),
+            MEMORY=memory,
+        )
+    )
 
 
 def test_convolutions_of_few_channels_stay_in_nchw():
