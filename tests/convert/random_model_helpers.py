@@ -2,7 +2,7 @@
 
 import builtins
 import collections
-import threading
+import concurrent.futures
 from typing import NamedTuple
 
 import torch
@@ -13,13 +13,8 @@ from torch.distributed.fsdp import fully_shard
 class Triple(torch.autograd.Function):
     """Three times a tensor; its gradient is 5 instead of 3, to show that its backward runs."""
 
-    @staticmethod
-    def forward(ctx, t):
-        return t * 3
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 5
+    forward = staticmethod(lambda ctx, t: t * 3)
+    backward = staticmethod(lambda ctx, dy: dy * 5)
 
 
 class SaveAndSquare(torch.autograd.Function):
@@ -30,9 +25,7 @@ class SaveAndSquare(torch.autograd.Function):
         ctx.save_for_backward(t)
         return t * t
 
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * ctx.saved_tensors[0]
+    backward = staticmethod(lambda ctx, dy: dy * ctx.saved_tensors[0])
 
 
 class HalveInPlace(torch.autograd.Function):
@@ -43,21 +36,14 @@ class HalveInPlace(torch.autograd.Function):
         ctx.mark_dirty(t)
         return t.mul_(0.5)
 
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 0.25
+    backward = staticmethod(lambda ctx, dy: dy * 0.25)
 
 
 class Same(torch.autograd.Function):
     """Returns its input; the gradient is reversed."""
 
-    @staticmethod
-    def forward(ctx, t):
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return -dy
+    forward = staticmethod(lambda ctx, t: t.view_as(t))
+    backward = staticmethod(lambda ctx, dy: -dy)
 
 
 triple = Triple.apply
@@ -81,9 +67,6 @@ class Halved(nn.Module):
         return weight * 0.5
 
 
-# Whether a value is a tensor, asked in different ways.
-
-
 def _by_match(value):
     match value:
         case Tensor():
@@ -91,6 +74,7 @@ def _by_match(value):
     return False
 
 
+# Whether a value is a tensor, asked in different ways.
 QUESTIONS = {
     "isinstance": lambda t: isinstance(t, Tensor),
     "builtins": lambda t: builtins.isinstance(t, torch.Tensor),
@@ -116,26 +100,15 @@ def raises_value_error(t):
 
 def in_thread(function, *args):
     """Calls a function in another thread, with this thread's grad mode; raises what it raised."""
-    results, errors, mode = [], [], torch.is_grad_enabled()
-
-    def run():
-        try:
-            with torch.set_grad_enabled(mode):
-                results.append(function(*args))
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(torch.set_grad_enabled, torch.is_grad_enabled())
+        return pool.submit(function, *args).result()
 
 
 def circular_conv_forward(self, x, weight, bias):
     """Shadows `nn.Conv2d._conv_forward`."""
-    pads = [n for p in reversed(_numbers(self.padding)) for n in (p, p)]
+    padding = (0, 0) if isinstance(self.padding, str) else self.padding
+    pads = [n for p in reversed(padding) for n in (p, p)]
     x = nn.functional.pad(x, pads, mode="circular")
     return nn.functional.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
 
@@ -143,10 +116,6 @@ def circular_conv_forward(self, x, weight, bias):
 def doubled_forward(self, x):
     """Shadows the forward of a module."""
     return type(self).forward(self, x) * 2
-
-
-def _numbers(padding):
-    return (0, 0) if isinstance(padding, str) else padding
 
 
 def data_parallel(net):
@@ -182,6 +151,27 @@ def end_process_group():
 
 
 # The vocabulary of `random_models.py`: alternatives between bars; `$name` is replaced.
+
+NORMS = """
+    nn.BatchNorm2d($channels) | nn.BatchNorm2d($channels) | nn.BatchNorm2d($channels) |
+    nn.BatchNorm2d($channels) | nn.BatchNorm2d($channels) | nn.BatchNorm2d($channels) |
+    nn.BatchNorm2d($channels, momentum=None) | nn.BatchNorm2d($channels, momentum=0.3) |
+    nn.BatchNorm2d($channels, momentum=True) | nn.BatchNorm2d($channels, affine=False) |
+    nn.BatchNorm2d($channels, track_running_stats=False) | nn.BatchNorm2d($channels, eps=1e-2) |
+    nn.BatchNorm2d($channels, momentum=0)
+"""
+
+RELU_MODULES = "nn.ReLU() | nn.ReLU() | nn.ReLU(inplace=True) | nn.ReLU(True)"
+
+RELUS = """
+    F.relu({}) | F.relu({}) | torch.relu({}) | {}.relu() | F.relu({}, inplace=True) | F.relu_({}) |
+    {}.relu_() | {}.clamp(min=0) | F.leaky_relu({}, 0.1)
+"""
+
+TENSOR_HOOKS = """
+    h.register_hook(note_gradients) | h.register_hook(lambda g: g * 2) |
+    h.retain_grad(); self.kept = h
+"""
 
 ADDITIONS = """
     h = h + $s | h = h + $s | h = $s + h | h += $s | h = torch.add(h, $s) | h = h.add_($s) |

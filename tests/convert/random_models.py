@@ -98,10 +98,11 @@ class Scope:
     def block(self, line: str) -> Iterator[None]:
         """An indented block, in which shapes stay."""
         self.write(line)
-        was_fixed, saved = self.is_fixed, list(self.saved)
-        self.indent, self.is_fixed = self.indent + 1, True
-        yield
-        self.indent, self.is_fixed, self.saved = self.indent - 1, was_fixed, saved
+        saved = list(self.saved)
+        self.indent += 1
+        with self.fixed():
+            yield
+        self.indent, self.saved = self.indent - 1, saved
 
     def apply(self, *templates: str) -> None:
         """Lines that apply templates to h, one after another."""
@@ -155,15 +156,13 @@ def norm(s: Scope, channels: int) -> str:
     shared = [m.path for m in s.modules if m.kind == "norm" and m.channels == channels]
     if shared and s.chance(0.1):
         return f"self.{s.choice(shared)}({{}})"
-    options = ["", "", "", "", "", "", ", momentum=None", ", momentum=0.3", ", momentum=True"]
-    options += [", affine=False", ", track_running_stats=False", ", eps=1e-2", ", momentum=0"]
-    module = s.module("norm", f"nn.BatchNorm2d({channels}{s.choice(options)})", channels, True)
+    norm = choose(s, vocabulary.NORMS, channels=channels)
+    module = s.module("norm", norm, channels, True)
     if s.chance(0.15):
-        arguments = ", ".join(f"{module}.{n}" for n in ("running_mean", "running_var"))
-        arguments += f", {module}.weight, {module}.bias"
+        names = "running_mean", "running_var", "weight", "bias"
+        arguments = ", ".join(f"{module}.{n}" for n in names)
         training = s.choice([f"{module}.training", "self.training"])
-        if s.init[-1].endswith(", track_running_stats=False)"):
-            training = "True"
+        training = "True" if "track_running_stats" in norm else training
         return f"F.batch_norm({{}}, {arguments}, {training}, 0.2, {module}.eps)"
     return f"{module}({{}})"
 
@@ -173,12 +172,8 @@ def relu(s: Scope) -> str:
     if found and s.chance(0.3):
         return f"self.{s.choice(found)}({{}})"
     if s.chance(0.5):
-        text = s.choice(["nn.ReLU()", "nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU(True)"])
-        return f"{s.module('relu', text, 0, True)}({{}})"
-    plain = ["F.relu({})", "F.relu({})", "torch.relu({})", "{}.relu()", "F.relu({}, inplace=True)"]
-    return s.choice(
-        [*plain, "F.relu_({})", "{}.relu_()", "{}.clamp(min=0)", "F.leaky_relu({}, 0.1)"]
-    )
+        return f"{s.module('relu', choose(s, vocabulary.RELU_MODULES), 0, True)}({{}})"
+    return choose(s, vocabulary.RELUS)
 
 
 def conv(s: Scope, channels: int, size: int, out: int) -> tuple[str, int]:
@@ -203,12 +198,8 @@ def conv(s: Scope, channels: int, size: int, out: int) -> tuple[str, int]:
         options += f', padding_mode="{s.choice(["circular", "reflect", "replicate", "zeros"])}"'
     elif s.chance(0.1):
         template, padding = f"{{}}(F.pad({{{{}}}}, ({', '.join([str(padding)] * 4)})))", 0
-    module = s.module(
-        "conv",
-        f"nn.Conv2d({channels}, {out}, {kernel}, padding={padding}, {options})",
-        channels,
-        is_square,
-    )
+    text = f"nn.Conv2d({channels}, {out}, {kernel}, padding={padding}, {options})"
+    module = s.module("conv", text, channels, is_square)
     if template == "{}({{}})" and "padding_mode" not in options and s.chance(0.1):
         numbers = f"{module}.stride, {module}.padding, {module}.dilation, {module}.groups"
         return f"F.conv2d({{}}, {module}.weight, {module}.bias, {numbers})", new_size
@@ -341,8 +332,7 @@ def change_between(s: Scope) -> None:
     n, a = norm(s, s.channels), relu(s)
     with s.fixed():
         c, _ = conv(s, s.channels, s.size, s.channels)
-    kinds = [vocabulary.CHANGES, vocabulary.NORM_CHANGES, vocabulary.CONV_CHANGES]
-    text = s.choice(kinds)
+    text = s.choice([vocabulary.CHANGES, vocabulary.NORM_CHANGES, vocabulary.CONV_CHANGES])
     module = (c if text is vocabulary.CONV_CHANGES else n).split("(")[0]
     if not module.startswith("self."):
         text = vocabulary.CHANGES
@@ -379,13 +369,7 @@ def autograd(s: Scope) -> None:
     kind = s.choice(["hook", "grad", "checkpoint"])
     if kind == "hook":
         with s.block("if h.requires_grad:"):
-            double = "h.register_hook(lambda g: g * 2)"
-            s.write(
-                choose(
-                    s,
-                    f"h.register_hook(note_gradients) | {double} | h.retain_grad(); self.kept = h",
-                )
-            )
+            s.write(choose(s, vocabulary.TENSOR_HOOKS))
     elif kind == "checkpoint":
         block = s.module("block", f"{block_class(s, False)}()", s.channels, True)
         s.write(f"h = checkpoint({block}, h, use_reentrant={s.chance(0.3)})")
@@ -466,16 +450,8 @@ def statement(s: Scope) -> None:
 def setup(p: "Program", modules: list[Module]) -> str:
     """A change of the model."""
     m = p.choice(modules)
-    kinds = {
-        "norm": vocabulary.NORM_SETTINGS,
-        "relu": vocabulary.RELU_SETTINGS,
-        "conv": vocabulary.CONV_SETTINGS,
-    }
-    texts = [
-        kinds.get(m.kind, vocabulary.SETTINGS),
-        vocabulary.SETTINGS,
-        f"net.$m.{choose(p, vocabulary.HOOKS)}",
-    ]
+    own = getattr(vocabulary, f"{m.kind.upper()}_SETTINGS", vocabulary.SETTINGS)
+    texts = [own, vocabulary.SETTINGS, f"net.$m.{choose(p, vocabulary.HOOKS)}"]
     return choose(p, p.choice(texts), m=m.path, channels=m.channels)
 
 
@@ -490,6 +466,10 @@ class Program:
 
     def chance(self, p: float) -> bool:
         return self.random.random() < p
+
+    def rarely(self, text: str, p: float, usual: str) -> str:
+        """One of the parts of a text with probability p, else what is usual."""
+        return choose(self, text) if self.chance(p) else usual
 
     def add_class(self, prefix: str, scope: Scope) -> str:
         name = f"{prefix}{len(self.classes)}" if prefix != "Net" else prefix
@@ -512,22 +492,16 @@ class Program:
         ending = choose(self, vocabulary.RETURNS, s=skip) if self.chance(0.3) else "h"
         net.write(f"return {ending}")
         self.add_class("Net", net)
-        modules = self._modules(net)
-        changes: dict[str, list[str]] = {"before": [], "after": []}
-        for lines in changes.values():
-            while self.chance(0.35):
-                lines.append(setup(self, modules))
-        call = choose(self, vocabulary.CALLS) if self.chance(0.15) else "return net(x)"
+        before, after = (self._setups(self._modules(net)) for _ in range(2))
+        call = self.rarely(vocabulary.CALLS, 0.15, "return net(x)")
         if "checkpoint" in call and CHANGES_STATE.search("".join(self.classes)):
             call = "return net(x)"
-        given = choose(self, vocabulary.INPUTS) if self.chance(0.5) else "x"
+        given = self.rarely(vocabulary.INPUTS, 0.5, "x")
         shape = f"{batch}, {channels}, {size}, {size}"
         functions = {
-            "before(net)": changes["before"] or ["pass"],
-            "after(net)": changes["after"] or ["pass"],
-            "prepare(net)": [
-                choose(self, vocabulary.PREPARATIONS) if self.chance(0.1) else "return net"
-            ],
+            "before(net)": before,
+            "after(net)": after,
+            "prepare(net)": [self.rarely(vocabulary.PREPARATIONS, 0.1, "return net")],
             "make_input(randn)": [f"x = randn({shape})", f"return {given}"],
             "call(net, x)": [call],
         }
@@ -540,6 +514,13 @@ class Program:
             f'GRADIENTS = "{self.choice(["both", "both", "backward", "returned"])}"\n',
         ]
         return "\n".join(parts)
+
+    def _setups(self, modules: list[Module]) -> list[str]:
+        """Changes of the model, or none."""
+        lines = []
+        while self.chance(0.35):
+            lines.append(setup(self, modules))
+        return lines or ["pass"]
 
     def _modules(self, scope: Scope) -> list[Module]:
         """The modules of a scope, and those of its blocks."""

@@ -37,20 +37,19 @@ def kept(model, state, x):
 
 @pytest.mark.parametrize(
     ("memory", "dynamic"),
-    [("store", None), ("store", True), pytest.param("rebuild", None, marks=pytest.mark.slow)],
+    [
+        ("store", None),
+        pytest.param("store", True, marks=pytest.mark.slow),
+        pytest.param("rebuild", None, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynamic):
     torch._dynamo.reset()
     model = network().double()
     plain, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8).double()
     eager = pk.saved_bytes(pk.convert(copy.deepcopy(model), memory=memory), x)
-    compiled = torch.compile(
-        model,
-        backend="preact_kernels",
-        fullgraph=True,
-        dynamic=dynamic,
-        options={"memory": memory},
-    )
+    options = {"fullgraph": True, "dynamic": dynamic, "options": {"memory": memory}}
+    compiled = torch.compile(model, backend="preact_kernels", **options)
     size, y = kept(compiled, model, x)
     copied = model[0].weight.nbytes  # in the memory format that Inductor chooses
     assert 0.9 * eager < size < 1.01 * eager + copied

@@ -89,7 +89,7 @@ def test_memory_modes_train_alike(memory, backend):
     assert_trains_alike(converted, model, x, backend, steps=2)
 
 
-QUICK = ("timm-resnetv2-50", "torchvision-densenet-121")
+QUICK = ("torchvision-densenet-121",)
 COPIES = {
     "preact-resnet-18": 1,
     "densenet-bc-100-12": 65,  # what is concatenated, in NCHW
@@ -199,7 +199,7 @@ def test_frozen_parts_keep_no_more_than_in_plain_pytorch(name, memory_format):
 # Dtypes.
 
 
-@pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "attention"])
+@pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "wide"])
 def test_autocast_gives_the_same_dtypes(name):
     model, x = built(name)
     results = []
@@ -214,12 +214,12 @@ def test_autocast_gives_the_same_dtypes(name):
 
 
 class Sums(Block):
-    """Adds a float32 image to a result of autocast, and a bfloat16 one in place."""
+    """Adds a float32 image to results of autocast, also in place."""
 
     def forward(self, x):
         y = super().forward(x)
         z = super().forward(x) + x
-        y += x.bfloat16()
+        y += x
         return y, z
 
 

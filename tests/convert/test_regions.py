@@ -155,8 +155,8 @@ def test_a_call_that_differs_from_the_last_is_recorded_anew():
             if self.calls == 2:
                 self.conv2.weight.data = self.conv2.weight.data[:, :, 1:2, 1:2].clone()
                 self.bn1.eps = 0.1
-            y = F.conv2d(h, self.conv2.weight, None, 2)
-            return y * y.shape[2]
+            y, z = (F.conv2d(h, self.conv2.weight, None, stride) for stride in (2, 1))
+            return y * y.shape[2] + z.mean()
 
     counts = iter([2, 2, 3] * 2)
     assert_alike(Subject(TwoUnits, make_input=lambda randn: randn(next(counts), 4, 6, 6)))
@@ -191,9 +191,12 @@ def test_hooks_of_a_convolution_run_after_it(hook, converts):
 
 def test_swapped_inputs_are_refused():
     block, x = Block(), images()
+    weight = nn.Parameter(torch.zeros(4, 4, 3, 3))
     with pytest.raises(RuntimeError, match="was modified"), torch.no_grad(), pk.fuse():
+        for _ in range(block.conv.weight._version):
+            weight.mul_(2)  # as many changes: the version alone does not tell
         y = block(x)
-        torch.utils.swap_tensors(block.conv.weight, nn.Parameter(torch.zeros(4, 4, 3, 3)))
+        torch.utils.swap_tensors(block.conv.weight, weight)
         y.sum()
 
 
@@ -300,16 +303,6 @@ def test_a_weight_that_was_freed_raises():
         block.bn.weight.untyped_storage().resize_(size)
 
 
-def test_frozen_batch_norms_keep_no_image():
-    block = Block()
-    block.bn.requires_grad_(False)
-    x = images().detach()
-    with pk.fuse():
-        y = block(x)
-    x.add_(1)  # saved by no plain operator
-    y.sum().backward()
-
-
 HOOKED = {"norm": "0.0", "relu": "0.1", "conv": "0.2", "block": "0"}
 
 
@@ -393,22 +386,6 @@ def test_converted_modules_that_a_checkpoint_calls_run_fused(has_relu, use_reent
 
 
 # Rule 8: threads.
-
-
-def test_regions_belong_to_their_threads():
-    model, x = small()
-    plain = copy.deepcopy(model).eval()
-    pk.convert(model).eval()
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(model(x))) for _ in range(4)]
-    with pk.fuse():
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-    for y in results:
-        torch.testing.assert_close(y, plain(x))
-    assert len(results) == 4
 
 
 def test_another_thread_may_read_a_deferred_tensor():

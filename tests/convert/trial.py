@@ -1,6 +1,7 @@
 """Runs a model plain and converted, and compares all that a program can see of both."""
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -29,15 +30,10 @@ def ignore(*args: object) -> None:
 
 @dataclasses.dataclass
 class Subject:
-    """A model and its calls; programs of `random_models.py` have attributes of the same names.
+    """A model and its calls; attributes as in the programs of `random_models.py`.
 
     Net: builds the model.
-    before, after: change the model before and after its conversion.
-    prepare: gives the model that is called: the converted one, or a copy.
     make_input: makes the input of a step from a function that draws tensors.
-    call: calls the model.
-    MODE, MEMORY, GRADIENTS: how to convert it, and how to differentiate it.
-    log: what hooks saw.
     """
 
     Net: Callable[[], nn.Module]
@@ -119,10 +115,7 @@ def run(own: Subject, seed: int, is_converted: bool, noise: float = 0.0) -> Tria
             net.eval()
         x = own.make_input(lambda *shape: randn(*shape) * (1 + noise * randn(*shape)))
         net.zero_grad()
-        if is_fused:
-            with pk.fuse(memory=own.MEMORY):
-                goes_on = _step(own, net, x, randn, trial, f"step {step}")
-        else:
+        with pk.fuse(memory=own.MEMORY) if is_fused else contextlib.nullcontext():
             goes_on = _step(own, net, x, randn, trial, f"step {step}")
         if is_converted and not is_fused:
             trial.reports.append(pk.conversion_report(net))
