@@ -13,6 +13,21 @@ from tests.convert import published_models as foreign
 MODES = ("store", "rebuild", "checkpoint")
 
 
+def stochastic_depth():
+    blocks = [foreign.BranchBlock(8, 8, 1, foreign.DropPath(0.5))]
+    blocks += [foreign.BranchBlock(32, 8, 1, foreign.DropPath(0.5)) for _ in range(2)]
+    return foreign.network_of(*blocks)
+
+
+def attention_between():
+    blocks = [foreign.BranchBlock(8, 8, 1, foreign.SqueezeExcite(32)), foreign.Attention(32)]
+    return foreign.network_of(*blocks, foreign.FunctionalBottleneck(32, 8))
+
+
+def biased_wide():
+    return foreign.network_of(foreign.BiasedWideBlock(8, 32), foreign.BiasedWideBlock(32, 32))
+
+
 class PostActBlock(nn.Module):
     """A block of ResNet v1."""
 
@@ -47,8 +62,11 @@ SMALL = {
         15,
     ),
     "wide": (lambda: foreign.WideResNet(16, 1), 16, 13, 13),
+    "biased-wide": (biased_wide, 8, 5, 5),
     "dense": (lambda: foreign.DenseNet(22, 6), 16, 21, 21),
     "deep": (lambda: foreign.DeepNet(29, 8), 16, 28, 28),
+    "stochastic-depth": (stochastic_depth, 8, 10, 10),
+    "attention": (attention_between, 8, 7, 7),
     "post-activation": (post_activation, 8, 7, 3),
 }
 

@@ -23,9 +23,32 @@ class FunctionalBlock(nn.Module):
         self.conv1 = nn.Conv2d(in_planes, planes, 3, stride, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(planes)
         self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
-        self._add_shortcut(in_planes, planes, stride)
+        if stride != 1 or in_planes != planes:
+            self.shortcut = nn.Sequential(nn.Conv2d(in_planes, planes, 1, stride, bias=False))
 
-    def _add_shortcut(self, in_planes: int, width: int, stride: int) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(x))
+        shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
+        out = self.conv1(out)
+        out = self.conv2(F.relu(self.bn2(out)))
+        out += shortcut
+        return out
+
+
+class FunctionalBottleneck(nn.Module):
+    """Bottleneck in the same form."""
+
+    expansion = 4
+
+    def __init__(self, in_planes: int, planes: int, stride: int = 1) -> None:
+        super().__init__()
+        width = self.expansion * planes
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.conv1 = nn.Conv2d(in_planes, planes, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(planes)
+        self.conv3 = nn.Conv2d(planes, width, 1, bias=False)
         if stride != 1 or in_planes != width:
             self.shortcut = nn.Sequential(nn.Conv2d(in_planes, width, 1, stride, bias=False))
 
@@ -34,27 +57,9 @@ class FunctionalBlock(nn.Module):
         shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
         out = self.conv1(out)
         out = self.conv2(F.relu(self.bn2(out)))
-        if hasattr(self, "bn3"):
-            out = self.conv3(F.relu(self.bn3(out)))
+        out = self.conv3(F.relu(self.bn3(out)))
         out += shortcut
         return out
-
-
-class FunctionalBottleneck(FunctionalBlock):
-    """Bottleneck in the same form."""
-
-    expansion = 4
-
-    def __init__(self, in_planes: int, planes: int, stride: int = 1) -> None:
-        nn.Module.__init__(self)
-        width = self.expansion * planes
-        self.bn1 = nn.BatchNorm2d(in_planes)
-        self.conv1 = nn.Conv2d(in_planes, planes, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
-        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(planes)
-        self.conv3 = nn.Conv2d(planes, width, 1, bias=False)
-        self._add_shortcut(in_planes, width, stride)
 
 
 class FunctionalNet(nn.Module):
@@ -64,10 +69,10 @@ class FunctionalNet(nn.Module):
         super().__init__()
         self.in_planes = planes
         self.conv1 = nn.Conv2d(3, planes, 3, 1, 1, bias=False)
-        self.layers = nn.Sequential()
         for index, count in enumerate(counts):
             strides = [1 if index == 0 else 2] + [1] * (count - 1)
-            self.layers.append(self._make_layer(block, planes * 2**index, strides))
+            layer = self._make_layer(block, planes * 2**index, strides)
+            setattr(self, f"layer{index + 1}", layer)
         self.linear = nn.Linear(self.in_planes, 10)
 
     def _make_layer(self, block, planes: int, strides: list[int]) -> nn.Sequential:
@@ -78,16 +83,19 @@ class FunctionalNet(nn.Module):
         return nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.layers(self.conv1(x))
+        out = self.conv1(x)
+        for index in range(1, 5):
+            if hasattr(self, f"layer{index}"):
+                out = getattr(self, f"layer{index}")(out)
         out = F.adaptive_avg_pool2d(out, 1)
         out = out.view(out.size(0), -1)
         return self.linear(out)
 
 
 class WideBlock(nn.Module):
-    """Block of a WideResNet: ReLU modules in place."""
+    """Block of a WideResNet: ReLU modules in place, dropout between the convolutions."""
 
-    def __init__(self, in_planes: int, planes: int, stride: int = 1) -> None:
+    def __init__(self, in_planes: int, planes: int, stride: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(in_planes)
         self.relu1 = nn.ReLU(inplace=True)
@@ -95,6 +103,7 @@ class WideBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(planes)
         self.relu2 = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
+        self.dropout = dropout
         self.is_equal = in_planes == planes
         self.projection = (
             None if self.is_equal else nn.Conv2d(in_planes, planes, 1, stride, bias=False)
@@ -106,6 +115,8 @@ class WideBlock(nn.Module):
         else:
             out = self.relu1(self.bn1(x))
         out = self.relu2(self.bn2(self.conv1(out if self.is_equal else x)))
+        if self.dropout > 0:
+            out = F.dropout(out, p=self.dropout, training=self.training)
         out = self.conv2(out)
         return torch.add(x if self.is_equal else self.projection(x), out)
 
@@ -113,16 +124,18 @@ class WideBlock(nn.Module):
 class WideResNet(nn.Module):
     """WRN-depth-width for CIFAR."""
 
-    def __init__(self, depth: int = 28, width: int = 10) -> None:
+    def __init__(self, depth: int = 28, width: int = 10, dropout: float = 0.0) -> None:
         super().__init__()
         count, planes = (depth - 4) // 6, [16, 16 * width, 32 * width, 64 * width]
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.blocks = nn.ModuleList()
         for stage in range(3):
-            width = planes[stage + 1]
-            first = WideBlock(planes[stage], width, 1 + (stage > 0))
-            others = [WideBlock(width, width) for _ in range(count - 1)]
-            self.blocks.append(nn.Sequential(first, *others))
+            blocks = [WideBlock(planes[stage], planes[stage + 1], 1 + (stage > 0), dropout)]
+            blocks += [
+                WideBlock(planes[stage + 1], planes[stage + 1], 1, dropout)
+                for _ in range(count - 1)
+            ]
+            self.blocks.append(nn.Sequential(*blocks))
         self.bn = nn.BatchNorm2d(planes[3])
         self.relu = nn.ReLU(inplace=True)
         self.fc = nn.Linear(planes[3], 10)
@@ -133,6 +146,27 @@ class WideResNet(nn.Module):
             out = stage(out)
         out = self.relu(self.bn(out))
         return self.fc(out.mean((2, 3)))
+
+
+class BiasedWideBlock(nn.Module):
+    """The other popular block: biased convolutions, a dropout module, a shortcut of the raw x."""
+
+    def __init__(self, in_planes: int, planes: int, stride: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.conv1 = nn.Conv2d(in_planes, planes, 3, padding=1, bias=True)
+        self.dropout = nn.Dropout(p=dropout)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, stride, padding=1, bias=True)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or in_planes != planes:
+            self.shortcut = nn.Sequential(nn.Conv2d(in_planes, planes, 1, stride, bias=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.dropout(self.conv1(F.relu(self.bn1(x))))
+        out = self.conv2(F.relu(self.bn2(out)))
+        out += self.shortcut(x)
+        return out
 
 
 class DenseLayer(nn.Module):
@@ -233,6 +267,63 @@ class DeepNet(nn.Module):
             for block in stage:
                 x = block(x)
         return self.fc(self.head(x).flatten(1))
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: drops the branch of some images."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0.0 or not self.training:
+            return x
+        keep = torch.empty((x.shape[0], 1, 1, 1), dtype=x.dtype, device=x.device)
+        return x * keep.bernoulli_(1 - self.p) / (1 - self.p)
+
+
+class SqueezeExcite(nn.Module):
+    """Scales channels by a function of their means."""
+
+    def __init__(self, planes: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Conv2d(planes, planes // 2, 1)
+        self.fc2 = nn.Conv2d(planes // 2, planes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = F.adaptive_avg_pool2d(x, 1)
+        return x * torch.sigmoid(self.fc2(F.relu(self.fc1(w))))
+
+
+class Attention(nn.Module):
+    """Self-attention over pixels, with control flow that cannot be traced."""
+
+    def __init__(self, planes: int) -> None:
+        super().__init__()
+        self.qkv = nn.Conv2d(planes, 3 * planes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2] * x.shape[3] > 4096:
+            raise ValueError("too many pixels")
+        q, k, v = self.qkv(x).flatten(2).transpose(1, 2).chunk(3, 2)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+
+class BranchBlock(FunctionalBottleneck):
+    """A bottleneck with something between the last convolution and the addition."""
+
+    def __init__(self, in_planes: int, planes: int, stride: int, after: nn.Module) -> None:
+        super().__init__(in_planes, planes, stride)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(x))
+        shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
+        out = self.conv2(F.relu(self.bn2(self.conv1(out))))
+        out = self.after(self.conv3(F.relu(self.bn3(out))))
+        return out + shortcut
 
 
 def network_of(*blocks: nn.Module, planes: int = 8, width: int = 32) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import nn
 import preact_kernels as pk
 from tests.convert import published_models as foreign
 from tests.convert.models import Block, Chain, small
-from tests.convert.trial import ignore, tensors_of
+from tests.convert.trial import Subject, assert_alike, ignore, tensors_of
 from tests.oracle import assert_same_bits, evaluate
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
@@ -36,13 +36,13 @@ def hooks_of(model):
 
 def test_nothing_of_the_model_is_replaced_and_reverting_removes_the_hooks():
     model, x = small()
-    model.layers[0].register_forward_hook(ignore)
-    model.layers[1][0].register_forward_pre_hook(ignore)
+    model.layer1.register_forward_hook(ignore)
+    model.layer2[0].register_forward_pre_hook(ignore)
     plain, hooks, text = results(model, x), hooks_of(model), repr(model)
     keys, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
     tensors = [*model.parameters(), *model.buffers()]
     state = torch.get_rng_state()
-    assert pk.convert(pk.convert(model)) is model
+    assert pk.convert(model) is model
     model(x)
     assert pk.conversion_report(model).fused
     assert torch.equal(torch.get_rng_state(), state)
@@ -57,6 +57,15 @@ def test_nothing_of_the_model_is_replaced_and_reverting_removes_the_hooks():
     assert {s.reason for s in pk.conversion_report(model)} == {"the model is not converted"}
     model.load_state_dict(small()[0].state_dict(), strict=True)
     assert_same_bits(results(model, x), plain)
+
+
+def test_converting_twice_changes_nothing():
+    model, x = small()
+    pk.convert(model)
+    hooks, before = hooks_of(model), results(model, x)
+    pk.convert(model)
+    assert hooks_of(model) == hooks
+    assert_same_bits(results(model, x), before)
 
 
 def test_wrong_arguments_leave_the_model_as_it_was():
@@ -145,6 +154,58 @@ def test_copies_stay_converted_and_are_independent(copied):
     assert not other(x).any() and model(x).any()
 
 
+class WithSlots(Block):
+    """Its pickled state is a tuple."""
+
+    def __getstate__(self):
+        return self.__dict__.copy(), {"slots": 1}
+
+    def __setstate__(self, state):
+        super().__setstate__(state[0])
+
+
+class CopiesWhatItHas(Block):
+    def __deepcopy__(self, memo):
+        other = type(self).__new__(type(self))
+        other.__dict__.update({n: copy.deepcopy(v, memo) for n, v in vars(self).items()})
+        return other
+
+
+class Rebuilt(Block):
+    def __reduce_ex__(self, protocol):
+        return rebuilt, (type(self), self.__dict__)
+
+
+def rebuilt(kind, attributes):
+    other = kind.__new__(kind)
+    other.__dict__.update(attributes)
+    return other
+
+
+class WithSharedNorm(Block):
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+        self.inner.bn = self.bn
+
+    def forward(self, x):
+        return self.inner(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [WithSlots, CopiesWhatItHas, Rebuilt, WithSharedNorm])
+def test_copies_of_modules_with_states_of_their_own(kind):
+    model, x = pk.convert(kind()), torch.randn(2, 4, 6, 6)
+    for copied in (copy.copy, copy.deepcopy, reloaded):
+        other = copied(model)
+        assert isinstance(other, kind)
+        assert_same_bits(results(other, x), results(model, x))
+        assert pk.saved_bytes(other, x) == pk.saved_bytes(model, x)
+        other.eval()(x)
+        assert len(pk.conversion_report(other).fused) == 1
+    if kind is WithSharedNorm:
+        assert other.bn is other.inner.bn
+
+
 def test_hooks_of_unpickled_models_keep_their_arguments(monkeypatch):
     """In another process hooks are numbered from 0."""
     data = pickle.dumps(pk.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))))
@@ -156,6 +217,23 @@ def test_hooks_of_unpickled_models_keep_their_arguments(monkeypatch):
             m.register_forward_hook(lambda m, a, y: calls.append(m))
     assert type(model(torch.randn(2, 4, 6, 6))) is torch.Tensor
     assert len(calls) == 4 * 2 * 5
+
+
+# Later changes.
+
+CHANGES = {
+    "child": lambda m: setattr(m[0], "conv", nn.Conv2d(4, 4, 1).double()),
+    "appended": lambda m: m.append(nn.Tanh()),
+    "forward": lambda m: setattr(m[1], "forward", lambda x: x * 2),
+    "norm": lambda m: setattr(m[0], "bn", nn.InstanceNorm2d(4)),
+    "result": lambda m: m[0].bn.register_forward_hook(lambda m, args, y: y * 0),
+    "input": lambda m: m[1].conv.register_forward_pre_hook(lambda m, args: (args[0] + 1,)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_later_changes_have_the_effect_of_plain_pytorch(change):
+    assert_alike(Subject(lambda: Chain(Block(), Block()), after=change))
 
 
 # Modules that run plain inside.

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 import preact_kernels as pk
+from tests.convert.models import MODES
 from tests.convert.random_model_helpers import SaveAndSquare, triple
 from tests.convert.trial import Subject, assert_alike
 
@@ -50,7 +51,12 @@ FORWARDS = []
 
 
 def runs(bn1="BN-ReLU-Conv", bn2="^; not called"):
-    """Adds a forward, and patterns for what its batch norms run in, or why they do not."""
+    """Adds a forward to the table.
+
+    Args:
+        bn1: a pattern for what the batch norm runs in, or why it does not.
+        bn2: as well.
+    """
     return lambda forward: FORWARDS.append((forward, {"bn1": bn1, "bn2": bn2})) or forward
 
 
@@ -210,6 +216,14 @@ def checkpoints_selectively(self, x):
     return checkpoint(call, h, use_reentrant=False, context_fn=contexts)
 
 
+@runs()
+def takes_gradients(self, x):
+    with torch.enable_grad():
+        h = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.unit(h).sum(), h, create_graph=True)
+    return self.unit(x) + gradient
+
+
 class ReturnsUnit(torch.autograd.Function):
     """A function whose forward returns a deferred tensor."""
 
@@ -319,6 +333,21 @@ def changes_its_input_in_place(self, x):
 
 
 # Python.
+
+
+@runs()
+def draws_numbers(self, x):
+    y = self.unit(x) * self.state.random.random() * next(self.state.cycle) * random.random()
+    return F.dropout(y, 0.5, self.training) * torch.rand(())
+
+
+@runs()
+def sets_attributes(self, x):
+    self.last = y = self.unit(x)
+    self.drop.p, self.shapes = 0.5, [y.shape]
+    y = self.drop(self.last)
+    self.drop.p = 0.0
+    return y
 
 
 @runs("^BN-ReLU; read by conv2d")
@@ -442,3 +471,11 @@ def test_a_weight_that_changes_its_place_in_the_autograd_graph():
         return triple(F.conv2d(a, self.weight))
 
     assert not assert_alike(Subject(partial(Net, forward))).errors
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_context_fuses_any_code(memory):
+    def forward(self, x):
+        return self.second(self.unit(x)) + x
+
+    assert_alike(Subject(partial(Net, forward), MODE="fuse", MEMORY=memory))

@@ -116,6 +116,13 @@ def reads_all(x):
 
 
 @finds([False, True])
+def keeps_a_weak_reference(x):
+    a, b = x + 1, x + 2
+    kept = weakref.WeakSet([a])
+    return kept, asked(references(a, b))
+
+
+@finds([False, True])
 def saves_for_backward(x):
     a, b = x + 1, x + 2
     return (a * x.clone().requires_grad_()), asked(references(a, b))

@@ -89,7 +89,7 @@ def test_memory_modes_train_alike(memory, backend):
     assert_trains_alike(converted, model, x, backend, steps=2)
 
 
-QUICK = ("torchvision-densenet-121",)
+QUICK = ("timm-resnetv2-50", "torchvision-densenet-121")
 COPIES = {
     "preact-resnet-18": 1,
     "densenet-bc-100-12": 65,  # what is concatenated, in NCHW
@@ -199,7 +199,7 @@ def test_frozen_parts_keep_no_more_than_in_plain_pytorch(name, memory_format):
 # Dtypes.
 
 
-@pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "wide"])
+@pytest.mark.parametrize("name", ["functional-bottleneck", "dense", "attention"])
 def test_autocast_gives_the_same_dtypes(name):
     model, x = built(name)
     results = []

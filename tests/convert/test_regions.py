@@ -303,6 +303,16 @@ def test_a_weight_that_was_freed_raises():
         block.bn.weight.untyped_storage().resize_(size)
 
 
+def test_frozen_batch_norms_keep_no_image():
+    block = Block()
+    block.bn.requires_grad_(False)
+    x = images().detach()
+    with pk.fuse():
+        y = block(x)
+    x.add_(1)  # saved by no plain operator
+    y.sum().backward()
+
+
 HOOKED = {"norm": "0.0", "relu": "0.1", "conv": "0.2", "block": "0"}
 
 
@@ -386,6 +396,22 @@ def test_converted_modules_that_a_checkpoint_calls_run_fused(has_relu, use_reent
 
 
 # Rule 8: threads.
+
+
+def test_regions_belong_to_their_threads():
+    model, x = small()
+    plain = copy.deepcopy(model).eval()
+    pk.convert(model).eval()
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(model(x))) for _ in range(4)]
+    with pk.fuse():
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    for y in results:
+        torch.testing.assert_close(y, plain(x))
+    assert len(results) == 4
 
 
 def test_another_thread_may_read_a_deferred_tensor():
