@@ -172,7 +172,7 @@ def test_every_fold_keeps_the_budget(case, side, fold, wanted, monkeypatch):
     check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
 
 
-@on_gpu_backends
+@quick_on_cuda
 @either_side
 def test_neither_schedules_nor_where_tensors_begin_change_a_bit(side):
     case = TYPICAL[1]
@@ -256,8 +256,8 @@ def training_step(module, x) -> dict[str, torch.Tensor]:
     return {"y": y, **{str(i): g for i, g in enumerate(gradients)}}
 
 
-@pytest.mark.covering(1, triton=0)
-@on_gpu_backends
+@pytest.mark.covering(1)
+@quick_on_cuda
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("half", HALVES, ids=cuda_conv.dtype_name)
 def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypatch):
