@@ -363,7 +363,7 @@ class Casts(TorchDispatchMode):
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.parametrize(
     ("x_dtype", "stream"),
-    [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)],
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, None)],
 )
 def test_autocast_casts_no_weight_where_convolutions_are_fused(x_dtype, stream, memory):
     blocks = [random_block("bottleneck", 64, 16) for _ in range(2)]
