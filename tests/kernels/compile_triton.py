@@ -1,6 +1,6 @@
 """Compiles every Triton kernel ahead of time, without a GPU, and reports resources.
 
-    python -m tests.kernels.compile_triton [--out FILE.csv] [--capabilities 80 90 100] [--quick]
+    python -m tests.kernels.compile_triton --out FILE.csv [--capabilities 80 90 100] [--quick]
 
 The launchers run on meta tensors, under a driver that names a GPU, and their launches are recorded:
 block shapes are those that the launchers choose, for the shapes of common networks and for pairs of
@@ -311,8 +311,6 @@ class Compiled(NamedTuple):
     buffers: int  # of the loop's asynchronous copies
     two_byte_loads: int
     two_byte_loads_needed: bool  # `needs_two_byte_loads`
-    wgmma: int
-    mma: int
 
 
 def row(launch: Launch) -> Compiled:
@@ -354,8 +352,6 @@ def row(launch: Launch) -> Compiled:
         buffers=buffers(compiled.asm["ttgir"]),
         two_byte_loads=two_byte_loads(launch, ptx),
         two_byte_loads_needed=needs_two_byte_loads(launch),
-        wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
-        mma=len(re.findall(r"\bmma\.sync", ptx)),
     )
 
 
@@ -445,10 +441,8 @@ def _row_of(index: int) -> Compiled:
 
 
 def main() -> None:
-    from tabulate import tabulate
-
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a CSV file for the report (printed)")
+    parser.add_argument("--out", type=Path, required=True, help="a CSV file for the report")
     parser.add_argument("--capabilities", type=int, nargs="+")
     parser.add_argument("--quick", action="store_true", help="fewer dtypes and shapes")
     parser.add_argument("--stack-bytes", type=int, default=0, help="allowed for each thread (0)")
@@ -458,12 +452,9 @@ def main() -> None:
     _launches.extend(distinct_launches(tasks(options.capabilities, options.quick)))
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         rows = sorted(pool.imap_unordered(_row_of, range(len(_launches))))
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("w", newline="") as file:
-            csv.writer(file).writerows([Compiled._fields, *rows])
-    else:
-        print(tabulate(rows, headers=[f.replace("_", " ") for f in Compiled._fields]))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("w", newline="") as file:
+        csv.writer(file).writerows([Compiled._fields, *rows])
     print(f"Triton {triton.__version__}: {len(rows)} kernels compiled")
     wrong = faults(rows, options.stack_bytes)
     if wrong:

@@ -192,10 +192,14 @@ def call(backend, case: Case, inputs: Forward | Backward, options) -> dict[str, 
     return {n: t for n, t in found.items() if t is not None}
 
 
+LOW_NAN = 0x7F800001  # infinite without the low bits that TF32 does not have
+
+
 def as_tf32(t: Tensor) -> Tensor:
-    """To nearest."""
+    """To nearest, ties away from zero, of what is no NaN."""
     bits = t.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).view_as(t)
+    is_infinite = (bits & 0x7FFFFFFF) == 0x7F800000
+    return torch.where(is_infinite, bits, (bits + 0x1000) & ~0x1FFF).view(torch.float32).view_as(t)
 
 
 class RoundedOperands(torch.utils._python_dispatch.TorchDispatchMode):

@@ -17,13 +17,13 @@ import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Fold, Norm, Output
 from tests.cases import device_of
+from tests.kernels.cuda_conv_cases import kernels, on_host, random_norm, set_schedule
 from tests.kernels.cuda_on_host import build, serve_cpu
 from tests.oracle import assert_same_bits, assert_within_budget, unit_roundoff
 
 if serve_cpu.missing():
     pytest.skip(f"backend cuda: {serve_cpu.missing()}", allow_module_level=True)
 
-IS_CUDA_ON_HOST = serve_cpu.install()
 DEVICE = torch.device(device_of("cuda"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Channels: one; vectors of no dtype; of float32 alone; of all; more than a block takes at a time.
@@ -42,19 +42,13 @@ CASES = (
     (torch.float16, (2, 16, 3, 5), 4),
 )
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
-on_host = pytest.mark.skipif(not IS_CUDA_ON_HOST, reason="schedules are chosen on the host alone")
 
 
 @pytest.fixture(autouse=True)
 def on_cuda(poisoned_memory):
     with pk.use_backend("cuda"), DEVICE:
         yield
-    if IS_CUDA_ON_HOST:
-        serve_cpu.set_schedule()
-
-
-def kernels():
-    return cuda.kernels()
+    set_schedule()
 
 
 def activation(shape, dtype, offset=0):
@@ -85,13 +79,7 @@ def arguments(shape, dtype, inv_count=None, offset=0):
     channels = shape[1]
     count = shape[0] * shape[2] * shape[3]
     x, dy, skip = (activation(shape, dtype, offset) for _ in range(3))
-    norm = Norm(
-        mean=torch.randn(channels) / 2,
-        var=torch.rand(channels) + 0.5,
-        weight=torch.randn(channels),
-        bias=torch.randn(channels) / 2,
-        eps=1e-5,
-    )
+    norm = random_norm(channels)
     sums = torch.randn(2, channels) * count**0.5
     inv_count = 1 / count if inv_count is None else inv_count
     return Given(x, dy, norm, Fold(skip, x, norm, sums, inv_count))

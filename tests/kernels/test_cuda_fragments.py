@@ -13,6 +13,7 @@ import shutil
 import pytest
 import torch
 
+from tests.kernels.cuda_conv_cases import LOW_NAN, as_tf32
 from tests.kernels.cuda_on_host import build
 from tests.oracle import same_bits
 
@@ -61,13 +62,6 @@ def depth_of(dtype):
     return 32 // dtype.itemsize
 
 
-def as_tf32(t):
-    """To nearest, ties away from zero, of what is no NaN."""
-    bits = t.contiguous().view(torch.int32)
-    is_infinite = (bits & 0x7FFFFFFF) == 0x7F800000
-    return torch.where(is_infinite, bits, (bits + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
 def exact_problems(dtype, depth):
     """`a`, `b` and `d` whose product no order of a sum rounds: integers, and numbers selected."""
     a, b = (torch.randint(-8, 9, (16, depth)).to(dtype) for _ in range(2))
@@ -91,10 +85,6 @@ def test_matrix_instructions_equal_a_matrix_product(fragments, dtype):
                 a, b = as_tf32(a), as_tf32(b)
             expected = d.double() + a.double() @ b.double().t()
             assert torch.equal(found, expected.float()), by_rows
-
-
-# What is a NaN in float32, and infinity without the low 13 bits, which TF32 does not have.
-LOW_NAN = 0x7F800001
 
 
 @every_dtype

@@ -19,8 +19,8 @@ if shutil.which(build.CXX[0]) is None:
 SEEDS = range(20)
 COUNT = 64
 ENTRIES = (
-    "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "grid_barrier",
-    "empty_grid", "chain", "plain_chain",
+    "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "empty_grid",
+    "chain", "plain_chain",
 )  # fmt: skip
 
 
@@ -75,10 +75,7 @@ def test_threads_that_do_not_meet_are_errors(planted):
     for seed, (variant, message) in itertools.product(SEEDS, enumerate(messages)):
         found = run(planted, "divergent", variant, seed)[2]
         assert re.search(message, found) and bool(found) == bool(message), (variant, seed)
-
-
-def test_shuffles_add_up_a_warp(planted):
-    out, values, _ = run(planted, "divergent")
+    out, values, _ = run(planted, "divergent")  # adds up each warp
     sums = values.reshape(2, 32).astype(np.float64).sum(1)
     np.testing.assert_allclose(out.reshape(2, 32), sums[:, None].repeat(32, 1), rtol=1e-5)
 
@@ -112,15 +109,14 @@ def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted):
 MEETINGS = {
     "count": lambda values: np.full(1, 8),
     "last_block": lambda values: np.add.accumulate(values[:8]),
-    "grid_barrier": lambda values: 3 * values[:8][::-1],
 }
 
 
-def right_schedules(library, name, variant, resident_blocks=8):
+def right_schedules(library, name, variant):
     """The seeds with which blocks that meet give the right result."""
     found = []
     for seed in SEEDS:
-        out, values, message = run(library, name, variant, seed, resident_blocks=resident_blocks)
+        out, values, message = run(library, name, variant, seed, resident_blocks=8)
         assert not message
         right = MEETINGS[name](values)
         found += [seed] * np.array_equal(out[: right.size], right)
@@ -133,19 +129,8 @@ def test_blocks_that_meet_rightly_give_the_result_in_every_schedule(planted):
 
 
 def test_blocks_that_meet_wrongly_show_in_some_schedules(planted):
-    for wrong in (("count", 1), ("last_block", 1), ("last_block", 2), ("grid_barrier", 2)):
+    for wrong in (("count", 1), ("last_block", 1), ("last_block", 2)):
         assert len(right_schedules(planted, *wrong)) < len(SEEDS), wrong
-
-
-def test_blocks_that_run_one_after_another_hide_how_they_meet(planted):
-    for name, variant in (("count", 1), ("last_block", 2)):
-        assert right_schedules(planted, name, variant, resident_blocks=1) == list(SEEDS)
-
-
-def test_a_barrier_of_the_grid_that_never_opens_is_an_error(planted):
-    for variant, resident_blocks in ((1, 8), (0, 7)):
-        message = run(planted, "grid_barrier", variant, resident_blocks=resident_blocks)[2]
-        assert message.startswith("grid_barrier: a loop that waits for what no running block does")
 
 
 def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):

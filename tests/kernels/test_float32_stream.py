@@ -4,6 +4,7 @@ Eager beside a stream is what a backend does without such kernels: batch norm an
 PyTorch's convolution in half precision, the addition in float32.
 """
 
+import copy
 import os
 
 import pytest
@@ -45,17 +46,23 @@ from tests.oracle import (
 pytestmark = pytest.mark.usefixtures("on_gpu_backend")
 
 
-def _backend(name: str):
-    """A parameter, skipped where the backend is not available."""
-    (row,) = (b for b in dispatch.BACKENDS if b.name == name)
-    reason = f"backend {name}: {row.load_error()}"
-    return pytest.param(name, marks=pytest.mark.skipif(not row.is_available(), reason=reason))
+def _backends(*names: str, slow: str = ""):
+    """Parametrises a test by backends, skipped where not available; `slow` is marked so."""
+    cases = []
+    for name in names:
+        (row,) = (b for b in dispatch.BACKENDS if b.name == name)
+        reason = f"backend {name}: {row.load_error()}"
+        marks = [pytest.mark.skipif(not row.is_available(), reason=reason)]
+        cases.append(pytest.param(name, marks=marks + [pytest.mark.slow] * (name == slow)))
+    return pytest.mark.parametrize("backend", cases)
 
 
-on_cuda = pytest.mark.parametrize("backend", [_backend("cuda")])
+on_cuda = _backends("cuda")
 # compute-sanitizer is for the CUDA library.
 _NAMES = ("cuda",) if os.environ.get("PK_SANITIZER") else ("cuda", "triton")
-on_gpu_backends = pytest.mark.parametrize("backend", [_backend(name) for name in _NAMES])
+on_gpu_backends = _backends(*_NAMES)
+quick_on_cuda = _backends(*_NAMES, slow="triton")
+CHANNELS = {"basic": 16, "bottleneck": 64}  # of blocks with 3x3 convolutions of 16 channels
 
 
 class NoConvolution(TorchDispatchMode):
@@ -165,7 +172,7 @@ def test_every_fold_keeps_the_budget(case, side, fold, wanted, monkeypatch):
     check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
 
 
-@on_gpu_backends
+@quick_on_cuda
 @either_side
 def test_neither_schedules_nor_where_tensors_begin_change_a_bit(side):
     case = TYPICAL[1]
@@ -196,8 +203,8 @@ def test_the_library_names_what_it_does_not_take():
 
 
 def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
-    """Blocks without projections, of 64 channels, in bfloat16 beside a float32 stream."""
-    blocks = [random_block(kind, 64, 16 if kind == "bottleneck" else 64) for _ in range(count)]
+    """Blocks without projections, in bfloat16 beside a float32 stream."""
+    blocks = [random_block(kind, CHANNELS[kind], 16) for _ in range(count)]
     stage = pk.PreActStage(blocks, residual_dtype=torch.float32, **options)
     return in_dtype(stage, torch.bfloat16).to(DEVICE)
 
@@ -211,7 +218,7 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     kind, training, memory, monkeypatch
 ):
     stage = bare_stage(kind, 3, memory=memory).train(training)
-    inputs = {"x": torch.randn(3, 64, 7, 6, device=DEVICE).bfloat16()}
+    inputs = {"x": torch.randn(3, CHANNELS[kind], 7, 6, device=DEVICE).bfloat16()}
     names = ("block_run_forward", "block_run_backward")
     with NoConvolution():
         expected = unit_by_unit(evaluate, stage, inputs)
@@ -222,13 +229,11 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     assert all(calls)
 
 
-@pytest.mark.covering(1, triton=0)
-@on_gpu_backends
-@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@quick_on_cuda
+@pytest.mark.parametrize(("kind", "memory"), [("basic", "checkpoint"), ("bottleneck", "rebuild")])
 def test_a_compiled_stage_calls_no_convolution_of_pytorch(kind, memory, monkeypatch):
     stage = bare_stage(kind, 2, memory=memory)
-    x = torch.randn(2, 64, 5, 4, device=DEVICE)
+    x = torch.randn(2, CHANNELS[kind], 5, 4, device=DEVICE)
     expected = training_step(stage, x)
     torch._dynamo.reset()
     compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
@@ -251,14 +256,14 @@ def training_step(module, x) -> dict[str, torch.Tensor]:
     return {"y": y, **{str(i): g for i, g in enumerate(gradients)}}
 
 
-@pytest.mark.covering(1, triton=0)
-@on_gpu_backends
+@pytest.mark.covering(1)
+@quick_on_cuda
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("half", HALVES, ids=cuda_conv.dtype_name)
 def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypatch):
     """That of the output, and its own: what is subtracted is what was added, to the bit."""
     stage = in_dtype(bare_stage(kind, 2, memory="rebuild"), half)
-    x = torch.randn(3, 64, 7, 6, device=DEVICE)
+    x = torch.randn(3, CHANNELS[kind], 7, 6, device=DEVICE)
     with NoConvolution():
         (found,) = rebuilt(stage, x, monkeypatch)
         with torch.no_grad():
@@ -269,18 +274,18 @@ def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypa
     assert ((found.double() - expected.double()).abs() <= 1.001 * allowed).all()
 
 
-@pytest.mark.covering(1, triton=0)
-@on_gpu_backends
-@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+@quick_on_cuda
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [("bottleneck", "rebuild"), pytest.param("basic", "checkpoint", marks=pytest.mark.slow)],
+)
 def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypatch):
     """Whose first unit is PyTorch's in the basic block: its `g` is float32."""
-    width = 16 if kind == "bottleneck" else 32
-    out_channels = width * (4 if kind == "bottleneck" else 1)
+    width, wider = (8, 16) if kind == "bottleneck" else (32, 32)
     blocks = [
-        random_block(kind, 32, 8 if kind == "bottleneck" else 32),
-        random_block(kind, 32, width, 2),
-        random_block(kind, out_channels, width),
+        random_block(kind, 32, width),
+        random_block(kind, 32, wider, 2),
+        random_block(kind, 64 if kind == "bottleneck" else 32, wider),
     ]
     stage = in_dtype(pk.PreActStage(blocks, memory, residual_dtype=torch.float32), torch.bfloat16)
     stage = stage.to(DEVICE)
@@ -358,21 +363,21 @@ class Casts(TorchDispatchMode):
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.parametrize(
     ("x_dtype", "stream"),
-    [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)],
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, None)],
 )
 def test_autocast_casts_no_weight_where_convolutions_are_fused(x_dtype, stream, memory):
     blocks = [random_block("bottleneck", 64, 16) for _ in range(2)]
     stage = Autocast(pk.PreActStage(blocks, memory, residual_dtype=stream)).to(DEVICE)
-    plain = plain_copy(stage)
     weights = [p for p in stage.parameters() if p.dim() == 4]
-    problems = [{"x": torch.randn(3, 64, 7, 6, device=DEVICE).to(x_dtype)} for _ in range(8)]
-    counts = []
-    for module in (stage, plain):
-        with Casts(weights) as casts:
-            evaluate(module, problems[0])
-        counts.append(casts.count)
-    results = check(stage, plain, problems)
-    assert counts[0] == 0
-    assert counts[1] >= 2 * len(weights)
-    own = {n: t.dtype for n, t in results.items() if n != "dx" and n.startswith("d")}
-    assert set(own.values()) == {torch.float32}
+    inputs = {"x": torch.randn(3, 64, 7, 6, device=DEVICE).to(x_dtype)}
+    with Casts(weights) as of_fused:
+        found = evaluate(stage, inputs)
+    with Casts(weights) as of_plain:
+        evaluate(plain_copy(stage), inputs)
+    assert of_fused.count == 0
+    assert of_plain.count >= 2 * len(weights)
+    expected = evaluate(in_dtype(copy.deepcopy(stage), torch.bfloat16), inputs)
+    for name in (f"d{name}" for name, _ in stage.named_parameters()):
+        assert found[name].dtype == torch.float32
+        found[name] = found[name].to(expected[name].dtype)
+    assert_same_bits(found, expected)

@@ -3,17 +3,16 @@
 // A thread runs until it waits for others (at a barrier, in a warp collective), reaches an atomic
 // operation, or returns. Which thread is next, and which block, a seeded generator draws. So a
 // kernel that lacks a barrier, or whose blocks meet without an atomic operation, has schedules in
-// which it shows, and a barrier of the grid can spin while the other blocks arrive. Shared memory
-// is a heap block of the size that was launched with, new for each block and full of NaN.
+// which it shows. Shared memory is a heap block of the size that was launched with, new for each
+// block and full of NaN.
 //
 // The first block of a dependent launch runs up to `wait_for_predecessors` before the launch ahead
-// begins (stream.h): what a kernel reads before that call is what was there before.
+// begins: what a kernel reads before that call is what was there before.
 //
 // Errors, thrown by `Grid`: a barrier that some threads of the block do not reach, or reach at
-// another line; a warp collective that some lanes do not reach; a loop that waits for what no
-// running block does; threads of a dependent launch that do not wait for the launches ahead, or let
-// the next one start before that; copies and matrix loads that miss shared memory; accesses that
-// are not aligned (alignment.cpp); launches that no GPU takes.
+// another line; a warp collective that some lanes do not reach; threads of a dependent launch that
+// do not wait for the launches ahead, or let the next one start before that; copies and matrix
+// loads that miss shared memory; accesses that are not aligned; launches that no GPU takes.
 #include "grid.h"
 
 #include <algorithm>
@@ -145,7 +144,6 @@ class Block {
     position = nullptr;
     if (error_.empty() && current->fiber.is_done()) {
       ++finished_;
-      yields_ = 0;
       if (!at_barrier_.empty()) {
         error_ = "a barrier that some threads do not reach, at " + text(barrier_site_);
       }
@@ -183,7 +181,6 @@ class Block {
 
   // Lets other threads and other blocks run before the current thread goes on.
   void yield() {
-    if (++yields_ > kMostYields) fail("a loop that waits for what no running block does");
     has_yielded = true;
     ready_.push_back(current);
     current->fiber.suspend();
@@ -206,7 +203,6 @@ class Block {
         ready_.push_back(thread);
       }
       at_barrier_.clear();
-      yields_ = 0;
     }
     Thread* self = current;
     self->fiber.suspend();
@@ -230,7 +226,6 @@ class Block {
     if (++warp.arrived == kLanes) {
       body(warp.operands, context);
       warp.arrived = 0;
-      yields_ = 0;
       const unsigned first = current->position.linear - lane;
       for (unsigned i = 0; i < kLanes; ++i) ready_.push_back(threads_[first + i].get());
     }
@@ -261,9 +256,6 @@ class Block {
   static inline thread_local Block* running = nullptr;
 
  private:
-  static constexpr size_t kMostYields = size_t(1) << 24;
-
-  static inline thread_local size_t yields_ = 0;  // of all blocks, since threads last went on
   static inline thread_local std::vector<std::unique_ptr<Thread>> pool_;  // stacks to use again
 
   void read_early(std::vector<Copy>& group) {

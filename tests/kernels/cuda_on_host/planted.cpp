@@ -13,8 +13,8 @@ constexpr unsigned kThreads = 64;
 struct Params {
   const float* in;
   float* out;
-  int variant;                   // 0 is right
-  unsigned* counters = nullptr;  // zeros
+  int variant;                  // 0 is right
+  unsigned* counter = nullptr;  // zero
 };
 
 // out = in, turned round within each block by way of shared memory.
@@ -77,13 +77,13 @@ __global__ void vector_kernel(Params p) {
 // out[0] = the number of blocks. 1: reads and writes in two steps.
 __global__ void count_kernel(Params p) {
   if (p.variant == 0) {
-    if (threadIdx.x == 0) atomicAdd(p.counters, 1u);
+    if (threadIdx.x == 0) atomicAdd(p.counter, 1u);
   } else {
-    const unsigned before = p.counters[0];
+    const unsigned before = *p.counter;
     __syncthreads();
-    if (threadIdx.x == 0) p.counters[0] = before + 1;
+    if (threadIdx.x == 0) *p.counter = before + 1;
   }
-  if (threadIdx.x == 0) p.out[0] = static_cast<float>(p.counters[0]);
+  if (threadIdx.x == 0) p.out[0] = static_cast<float>(*p.counter);
 }
 
 // out = in of the blocks before it, added by the last block to count itself. 1: by the last of the
@@ -97,38 +97,13 @@ __global__ void last_block_kernel(Params p) {
       is_last = blockIdx.x == gridDim.x - 1;
     } else {
       __threadfence();
-      is_last = atomicAdd(p.counters, 1u) == gridDim.x - 1;
+      is_last = atomicAdd(p.counter, 1u) == gridDim.x - 1;
     }
     if (p.variant == 2) parts[blockIdx.x] = p.in[blockIdx.x];
   }
   if (!__syncthreads_or(is_last) || threadIdx.x != 0) return;
   float sum = 0;
   for (unsigned i = 0; i < gridDim.x; ++i) p.out[i] = sum += parts[i];
-}
-
-// out = in of the blocks in another order, with a barrier of the grid between. 1: that waits for
-// one block more than there is. 2: no barrier.
-__global__ void grid_barrier_kernel(Params p) {
-  float* copy = p.out + gridDim.x;
-  for (unsigned turn = 1; turn <= 3; ++turn) {
-    if (threadIdx.x == 0) copy[blockIdx.x] = turn * p.in[blockIdx.x];
-    __syncthreads();
-    if (threadIdx.x == 0 && p.variant != 2) {
-      __threadfence();
-      atomicAdd(p.counters, 1u);
-      while (__ldcg(p.counters) < turn * gridDim.x + p.variant) {
-      }
-      __threadfence();
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) p.out[blockIdx.x] = copy[gridDim.x - 1 - blockIdx.x];
-    if (threadIdx.x == 0) {  // nobody may overwrite `copy` before all have read it
-      atomicAdd(p.counters + 1, 1u);
-      while (p.variant != 2 && __ldcg(p.counters + 1) < turn * gridDim.x) {
-      }
-    }
-    __syncthreads();
-  }
 }
 
 // Launched one after the other: first = 2 * in, second = 2 * first, out = first + second.
@@ -193,17 +168,14 @@ PK_ENTRY vectors(const float* in, float* out, int variant) {
 // Eight blocks; `out` has room for 16 values.
 template <class Kernel>
 const char* run_meeting(const char* name, Kernel kernel, const float* in, float* out, int variant) {
-  unsigned counters[2] = {};
-  return run(name, kernel, 8, kThreads, 0, Params{in, out, variant, counters});
+  unsigned counter = 0;
+  return run(name, kernel, 8, kThreads, 0, Params{in, out, variant, &counter});
 }
 PK_ENTRY count(const float* in, float* out, int variant) {
   return run_meeting("count", count_kernel, in, out, variant);
 }
 PK_ENTRY last_block(const float* in, float* out, int variant) {
   return run_meeting("last_block", last_block_kernel, in, out, variant);
-}
-PK_ENTRY grid_barrier(const float* in, float* out, int variant) {
-  return run_meeting("grid_barrier", grid_barrier_kernel, in, out, variant);
 }
 PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
 

@@ -1,0 +1,79 @@
+"""Runs tests of the CPU kernels with each instruction set, collected once.
+
+`python -m tests.kernels.each_instruction_set generic avx2` runs each in a child process that pytest
+forks when it has collected the tests, before the library has chosen an instruction set.
+"""
+
+import itertools
+import os
+import sys
+
+import pytest
+import torch
+
+from preact_kernels.kernels import cpu
+from tests.cases import covering
+
+# What kernels compute, not what is the same above them.
+TESTS = {
+    "ops/test_bn_relu": (
+        "forward_backward_and_running_statistics",
+        "nan_and_inf_spread_as_in_eager",
+    ),
+    "ops/test_bn_stats": ("mean_and_variance_of_many_samples",),
+    "ops/test_residual_add": ("equals_the_sum_to_the_bit",),
+    "ops/test_bn_relu_conv": (
+        "each_kind_of_convolution_in_every_dtype_and_mode",
+        "strips_and_packed_weights_on_the_cpu",
+        "infinity_at_the_end_of_an_odd_row",
+        "nan_and_inf_spread_as_in_eager",
+        "an_infinite_weight_stays_inside_the_image",
+        "an_infinite_gradient_stays_inside_the_image",
+    ),
+    "kernels/test_cpu_weight_stationary": (
+        "forward_and_backward",
+        "a_last_channel_of_a_weight_that_is_not_finite",
+        "a_pixel_that_is_not_finite_stays_where_it_is_read",
+        "a_weight_that_is_not_finite_stays_inside_the_image",
+    ),
+}
+
+
+def differing(isa, items):
+    """Of each test, cases with every value of its arguments that an instruction set can change.
+
+    avx512_bf16 runs the kernels of avx512, but for products of bfloat16.
+    """
+    for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = {}
+        for item in group:
+            values = item.callspec.params.values()
+            values = [v for value in values for v in (value if type(value) is tuple else (value,))]
+            if isa != "avx512" or torch.bfloat16 in values:
+                cases[item] = {n: id(v) for n, v in item.callspec.params.items()}
+        chosen = covering([*cases.values()], 1) if cases else ()
+        yield from ([*cases][index] for index in chosen)
+
+
+class EachInstructionSet:
+    """A plugin whose children run the tests."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        torch.use_deterministic_algorithms(False)  # imports what takes seconds, for all children
+        for isa in sys.argv[1:]:
+            child = os.fork()
+            if not child:
+                os.environ["PREACT_KERNELS_CPU_ISA"] = isa
+                assert cpu.kernels().instruction_set == isa
+                session.items[:] = differing(isa, session.items)
+                return None  # to pytest's own loop
+            session.testsfailed += os.waitpid(child, 0)[1] != 0
+        return True
+
+
+if __name__ == "__main__":
+    files = [f"tests/{file}.py::test_{name}" for file, names in TESTS.items() for name in names]
+    options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    selected = ["-m", "not slow", "-k", "cpu"]
+    sys.exit(pytest.main([*options, *selected, *files], plugins=[EachInstructionSet()]))
