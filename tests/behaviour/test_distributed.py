@@ -1,4 +1,4 @@
-"""Several processes that torchrun starts, in DDP and FSDP2, equal one with the joined batch.
+"""Several processes, in DDP and FSDP2, equal one with the joined batch.
 
 Batch norms are `SyncBatchNorm`. Jobs run over NCCL where each process has a GPU of its own, and
 over gloo on the CPU elsewhere; `distributed_worker.py` has them.
@@ -8,13 +8,18 @@ A process without images takes part with an empty batch: the cases "none".
 
 import functools
 import itertools
+import multiprocessing
 import os
-import subprocess
 from typing import NamedTuple
 
 import pytest
 import torch
 from filelock import FileLock
+from torch.multiprocessing import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from tests.behaviour import distributed_worker as worker
 from tests.oracle import (
@@ -26,13 +31,12 @@ from tests.oracle import (
     same_bits,
     unit_roundoff,
 )
-from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.not_under_sanitizer
 
 
 class Run(NamedTuple):
-    """One torchrun, which does the jobs of several tests: most of its time is for starting."""
+    """Processes that do the jobs of several tests: most of their time is for starting."""
 
     processes: int = 2
     backend: str = "auto"
@@ -61,14 +65,18 @@ def results_of(tmp_path_factory):
 
 
 def errors_of(run: Run, folder) -> str:
-    """Does the jobs of a run, which write to `folder`; what torchrun says of them."""
-    seeds = [f"{name}={seed_off_kinks(name)}" for name in worker.NETWORKS]
-    arguments = ["tests.behaviour.distributed_worker", folder, *seeds]
+    """Does the jobs of a run, which write to `folder`; returns the traceback of a failure."""
+    seeds = {name: seed_off_kinks(name) for name in worker.NETWORKS}
+    # A process that has called a GPU cannot be forked. On a CPU, the modules are imported once.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    multiprocessing.set_forkserver_preload([worker.__name__])
     try:
-        done = torchrun(run.processes, arguments, timeout_s=240, backend=run.backend)
-    except subprocess.TimeoutExpired as error:
-        return f"{error}\n{error.stderr}"
-    return f"exit status {done.returncode}\n{done.stderr}"
+        start_processes(
+            worker.main, (*run, folder, seeds), nprocs=run.processes, start_method=method
+        )
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        return str(error)
+    return ""
 
 
 def train_alone(

@@ -1,10 +1,5 @@
 """Backends are chosen by name, and a named one is never replaced in silence."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,21 +8,8 @@ from preact_kernels.kernels import cpu, pytorch_conv
 from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, batch_norm_inputs, device_of
 
-ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 every_backend = pytest.mark.parametrize("name", pk.available_backends())
-
-
-def run_python(code, *arguments, **environment):
-    """Runs `code` in a fresh process."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -181,13 +163,6 @@ def test_the_environment_chooses(name, monkeypatch):
     assert backends.current() == name
 
 
-def test_an_unknown_name_in_the_environment_is_named():
-    process = run_python("import preact_kernels", PREACT_KERNELS_BACKEND="fast")
-    assert process.returncode != 0
-    assert "ValueError: PREACT_KERNELS_BACKEND: backend: expected one of" in process.stderr
-    assert "got 'fast'" in process.stderr
-
-
 UNITS = {
     "1x1": ((64, 16, 1, 1), {}),
     "3x3": ((16, 16, 3, 3), {"padding": 1}),
@@ -243,51 +218,6 @@ def test_backend_for_names_what_is_wrong(arguments, error, message):
     weight, *options = arguments
     with pytest.raises(error, match=message):
         pk.backend_for(weight, **(options[0] if options else {}))
-
-
-CALLS = """
-import sys
-import warnings
-from pathlib import Path
-import torch
-import preact_kernels.kernels.native as native
-if sys.argv[1] == "missing":
-    native.PACKAGE = Path("/nowhere")
-import preact_kernels as pk
-print(pk.available_backends())
-try:
-    pk.set_backend("cpu")
-except pk.BackendError as error:
-    print(error)
-pk.set_backend("auto")
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for dtype in (torch.float32, torch.float16, torch.float64, torch.float32):
-        pk.bn_relu(torch.randn(2, 4, 3, 3, dtype=dtype), None, None, training=True)
-for warning in caught:
-    print(warning.message)
-"""
-
-
-def lines_of_calls(library):
-    process = run_python(CALLS, library, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
-    assert process.returncode == 0, process.stderr
-    return process.stdout.splitlines()
-
-
-def test_a_backend_that_is_missing_is_refused_and_not_replaced_and_auto_says_so_once():
-    available, refusal, warning = lines_of_calls("missing")
-    assert available == "('reference',)"
-    assert refusal == (
-        "backend 'cpu' is not available here (the package was installed without _cpu.so); "
-        "available: 'reference'"
-    )
-    assert "'cpu' is not available" in warning and "pip install" in warning
-
-
-@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
-def test_auto_says_nothing_beside_the_library():
-    assert lines_of_calls("there") == ["('reference', 'cpu')"]
 
 
 @pytest.mark.parametrize("compiler", ["CC", "gcc", "clang", None])
