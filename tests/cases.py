@@ -361,10 +361,8 @@ class Repeated(nn.Module):
 
 def small_network(memory: str = "store") -> nn.Module:
     """A network of two stages for 10 channels."""
-    stages = [
-        random_stage("basic", memory=memory),
-        pk.PreActStage([random_block("basic", 6, 6, 2), random_block("basic", 6, 6)], memory),
-    ]
+    first = [random_block("basic", 10, 6), *(random_block("basic", 6, 6) for _ in range(2))]
+    stages = [pk.PreActStage(first, memory), pk.PreActStage([random_block("basic", 6, 6, 2)])]
     stem = nn.Conv2d(10, 10, 3, padding=1, bias=False)
     return pk.PreActResNet(stem, nn.Identity(), stages, 6, 5)
 
@@ -378,7 +376,9 @@ EVERY_MODULE = {
     "stage": random_stage,
     "rebuilt_stage": lambda: random_stage(memory="rebuild"),
     "checkpointed_stage": lambda: random_stage(memory="checkpoint"),
-    "float32_stream": lambda: random_stage(residual_dtype=torch.float32),
+    "float32_stream": lambda: pk.PreActStage(
+        [random_block("basic", 10, 8, 2), random_block("basic", 8, 8)], residual_dtype=torch.float32
+    ),
     "network": small_network,
     "rebuilt_network": lambda: small_network("rebuild"),
     "checkpointed_network": lambda: small_network("checkpoint"),

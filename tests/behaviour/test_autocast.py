@@ -61,7 +61,7 @@ def test_convolutions_run_in_the_autocast_dtype(x_dtype, residual, training, bac
 
 
 # On a float32 input, autocast leaves blocks plain until one has a projection.
-@pytest.mark.backends("cpu", "triton", slow=("cuda",))
+@pytest.mark.backends("cpu", slow=("triton", "cuda"))
 @pytest.mark.parametrize(
     ("sizes", "x_dtype", "memory", "residual_dtype"),
     [

@@ -29,6 +29,7 @@ from tests.oracle import (
     distance,
     plain_copy,
     same_bits,
+    stacked,
     unit_roundoff,
 )
 
@@ -186,11 +187,6 @@ def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_the_joined_batch_in_b
     errors = errors_in_any_order(truth, steps)
     for found in map(stacked, results_of("mixed")):
         assert_within_budget({n: found[n] for n in truth}, truth, errors)
-
-
-def stacked(runs) -> Results:
-    """The results of several runs as one tensor by name."""
-    return {name: torch.stack([run[name] for run in runs]) for name in runs[0]}
 
 
 def test_one_process_may_have_one_value_a_channel(results_of):
