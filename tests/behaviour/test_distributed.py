@@ -67,14 +67,11 @@ def results_of(tmp_path_factory):
 
 def errors_of(run: Run, folder) -> str:
     """Does the jobs of a run, which write to `folder`; returns the traceback of a failure."""
-    seeds = {name: seed_off_kinks(name) for name in worker.NETWORKS}
     # A process that has called a GPU cannot be forked. On a CPU, the modules are imported once.
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     multiprocessing.set_forkserver_preload([worker.__name__])
     try:
-        start_processes(
-            worker.main, (*run, folder, seeds), nprocs=run.processes, start_method=method
-        )
+        start_processes(worker.main, (*run, folder), nprocs=run.processes, start_method=method)
     except (ProcessRaisedException, ProcessExitedException) as error:
         return str(error)
     return ""
@@ -99,23 +96,6 @@ def train_alone(
 ORDERS = ({}, {"channels_last": True}, {"reversed_batch": True})
 
 
-def alone(network, accumulates, seed, **order) -> Results:
-    """What a case of a network is compared with."""
-    steps = [parts if accumulates else parts[:1] for parts in worker.batches(seed)]
-    return train_alone(worker.NETWORKS[network](seed), steps, **order)
-
-
-@functools.cache
-def seed_off_kinks(network):
-    """A seed whose pre-activations all keep away from zero: see `off_kinks` in oracle.py."""
-    for seed in itertools.count():
-        with ReLUInputs() as seen:
-            for accumulates in (False, True):
-                alone(network, accumulates, seed, dtype=torch.float64)
-        if seen.nearest > 50 * unit_roundoff(torch.float32):
-            return seed
-
-
 def errors_in_any_order(truth, results_in) -> dict[str, float]:
     """How far plain PyTorch is from the truth, at most, in orders that are equally right."""
     runs = [results_in(**order) for order in ORDERS]
@@ -125,8 +105,12 @@ def errors_in_any_order(truth, results_in) -> dict[str, float]:
 @functools.cache
 def truth_and_errors(network, accumulates):
     """The joined batch in float64, and how far plain float32 is from it."""
-    run = functools.partial(alone, network, accumulates, seed_off_kinks(network))
-    truth = run(dtype=torch.float64)
+    seed = worker.SEEDS[network]
+    steps = [parts if accumulates else parts[:1] for parts in worker.batches(seed)]
+    run = functools.partial(train_alone, worker.NETWORKS[network](seed), steps)
+    with ReLUInputs() as seen:
+        truth = run(dtype=torch.float64)
+    assert seen.nearest > 50 * unit_roundoff(torch.float32), "take another seed"
     return truth, errors_in_any_order(truth, run)
 
 

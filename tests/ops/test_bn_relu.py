@@ -55,7 +55,7 @@ def test_forward_backward_and_running_statistics(shape, training, dtype):
 
 
 @every_op
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, cpu=2)
 @both_modes
 @pytest.mark.parametrize("mean_over_std", [30, 1000])
 def test_large_means(mean_over_std, training, fused, plain, make_inputs, backend):
