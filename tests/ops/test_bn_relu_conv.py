@@ -30,7 +30,6 @@ from tests.oracle import (
     check_conv,
     distance,
     evaluate,
-    same_bits,
 )
 
 TYPICAL = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
@@ -164,31 +163,6 @@ def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_we
         weight = inputs["conv_weight"]
         inputs["conv_weight"] = weight.contiguous(memory_format=torch.channels_last)
     check_conv(problems, conv2d=rounded_conv2d, training=True, **case.conv)
-
-
-@pytest.mark.backends("cpu")
-@needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("channels", [(32, 64), (16, 16)])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.covering(2)
-def test_threads_do_not_change_tiles(stride, channels, dtype, every_weight_is_fused):
-    """Strips of 4, 2 and 1 images: the same output, statistics and gradient of the input."""
-    in_channels, out_channels = channels
-    case = ConvCase("", (17, in_channels, 3, 5), out_channels, stride=stride, padding=1)
-    case = case._replace(residual=True)
-    inputs = conv_inputs(case, dtype)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results = evaluate(partial(pk.bn_relu_conv2d, training=True, **case.conv), inputs)
-            found.append({n: t for n, t in results.items() if n != "dconv_weight"})
-    finally:
-        torch.set_num_threads(before)
-    assert "dx" in found[0] and "running_var" in found[0]
-    assert_same_bits(found[1], found[0])
-    assert_same_bits(found[2], found[0])
 
 
 @needs_library
