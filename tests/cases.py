@@ -34,13 +34,9 @@ def device_of(name: str) -> str:
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:
     """Indices of cases in which every combination of `strength` arguments' values occurs.
 
-    With strength 1 each value occurs, with 2 each pair. Greedy: the next case is the one that adds
-    most combinations; of such cases, the one that adds most combinations of one argument more; of
-    such, the one whose values were taken least.
-
-    Args:
-        cases: for every case, a number by argument that stands for the argument's value.
-        strength: how many arguments are combined.
+    Greedy: the next case is the one that adds most combinations; of such cases, the one that adds
+    most combinations of one argument more; of such, the one whose values were taken least. A case
+    has a number by argument that stands for the argument's value.
     """
     combinations = [
         [set(itertools.combinations(sorted(case.items()), strength + more)) for more in (0, 1)]
@@ -257,18 +253,8 @@ def written_out_block(block: nn.Module, x: Tensor) -> Tensor:
     h = shortcut = x
     for index in range(1, 4 if hasattr(block, "conv3") else 3):
         bn, conv = getattr(block, f"bn{index}"), getattr(block, f"conv{index}")
-        a = F.relu(
-            F.batch_norm(
-                h,
-                bn.running_mean,
-                bn.running_var,
-                bn.weight,
-                bn.bias,
-                bn.training,
-                bn.momentum,
-                bn.eps,
-            )
-        )
+        norm = (bn.running_mean, bn.running_var, bn.weight, bn.bias)
+        a = F.relu(F.batch_norm(h, *norm, bn.training, bn.momentum, bn.eps))
         if index == 1 and hasattr(block, "shortcut"):
             shortcut = F.conv2d(a, block.shortcut.weight, None, block.shortcut.stride)
         h = F.conv2d(a, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)

@@ -8,20 +8,19 @@ result in dtype d may be off by
 where eager is plain PyTorch in dtype d, and u, the unit roundoff of d (half of `finfo.eps`, what
 rounding to nearest costs at most), stands for the last rounding of a result that is right before.
 
-Eager's own error is one draw of a random quantity: with few elements it can be zero by luck, while
-another order of the same sum is not. So it is taken as the largest over orders of evaluation that
-are equally right: the inputs as they are, stored NHWC, and with the batch reversed. And a gradient
-of one value a channel is judged over several incoming gradients at once, which makes it a longer
-vector, and its norm a better estimate of the error of such sums.
+Eager's own error is one draw of a random quantity, and can be zero by luck. So it is taken as the
+largest over orders of evaluation that are equally right: the inputs as they are, stored NHWC, and
+with the batch reversed. A gradient of one value a channel is judged over several incoming gradients
+at once, which makes it a longer vector.
 
 Of float64 results no better truth is at hand, and the first order is the truth. Eager's error there
 is how far the other orders are off, and its error in float32 on the same problem scaled by the
 ratio of the unit roundoffs; times the square root of the samples a channel, because eager adds up
-float32 in float64, and has nothing wider for float64, where errors of sums grow that much.
+float32 in float64, and has nothing wider for float64.
 
 The gradient of a ReLU jumps at zero, and the sign of a pre-activation near zero is decided by
 rounding. In half precision, tests take so many values that eager and fused have the same share of
-such cases. In float32 they are rare enough to be kept out of small problems: see `off_kinks`.
+such cases. In float32 they are kept out of small problems: see `off_kinks`.
 
 A truth of norm zero allows nothing beyond twice eager's error: zeros must come out as zeros where
 eager has zeros.
@@ -175,13 +174,7 @@ def eager_errors(
 
 
 def assert_within_budget(fused: Results, truth: Results, errors: Mapping[str, float]) -> None:
-    """Every tensor of `fused` is as near to the truth as the rule above demands.
-
-    Args:
-        fused: under test.
-        truth: from float64.
-        errors: eager's own distance from the truth, for every tensor.
-    """
+    """Every tensor of `fused` is as near to the truth as `errors`, eager's own, allow."""
     assert fused.keys() == truth.keys()
     wrong = []
     for name, value in fused.items():
