@@ -137,6 +137,16 @@ def test_pruning_made_permanent_is_fused_again_and_keeps_its_zeros(backend):
     check(stage, plain_copy(stage), {"x": images()})
 
 
+def test_replaced_children_and_parameters_are_read_at_the_next_call(backend):
+    stage, x = random_stage(), images()
+    results = [stage(x)]
+    stage[2].conv2 = copy.deepcopy(stage[3].conv2)
+    results.append(stage(x))
+    stage[2].conv1.weight = nn.Parameter(stage[3].conv1.weight.detach().clone())
+    results.append(stage(x))
+    assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
+
+
 def test_an_attribute_that_replaces_the_size_check_of_a_batch_norm_is_called():
     def refuse(bn, x):
         raise ValueError("checked by an attribute")

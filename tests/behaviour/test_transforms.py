@@ -179,6 +179,23 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_functions_under_transforms_take_float32_parameters_beside_bfloat16(training):
+    fused, _, shapes = FUNCTIONS["bn_relu_conv2d"]
+    x, *parameters = images().bfloat16(), *map(torch.randn, shapes)
+    running = {} if training else {"running_mean": torch.zeros(10), "running_var": torch.ones(10)}
+    call = lambda x: fused(x, *parameters, training=training, **running)  # noqa: E731
+    expected = call(x)
+    y, tangent = torch.func.jvp(call, (x,), (x,))
+    for found in (
+        y,
+        torch.func.vmap(call)(x[None])[0],
+        torch.func.grad_and_value(lambda x: (call(x).sum(), call(x)), has_aux=True)(x)[1][1],
+    ):
+        torch.testing.assert_close(found, expected)
+    assert tangent.dtype == expected.dtype
+
+
 @pytest.mark.parametrize(("fused", "plain", "shapes"), FUNCTIONS.values(), ids=FUNCTIONS)
 def test_functions_under_transforms_equal_the_plain_ones(fused, plain, shapes):
     arguments = [images(), *(torch.randn(s, dtype=torch.float64) for s in shapes)]

@@ -163,7 +163,7 @@ def test_a_stage_returns_the_memory_format_of_eager(weights, format, backend):
 
 @every_op
 @both_formats
-def test_gradients_have_the_memory_format_of_eager(format, fused, plain, inputs, backend):
+def test_results_have_the_memory_format_of_eager(format, fused, plain, inputs, backend):
     inputs = {n: t for n, t in inputs().items() if t is not None}
     found = []
     for function in (fused, plain):
@@ -173,7 +173,8 @@ def test_gradients_have_the_memory_format_of_eager(format, fused, plain, inputs,
         }
         y = function(**leaves)
         y.backward(torch.randn_like(y))
-        found.append({n: memory_formats(t.grad) for n, t in leaves.items() if t.requires_grad})
+        results = {n: t.grad for n, t in leaves.items() if t.requires_grad} | {"y": y}
+        found.append({n: memory_formats(t) for n, t in results.items()})
     assert found[0] == found[1]
 
 
