@@ -34,13 +34,9 @@ def device_of(name: str) -> str:
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:
     """Indices of cases in which every combination of `strength` arguments' values occurs.
 
-    With strength 1 each value occurs, with 2 each pair. Greedy: the next case is the one that adds
-    most combinations; of such cases, the one that adds most combinations of one argument more; of
-    such, the one whose values were taken least.
-
-    Args:
-        cases: for every case, a number by argument that stands for the argument's value.
-        strength: how many arguments are combined.
+    Greedy: the next case is the one that adds most combinations; of such cases, the one that adds
+    most combinations of one argument more; of such, the one whose values were taken least. A case
+    has a number by argument that stands for the argument's value.
     """
     combinations = [
         [set(itertools.combinations(sorted(case.items()), strength + more)) for more in (0, 1)]
@@ -257,18 +253,8 @@ def written_out_block(block: nn.Module, x: Tensor) -> Tensor:
     h = shortcut = x
     for index in range(1, 4 if hasattr(block, "conv3") else 3):
         bn, conv = getattr(block, f"bn{index}"), getattr(block, f"conv{index}")
-        a = F.relu(
-            F.batch_norm(
-                h,
-                bn.running_mean,
-                bn.running_var,
-                bn.weight,
-                bn.bias,
-                bn.training,
-                bn.momentum,
-                bn.eps,
-            )
-        )
+        norm = (bn.running_mean, bn.running_var, bn.weight, bn.bias)
+        a = F.relu(F.batch_norm(h, *norm, bn.training, bn.momentum, bn.eps))
         if index == 1 and hasattr(block, "shortcut"):
             shortcut = F.conv2d(a, block.shortcut.weight, None, block.shortcut.stride)
         h = F.conv2d(a, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
@@ -361,10 +347,8 @@ class Repeated(nn.Module):
 
 def small_network(memory: str = "store") -> nn.Module:
     """A network of two stages for 10 channels."""
-    stages = [
-        random_stage("basic", memory=memory),
-        pk.PreActStage([random_block("basic", 6, 6, 2), random_block("basic", 6, 6)], memory),
-    ]
+    first = [random_block("basic", 10, 6), *(random_block("basic", 6, 6) for _ in range(2))]
+    stages = [pk.PreActStage(first, memory), pk.PreActStage([random_block("basic", 6, 6, 2)])]
     stem = nn.Conv2d(10, 10, 3, padding=1, bias=False)
     return pk.PreActResNet(stem, nn.Identity(), stages, 6, 5)
 
@@ -378,7 +362,9 @@ EVERY_MODULE = {
     "stage": random_stage,
     "rebuilt_stage": lambda: random_stage(memory="rebuild"),
     "checkpointed_stage": lambda: random_stage(memory="checkpoint"),
-    "float32_stream": lambda: random_stage(residual_dtype=torch.float32),
+    "float32_stream": lambda: pk.PreActStage(
+        [random_block("basic", 10, 8, 2), random_block("basic", 8, 8)], residual_dtype=torch.float32
+    ),
     "network": small_network,
     "rebuilt_network": lambda: small_network("rebuild"),
     "checkpointed_network": lambda: small_network("checkpoint"),

@@ -33,11 +33,11 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-# Of the dtypes that a backend serves, those of each fixture's cases.
+# Fixtures that send every call to a backend, and the dtypes of their cases, where it serves them.
 DTYPES_OF = {
     "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    "training_dtype": (torch.float32, torch.bfloat16),
-    "wide_dtype": (torch.float32, torch.float64),
+    "training_dtype": (torch.float32, torch.bfloat16),  # that networks are trained in
+    "wide_dtype": (torch.float32, torch.float64),  # in which many layers can be compared
 }
 
 
@@ -235,25 +235,14 @@ def backend(request, poisoned_memory):
         yield request.param
 
 
-@pytest.fixture
-def dtype(request, poisoned_memory):
-    """Each dtype that each backend serves, with every call sent to that backend."""
-    name, dtype = request.param
-    with on_backend(name):
-        yield dtype
+def dtype_fixture(name):
+    @pytest.fixture(name=name)
+    def fixture(request, poisoned_memory):
+        backend, dtype = request.param
+        with on_backend(backend):
+            yield dtype
+
+    return fixture
 
 
-@pytest.fixture
-def training_dtype(request, poisoned_memory):
-    """The two dtypes that networks are trained in, on each backend."""
-    name, dtype = request.param
-    with on_backend(name):
-        yield dtype
-
-
-@pytest.fixture
-def wide_dtype(request, poisoned_memory):
-    """The dtypes in which many layers in a row can be compared, on each backend."""
-    name, dtype = request.param
-    with on_backend(name):
-        yield dtype
+dtype, training_dtype, wide_dtype = map(dtype_fixture, DTYPES_OF)

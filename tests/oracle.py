@@ -8,20 +8,19 @@ result in dtype d may be off by
 where eager is plain PyTorch in dtype d, and u, the unit roundoff of d (half of `finfo.eps`, what
 rounding to nearest costs at most), stands for the last rounding of a result that is right before.
 
-Eager's own error is one draw of a random quantity: with few elements it can be zero by luck, while
-another order of the same sum is not. So it is taken as the largest over orders of evaluation that
-are equally right: the inputs as they are, stored NHWC, and with the batch reversed. And a gradient
-of one value a channel is judged over several incoming gradients at once, which makes it a longer
-vector, and its norm a better estimate of the error of such sums.
+Eager's own error is one draw of a random quantity, and can be zero by luck. So it is taken as the
+largest over orders of evaluation that are equally right: the inputs as they are, stored NHWC, and
+with the batch reversed. A gradient of one value a channel is judged over several incoming gradients
+at once, which makes it a longer vector.
 
 Of float64 results no better truth is at hand, and the first order is the truth. Eager's error there
 is how far the other orders are off, and its error in float32 on the same problem scaled by the
 ratio of the unit roundoffs; times the square root of the samples a channel, because eager adds up
-float32 in float64, and has nothing wider for float64, where errors of sums grow that much.
+float32 in float64, and has nothing wider for float64.
 
 The gradient of a ReLU jumps at zero, and the sign of a pre-activation near zero is decided by
 rounding. In half precision, tests take so many values that eager and fused have the same share of
-such cases. In float32 they are rare enough to be kept out of small problems: see `off_kinks`.
+such cases. In float32 they are kept out of small problems: see `off_kinks`.
 
 A truth of norm zero allows nothing beyond twice eager's error: zeros must come out as zeros where
 eager has zeros.
@@ -65,6 +64,7 @@ def evaluate(
     inputs: Mapping[str, Tensor | None],
     dy: Tensor | None = None,
     *,
+    seed: int = 1,
     frozen: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     channels_last: bool = False,
@@ -77,7 +77,8 @@ def evaluate(
         function: called with `inputs` by name. A module is copied, and its parameters and buffers
             count as inputs.
         inputs: tensors; `running_mean` and `running_var` are updated and get no gradient.
-        dy: incoming gradient; None draws one.
+        dy: incoming gradient; None draws one with `seed`.
+        seed: see `gradient_like`.
         frozen: inputs and parameters that want no gradient.
         dtype: inputs and module are first converted to it.
         channels_last: whether `[N, C, H, W]` inputs are first stored NHWC.
@@ -92,31 +93,26 @@ def evaluate(
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name not in frozen)
             parameter.grad = None
-    leaves = {}
-    for name, value in inputs.items():
-        if value is None:
-            leaves[name] = None
+    leaves = {name: None if t is None else t.detach().clone() for name, t in inputs.items()}
+    for name, leaf in leaves.items():
+        if leaf is None:
             continue
-        leaf = value.detach().clone()
-        if dtype is not None:
-            leaf = leaf.to(dtype)
+        leaf = leaf if dtype is None else leaf.to(dtype)
         if reversed_batch and name in _BATCHED:
             leaf = leaf.flip(0)
         if channels_last and leaf.dim() == 4:
             leaf = leaf.contiguous(memory_format=torch.channels_last)
-        is_buffer = name.startswith("running_")
-        leaves[name] = leaf.requires_grad_(not is_buffer and name not in frozen)
+        leaves[name] = leaf.requires_grad_(not _is_buffer(name) and name not in frozen)
 
     y = function(**leaves)
     if y.requires_grad:
-        dy = gradient_like(y) if dy is None else dy.to(y.dtype)
+        dy = gradient_like(y, seed) if dy is None else dy.to(y.dtype)
         y.backward(lay_out(dy.flip(0) if reversed_batch else dy))
 
     results = {"y": y.detach()}
     for name, leaf in leaves.items():
         if leaf is not None:
-            is_buffer = name.startswith("running_")
-            results[name if is_buffer else f"d{name}"] = leaf if is_buffer else leaf.grad
+            results |= {name: leaf} if _is_buffer(name) else {f"d{name}": leaf.grad}
     if module is not None:
         results |= {f"d{name}": p.grad for name, p in module.named_parameters()}
         results |= dict(module.named_buffers())
@@ -127,6 +123,10 @@ def evaluate(
     return results
 
 
+def _is_buffer(name: str) -> bool:
+    return name.startswith("running_")
+
+
 Problem = tuple[Mapping[str, Tensor | None], Tensor]  # inputs, incoming gradient
 
 
@@ -134,7 +134,11 @@ def evaluate_all(
     function: Callable[..., Tensor] | nn.Module, problems: Sequence[Problem], **options
 ) -> Results:
     """`evaluate` for several problems of the same shapes, the results of each name stacked."""
-    runs = [evaluate(function, inputs, dy, **options) for inputs, dy in problems]
+    return stacked([evaluate(function, inputs, dy, **options) for inputs, dy in problems])
+
+
+def stacked(runs: Sequence[Results]) -> Results:
+    """The results of several runs as one tensor by name."""
     return {
         name: None if value is None else torch.stack([run[name] for run in runs])
         for name, value in runs[0].items()
@@ -170,13 +174,7 @@ def eager_errors(
 
 
 def assert_within_budget(fused: Results, truth: Results, errors: Mapping[str, float]) -> None:
-    """Every tensor of `fused` is as near to the truth as the rule above demands.
-
-    Args:
-        fused: under test.
-        truth: from float64.
-        errors: eager's own distance from the truth, for every tensor.
-    """
+    """Every tensor of `fused` is as near to the truth as `errors`, eager's own, allow."""
     assert fused.keys() == truth.keys()
     wrong = []
     for name, value in fused.items():
@@ -248,13 +246,15 @@ def check(
         all_inputs = [off_kinks(plain, inputs, **options)] * draws
     else:
         all_inputs = [off_kinks(plain, i, **options) for i in inputs]
-    results = evaluate(fused, all_inputs[0], **options)
-    problems = [(i, gradient_like(results["y"], seed)) for seed, i in enumerate(all_inputs)]
-    assert _dtypes(results) == _dtypes(evaluate(plain, *problems[0], **options))
-    found = evaluate_all(fused, problems, **options)
+    runs = [evaluate(fused, i, seed=seed, **options) for seed, i in enumerate(all_inputs)]
+    problems = [
+        (inputs, gradient_like(run["y"], seed))
+        for seed, (inputs, run) in enumerate(zip(all_inputs, runs, strict=True))
+    ]
+    assert _dtypes(runs[0]) == _dtypes(evaluate(plain, *problems[0], **options))
     truth = evaluate_all(plain, problems, dtype=torch.float64, **options)
-    assert_within_budget(found, truth, eager_errors(plain, problems, truth, **options))
-    return results
+    assert_within_budget(stacked(runs), truth, eager_errors(plain, problems, truth, **options))
+    return runs[0]
 
 
 def check_conv(

@@ -1,17 +1,12 @@
-"""One process of test_distributed.py.
+"""One process of test_distributed.py: saves what each job finds in a file by job and rank.
 
-    torchrun -m tests.behaviour.distributed_worker FOLDER NETWORK=SEED ...
-
-Saves what each job found to FOLDER, in a file by job and rank. The truth is computed by the same
-functions, in one process that has the images of all.
+The truth is computed by the same functions, in one process that has the images of all.
 """
 
 import contextlib
 import datetime
 import functools
 import itertools
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -36,9 +30,10 @@ from preact_kernels.ops.memory_mode import MEMORY_MODES
 from tests.cases import random_block, randomised
 from tests.convert import published_models as foreign
 
+CPU = torch.device("cpu")
 CLASSES = 5
 IMAGES = 6  # of a batch, in all processes together
-STEPS = 3  # of the optimizer
+STEPS = 2  # of the optimizer
 
 # Images of each process.
 BATCHES = {
@@ -79,10 +74,8 @@ CASES = (
     Case("stages", "fsdp_blocks", "rebuild", "uneven"),
     Case("stages", "fsdp_accumulated", "store", "even"),
     Case("residual", "ddp", "rebuild", "none"),
-    Case("residual", "ddp_static_graph", "checkpoint", "uneven"),
-    Case("residual", "ddp_convert_inside", "store", "even"),  # inside of the wrapper
+    Case("residual", "ddp_convert_inside", "checkpoint", "even"),  # inside of the wrapper
     Case("residual", "ddp_convert_wrapper", "rebuild", "uneven"),
-    Case("residual", "fsdp", "store", "uneven"),
     Case("residual", "fsdp_convert_after", "checkpoint", "none"),
     Case("residual", "fsdp_blocks_accumulated", "rebuild", "uneven"),
     Case("residual", "fsdp_blocks_convert_after", "store", "even"),
@@ -126,6 +119,8 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "residual": residual_network,
     "dense": dense_network,
 }
+# With these, no pre-activation is near zero: see `off_kinks` in oracle.py.
+SEEDS = {"stages": 1, "residual": 0, "dense": 0}
 
 
 def batches(seed: int, images: int = IMAGES, size: int = 6) -> list[list[Batch]]:
@@ -153,21 +148,15 @@ def train(
     call: Callable[[Tensor], Tensor] | None = None,
     processes: Processes = Processes(),  # noqa: B008
 ) -> dict[str, Tensor]:
-    """Trains with SGD.
+    """Trains with SGD; `call` is `model`, wrapped.
 
     Wrappers average gradients over processes, and the loss of the joined batch is a mean over its
     images. So the loss of a process is the sum over its images, divided by the images of all and
     multiplied by the number of processes.
 
-    Args:
-        model: in training mode.
-        steps: batches of every step, whose gradients are added up.
-        call: `model`, wrapped.
-        processes: which images are this process's.
-
     Returns:
-        Of every batch the logits of this process's images; of every step the gradients; and the
-        parameters and buffers after the last one.
+        The logits of this process's images by batch, the gradients by step, and the parameters and
+        buffers after the last step.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     outputs, gradients = [], []
@@ -196,9 +185,7 @@ def whole(t: Tensor) -> Tensor:
 
 def device() -> torch.device:
     """The GPU of this process where each has its own, else the CPU."""
-    if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else CPU
 
 
 def in_ddp(model: nn.Module, **options) -> DistributedDataParallel:
@@ -218,11 +205,8 @@ def in_ddp(model: nn.Module, **options) -> DistributedDataParallel:
 def in_fsdp(model: nn.Module, parts: Iterable[nn.Module], **options) -> nn.Module:
     """`model` with `SyncBatchNorm` in FSDP2: each of `parts`, and the rest.
 
-    Parameters are sharded `DTensor`s outside the forward of what was wrapped, and plain tensors
-    inside. `fully_shard` hooks that forward. A wrapped stage reads the plain parameters of its
-    blocks and stays one autograd node. A wrapped block has hooks, so the stage calls it as a
-    module: each block is a node of its own, which saves the inputs of its units, and the memory
-    mode of the stage has no effect.
+    A wrapped stage stays one autograd node. A wrapped block has hooks, so that it is a node of its
+    own, and the memory mode of the stage has no effect.
     """
     nn.SyncBatchNorm.convert_sync_batchnorm(model)
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
@@ -241,9 +225,9 @@ def unsynchronised(model) -> Iterator[None]:
     model.set_requires_gradient_sync(True)
 
 
-def wrapped(case: Case, seed: int) -> tuple[nn.Module, Callable, Callable]:
+def wrapped(case: Case) -> tuple[nn.Module, Callable, Callable]:
     """The model of a case; in its wrapper; and the context in which gradients are not averaged."""
-    model = NETWORKS[case.model](seed).to(device())
+    model = NETWORKS[case.model](SEEDS[case.model]).to(device())
     blocks = (foreign.FunctionalBottleneck, foreign.DenseLayer, foreign.Transition)
     parts = [m for m in model.modules() if isinstance(m, blocks)]
     if case.model == "stages":
@@ -286,14 +270,14 @@ def on_device(steps: Iterable[list[Batch]]) -> list[list[Batch]]:
     return [[(x.to(device()), y.to(device())) for x, y in parts] for parts in steps]
 
 
-def train_every_case(seeds: dict[str, int]) -> dict:
+def train_every_case() -> dict:
     """By case: the fused autograd nodes of the first forward, and the results (see `train`)."""
-    return {tuple(case): train_case(case, seeds[case.model]) for case in CASES}
+    return {tuple(case): train_case(case) for case in CASES}
 
 
-def train_case(case: Case, seed: int) -> tuple[dict[str, int], dict[str, Tensor]]:
+def train_case(case: Case) -> tuple[dict[str, int], dict[str, Tensor]]:
     """The fused autograd nodes and the results of one case."""
-    model, call, until_last = wrapped(case, seed)
+    model, call, until_last = wrapped(case)
     nodes = []
 
     def watched(x: Tensor) -> Tensor:
@@ -303,7 +287,8 @@ def train_case(case: Case, seed: int) -> tuple[dict[str, int], dict[str, Tensor]
 
     share = share_of(BATCHES[dist.get_world_size()][case.batch])
     processes = Processes(dist.get_world_size(), share, until_last)
-    steps = on_device(parts if case.accumulates else parts[:1] for parts in batches(seed))
+    steps = batches(SEEDS[case.model])
+    steps = on_device(parts if case.accumulates else parts[:1] for parts in steps)
     try:
         result = joined(train(model, steps, watched, processes))
     except Exception as error:
@@ -345,7 +330,7 @@ class Messages(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def count_messages(seeds: dict[str, int]) -> dict:
+def count_messages() -> dict:
     """By model and memory mode: messages of a forward, those of its backward, and batch norms.
 
     "first stage" is one on its own, whose input wants no gradient.
@@ -378,7 +363,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 MIXED_SEEDS = range(8)
 
 
-def train_in_mixed_precision(seeds: dict[str, int]) -> list[dict[str, Tensor]]:
+def train_in_mixed_precision() -> list[dict[str, Tensor]]:
     """By seed: the results of a step of FSDP2 with parameters in bfloat16."""
     found = []
     count = dist.get_world_size()
@@ -406,7 +391,7 @@ def mixed_batch(seed: int, processes: int) -> list[Batch]:
     return batches(seed, IMAGES * processes, size=12)[0][:1]
 
 
-def run_out_of_images(seeds: dict[str, int]) -> str:
+def run_out_of_images() -> str:
     """What `DistributedDataParallel.join` says where the last process has one more batch."""
     ddp = in_ddp(network(0, "rebuild").to(device()))
     ((images, _), *_), *_ = on_device(batches(0))
@@ -419,7 +404,7 @@ def run_out_of_images(seeds: dict[str, int]) -> str:
     return ""
 
 
-def synchronise_one_value(seeds: dict[str, int]) -> tuple[Tensor, Tensor, Tensor]:
+def synchronise_one_value() -> tuple[Tensor, Tensor, Tensor]:
     """Output, gradient of the input and running variance, where the first process has one value."""
     unit = nn.SyncBatchNorm.convert_sync_batchnorm(one_value_unit().to(device()))
     x = one_value_batch()[share_of((1, 3))].to(device()).requires_grad_()
@@ -438,7 +423,7 @@ def one_value_batch() -> Tensor:
     return torch.arange(8.0).sin().view(4, 2, 1, 1)
 
 
-JOBS: dict[str, Callable[[dict[str, int]], object]] = {
+JOBS: dict[str, Callable[[], object]] = {
     "train": train_every_case,
     "messages": count_messages,
     "mixed": train_in_mixed_precision,
@@ -447,21 +432,22 @@ JOBS: dict[str, Callable[[dict[str, int]], object]] = {
 }
 
 
-@record  # torchrun ends with the tracebacks of all processes
-def main(folder: str, *seeds: str) -> None:
+def main(rank: int, processes: int, backend: str, folder: Path) -> None:
     """Joins the other processes, does the jobs, and saves what each returned."""
     torch.set_num_threads(1)
-    if device().type == "cuda":
-        torch.cuda.set_device(device())
+    pk.set_backend(backend)
+    is_on_gpus = torch.cuda.device_count() >= processes
+    if is_on_gpus:
+        torch.cuda.set_device(rank)
         torch.backends.cudnn.allow_tf32 = False
         cuda._may_round_to_tf32 = lambda: False
-    backend = "nccl" if device().type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=3))
-    seed_of = {name: int(seed) for name, seed in (s.split("=") for s in seeds)}
-    for job in JOBS if dist.get_world_size() == 2 else ["train"]:
-        torch.save(JOBS[job](seed_of), Path(folder) / f"{job}-{dist.get_rank()}.pt")
+    dist.init_process_group(
+        "nccl" if is_on_gpus else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        timeout=datetime.timedelta(minutes=3),
+        rank=rank,
+        world_size=processes,
+    )
+    for job in JOBS if processes == 2 else ["train"]:
+        torch.save(JOBS[job](), folder / f"{job}-{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -61,7 +61,7 @@ def test_convolutions_run_in_the_autocast_dtype(x_dtype, residual, training, bac
 
 
 # On a float32 input, autocast leaves blocks plain until one has a projection.
-@pytest.mark.backends("cpu", "triton", slow=("cuda",))
+@pytest.mark.backends("cpu", slow=("triton", "cuda"))
 @pytest.mark.parametrize(
     ("sizes", "x_dtype", "memory", "residual_dtype"),
     [
@@ -79,14 +79,19 @@ def test_stages_equal_the_plain_ones(sizes, x_dtype, memory, residual_dtype, bac
 
 
 @pytest.mark.backends("reference")  # recomputes with convolutions that autocast would cast
-def test_autocast_around_a_backward_alone_does_not_reach_the_recomputation(backend):
-    stage = pk.PreActStage([random_block("bottleneck", 12, 8, 2)], "checkpoint")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_autocast_around_a_backward_alone_changes_no_gradient(create_graph, backend):
+    """With `create_graph` the unit runs again in PyTorch's operators."""
+    module = pk.PreActStage([random_block("bottleneck", 12, 8, 2)], "checkpoint")
+    if create_graph:
+        module = pk.BNReLUConv2d(12, 8, 3)
     x = torch.randn(3, 12, 7, 6, requires_grad=True)
 
     def gradients(enabled):
-        loss = stage(x).square().sum()
+        loss = module(x).square().sum()
+        inputs = [x, *module.parameters()]
         with torch.autocast(x.device.type, torch.bfloat16, enabled=enabled):
-            return torch.autograd.grad(loss, [x, *stage.parameters()])
+            return torch.autograd.grad(loss, inputs, create_graph=create_graph)
 
     for found, expected in zip(gradients(True), gradients(False), strict=True):
         assert same_bits(found, expected)
@@ -110,3 +115,9 @@ def test_a_module_equals_the_plain_one_where_autocast_is_switched_off(backend):
     ):
         y = module(x)
     assert y.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_as_it_is(backend):
+    module, x = pk.BNReLUConv2d(16, 8, 3).double(), torch.randn(2, 16, 5, 6).double()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        assert module(x).dtype == torch.float64

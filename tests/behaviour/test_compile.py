@@ -18,7 +18,6 @@ from tests.cases import (
     in_dtype,
     random_block,
     randomised,
-    small_network,
 )
 from tests.oracle import assert_same_bits, evaluate
 
@@ -57,36 +56,29 @@ def run(module, call, batch=3):
     return {"y": y.detach(), "dx": x.grad, **gradients, **dict(module.named_buffers())}
 
 
-@pytest.mark.parametrize(
-    ("make", "training", "dynamic"),
-    [
-        (lambda: randomised(pk.BNReLU2d(10, momentum=None)), True, None),
-        (EVERY_MODULE["bn_relu"], False, True),
-        (EVERY_MODULE["bn_relu_conv"], True, True),
-        (EVERY_MODULE["bn_relu_conv"], False, None),
-        (EVERY_MODULE["bottleneck"], True, None),
-        (lambda: small_network("store"), False, True),
-        (lambda: small_network("rebuild"), True, None),
-        (lambda: small_network("checkpoint"), True, True),
-    ],
-    ids=[
-        "cumulative_average",
-        "bn_relu_evaluation",
-        "bn_relu_conv",
-        "bn_relu_conv_evaluation",
-        "bottleneck",
-        "network_evaluation",
-        "rebuilt_network",
-        "checkpointed_network",
-    ],
-)
-def test_modules_compile_once_for_any_batch_size(make, training, dynamic, backend):
-    """With `dynamic` in the first compilation; else the second one, behind autograd too."""
+def stage_of_two(memory, **options):
+    return pk.PreActStage([random_block("basic", 10, 10) for _ in range(2)], memory, **options)
+
+
+# With `dynamic` there is one compilation for any batch size, else a second one for the next batch.
+COMPILED = {
+    "cumulative_average": (lambda: randomised(pk.BNReLU2d(10, momentum=None)), True, None, "aot"),
+    "bn_relu_conv": (EVERY_MODULE["bn_relu_conv"], True, None, "eager"),
+    "bn_relu_conv_evaluation": (EVERY_MODULE["bn_relu_conv"], False, None, "aot"),
+    "basic_block": (EVERY_MODULE["basic_block"], True, None, "aot"),
+    "network_evaluation": (EVERY_MODULE["network"], False, True, "eager"),
+    "rebuilt_stage": (lambda: stage_of_two("rebuild"), True, None, "aot"),
+    "checkpointed_stage": (lambda: stage_of_two("checkpoint", segments=2), True, True, "eager"),
+}
+
+
+@pytest.mark.parametrize(("make", "training", "dynamic", "graphs"), COMPILED.values(), ids=COMPILED)
+def test_modules_compile_once_for_any_batch_size(make, training, dynamic, graphs, backend):
     module = make().train(training)
     other = copy.deepcopy(module)
-    counter = CompileCounter() if dynamic else CompileCounterWithBackend("aot_eager")
+    counter = CompileCounter() if graphs == "eager" else CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=dynamic)
-    for batch in (3, 4, 7):
+    for batch in (3, 4, 5, 7):
         assert_same_bits(run(module, compiled, batch), run(other, other, batch))
     assert counter.frame_count == (1 if dynamic else 2)
 
@@ -98,7 +90,7 @@ def test_inductor_gives_close_results(backend):
     torch.testing.assert_close(found, run(other, other))
 
 
-@pytest.mark.backends("cpu", "triton", slow=("reference", "cuda"))
+@pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 def test_a_compiled_stage_beside_a_float32_stream_gives_the_same_bits(backend):
     """An op rounds the gradient of PyTorch's convolution, which was rounded before."""
     blocks = [random_block("basic", 10, 16, 2), random_block("basic", 16, 16)]
@@ -124,7 +116,7 @@ def test_a_stage_whose_input_needs_no_gradient_compiles_into_one_graph(backend):
 
 def test_other_buffers_do_not_compile_again():
     counter = CompileCounter()
-    stage = pk.PreActStage([random_block("basic", 10, 10) for _ in range(2)])
+    stage = stage_of_two("store")
     compiled = torch.compile(stage, backend=counter)
     for _ in range(4):
         for bn in (m for m in stage.modules() if isinstance(m, nn.BatchNorm2d)):

@@ -1,4 +1,4 @@
-"""Several processes that torchrun starts, in DDP and FSDP2, equal one with the joined batch.
+"""Several processes, in DDP and FSDP2, equal one with the joined batch.
 
 Batch norms are `SyncBatchNorm`. Jobs run over NCCL where each process has a GPU of its own, and
 over gloo on the CPU elsewhere; `distributed_worker.py` has them.
@@ -8,13 +8,18 @@ A process without images takes part with an empty batch: the cases "none".
 
 import functools
 import itertools
+import multiprocessing
 import os
-import subprocess
 from typing import NamedTuple
 
 import pytest
 import torch
 from filelock import FileLock
+from torch.multiprocessing import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from tests.behaviour import distributed_worker as worker
 from tests.oracle import (
@@ -24,15 +29,15 @@ from tests.oracle import (
     distance,
     plain_copy,
     same_bits,
+    stacked,
     unit_roundoff,
 )
-from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.not_under_sanitizer
 
 
 class Run(NamedTuple):
-    """One torchrun, which does the jobs of several tests: most of its time is for starting."""
+    """Processes that do the jobs of several tests: most of their time is for starting."""
 
     processes: int = 2
     backend: str = "auto"
@@ -61,14 +66,15 @@ def results_of(tmp_path_factory):
 
 
 def errors_of(run: Run, folder) -> str:
-    """Does the jobs of a run, which write to `folder`; what torchrun says of them."""
-    seeds = [f"{name}={seed_off_kinks(name)}" for name in worker.NETWORKS]
-    arguments = ["tests.behaviour.distributed_worker", folder, *seeds]
+    """Does the jobs of a run, which write to `folder`; returns the traceback of a failure."""
+    # A process that has called a GPU cannot be forked. On a CPU, the modules are imported once.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    multiprocessing.set_forkserver_preload([worker.__name__])
     try:
-        done = torchrun(run.processes, arguments, timeout_s=240, backend=run.backend)
-    except subprocess.TimeoutExpired as error:
-        return f"{error}\n{error.stderr}"
-    return f"exit status {done.returncode}\n{done.stderr}"
+        start_processes(worker.main, (*run, folder), nprocs=run.processes, start_method=method)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        return str(error)
+    return ""
 
 
 def train_alone(
@@ -90,23 +96,6 @@ def train_alone(
 ORDERS = ({}, {"channels_last": True}, {"reversed_batch": True})
 
 
-def alone(network, accumulates, seed, **order) -> Results:
-    """What a case of a network is compared with."""
-    steps = [parts if accumulates else parts[:1] for parts in worker.batches(seed)]
-    return train_alone(worker.NETWORKS[network](seed), steps, **order)
-
-
-@functools.cache
-def seed_off_kinks(network):
-    """A seed whose pre-activations all keep away from zero: see `off_kinks` in oracle.py."""
-    for seed in itertools.count():
-        with ReLUInputs() as seen:
-            for accumulates in (False, True):
-                alone(network, accumulates, seed, dtype=torch.float64)
-        if seen.nearest > 50 * unit_roundoff(torch.float32):
-            return seed
-
-
 def errors_in_any_order(truth, results_in) -> dict[str, float]:
     """How far plain PyTorch is from the truth, at most, in orders that are equally right."""
     runs = [results_in(**order) for order in ORDERS]
@@ -116,8 +105,12 @@ def errors_in_any_order(truth, results_in) -> dict[str, float]:
 @functools.cache
 def truth_and_errors(network, accumulates):
     """The joined batch in float64, and how far plain float32 is from it."""
-    run = functools.partial(alone, network, accumulates, seed_off_kinks(network))
-    truth = run(dtype=torch.float64)
+    seed = worker.SEEDS[network]
+    steps = [parts if accumulates else parts[:1] for parts in worker.batches(seed)]
+    run = functools.partial(train_alone, worker.NETWORKS[network](seed), steps)
+    with ReLUInputs() as seen:
+        truth = run(dtype=torch.float64)
+    assert seen.nearest > 50 * unit_roundoff(torch.float32), "take another seed"
     return truth, errors_in_any_order(truth, run)
 
 
@@ -178,11 +171,6 @@ def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_the_joined_batch_in_b
     errors = errors_in_any_order(truth, steps)
     for found in map(stacked, results_of("mixed")):
         assert_within_budget({n: found[n] for n in truth}, truth, errors)
-
-
-def stacked(runs) -> Results:
-    """The results of several runs as one tensor by name."""
-    return {name: torch.stack([run[name] for run in runs]) for name in runs[0]}
 
 
 def test_one_process_may_have_one_value_a_channel(results_of):

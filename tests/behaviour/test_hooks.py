@@ -2,6 +2,7 @@
 
 import copy
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -50,13 +51,6 @@ def test_a_hook_sees_what_it_sees_in_the_plain_stage(hook, child, memory):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("child", ["0.bn1", "1.shortcut", "2", "3.conv3"])
-def test_a_hook_may_change_the_result_of_a_child(child, backend):
-    stage = random_stage()
-    stage.get_submodule(child).register_forward_hook(lambda module, args, y: y * 2)
-    check(stage, plain_copy(stage), {"x": images()})
-
-
 def test_a_global_hook_sees_every_child():
     stage, seen = random_stage(), []
     handle = nn.modules.module.register_module_forward_hook(
@@ -81,32 +75,55 @@ def test_hooks_on_parameters_and_inputs_fire(backend):
     assert set(seen) == {stage[2].conv2.weight.shape, stage[2].conv3.weight.shape, x.shape}
 
 
-class DoubledConv(nn.Conv2d):
-    def forward(self, x):
-        return super().forward(x) * 2
+def twice(function):
+    return lambda *arguments: function(*arguments) * 2
 
 
-class DoubledNorm(nn.BatchNorm2d):
-    def forward(self, x):
-        return super().forward(x) * 2
+def by_hook(module):
+    module.register_forward_hook(lambda module, args, y: y * 2)
 
 
-CHANGES = {
-    "pruned_conv_of_a_unit": lambda m: prune.l1_unstructured(m.conv, "weight", 0.5),
-    "pruned_batch_norm_of_a_unit": lambda m: prune.random_unstructured(m.bn, "weight", 0.3),
-    "weight_norm_of_a_unit": lambda m: parametrizations.weight_norm(m.conv),
-    "pruned_channels": lambda m: prune.ln_structured(m[2].conv1, "weight", 0.5, n=2, dim=0),
-    "subclass_of_conv": lambda m: setattr(m[2].conv1, "__class__", DoubledConv),
-    "subclass_of_batch_norm": lambda m: setattr(m[2].bn1, "__class__", DoubledNorm),
-}
+def by_class(module):
+    module.__class__ = type("Doubled", (type(module),), {"forward": twice(type(module).forward)})
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_pruned_parametrised_and_subclassed_children_are_called(change, backend):
-    is_unit = change.endswith("unit")
-    module = randomised(pk.BNReLUConv2d(10, 16, 3, padding=1)) if is_unit else random_stage()
+def by_attribute(module, name="forward"):
+    setattr(module, name, types.MethodType(twice(getattr(type(module), name)), module))
+
+
+def by_circular_padding(conv):
+    def forward(conv, x, weight, bias):
+        x = F.pad(x, [p for p in reversed(conv.padding) for _ in range(2)], "circular")
+        return F.conv2d(x, weight, bias, conv.stride, 0, conv.dilation, conv.groups)
+
+    conv._conv_forward = types.MethodType(forward, conv)
+
+
+def unit():
+    return randomised(pk.BNReLUConv2d(10, 16, 3, padding=1))
+
+
+pruned = partial(prune.l1_unstructured, name="weight", amount=0.5)
+pruned_channels = partial(prune.ln_structured, name="weight", amount=0.5, n=2, dim=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "child", "change"),
+    [
+        *((random_stage, child, by_hook) for child in ("0.bn1", "1.shortcut", "2", "3.conv3")),
+        *((random_stage, child, by_class) for child in ("2.bn1", "2.conv1")),
+        *((random_stage, child, by_attribute) for child in ("2.bn2", "1.shortcut", "2")),
+        (random_stage, "2.conv1", partial(by_attribute, name="_call_impl")),
+        (random_stage, "0.conv2", by_circular_padding),
+        (random_stage, "2.conv1", pruned_channels),
+        *((unit, child, pruned) for child in ("conv", "bn")),
+        (unit, "conv", parametrizations.weight_norm),
+    ],
+)
+def test_changed_children_are_called(make, child, change, backend):
+    module = make()
     with torch.no_grad():  # or pruned modules cannot be copied
-        CHANGES[change](module)
+        change(module.get_submodule(child))
     check(module, plain_copy(module), {"x": images()})
 
 
@@ -120,61 +137,25 @@ def test_pruning_made_permanent_is_fused_again_and_keeps_its_zeros(backend):
     check(stage, plain_copy(stage), {"x": images()})
 
 
-def circular(conv, x, weight, bias):
-    """`_conv_forward` of a convolution with another padding."""
-    x = F.pad(x, [p for p in reversed(conv.padding) for _ in range(2)], "circular")
-    return F.conv2d(x, weight, bias, conv.stride, 0, conv.dilation, conv.groups)
-
-
-def twice(module, x, *rest):
-    return type(module).forward(module, x, *rest) * 2
-
-
-def call_twice(module, *arguments):
-    return type(module)._call_impl(module, *arguments) * 2
-
-
-@pytest.mark.parametrize(
-    ("child", "name", "function"),
-    [
-        ("0.conv2", "_conv_forward", circular),
-        ("2.bn2", "forward", twice),
-        ("1.shortcut", "forward", twice),
-        ("2.conv1", "_call_impl", call_twice),
-        ("2", "forward", twice),
-    ],
-)
-def test_attributes_that_replace_methods_are_called(child, name, function, backend):
-    stage = random_stage()
-    module = stage.get_submodule(child)
-    setattr(module, name, types.MethodType(function, module))
-    check(stage, plain_copy(stage), {"x": images()})
-
-
-def checks_sizes(bn, x):
-    raise ValueError("checked by an attribute")
+def test_replaced_children_and_parameters_are_read_at_the_next_call(backend):
+    stage, x = random_stage(), images()
+    results = [stage(x)]
+    stage[2].conv2 = copy.deepcopy(stage[3].conv2)
+    results.append(stage(x))
+    stage[2].conv1.weight = nn.Parameter(stage[3].conv1.weight.detach().clone())
+    results.append(stage(x))
+    assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
 
 
 def test_an_attribute_that_replaces_the_size_check_of_a_batch_norm_is_called():
-    for module in (pk.BNReLU2d(10), pk.BNReLUConv2d(10, 6, 1), random_stage()):
+    def refuse(bn, x):
+        raise ValueError("checked by an attribute")
+
+    for module in (pk.BNReLU2d(10), unit(), random_stage()):
         bn = next(m for m in module.modules() if isinstance(m, nn.BatchNorm2d))
-        bn._check_input_dim = types.MethodType(checks_sizes, bn)
+        bn._check_input_dim = types.MethodType(refuse, bn)
         with pytest.raises(ValueError, match="checked by an attribute"):
             module(images())
-
-
-class Doubled(pk.PreActBasicBlock):
-    """A block whose forward does more than that of its class."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-class Called(pk.PreActBasicBlock):
-    """A block whose call does more than its forward."""
-
-    def __call__(self, x):
-        return super().__call__(x) * 2
 
 
 class InTurn(nn.Sequential):
@@ -182,7 +163,9 @@ class InTurn(nn.Sequential):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Doubled, Called])
-def test_blocks_of_other_classes_are_called(kind):
-    stage = pk.PreActStage([kind(10, 10), pk.PreActBasicBlock(10, 10)])
+@pytest.mark.parametrize("method", ["forward", "__call__"])
+def test_blocks_of_other_classes_are_called(method):
+    plain = pk.PreActBasicBlock
+    doubled = type("Doubled", (plain,), {method: twice(getattr(plain, method))})
+    stage = pk.PreActStage([doubled(10, 10), plain(10, 10)])
     check(stage, InTurn(*plain_copy(stage)), {"x": images()})

@@ -256,7 +256,7 @@ def test_dual_numbers_as_gradients_equal_the_plain_ones(name, backend):
 
 
 def test_transforms_within_compiled_functions_equal_the_plain_ones():
-    module = EVERY_MODULE["checkpointed_stage"]().double().eval()
+    module = pk.PreActStage([random_block("basic", 10, 10)], "checkpoint").double().eval()
     x = images()
     torch._dynamo.reset()
     compiled = torch.compile(partial(vmap, module), fullgraph=True, backend="aot_eager")

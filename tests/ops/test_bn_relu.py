@@ -1,4 +1,7 @@
-"""`bn_relu` and `BNReLU2d` equal plain PyTorch on every backend."""
+"""`bn_relu` and `BNReLU2d` equal plain PyTorch on every backend.
+
+Here too: inputs at the limits, for which `bn_relu_conv2d` is tested alike.
+"""
 
 from functools import partial
 
@@ -12,21 +15,33 @@ from tests.cases import (
     INF,
     NAN,
     SHAPES,
+    ConvCase,
     Repeated,
     batch_norm_inputs,
+    conv_inputs,
     enough,
     plain_bn_relu,
+    plain_bn_relu_conv2d,
     randomised,
 )
 from tests.oracle import assert_same_bits, check, evaluate, same_bits
 
-TYPICAL = (3, 16, 6, 5)
+CASE = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
+OPS = {
+    "bn_relu": (pk.bn_relu, plain_bn_relu, partial(batch_norm_inputs, CASE.x)),
+    "bn_relu_conv2d": (
+        partial(pk.bn_relu_conv2d, **CASE.conv),
+        partial(plain_bn_relu_conv2d, **CASE.conv),
+        partial(conv_inputs, CASE),
+    ),
+}
+every_op = pytest.mark.parametrize(("fused", "plain", "make_inputs"), OPS.values(), ids=OPS)
 on_kernels = pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
 both_modes = pytest.mark.parametrize("training", [True, False])
 
 
-def check_op(inputs, frozen=(), **arguments):
-    fused, plain = partial(pk.bn_relu, **arguments), partial(plain_bn_relu, **arguments)
+def check_op(fused, plain, inputs, frozen=(), **arguments):
+    fused, plain = partial(fused, **arguments), partial(plain, **arguments)
     return check(fused, plain, inputs, frozen=frozen)
 
 
@@ -35,46 +50,72 @@ def check_op(inputs, frozen=(), **arguments):
 @pytest.mark.parametrize("shape", [*SHAPES[::2], *SHAPES[-3::2]], ids=str)
 @both_modes
 def test_forward_backward_and_running_statistics(shape, training, dtype):
-    check_op([batch_norm_inputs(shape, dtype) for _ in range(enough(shape))], training=training)
+    problems = [batch_norm_inputs(shape, dtype) for _ in range(enough(shape))]
+    check_op(pk.bn_relu, plain_bn_relu, problems, training=training)
 
 
-@pytest.mark.covering(1)
+@every_op
+@pytest.mark.covering(1, cpu=2)
 @both_modes
 @pytest.mark.parametrize("mean_over_std", [30, 1000])
-def test_large_means(mean_over_std, training, backend):
-    check_op(batch_norm_inputs(TYPICAL, mean_over_std=mean_over_std), training=training)
+def test_large_means(mean_over_std, training, fused, plain, make_inputs, backend):
+    check_op(fused, plain, make_inputs(mean_over_std=mean_over_std), training=training)
 
 
 @on_kernels
-def test_constant_channels(backend):
-    inputs = batch_norm_inputs(TYPICAL)
+@every_op
+def test_constant_channels(fused, plain, make_inputs, backend):
+    inputs = make_inputs()
     for channel, value in ((0, 0.0), (3, 3.0), (6, -1e4)):
         inputs["x"][:, channel] = value
-    check_op(inputs, training=True)
+    check_op(fused, plain, inputs, training=True)
 
 
-@pytest.mark.backends("cpu")  # the gradients are chosen above the backends
+@on_kernels
 @pytest.mark.covering(1)
 @both_modes
-@pytest.mark.parametrize("wanted", ["x", "bn_weight", "bn_bias"])
-def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
-    inputs = batch_norm_inputs(TYPICAL)
+@pytest.mark.parametrize(
+    ("op", "wanted"),
+    [
+        *(("bn_relu", name) for name in ("x", "bn_weight", "bn_bias")),
+        *(("bn_relu_conv2d", name) for name in ("x", "bn_weight", "bn_bias")),
+        *(("bn_relu_conv2d", name) for name in ("conv_weight", "conv_bias", "residual")),
+    ],
+)
+def test_a_single_wanted_gradient_comes_alone(op, wanted, training, backend):
+    fused, plain, make_inputs = OPS[op]
+    inputs = make_inputs()
     frozen = [name for name in inputs if name != wanted]
-    results = check_op(inputs, frozen, training=training)
+    results = check_op(fused, plain, inputs, frozen, training=training)
     assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{wanted}"]
 
 
 @pytest.mark.backends("cpu")
+@every_op
 @both_modes
-def test_an_empty_batch_is_as_in_eager(training, backend):
-    results = check_op(batch_norm_inputs((0, 16, 6, 5)), training=training)
-    assert results["y"].shape == (0, 16, 6, 5)
+def test_without_gradients_nothing_is_recorded(training, fused, plain, make_inputs, backend):
+    inputs, call = make_inputs(), partial(fused, training=training)
+    expected = evaluate(call, inputs)["y"]
+    frozen = evaluate(call, inputs, frozen=list(inputs))["y"]
+    assert not frozen.requires_grad and same_bits(frozen, expected)
+    with torch.no_grad():
+        assert same_bits(call(**{n: t.clone() for n, t in inputs.items()}), expected)
+
+
+@pytest.mark.backends("cpu")
+@every_op
+@both_modes
+def test_an_empty_batch_is_as_in_eager(training, fused, plain, make_inputs, backend):
+    inputs = make_inputs()
+    inputs |= {n: inputs[n][:0] for n in ("x", "residual") if n in inputs}
+    results = check_op(fused, plain, inputs, training=training)
+    assert results["y"].shape[0] == 0
 
 
 @both_modes
 def test_nan_and_inf_spread_as_in_eager(training, backend):
     for where, value in (("x", NAN), ("x", INF), ("x", -INF), ("bn_bias", NAN), ("bn_bias", -INF)):
-        inputs = batch_norm_inputs(TYPICAL)
+        inputs = batch_norm_inputs(CASE.x)
         inputs[where].view(-1)[3] = value
         fused = evaluate(partial(pk.bn_relu, training=training), inputs)
         plain = evaluate(partial(plain_bn_relu, training=training), inputs)
@@ -83,7 +124,7 @@ def test_nan_and_inf_spread_as_in_eager(training, backend):
 
 @pytest.mark.backends("reference", "triton", "cuda")  # those that serve float16
 def test_no_gradient_passes_where_a_pre_activation_rounds_to_zero(backend):
-    inputs = batch_norm_inputs(TYPICAL, torch.float16)
+    inputs = batch_norm_inputs(CASE.x, torch.float16)
     inputs["bn_weight"], inputs["bn_bias"] = torch.full((16,), 1e-9), torch.zeros(16)
     results = evaluate(partial(pk.bn_relu, training=True), inputs)
     assert not any(results[name].any() for name in ("y", "dx", "dbn_weight", "dbn_bias"))
@@ -117,7 +158,7 @@ class PlainBNReLU2d(nn.Module):
 )
 def test_module_equals_its_child_and_a_relu(options, training, training_dtype):
     module = randomised(pk.BNReLU2d(16, **options)).train(training)
-    check(module, PlainBNReLU2d(module.bn), {"x": torch.randn(TYPICAL).to(training_dtype)})
+    check(module, PlainBNReLU2d(module.bn), {"x": torch.randn(CASE.x).to(training_dtype)})
 
 
 @pytest.mark.backends("cpu")
@@ -134,7 +175,7 @@ def test_frozen_batch_norm_trains_its_weights_and_keeps_its_statistics(backend):
     module = randomised(pk.BNReLU2d(16))
     module.bn.eval()
     plain = PlainBNReLU2d(module.bn)
-    results = check(module, plain, {"x": torch.randn(TYPICAL)})
+    results = check(module, plain, {"x": torch.randn(CASE.x)})
     assert results["dbn.weight"].abs().sum() > 0
     assert same_bits(results["bn.running_mean"], module.bn.running_mean)
     assert results["bn.num_batches_tracked"] == 0

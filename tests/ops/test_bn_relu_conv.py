@@ -30,7 +30,6 @@ from tests.oracle import (
     check_conv,
     distance,
     evaluate,
-    same_bits,
 )
 
 TYPICAL = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
@@ -166,31 +165,6 @@ def test_strips_and_packed_weights_on_the_cpu(case, nhwc_weight, dtype, every_we
     check_conv(problems, conv2d=rounded_conv2d, training=True, **case.conv)
 
 
-@pytest.mark.backends("cpu")
-@needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("channels", [(32, 64), (16, 16)])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.covering(2)
-def test_threads_do_not_change_tiles(stride, channels, dtype, every_weight_is_fused):
-    """Strips of 4, 2 and 1 images: the same output, statistics and gradient of the input."""
-    in_channels, out_channels = channels
-    case = ConvCase("", (17, in_channels, 3, 5), out_channels, stride=stride, padding=1)
-    case = case._replace(residual=True)
-    inputs = conv_inputs(case, dtype)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results = evaluate(partial(pk.bn_relu_conv2d, training=True, **case.conv), inputs)
-            found.append({n: t for n, t in results.items() if n != "dconv_weight"})
-    finally:
-        torch.set_num_threads(before)
-    assert "dx" in found[0] and "running_var" in found[0]
-    assert_same_bits(found[1], found[0])
-    assert_same_bits(found[2], found[0])
-
-
 @needs_library
 @pytest.mark.parametrize(
     ("kernel", "stride", "message"),
@@ -277,22 +251,6 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
     assert fuses(small, torch.float32, 1) and not fuses(large, torch.float32, 1)
 
 
-@pytest.mark.covering(1)
-@both_modes
-@pytest.mark.parametrize("mean_over_std", [30, 1000])
-def test_large_means(mean_over_std, training, backend):
-    inputs = conv_inputs(TYPICAL, mean_over_std=mean_over_std)
-    check_conv(inputs, training=training, **TYPICAL.conv)
-
-
-@on_kernels
-def test_constant_channels(backend):
-    inputs = conv_inputs(TYPICAL)
-    for channel, value in ((0, 0.0), (3, 3.0), (6, -1e4)):
-        inputs["x"][:, channel] = value
-    check_conv(inputs, training=True, **TYPICAL.conv)
-
-
 @pytest.mark.parametrize(("momentum", "eps"), [(0.0, 1.0), (0.3, 1e-3)])
 def test_momentum_and_eps(momentum, eps, backend):
     inputs = conv_inputs(TYPICAL)
@@ -312,41 +270,6 @@ def test_without_parameters_or_running_statistics(missing, training_dtype):
 def test_parameters_in_the_dtype_of_half_precision_activations(backend):
     inputs = conv_inputs(TYPICAL, torch.bfloat16)
     check_conv({n: t.bfloat16() for n, t in inputs.items()}, training=True, **TYPICAL.conv)
-
-
-@on_kernels
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "wanted",
-    ["x", "bn_weight", "bn_bias", "conv_weight", "conv_bias", "residual"],
-)
-@both_modes
-def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
-    inputs = conv_inputs(TYPICAL)
-    frozen = [name for name in inputs if name != wanted]
-    results = check_conv(inputs, frozen, training=training, **TYPICAL.conv)
-    assert [n for n, t in results.items() if n.startswith("d") and t is not None] == [f"d{wanted}"]
-
-
-@pytest.mark.backends("cpu")
-@both_modes
-def test_without_gradients_nothing_is_recorded(training, backend):
-    inputs = conv_inputs(TYPICAL)
-    call = partial(pk.bn_relu_conv2d, training=training, **TYPICAL.conv)
-    expected = evaluate(call, inputs)["y"]
-    frozen = evaluate(call, inputs, frozen=list(inputs))["y"]
-    assert not frozen.requires_grad and same_bits(frozen, expected)
-    with torch.no_grad():
-        assert same_bits(call(**{n: t.clone() for n, t in inputs.items()}), expected)
-
-
-@pytest.mark.backends("cpu")
-@both_modes
-def test_an_empty_batch_is_as_in_eager(training, backend):
-    inputs = conv_inputs(TYPICAL)
-    inputs |= {"x": inputs["x"][:0], "residual": inputs["residual"][:0]}
-    results = check_conv(inputs, training=training, **TYPICAL.conv)
-    assert results["y"].shape == (0, 24, 6, 5)
 
 
 # An infinite bn_weight is left out: eager forms x * weight + (bias - mean * weight) and gets NaN

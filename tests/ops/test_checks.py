@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.ops import dispatch as backends
@@ -234,14 +235,23 @@ def test_a_stride_of_a_block_may_be_given_as_in_pytorch(stride):
     check(block, plain_copy(block), {"x": torch.randn(2, 8, 5, 6)})
 
 
-@pytest.mark.parametrize("name", ["bn_relu", "bn_relu_conv"])
-def test_running_statistics_stay_when_a_kernel_fails(name, monkeypatch):
-    module, x = MODULES[name](), torch.randn(2, 8, 5, 6)
+KERNELS = backends.select("auto", "cpu", torch.float32)
 
+
+@pytest.mark.parametrize(
+    ("module", "functions", "name"),
+    [
+        (pk.BNReLU2d(8), KERNELS, "bn_relu_forward"),
+        (pk.BNReLUConv2d(8, 4, 3), KERNELS, "bn_relu_conv_forward"),
+        (pk.BNReLUConv2d(8, 4, 2, padding="same"), F, "conv2d"),
+    ],
+)
+def test_running_statistics_stay_when_a_kernel_fails(module, functions, name, monkeypatch):
     def fails(*args, **options):
         raise MemoryError("full")
 
-    monkeypatch.setattr(backends.select("auto", "cpu", x.dtype), f"{name}_forward", fails)
+    monkeypatch.setattr(functions, name, fails)
+    x = torch.randn(2, 8, 5, 6)
     assert_refused(MemoryError, "full", lambda: module(x), dict(module.named_buffers()))
 
 

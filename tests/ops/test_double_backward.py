@@ -13,7 +13,6 @@ from tests.cases import (
     plain_bn_relu,
     plain_bn_relu_conv2d,
     random_block,
-    random_stage,
 )
 from tests.oracle import check, plain_copy
 
@@ -78,31 +77,30 @@ def test_gradient_penalty_of_bn_relu_conv2d(frozen, training, backend):
     check_penalty(pk.bn_relu_conv2d, plain_bn_relu_conv2d, inputs, frozen, **arguments)
 
 
-@pytest.mark.covering(1)
+def starts(*prefixes):
+    return lambda name: name.startswith(prefixes)
+
+
+# Blocks behind frozen ones, and behind frozen units of a block.
+FROZEN = {
+    "nothing": starts("-"),
+    "two_blocks": starts("x", "0.", "1."),
+    "a_block_and_a_unit": starts("x", "0.", "1.bn1.", "1.conv1."),
+}
+
+
+@pytest.mark.covering(2)
 @both_modes
 @every_memory
-def test_gradient_penalty_of_a_stage(memory, training, backend):
-    check_penalty_of_stage(random_stage("basic", memory=memory).train(training))
-
-
-@pytest.mark.covering(1)
-@every_memory
-@pytest.mark.parametrize("count", [1, 3])
-def test_gradient_penalty_behind_frozen_blocks(count, memory, backend):
-    stage = random_stage("basic", memory=memory)
-    frozen = [n for n, _ in stage.named_parameters() if int(n[0]) < count]
-    check_penalty_of_stage(stage, ["x", *frozen])
-
-
-@pytest.mark.covering(1)
-@every_memory
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-def test_gradient_penalty_behind_frozen_units_of_a_block(kind, memory, backend):
+def test_gradient_penalty_of_a_stage(kind, frozen, memory, training, backend):
     width = 4 if kind == "basic" else 1
-    stage = pk.PreActStage([random_block(kind, 4, width) for _ in range(3)], memory)
-    frozen = [n for n, _ in stage.named_parameters() if n[0] == "0"]
-    frozen += [f"1.{n}" for n in ("bn1.weight", "bn1.bias", "conv1.weight")]
-    check_penalty_of_stage(stage, ["x", *frozen])
+    blocks = [random_block(kind, 6, width)]
+    blocks += [random_block(kind, 4, width) for _ in range(2)]
+    stage = pk.PreActStage(blocks, memory).train(training)
+    names = ["x", *(name for name, _ in stage.named_parameters())]
+    check_penalty_of_stage(stage, list(filter(frozen, names)))
 
 
 def test_gradient_penalty_of_a_stage_whose_block_occurs_twice(backend):
