@@ -14,6 +14,8 @@ from bench import floors, measure
 from bench.contenders import BY_NAME, Network, available
 from bench.network import Session, Task
 
+MOST = 25  # kernels in the table
+
 
 def hotspots(session: Session) -> tuple[list[tuple[str, int, float]], float]:
     """Profiles one training step of the contender of a task after warm-up.
@@ -49,7 +51,6 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--batch", type=int, default=128 if on_gpu else 16)
     add("--dtype", choices=list(measure.DTYPES), default="bf16" if on_gpu else "fp32")
     add("--device", default=str(default))
-    add("--most", type=int, default=25, help="kernels in the table (25)")
     a = parser.parse_args(given)
     device, dtype = measure.default_device(a.device), measure.DTYPES[a.dtype]
     try:
@@ -65,10 +66,10 @@ def main(given: Sequence[str] | None = None) -> None:
     total_ms = sum(ms for _, _, ms in kernels)
     lines = [
         [name[:70], count, f"{ms:.3f}", f"{1e3 * ms / count:.1f}", f"{ms / total_ms:.1%}"]
-        for name, count, ms in kernels[: a.most]
+        for name, count, ms in kernels[:MOST]
     ]
-    rest_ms = sum(ms for _, _, ms in kernels[a.most :])
-    lines.append(["all others", sum(k[1] for k in kernels[a.most :]), f"{rest_ms:.3f}", "", ""])
+    rest_ms = sum(ms for _, _, ms in kernels[MOST:])
+    lines.append(["all others", sum(k[1] for k in kernels[MOST:]), f"{rest_ms:.3f}", "", ""])
     print(tabulate(lines, ["kernel", "calls", "ms", "us a call", "of all"], disable_numparse=True))
     cost = floors.network_cost(network, a.batch, dtype)
     floor_ms = measure.measure_ceilings(device).floor_ms(*cost, dtype)

@@ -66,9 +66,9 @@ def estimated_us(launch: Launch) -> float:
 def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterator[LaunchRow]:
     """A row for each part, direction and kernel, in the order of the launches."""
     groups: dict[tuple, list[tuple[Launch, float | None]]] = {}
-    for placed, us in zip(stage.launches, measured_us, strict=True):
-        key = placed.part, placed.direction, placed.kernel
-        groups.setdefault(key, []).append((placed.launch, us))
+    for launch, us in zip(stage.launches, measured_us, strict=True):
+        key = launch.part, launch.direction, launch.kernel
+        groups.setdefault(key, []).append((launch, us))
     for (index, direction, kernel), group in sorted(groups.items(), key=lambda g: g[0][0]):
         part = stage.parts[index]
         launches, times = zip(*group, strict=True)
@@ -134,7 +134,7 @@ def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
 def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
     """Launches, bytes and time of all stages."""
     floor_bytes = sum(part.floor_bytes * part.blocks for stage in stages for part in stage.parts)
-    launches = [placed.launch for stage in stages for placed in stage.launches]
+    launches = [launch for stage in stages for launch in stage.launches]
     dependent = sum(launch.is_dependent for launch in launches)
     moved = sum(row.bytes_per_block * row.blocks for row in rows)
     estimated_ms = sum(row.estimated_us_per_block * row.blocks for row in rows) / 1e3
@@ -268,7 +268,7 @@ def own_name(kernel: str, known: Set[str]) -> str | None:
 def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator[list]:
     """The measured times of the launches of each stage; prints those of whole stages."""
     step = a.network, a.batch, a.dtype, a.memory, a.residual_dtype
-    known = {p.launch.name for s in stages for p in s.launches if is_kernel(p.launch.name)}
+    known = {p.name for s in stages for p in s.launches if is_kernel(p.name)}
     on_gpu = dry_run.stages(*step, torch.device("cuda"))
     for launches, (stage, x) in zip(stages, on_gpu, strict=True):
         name = launches.parts[-1].name
@@ -278,7 +278,7 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
             step_ms = min(measure.time_once_ms(step, torch.device("cuda")) for _ in range(REPLAYS))
             print(f"stage {name}: measured {step_ms:.2f} ms")
             kernels = kernels_of(step)
-            times = times_of([p.launch for p in launches.launches], kernels, known)
+            times = times_of(launches.launches, kernels, known)
             own_us, all_us = sum(us or 0 for us in times), sum(k.us for k in kernels)
             print(
                 f"  by the profiler {all_us / 1e3:.2f} ms, of which fills and kernels of PyTorch "

@@ -403,23 +403,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     a = parser.parse_args(arguments)
     try:
         texts = {a.root / name: (a.root / name).read_text() for name in PAGES}
-        for page, names in zip(texts, PAGES.values(), strict=True):
-            for name in names:
-                rewrite_block(texts[page], name, "")  # checks the markers before plotting
+        blocks = [
+            (page, name)
+            for page, names in zip(texts, PAGES.values(), strict=True)
+            for name in names
+        ]
+        for page, name in blocks:
+            rewrite_block(texts[page], name, "")  # checks the markers before plotting
         devices = load(a.results)
         figures = {d: plots.write_plots(*records, a.results) for d, records in devices.items()}
-        for page, names in zip(texts, PAGES.values(), strict=True):
-            for name in names:
-                if name in _OF_FOLDER:
-                    contents = _OF_FOLDER[name](a.results)
-                elif name == "headline":
-                    contents = headline_block(devices, figures, page)
-                else:
-                    contents = device_block(name, devices, figures, page)
-                texts[page] = rewrite_block(texts[page], name, contents)
-            page.write_text(texts[page])
+        for page, name in blocks:
+            if name in _OF_FOLDER:
+                contents = _OF_FOLDER[name](a.results)
+            elif name == "headline":
+                contents = headline_block(devices, figures, page)
+            else:
+                contents = device_block(name, devices, figures, page)
+            texts[page] = rewrite_block(texts[page], name, contents)
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench.report: {error}") from error
+    for page, text in texts.items():
+        page.write_text(text)
     count = sum(len(paths) for by_block in figures.values() for paths in by_block.values())
     print(f"{', '.join(PAGES)}: results of {len(devices)} device(s), {count} plots")
 
