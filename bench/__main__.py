@@ -35,7 +35,7 @@ STOP_SECONDS = 10  # ahead of the time limit, at which a process is interrupted,
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line and sets the defaults that depend on the device."""
-    parser = measure.parser("bench", __doc__)
+    parser = measure.parser("bench", __doc__, "--device", "--out")
     add = parser.add_argument
     add(
         "--networks",
@@ -52,16 +52,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
     add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(BY_NAME)}")
-    add("--device", help="cpu or cuda (cuda where there is one)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32; on a GPU bf16")
     add("--data", help=f"directory of CIFAR files (or {data.ENVIRONMENT_VARIABLE}); else digits")
-    add("--out", type=Path, default=measure.OUT)
     add("--quick", action="store_true", help="two shallow networks, no torch.compile, no ops")
     add("--resume", action="store_true", help="skip what the CSV has for this commit")
     add("--no-plots", action="store_true", help="tables and CSV alone")
     add("--time-limit", type=float, default=540, metavar="SECONDS", help="of the whole run (540)")
     a = parser.parse_args(given)
-    a.device = measure.default_device(a.device)
     on_gpu = a.device.type == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")

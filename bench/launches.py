@@ -31,11 +31,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
 import preact_kernels as pk
-from bench import dry_run, measure
+from bench import dry_run, measure, records
 from bench.contenders import Network
 from bench.dry_run import BACKWARD, FORWARD, Launch, StageLaunches
 from bench.records import LaunchRow, read, write
@@ -106,7 +105,7 @@ def table(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
             lines.append(_line("sum", of_direction))
         floor_units = part.floor_bytes / part.unit_bytes
         lines.append(_line(f"a block of {part.blocks}; floor {floor_units:.1f} units", own))
-    return tabulate(lines, "keys", disable_numparse=True)
+    return records.table(lines)
 
 
 def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
@@ -170,7 +169,7 @@ def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> s
         }
         for lost_ms, measured_ms, bytes_ms, row in sorted(lost, key=lambda line: -line[0])[:most]
     ]
-    return tabulate(lines, "keys", form, disable_numparse=True)
+    return records.table(lines, form)
 
 
 class Kernel(NamedTuple):

@@ -43,17 +43,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def default_device(name: str | None = None) -> torch.device:
-    """The device called `name`; by default a GPU where there is one."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+def default_device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def parser(module: str, description: str) -> argparse.ArgumentParser:
-    """A parser of the command line of `python -m MODULE`."""
+def parser(module: str, description: str, *options: str) -> argparse.ArgumentParser:
+    """A parser of the command line of `python -m MODULE`, with "--device" or "--out" or both."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
+    found = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=form
     )
+    if "--device" in options:
+        words = "cpu or cuda (cuda where there is one)"
+        found.add_argument("--device", type=torch.device, default=default_device(), help=words)
+    if "--out" in options:
+        found.add_argument("--out", type=Path, default=OUT, help="folder of the CSV files")
+    return found
 
 
 def first_line(error: BaseException) -> str:

@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import correctness, measure, report
+from bench import correctness, measure, records
 from bench.contenders import ANCHOR, Contender, Network, is_rival
 from bench.network import TrainingStep
-from bench.records import SCALING, ScalingRow, put, slug
+from bench.records import SCALING, ScalingRow, number, put, slug
 from preact_kernels.study import data
 
 CONTENDERS = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
@@ -178,10 +178,10 @@ def table(rows: list[ScalingRow]) -> str:
         "sending and waiting": ("sending_share", ".0%"),
     }
     lines = [
-        {name: report.number(getattr(row, field), form) for name, (field, form) in columns.items()}
+        {name: number(getattr(row, field), form) for name, (field, form) in columns.items()}
         for row in rows
     ]
-    return report.table(lines, "simple")
+    return records.table(lines)
 
 
 def main(a: argparse.Namespace) -> int:
