@@ -2,14 +2,11 @@
 
 Needs no GPU: the launches are those of the backend's own code, recorded in place of running
 (bench/dry_run.py). Prints, for every stage, direction and kernel, the launches of a block, the
-bytes of the tensors that they are given, each counted once a launch, and an estimated time:
-
-    bytes / copy bandwidth + gap between launches
-
-The constants are below. Arithmetic, latency within a kernel, and hits in the cache are not in
-the estimate. A unit is the inner channels of every pixel; the floor is that of bench/floors.py, 46
-units for a bottleneck. Launches that occur once a stage count as a fraction of a block's. Blocks
-with a projection are one line of the table; the CSV file has their kernels.
+bytes of the tensors that they are given, each counted once a launch, and an estimated time: bytes
+over copy bandwidth, and a gap between launches. The constants are below. Arithmetic, latency within
+a kernel, and hits in the cache are not in it. A unit is the inner channels of every pixel. Launches
+that occur once a stage count as a fraction of a block's. Blocks with a projection are one line of
+the table; the CSV file has their kernels.
 
 On a GPU, also measures: each stage runs as a CUDA graph under the profiler. The time of a kernel
 runs from the end of the kernel ahead of it to its own end. Stem, head and optimizer are not listed.
