@@ -89,16 +89,6 @@ class Network:
             first = self.model(fused=False).stages[0][0]
         return "basic" if isinstance(first, pk.PreActBasicBlock) else "bottleneck"
 
-    def stage_shapes(self, batch: int) -> list[tuple[torch.Size, torch.Size]]:
-        """The shapes of the input and of the output of every stage."""
-        shapes = []
-        with torch.device("meta"):
-            model = self.model(fused=False)
-            for stage in model.stages:
-                stage.register_forward_hook(lambda _, x, y: shapes.append((x[0].shape, y.shape)))
-            model(torch.empty(batch, 3, self.image_size, self.image_size))
-        return shapes
-
     def state(self) -> State:
         """He-initialised weights, the same for all contenders."""
         with torch.random.fork_rng(devices=[]):

@@ -153,7 +153,7 @@ class Problem:
                     torch.randn(x_shape, generator=generator).to(dtype),
                     torch.randn(y_shape, generator=generator).to(dtype),
                 )
-                for x_shape, y_shape in network.stage_shapes(batch)
+                for x_shape, y_shape in stage_shapes(network, batch)
             ]
         return cls(network, device, state, images.to(dtype), labels, stage_tensors)
 
@@ -191,6 +191,17 @@ class Problem:
                 "stage conv gradients": [g for g in gradients if g.ndim == 4],
                 "stage bn gradients": [g for g in gradients if g.ndim == 1],
             }
+
+
+def stage_shapes(network: Network, batch: int) -> list[tuple[torch.Size, torch.Size]]:
+    """The shapes of the input and of the output of every stage."""
+    shapes = []
+    with torch.device("meta"):
+        model = network.model(fused=False)
+        for stage in model.stages:
+            stage.register_forward_hook(lambda _, x, y: shapes.append((x[0].shape, y.shape)))
+        model(torch.empty(batch, 3, network.image_size, network.image_size))
+    return shapes
 
 
 def _exact(found: Tensor) -> Tensor:

@@ -242,10 +242,16 @@ def stages(
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.to(dtype)
-    for stage, (shape, _) in zip(model.stages, network.stage_shapes(batch), strict=True):
+    height = network.image_size // model.stem.stride[0]
+    if isinstance(model.pool, nn.MaxPool2d):
+        height //= model.pool.stride
+    for stage in model.stages:
         stage.to_empty(device=device).to(memory_format=torch.channels_last)
-        x = torch.empty(shape, dtype=residual_dtype or dtype, device=device)
+        channels = next(iter(stage[0].units()))[1].in_channels
+        stream = residual_dtype or dtype
+        x = torch.empty(batch, channels, height, height, dtype=stream, device=device)
         yield stage, x.contiguous(memory_format=torch.channels_last).requires_grad_()
+        height //= stage[0].shortcut.stride[0] if hasattr(stage[0], "shortcut") else 1
 
 
 class _Unit(NamedTuple):
