@@ -28,19 +28,21 @@ def test_every_part_leaves_its_output_and_a_line(tmp_path, capfd):
     report = Report(tmp_path, seconds=100)
     assert report.run(Part("first", ["-c", "print('one'); print('two')"], 50)) == 0
     assert not report.has_failed
-    late = Part("second", ["-c", "print('bad'); raise SystemExit(7)"], 50)
+    late = Part("second", ["-c", "import os; os.write(2, b'bad\\n'); raise SystemExit(7)"], 50)
     assert report.run(late, [Part("third", [], 50, reserved=10)]) == 7
     assert report.has_failed
     slow = "import time\nprint('= 3 failed, 5 passed =')\nprint('a warning', flush=True)\n"
     report.has_failed = False
     assert report.run(Part("tests 1", ["-c", slow + "time.sleep(60)"], 3)) is None
     assert report.has_failed
+    assert report.run(Part("quiet", ["-c", "print('three')"], 50)) == 0
     report.end_s = 0
     assert report.run(Part("late", ["-c", "print(1)"], 50)) is None
-    first, second, third, last = summary(tmp_path)
+    first, second, third, fourth, last = summary(tmp_path)
     assert re.fullmatch(r"first: ok after \d+ s: two", first)
     assert re.fullmatch(r"second: exit status 7 after \d+ s: bad", second)
     assert re.fullmatch(r"tests 1: out of time after \d+ s: 3 failed, 5 passed", third)
+    assert re.fullmatch(r"quiet: ok after \d+ s: three", fourth)
     assert last == "late: no time left"
     log = (tmp_path / "log.txt").read_text()
     assert "\nfirst: ok after " in capfd.readouterr().out.join("\n\n")

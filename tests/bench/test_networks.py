@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,9 @@ def test_calls_take_turns_and_a_failing_one_is_left_out():
     assert order == ["a", "b", "a", "b", "a"]
     assert list(times) == ["a"]
     assert [(name, str(error)) for name, error in failed] == [("b", "no room")]
+    order.clear()
+    measure.time_in_turn(calls, rounds=3, device=CPU, deadline_s=time.time())
+    assert order == ["a", "b"]  # the first round alone
     assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx((3.0, 1.8, 4.2))
 
 
@@ -279,47 +283,54 @@ def test_a_contender_that_breaks_its_gpu_is_named_and_ends_the_process(tmp_path,
     assert session.task.missing() == ["fused-rebuild"]
 
 
-def test_a_process_that_crashes_costs_the_contender_that_ran_alone(tmp_path, monkeypatch):
-    task, ran = task_in(tmp_path, "eager-channels-last", "fused-rebuild", "fused-store"), []
+@pytest.fixture
+def processes(monkeypatch):
+    """Measures tasks in this process, or does what `crash` does; `ran` says what each lacked."""
+    found = types.SimpleNamespace(ran=[], crash=lambda task: None)
 
     def run_process(command, seconds):
-        one = Task(**json.loads(command[-1]))
-        ran.append(one.missing())
-        if "fused-rebuild" in ran[-1]:
-            return -6
-        measure_steps(Session(one))
-        return 0
+        task = Task(**json.loads(command[-1]))
+        found.ran.append(task.missing())
+        status = found.crash(task)
+        if status is None:
+            measure_steps(Session(task))
+        return status or 0
 
     monkeypatch.setattr(measure, "run_process", run_process)
-    assert bench.run([task], CEILINGS, time.monotonic() + 500) == []
+    return found
+
+
+def run(task):
+    return bench.run([task], CEILINGS, time.monotonic() + 500)
+
+
+def test_a_process_that_crashes_costs_the_contender_that_ran_alone(tmp_path, processes):
+    task = task_in(tmp_path, "eager-channels-last", "fused-rebuild", "fused-store")
+    processes.crash = lambda one: -6 if "fused-rebuild" in one.missing() else None
+    assert run(task) == []
     rows = rows_in(tmp_path)
     assert rows["fused-rebuild"].note == "failed: the process ended with exit status -6"
     assert (rows["fused-rebuild"].correct, rows["fused-rebuild"].median_ms) == ("no", None)
     assert rows["fused-store"].median_ms > 0 and rows["eager-channels-last"].median_ms > 0
     assert "fused-store took" in rows["eager-channels-last"].note
-    assert ran == [
-        list(task.contenders), ["fused-store"], ["eager-channels-last"], ["fused-rebuild"],
-    ]  # fmt: skip
+    anchor_first = [["fused-store"], ["eager-channels-last"], ["fused-rebuild"]]
+    assert processes.ran == [list(task.contenders), *anchor_first]
 
 
-def test_a_process_that_names_the_contender_that_broke_it_is_followed_by_one(tmp_path, monkeypatch):
-    task, ran = task_in(tmp_path, "fused-store", "fused-rebuild", "fused-checkpoint"), []
+def test_a_process_that_names_the_contender_that_broke_it_is_followed_by_one(tmp_path, processes):
+    task = task_in(tmp_path, "fused-store", "fused-rebuild", "fused-checkpoint")
 
-    def run_process(command, seconds):
-        one = Task(**json.loads(command[-1]))
-        ran.append(one.missing())
-        if len(ran) == 1:
-            put(task.path, dataclasses.replace(Session(one).row("fused-store"), correct="no"))
-            return 1
-        measure_steps(Session(one))
-        return 0
+    def crash(one):
+        if len(processes.ran) > 1:
+            return None
+        put(task.path, dataclasses.replace(Session(one).row("fused-store"), correct="no"))
+        return 1
 
-    monkeypatch.setattr(measure, "run_process", run_process)
-    assert bench.run([task], CEILINGS, time.monotonic() + 500) == []
-    assert ran == [list(task.contenders), ["fused-rebuild", "fused-checkpoint"]]
-    curves = dataclasses.replace(task, kind="curves")
-    monkeypatch.setattr(measure, "run_process", lambda *_: 7)
-    (line,) = bench.run([curves], CEILINGS, time.monotonic() + 500)
+    processes.crash = crash
+    assert run(task) == []
+    assert processes.ran == [list(task.contenders), ["fused-rebuild", "fused-checkpoint"]]
+    processes.crash = lambda one: 7
+    (line,) = run(dataclasses.replace(task, kind="curves"))
     assert ": failed: exit status 7: fused-store, fused-rebuild, fused-checkpoint" in line
 
 
@@ -470,20 +481,14 @@ def test_a_run_has_times_peaks_and_curves_and_a_resumed_one_skips_them(quick, tm
     assert "WRONG: fused-triton on 1x1: off by 1" in capsys.readouterr().out
 
 
-def test_kept_bytes_are_counted_without_a_step(tmp_path):
-    task = task_in(tmp_path, "fused-store", "eager-channels-last", kind="kept")
+def test_kept_bytes_are_counted_without_a_step_also_if_a_contender_fails(tmp_path, monkeypatch):
+    change(monkeypatch, "eager-failing", fail)
+    task = task_in(tmp_path, "eager-failing", "fused-store", "eager-channels-last", kind="kept")
     network.measure_kept_bytes(Session(task))
     rows = rows_in(tmp_path)
     assert 0 < rows["fused-store"].saved_bytes < rows["eager-channels-last"].saved_bytes
+    assert rows["eager-failing"].correct == "no"
     assert {r.median_ms for r in rows.values()} == {None}
-    assert task.missing() == []
-
-
-def test_a_contender_whose_kept_bytes_cannot_be_counted_leaves_the_others(tmp_path, monkeypatch):
-    change(monkeypatch, "eager-failing", fail)
-    task = task_in(tmp_path, "eager-failing", "fused-store", kind="kept")
-    network.measure_kept_bytes(Session(task))
-    assert rows_in(tmp_path)["fused-store"].saved_bytes > 0
     assert task.missing() == []
 
 
