@@ -332,15 +332,6 @@ def is_rival(name: str) -> bool:
     return BY_NAME[name].fused is None
 
 
-def missing(contender: Contender, device: torch.device) -> str | None:
-    """Why a contender cannot run on `device`; None if it can."""
-    if contender.graphed and device.type != "cuda":
-        return "CUDA graphs: no GPU"
-    if contender.name == "inplace-abn" and importlib.util.find_spec("inplace_abn") is None:
-        return "InPlace-ABN: the package inplace_abn is not installed"
-    return None
-
-
 def available(names: Sequence[str], device: torch.device) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that can run on `device`, and for the others why not.
 
@@ -352,9 +343,13 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[Contende
         raise ValueError(
             f"contenders: expected some of {', '.join(BY_NAME)}, got {', '.join(unknown)}"
         )
-    reasons = {name: missing(BY_NAME[name], device) for name in names}
-    usable = [BY_NAME[name] for name, reason in reasons.items() if reason is None]
-    return usable, {name: reason for name, reason in reasons.items() if reason}
+    reasons = {}
+    for name in names:
+        if BY_NAME[name].graphed and device.type != "cuda":
+            reasons[name] = "CUDA graphs: no GPU"
+        elif name == "inplace-abn" and importlib.util.find_spec("inplace_abn") is None:
+            reasons[name] = "InPlace-ABN: the package inplace_abn is not installed"
+    return [BY_NAME[name] for name in names if name not in reasons], reasons
 
 
 def _anchor_ms(row: Row, group: Sequence[Row]) -> float | None:

@@ -168,8 +168,8 @@ def test_the_commands_are_understood(machine, tmp_path):
 @pytest.mark.parametrize(("share", "least_s"), [(1.0, 0), (0.6, 70), (0.2, 195)])
 def test_the_benchmarks_have_time_and_the_report_ends_in_time(machine, tmp_path, share, least_s):
     machine.share = share
-    gpu_report.main([str(tmp_path), "--seconds", "520"])
-    assert machine.now_s <= 520
+    gpu_report.main([str(tmp_path), "--seconds", "519"])
+    assert machine.now_s <= 519
     assert machine.limits["first bench"] >= 100
     assert machine.limits.get("bench", 0) >= least_s
 
