@@ -90,6 +90,7 @@ def test_a_report_has_the_ceilings_and_the_losses_of_a_gpu(pages):
     ceilings = CeilingRow("copy", "GB/s", 4000.0), CeilingRow("barrier", "us", note="no nvcc")
     put(results / f"a-gpu{CEILINGS}", *map(machine.stamp, ceilings))
     assert "| copy      | 4,000.00   | GB/s   |" in report.gpu_block(results)
+    assert "| barrier   | no nvcc    | us     |" in report.gpu_block(results)
     kernels = [
         LaunchRow(
             "1", "forward", kernel, 100, 1.0, "", "", "", 4e6, 0.0, 0.0, 1.9,
