@@ -1,8 +1,8 @@
 """Network benchmarks: `python -m bench`.
 
 Measures the limits of the machine, then the tasks of bench/plan.py, the most important first,
-until the time limit: contenders on the first network (the deepest, of --depths) and others, the
-bytes that they keep, training curves, single ops. Each task is a process (bench/network.py). A
+until the time limit: contenders on the first network and others, the bytes that they keep, training
+curves, single ops. Each task is a process (bench/network.py). A
 contender is timed only if its results are correct. Lists at the end what did not fit. Writes one
 CSV file per device, prints tables, saves plots beside it.
 
@@ -23,10 +23,10 @@ import torch
 from tqdm import tqdm
 
 from bench import floors, measure, plots, report, scaling
-from bench.contenders import BY_NAME, GROUPS, Network, available, is_rival
-from bench.network import Task
+from bench.contenders import ANCHOR, BY_NAME, GROUPS, Network, available, is_rival
+from bench.network import Session, Task
 from bench.plan import Plan
-from bench.records import TRAINING, Row, read, slug
+from bench.records import TRAINING, Row, put, read, slug
 from preact_kernels.study import data
 
 LEAST_SECONDS = 30  # for which a task is started: importing PyTorch takes up to 15
@@ -35,16 +35,15 @@ STOP_SECONDS = 10  # ahead of the time limit, at which a process is interrupted,
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line and sets the defaults that depend on the device."""
-    parser = measure.parser("bench", __doc__)
+    parser = measure.parser("bench", __doc__, "--device", "--out")
     add = parser.add_argument
     add(
         "--networks",
         nargs="+",
         metavar="NAME",
         help="resnet-, preact-resnet- or imagenet-resnet-DEPTH, wrn-DEPTH-10; the most important "
-        "first",
+        "first (resnet-1001 resnet-164 resnet-110)",
     )
-    add("--depths", type=int, nargs="+", help="of resnet, ahead of --networks (1001 164 110)")
     add(
         "--batch",
         type=int,
@@ -52,37 +51,26 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="images, the most important first (16; on a GPU 128 256 64)",
     )
     add("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
-    add(
-        "--curve-steps",
-        type=int,
-        help="of the training curves (20; half as many from 300 layers on)",
-    )
     add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(BY_NAME)}")
-    add("--device", help="cpu or cuda (cuda where there is one)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32; on a GPU bf16")
     add("--data", help=f"directory of CIFAR files (or {data.ENVIRONMENT_VARIABLE}); else digits")
-    add("--out", type=Path, default=measure.OUT)
     add("--quick", action="store_true", help="two shallow networks, no torch.compile, no ops")
     add("--resume", action="store_true", help="skip what the CSV has for this commit")
     add("--no-plots", action="store_true", help="tables and CSV alone")
     add("--time-limit", type=float, default=540, metavar="SECONDS", help="of the whole run (540)")
     a = parser.parse_args(given)
-    a.device = measure.default_device(a.device)
     on_gpu = a.device.type == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")
-    a.is_default = not (a.quick or a.depths or a.networks)
+    a.is_default = not (a.quick or a.networks)
     # Measured beside the default, on the first networks.
     other_dtype = torch.float32 if on_gpu else torch.bfloat16
     a.other_dtype = other_dtype if a.is_default and a.dtype is None else None
     a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
-    if not (a.depths or a.networks):
-        a.depths = (29, 20) if a.quick else (1001, 164, 110)
-    depths = sorted(set(a.depths or ()), reverse=True)
-    a.networks = list(dict.fromkeys([*(f"resnet-{d}" for d in depths), *(a.networks or ())]))
+    default = ("resnet-29", "resnet-20") if a.quick else ("resnet-1001", "resnet-164", "resnet-110")
+    a.networks = list(dict.fromkeys(a.networks or default))
     a.batch = a.batch or ([128, 256, 64] if on_gpu else [16])
     a.steps = a.steps or (3 if a.quick else 20 if on_gpu else 5)
-    a.curve_steps = a.curve_steps or (5 if a.quick else 20)
     names = a.contenders or [
         name
         for name in dict.fromkeys(name for group in GROUPS.values() for name in group)
@@ -107,35 +95,50 @@ def command_of(task: Task, ceilings: measure.Ceilings, seconds: float) -> list[s
     return [sys.executable, "-m", "bench.network", json.dumps(dataclasses.asdict(task))]
 
 
-def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
-    """Runs tasks until the deadline, and those that crash again, without what crashed.
+def measured(task: Task, ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
+    """Measures what a task lacks, in a process of its own, until the deadline.
+
+    If the process crashes, others measure what is missing: together if it has written which
+    contender failed, else one for each contender.
 
     Returns:
         What was left out and why.
     """
+    before = task.missing()
+    if not before:
+        return []
+    status, left_s = None, deadline_s - time.monotonic()
+    if left_s >= LEAST_SECONDS:
+        seconds = left_s - STOP_SECONDS
+        status = measure.run_process(command_of(task, ceilings, seconds), seconds)
+    missing = task.missing()
+    if not missing:
+        return []
+    if not status:
+        return [f"{task.title}: no time left: {', '.join(missing)}"]
+    if missing != before:
+        return measured(task, ceilings, deadline_s)
+    if task.kind not in ("steps", "kept"):
+        is_of_rival = task.kind == "peak" and is_rival(*missing)
+        what = "not measured" if is_of_rival else "failed"
+        return [f"{task.title}: {what}: exit status {status}: {', '.join(missing)}"]
+    if len(missing) > 1:
+        missing.sort(key=lambda name: name != ANCHOR)  # the others are timed beside it
+        alone = [dataclasses.replace(task, contenders=(name,)) for name in missing]
+        return [line for one in alone for line in measured(one, ceilings, deadline_s)]
+    row = Session(task).row(*missing).without_times()
+    row.correct, row.note = "no", f"failed: the process ended with exit status {status}"
+    put(task.path, row)
+    return []
+
+
+def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
+    """Runs tasks until the deadline; returns what was left out and why."""
     left_out = []
     with tqdm(tasks, desc="bench", unit="task") as bar:
         for task in bar:
             bar.set_postfix_str(task.title)
-            status, missing, before = 1, task.missing(), None
-            while status and missing and missing != before:
-                left_s = deadline_s - time.monotonic()
-                if left_s < LEAST_SECONDS:
-                    status = None
-                    break
-                task.mark.unlink(missing_ok=True)  # of a run that was killed
-                seconds = left_s - STOP_SECONDS
-                status = None
-                try:
-                    status = measure.run_process(command_of(task, ceilings, seconds), seconds)
-                finally:
-                    task.settle(status)
-                before, missing = missing, task.missing()
-            if missing:
-                what = f"failed: exit status {status}" if status else "no time left"
-                if status and task.kind == "peak" and is_rival(*missing):
-                    what = f"not measured: exit status {status}"
-                left_out.append(f"{task.title}: {what}: {', '.join(missing)}")
+            left_out += measured(task, ceilings, deadline_s)
     return left_out
 
 
@@ -211,5 +214,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    measure.end_on_signals()
     sys.exit(main())

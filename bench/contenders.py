@@ -10,9 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
-import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -110,7 +108,6 @@ class Contender:
     graphed: bool = False  # captures the training step in a CUDA graph
     hooks_see_all: bool = True  # saved-tensor hooks see everything that is kept
     same_function: bool = True  # False: computes something else by design
-    compiles: bool = False  # with torch.compile
 
     def build(
         self, network: Network, state: State, device: torch.device, dtype: torch.dtype
@@ -240,7 +237,7 @@ def _fused(name: str, memory: str, words: str, **options) -> Contender:
 
 def _compiled(name: str, words: str, budget: float, **options) -> Contender:
     prepare = functools.partial(_compile_blocks, memory_budget=budget)
-    return Contender(name, words, prepare=prepare, compiles=True, **options)
+    return Contender(name, words, prepare=prepare, **options)
 
 
 def _checkpointed(name: str, words: str, every: str, policy=None) -> Contender:
@@ -335,22 +332,6 @@ def is_rival(name: str) -> bool:
     return BY_NAME[name].fused is None
 
 
-def missing(contender: Contender, device: torch.device) -> str | None:
-    """Why a contender cannot run on `device`; None if it can."""
-    if contender.graphed and device.type != "cuda":
-        return "CUDA graphs: no GPU"
-    if contender.name == "inplace-abn" and importlib.util.find_spec("inplace_abn") is None:
-        return "InPlace-ABN: the package inplace_abn is not installed"
-    if not contender.compiles:
-        return None
-    compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang"]
-    if not any(c and shutil.which(c.split()[0]) for c in compilers):
-        return "torch.compile: no C++ compiler found"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "torch.compile: Triton is not installed"
-    return None
-
-
 def available(names: Sequence[str], device: torch.device) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that can run on `device`, and for the others why not.
 
@@ -362,9 +343,13 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[Contende
         raise ValueError(
             f"contenders: expected some of {', '.join(BY_NAME)}, got {', '.join(unknown)}"
         )
-    reasons = {name: missing(BY_NAME[name], device) for name in names}
-    usable = [BY_NAME[name] for name, reason in reasons.items() if reason is None]
-    return usable, {name: reason for name, reason in reasons.items() if reason}
+    reasons = {}
+    for name in names:
+        if BY_NAME[name].graphed and device.type != "cuda":
+            reasons[name] = "CUDA graphs: no GPU"
+        elif name == "inplace-abn" and importlib.util.find_spec("inplace_abn") is None:
+            reasons[name] = "InPlace-ABN: the package inplace_abn is not installed"
+    return [BY_NAME[name] for name in names if name not in reasons], reasons
 
 
 def _anchor_ms(row: Row, group: Sequence[Row]) -> float | None:

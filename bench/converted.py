@@ -12,16 +12,14 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import preact_kernels as pk
-from bench import measure
+from bench import measure, records
 from bench.measure import MIB
 from bench.records import CONVERTED, ConvertedRow, put, read, slug
 from tests.convert import published_models as published
@@ -141,22 +139,19 @@ def table(rows: Sequence[ConvertedRow], form: str = "simple") -> str:
         }
         for row in rows
     ]
-    return tabulate(lines, headers="keys", tablefmt=form, disable_numparse=True)
+    return records.table(lines, form)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and writes."""
-    parser = measure.parser("bench.converted", __doc__)
+    parser = measure.parser("bench.converted", __doc__, "--device", "--out")
     add = parser.add_argument
     add("--models", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
     add("--steps", type=int, default=5, help="timed steps of each model (5)")
     add("--no-graphs", action="store_true", help="without torch.compile")
     add("--resume", action="store_true", help="skip what the CSV has for this commit")
-    add("--device", help="cpu or cuda (cuda where there is one)")
     add("--dtype", choices=("fp32", "bf16"), help="fp32, or bf16 under autocast (bf16 on a GPU)")
-    add("--out", type=Path, default=measure.OUT)
     a = parser.parse_args(arguments)
-    a.device = measure.default_device(a.device)
     dtype = a.dtype or ("bf16" if a.device.type == "cuda" else "fp32")
     a.dtype = measure.DTYPES[dtype]
     machine = measure.Machine.of(a.device)

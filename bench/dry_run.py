@@ -38,15 +38,9 @@ class Launch(NamedTuple):
     shared_bytes: int  # of a block; 0 where only the compiler knows
     is_dependent: bool  # may begin before the launch ahead of it has ended
     bytes_moved: int  # of the tensors that it is given, each counted once
-
-
-class PlacedLaunch(NamedTuple):
-    """A launch, and what of a network it is for."""
-
-    launch: Launch
-    part: int  # of the stage
-    direction: str
-    kernel: str  # the name, behind F1 for the first unit of a block in the forward
+    part: int = 0  # of the stage
+    direction: str = ""
+    kernel: str = ""  # the name, behind F1 for the first unit of a block in the forward
 
 
 class Part(NamedTuple):
@@ -62,7 +56,7 @@ class StageLaunches(NamedTuple):
     """The launches of a stage, in order."""
 
     parts: list[Part]
-    launches: list[PlacedLaunch]
+    launches: list[Launch]
 
 
 class _Recorded(NamedTuple):
@@ -298,7 +292,7 @@ def _unit_of(launches: list[_Recorded], units: Units) -> _Unit | None:
 
 def _placed(
     stage: nn.Module, units: Units, recorded: list[_Recorded], direction: str
-) -> Iterator[PlacedLaunch]:
+) -> Iterator[Launch]:
     # The launches of a unit are a call of their own, or in a call that runs many blocks.
     projected = [block.projection() is not None for block in stage]
     plain = int(len(set(projected)) > 1)  # its part
@@ -309,8 +303,10 @@ def _placed(
         prefix = "" if unit is None else f"{direction[0].upper()}{unit.place} "
         for r in launches:
             moved = r.launch.bytes_moved or sum(n or 0 for n in r.tensors.values())
-            launch = r.launch._replace(bytes_moved=moved)
-            yield PlacedLaunch(launch, part, direction, prefix + launch.name)
+            kernel = prefix + r.launch.name
+            yield r.launch._replace(
+                bytes_moved=moved, part=part, direction=direction, kernel=kernel
+            )
 
 
 def _parts(stage: nn.Module, x: Tensor, name: str) -> list[Part]:

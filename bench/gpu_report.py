@@ -3,14 +3,13 @@
 Uses the Python of the machine with torch, pytest and the packages of the benchmarks, and no
 network. The parts, in order: compiled libraries (existing ones of the same sources, or built now)
 and those of `parts_of`, the most important first. If a part fails or runs out of time, the next one
-starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (the output, in the middle of long
-parts shortened) and the CSV files of the benchmarks, all written while the parts run. For tables
-and plots, copy the CSV files to bench/results/ and run `make report`.
+starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (what the parts print) and the CSV
+files of the benchmarks, all written while the parts run. For tables and plots, copy the CSV files
+to bench/results/ and run `make report`.
 
 Without a GPU, a dry run: leaves out the parts that need one.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -19,12 +18,9 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -86,8 +82,6 @@ CONVERTED_MODELS = (
 """Models of `bench.converted`, the most important first."""
 GRACE_SECONDS = 20  # between interrupting and killing a part
 MIN_SECONDS = 120  # of a part without a limit, if they are left
-LOG_BYTES = 2**19  # of each part in log.txt, ahead of its last lines
-LAST_LINES = 1000
 
 LOAD = f"""
 import sys
@@ -191,51 +185,6 @@ def is_built() -> bool:
     return measure.run_process([sys.executable, "-c", LOAD], 60, cwd=ROOT) == 0
 
 
-class Output:
-    """Prints what a part prints, and writes it to a log: the first lines and the last.
-
-    Of a progress bar, its last state alone. A file for `subprocess`, within a context.
-    """
-
-    def __init__(self, log: BinaryIO) -> None:
-        self._log, self._left_bytes = log, LOG_BYTES
-        self._later: deque[str] = deque(maxlen=LAST_LINES)
-        self._left_out = 0  # lines
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self.last: deque[str] = deque(maxlen=LAST_LINES)
-
-    def __enter__(self) -> "Output":
-        self._read, self._write = os.pipe()
-        self._thread.start()
-        return self
-
-    def fileno(self) -> int:
-        """Where the part writes."""
-        return self._write
-
-    def _copy(self) -> None:
-        with open(self._read, errors="replace", newline="\n") as lines:
-            for line in lines:
-                text = line.rstrip("\r\n").rsplit("\r", 1)[-1]
-                with contextlib.suppress(OSError):  # the terminal is closed
-                    print(text, flush=True)
-                if text.strip():
-                    self.last.append(text)
-                self._left_bytes -= len(text)
-                if self._left_bytes > 0:
-                    self._log.write(f"{text}\n".encode())
-                else:
-                    self._left_out += len(self._later) == LAST_LINES
-                    self._later.append(text)
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._write)
-        self._thread.join(5)  # a process that was not killed may hold the pipe
-        if self._left_out:
-            self._log.write(f"... {self._left_out} lines left out ...\n".encode())
-        self._log.write("".join(f"{text}\n" for text in self._later).encode())
-
-
 class Report:
     """Runs parts within a time limit and writes their files.
 
@@ -275,13 +224,15 @@ class Report:
         scripts = os.path.dirname(sys.executable)  # has ninja, in a virtual environment
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PATH": path, **part.environment}
+        environment["TQDM_MININTERVAL"] = "5"  # seconds between states of a progress bar in the log
         start_s = time.monotonic()
-        with (self.folder / "log.txt").open("ab", buffering=0) as log:
+        with (self.folder / "log.txt").open("a+b", buffering=0) as log:
             log.write(f"\n=== {part.name}: {' '.join(command)}\n".encode())
-            with Output(log) as output:
-                options = {"stdout": output, "stderr": subprocess.STDOUT, "env": environment}
-                status = measure.run_process(command, seconds, GRACE_SECONDS, **options)
-        lines = output.last or [""]
+            begin = log.tell()
+            options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment}
+            status = measure.run_process(command, seconds, GRACE_SECONDS, **options)
+            log.seek(begin)
+            lines = re.split(r"[\r\n]+", log.read().decode(errors="replace").strip())
         counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # of pytest
         last = [*lines, *counts[-1:]][-1].strip("= ")[-200:]
         how = "out of time" if status is None else "ok" if not status else f"exit status {status}"
@@ -348,18 +299,12 @@ def main(given: Sequence[str] | None = None) -> int:
     for part, words in kept.items():
         report.note(part, words)
     parts = [] if a.only_build else [part for part in parts if part.name not in kept]
-    spare_s = 0.0  # that a group of tests leaves to the next
     for index, part in enumerate(parts):
-        is_group = part.name.startswith("tests ")
-        begin_s, seconds = time.monotonic(), part.seconds + (spare_s if is_group else 0)
-        report.run(dataclasses.replace(part, seconds=seconds), parts[index + 1 :])
-        spare_s = max(0.0, seconds - (time.monotonic() - begin_s))
-    for pattern in ("*.partial", "*.running"):  # of a process that was killed
-        for path in folder.glob(pattern):
-            path.unlink()
+        report.run(part, parts[index + 1 :])
+    for path in folder.glob("*.partial"):  # of a process that was killed
+        path.unlink()
     return int(report.has_failed)
 
 
 if __name__ == "__main__":
-    measure.end_on_signals()
     sys.exit(main())

@@ -6,13 +6,15 @@ it calls. Also prints the step time without the profiler, the sum of the kernels
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench import floors, measure
 from bench.contenders import BY_NAME, Network, available
 from bench.network import Session, Task
+from bench.records import table
+
+MOST = 25  # kernels in the table
 
 
 def hotspots(session: Session) -> tuple[list[tuple[str, int, float]], float]:
@@ -40,38 +42,41 @@ def hotspots(session: Session) -> tuple[list[tuple[str, int, float]], float]:
 
 def main(given: Sequence[str] | None = None) -> None:
     """Prints the longest kernels and their share of the step."""
-    default = measure.default_device()
-    on_gpu = default.type == "cuda"
-    parser = measure.parser("bench.hotspots", __doc__)
+    parser = measure.parser("bench.hotspots", __doc__, "--device")
+    on_gpu = measure.default_device().type == "cuda"
     add = parser.add_argument
     add("contender", nargs="?", default="fused-store", choices=list(BY_NAME))
     add("--network", default="resnet-164")
     add("--batch", type=int, default=128 if on_gpu else 16)
     add("--dtype", choices=list(measure.DTYPES), default="bf16" if on_gpu else "fp32")
-    add("--device", default=str(default))
-    add("--most", type=int, default=25, help="kernels in the table (25)")
     a = parser.parse_args(given)
-    device, dtype = measure.default_device(a.device), measure.DTYPES[a.dtype]
+    dtype = measure.DTYPES[a.dtype]
     try:
         network = Network.named(a.network)
-        _, refused = available([a.contender], device)
+        _, refused = available([a.contender], a.device)
     except ValueError as error:
         parser.error(str(error))
     for reason in refused.values():
         parser.error(reason)
     name = measure.dtype_name(dtype)
-    task = Task("steps", a.network, a.batch, name, (a.contender,), "hotspots", device=a.device)
+    task = Task("steps", a.network, a.batch, name, (a.contender,), "hotspots", device=str(a.device))
     kernels, step_ms = hotspots(Session(task))
     total_ms = sum(ms for _, _, ms in kernels)
     lines = [
-        [name[:70], count, f"{ms:.3f}", f"{1e3 * ms / count:.1f}", f"{ms / total_ms:.1%}"]
-        for name, count, ms in kernels[: a.most]
+        {
+            "kernel": name[:70],
+            "calls": count,
+            "ms": f"{ms:.3f}",
+            "us a call": f"{1e3 * ms / count:.1f}",
+            "of all": f"{ms / total_ms:.1%}",
+        }
+        for name, count, ms in kernels[:MOST]
     ]
-    rest_ms = sum(ms for _, _, ms in kernels[a.most :])
-    lines.append(["all others", sum(k[1] for k in kernels[a.most :]), f"{rest_ms:.3f}", "", ""])
-    print(tabulate(lines, ["kernel", "calls", "ms", "us a call", "of all"], disable_numparse=True))
+    rest_ms = sum(ms for _, _, ms in kernels[MOST:])
+    others = {"kernel": "all others", "calls": sum(k[1] for k in kernels[MOST:])}
+    print(table([*lines, {**others, "ms": f"{rest_ms:.3f}"}]))
     cost = floors.network_cost(network, a.batch, dtype)
-    floor_ms = measure.measure_ceilings(device).floor_ms(*cost, dtype)
+    floor_ms = measure.measure_ceilings(a.device).floor_ms(*cost, dtype)
     print(f"{task.title.split(':')[0]}, {a.contender}: step {step_ms:.2f} ms; ", end="")
     print(f"in kernels {total_ms:.2f} ms; floor {floor_ms:.2f} ms")
 

@@ -9,15 +9,13 @@ torchvision are needed for the others. Prints tables and writes a CSV file.
 import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from torch import nn
 from torch.fx.experimental.optimization import fuse
 
 import preact_kernels as pk
-from bench import measure
+from bench import measure, records
 from bench.measure import DTYPES
 from bench.records import INFERENCE, InferenceRow, put, slug
 from tests.convert import published_models as published
@@ -66,7 +64,7 @@ def measured(name: str, a: argparse.Namespace) -> Iterator[InferenceRow]:
     """The rows of a network, for every batch and contender."""
     torch.manual_seed(0)
     build, size = NETWORKS[name]
-    size, dtype = a.size or size, DTYPES[a.dtype]
+    dtype = DTYPES[a.dtype]
     model = calibrated(build(), size).to(a.device, dtype)
     models = contenders(name, model, compiles=not a.no_compile)
     for batch in a.batch:
@@ -97,26 +95,19 @@ def table(rows: Sequence[InferenceRow]) -> str:
         }
         for r in rows
     ]
-    return tabulate(lines, headers="keys", disable_numparse=True)
+    return records.table(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints a table for every network, and writes."""
-    parser = measure.parser("bench.inference", __doc__)
+    parser = measure.parser("bench.inference", __doc__, "--device", "--out")
     add = parser.add_argument
     add("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     add("--batch", nargs="+", type=int, default=[1, 16], help="images")
-    add("--size", type=int, help="pixels, in place of each network's own")
     add("--rounds", type=int, default=15)
-    add("--threads", type=int, help="of PyTorch on the CPU")
     add("--dtype", choices=DTYPES, default="fp32")
     add("--no-compile", action="store_true", help="leave out torch.compile")
-    add("--device", help="cpu or cuda (cuda where there is one)")
-    add("--out", type=Path, default=measure.OUT)
     a = parser.parse_args(arguments)
-    if a.threads:
-        torch.set_num_threads(a.threads)
-    a.device = measure.default_device(a.device)
     machine = measure.Machine.of(a.device)
     for name in a.networks:
         try:

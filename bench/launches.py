@@ -2,14 +2,11 @@
 
 Needs no GPU: the launches are those of the backend's own code, recorded in place of running
 (bench/dry_run.py). Prints, for every stage, direction and kernel, the launches of a block, the
-bytes of the tensors that they are given, each counted once a launch, and an estimated time:
-
-    bytes / copy bandwidth + gap between launches
-
-The constants are below. Arithmetic, latency within a kernel, and hits in the cache are not in
-the estimate. A unit is the inner channels of every pixel; the floor is that of bench/floors.py, 46
-units for a bottleneck. Launches that occur once a stage count as a fraction of a block's. Blocks
-with a projection are one line of the table; the CSV file has their kernels.
+bytes of the tensors that they are given, each counted once a launch, and an estimated time: bytes
+over copy bandwidth, and a gap between launches. The constants are below. Arithmetic, latency within
+a kernel, and hits in the cache are not in it. A unit is the inner channels of every pixel. Launches
+that occur once a stage count as a fraction of a block's. Blocks with a projection are one line of
+the table; the CSV file has their kernels.
 
 On a GPU, also measures: each stage runs as a CUDA graph under the profiler. The time of a kernel
 runs from the end of the kernel ahead of it to its own end. Stem, head and optimizer are not listed.
@@ -31,11 +28,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
 import preact_kernels as pk
-from bench import dry_run, measure
+from bench import dry_run, measure, records
 from bench.contenders import Network
 from bench.dry_run import BACKWARD, FORWARD, Launch, StageLaunches
 from bench.records import LaunchRow, read, write
@@ -66,9 +62,9 @@ def estimated_us(launch: Launch) -> float:
 def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterator[LaunchRow]:
     """A row for each part, direction and kernel, in the order of the launches."""
     groups: dict[tuple, list[tuple[Launch, float | None]]] = {}
-    for placed, us in zip(stage.launches, measured_us, strict=True):
-        key = placed.part, placed.direction, placed.kernel
-        groups.setdefault(key, []).append((placed.launch, us))
+    for launch, us in zip(stage.launches, measured_us, strict=True):
+        key = launch.part, launch.direction, launch.kernel
+        groups.setdefault(key, []).append((launch, us))
     for (index, direction, kernel), group in sorted(groups.items(), key=lambda g: g[0][0]):
         part = stage.parts[index]
         launches, times = zip(*group, strict=True)
@@ -106,7 +102,7 @@ def table(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
             lines.append(_line("sum", of_direction))
         floor_units = part.floor_bytes / part.unit_bytes
         lines.append(_line(f"a block of {part.blocks}; floor {floor_units:.1f} units", own))
-    return tabulate(lines, "keys", disable_numparse=True)
+    return records.table(lines)
 
 
 def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
@@ -134,7 +130,7 @@ def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
 def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
     """Launches, bytes and time of all stages."""
     floor_bytes = sum(part.floor_bytes * part.blocks for stage in stages for part in stage.parts)
-    launches = [placed.launch for stage in stages for placed in stage.launches]
+    launches = [launch for stage in stages for launch in stage.launches]
     dependent = sum(launch.is_dependent for launch in launches)
     moved = sum(row.bytes_per_block * row.blocks for row in rows)
     estimated_ms = sum(row.estimated_us_per_block * row.blocks for row in rows) / 1e3
@@ -170,7 +166,7 @@ def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> s
         }
         for lost_ms, measured_ms, bytes_ms, row in sorted(lost, key=lambda line: -line[0])[:most]
     ]
-    return tabulate(lines, "keys", form, disable_numparse=True)
+    return records.table(lines, form)
 
 
 class Kernel(NamedTuple):
@@ -268,7 +264,7 @@ def own_name(kernel: str, known: Set[str]) -> str | None:
 def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator[list]:
     """The measured times of the launches of each stage; prints those of whole stages."""
     step = a.network, a.batch, a.dtype, a.memory, a.residual_dtype
-    known = {p.launch.name for s in stages for p in s.launches if is_kernel(p.launch.name)}
+    known = {p.name for s in stages for p in s.launches if is_kernel(p.name)}
     on_gpu = dry_run.stages(*step, torch.device("cuda"))
     for launches, (stage, x) in zip(stages, on_gpu, strict=True):
         name = launches.parts[-1].name
@@ -278,7 +274,7 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
             step_ms = min(measure.time_once_ms(step, torch.device("cuda")) for _ in range(REPLAYS))
             print(f"stage {name}: measured {step_ms:.2f} ms")
             kernels = kernels_of(step)
-            times = times_of([p.launch for p in launches.launches], kernels, known)
+            times = times_of(launches.launches, kernels, known)
             own_us, all_us = sum(us or 0 for us in times), sum(k.us for k in kernels)
             print(
                 f"  by the profiler {all_us / 1e3:.2f} ms, of which fills and kernels of PyTorch "

@@ -9,7 +9,6 @@ import hashlib
 import os
 import platform
 import re
-import resource
 import shlex
 import signal
 import subprocess
@@ -44,20 +43,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def default_device(name: str | None = None) -> torch.device:
-    """The device called `name`; by default a GPU where there is one."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+def default_device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def parser(module: str, description: str) -> argparse.ArgumentParser:
-    """A parser of the command line of `python -m MODULE`."""
+def parser(module: str, description: str, *options: str) -> argparse.ArgumentParser:
+    """A parser of the command line of `python -m MODULE`, with "--device" or "--out" or both."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
+    found = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=form
     )
+    if "--device" in options:
+        words = "cpu or cuda (cuda where there is one)"
+        found.add_argument("--device", type=torch.device, default=default_device(), help=words)
+    if "--out" in options:
+        found.add_argument("--out", type=Path, default=OUT, help="folder of the CSV files")
+    return found
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The type of an error and the start of its message."""
     return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]}"
 
@@ -118,9 +123,7 @@ def time_in_turn(
     device: torch.device,
     deadline_s: float = float("inf"),
     title: str = "",
-    starts: Callable[[str], None] = lambda name: None,
     failed: Callable[[str, Exception], None] | None = None,
-    measured: Callable[[dict[str, Timing]], None] = lambda times: None,
 ) -> dict[str, Timing]:
     """Times every call once per round, A B C A B C ..., so that drift affects all alike.
 
@@ -131,41 +134,30 @@ def time_in_turn(
         deadline_s: value of `time.time()`. No round starts, except the first, that would end later
             if it took as long as the longest before it.
         title: of the progress bar.
-        starts: called with a name before each call.
         failed: called with a name and the error of a call, which is then left out; None raises it.
-        measured: called with the timings so far after each round, also if it is interrupted.
 
     Returns:
         Timings by name.
     """
-    calls = dict(calls)
     samples: dict[str, list[float]] = {name: [] for name in calls}
-
-    def timings() -> dict[str, Timing]:
-        return {name: Timing.of(times) for name, times in samples.items() if times}
-
     longest_s = 0.0
     with tqdm(total=rounds * len(calls), desc=title, leave=False) as bar:
         for index in range(rounds):
             begin_s = time.time()
             if index and begin_s + longest_s > deadline_s:
                 break
-            try:
-                for name in list(calls):
-                    bar.set_postfix_str(name)
-                    starts(name)
-                    try:
-                        samples[name].append(time_once_ms(calls[name], device))
-                    except Exception as error:
-                        if failed is None:
-                            raise
-                        del calls[name], samples[name]
-                        failed(name, error)
-                    bar.update()
-            finally:
-                measured(timings())
+            for name in list(samples):
+                bar.set_postfix_str(name, refresh=False)
+                try:
+                    samples[name].append(time_once_ms(calls[name], device))
+                except Exception as error:
+                    if failed is None:
+                        raise
+                    del samples[name]
+                    failed(name, error)
+                bar.update()
             longest_s = max(longest_s, time.time() - begin_s)
-    return timings()
+    return {name: Timing.of(times) for name, times in samples.items()}
 
 
 _LIBC = ctypes.CDLL(None)
@@ -174,15 +166,7 @@ _PR_SET_PDEATHSIG = 1
 
 def _end_with_parent() -> None:
     """Has the system kill this process when its parent ends, however that ends."""
-    with contextlib.suppress(AttributeError):  # not on Linux
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def end_on_signals() -> None:
-    """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that `run_process` ends its process."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
-            signal.signal(number, signal.default_int_handler)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_process(
@@ -190,23 +174,15 @@ def run_process(
 ) -> int | None:
     """Runs a command; interrupts it after `seconds`, and kills it and its children after `grace_s`.
 
-    It does not outlive this process.
-
-    Args:
-        command: program and arguments.
-        seconds: limit.
-        grace_s: further seconds in which the command can end.
-        **options: of `subprocess.Popen`.
+    It does not outlive this process. `options` are those of `subprocess.Popen`.
 
     Returns:
         The exit status; None if the command ran out of time.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the command inherits SIG_IGN
-    options = {"cwd": ROOT, **options}
-    process = subprocess.Popen(
-        command, start_new_session=True, preexec_fn=_end_with_parent, **options
-    )
+    options = {"cwd": ROOT, "start_new_session": True, **options}
+    process = subprocess.Popen(command, preexec_fn=_end_with_parent, **options)
     try:
         return process.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:
@@ -380,27 +356,20 @@ def _conv_gflop_s(dtype: torch.dtype) -> float:
     return 2 * images * size**2 * channels**2 * 9 / ms / 1e6
 
 
-def _status_bytes(field: str) -> int | None:
-    path = Path("/proc/self/status")
-    status = path.read_text() if path.exists() else ""
-    found = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024
 
 
 def resident_bytes() -> int:
     """Resident size of this process, after returning unused heap pages to the system."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    return _status_bytes("VmRSS") or peak_resident_bytes()
+    _LIBC.malloc_trim(0)
+    return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident size of this process since the last `reset_peak`.
-
-    `ru_maxrss`, which starts at the size of the parent, only where the system has no VmHWM.
-    """
-    high = _status_bytes("VmHWM")
-    return high if high is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Peak resident size of this process since the last `reset_peak`."""
+    return _status_bytes("VmHWM")
 
 
 def reset_peak() -> None:

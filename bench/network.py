@@ -1,7 +1,6 @@
 """Measurements of networks, each by a process of its own: `python -m bench.network TASK`.
 
-`python -m bench` starts these processes. TASK is a `Task` in JSON. Results are rows of CSV files:
-a process that crashes, or breaks its GPU, leaves those that it has written.
+`python -m bench` starts these processes. TASK is a `Task` in JSON. Results are rows of CSV files.
 """
 
 import contextlib
@@ -28,7 +27,6 @@ from bench.contenders import ANCHOR, BY_NAME, Contender, Network
 from bench.records import TRAINING, CurvePoint, Row, put, read
 from preact_kernels.study import data
 
-UNFINISHED = "stopped before its last round"  # in the note of times that are measured again
 FIRST_STEP_SECONDS = 120  # in which a contender has to compile, be checked and take one step
 FIRST_STEPS_SHARE = 0.6  # of the time that is left
 TRUTH = "float64"
@@ -65,11 +63,6 @@ class Task:
         """The CSV file of rows."""
         return Path(f"{self.stem}.csv")
 
-    @property
-    def mark(self) -> Path:
-        """A file that exists while a contender runs: its row, in JSON."""
-        return Path(f"{self.stem}.running")
-
     def rows(self) -> dict[str, Row]:
         """The rows of this network, batch, dtype and commit, by contender."""
         own = self.network, self.batch, self.dtype, self.commit
@@ -99,20 +92,8 @@ class Task:
             timed = {n for n, r in rows.items() if r.median_ms is not None}
             known = {n for n in names if n not in timed or rows[n].peak_bytes is not None}
         else:
-            known = {
-                n
-                for n, r in rows.items()
-                if r.correct == "no" or (r.median_ms is not None and UNFINISHED not in r.note)
-            }
+            known = {n for n, r in rows.items() if r.correct == "no" or r.median_ms is not None}
         return [name for name in names if name not in known]
-
-    def settle(self, status: int | None) -> None:
-        """If the process crashed, writes that the contender that ran has failed."""
-        if status and self.mark.exists():
-            row = Row(**json.loads(self.mark.read_text()))
-            row.correct, row.note = "no", f"failed: the process ended with exit status {status}"
-            put(self.path, row)
-        self.mark.unlink(missing_ok=True)
 
 
 class TrainingStep:
@@ -187,33 +168,16 @@ class Session:
         inputs = [(contender.input(x, self.device, dtype), y.to(self.device)) for x, y in inputs]
         return TrainingStep(model, inputs, graphed=contender.graphed)
 
-    def fail(self, row: Row, error: Exception) -> None:
+    def fail(self, row: Row, error: BaseException) -> None:
         """Writes why a contender has no time; raises if it broke the GPU."""
         error.__traceback__ = None  # its frames keep tensors
         row.correct, row.note = "no", f"failed: {measure.first_line(error)}"
         tqdm.write(f"  {row.contender}: {row.note}")
         put(self.task.path, row)
-        self.task.mark.unlink(missing_ok=True)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         measure.synchronize(self.device)
-
-    def runs(self, row: Row) -> None:
-        """Says which contender runs, in case it ends the process."""
-        self.task.mark.parent.mkdir(parents=True, exist_ok=True)
-        self.task.mark.write_text(json.dumps(dataclasses.asdict(row)))
-
-    @contextlib.contextmanager
-    def attempt(self, row: Row) -> Iterator[None]:
-        """Says that a contender runs, in case it ends the process, and writes its error, if any."""
-        self.runs(row)
-        try:
-            yield
-        except Exception as error:  # the other contenders go on
-            self.fail(row, error)
-        finally:
-            self.task.mark.unlink(missing_ok=True)
 
 
 class TookTooLong(KeyboardInterrupt):
@@ -222,25 +186,15 @@ class TookTooLong(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raises TookTooLong if the context takes longer, also while something compiles.
-
-    Also if that ends in another error: that of the CUDA graph whose capture it interrupts.
-    """
-    rang = False
+    """Raises TookTooLong if the context takes longer, also while something compiles."""
 
     def ring(*_) -> None:
-        nonlocal rang
-        rang = True
-        raise TookTooLong
+        raise TookTooLong(f"no first step in {FIRST_STEP_SECONDS} s")
 
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
-    except Exception as error:
-        if rang:
-            raise TookTooLong from error
-        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -270,12 +224,12 @@ def measure_steps(session: Session) -> None:
     """Counts the bytes that each contender keeps for the backward, and times them in turn.
 
     A contender with wrong results gets a row that says so, and no time; so does one that takes
-    longer than FIRST_STEP_SECONDS. In a second group of the same network, the anchor takes its
-    turns again, and notes say its time there.
+    longer than FIRST_STEP_SECONDS. Where the anchor has a time already, it takes its turns again,
+    and notes say its time there.
     """
     task, device = session.task, session.device
     wanted = task.missing()
-    known = task.rows().get(ANCHOR) if ANCHOR in task.contenders else None
+    known = task.rows().get(ANCHOR)
     has_reference = known is not None and known.median_ms is not None and ANCHOR not in wanted
     steps: dict[str, TrainingStep] = {}
     rows = {name: session.row(name).without_times() for name in wanted}
@@ -285,22 +239,16 @@ def measure_steps(session: Session) -> None:
         measure.synchronize(device)
     last_s = time.time() + FIRST_STEPS_SHARE * (task.end_s - time.time())
     for name in tqdm(wanted, desc=f"{task.title}: first steps", leave=False):
-        left_s = last_s - time.time()
         try:
-            with session.attempt(rows[name]), alarm(min(left_s, FIRST_STEP_SECONDS)):
+            with alarm(min(last_s - time.time(), FIRST_STEP_SECONDS)):
                 step = first_step(session, rows[name])
-                if step is not None:
-                    steps[name] = step
-        except TookTooLong:
-            if left_s < FIRST_STEP_SECONDS:
+            if step is not None:
+                steps[name] = step
+        except (Exception, TookTooLong) as error:  # the other contenders go on
+            if time.time() >= last_s:
                 break
-            session.fail(rows[name], TimeoutError(f"no first step in {FIRST_STEP_SECONDS} s"))
+            session.fail(rows[name], error)
         step = None  # room for the next one
-
-    def starts(name: str) -> None:
-        task.mark.unlink(missing_ok=True)
-        if name in wanted:
-            session.runs(rows[name])
 
     def fail(name: str, error: Exception) -> None:
         del steps[name]
@@ -308,28 +256,21 @@ def measure_steps(session: Session) -> None:
             raise error
         session.fail(rows[name], error)
 
-    def write(times: dict[str, measure.Timing], note: str = "") -> None:
-        timed = [dataclasses.replace(rows[name]) for name in times if name in wanted]
-        for row in timed:
-            row.set_timing(times[row.contender], task.floor_ms)
-            if has_reference and ANCHOR in times:
-                row.note += f"; {ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
-            row.note += note
-        if timed:
-            put(task.path, *timed)
-
     times = measure.time_in_turn(
         steps,
         rounds=task.steps,
         device=device,
         deadline_s=task.end_s - 5,
         title=task.title,
-        starts=starts,
         failed=fail,
-        measured=lambda times: write(times, f"; {UNFINISHED}"),
     )
-    task.mark.unlink(missing_ok=True)
-    write(times)
+    timed = [rows[name] for name in times if name in wanted]
+    for row in timed:
+        row.set_timing(times[row.contender], task.floor_ms)
+        if has_reference and ANCHOR in times:
+            row.note += f"; {ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
+    if timed:
+        put(task.path, *timed)
 
 
 def judged(session: Session, contender: Contender) -> correctness.Verdict:
@@ -371,10 +312,12 @@ def measure_kept_bytes(session: Session) -> None:
     """Counts the bytes that a forward keeps; runs no training step."""
     for name in tqdm(session.task.missing(), desc=session.task.title, leave=False):
         row = session.row(name)
-        with session.attempt(row):
+        try:
             step = session.step(name, batches=1)
             row.saved_bytes = kept_bytes(BY_NAME[name], step.model, next(step.batches)[0])
             put(session.task.path, row)
+        except Exception as error:  # the other contenders go on
+            session.fail(row, error)
 
 
 def measure_peak(session: Session) -> None:
@@ -456,7 +399,6 @@ def main(given: str) -> None:
     try:
         KINDS[task.kind](Session(task))
     except KeyboardInterrupt:
-        task.mark.unlink(missing_ok=True)
         sys.exit("out of time")
 
 

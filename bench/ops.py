@@ -160,8 +160,6 @@ EAGER, FUSED = "eager-channels-last", "fused"
 CONTENDERS = {
     EAGER: Contender(eager, nullcontext, "x and activation"),
     FUSED: Contender(fused, nullcontext, "x"),
-}
-GPU_CONTENDERS = {
     "fused-triton": Contender(fused, lambda: pk.use_backend("triton"), "x"),
     "fused-bn-relu": Contender(
         fused, lambda: mock.patch.object(CUDAKernels, "serves_conv", lambda *_, **__: False), "x"
@@ -171,12 +169,12 @@ GPU_CONTENDERS = {
 
 def contenders(case: Case, device: torch.device) -> dict[str, Contender]:
     """What is timed for an op, by name."""
-    wanted = dict(CONTENDERS)
-    for name, needs in (("fused-triton", "triton"), ("fused-bn-relu", "cuda")):
-        serves = case.out is not None or name == "fused-triton"
-        if device.type == "cuda" and serves and needs in pk.available_backends():
-            wanted[name] = GPU_CONTENDERS[name]
-    return wanted
+    names, libraries = [EAGER, FUSED], pk.available_backends() if device.type == "cuda" else ()
+    if "triton" in libraries:
+        names.append("fused-triton")
+    if "cuda" in libraries and case.out is not None:
+        names.append("fused-bn-relu")
+    return {name: CONTENDERS[name] for name in names}
 
 
 def run(contender: Contender, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:

@@ -23,11 +23,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
-from bench import measure
-from bench.records import CEILINGS, CeilingRow, put, slug
+from bench import measure, records
+from bench.records import CEILINGS, CeilingRow, number, put, slug
 
 SOURCE = measure.ROOT / "bench" / "probes.cu"
 FOLDER = measure.ROOT / "build" / "probes"
@@ -152,11 +151,18 @@ def row_of(name: str, probe: Callable[[], float]) -> CeilingRow:
         return CeilingRow(name, "us", note=str(error).splitlines()[0])
 
 
+def table(rows: Sequence[CeilingRow], form: str = "simple") -> str:
+    """A line for each ceiling, with the reason where a probe failed."""
+    lines = [
+        {"ceiling": r.name, "measured": number(r.value, ",.2f") or r.note, "unit": r.unit}
+        for r in rows
+    ]
+    return records.table(lines, form)
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Measures, prints and writes; returns 1 if a probe failed."""
-    parser = measure.parser("bench.probes", __doc__)
-    parser.add_argument("--out", type=Path, default=measure.OUT)
-    a = parser.parse_args(given)
+    a = measure.parser("bench.probes", __doc__, "--out").parse_args(given)
     if not torch.cuda.is_available():
         sys.exit("bench.probes: no GPU")
     device = torch.device("cuda")
@@ -180,8 +186,7 @@ def main(given: Sequence[str] | None = None) -> int:
     for name, probe in probes.by_name().items():
         rows.append(row_of(name, probe))
         put(path, machine.stamp(rows[-1]))
-    lines = [[r.name, "" if r.value is None else f"{r.value:,.2f}", r.unit, r.note] for r in rows]
-    print(tabulate(lines, ["ceiling", "measured", "unit", "note"], disable_numparse=True))
+    print(table(rows))
     return int(any(r.value is None for r in rows))
 
 

@@ -1,11 +1,14 @@
-"""Rows of results: CSV files, one per device and kind of row."""
+"""Rows of results: CSV files, one per device and kind of row; and tables."""
 
 import csv
 import dataclasses
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
+
+from tabulate import tabulate
 
 # How the names of files end that do not hold `Row`.
 TRAINING = "-training.csv"
@@ -207,6 +210,16 @@ class CeilingRow(Measured):
     note: str = ""  # why
 
     KEY = ("name",)
+
+
+def number(value: float | None, form: str = ",.1f") -> str:
+    """A formatted number; empty for None."""
+    return "" if value is None else format(value, form)
+
+
+def table(lines: Sequence[Mapping[str, object]], form: str = "simple") -> str:
+    """A table with one column per key; empty without lines."""
+    return tabulate(lines, "keys", form, disable_numparse=True) if lines else ""
 
 
 def slug(text: str) -> str:

@@ -9,9 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tabulate import tabulate
-
-from bench import converted, launches, measure, plots
+from bench import converted, launches, measure, plots, probes
 from bench.contenders import (
     ANCHOR,
     BY_NAME,
@@ -34,7 +32,9 @@ from bench.records import (
     CurvePoint,
     LaunchRow,
     Row,
+    number,
     read,
+    table,
 )
 
 PAGES = {
@@ -71,18 +71,8 @@ def load(folder: Path) -> dict[str, Device]:
     return found
 
 
-def number(value: float | None, form: str = ",.1f") -> str:
-    """A formatted number; empty for None."""
-    return "" if value is None else format(value, form)
-
-
 def _mib(value: int | None) -> str:
     return number(None if value is None else value / MIB, ",.0f")
-
-
-def table(lines: Sequence[dict[str, object]], form: str) -> str:
-    """A table with one column per key; empty without lines."""
-    return tabulate(lines, "keys", form, disable_numparse=True) if lines else ""
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:
@@ -346,11 +336,8 @@ def gpu_block(folder: Path) -> str:
     sections = []
     for path in sorted(folder.glob(f"*{CEILINGS}")):
         ceilings = read(path, CeilingRow)
-        lines = [
-            {"ceiling": r.name, "measured": number(r.value, ",.2f") or r.note, "unit": r.unit}
-            for r in ceilings
-        ]
-        sections.append(section(f"**{ceilings[0].device}**", table(lines, "github"), ceilings))
+        contents = probes.table(ceilings, "github")
+        sections.append(section(f"**{ceilings[0].device}**", contents, ceilings))
     for path in sorted(folder.glob(f"*{LAUNCHES}")):
         steps: dict[tuple, list[LaunchRow]] = {}
         for row in read(path, LaunchRow):
@@ -403,23 +390,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     a = parser.parse_args(arguments)
     try:
         texts = {a.root / name: (a.root / name).read_text() for name in PAGES}
-        for page, names in zip(texts, PAGES.values(), strict=True):
-            for name in names:
-                rewrite_block(texts[page], name, "")  # checks the markers before plotting
+        blocks = [
+            (page, name)
+            for page, names in zip(texts, PAGES.values(), strict=True)
+            for name in names
+        ]
+        for page, name in blocks:
+            rewrite_block(texts[page], name, "")  # checks the markers before plotting
         devices = load(a.results)
         figures = {d: plots.write_plots(*records, a.results) for d, records in devices.items()}
-        for page, names in zip(texts, PAGES.values(), strict=True):
-            for name in names:
-                if name in _OF_FOLDER:
-                    contents = _OF_FOLDER[name](a.results)
-                elif name == "headline":
-                    contents = headline_block(devices, figures, page)
-                else:
-                    contents = device_block(name, devices, figures, page)
-                texts[page] = rewrite_block(texts[page], name, contents)
-            page.write_text(texts[page])
+        for page, name in blocks:
+            if name in _OF_FOLDER:
+                contents = _OF_FOLDER[name](a.results)
+            elif name == "headline":
+                contents = headline_block(devices, figures, page)
+            else:
+                contents = device_block(name, devices, figures, page)
+            texts[page] = rewrite_block(texts[page], name, contents)
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench.report: {error}") from error
+    for page, text in texts.items():
+        page.write_text(text)
     count = sum(len(paths) for by_block in figures.values() for paths in by_block.values())
     print(f"{', '.join(PAGES)}: results of {len(devices)} device(s), {count} plots")
 

@@ -1,17 +1,15 @@
 """Weak scaling of a data-parallel training step: `torchrun --nproc-per-node N -m bench`.
 
 Every process trains the network on its own batch of --batch images, in DistributedDataParallel with
-`SyncBatchNorm`. Three steps take turns:
+`SyncBatchNorm`. Three steps take turns, all with the same threads: on a CPU the cores over the
+processes.
 
     alone     one process trains, the others wait
     apart     every process trains its own copy at the same time, and none sends anything
     together  the data-parallel step: gradients and statistics are shared
 
-All have the same threads: on a CPU the cores over the processes. Efficiency is alone / together,
-the images per second of N processes over N times those of one. The share of sending and waiting is
-1 - apart / together; the rest of the loss is what processes cost each other without any message.
-
-`torch.nn.SyncBatchNorm` itself does not run on a CPU. There the plain network normalises with the
+Efficiency is alone / together; the share of sending and waiting is 1 - apart / together.
+`torch.nn.SyncBatchNorm` does not run on a CPU: there the plain network normalises with the
 statistics of each process, and so does one more fused contender, to compare it with.
 """
 
@@ -30,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench import correctness, measure, report
+from bench import correctness, measure, records
 from bench.contenders import ANCHOR, Contender, Network, is_rival
 from bench.network import TrainingStep
-from bench.records import SCALING, ScalingRow, put, slug
+from bench.records import SCALING, ScalingRow, number, put, slug
 from preact_kernels.study import data
 
 CONTENDERS = ("eager-channels-last", "fused-store", "fused-rebuild", "fused-checkpoint")
@@ -178,10 +176,10 @@ def table(rows: list[ScalingRow]) -> str:
         "sending and waiting": ("sending_share", ".0%"),
     }
     lines = [
-        {name: report.number(getattr(row, field), form) for name, (field, form) in columns.items()}
+        {name: number(getattr(row, field), form) for name, (field, form) in columns.items()}
         for row in rows
     ]
-    return report.table(lines, "simple")
+    return records.table(lines)
 
 
 def main(a: argparse.Namespace) -> int:

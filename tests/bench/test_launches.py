@@ -17,7 +17,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from bench import dry_run, launches, measure
-from bench.dry_run import BACKWARD, FORWARD, Launch, Part, PlacedLaunch, StageLaunches
+from bench.dry_run import BACKWARD, FORWARD, Launch, Part, StageLaunches
 from bench.launches import Kernel, arguments, kernels_in, main, recorded, rows_of
 from bench.records import LAUNCHES, LaunchRow, put, read
 from tests.kernels.cuda_on_host import build, serve_cpu
@@ -182,8 +182,7 @@ def test_parts_of_a_tensor_end_where_the_next_begins():
 
 
 def placed(name, bytes_moved=0, *, is_dependent=False, kernel=None):
-    launch = Launch(name, "1", 256, 0, is_dependent, bytes_moved)
-    return PlacedLaunch(launch, 0, FORWARD, kernel or name)
+    return Launch(name, "1", 256, 0, is_dependent, bytes_moved, 0, FORWARD, kernel or name)
 
 
 def test_rows_add_up_to_the_launches():
@@ -248,7 +247,7 @@ PROFILED = [
 
 def test_measured_kernels_are_those_that_were_recorded():
     names = "bn_stats", "aten::zeros", "fill_zeros", "bn_relu_conv_forward"
-    stats, zeros, fill, conv = (placed(name).launch for name in names)
+    stats, zeros, fill, conv = (placed(name) for name in names)
     known = {"bn_stats", "bn_relu_conv_forward", "bn_relu_conv_forward_rare"}
 
     def times_of(*launches_of_step):
@@ -271,7 +270,7 @@ def gpu(monkeypatch):
     left = iter(stages)
 
     def kernels_of(step):
-        names = [p.launch.name for p in next(left).launches]
+        names = [p.name for p in next(left).launches]
         names = ["Memset (Device)" if n == "fill_zeros" else f"{n}_kernel" for n in names]
         return [Kernel(name, 2.0) for name in names]
 

@@ -85,7 +85,7 @@ def test_a_model_that_conversion_makes_wrong_gets_no_speed(tmp_path, monkeypatch
 def test_inference_is_measured_in_all_ways(tmp_path, capsys):
     options = ["--batch", "1", "2", "--rounds", "1", "--no-compile", "--device", "cpu"]
     inference.main(["--networks", "tiny", *options, "--out", str(tmp_path)])
-    options += ["--size", "16", "--dtype", "fp64"]
+    options += ["--dtype", "fp64"]
     inference.main(["--networks", "resnet-20", "missing", *options, "--out", str(tmp_path)])
     assert "missing: not measured, timm is not installed" in capsys.readouterr().out
     (path,) = tmp_path.iterdir()
@@ -96,7 +96,7 @@ def test_inference_is_measured_in_all_ways(tmp_path, capsys):
         "pk.fuse_for_inference",
         "pk.fuse_for_inference, converted",
     )
-    cases = (("tiny", 8, "fp32"), ("resnet-20", 16, "fp64"))
+    cases = (("tiny", 8, "fp32"), ("resnet-20", 32, "fp64"))
     assert [(r.case, r.image_size, r.dtype, r.batch, r.contender) for r in rows] == [
         (*case, batch, contender) for case in cases for batch in (1, 2) for contender in contenders
     ]
