@@ -34,6 +34,8 @@ ARGS ?=
 OUT ?=
 
 BIN := $(VENV)/bin
+# Images of containers set this. Without bytecode files every process compiles torch again: 3 s.
+unexport PYTHONDONTWRITEBYTECODE
 # Python compiles to bytecode what it imports: pip would compile 20,000 files.
 PIP_FLAGS := -q --disable-pip-version-check --no-compile
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS)

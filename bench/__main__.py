@@ -1,8 +1,8 @@
 """Network benchmarks: `python -m bench`.
 
 Measures the limits of the machine, then the tasks of bench/plan.py, the most important first,
-until the time limit: contenders on the first network and others, the bytes that they keep, training
-curves, single ops. Each task is a process (bench/network.py). A
+until the time limit: contenders on the first network (the deepest, of --depths) and others, the
+bytes that they keep, training curves, single ops. Each task is a process (bench/network.py). A
 contender is timed only if its results are correct. Lists at the end what did not fit. Writes one
 CSV file per device, prints tables, saves plots beside it.
 
@@ -42,8 +42,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         metavar="NAME",
         help="resnet-, preact-resnet- or imagenet-resnet-DEPTH, wrn-DEPTH-10; the most important "
-        "first (resnet-1001 resnet-164 resnet-110)",
+        "first",
     )
+    add("--depths", type=int, nargs="+", help="of resnet, ahead of --networks (1001 164 110)")
     add(
         "--batch",
         type=int,
@@ -51,6 +52,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="images, the most important first (16; on a GPU 128 256 64)",
     )
     add("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
+    add(
+        "--curve-steps",
+        type=int,
+        help="of the training curves (20; half as many from 300 layers on)",
+    )
     add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(BY_NAME)}")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32; on a GPU bf16")
     add("--data", help=f"directory of CIFAR files (or {data.ENVIRONMENT_VARIABLE}); else digits")
@@ -62,15 +68,18 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     on_gpu = a.device.type == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")
-    a.is_default = not (a.quick or a.networks)
+    a.is_default = not (a.quick or a.depths or a.networks)
     # Measured beside the default, on the first networks.
     other_dtype = torch.float32 if on_gpu else torch.bfloat16
     a.other_dtype = other_dtype if a.is_default and a.dtype is None else None
     a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
-    default = ("resnet-29", "resnet-20") if a.quick else ("resnet-1001", "resnet-164", "resnet-110")
-    a.networks = list(dict.fromkeys(a.networks or default))
+    if not (a.depths or a.networks):
+        a.depths = (29, 20) if a.quick else (1001, 164, 110)
+    depths = sorted(set(a.depths or ()), reverse=True)
+    a.networks = list(dict.fromkeys([*(f"resnet-{d}" for d in depths), *(a.networks or ())]))
     a.batch = a.batch or ([128, 256, 64] if on_gpu else [16])
     a.steps = a.steps or (3 if a.quick else 20 if on_gpu else 5)
+    a.curve_steps = a.curve_steps or (5 if a.quick else 20)
     names = a.contenders or [
         name
         for name in dict.fromkeys(name for group in GROUPS.values() for name in group)

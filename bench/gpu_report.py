@@ -225,6 +225,7 @@ class Report:
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PATH": path, **part.environment}
         environment["TQDM_MININTERVAL"] = "5"  # seconds between states of a progress bar in the log
+        print(f"{part.name}: {seconds:.0f} s at most", flush=True)
         start_s = time.monotonic()
         with (self.folder / "log.txt").open("a+b", buffering=0) as log:
             log.write(f"\n=== {part.name}: {' '.join(command)}\n".encode())
@@ -299,8 +300,12 @@ def main(given: Sequence[str] | None = None) -> int:
     for part, words in kept.items():
         report.note(part, words)
     parts = [] if a.only_build else [part for part in parts if part.name not in kept]
+    spare_s = 0.0  # that a group of tests leaves to the next
     for index, part in enumerate(parts):
-        report.run(part, parts[index + 1 :])
+        seconds = part.seconds + (spare_s if part.name.startswith("tests ") else 0)
+        begin_s = time.monotonic()
+        report.run(dataclasses.replace(part, seconds=seconds), parts[index + 1 :])
+        spare_s = max(0.0, seconds - (time.monotonic() - begin_s))
     for path in folder.glob("*.partial"):  # of a process that was killed
         path.unlink()
     return int(report.has_failed)

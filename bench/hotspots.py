@@ -14,8 +14,6 @@ from bench.contenders import BY_NAME, Network, available
 from bench.network import Session, Task
 from bench.records import table
 
-MOST = 25  # kernels in the table
-
 
 def hotspots(session: Session) -> tuple[list[tuple[str, int, float]], float]:
     """Profiles one training step of the contender of a task after warm-up.
@@ -49,6 +47,7 @@ def main(given: Sequence[str] | None = None) -> None:
     add("--network", default="resnet-164")
     add("--batch", type=int, default=128 if on_gpu else 16)
     add("--dtype", choices=list(measure.DTYPES), default="bf16" if on_gpu else "fp32")
+    add("--most", type=int, default=25, help="kernels in the table (25)")
     a = parser.parse_args(given)
     dtype = measure.DTYPES[a.dtype]
     try:
@@ -70,10 +69,10 @@ def main(given: Sequence[str] | None = None) -> None:
             "us a call": f"{1e3 * ms / count:.1f}",
             "of all": f"{ms / total_ms:.1%}",
         }
-        for name, count, ms in kernels[:MOST]
+        for name, count, ms in kernels[: a.most]
     ]
-    rest_ms = sum(ms for _, _, ms in kernels[MOST:])
-    others = {"kernel": "all others", "calls": sum(k[1] for k in kernels[MOST:])}
+    rest_ms = sum(ms for _, _, ms in kernels[a.most :])
+    others = {"kernel": "all others", "calls": sum(k[1] for k in kernels[a.most :])}
     print(table([*lines, {**others, "ms": f"{rest_ms:.3f}"}]))
     cost = floors.network_cost(network, a.batch, dtype)
     floor_ms = measure.measure_ceilings(a.device).floor_ms(*cost, dtype)

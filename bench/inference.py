@@ -64,7 +64,7 @@ def measured(name: str, a: argparse.Namespace) -> Iterator[InferenceRow]:
     """The rows of a network, for every batch and contender."""
     torch.manual_seed(0)
     build, size = NETWORKS[name]
-    dtype = DTYPES[a.dtype]
+    size, dtype = a.size or size, DTYPES[a.dtype]
     model = calibrated(build(), size).to(a.device, dtype)
     models = contenders(name, model, compiles=not a.no_compile)
     for batch in a.batch:
@@ -104,10 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     add("--batch", nargs="+", type=int, default=[1, 16], help="images")
+    add("--size", type=int, help="pixels, in place of each network's own")
     add("--rounds", type=int, default=15)
+    add("--threads", type=int, help="of PyTorch on the CPU")
     add("--dtype", choices=DTYPES, default="fp32")
     add("--no-compile", action="store_true", help="leave out torch.compile")
     a = parser.parse_args(arguments)
+    if a.threads:
+        torch.set_num_threads(a.threads)
     machine = measure.Machine.of(a.device)
     for name in a.networks:
         try:

@@ -78,7 +78,7 @@ class Plan:
         networks = [Network.named(name) for name in self.a.networks]
         shallow = [n for n in networks if n.depth < 300 and n.block == "bottleneck"]
         for net in dict.fromkeys([*shallow[:1], networks[0]]):
-            steps = 5 if self.a.quick else 20 if net.depth < 300 else 10
+            steps = self.a.curve_steps if net.depth < 300 else max(3, self.a.curve_steps // 2)
             group = f"{steps} steps of training"
             yield from self.task("curves", net.name, self.a.batch[0], CURVES, group, steps=steps)
 
