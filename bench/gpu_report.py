@@ -82,6 +82,8 @@ CONVERTED_MODELS = (
 """Models of `bench.converted`, the most important first."""
 GRACE_SECONDS = 20  # between interrupting and killing a part
 MIN_SECONDS = 120  # of a part without a limit, if they are left
+LEAST_SECONDS = 30  # for which a benchmark is started
+LOG_BYTES = 2**20  # of each part in log.txt
 
 LOAD = f"""
 import sys
@@ -215,11 +217,12 @@ class Report:
         left_s = self.end_s - time.monotonic() - GRACE_SECONDS
         free_s = max(left_s - sum(p.reserved for p in later), MIN_SECONDS)
         seconds = min(left_s, free_s if part.seconds == math.inf else part.seconds)
-        if seconds < 1:
+        is_bench = part.command[:2] == ["-m", "bench"]
+        if seconds < (LEAST_SECONDS if is_bench else 1):
             self.note(part.name, "no time left")
             return None
         command = [sys.executable, *part.command]
-        if part.command[:2] == ["-m", "bench"]:
+        if is_bench:
             command += ["--time-limit", str(int(seconds - 10))]
         scripts = os.path.dirname(sys.executable)  # has ninja, in a virtual environment
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
@@ -233,7 +236,11 @@ class Report:
             options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment}
             status = measure.run_process(command, seconds, GRACE_SECONDS, **options)
             log.seek(begin)
-            lines = re.split(r"[\r\n]+", log.read().decode(errors="replace").strip())
+            output = log.read()
+            if len(output) > LOG_BYTES:
+                log.truncate(begin + LOG_BYTES // 2)
+                log.write(b"\n... the middle is left out ...\n" + output[-LOG_BYTES // 2 :])
+            lines = re.split(r"[\r\n]+", output.decode(errors="replace").strip())
         counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # of pytest
         last = [*lines, *counts[-1:]][-1].strip("= ")[-200:]
         how = "out of time" if status is None else "ok" if not status else f"exit status {status}"
@@ -248,11 +255,11 @@ def kept_lines(earlier: Path, sources: str, parts: Sequence[Part]) -> dict[str, 
     Tests also if some failed.
     """
     path = earlier / "summary.txt"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().split("\n") if path.exists() else []
     if sources not in lines:
         return {}
     once = {part.name for part in parts if not part.repeats}
-    found = dict(line.split(": ", 1) for line in lines)
+    found = dict(line.split(": ", 1) for line in lines if ": " in line)
     return {
         name: words
         for name, words in found.items()
@@ -299,8 +306,9 @@ def main(given: Sequence[str] | None = None) -> int:
     report.run(Part("libraries", ["-c", LOAD], 60))
     for part, words in kept.items():
         report.note(part, words)
+    # Seconds that groups of tests leave to the next one.
+    spare_s = sum(p.seconds for p in parts if p.name in kept and p.name.startswith("tests "))
     parts = [] if a.only_build else [part for part in parts if part.name not in kept]
-    spare_s = 0.0  # that a group of tests leaves to the next
     for index, part in enumerate(parts):
         seconds = part.seconds + (spare_s if part.name.startswith("tests ") else 0)
         begin_s = time.monotonic()

@@ -124,6 +124,7 @@ def time_in_turn(
     deadline_s: float = float("inf"),
     title: str = "",
     failed: Callable[[str, Exception], None] | None = None,
+    after_round: Callable[[dict[str, Timing]], None] = lambda times: None,
 ) -> dict[str, Timing]:
     """Times every call once per round, A B C A B C ..., so that drift affects all alike.
 
@@ -135,11 +136,13 @@ def time_in_turn(
             if it took as long as the longest before it.
         title: of the progress bar.
         failed: called with a name and the error of a call, which is then left out; None raises it.
+        after_round: called with the timings so far.
 
     Returns:
         Timings by name.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, Timing] = {}
     longest_s = 0.0
     with tqdm(total=rounds * len(calls), desc=title, leave=False) as bar:
         for index in range(rounds):
@@ -157,7 +160,9 @@ def time_in_turn(
                     failed(name, error)
                 bar.update()
             longest_s = max(longest_s, time.time() - begin_s)
-    return {name: Timing.of(times) for name, times in samples.items()}
+            times = {name: Timing.of(samples_ms) for name, samples_ms in samples.items()}
+            after_round(times)
+    return times
 
 
 _LIBC = ctypes.CDLL(None)

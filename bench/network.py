@@ -256,21 +256,24 @@ def measure_steps(session: Session) -> None:
             raise error
         session.fail(rows[name], error)
 
-    times = measure.time_in_turn(
+    def write(times: dict[str, measure.Timing]) -> None:
+        timed = [dataclasses.replace(rows[name]) for name in times if name in wanted]
+        for row in timed:
+            row.set_timing(times[row.contender], task.floor_ms)
+            if has_reference and ANCHOR in times:
+                row.note += f"; {ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
+        if timed:
+            put(task.path, *timed)
+
+    measure.time_in_turn(
         steps,
         rounds=task.steps,
         device=device,
         deadline_s=task.end_s - 5,
         title=task.title,
         failed=fail,
+        after_round=write,  # a process that is stopped leaves the rounds that ended
     )
-    timed = [rows[name] for name in times if name in wanted]
-    for row in timed:
-        row.set_timing(times[row.contender], task.floor_ms)
-        if has_reference and ANCHOR in times:
-            row.note += f"; {ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
-    if timed:
-        put(task.path, *timed)
 
 
 def judged(session: Session, contender: Contender) -> correctness.Verdict:

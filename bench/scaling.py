@@ -213,6 +213,8 @@ def main(a: argparse.Namespace) -> int:
         flush=True,
     )
     path = a.out / f"{slug(machine.device)}-{processes}-processes{SCALING}"
+    if dist.get_rank() == 0 and not a.resume:
+        path.unlink(missing_ok=True)
     rows: list[ScalingRow] = []
     for name in a.networks:
         if _slowest(float(time.monotonic() > deadline_s), a.device):

@@ -8,11 +8,6 @@
 #include "reduction.cuh"
 #include "statistics.cuh"
 
-#if !defined(PK_CUDA_ON_HOST)
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#endif
-
 namespace preact_kernels::cuda {
 
 // Makes the device of `x` the current one during its lifetime. `stream` is its current stream.

@@ -1,4 +1,4 @@
-// What both libraries use of torch's stable ABI.
+// What both libraries use of torch's stable ABI; the first of torch's headers in every unit.
 //
 // Under nvcc, torch's headers include Thrust for its complex numbers: half of all that a unit
 // reads. No kernel uses a type of torch, so they are read as a C++ compiler reads them.
@@ -11,6 +11,10 @@
 #undef __CUDA_ARCH__
 #endif
 
+#if defined(USE_CUDA) && !defined(PK_CUDA_ON_HOST)
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>

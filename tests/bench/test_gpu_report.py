@@ -204,6 +204,7 @@ def test_a_report_that_resumes_keeps_the_rows_and_the_parts_that_ended(machine, 
     assert gpu_report.main([str(out), "--resume", str(earlier)]) == 1  # tests 3 failed
     again = [part for part in MEASURED if part not in ("ceilings", "launches of triton")]
     assert list(machine.commands) == ["libraries", "tests 2", "tests 4", *again]
+    assert machine.limits["tests 2"] == 3 * 35  # with the seconds of tests 1 and 3
     assert "--resume" in machine.commands["bench"] and "--resume" in machine.commands["converted"]
     lines = SUMMARY.splitlines()
     assert {lines[i] for i in (0, 2, 4, 5, 7)} < set(summary(out))  # for a run that resumes this

@@ -106,6 +106,25 @@ def test_calls_take_turns_and_a_failing_one_is_left_out():
     order.clear()
     measure.time_in_turn(calls, rounds=3, device=CPU, deadline_s=time.time())
     assert order == ["a", "b"]  # the first round alone
+
+
+def test_a_group_that_is_stopped_leaves_the_rounds_that_ended(tmp_path, monkeypatch):
+    rounds = []
+
+    def time_once_ms(call, device):
+        rounds.append(call)
+        if len(rounds) == 4:
+            raise KeyboardInterrupt
+        return float(len(rounds))
+
+    monkeypatch.setattr(measure, "time_once_ms", time_once_ms)
+    with pytest.raises(KeyboardInterrupt):
+        measure_steps(Session(task_in(tmp_path, "fused-store", "fused-rebuild")))
+    times = {name: row.median_ms for name, row in rows_in(tmp_path).items()}
+    assert times == {"fused-store": 1.0, "fused-rebuild": 2.0}
+
+
+def test_a_timing_is_the_median_and_two_percentiles():
     assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx((3.0, 1.8, 4.2))
 
 

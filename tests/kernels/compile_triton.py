@@ -433,6 +433,14 @@ def faults(rows: Sequence[Compiled], stack_bytes: int = 0) -> list[str]:
     return wrong
 
 
+def all_kernels() -> set[str]:
+    """The names of the kernels that launchers call."""
+    modules = [m for name, m in sys.modules.items() if name.startswith(kernels.__name__)]
+    values = [value for module in modules for value in vars(module).values()]
+    jitted = [f for f in values if isinstance(f, triton.runtime.JITFunction)]
+    return {f.__name__ for f in jitted if f.__name__.endswith("_kernel")}
+
+
 _launches: list[Launch] = []  # processes inherit them
 
 
@@ -457,6 +465,7 @@ def main() -> None:
         csv.writer(file).writerows([Compiled._fields, *rows])
     print(f"Triton {triton.__version__}: {len(rows)} kernels compiled")
     wrong = faults(rows, options.stack_bytes)
+    wrong += [f"{name}: not compiled" for name in sorted(all_kernels() - {r.kernel for r in rows})]
     if wrong:
         sys.exit("\n".join(wrong))
 

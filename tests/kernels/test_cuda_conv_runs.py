@@ -91,7 +91,7 @@ def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large, 
         # All weight gradients are apart: launched when there are 48, and at the end.
         (17, 3, 6, 2),
         # Those of 3x3 are: launched at the end. Parts of others are added up when there are 64.
-        pytest.param(33, 8, 1, 2, marks=pytest.mark.slow),
+        (33, 8, 1, 2),
         # Parts of those launched when there are 48 join 31 others: two launches add them up.
         pytest.param(48, 8, 1, 4, marks=pytest.mark.slow),
     ],

@@ -47,13 +47,14 @@ pytestmark = pytest.mark.usefixtures("on_gpu_backend")
 
 
 def _backends(*names: str, slow: str = ""):
-    """Parametrises a test by backends, skipped where not available; `slow` is marked so."""
+    """Parametrises a test by backends, skipped where missing; `slow` is slow without a GPU."""
     cases = []
     for name in names:
         (row,) = (b for b in dispatch.BACKENDS if b.name == name)
         reason = f"backend {name}: {row.load_error()}"
         marks = [pytest.mark.skipif(not row.is_available(), reason=reason)]
-        cases.append(pytest.param(name, marks=marks + [pytest.mark.slow] * (name == slow)))
+        is_slow = name == slow and DEVICE.type == "cpu"
+        cases.append(pytest.param(name, marks=marks + [pytest.mark.slow] * is_slow))
     return pytest.mark.parametrize("backend", cases)
 
 

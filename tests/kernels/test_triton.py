@@ -156,7 +156,10 @@ def test_padding_takes_no_part_in_the_gradient_of_the_weight(dtype, monkeypatch)
     assert torch.equal(found.conv_weight.isinf(), expected.isinf())
 
 
-@pytest.mark.parametrize("kind", [pytest.param("basic", marks=pytest.mark.slow), "bottleneck"])
+SLOW = () if DEVICE.type == "cuda" else (pytest.mark.slow,)  # in the interpreter
+
+
+@pytest.mark.parametrize("kind", [pytest.param("basic", marks=SLOW), "bottleneck"])
 def test_a_stage_whose_gradients_stay_folded(kind):
     stage = random_stage(kind).to(DEVICE)
     check(stage, plain_copy(stage), {"x": torch.randn(3, 10, 7, 6)}, draws=1)

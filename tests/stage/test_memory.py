@@ -84,7 +84,6 @@ def test_frozen_blocks_ahead_of_the_first_trained_one_keep_nothing(memory, backe
     assert kept == FLOAT * (x.numel() if memory == "checkpoint" else inputs_of_the_last_units)
 
 
-@pytest.mark.slow
 def test_1001_layers_keep_a_small_share_of_eager():
     x = torch.randn(16, 3, 32, 32, device="meta")
     with torch.device("meta"):

@@ -21,6 +21,7 @@
 #undef PK_AVX2
 #undef PK_AVX512
 #undef PK_AVX512_BF16
+#define PK_GENERIC
 #endif
 
 #if defined(PK_AVX512_BF16)  // the products of bfloat16, as dot products of pairs
@@ -35,8 +36,10 @@
 #elif defined(PK_AVX2)
 #define PK_ISA avx2
 #define PK_TARGET "avx2,fma,f16c"
-#else
+#elif defined(PK_GENERIC)
 #define PK_ISA generic
+#else
+#error "expected PK_GENERIC, PK_AVX2, PK_AVX512 or PK_AVX512_BF16"
 #endif
 
 #if defined(PK_TARGET)
