@@ -313,6 +313,24 @@ def updates_behind_a_checkpoint(self, x):
     return y
 
 
+@runs("", "")
+def trains_behind_an_evaluation(self, x):
+    self.bn1.training = False
+    y = self.bn1(x)
+    self.bn1.training = self.training
+    return self.bn1(x + 3).mean() + self.conv1(F.relu(y))
+
+
+@runs("", "")
+def changes_statistics_that_an_evaluation_reads(self, x):
+    self.bn1.training = False
+    y = self.bn1(x)
+    with torch.no_grad():
+        self.bn1.running_mean.add_(1)
+    self.bn1.training = self.training
+    return self.conv1(F.relu(y))
+
+
 @runs()
 def reads_running_statistics(self, x):
     before = self.bn1.running_mean.clone()
