@@ -53,7 +53,7 @@ def _backends(*names: str, slow: str = ""):
         (row,) = (b for b in dispatch.BACKENDS if b.name == name)
         reason = f"backend {name}: {row.load_error()}"
         marks = [pytest.mark.skipif(not row.is_available(), reason=reason)]
-        is_slow = name == slow and DEVICE.type == "cpu"
+        is_slow = name == slow and DEVICE == "cpu"
         cases.append(pytest.param(name, marks=marks + [pytest.mark.slow] * is_slow))
     return pytest.mark.parametrize("backend", cases)
 
