@@ -107,8 +107,8 @@ def command_of(task: Task, ceilings: measure.Ceilings, seconds: float) -> list[s
 def measured(task: Task, ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
     """Measures what a task lacks, in a process of its own, until the deadline.
 
-    If the process crashes, others measure what is missing: together if it has written which
-    contender failed, else one for each contender.
+    If the process crashes after it has written rows, another one measures the contenders without a
+    row. If it crashes without any, each contender gets a process of its own.
 
     Returns:
         What was left out and why.

@@ -3,9 +3,9 @@
 Uses the Python of the machine with torch, pytest and the packages of the benchmarks, and no
 network. The parts, in order: compiled libraries (existing ones of the same sources, or built now)
 and those of `parts_of`, the most important first. If a part fails or runs out of time, the next one
-starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (what the parts print) and the CSV
-files of the benchmarks, all written while the parts run. For tables and plots, copy the CSV files
-to bench/results/ and run `make report`.
+starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (what the parts print, without the
+middle of long output) and the CSV files of the benchmarks, all written while the parts run. For
+tables and plots, copy the CSV files to bench/results/ and run `make report`.
 
 Without a GPU, a dry run: leaves out the parts that need one.
 """

@@ -49,6 +49,17 @@ def test_every_part_leaves_its_output_and_a_line(tmp_path, capfd):
     assert log.index("one\ntwo\n") < log.index("=== second: ") < log.index("bad\n")
 
 
+def test_the_log_leaves_out_the_middle_of_long_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "LOG_BYTES", 2000)
+    report = Report(tmp_path, seconds=100)
+    report.run(Part("long", ["-c", "print(*range(3000), 'e' 'nd')"], 50))
+    report.run(Part("next", ["-c", "print('t' 'wo')"], 50))
+    log = (tmp_path / "log.txt").read_text()
+    assert 2000 < len(log) < 3000
+    assert log.index("\n0 1 2 ") < log.index("middle is left out") < log.index(" 2999 end\n")
+    assert log.index(" end\n") < log.index("=== next: ") < log.index("\ntwo\n")
+
+
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A small tree with a source and two libraries, which load unless there is a file `broken`."""
@@ -188,6 +199,7 @@ tests 1: ok after 20 s: 700 passed in 18 s
 tests 2: out of time after 40 s: 3 failed, 200 passed in 39 s
 tests 3: exit status 1 after 20 s: 1 failed, 100 passed in 19 s
 ceilings: ok after 20 s: done
+a line that no part has
 launches of cuda: exit status 1 after 20 s: done
 launches of triton: ok after 20 s: done
 bench: ok after 200 s: done
@@ -207,7 +219,7 @@ def test_a_report_that_resumes_keeps_the_rows_and_the_parts_that_ended(machine, 
     assert machine.limits["tests 2"] == 3 * 35  # with the seconds of tests 1 and 3
     assert "--resume" in machine.commands["bench"] and "--resume" in machine.commands["converted"]
     lines = SUMMARY.splitlines()
-    assert {lines[i] for i in (0, 2, 4, 5, 7)} < set(summary(out))  # for a run that resumes this
+    assert {lines[i] for i in (0, 2, 4, 5, 8)} < set(summary(out))  # for a run that resumes this
     assert lines[-1] not in summary(out)
     assert sorted(os.listdir(out)) == ["a-gpu.csv", "log.txt", "summary.txt"]
 

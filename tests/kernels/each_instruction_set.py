@@ -14,7 +14,7 @@ import torch
 from preact_kernels.kernels import cpu
 from tests.cases import covering
 
-# What kernels compute, not what is the same above them.
+# Tests of what kernels compute. The code above the kernels is the same for every instruction set.
 TESTS = {
     "ops/test_bn_relu": (
         "forward_backward_and_running_statistics",
@@ -40,9 +40,10 @@ TESTS = {
 
 
 def differing(isa, items):
-    """Of each test, cases with every value of its arguments that an instruction set can change.
+    """Cases in which every argument of a test takes each of its values.
 
-    avx512_bf16 runs the kernels of avx512, but for products of bfloat16.
+    For avx512, cases of bfloat16 alone: avx512_bf16, which other tests run, has its own products of
+    bfloat16 and runs the kernels of avx512 for everything else.
     """
     for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
         cases = {}
