@@ -1,4 +1,4 @@
-"""Checkpoints that are written whole or not at all, and checked before they are used."""
+"""Checkpoints: written atomically, checked before use."""
 
 import io
 import zipfile
@@ -14,7 +14,7 @@ VERSION = 1
 
 
 class CheckpointError(ValueError):
-    """A file is not a checkpoint that this run can continue from."""
+    """The run cannot continue from this file."""
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
@@ -22,10 +22,10 @@ def save(path: Path, content: dict[str, Any]) -> None:
 
     Args:
         path: the file.
-        content: tensors, numbers, strings, and dicts, lists and tuples of them.
+        content: tensors, numbers and strings, also in dicts, lists and tuples.
 
     Raises:
-        OSError: it cannot be written; an earlier checkpoint is still there.
+        OSError: the file cannot be written; an earlier checkpoint is kept.
     """
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "version": VERSION, **content}, buffer)
@@ -37,14 +37,14 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is truncated, damaged, or no checkpoint of this package.
+        CheckpointError: the file is truncated, damaged, or not a checkpoint of this package.
     """
     expected = f"{path}: expected a checkpoint of python -m preact_kernels.study train"
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load does not compare the checksums
         if damaged is not None:
-            raise CheckpointError(f"{expected}, got one whose {damaged} is damaged")
+            raise CheckpointError(f"{expected}, got one in which {damaged} is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, CheckpointError):
         raise

@@ -16,7 +16,7 @@ from preact_kernels.study.training import CHECKPOINT, train
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m preact_kernels.study",
-        description="Experiments on residual units, after arXiv 1603.05027.",
+        description="Experiments on residual blocks, after arXiv 1603.05027.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     one = commands.add_parser(
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status.
 
     Args:
-        argv: arguments; None takes those of the process.
+        argv: arguments; None: the arguments of the process.
     """
     arguments = vars(_parser().parse_args(argv))
     command = arguments.pop("command")

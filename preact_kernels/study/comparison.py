@@ -24,7 +24,7 @@ SIGNAL_IMAGES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How large a comparison is."""
+    """Networks, training runs and images of a comparison."""
 
     depths: tuple[int, ...]
     epochs: int
@@ -35,7 +35,7 @@ class Size:
 
 
 class Result(NamedTuple):
-    """What one training run found."""
+    """Results of one training run."""
 
     label: str
     depth: int
@@ -46,7 +46,7 @@ class Result(NamedTuple):
     losses: list[float]
     initial: list[BlockRow]
     histograms: dict[str, tuple[list[float], list[float]]]
-    parts: str  # what runs fused
+    parts: str  # which batch norms run fused
     parameters: int
 
 
@@ -56,7 +56,7 @@ class Comparison:
     Args:
         size: see `Size`.
         base: options of all runs.
-        out: the folder; finished runs in it are not repeated.
+        out: the folder; finished runs there are not repeated.
     """
 
     def __init__(self, size: Size, base: dict[str, Any], out: Path) -> None:
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def device(self) -> torch.device:
-        """Where the networks train."""
+        """The device that the networks train on."""
         name = self.base.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(name)
 
@@ -84,7 +84,7 @@ class Comparison:
     def train_all(
         self, cases: Mapping[str, dict[str, Any]], depths: Sequence[int] | None = None
     ) -> list[Result]:
-        """Trains each case with each seed and depth, all with the first seed first."""
+        """Trains each case at each depth with the first seed, then with the next seeds."""
         depths = depths or self.size.depths
         todo = [(s, d, c) for s in range(self.size.seeds) for d in depths for c in cases]
         results = []
@@ -113,7 +113,7 @@ class Comparison:
         )
 
     def initial_signal(self, config: Config) -> list[BlockRow]:
-        """The signal flow of the initial network of a run."""
+        """Measures the signal flow in the initial network of a run."""
         network = build_network(config, self.images.classes)
         images = data.Batches(self.images, SIGNAL_IMAGES, seed=config.seed)
         return measure(network, F.cross_entropy, *images[0])
@@ -169,7 +169,7 @@ class Comparison:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """The values as `"median (least to largest)"`."""
+    """Formats values as `"median (smallest to largest)"`."""
     text = f"{statistics.median(values):.{digits}f}"
     if len(values) == 1:
         return text
@@ -177,7 +177,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def by_label(results: Iterable[Result], column: str) -> dict[str, list[Any]]:
-    """A column of all seeds by label."""
+    """Maps a label to a column's values, one per seed."""
     found: dict[str, list[Any]] = {}
     for result in results:
         found.setdefault(result.label, []).append(getattr(result, column))
@@ -185,10 +185,10 @@ def by_label(results: Iterable[Result], column: str) -> dict[str, list[Any]]:
 
 
 def order_in_words(own: Mapping[str, Sequence[float]], quoted: Mapping[str, float | None]) -> str:
-    """Whether the order of errors is the paper's, pair by pair.
+    """Says for how many pairs the order of errors is the paper's.
 
-    A pair shows the paper's order if every seed of one is below every seed of the other. NaN, as
-    of a run that diverged, counts as infinite.
+    A pair has the paper's order if each seed of the one is below each seed of the other. NaN (a
+    run that diverged) counts as infinite.
     """
     own = {k: [math.inf if math.isnan(v) else v for v in values] for k, values in own.items()}
     shown, reversed_, open_ = [], [], []

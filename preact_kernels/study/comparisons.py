@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from preact_kernels.study import cost, data, paper, plots
+from preact_kernels.study.blocks import PLACEMENTS, SHORTCUTS
 from preact_kernels.study.comparison import (
     SIGNAL_IMAGES,
     Comparison,
@@ -28,9 +29,8 @@ from preact_kernels.study.report import (
     markdown_table,
     stage_starts,
 )
-from preact_kernels.study.units import PLACEMENTS, SHORTCUTS
 
-SMALL = {  # within ten minutes on two cores
+SMALL = {  # each takes less than ten minutes on two cores
     "placements": Size((110,), 10, 64, 2, 16, "warmup-cosine"),
     "shortcuts": Size((56,), 12, 64, 2, 16, "warmup-cosine"),
     "depth": Size((20, 56, 110), 10, 64, 2, 16, "warmup-cosine"),
@@ -51,7 +51,7 @@ def _compared(
     results: Sequence[Result],
     quoted: Mapping[int, Mapping[str, float | None]],
 ) -> None:
-    """Table, order and plots of results at each depth."""
+    """Writes a table, the order and plots of the results at each depth."""
     reference_depth = min(quoted)
     for depth in comparison.size.depths:
         some = [r for r in results if r.depth == depth]
@@ -77,13 +77,13 @@ def _compared(
             f"## {depth} layers",
             "",
             "Median of the seeds (lowest to highest). The training loss is the mean of the last "
-            f"epoch. The paper's errors are those of CIFAR-10 at {paper_depth} layers, after 200 "
+            f"epoch. The paper's errors are for CIFAR-10 at {paper_depth} layers, after 200 "
             "epochs. Where the shape changes, shortcuts are 1x1 projections here; the basic CIFAR "
             "networks of arXiv 1512.03385 pad with zeros.",
             "",
             markdown_table(
                 (
-                    "units",
+                    "blocks",
                     "test error, %",
                     "training loss",
                     "paper's test error, %",
@@ -123,7 +123,7 @@ def _plot_by_block(
     labels: Mapping[str, str],
     where: str,
 ) -> None:
-    """A plot of each column in `labels`; `where` ends the titles."""
+    """Plots each column in `labels`; `where` ends the titles."""
     for column, label in labels.items():
         comparison.plot(
             label + where,
@@ -185,8 +185,8 @@ def _shortcuts(comparison: Comparison) -> Path:
     results = comparison.train_all(cases)
     comparison.begin(
         "Shortcuts",
-        "The shortcuts of table 1 of arXiv 1603.05027, with units of original placement, as there. "
-        "The paper calls a training failed whose error stays above 20%.",
+        "The shortcuts of table 1 of arXiv 1603.05027, in blocks of original placement, as there. "
+        "The paper calls a training failed if its error stays above 20%.",
     )
     comparison.plot("Shortcuts", plots.draw_shortcuts)
     _compared(comparison, results, {110: paper.SHORTCUTS})
@@ -199,7 +199,7 @@ def _depth(comparison: Comparison) -> Path:
     results = comparison.train_all({name: {"placement": name} for name in names})
     comparison.begin(
         "Depth",
-        "Units of original placement and of full pre-activation at growing depth.",
+        "Blocks of original placement and of full pre-activation at growing depth.",
     )
     series: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     losses: dict[str, dict[int, list[float]]] = {name: {} for name in names}
@@ -227,7 +227,7 @@ def _depth(comparison: Comparison) -> Path:
             rows,
         ),
         "",
-        "The paper's errors are those of "
+        "The paper's errors are for "
         f"{comparison.images.name if comparison.images.name in paper.DEPTH else 'CIFAR-10'}.",
         "",
     )
@@ -249,7 +249,7 @@ def _depth(comparison: Comparison) -> Path:
 
 
 def _fused_and_plain(comparison: Comparison) -> None:
-    """Trains one network fused and as plain PyTorch, from the same weights on the same images."""
+    """Trains one network fused and in plain PyTorch, with the same weights and images."""
     cases = {"fused": {"fused": True}, "plain PyTorch": {"fused": False}}
     results = comparison.train_all(cases, depths=(FUSED_AND_PLAIN_DEPTH,))
     errors, losses = by_label(results, "test_error"), by_label(results, "train_loss")
@@ -282,9 +282,9 @@ def _signal(comparison: Comparison) -> Path:
     comparison.write(
         "## The identity test",
         "",
-        "With the last convolution of every branch set to zero, a unit of full pre-activation "
+        "With the last convolution of every branch set to zero, a block of full pre-activation "
         "returns its input bit for bit. Norms have random biases here, as after training. Blocks "
-        "whose shape changes are not counted.",
+        "that change the shape are not counted.",
         "",
         _identity_table(comparison),
         "",
@@ -294,7 +294,7 @@ def _signal(comparison: Comparison) -> Path:
         cases = {name: {"placement": name} for name in PLACEMENTS}
         rows += _signal_plots(comparison, cases, depth)
     depth = comparison.size.depths[-1]
-    comparison.write(f"## Shortcuts, {depth} layers, units of original placement", "")
+    comparison.write(f"## Shortcuts, {depth} layers, blocks of original placement", "")
     cases = {name: {"placement": "original", "shortcut": name} for name in SHORTCUTS}
     rows += _signal_plots(comparison, cases, depth)
     columns = ("label", "depth", *BlockRow._fields)
@@ -338,9 +338,9 @@ def _signal_plots(
     comparison.write(
         markdown_table(
             (
-                "units",
+                "blocks",
                 "std of the first block's output",
-                "of the last",
+                "std of the last block's output",
                 "gradient of the output, first / last",
                 "gradient of the parameters, first / last",
             ),

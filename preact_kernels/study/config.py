@@ -1,4 +1,4 @@
-"""What a training run is made of: every option of `python -m preact_kernels.study train`."""
+"""Options of a training run: those of `python -m preact_kernels.study train`."""
 
 import argparse
 import dataclasses
@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from preact_kernels.ops.memory_mode import MEMORY_MODES
-from preact_kernels.study.networks import INITIALISATIONS, study_network
-from preact_kernels.study.recipes import RECIPES
-from preact_kernels.study.units import (
+from preact_kernels.study.blocks import (
     ACTIVATIONS,
     NORMS,
     PLACEMENTS,
     SHORTCUTS,
-    UnitOptions,
+    BlockOptions,
     check_probability,
     is_number,
 )
+from preact_kernels.study.networks import INITIALISATIONS, study_network
+from preact_kernels.study.recipes import RECIPES
 
 
 def _option(default: Any, help: str, choices: typing.Iterable[str] | None = None) -> Any:
@@ -33,7 +33,7 @@ def _option(default: Any, help: str, choices: typing.Iterable[str] | None = None
 
 @dataclass(frozen=True)
 class Config:
-    """Options of a training run; each is also an option of the command, with `-` for `_`.
+    """Options of a training run; each is an option of the command too, with `-` for `_`.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -125,9 +125,9 @@ class Config:
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
 
-    def unit_options(self) -> dict[str, Any]:
-        """The options of `UnitOptions`."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(UnitOptions)}
+    def block_options(self) -> dict[str, Any]:
+        """The options of `BlockOptions`."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockOptions)}
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
@@ -148,11 +148,11 @@ RUNNING = (
     "checkpoint_every",
     "diagnose_every",
 )
-"""Options that may change when a run continues: they change results only by rounding."""
+"""Options that may change when a run continues: results differ only by rounding."""
 
 
 def _kind(field: dataclasses.Field) -> tuple[type, bool]:
-    """The type of an option, and whether None is allowed."""
+    """Returns the type of an option, and whether it may be None."""
     annotation = typing.get_type_hints(Config)[field.name]
     if isinstance(annotation, types.UnionType):
         kind, _ = typing.get_args(annotation)
@@ -175,10 +175,10 @@ def _check_range(name: str, value: float | None, least: int) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """`"300MiB"`, `"1.5 GB"` or `"1000000"` as bytes.
+    """Parses `"300MiB"`, `"1.5 GB"` or `"1000000"` as bytes.
 
     Raises:
-        ValueError: the text is none of these.
+        ValueError: the text is not a number of bytes.
     """
     powers = {"": 0, "k": 1, "m": 2, "g": 3}
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)(i?)b?\s*", text.lower())
@@ -207,15 +207,13 @@ def build_network(config: Config, classes: int) -> nn.Module:
         anchor_every=config.anchor_every,
         residual_dtype=torch.float32 if config.float32_stream else None,
         fused=config.fused,
-        **config.unit_options(),
+        **config.block_options(),
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser, omit: typing.Collection[str] = ()) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds every option to a parser."""
     for field in dataclasses.fields(Config):
-        if field.name in omit:
-            continue
         kind, _ = _kind(field)
         options: dict[str, Any] = {"default": argparse.SUPPRESS}
         text = field.metadata["help"].replace("%", "%%")

@@ -1,4 +1,4 @@
-"""Step time and kept memory against depth: plain PyTorch and the memory modes."""
+"""Step time and memory kept for backward at growing depth: plain PyTorch and the memory modes."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import preact_resnet
 from preact_kernels.study.report import markdown_table
 
-_STEPS = 3  # of each kind, in turn, after one to warm up
+_STEPS = 3  # measured steps of each kind, in turn, after one warm-up step
 _KINDS = {
     "plain PyTorch": {"fused": False},
     "store": {"memory": "store"},
@@ -65,7 +65,7 @@ def _wait(device: torch.device) -> None:
 
 
 def table(costs: Sequence[Cost], batch: int) -> list[str]:
-    """The costs as lines of Markdown."""
+    """Formats the costs as lines of Markdown."""
     plain = {c.depth: c for c in costs if c.label == "plain PyTorch"}
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Images to train on: CIFAR-10 or CIFAR-100 from a folder of yours, or scikit-learn's digits.
+"""Images to train on: CIFAR-10 or CIFAR-100 from a local folder, or scikit-learn's digits.
 
 Nothing is downloaded. CIFAR is read in its binary format
 (https://www.cs.toronto.edu/~kriz/cifar.html): records of one label byte (CIFAR-100: a coarse and
@@ -26,15 +26,14 @@ _PIXELS = 3 * 32 * 32
 class Images(NamedTuple):
     """A labelled data set."""
 
-    # [N, 3, H, W] float32, normalised by the training set
-    images: Tensor
+    images: Tensor  # [N, 3, H, W] float32, normalised by the training set
     labels: Tensor  # [N] int64
     classes: int
     may_flip: bool  # a mirrored image keeps its label
     name: str  # "cifar-10", "cifar-100" or "digits"
 
     def to(self, device: torch.device | str) -> "Images":
-        """The same with images and labels on a device."""
+        """Returns the data set with images and labels on a device."""
         return self._replace(images=self.images.to(device), labels=self.labels.to(device))
 
     def checksum(self) -> int:
@@ -43,7 +42,7 @@ class Images(NamedTuple):
         return zlib.crc32(self.images.contiguous().numpy().data, labels)
 
     def resized(self, size: int) -> "Images":
-        """The same with images of `size x size` pixels, interpolated with antialiasing."""
+        """Returns the data set with images of `size x size` pixels, resized with antialiasing."""
         if self.images.shape[-1] == size:
             return self
         resize = {"size": (size, size), "mode": "bilinear", "antialias": True}
@@ -57,9 +56,9 @@ class _Distribution(NamedTuple):
     archive_md5: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    label_bytes: int  # per record; the last one is read
+    label_bytes: int  # per record; only the last is read
     classes: int
-    mean: tuple[float, ...]  # of red, green and blue over the training set, from 0 to 1
+    mean: tuple[float, ...]  # red, green and blue of the training set, from 0 to 1
     std: tuple[float, ...]
 
 
@@ -94,11 +93,11 @@ _TEST_DIGITS = 297
 
 
 def load(directory: str | Path | None = None, *, train: bool = True) -> Images:
-    """CIFAR from `directory`, or the digits without one.
+    """Loads CIFAR from `directory`, or the digits if there is none.
 
     Args:
-        directory: see `load_cifar`; the default is the environment variable `PREACT_KERNELS_DATA`.
-        train: the training set; False: the test set (of the digits, 297 scans).
+        directory: see `load_cifar`; None: the environment variable `PREACT_KERNELS_DATA`.
+        train: the training set; False: the test set.
 
     Raises:
         FileNotFoundError: the directory has no CIFAR files.
@@ -109,15 +108,15 @@ def load(directory: str | Path | None = None, *, train: bool = True) -> Images:
 
 
 def load_cifar(directory: str | Path, *, train: bool = True) -> Images:
-    """CIFAR-10 or CIFAR-100 in the binary format.
+    """Loads CIFAR-10 or CIFAR-100 in the binary format.
 
     Args:
-        directory: has `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin` (CIFAR-100:
-            `train.bin` and `test.bin`), or the published folder or archive.
+        directory: contains `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`
+            (CIFAR-100: `train.bin` and `test.bin`), or the published folder or archive.
         train: the training set; False: the test set.
 
     Returns:
-        The images, normalised by mean and standard deviation of the training set.
+        The images, normalised by the mean and standard deviation of the training set.
 
     Raises:
         FileNotFoundError: the directory or a file is missing.
@@ -205,13 +204,12 @@ def _decoded(kind: _Distribution, contents: dict[str, bytes], train: bool) -> Im
     return Images((images - mean) / std, labels, kind.classes, True, kind.name)
 
 
-def load_digits(*, train: bool = True, size: int = 32) -> Images:
-    """scikit-learn's 1,797 handwritten digits, 8x8, resized, in three equal channels.
+def load_digits(*, train: bool = True) -> Images:
+    """Loads scikit-learn's 1,797 handwritten digits, resized to 32x32, in three equal channels.
 
     Args:
         train: 1,500 scans; False: the other 297, taken evenly from the whole set, so that both
             parts have digits of every writer.
-        size: height and width in pixels.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -225,7 +223,7 @@ def load_digits(*, train: bool = True, size: int = 32) -> Images:
         ) from error
     bunch = datasets.load_digits()
     scans = torch.from_numpy(bunch.images).float()[:, None] / 16
-    images = F.interpolate(scans, size=(size, size), mode="bilinear", align_corners=False)
+    images = F.interpolate(scans, size=(32, 32), mode="bilinear", align_corners=False)
     is_test = torch.zeros(len(scans), dtype=torch.bool)
     is_test[(torch.arange(_TEST_DIGITS) + 0.5).mul(len(scans) / _TEST_DIGITS).long()] = True
     std, mean = torch.std_mean(images[~is_test])
@@ -236,12 +234,12 @@ def load_digits(*, train: bool = True, size: int = 32) -> Images:
 
 
 def shifted(images: Tensor, top: Tensor, left: Tensor, flipped: Tensor, limit: int) -> Tensor:
-    """Shifts each image, filled with zeros, and mirrors some.
+    """Shifts each image, fills with zeros, and mirrors some images.
 
     Args:
         images: `[N, C, H, W]`.
-        top: `[N]` rows to shift up by, plus `limit`: from 0 to `2 * limit`.
-        left: `[N]` columns to shift left by, likewise.
+        top: `[N]` rows to shift up by, plus `limit`; from 0 to `2 * limit`.
+        left: `[N]` columns to shift left by, plus `limit`; from 0 to `2 * limit`.
         flipped: `[N]` bool: which images are mirrored.
         limit: the largest shift in pixels.
 
@@ -264,20 +262,20 @@ class Batches:
 
     `batches[step]` depends on the seed and the step alone, on every device: a run that continues
     at a step sees the batches of a run that was never stopped. Images are shifted by up to an
-    eighth of their size (4 pixels of 32) and, where a mirrored image keeps its label, mirrored with
-    probability 1/2, on the device that holds them.
+    eighth of their size (4 pixels of 32). Where a mirrored image keeps its label, they are mirrored
+    with probability 1/2. Both run on the device of the images.
 
     Args:
-        data: the source, on the device of the batches.
+        data: the images, on the device of the batches.
         batch: images per batch.
-        seed: of shuffling and augmentation.
+        seed: seed of shuffling and augmentation.
         augment: False: no shifts, no mirroring.
-        size: height and width in pixels; images are resized bilinearly. None: as they are.
+        size: height and width in pixels; images are resized bilinearly. None: not resized.
         rank: the part of each batch that this process gets.
         world_size: number of parts.
 
     Raises:
-        ValueError: the set is smaller than one batch, or a batch is no multiple of `world_size`.
+        ValueError: the set is smaller than a batch, or `batch` is not a multiple of `world_size`.
     """
 
     def __init__(
@@ -306,11 +304,11 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in the set."""
+        """Number of whole batches in the set."""
         return len(self.data.labels) // self.batch
 
     def _draw(self, epoch: int) -> None:
-        """Order, shifts and mirroring of all images of an epoch, as `[4, steps * batch]`."""
+        """Draws order, shifts and mirroring of an epoch's images, as `[4, steps * batch]`."""
         count = self.steps_per_epoch * self.batch
         # PyTorch's generator on the CPU takes 32 bits of a seed.
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written atomically, and locked folders."""
 
 import contextlib
 import csv
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file so that at every moment the old or the new content is there.
+    """Writes a file; it has the old or the new content at every moment.
 
     Raises:
-        OSError: the content cannot be written, as on a full disk; the old file is still there.
+        OSError: the content cannot be written (a full disk, say); the old file is kept.
     """
     path = Path(path)
     try:
@@ -42,7 +42,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
-    """A table as CSV; floats with nine digits, None as an empty field."""
+    """Formats a table as CSV; floats have nine digits, None is an empty field."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)

@@ -1,4 +1,4 @@
-"""What a training run has measured so far."""
+"""Measurements of a training run."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,30 +11,30 @@ class EpochRow(NamedTuple):
 
     epoch: int  # from 1
     train_loss: float  # mean over the epoch's steps
-    train_accuracy: float  # of the augmented images, while the weights changed
+    train_accuracy: float  # on augmented images, while the weights change
     test_accuracy: float
-    seconds: float  # of the epoch and its evaluation, summed over interrupted attempts
+    seconds: float  # training and evaluation, summed over interrupted attempts
 
 
 @dataclasses.dataclass
 class History:
-    """What a run has measured so far; a part of its checkpoint."""
+    """Measurements of a run so far; part of its checkpoint."""
 
-    losses: list[float] = dataclasses.field(default_factory=list)  # of each step
+    losses: list[float] = dataclasses.field(default_factory=list)  # one per step
     epochs: list[EpochRow] = dataclasses.field(default_factory=list)
     signal: list[BlockRow] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # since the last whole epoch
-    input_seconds: float = 0.0  # the host's time to make batches
+    input_seconds: float = 0.0  # time that the host spends on batches
 
     def state(self) -> dict[str, Any]:
-        """The history out of plain lists and numbers."""
+        """Returns the history as lists and numbers."""
         state = dict(vars(self))
         return state | {name: list(map(tuple, state[name])) for name in ("epochs", "signal")}
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> "History":
-        """The inverse of `state`."""
+        """Restores what `state` returned."""
         rows = {
             "epochs": [EpochRow(*row) for row in state["epochs"]],
             "signal": [BlockRow(*row) for row in state["signal"]],

@@ -14,7 +14,7 @@ class Logs:
 
     Args:
         out: the folder.
-        step: where the run starts. TensorBoard drops later events of a killed run.
+        step: the step that the run continues from. TensorBoard drops later events.
     """
 
     def __init__(self, out: Path, step: int = 0) -> None:
@@ -53,7 +53,7 @@ class Logs:
                 self.writer.add_scalar(f"epoch/{name}", getattr(row, name), step)
 
     def flush(self) -> None:
-        """Writes the events so far: called before a checkpoint, as a later run adds later ones."""
+        """Writes the events so far; call it before each checkpoint."""
         if self.writer is not None:
             with self._named_errors():
                 self.writer.flush()
@@ -62,7 +62,7 @@ class Logs:
         """Rewrites the CSV files.
 
         Raises:
-            OSError: a file cannot be written; the one from before is still there.
+            OSError: a file cannot be written; its old content is kept.
         """
         losses = (
             (i + 1, i // per_epoch + 1, lr, loss)
@@ -80,5 +80,5 @@ class Logs:
     def __exit__(self, *_: object) -> None:
         """Closes the event file."""
         if self.writer is not None:
-            with contextlib.suppress(OSError):  # a full disk, which has ended the run
+            with contextlib.suppress(OSError):  # a full disk has ended the run already
                 self.writer.close()

@@ -1,4 +1,4 @@
-"""Residual networks of the study: `preact_resnet`, and the same with other units."""
+"""Residual networks of the study: `preact_resnet`, and the same layout with other blocks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from preact_kernels.conversion.convert import conversion_report, convert
 from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet, resnet_layout
 from preact_kernels.modules.preact_block import PreActBlock
-from preact_kernels.study.units import (
+from preact_kernels.study.blocks import (
     ACTIVATIONS,
     NORMS,
     PLACEMENTS,
-    ResidualUnit,
-    UnitOptions,
+    BlockOptions,
+    ResidualBlock,
     is_number,
 )
 from preact_kernels.torch_compat import BatchNormBase
@@ -26,28 +26,27 @@ INITIALISATIONS = ("he", "orthogonal", "zero-branch")
 
 
 class ResidualNetwork(nn.Module):
-    """A stem, stages of `ResidualUnit`s, mean pool and linear.
+    """A stem, stages of `ResidualBlock`s, mean pool and linear.
 
-    A norm or activation that the first unit does not start with follows the stem; the others
-    follow the last unit.
+    A norm or activation that blocks start with follows the last block; the others follow the stem.
 
     Args:
         stem: the first convolution.
-        pool: what follows it.
-        stages: the units.
-        channels: channels of the last unit's output.
+        pool: pooling after the stem.
+        stages: the blocks of each stage.
+        channels: channels of the last block's output.
         num_classes: outputs.
-        options: of the units.
+        options: options of the blocks.
     """
 
     def __init__(
         self,
         stem: nn.Conv2d,
         pool: nn.Module,
-        stages: Sequence[Sequence[ResidualUnit]],
+        stages: Sequence[Sequence[ResidualBlock]],
         channels: int,
         num_classes: int,
-        options: UnitOptions,
+        options: BlockOptions,
     ) -> None:
         super().__init__()
         before = PLACEMENTS[options.placement].before
@@ -56,7 +55,7 @@ class ResidualNetwork(nn.Module):
         self.stem_norm = nn.Identity() if "norm" in before else norm(stem.out_channels)
         self.stem_act = nn.Identity() if "act" in before else activation()
         self.pool = pool
-        self.stages = nn.Sequential(*(nn.Sequential(*units) for units in stages))
+        self.stages = nn.Sequential(*(nn.Sequential(*blocks) for blocks in stages))
         self.norm = norm(channels) if "norm" in before else nn.Identity()
         self.act = activation() if "act" in before else nn.Identity()
         self.fc = nn.Linear(channels, num_classes)
@@ -68,7 +67,7 @@ class ResidualNetwork(nn.Module):
         return self.fc(y.mean((2, 3)).to(x.dtype))
 
     def extra_repr(self) -> str:
-        """What runs fused."""
+        """Which batch norms run fused."""
         return fused_parts(self)
 
 
@@ -91,11 +90,11 @@ def study_network(
     fused: bool = True,
     **options: Any,
 ) -> nn.Module:
-    """A residual network with the units that `options` describe.
+    """Builds a residual network with the blocks that `options` describe.
 
-    The default unit gives a `PreActResNet`. Any other option of a unit gives a `ResidualNetwork` of
-    plain PyTorch, whose BN-ReLU-Conv chains `pk.convert` then runs fused; `print` says which did in
-    the last call. The network is called once before it is returned, with a small image.
+    With default options this is a `PreActResNet`. Other options give a `ResidualNetwork` in plain
+    PyTorch, converted by `pk.convert`: its BN-ReLU-Conv chains run fused. `print(network)` says
+    which ran fused in the last call. A converted network is called once, on a small image.
 
     Args:
         depth: see `preact_resnet`.
@@ -106,17 +105,17 @@ def study_network(
         stride_on: see `preact_resnet`.
         groups: see `preact_resnet`.
         base_width: see `preact_resnet`.
-        survival: probability of keeping the last unit's branch in training. That of unit l of L is
-            `1 - l / L * (1 - survival)` (stochastic depth, arXiv 1603.09382).
-        init: of the convolutions: `"he"` by fan-out, `"orthogonal"`, or `"zero-branch"`: as
-            `"he"`, and the last weight of every branch (of a norm, if the branch ends with one) is
-            zero: the network starts as its shortcuts.
+        survival: probability of keeping the last block's branch in training. Block l of L keeps
+            its branch with `1 - l / L * (1 - survival)` (stochastic depth, arXiv 1603.09382).
+        init: initialisation of the convolutions: `"he"` by fan-out, `"orthogonal"`, or
+            `"zero-branch"`: as `"he"`, but each branch ends with a zero weight (of its last norm or
+            convolution), so each block starts as its shortcut.
         memory: see `PreActStage`. This and the next three options apply only to a `PreActResNet`.
         segments: see `PreActStage`.
         anchor_every: see `PreActStage`.
         residual_dtype: see `PreActStage`.
         fused: False runs plain PyTorch throughout.
-        options: see `UnitOptions`.
+        options: see `BlockOptions`.
 
     Returns:
         The network.
@@ -125,11 +124,11 @@ def study_network(
         TypeError: an argument has the wrong type or is unknown.
         ValueError: an argument is unknown or out of range, or no network has that depth.
     """
-    known = [f.name for f in fields(UnitOptions)]
+    known = [f.name for f in fields(BlockOptions)]
     for name in options:
         if name not in known:
             raise TypeError(f"{name}: unknown; expected one of {', '.join(known)}")
-    unit = UnitOptions(**options)
+    block_options = BlockOptions(**options)
     if init not in INITIALISATIONS:
         expected = ", ".join(map(repr, INITIALISATIONS))
         raise ValueError(f"init: expected one of {expected}, got {init!r}")
@@ -151,7 +150,7 @@ def study_network(
         "anchor_every": anchor_every,
         "residual_dtype": residual_dtype,
     }
-    if unit == UnitOptions() and survival == 1:
+    if block_options == BlockOptions() and survival == 1:
         network: nn.Module = preact_resnet(depth, num_classes, **shape, **modes, fused=fused)
         initialise(network, init)
         return network
@@ -159,10 +158,10 @@ def study_network(
     for name, value in modes.items():
         if value != defaults.get(name):
             raise ValueError(
-                f"{name}: expected {defaults.get(name)!r} beside options of units other than the "
+                f"{name}: expected {defaults.get(name)!r} beside options of blocks other than the "
                 f"defaults (full pre-activation, identity shortcuts), got {value!r}"
             )
-    network = _residual_network(depth, num_classes, shape, unit, survival)
+    network = _residual_network(depth, num_classes, shape, block_options, survival)
     initialise(network, init)
     if fused:
         convert(network)
@@ -171,27 +170,27 @@ def study_network(
 
 
 def _call_once(network: nn.Module, size: int) -> None:
-    """Runs a forward for `conversion_report`; restores buffers and random numbers.
+    """Runs a forward for `conversion_report`; restores buffers and the random state.
 
     Args:
-        network: new.
-        size: of the image, in pixels, so that the last stage has more than one.
+        network: the network.
+        size: height and width of the image in pixels; the last stage must have more than one.
     """
     weight = next(network.parameters())
     saved_bytes(network, weight.new_zeros(1, 3, size, size))
 
 
 def _residual_network(
-    depth: int, num_classes: int, shape: dict[str, Any], options: UnitOptions, survival: float
+    depth: int, num_classes: int, shape: dict[str, Any], options: BlockOptions, survival: float
 ) -> ResidualNetwork:
     layout = resnet_layout(depth, num_classes, **shape)
     total, stages, number = sum(layout.counts), [], 0
-    for units in layout.stages():
+    for blocks in layout.stages():
         stage = []
-        for in_channels, channels, stride in units:
+        for in_channels, channels, stride in blocks:
             number += 1
             stage.append(
-                ResidualUnit(
+                ResidualBlock(
                     in_channels,
                     channels,
                     stride,
@@ -212,8 +211,8 @@ def initialise(network: nn.Module, init: str) -> None:
     """Initialises the convolutions of a network in place, as `study_network` describes.
 
     Raises:
-        ValueError: `init` is `"zero-branch"`, and the gradient of a branch would be zero for ever:
-            it ends with an activation, or is multiplied by zero.
+        ValueError: `init` is `"zero-branch"`, and branches could not train: they end with an
+            activation or are multiplied by zero.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
@@ -229,11 +228,11 @@ def initialise(network: nn.Module, init: str) -> None:
         if isinstance(module, PreActBlock):
             *_, (_, conv) = module.units()
             nn.init.zeros_(conv.weight)
-        elif isinstance(module, ResidualUnit):
+        elif isinstance(module, ResidualBlock):
             if module.placement.behind[-1:] == ("act",):
                 raise ValueError(
                     "init: expected 'he' or 'orthogonal' beside placement "
-                    f"{module.options.placement!r}, whose branch ends with an activation, "
+                    f"{module.options.placement!r}, where branches end with an activation, "
                     "got 'zero-branch'"
                 )
             if module.options.residual_scale == 0 or module.options.branch_scale == 0:
@@ -245,7 +244,7 @@ def initialise(network: nn.Module, init: str) -> None:
 
 
 def fused_parts(network: nn.Module) -> str:
-    """Which batch norms ran fused in the last call, counted by what they are part of."""
+    """Says how many batch norms ran fused in the last call, and in what."""
     if isinstance(network, PreActResNet):
         count = sum(isinstance(m, BatchNormBase) for m in network.modules())
         return f"{count} of {count} batch norms fused" if network.fused else "plain PyTorch"

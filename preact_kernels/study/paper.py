@@ -1,7 +1,6 @@
 """Figures of "Identity Mappings in Deep Residual Networks", arXiv 1603.05027.
 
-Test errors in percent, medians of five runs. None: the paper reports that training failed (an
-error above 20%).
+Test errors in percent, medians of five runs. None: training failed (an error above 20%).
 """
 
 PLACEMENTS = {  # table 2, CIFAR-10: ResNet-110 with basic blocks, ResNet-164 with bottlenecks
@@ -12,7 +11,7 @@ PLACEMENTS = {  # table 2, CIFAR-10: ResNet-110 with basic blocks, ResNet-164 wi
     "full-preactivation": {110: 6.37, 164: 5.46},
 }
 
-SHORTCUTS = {  # table 1, CIFAR-10, ResNet-110 with units of original placement
+SHORTCUTS = {  # table 1, CIFAR-10, ResNet-110 with blocks of original placement
     "identity": 6.61,
     "constant-scaling, branch 1": None,
     "constant-scaling, branch 0.5": 12.35,

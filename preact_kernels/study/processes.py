@@ -1,4 +1,4 @@
-"""Processes of a training run, their devices, and signals that stop them."""
+"""Processes of a training run, their devices, and the signals that stop them."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class Processes(NamedTuple):
-    """This process and those that `torchrun` started beside it."""
+    """The rank of this process among the processes that `torchrun` started."""
 
     rank: int
     local_rank: int
@@ -20,7 +20,7 @@ class Processes(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> "Processes":
-        """From the variables that `torchrun` sets; without them, one process."""
+        """Reads the variables that `torchrun` sets; without them there is one process."""
         names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
         return cls(*(int(os.environ.get(name, value)) for name, value in names.items()))
 
@@ -31,7 +31,7 @@ class Processes(NamedTuple):
 
     @contextlib.contextmanager
     def group(self, device: torch.device) -> Iterator[None]:
-        """The process group of all processes, if there are several."""
+        """Opens a process group, if there are several processes."""
         if self.world_size == 1 or dist.is_initialized():
             yield
             return
@@ -43,14 +43,14 @@ class Processes(NamedTuple):
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has written a checkpoint."""
+    """A signal stopped the run; the checkpoint is written."""
 
 
 def device_of(name: str | None, processes: Processes) -> torch.device:
-    """The device that an option names, or the default; with several processes, one GPU each.
+    """Returns the named or the default device; several processes get a GPU each.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device does not exist.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -70,9 +70,9 @@ def device_of(name: str | None, processes: Processes) -> torch.device:
 
 @contextlib.contextmanager
 def stop_signals(received: list[int], processes: Processes) -> Iterator[None]:
-    """Appends SIGINT and SIGTERM to `received` in place of their effects, in a single process.
+    """Appends SIGINT and SIGTERM to `received` instead of ending the process.
 
-    Several processes receive a signal at different steps, so there it ends them at once.
+    Several processes would receive a signal at different steps: there it ends them at once.
     """
     if processes.world_size > 1 or threading.current_thread() is not threading.main_thread():
         yield

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-WARM_UP_SHARE = 0.05  # of the steps of "warmup-cosine"
+WARM_UP_SHARE = 0.05  # share of the steps of "warmup-cosine"
 
 
 class Recipe(NamedTuple):
@@ -16,29 +16,29 @@ class Recipe(NamedTuple):
     epochs: int
     batch: int
     lr: float
-    warm_up_steps: int | None  # None: a share of all steps
+    warm_up_steps: int | None  # None: `WARM_UP_SHARE`
 
 
 RECIPES = {
     "paper": Recipe(epochs=200, batch=128, lr=0.1, warm_up_steps=400),
     "warmup-cosine": Recipe(epochs=30, batch=64, lr=0.1, warm_up_steps=None),
 }
-"""`"paper"` (arXiv 1603.05027): a tenth of the rate in the first 400 steps, then the rate, divided
-by 10 after 32,000 and 48,000 steps, which are epochs 82 and 123 of CIFAR; 200 epochs, as in the
-code of the authors (github.com/KaimingHe/resnet-1k-layers). Runs of other lengths divide after the
-same shares. `"warmup-cosine"`: a linear rise, then half a cosine to zero (arXiv 1608.03983)."""
+"""`"paper"` (arXiv 1603.05027): a tenth of the rate for 400 steps, then the rate, divided by 10
+after 32,000 and again after 48,000 steps (epochs 82 and 123 of CIFAR); 200 epochs, as in the
+authors' code (github.com/KaimingHe/resnet-1k-layers). Runs of other lengths divide after the same
+shares. `"warmup-cosine"`: a linear rise, then half a cosine to zero (arXiv 1608.03983)."""
 _PAPER_MILESTONES = (82 / 200, 123 / 200)
 
 
 def learning_rate(recipe: str, lr: float, step: int, total_steps: int, warm_up_steps: int) -> float:
-    """The learning rate of a step.
+    """Returns the learning rate of a step.
 
     Args:
         recipe: a key of `RECIPES`.
         lr: the highest rate.
-        step: from 0.
-        total_steps: of the whole run.
-        warm_up_steps: at the start of the run.
+        step: the step, counted from 0.
+        total_steps: steps of the whole run.
+        warm_up_steps: steps of the warm-up.
     """
     if recipe == "paper":
         if step < warm_up_steps:
@@ -52,7 +52,7 @@ def learning_rate(recipe: str, lr: float, step: int, total_steps: int, warm_up_s
 
 
 def warm_up_steps(recipe: str, given: int | None, total_steps: int) -> int:
-    """Steps of warm-up: those given, or the recipe's, but at most a tenth of the run."""
+    """Returns `given`, or the recipe's warm-up steps, at most a tenth of the run."""
     if given is not None:
         return given
     steps = RECIPES[recipe].warm_up_steps
@@ -65,15 +65,15 @@ class Group(NamedTuple):
     """Parameters with one learning rate."""
 
     name: str
-    factor: float  # of the learning rate
+    factor: float  # multiplies the learning rate
     parameters: list[nn.Parameter]
 
 
 def parameter_groups(model: nn.Module, first_factor: float) -> list[Group]:
-    """Parameters by depth: stem, each stage, head; the factor rises geometrically to 1.
+    """Groups parameters by depth: stem, each stage, head; the factor rises geometrically to 1.
 
     Args:
-        model: with children `stages` in the order of depth.
+        model: a network with a child `stages`.
         first_factor: factor of the stem's learning rate. With 1 there is one group.
     """
     if first_factor == 1:
@@ -100,14 +100,14 @@ def sgd(
     is_captured: bool,
     device: torch.device,
 ) -> torch.optim.SGD:
-    """SGD with one parameter group for each of `groups`; `set_learning_rate` sets the rates.
+    """Returns SGD with a parameter group per item of `groups`; `set_learning_rate` sets the rates.
 
     Args:
         groups: see `parameter_groups`.
-        momentum: of SGD.
-        weight_decay: of SGD, on all parameters as in the paper.
+        momentum: momentum of SGD.
+        weight_decay: weight decay of all parameters, as in the paper.
         is_captured: the step runs in a CUDA graph, which reads the rate from a tensor.
-        device: of the parameters.
+        device: device of the parameters.
     """
     options = [
         {"params": g.parameters, "lr": torch.zeros((), device=device) if is_captured else 0.0}

@@ -19,8 +19,8 @@ from preact_kernels.study.training import TrainingRun
 
 _HISTOGRAM_IMAGES = 64
 _HISTOGRAM_BINS = 201  # plots cut off the ends, where few values are
-_WARNINGS = 20  # in a report
-SIGNALS = {  # columns of BlockRow that are plotted: label, healthy range
+_WARNINGS = 20  # most warnings in a report
+SIGNALS = {  # columns of `BlockRow` to plot: label, healthy range
     "gradient_norm": ("L2 norm of the gradient", None),
     "gradient_to_weight": ("gradient-to-weight ratio", (1e-3, 1e-2)),
     "update_to_weight": ("update-to-weight ratio", None),
@@ -29,13 +29,13 @@ SIGNALS = {  # columns of BlockRow that are plotted: label, healthy range
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown."""
+    """Formats a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def machine(device: torch.device) -> str:
-    """The device, versions and the date, in one line."""
+    """Describes the device, the versions and the date in one line."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -49,12 +49,12 @@ def machine(device: torch.device) -> str:
 
 
 def command() -> str:
-    """The command that runs now."""
+    """Returns the command line of this process."""
     return shlex.join(["python", "-m", "preact_kernels.study", *sys.argv[1:]])
 
 
 def values_by_step(rows: Sequence[BlockRow], column: str) -> dict[int, list[float]]:
-    """Of each measured step, a column of all blocks; NaN where it is not measured."""
+    """Maps a measured step to the values of a column, one per block; NaN: not measured."""
     found: dict[int, list[float]] = {}
     for row in rows:
         value = getattr(row, column)
@@ -63,20 +63,20 @@ def values_by_step(rows: Sequence[BlockRow], column: str) -> dict[int, list[floa
 
 
 def stage_starts(rows: Sequence[BlockRow]) -> list[int]:
-    """Numbers of the first blocks of the second and later stages."""
+    """Returns the number of each later stage's first block."""
     stages = {row.block: row.stage for row in rows}
     return [b for b in sorted(stages) if b > 1 and stages[b] != stages.get(b - 1)]
 
 
 def chosen_steps(steps: Sequence[int], count: int = 8) -> list[int]:
-    """About `count` of the steps, evenly spaced, with the first and the last."""
+    """Returns about `count` of the steps, evenly spaced, including the first and the last."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def stage_histograms(run: TrainingRun) -> dict[str, tuple[list[float], list[float]]]:
-    """Counts and edges of the activations after each stage, in evaluation mode."""
+    """Returns histograms (counts, edges) of each stage's output in evaluation mode."""
     images = run.test_images.images[:_HISTOGRAM_IMAGES].to(run.device)
     run.network.eval()
     with run.autocast():
@@ -89,7 +89,7 @@ def stage_histograms(run: TrainingRun) -> dict[str, tuple[list[float], list[floa
 
 
 def plotted(text: str, draw: Callable[..., Path], *args: Any, **options: Any) -> str:
-    """Draws a plot; returns the line of the report that shows it."""
+    """Draws a plot, and returns the report's line that shows it."""
     try:
         path = draw(*args, **options)
     except plots.NothingToPlotError as error:
@@ -117,7 +117,7 @@ def _signal_plots(run: TrainingRun) -> Iterator[str]:
 
 
 def write_report(run: TrainingRun) -> Path:
-    """Writes `report.md` and its plots into the folder of a run that has trained an epoch.
+    """Writes `report.md` and its plots to the folder of a run, after its first epoch or later.
 
     Returns:
         The path of the report.

@@ -1,8 +1,8 @@
-"""Training runs that continue bit for bit after they were stopped at any moment.
+"""Training runs that can stop at any moment and continue bit for bit.
 
-Everything random is a function of the seed and the step: the weights, the order and augmentation
-of images (`data.Batches`), and dropout, for which PyTorch is seeded anew at each step.
-Checkpoints store no random state, so a run can resume with another number of processes.
+Everything random depends only on the seed and the step: weights, order and augmentation of the
+images (`data.Batches`), and dropout (PyTorch is seeded at each step). Checkpoints store no random
+state, so a run can continue with another number of processes.
 """
 
 import contextlib
@@ -52,17 +52,17 @@ class _Autocast(nn.Module):
 
 
 class TrainingRun:
-    """A training run in a folder, which holds its checkpoint.
+    """A training run in a folder.
 
     Args:
-        config: its options.
-        out: the folder; a checkpoint in it is continued.
-        processes: this process and others.
+        config: the options.
+        out: the folder; a run continues from the checkpoint there.
+        processes: the processes of the run.
         show_progress: draw a progress bar.
 
     Raises:
-        CheckpointError: the folder holds a checkpoint of other options, or a damaged one.
-        FileNotFoundError: there are no images where the options name them.
+        CheckpointError: the checkpoint in the folder has other options or is damaged.
+        FileNotFoundError: there are no images at `config.data`.
         ValueError: options do not fit each other or the images.
     """
 
@@ -76,7 +76,7 @@ class TrainingRun:
         found = checkpoints.load(self.path) if self.path.exists() else None
         if found is not None:
             _check_same_options(self.path, found.get("config"), config)
-        if self.device.type == "cuda":  # the same bits in every run
+        if self.device.type == "cuda":  # for the same bits in every run
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         self.train_images = self._images(train=True)
         self.test_images = self._images(train=False)
@@ -147,12 +147,12 @@ class TrainingRun:
         if config.clip_norm is not None:
             self.optimizer.register_step_pre_hook(self._clip)
         self.monitor = None
-        if config.diagnose_every:  # with autocast
+        if config.diagnose_every:
             blocks = blocks_of(network)
             self.monitor = Monitor(self.unwrapped, config.diagnose_every, blocks=blocks)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The autocast of the options."""
+        """Returns the autocast context that the options ask for."""
         if self.config.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
@@ -163,7 +163,7 @@ class TrainingRun:
         return sum(p.numel() for p in self.network.parameters() if p.requires_grad)
 
     def description(self) -> dict[str, str]:
-        """The network, the images and the steps, in words."""
+        """Describes the network, the images and the steps."""
         config, train, test = self.config, self.train_images, self.test_images
         size = config.image_size
         return {
@@ -203,7 +203,7 @@ class TrainingRun:
         step = graphed_step(
             self.model, self._loss, self.optimizer, *self._batch(0), scaler=self.scaler
         )
-        self.correct.copy_(correct)  # without the steps of the warm-up
+        self.correct.copy_(correct)  # leave out the warm-up steps of the capture
         return step
 
     def _uncaptured_step(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class TrainingRun:
         options = [(group["lr"], group["fused"]) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state)
         for group, (lr, fused) in zip(self.optimizer.param_groups, options, strict=True):
-            group["lr"], group["fused"] = lr, fused  # of this machine; rates are set at each step
+            group["lr"], group["fused"] = lr, fused  # depend on the machine, not the checkpoint
 
     def checkpoint(self) -> None:
         """Writes the checkpoint."""
@@ -283,19 +283,19 @@ class TrainingRun:
         return value
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Returns the learning rate of a step, counted from 0."""
         recipe, lr = self.config.recipe, self.config.lr or 0.0
         return recipes.learning_rate(recipe, lr, step, self.total_steps, self.warm_up)
 
     def learning_rates(self) -> list[float]:
-        """The learning rate of each step so far."""
+        """Returns the learning rate of each step so far."""
         return [self.learning_rate(step) for step in range(len(self.history.losses))]
 
     def _set_learning_rate(self) -> None:
         recipes.set_learning_rate(self.optimizer, self.groups, self.learning_rate(self.step))
 
     def _fetch(self) -> None:
-        """Reads the losses of the last steps from the device, averaged over the processes."""
+        """Reads pending losses from the device, averaged over the processes."""
         if not self._pending:
             return
         losses = self._summed(torch.stack(self._pending).double()) / self.processes.world_size
@@ -322,9 +322,9 @@ class TrainingRun:
         self.step += 1
 
     def evaluate(self) -> float:
-        """The share of the test images that the network gets right, with running statistics.
+        """Returns the test accuracy, from 0 to 1, with running statistics.
 
-        Several processes use the statistics of the first, as `DistributedDataParallel` does.
+        All processes use the first one's statistics, as in `DistributedDataParallel`.
         """
         images, labels = self.test_images.images, self.test_images.labels
         own = slice(self.processes.rank, None, self.processes.world_size)
@@ -361,14 +361,14 @@ class TrainingRun:
         return row
 
     def run(self, logs: Logs | None = None) -> History:
-        """Trains to the end, with a checkpoint at each epoch and as the options say.
+        """Trains to the end; writes a checkpoint at each epoch and every `checkpoint_every` steps.
 
         Args:
-            logs: gets losses and epochs as they come.
+            logs: records losses and epochs.
 
         Raises:
             Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
-            OSError: a file cannot be written, as on a full disk; the last checkpoint is there.
+            OSError: a file cannot be written (a full disk, say); the last checkpoint is kept.
         """
         config, history = self.config, self.history
         asked_to_stop: list[int] = []
@@ -376,13 +376,13 @@ class TrainingRun:
             total=self.total_steps,
             initial=self.step,
             unit="step",
-            disable=None if self.show_progress else True,  # None: without a terminal
+            disable=None if self.show_progress else True,  # None: only without a terminal
             dynamic_ncols=True,
         )
         with bar, stop_signals(asked_to_stop, self.processes):
             start_s = time.perf_counter() - history.seconds
             logged = self.step
-            if logs is not None and history.losses:  # killed between the checkpoint and the files
+            if logs is not None and history.losses:  # killed after the checkpoint, before the files
                 logs.write(history, self.learning_rates(), self.batches.steps_per_epoch)
             while self.step < self.total_steps:
                 self.one_step()
@@ -415,7 +415,7 @@ class TrainingRun:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Seed of what is random in a step of a process; PyTorch's generator on a CPU takes 32 bits."""
+    """Returns the seed of a step in a process, in 32 bits, the limit of PyTorch on a CPU."""
     return ((seed * 1_000_003 + step) * 4093 + rank) % 2**32
 
 
@@ -444,7 +444,7 @@ def _check_same_options(path: Path, found: object, config: Config) -> None:
 
 
 def train(config: Config, out: Path, *, show_progress: bool = True) -> TrainingRun:
-    """Trains in a folder, or continues there; the first process writes logs.
+    """Trains in a folder, or continues a run there; the first process writes logs.
 
     Args:
         config: the options.
@@ -456,7 +456,7 @@ def train(config: Config, out: Path, *, show_progress: bool = True) -> TrainingR
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
-        OSError: a file cannot be written; the last checkpoint is there.
+        OSError: a file cannot be written; the last checkpoint is kept.
         RuntimeError: a step failed.
         TypeError: see `TrainingRun`.
         ValueError: see `TrainingRun`.

@@ -1,11 +1,11 @@
-"""Fixtures: few images, and figures that are not drawn."""
+"""Fixtures: few images, and figures that are not rendered."""
 
 import pytest
 
 
 @pytest.fixture(scope="module")
 def few_digits():
-    """300 digits to train on and 60 to test, in this process."""
+    """300 digits to train on and 60 to test on, in this process."""
     data = pytest.importorskip("preact_kernels.study.data")
     found = {}
     for train, count in ((True, 300), (False, 60)):
@@ -19,7 +19,7 @@ def few_digits():
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Figures are saved without their content, which `test_plots.py` checks."""
+    """Saves figures without rendering them; `test_plots.py` checks their content."""
     figure = pytest.importorskip("matplotlib.figure")
     signature = b"\x89PNG"
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: file.write(signature))

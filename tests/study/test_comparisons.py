@@ -1,4 +1,4 @@
-"""The comparisons of the study, at sizes of seconds."""
+"""The comparisons of the study, at sizes that take seconds."""
 
 import csv
 import re
@@ -10,9 +10,9 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 from preact_kernels.study import comparisons, cost, paper
+from preact_kernels.study.blocks import PLACEMENTS, SHORTCUTS
 from preact_kernels.study.commands import main
 from preact_kernels.study.comparison import Size, order_in_words, spread
-from preact_kernels.study.units import PLACEMENTS, SHORTCUTS
 
 TINY = Size(depths=(8,), epochs=1, batch=100, seeds=1, image_size=8, recipe="warmup-cosine")
 
@@ -51,7 +51,7 @@ def test_placements(tiny, tmp_path, monkeypatch):
         assert f" {paper.PLACEMENTS[name][110]:.2f} |" in line and "batch norms fused" in line
     results = rows_of(tmp_path / "results.csv")
     assert [r["label"] for r in results] == list(names)
-    # Again: finished runs are not repeated, and the report is the same.
+    # A second call repeats no finished run and writes the same report.
     before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/checkpoint.pt")}
     assert main(arguments) == 0
     assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/checkpoint.pt")} == before

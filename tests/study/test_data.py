@@ -15,11 +15,11 @@ pytest.importorskip("tqdm")
 from bench.__main__ import main
 from preact_kernels.study import data
 
-RECORDS = 20  # a file: few, and the reader says that they are a part
+RECORDS = 20  # per file: fewer than published, so the reader warns
 
 
 def cifar(kind, count=RECORDS):
-    """Bytes of one file: labels in order, pixels of each record all equal to its index."""
+    """Returns the bytes of a file: labels in order, all pixels of a record equal to its index."""
     label = {"cifar-10": lambda i: [i % 10], "cifar-100": lambda i: [i % 20, i % 100]}[kind]
     return b"".join(bytes(label(i)) + bytes([i]) * 3072 for i in range(count))
 
@@ -42,7 +42,7 @@ class TestCifar:
         pixels = torch.randint(256, (6, RECORDS, 3072), dtype=torch.uint8)
         for name, *record in zip((*CIFAR_10, "test_batch.bin"), labels, pixels, strict=True):
             (tmp_path / name).write_bytes(torch.cat(record, 1).numpy().tobytes())
-        # Planes of red, green and blue, normalised as the published training set.
+        # Planes of red, green and blue, normalised by the published training set.
         mean, std = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]])[..., None]
         for train, part in ((True, slice(0, 5)), (False, slice(5, 6))):
             images = data.load(train=train)
@@ -128,9 +128,9 @@ def test_digits_are_the_default_and_all_there_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def digits():
-    """Small ones, with their numbers as labels."""
+    """Digits of 8x8 pixels, with their numbers as labels."""
     images = data.load_digits().resized(8)
-    assert images.images.shape == data.load_digits(size=8).images.shape == (1500, 3, 8, 8)
+    assert images.images.shape == (1500, 3, 8, 8)
     return images._replace(labels=torch.arange(1500))
 
 

@@ -1,4 +1,4 @@
-"""Measurements of signal flow equal those by hand, and change nothing of what they measure."""
+"""Measurements of signal flow equal a computation by hand, and do not change the model."""
 
 import contextlib
 import copy
@@ -36,7 +36,7 @@ def sgd(model, lr=0.01):
 
 
 def state_of(model):
-    """Copies of everything that a measurement could change."""
+    """Copies everything that a measurement could change."""
     gradients = {f"{n}.grad": p.grad for n, p in model.named_parameters()}
     modes = torch.tensor([m.training for m in model.modules()])
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
@@ -49,7 +49,7 @@ def norm(tensors):
 
 
 def rows_by_hand(model, x, target):
-    """The rows, from tensors that autograd keeps."""
+    """Computes the rows from tensors that autograd keeps."""
     outputs = {}
     for name, block in diagnostics.blocks_of(model).items():
 
@@ -63,7 +63,7 @@ def rows_by_hand(model, x, target):
     for number, (name, y) in enumerate(outputs.items(), 1):
         block = model.get_submodule(name)
         weights = [m.weight for m in block.modules() if isinstance(m, nn.Conv2d)]
-        of_weights = norm(p.grad for p in weights)
+        gradient_norm = norm(p.grad for p in weights)
         values = y.detach().double()
         rows.append(
             BlockRow(
@@ -76,7 +76,7 @@ def rows_by_hand(model, x, target):
                 activation_gradient_norm=norm([y.grad]),
                 gradient_norm=norm(p.grad for p in block.parameters()),
                 weight_norm=norm(weights),
-                gradient_to_weight=of_weights / norm(weights),
+                gradient_to_weight=gradient_norm / norm(weights),
                 update_to_weight=None,
             )
         )

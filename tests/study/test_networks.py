@@ -1,4 +1,4 @@
-"""Units and networks of the study: formulas, what runs fused, initialisation, errors."""
+"""Blocks and networks of the study: formulas, what runs fused, initialisation, errors."""
 
 import pytest
 import torch
@@ -6,91 +6,92 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.study.networks import study_network
-from preact_kernels.study.units import (
+from preact_kernels.study.blocks import (
     ACTIVATIONS,
     NORMS,
     PLACEMENTS,
     SHORTCUTS,
-    ResidualUnit,
+    BlockOptions,
+    ResidualBlock,
     RMSNorm2d,
     SqueezeExcitation,
     StochasticDepth,
-    UnitOptions,
 )
+from preact_kernels.study.networks import study_network
 
 pytestmark = pytest.mark.backends("cpu")
 
 
-def unit(in_channels=8, channels=8, stride=1, *, is_bottleneck=False, **options):
-    made = ResidualUnit(
-        in_channels, channels, stride, UnitOptions(**options), is_bottleneck=is_bottleneck
+def random_block(in_channels=8, channels=8, stride=1, *, is_bottleneck=False, **options):
+    block = ResidualBlock(
+        in_channels, channels, stride, BlockOptions(**options), is_bottleneck=is_bottleneck
     )
-    for module in made.modules():  # as after training
+    for module in block.modules():  # as after training
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.uniform_(module.bias, -0.5, 0.5)
-    return made.double()
+    return block.double()
 
 
 def images(channels=8, size=6):
     return torch.randn(4, channels, size, size, dtype=torch.float64)
 
 
-def assert_is_formula(u, x, formula):
+def assert_is_formula(block, x, formula):
     torch.manual_seed(1)
-    expected = formula(u, x)
+    expected = formula(block, x)
     torch.manual_seed(1)
-    assert torch.equal(u(x), expected)
+    assert torch.equal(block(x), expected)
 
 
-def body(u, x):
-    return u.conv2(F.relu(u.norm1(u.conv1(x))))
+def body(b, x):
+    return b.conv2(F.relu(b.norm1(b.conv1(x))))
 
 
-def projected(u, x):
-    return u.projection_norm(u.projection(x))
+def projected(b, x):
+    return b.projection_norm(b.projection(x))
 
 
-def full_preactivation(u, x):
-    a = F.relu(u.norm1(x))
-    return u.projection(a) + u.conv2(F.relu(u.norm2(u.conv1(a))))
+def full_preactivation(b, x):
+    a = F.relu(b.norm1(x))
+    return b.projection(a) + b.conv2(F.relu(b.norm2(b.conv1(a))))
 
 
 PLACEMENT_FORMULAS = {
-    "original": lambda u, x: F.relu(projected(u, x) + u.norm2(body(u, x))),
-    "bn-after-addition": lambda u, x: F.relu(u.norm2(u.projection(x) + body(u, x))),
-    "relu-before-addition": lambda u, x: projected(u, x) + F.relu(u.norm2(body(u, x))),
-    "relu-only-preactivation": lambda u, x: projected(u, x.relu()) + u.norm2(body(u, x.relu())),
+    "original": lambda b, x: F.relu(projected(b, x) + b.norm2(body(b, x))),
+    "bn-after-addition": lambda b, x: F.relu(b.norm2(b.projection(x) + body(b, x))),
+    "relu-before-addition": lambda b, x: projected(b, x) + F.relu(b.norm2(body(b, x))),
+    "relu-only-preactivation": lambda b, x: projected(b, x.relu()) + b.norm2(body(b, x.relu())),
     "full-preactivation": full_preactivation,
 }
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_a_placement_is_its_formula(name):
-    """A projection reads what conv1 reads, and has a norm where the branch ends with one."""
-    assert_is_formula(unit(8, 16, 2, placement=name), images(), PLACEMENT_FORMULAS[name])
+    """A projection reads the input of conv1; it has a norm if the branch ends with one."""
+    block = random_block(8, 16, 2, placement=name)
+    assert_is_formula(block, images(), PLACEMENT_FORMULAS[name])
 
 
-def gate(u, x):
-    return torch.sigmoid(F.conv2d(x, u.gate.conv.weight, torch.full((8,), -3.0).double()))
+def gate(b, x):
+    return torch.sigmoid(F.conv2d(x, b.gate.conv.weight, torch.full((8,), -3.0).double()))
 
 
 SHORTCUT_FORMULAS = {
-    "identity": lambda u, x, f: x + f,
-    "constant-scaling": lambda u, x, f: 0.5 * x + f,
-    "exclusive-gating": lambda u, x, f: (1 - gate(u, x)) * x + gate(u, x) * f,
-    "shortcut-only-gating": lambda u, x, f: (1 - gate(u, x)) * x + f,
-    "conv1x1": lambda u, x, f: projected(u, x) + f,
-    "dropout": lambda u, x, f: F.dropout(x, 0.5) + f,
+    "identity": lambda b, x, f: x + f,
+    "constant-scaling": lambda b, x, f: 0.5 * x + f,
+    "exclusive-gating": lambda b, x, f: (1 - gate(b, x)) * x + gate(b, x) * f,
+    "shortcut-only-gating": lambda b, x, f: (1 - gate(b, x)) * x + f,
+    "conv1x1": lambda b, x, f: projected(b, x) + f,
+    "dropout": lambda b, x, f: F.dropout(x, 0.5) + f,
 }
 
 
 @pytest.mark.parametrize("name", SHORTCUTS)
 def test_a_shortcut_is_its_formula(name):
-    u = unit(placement="original", shortcut=name, gate_bias=-3.0)
+    block = random_block(placement="original", shortcut=name, gate_bias=-3.0)
     formula = SHORTCUT_FORMULAS[name]
-    assert_is_formula(u, images(), lambda u, x: F.relu(formula(u, x, u.norm2(body(u, x)))))
+    assert_is_formula(block, images(), lambda b, x: F.relu(formula(b, x, b.norm2(body(b, x)))))
 
 
 def squeezed(se, x):
@@ -98,29 +99,30 @@ def squeezed(se, x):
     return x * torch.sigmoid(F.conv2d(se.reduce(s).relu(), se.expand.weight, se.expand.bias))
 
 
-def test_the_other_options_of_a_unit_are_their_formulas():
-    """Dropout stands before the last convolution; the branch ends with se, then its scale."""
+def test_the_other_options_of_a_block_are_their_formulas():
+    """Dropout comes before the last convolution; the branch ends with se, then its scale."""
     options = {"activation": "silu", "dropout": 0.5, "se": True, "residual_scale": 0.25}
-    u = unit(32, 32, shortcut="constant-scaling", shortcut_scale=0.75, branch_scale=0.5, **options)
+    options |= {"shortcut": "constant-scaling", "shortcut_scale": 0.75, "branch_scale": 0.5}
+    block = random_block(32, 32, **options)
 
-    def formula(u, x):
-        h = F.dropout(F.silu(u.norm2(u.conv1(F.silu(u.norm1(x))))), 0.5)
-        return 0.75 * x + 0.5 * (0.25 * squeezed(u.se, u.conv2(h)))
+    def formula(b, x):
+        h = F.dropout(F.silu(b.norm2(b.conv1(F.silu(b.norm1(x))))), 0.5)
+        return 0.75 * x + 0.5 * (0.25 * squeezed(b.se, b.conv2(h)))
 
-    assert_is_formula(u, images(32), formula)
-    assert (u.se.reduce.out_channels, u.se.expand.out_channels) == (2, 32)
+    assert_is_formula(block, images(32), formula)
+    assert (block.se.reduce.out_channels, block.se.expand.out_channels) == (2, 32)
     x = images()
     assert torch.equal(ACTIVATIONS["gelu"]()(x), F.gelu(x))
 
 
 def test_full_preactivation_is_the_block_of_the_package():
-    block = pk.PreActBottleneck(8, 8, 2).double()
-    block.fused = False
-    u, x = unit(8, 8, 2, is_bottleneck=True), images()
-    state = u.state_dict().items()
+    expected = pk.PreActBottleneck(8, 8, 2).double()
+    expected.fused = False
+    block, x = random_block(8, 8, 2, is_bottleneck=True), images()
+    state = block.state_dict().items()
     names = [k.replace("norm", "bn").replace("projection", "shortcut") for k, _ in state]
-    block.load_state_dict(dict(zip(names, (v for _, v in state), strict=True)))
-    assert torch.equal(u(x), block(x))
+    expected.load_state_dict(dict(zip(names, (v for _, v in state), strict=True)))
+    assert torch.equal(block(x), expected(x))
 
 
 NETWORKS = {
@@ -160,7 +162,7 @@ def test_what_runs_fused_is_printed():
     assert "fused=False" in str(study_network(8, fused=False))
 
 
-def test_a_network_of_default_units_is_that_of_the_package():
+def test_a_network_of_default_blocks_is_a_preact_resnet():
     network = study_network(29, memory="rebuild")
     assert isinstance(network, pk.PreActResNet)
     assert network.stages[0].memory == "rebuild"
@@ -212,7 +214,7 @@ def test_stochastic_depth_drops_whole_images_more_often_with_depth():
 # Networks
 
 
-def test_other_families_take_other_units():
+def test_other_families_take_other_blocks():
     options = {"placement": "original", "fused": False}
     with torch.device("meta"):
         network = study_network(
@@ -239,8 +241,8 @@ def test_norm_and_activation_stand_between_stem_and_classifier_once():
         before = PLACEMENTS[name].before
         network = study_network(8, placement=name, survival=0.5, fused=False)
         layers = (network.stem_norm, network.stem_act, network.norm, network.act)
-        in_units = ("norm" in before, "act" in before)
-        expected = [*in_units, *(not found for found in in_units)]
+        in_blocks = ("norm" in before, "act" in before)
+        expected = [*in_blocks, *(not found for found in in_blocks)]
         assert [isinstance(layer, nn.Identity) for layer in layers] == expected, name
 
 

@@ -1,4 +1,4 @@
-"""Plots and diagrams of the study: files, and what their figures show."""
+"""Plots and diagrams of the study: files and the content of figures."""
 
 import math
 from pathlib import Path
@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from preact_kernels.study import plots
+from preact_kernels.study.blocks import PLACEMENTS, SHORTCUTS, Placement
 from preact_kernels.study.plots import diagrams, parts
-from preact_kernels.study.units import PLACEMENTS, SHORTCUTS, Placement
 
 NAN, INF = math.nan, math.inf
 
@@ -27,8 +27,8 @@ def draw(tmp_path, monkeypatch):
         figures.append(figure)
         savefig(figure, *args, **options)
 
-    def drawn(function, *values, title="", **options):
-        assert function(*values, path, title, **options) == path
+    def drawn(function, *values, **options):
+        assert function(*values, path, **options) == path
         pixels = image.imread(path)[..., :3]
         assert min(pixels.shape[:2]) > 150
         assert pixels.std() > 0.03, "blank"
@@ -48,13 +48,13 @@ def legend(axes):
 
 
 def lines(axes):
-    """The labelled lines of axes: label -> (x, y)."""
+    """Returns the labelled lines of axes: label -> (x, y)."""
     named = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
     return {n.get_label(): (list(n.get_xdata()), list(n.get_ydata())) for n in named}
 
 
 def assert_laid_out(figure, shown=()):
-    """Legends lie right of their axes and inside the figure; texts do not overlap."""
+    """Legends are right of their axes and inside the figure; texts do not overlap."""
     figure.draw_without_rendering()
     for axes in figure.axes:
         if axes.get_legend() is not None:
@@ -114,14 +114,14 @@ def test_smoothed_losses_show_their_raw_points(draw):
 
 def test_values_by_block_are_drawn_with_gaps_and_stages(draw):
     series = {"a": [1e-3, 0.0, 1e-2, NAN, 1e-1, -1.0, INF] + [0.1] * 9, "b": [0.0] * 7}
-    options = {"ylabel": "gradient norm", "boundaries": (4, 8, 14), "healthy": (1e-3, 2.0)}
+    options = {"ylabel": "gradient norm", "boundaries": (4, 8, 14)}
     figure = draw(plots.plot_by_block, series, **options)
     (axes,) = figure.axes
     blocks, values = lines(axes)["a"]
     assert blocks == list(range(1, 17))
     assert [v for v in values if not math.isnan(v)] == [1e-3, 1e-2, *[1e-1] * 10]
     assert figure.get_supxlabel() == "11 points are left out: zero, negative or not finite"
-    assert legend(axes) == ["healthy: 0.001 to 2", "a", "b (nothing to show)"]
+    assert legend(axes) == ["a", "b (nothing to show)"]
     assert texts(axes.texts) == ["stage 1", "stage 2", "stage 3", "stage 4"]
     at = [line.get_xdata()[0] for line in axes.get_lines() if line.get_label().startswith("_")]
     assert at == [3.5, 7.5, 13.5]
@@ -201,7 +201,7 @@ def test_errors_stand_at_their_depths_beside_the_papers(draw):
 
 
 def test_ticks_of_many_depths_do_not_overlap():
-    figure = parts.new_figure((8.5, 4.5), "")
+    figure = parts.new_figure((8.5, 4.5))
     axes = figure.subplots()
     depths = (18, 20, 29, 32, 34, 44, 47, 50, 56, 101, 110, 152, 164, 200, 1001)
     parts.depth_axis(axes, depths)
@@ -263,42 +263,30 @@ def test_training_is_drawn_over_epochs(draw):
     assert_laid_out(figure)
 
 
-LINEAR = {"ylabel": "y", "log": False}
 # Function, values to draw, values with nothing to draw, options that are texts or scales.
 PLOTS = [
-    (plots.plot_losses, [{"a": [[(0, 1.0)]]}], [{"a": [[(0, NAN)]]}], {"xlabel": "x", "log": True}),
-    (plots.plot_losses, [{"a": [[(0, 1.0), (1, 1e-9)]]}], [{"a": []}], LINEAR),
-    (
-        plots.plot_error_against_depth,
-        [{"a": {20: [1.0], 32: [1.0]}}],
-        [{"a": {20: [NAN]}}],
-        {"ylabel": "y"},
-    ),
+    (plots.plot_losses, [{"a": [[(0, 1.0)]]}], [{"a": [[(0, NAN)]]}], {"log": True}),
+    (plots.plot_losses, [{"a": [[(0, 1.0), (1, 1e-9)]]}], [{"a": []}], {"log": False}),
+    (plots.plot_error_against_depth, [{"a": {20: [1.0], 32: [1.0]}}], [{"a": {20: [NAN]}}], {}),
     (plots.plot_cost_against_depth, [{"a": {20: 1.0}}] * 2, [{"a": {9: 0.0}}, {"a": {9: 1.0}}], {}),
     (plots.plot_cost_against_depth, [{"a": {20: 1.0}}] * 2, [{"a": {9: 1.0}}, {"a": {9: 0.0}}], {}),
     (plots.plot_bars, [{"a": [1.0]}], [{"a": [INF]}], {"ylabel": "y"}),
     (plots.plot_training, [[], [(0, 1.0)]], [[{"epoch": 1}], [(0, NAN)]], {}),
-    (plots.plot_by_block, [{"a": [0.0, -1]}], [{"a": [INF, NAN]}], LINEAR),
-    (plots.plot_by_block, [{"a": [1.0]}], [{"a": [0.0, -1.0, NAN]}], {"ylabel": "y"}),
-    (plots.plot_by_block_over_time, [{1: [0.0, -1]}], [{1: [NAN]}], LINEAR),
-    (
-        plots.plot_histograms,
-        [{"a": {"s": ([1], [0, 1])}}],
-        [{"a": {"s": ([0, 0], [0, 1, 2])}}],
-        {"xlabel": "x"},
-    ),
+    (plots.plot_by_block, [{"a": [1.0]}], [{"a": [0.0, -1.0, NAN, INF]}], {"ylabel": "y"}),
+    (plots.plot_by_block_over_time, [{1: [1.0]}], [{1: [0.0, -1.0, NAN]}], {"ylabel": "y"}),
+    (plots.plot_histograms, [{"a": {"s": ([1], [0, 1])}}], [{"a": {"s": ([0, 0], [0, 1, 2])}}], {}),
 ]
 
 
 @pytest.mark.parametrize(("function", "values", "nothing", "options"), PLOTS)
-def test_titles_labels_and_scales_are_drawn_and_nothing_to_draw_is_refused(
+def test_labels_and_scales_are_drawn_and_nothing_to_draw_is_refused(
     draw, tmp_path, function, values, nothing, options
 ):
     with pytest.raises(plots.NothingToPlotError, match=r"^\w+: expected .*, got none$"):
         function(*nothing, tmp_path / "other.png", **options)
-    figure = draw(function, *values, title="A title", **options)
+    figure = draw(function, *values, **options)
     labels = {v for v in options.values() if isinstance(v, str)}
-    assert {"A title", *labels} <= set(texts(figure.findobj(Text)))
+    assert labels <= set(texts(figure.findobj(Text)))
     assert options.get("log") in (None, figure.axes[0].get_yscale() == "log")
 
 
@@ -330,8 +318,9 @@ def test_training_is_drawn_with_what_was_recorded(draw):
     assert loss.get_lines()[1].get_xdata()[-1] == 2, "the last step ends the last epoch"
     assert legend(loss) == ["loss, mean of 20 points"] and legend(accuracy) == ["test"]
     for epochs, label in (([], "step"), ([{"epoch": 60}], "epoch")):
-        rate, loss, accuracy = draw(plots.plot_training, epochs, run, smooth=0).axes
-        assert lines(loss) == {"loss": ([0, 60], [2.0, 1.0])}
+        rate, loss, accuracy = draw(plots.plot_training, epochs, run).axes
+        assert lines(loss) == {"loss, mean of 20 points": ([0, 60], [1.5, 1.5])}
+        assert list(loss.get_lines()[0].get_ydata()) == [2.0, 1.0]
         assert accuracy.get_xlabel() == label
         assert texts([*rate.texts, *accuracy.texts]) == ["not recorded"] * 2
 
@@ -349,7 +338,7 @@ def test_wrong_boundaries_and_edges_are_named(tmp_path):
 
 
 def assert_columns(axes, placements):
-    """Boxes from top to bottom in each column; the addition is "+"."""
+    """Each column has the layers of its placement from top to bottom; the addition is "+"."""
     shown = [(*text.get_position(), text.get_text()) for text in axes.texts]
     assert [t for *_, t in sorted(shown) if t in placements] == list(placements)
     width = axes.get_xlim()[1] / len(placements)
@@ -367,10 +356,9 @@ def test_placements_are_drawn_in_the_order_of_their_layers(draw, monkeypatch):
         "a new one": Placement(("norm", "act"), ("norm", "act"), ("norm", "act")),
     }
     monkeypatch.setattr(diagrams, "PLACEMENTS", placements)
-    figure = draw(diagrams.draw_placements, title="A title")
+    figure = draw(diagrams.draw_placements)
     (axes,) = figure.axes
     assert_columns(axes, placements)
-    assert "A title" in texts(axes.texts)
     assert legend(axes) == ["runs fused"]
     figure.draw_without_rendering()
     axes.get_legend().remove()
@@ -391,7 +379,7 @@ def test_fused_chains_are_what_the_converter_fuses():
 
 
 def test_shortcuts_are_drawn_with_their_formulas(draw):
-    figure = draw(diagrams.draw_shortcuts, title="A title")
+    figure = draw(diagrams.draw_shortcuts)
     (axes,) = figure.axes
     shown = texts(axes.texts)
     placed = sorted((*t.get_position(), t.get_text(), t.get_weight()) for t in axes.texts)

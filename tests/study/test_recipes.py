@@ -1,6 +1,5 @@
 """Learning rates, parameter groups and defaults of training runs."""
 
-import argparse
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 pytest.importorskip("tqdm")
 
 from preact_kernels.study import recipes
-from preact_kernels.study.config import Config, add_arguments, parse_bytes
+from preact_kernels.study.config import Config, parse_bytes
 from preact_kernels.study.networks import study_network
 
 
@@ -55,11 +54,6 @@ def test_the_defaults_are_a_recipe():
     assert (Config().epochs, Config().batch, Config().lr) == (30, 64, 0.1)
     paper = Config(recipe="paper")
     assert (paper.epochs, paper.batch, paper.momentum, paper.weight_decay) == (200, 128, 0.9, 1e-4)
-
-
-def test_an_option_is_omitted():
-    add_arguments(parser := argparse.ArgumentParser(), omit=["momentum"])
-    assert "--epochs" in parser.format_help() and "--momentum" not in parser.format_help()
 
 
 def test_bytes_are_read():

@@ -1,4 +1,4 @@
-"""Training runs of the study: recipes, checkpoints, continuing, files, wrong input."""
+"""Training runs of the study: options, continuing, checkpoints, files, wrong input."""
 
 import dataclasses
 import errno
@@ -33,7 +33,7 @@ from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.usefixtures("few_digits")
 ONE = Processes(0, 0, 1)
-# Everything random: dropout, stochastic depth, order and augmentation.
+# Includes everything random: dropout, stochastic depth, order and augmentation.
 SMALL = {"depth": 8, "image_size": 8, "batch": 50, "epochs": 3, "dropout": 0.2, "survival": 0.8}
 ARGUMENTS = [t for k, v in SMALL.items() for t in (f"--{k.replace('_', '-')}", str(v))]
 
@@ -47,11 +47,11 @@ def trained(out, **options):
 
 
 class Killed(BaseException):
-    """In place of SIGKILL."""
+    """Ends a run as SIGKILL would."""
 
 
 def killed_at(monkeypatch, step, out, **options):
-    """A run that ends before `step` as if killed."""
+    """Starts a run and ends it before `step`, as if killed."""
     one_step = TrainingRun.one_step
 
     def interrupted(run):
@@ -99,7 +99,7 @@ def test_a_run_learns_and_writes_its_files(tmp_path, capsys):
     pictures = re.findall(r"\]\((.*?\.png)\)", report)
     assert len(pictures) == 6 and all((tmp_path / p).exists() for p in pictures)
     assert "batch norms fused" in report
-    # The same options again: nothing is left to train.
+    # A second call with the same options has nothing to train.
     before = (tmp_path / "checkpoint.pt").read_bytes()
     run = trained(tmp_path, diagnose_every=12, epochs=4, device=None)
     assert f"{run.history.epochs[-1].test_accuracy:.4f}" == accuracy[1]
@@ -220,7 +220,7 @@ def test_a_run_killed_before_its_files_are_written_writes_them(monkeypatch, tmp_
 def test_tensorboard_has_every_step_of_a_killed_run_once(monkeypatch, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     killed_at(monkeypatch, 5, tmp_path, checkpoint_every=4, epochs=1)
-    # Files of one second are read in the order of a counter's digits: 10 ahead of 9.
+    # Event files of the same second are sorted by text: a counter of 10 comes before 9.
     monkeypatch.setattr(time, "time", lambda now_s=time.time: now_s() + 2)
     run = trained(tmp_path, checkpoint_every=4, epochs=1)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -247,7 +247,7 @@ def test_a_run_that_diverges_has_a_report(undrawn, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_killed_five_times_at_random_moments_continues_bit_for_bit(tmp_path):
-    """With SIGKILL, which may come within a write."""
+    """SIGKILL may come during a write."""
     arguments = [*ARGUMENTS, "--device", "cpu", "--checkpoint-every", "1", "--epochs", "20"]
 
     def start(out):
@@ -308,7 +308,7 @@ def test_synchronised_batch_norms_that_run_plain_need_a_gpu(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    """Losses are those of one process but for rounding: batch norms are synchronised."""
+    """Batch norms are synchronised: losses differ from one process by rounding alone."""
     arguments = ["train", *ARGUMENTS, "--device", "cpu", "--dropout", "0", "--survival", "1"]
     losses = []
     for count in (1, 2):
@@ -337,13 +337,13 @@ def truncated(content):
 
 
 def damaged(content):
-    """One bit of a stored tensor is changed."""
+    """Changes one bit of a stored tensor."""
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
 def changed(**values):
-    """Other values in the checkpoint."""
+    """Replaces values in the checkpoint."""
 
     def change(content):
         buffer = io.BytesIO()
@@ -383,7 +383,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_stays(change, message, fi
 
 
 def test_a_full_disk_loses_no_checkpoint(finished, tmp_path):
-    """A limit on the size of files, which the second checkpoint exceeds."""
+    """The second checkpoint exceeds a limit on the size of files."""
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(finished)
     run = TrainingRun(small(epochs=1), tmp_path, ONE)

@@ -1,4 +1,4 @@
-"""Hooks on residual blocks, and the evaluation of what they read."""
+"""Hooks on residual blocks, and the evaluation of the values that they read."""
 
 import contextlib
 import math
@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from preact_kernels import torch_compat
 from preact_kernels.modules.preact_block import PreActBlock
+from preact_kernels.study.blocks import ResidualBlock
 from preact_kernels.study.diagnostics.rows import BlockRow
-from preact_kernels.study.units import ResidualUnit
 
 Blocks = Mapping[str, nn.Module]
 Key = tuple[str, str]  # a quantity and the name of a block
@@ -33,28 +33,28 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The residual blocks of a network by name, in order: `PreActBlock`s and `ResidualUnit`s.
+    """Returns the `PreActBlock`s and `ResidualBlock`s of a network by name, in order.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: there are none.
+        TypeError: `model` is not a module.
+        ValueError: `model` has no such blocks.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     modules = unwrapped(model).named_modules()
     blocks: dict[str, nn.Module] = {
-        name: m for name, m in modules if isinstance(m, PreActBlock | ResidualUnit)
+        name: m for name, m in modules if isinstance(m, PreActBlock | ResidualBlock)
     }
     if not blocks:
         raise ValueError(
-            "model: expected residual blocks of this package, got none: name those of another "
+            "model: expected residual blocks of this package, got none: name the blocks of another "
             "network in blocks=, a dict of modules"
         )
     return blocks
 
 
 def checked_blocks(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Module]:
-    """`blocks`, or the residual blocks of `model`."""
+    """Returns `blocks`, checked, or the residual blocks of `model`."""
     if blocks is None:
         return blocks_of(model)
     if not isinstance(model, nn.Module):
@@ -83,7 +83,7 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, t, value in buffers:
                 t.copy_(value)
-                setattr(module, name, t)  # where a forward assigned another tensor
+                setattr(module, name, t)  # a forward may have assigned another tensor
 
 
 @contextlib.contextmanager
@@ -116,25 +116,25 @@ def output_hooks(blocks: Blocks, read: Callable[[str, Tensor], None]) -> Iterato
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """float32 for narrower dtypes."""
+    """Returns `dtype`, or float32 if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def statistics(name: str, y: Tensor) -> dict[Key, Tensor]:
-    """Mean and standard deviation of a block's output, on its device."""
+    """Returns mean and standard deviation of a block's output, on its device."""
     y = y.detach().to(wide(y.dtype))
     mean = y.mean()
-    std = (y - mean).square_().mean().sqrt()  # on CPUs 3 to 10 times as fast as torch.std_mean
+    std = (y - mean).square_().mean().sqrt()  # 3 to 10 times as fast as torch.std_mean on CPUs
     return {("std", name): std, ("mean", name): mean}
 
 
 def weights_of(block: nn.Module) -> list[nn.Parameter]:
-    """The parameters with two or more axes."""
+    """Returns the parameters with two or more axes."""
     return [p for p in block.parameters() if p.ndim >= 2]
 
 
 def _evaluate(norms_of: dict[Key, list[Tensor]], scalars: dict[Key, Tensor]) -> dict[Key, float]:
-    """L2 norms of lists of tensors, and 0-d tensors, with one transfer to the host."""
+    """Returns L2 norms of lists of tensors, and values of 0-d tensors, in one copy to the host."""
     tensors = [t.detach() for ts in norms_of.values() for t in ts]
     values: list[Tensor] = []
     if tensors:
@@ -163,25 +163,25 @@ def rows_of(
     scalars: dict[Key, Tensor],
     before: dict[str, list[tuple[nn.Parameter, Tensor]]] | None = None,
 ) -> list[BlockRow]:
-    """The rows of the blocks that were called.
+    """Returns the rows of the blocks that were called.
 
     Args:
-        step: their number.
+        step: number of the step.
         blocks: all blocks.
-        gradient_of: a parameter's gradient.
+        gradient_of: returns a parameter's gradient.
         scalars: statistics of the outputs, and norms of their gradients.
-        before: weights and their copies from before the step; None if no step was done.
+        before: weights and their copies from before the step; None if there was no step.
     """
     norms_of: dict[Key, list[Tensor]] = {}
     for name, block in blocks.items():
         if ("mean", name) not in scalars:
             continue
-        of_weights = norms_of.setdefault(("dw", name), [])
-        of_others = norms_of.setdefault(("db", name), [])
+        weight_gradients = norms_of.setdefault(("dw", name), [])
+        other_gradients = norms_of.setdefault(("db", name), [])
         for p in block.parameters():
             gradient = gradient_of(p) if p.requires_grad else None
             if gradient is not None:
-                (of_weights if p.ndim >= 2 else of_others).append(gradient)
+                (weight_gradients if p.ndim >= 2 else other_gradients).append(gradient)
         if before is None:
             norms_of[("w", name)] = [*weights_of(block)]
         else:
@@ -192,7 +192,7 @@ def rows_of(
     for number, (name, block) in enumerate(blocks.items(), 1):
         if ("mean", name) not in scalars:
             continue
-        of_weights_norm, norm = measured[("dw", name)], measured[("w", name)]
+        gradient_norm, norm = measured[("dw", name)], measured[("w", name)]
         is_trained = any(p.requires_grad for p in weights_of(block))
         update = measured.get(("update", name))
         match = STAGE.fullmatch(name)
@@ -205,9 +205,9 @@ def rows_of(
                 activation_mean=measured[("mean", name)],
                 activation_std=measured[("std", name)],
                 activation_gradient_norm=measured.get(("dy", name)),
-                gradient_norm=math.hypot(of_weights_norm, measured[("db", name)]),
+                gradient_norm=math.hypot(gradient_norm, measured[("db", name)]),
                 weight_norm=norm,
-                gradient_to_weight=_ratio(of_weights_norm, norm) if is_trained else None,
+                gradient_to_weight=_ratio(gradient_norm, norm) if is_trained else None,
                 update_to_weight=None if update is None else _ratio(update, norm),
             )
         )

@@ -45,18 +45,18 @@ def measure(
 ) -> list[BlockRow]:
     """Measures every block in one forward and backward of `loss_fn(model(x), target)`.
 
-    Gradients (`p.grad`), buffers, torch's random state and the mode of the model stay as they are.
-    The blocks have hooks meanwhile, so a `PreActStage` runs them one by one and keeps what mode
-    `"store"` keeps, whatever its mode. A block that is called more than once counts the first time.
+    Gradients (`p.grad`), buffers, torch's random state and the mode of the model do not change.
+    Blocks have hooks during the call, so a `PreActStage` runs them one by one, in mode `"store"`
+    whatever its mode. If a block is called more than once, its first call is measured.
 
     Args:
         model: in the mode (training or evaluation) to measure; `DistributedDataParallel` is
             unwrapped, so each process measures its own batch.
         loss_fn: takes the model's output and the target; returns one element.
         x: input of the model.
-        target: its target.
-        blocks: modules by name, each of which returns a tensor; None takes `blocks_of(model)`.
-        step: of the rows.
+        target: target of the loss.
+        blocks: modules by name that return a tensor each; None: `blocks_of(model)`.
+        step: `step` of the rows.
 
     Returns:
         A row for each block that was called, in the order of `blocks`; `update_to_weight` is None.
@@ -64,7 +64,7 @@ def measure(
     Raises:
         TypeError: an argument has the wrong type, or a block returns no tensor.
         ValueError: there are no blocks, the model calls none of them, the loss has more than one
-            element, or it does not depend on a parameter that requires a gradient.
+            element, or the loss depends on no parameter that requires a gradient.
     """
     blocks = checked_blocks(model, blocks)
     model = unwrapped(model)
@@ -88,14 +88,14 @@ def measure(
             raise ValueError(f"loss_fn: expected a tensor of one element, got {got}")
         if not parameters or not loss.requires_grad:
             raise ValueError("model: expected a loss that depends on parameters, got a constant")
-        # Unlike `backward`, this leaves `p.grad` alone and runs no hooks of its accumulation.
+        # Unlike `backward`, this does not change `p.grad` and runs no hooks of its accumulation.
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
     gradients = {id(p): g for p, g in zip(parameters, found, strict=True)}
     return rows_of(step, blocks, lambda p: gradients.get(id(p)), scalars)
 
 
-class _Pending(NamedTuple):
-    """What `before_step` keeps for `after_step`."""
+class _BeforeStep(NamedTuple):
+    """Values from `before_step` for `after_step`."""
 
     scalars: dict[Key, Tensor]
     weights: dict[str, list[tuple[nn.Parameter, Tensor]]]
@@ -104,12 +104,12 @@ class _Pending(NamedTuple):
 class Monitor:
     """Measures every block at training steps 1, `every`, 2 `every`, 3 `every`, and so on.
 
-    Training gives the same bits with and without it. At those steps `before_step` runs one more
-    forward, without gradients, whose hooks read the outputs of the blocks, and copies the weights;
-    then it restores buffers and torch's random state. The step itself has no hooks on blocks:
-    stages keep their memory mode, and a captured CUDA graph may be replayed.
-    `activation_gradient_norm` is None. Gradients are `p.grad` after the step: unscaled and clipped,
-    as the optimizer used them; one that is None counts as zero.
+    Training gives the same bits with and without it. At these steps `before_step` copies the
+    weights and runs one more forward without gradients; hooks read the outputs of the blocks. Then
+    it restores buffers and torch's random state. The step itself has no hooks on blocks: stages
+    keep their memory mode, and a captured CUDA graph may be replayed. `activation_gradient_norm` is
+    None. Gradients are `p.grad` after the step, unscaled and clipped, as the optimizer used them;
+    None counts as zero.
 
     Around an ordinary training loop::
 
@@ -117,20 +117,20 @@ class Monitor:
             train()
         print(monitor.warnings)
 
-    Where the model is not called at every step (`graphed_step`), call `before_step(x)` and
-    `after_step()` around each step in place of `attach`.
+    If steps do not call the model (`graphed_step`), do not attach the monitor: call
+    `before_step(x)` before each step and `after_step()` after it.
 
     Args:
         model: the network; `DistributedDataParallel` is unwrapped, and each process measures its
             own batch.
         every: steps between measurements.
-        thresholds: of the warnings; None takes the defaults.
-        blocks: modules by name, each of which returns a tensor; None takes `blocks_of(model)`.
+        thresholds: limits for the warnings; None: the defaults.
+        blocks: modules by name that return a tensor each; None: `blocks_of(model)`.
 
     Attributes:
-        step: steps done; set it when training resumes.
+        step: steps done; set it when training continues.
         rows: `BlockRow`s of all measurements.
-        warnings: what `warnings_of` says about them.
+        warnings: `warnings_of` these rows.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -156,7 +156,7 @@ class Monitor:
         self.step = 0
         self.rows: list[BlockRow] = []
         self.warnings: list[str] = []
-        self._pending: _Pending | None = None
+        self._before: _BeforeStep | None = None
         self._handles: list[Any] = []
 
     @property
@@ -165,14 +165,14 @@ class Monitor:
         return self.step == 0 or (self.step + 1) % self.every == 0
 
     def before_step(self, *args: Any, **kwargs: Any) -> None:
-        """Measures `model(*args, **kwargs)` if the next step is due and was not yet measured."""
-        if self._pending is not None or not self.is_due:
+        """Measures `model(*args, **kwargs)` if the next step is due and not yet measured."""
+        if self._before is not None or not self.is_due:
             return
         scalars: dict[Key, Tensor] = {}
         model = unwrapped(self.model)
         with (
             unchanged_state(model),
-            torch.no_grad(),  # the hook of `attach` lets such a forward pass
+            torch.no_grad(),  # also keeps the hook of `attach` from measuring this forward
             output_hooks(self.blocks, lambda name, y: scalars.update(statistics(name, y))),
         ):
             model(*args, **kwargs)
@@ -180,15 +180,15 @@ class Monitor:
             name: [(p, p.detach().clone()) for p in weights_of(block)]
             for name, block in self.blocks.items()
         }
-        self._pending = _Pending(scalars, weights)
+        self._before = _BeforeStep(scalars, weights)
 
     def after_step(self) -> None:
         """Counts a step of the optimizer; adds rows and warnings if `before_step` measured it."""
         self.step += 1
-        if self._pending is None:
+        if self._before is None:
             return
-        scalars, weights = self._pending
-        self._pending = None
+        scalars, weights = self._before
+        self._before = None
         rows = rows_of(self.step, self.blocks, lambda p: p.grad, scalars, weights)
         self.rows += rows
         self.warnings += warnings_of(rows, self.thresholds)
@@ -196,16 +196,16 @@ class Monitor:
     def attach(self, optimizer: Optimizer) -> "Monitor":
         """Calls `before_step` at forwards of the model and `after_step` at steps of `optimizer`.
 
-        Only forwards in training mode with gradients count, and of several before a step
-        (gradient accumulation) the first. Calls of `torch.compile(model)` are measured; those
-        after `model.compile()`, and in the capture of a CUDA graph, are not.
+        Only forwards in training mode with gradients count, and only the first before each step
+        (gradient accumulation). Calls of `torch.compile(model)` are measured; calls after
+        `model.compile()` and calls that a CUDA graph captures are not.
 
         Returns:
             This monitor; as a context manager, it calls `detach` at the end.
 
         Raises:
-            TypeError: `optimizer` is no `torch.optim.Optimizer`.
-            ValueError: the monitor is attached.
+            TypeError: `optimizer` is not a `torch.optim.Optimizer`.
+            ValueError: the monitor is attached already.
         """
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
@@ -214,10 +214,10 @@ class Monitor:
             raise ValueError("optimizer: expected a detached monitor, got one that is attached")
         called = self.model
         while isinstance(called, DistributedDataParallel):
-            called = called.module  # gets its input on the right device
+            called = called.module  # called with the input on the right device
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is not called:  # a deep copy of the model has the hook too
+            if module is not called:  # deep copies of the model have the hook too
                 return
             if module.training and torch.is_grad_enabled() and not _is_recorded():
                 self.before_step(*args, **kwargs)
@@ -250,27 +250,26 @@ class Monitor:
 
 
 def _is_recorded() -> bool:
-    """Whether calls are being compiled or captured in place of run."""
+    """Whether calls are being compiled or captured, not run."""
     if torch.compiler.is_compiling():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def identity_test(model: nn.Module, x: Tensor, *, blocks: Blocks | None = None) -> dict[str, bool]:
-    """Whether blocks return their input once the last convolution of their branch is zero.
+    """Whether blocks return their input when the last convolution of their branch is zero.
 
-    `True` says that `block(x) == x` for every element (-0.0 equals 0.0), as in a network of full
-    pre-activation. Biases of norms are random numbers meanwhile, as training would make them: at
-    their initial zeros, a branch that ends with a norm would be zero too. Runs a copy of the model
-    in training mode.
+    `True`: `block(x) == x` for every element (-0.0 equals 0.0), as with full pre-activation. Biases
+    of norms are set to random numbers, as after training: with zero biases a branch that ends with
+    a norm would be zero too. Runs a copy of the model in training mode.
 
     Args:
-        model: of `PreActBlock`s, `ResidualUnit`s or other blocks with an attribute `last_conv`.
+        model: a network of `PreActBlock`s, `ResidualBlock`s or blocks with a `last_conv`.
         x: input of the model.
-        blocks: modules by name; None takes `blocks_of(model)`.
+        blocks: modules by name; None: `blocks_of(model)`.
 
     Returns:
-        By name, for the blocks whose output has the shape of their input.
+        A bool by name, for blocks that keep the shape of their input.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -320,16 +319,16 @@ def _last_conv(name: str, block: nn.Module) -> nn.Conv2d:
 def histograms(
     model: nn.Module, x: Tensor, *, bins: int = 81, limit: float | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Histograms of the output of each stage, in the mode that the model is in.
+    """Counts the values in each stage's output, in the current mode of the model.
 
     Args:
-        model: a network whose blocks are named `stages.<i>.<j>`.
+        model: a network with blocks named `stages.<i>.<j>`.
         x: input of the model.
-        bins: of equal width, from `-limit` to `limit`.
-        limit: values beyond it are not counted; None takes the largest magnitude of a stage.
+        bins: bins of equal width, from `-limit` to `limit`.
+        limit: values beyond it are not counted; None: the largest magnitude in each stage.
 
     Returns:
-        By stage (`"stages.0"`), counts `[bins]` and edges `[bins + 1]`, both on the CPU.
+        Counts `[bins]` and edges `[bins + 1]` by stage (`"stages.0"`), on the CPU.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -1,4 +1,4 @@
-"""What was measured of residual blocks: rows, warnings in words, CSV files."""
+"""Measurements of residual blocks: rows, warnings in words, CSV files."""
 
 import csv
 import math
@@ -11,22 +11,21 @@ from preact_kernels.study.files import csv_text, write_atomically
 
 
 class BlockRow(NamedTuple):
-    """What was measured of one block at one step; the weights are its parameters of 2 or more axes.
+    """Measurements of one block at one step; weights are parameters with two or more axes.
 
     Attributes:
         step: number of the training step; 0 outside of training.
         block: number of the block in the network, from 1.
-        name: of the module.
-        stage: from 1, where the name ends with `stages.<i>.<j>`; else 0.
-        activation_mean: of all elements of the block's output.
-        activation_std: likewise; the sum of squares is divided by the number of elements.
+        name: name of the module.
+        stage: number of the stage, from 1, if the name ends with `stages.<i>.<j>`; else 0.
+        activation_mean: mean of all elements of the block's output.
+        activation_std: standard deviation of all elements (squares divided by their number).
         activation_gradient_norm: L2 norm of d loss / d output; None if not measured.
         gradient_norm: L2 norm of the gradients of all parameters of the block.
         weight_norm: L2 norm of the weights before the step.
         gradient_to_weight: L2 norm of the weights' gradients / `weight_norm`; None if no weight
             requires a gradient.
-        update_to_weight: L2 norm of what the step added to the weights / `weight_norm`; None if
-            not measured.
+        update_to_weight: L2 norm of the weights' change / `weight_norm`; None if not measured.
     """
 
     step: int
@@ -43,13 +42,13 @@ class BlockRow(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """Limits outside of which `warnings_of` reports a block.
+    """Limits; `warnings_of` reports a block outside of them.
 
     Attributes:
-        gradient_to_weight_low: below it a block may be dead. Healthy are 1e-3 to 1e-2.
-        gradient_to_weight_high: above it a block may be unstable.
-        activation_std_low: below it the signal may vanish.
-        activation_std_high: above it the signal may explode.
+        gradient_to_weight_low: below, a block may be dead. Healthy ratios are 1e-3 to 1e-2.
+        gradient_to_weight_high: above, a block may be unstable.
+        activation_std_low: below, the signal may vanish.
+        activation_std_high: above, the signal may explode.
     """
 
     gradient_to_weight_low: float = 1e-4
@@ -70,7 +69,7 @@ _LABELS = {
 
 
 def _text(value: float) -> str:
-    """Two digits: 3e-6, 0.25, 1.5e3."""
+    """Formats a value with two digits: 3e-6, 0.25, 1.5e3."""
     if value and not 1e-2 <= abs(value) < 1e3:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}" if exponent else mantissa
@@ -78,7 +77,7 @@ def _text(value: float) -> str:
 
 
 def _findings(row: BlockRow, thresholds: Thresholds) -> Iterator[tuple[str, str, float | None]]:
-    """The text before a value, the text after it, and the value."""
+    """Yields the text before a value, the text after it, and the value."""
     values = {n: v for n in _LABELS if (v := getattr(row, n)) is not None}
     if broken := [_LABELS[n] for n, v in values.items() if not math.isfinite(v)]:
         yield f"not finite: {', '.join(broken)}", "", None
@@ -108,22 +107,22 @@ def _findings(row: BlockRow, thresholds: Thresholds) -> Iterator[tuple[str, str,
 
 
 def warnings_of(rows: Iterable[BlockRow], thresholds: Thresholds | None = None) -> list[str]:
-    """The thresholds that were crossed, in words, by step and block.
+    """Reports crossed thresholds in words, by step and block.
 
-    For example "block 12: gradient-to-weight ratio 3e-6, below 1e-4: may be dead", and for
-    neighbouring blocks with one finding "step 50: blocks 3 to 12: gradient-to-weight ratio 1e-6 to
-    3e-6, below 1e-4: may be dead".
+    For example "block 12: gradient-to-weight ratio 3e-6, below 1e-4: may be dead". Neighbouring
+    blocks share a line: "step 50: blocks 3 to 12: gradient-to-weight ratio 1e-6 to 3e-6, below
+    1e-4: may be dead".
     """
     thresholds = Thresholds() if thresholds is None else thresholds
     warnings = []
-    for step, of_step in groupby(rows, lambda row: row.step):
+    for step, step_rows in groupby(rows, lambda row: row.step):
         runs: dict[tuple[str, str], list[list[tuple[int, float | None]]]] = {}
-        for row in of_step:
+        for row in step_rows:
             for ahead, behind, value in _findings(row, thresholds):
-                of_finding = runs.setdefault((ahead, behind), [])
-                if not of_finding or of_finding[-1][-1][0] != row.block - 1:
-                    of_finding.append([])
-                of_finding[-1].append((row.block, value))
+                found = runs.setdefault((ahead, behind), [])
+                if not found or found[-1][-1][0] != row.block - 1:
+                    found.append([])
+                found[-1].append((row.block, value))
         ordered = sorted(
             ((run, *finding) for finding, found in runs.items() for run in found),
             key=lambda entry: entry[0][0][0],
@@ -144,10 +143,10 @@ def write_csv(path: str | os.PathLike[str], rows: Iterable[BlockRow]) -> None:
 
 
 def read_csv(path: str | os.PathLike[str]) -> list[BlockRow]:
-    """Reads what `write_csv` wrote.
+    """Reads rows that `write_csv` wrote.
 
     Raises:
-        ValueError: the file has other columns, or a value that is no number.
+        ValueError: the file has other columns, or a value is not a number.
     """
     with open(path, newline="") as file:
         reader = csv.DictReader(file)

@@ -1,8 +1,8 @@
-"""Plots of the study's measurements, as PNG files.
+"""Plots of training runs and of their cost, as PNG files.
 
-Each function writes the file `path` with `title` above the plot, and returns `path`. Values that
-cannot be drawn are left out, counted in a footnote, and a label without others says so in the
-legend. Without any value to draw, `ValueError` is raised.
+Each function writes the file `path` and returns `path`. Values that cannot be drawn are left out
+and counted in a footnote; the legend marks a label without values. Without any value to draw,
+`NothingToPlotError` (a `ValueError`) is raised.
 """
 
 import math
@@ -37,43 +37,35 @@ from preact_kernels.study.plots.parts import (
 )
 
 _BAR = "#A9CCE3"
+_SMOOTH = 20  # points in the moving mean of a run's loss
 
 
 def plot_losses(
     curves: Mapping[str, Sequence[Points]],
     path: Path,
-    title: str = "",
     *,
-    xlabel: str = "step",
-    ylabel: str = "training loss",
     smooth: int = 0,
     log: bool | None = None,
 ) -> Path:
-    """Plots curves of training: the median over seeds as a line, their range as a band.
-
-    Points that are not finite are left out and counted in a footnote.
+    """Plots training losses: the median over seeds as a line, their range as a band.
 
     Args:
         curves: label -> runs (one per seed), each a sequence of (step, loss).
-        path: of the PNG file.
-        title: above the plot.
-        xlabel: of the steps.
-        ylabel: of the losses.
-        smooth: points in the moving mean that is taken of each run; above 1, the raw points are
-            drawn faintly.
-        log: whether the losses have a log axis; None decides by their range.
+        path: the PNG file.
+        smooth: points in the moving mean of each run; above 1, raw points are drawn faintly.
+        log: whether the axis of losses is logarithmic; None: depends on their range.
 
     Raises:
         ValueError: no point is finite.
     """
     losses = [float(v) for runs in curves.values() for run in runs for _, v in run]
     check_any("curves", losses, "at least one finite loss")
-    figure = new_figure((8.5, 4.5), title)
+    figure = new_figure((8.5, 4.5))
     axes = figure.subplots()
     scale_y(axes, losses, log)
     drawn = [draw_runs(axes, *item, smooth, i) for i, item in enumerate(curves.items())]
     grid(axes)
-    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set(xlabel="step", ylabel="training loss")
     add_legend(axes)
     note_left_out(figure, sum(drawn), "not finite")
     return save_png(figure, path)
@@ -82,20 +74,16 @@ def plot_losses(
 def plot_error_against_depth(
     series: Mapping[str, Mapping[int, Sequence[float]]],
     path: Path,
-    title: str = "",
     *,
     reference: Mapping[str, Mapping[int, float]] | None = None,
-    ylabel: str = "test error, %",
 ) -> Path:
     """Plots errors against depth: the median over seeds, and bars from lowest to highest.
 
     Args:
-        series: label -> depth -> errors of the seeds.
-        path: of the PNG file.
-        title: above the plot.
-        reference: label -> depth -> the paper's error; hollow markers on dashed lines, in the
-            colour of the series of that label.
-        ylabel: of the errors.
+        series: label -> depth -> errors, one per seed.
+        path: the PNG file.
+        reference: label -> depth -> the paper's error, drawn as hollow markers on dashed lines in
+            the label's colour.
 
     Raises:
         ValueError: no error is finite.
@@ -103,13 +91,13 @@ def plot_error_against_depth(
     reference = reference or {}
     errors = [float(e) for row in series.values() for seeds in row.values() for e in seeds]
     check_any("series", errors)
-    figure = new_figure((8.5, 4.5), title)
+    figure = new_figure((8.5, 4.5))
     axes = figure.subplots()
     scale_y(axes, [*errors, *(e for row in reference.values() for e in row.values())])
     labels = list(dict.fromkeys([*series, *reference]))
     for i, label in enumerate(labels):
         look = {**style(i), "linestyle": "-"}
-        shift = 1.012 ** (i - (len(labels) - 1) / 2)  # bars of one depth stand side by side
+        shift = 1.012 ** (i - (len(labels) - 1) / 2)  # keeps the bars of a depth apart
         kept = {
             depth: [e for e in seeds if math.isfinite(e)]
             for depth, seeds in sorted(series.get(label, {}).items())
@@ -130,7 +118,7 @@ def plot_error_against_depth(
             at = [depth * shift for depth in paper]
             axes.plot(at, list(paper.values()), label=name, **{**look, **hollow})
     depth_axis(axes, (d for row in (*series.values(), *reference.values()) for d in row))
-    axes.set_ylabel(ylabel)
+    axes.set_ylabel("test error, %")
     grid(axes)
     add_legend(axes)
     note_left_out(figure, sum(not math.isfinite(e) for e in errors), "not finite")
@@ -141,20 +129,18 @@ def plot_cost_against_depth(
     times_ms: Mapping[str, Mapping[int, float]],
     memory_mib: Mapping[str, Mapping[int, float]],
     path: Path,
-    title: str = "",
 ) -> Path:
     """Plots the time of a training step and the memory kept for backward against depth.
 
     Args:
-        times_ms: label -> depth -> milliseconds a step.
+        times_ms: label -> depth -> milliseconds per step.
         memory_mib: label -> depth -> MiB kept for backward.
-        path: of the PNG file.
-        title: above the plot.
+        path: the PNG file.
 
     Raises:
         ValueError: one of the two has no positive finite value.
     """
-    figure = new_figure((11.5, 4.3), title)
+    figure = new_figure((11.5, 4.3))
     labels = list(dict.fromkeys([*times_ms, *memory_mib]))
     panels = (
         ("times_ms", "training step, ms", times_ms),
@@ -186,7 +172,6 @@ def _three_digits(value: float) -> str:
 def plot_bars(
     values: Mapping[str, Sequence[float]],
     path: Path,
-    title: str = "",
     *,
     ylabel: str,
     reference: Mapping[str, float] | None = None,
@@ -194,18 +179,17 @@ def plot_bars(
     """Plots horizontal bars of the median over seeds, with the seeds as dots.
 
     Args:
-        values: label -> values of the seeds; the first label is at the top.
-        path: of the PNG file.
-        title: above the plot.
-        ylabel: of the values (they run along the horizontal axis).
-        reference: label -> the paper's value, a diamond.
+        values: label -> values, one per seed; the first label is at the top.
+        path: the PNG file.
+        ylabel: label of the values' axis, which is horizontal.
+        reference: label -> the paper's value, drawn as a diamond.
 
     Raises:
         ValueError: no value is finite.
     """
     reference = reference or {}
     check_any("values", (v for seeds in values.values() for v in seeds))
-    figure = new_figure((8.5, 1.4 + 0.45 * len(values)), title)
+    figure = new_figure((8.5, 1.4 + 0.45 * len(values)))
     axes = figure.subplots()
     paper: Look = {
         "color": COLORS[1],
@@ -247,23 +231,19 @@ def plot_training(
     epochs: Sequence[Mapping[str, float]],
     losses: Points,
     path: Path,
-    title: str = "",
     *,
     learning_rates: Points = (),
     steps_per_epoch: float | None = None,
-    smooth: int = 20,
 ) -> Path:
     """Plots one run: learning rate, loss and accuracies over epochs.
 
     Args:
-        epochs: of each finished epoch `epoch` (from 1), `train_accuracy` and `test_accuracy` (from
-            0 to 1); other keys are ignored, and those of accuracies may be absent.
-        losses: (step, loss) of the run.
-        path: of the PNG file.
-        title: above the plot.
-        learning_rates: (step, learning rate) of the run.
-        steps_per_epoch: None takes the last step of `losses` for the end of the last epoch.
-        smooth: points in the moving mean of the loss.
+        epochs: a dict per finished epoch: `epoch` (from 1), `train_accuracy` and `test_accuracy`
+            (from 0 to 1). Accuracies may be absent; other keys are ignored.
+        losses: (step, loss) pairs.
+        path: the PNG file.
+        learning_rates: (step, learning rate) pairs.
+        steps_per_epoch: None: the last step of `losses` is the end of the last epoch.
 
     Raises:
         ValueError: no loss is finite.
@@ -271,8 +251,8 @@ def plot_training(
     check_any("losses", (v for _, v in losses), "at least one finite loss")
     if steps_per_epoch is None:
         steps_per_epoch = max(s for s, _ in losses) / epochs[-1]["epoch"] if epochs else 1.0
-    scale = 1 / (steps_per_epoch or 1.0)  # steps are drawn in epochs, under one horizontal axis
-    figure = new_figure((8.5, 6.8), title)
+    scale = 1 / (steps_per_epoch or 1.0)  # steps are drawn in epochs, on the shared axis
+    figure = new_figure((8.5, 6.8))
     rate, loss, accuracy = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2.6, 2.2))
 
     steps, rates = finite_points(learning_rates)
@@ -285,8 +265,8 @@ def plot_training(
         rate.set_yticks([])
         say(rate, "not recorded")
     scale_y(loss, (v for _, v in losses))
-    name = f"loss, mean of {smooth} points" if smooth > 1 else "loss"
-    left_out = draw_runs(loss, name, [[(step * scale, v) for step, v in losses]], smooth, 0)
+    name = f"loss, mean of {_SMOOTH} points"
+    left_out = draw_runs(loss, name, [[(step * scale, v) for step, v in losses]], _SMOOTH, 0)
     numbers = [row["epoch"] for row in epochs]
     measured = False
     for i, (key, name) in enumerate((("train_accuracy", "training"), ("test_accuracy", "test"))):

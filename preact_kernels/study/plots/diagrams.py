@@ -1,4 +1,4 @@
-"""Diagrams of the residual units, after figures 1, 2 and 4 of arXiv 1603.05027."""
+"""Diagrams of residual blocks, after figures 1, 2 and 4 of arXiv 1603.05027."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,15 +8,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
+from preact_kernels.study.blocks import PLACEMENTS, SHORTCUTS, Placement
 from preact_kernels.study.plots.parts import Look, save_png
-from preact_kernels.study.units import PLACEMENTS, SHORTCUTS, Placement
 
-# Positions are inches; the vertical axis points down, as the signal flows.
+# Positions are in inches; the vertical axis points down.
 _SHORTCUT_X, _BRANCH_X = 0.55, 1.5
 _COLUMN = 2.45  # width of a placement's drawing
 _BOX_WIDTH, _BOX_HEIGHT, _RADIUS = 1.0, 0.30, 0.14
 _ROW = 0.56  # from one layer to the next
-_TOP = 0.95  # of the input; the title is above it
+_TOP = 0.95  # position of the input; names are above it
 
 _GREY = "#B8BCC2"
 _FUSED = "#CFE8D5"
@@ -25,12 +25,12 @@ _FILLS = {"BN": "#F8D9B0", "ReLU": "#BFDDF2", "3x3 conv": "white"}
 
 
 class Shortcut(NamedTuple):
-    """Layers of a shortcut, and the formula of the unit.
+    """Layers of a shortcut, and the formula of the block.
 
-    boxes: on the shortcut, from bottom to top.
+    boxes: layers on the shortcut, from bottom to top.
     gates: the shortcut is multiplied by 1 - g(x).
     gates_branch: the branch is multiplied by g(x).
-    formula: of the unit's output y.
+    formula: formula of the block's output y.
     """
 
     boxes: tuple[str, ...]
@@ -50,12 +50,12 @@ SHORTCUT_DRAWINGS = {
 
 
 def branch_layers(placement: Placement) -> tuple[str, ...]:
-    """The layers of a basic unit's branch, from top to bottom: "norm", "act" and "conv"."""
+    """Returns the layers of a basic block's branch, from top to bottom: "norm", "act", "conv"."""
     return (*placement.before, "conv", "norm", "act", "conv", *placement.behind)
 
 
 def fused_chains(placement: Placement) -> list[range]:
-    """Positions in `branch_layers` of each norm, activation and, if it follows, convolution."""
+    """Returns ranges of `branch_layers` that run fused: norm, activation, maybe convolution."""
     layers = branch_layers(placement)
     chains = []
     for i in range(len(layers) - 1):
@@ -65,18 +65,16 @@ def fused_chains(placement: Placement) -> list[range]:
 
 
 def fuses_addition(placement: Placement) -> bool:
-    """Whether the last chain also adds the shortcut: the branch ends with its convolution."""
+    """Whether the last chain also adds the shortcut: the branch ends with a convolution."""
     return not placement.behind
 
 
-def _new_axes(width: float, height: float, title: str) -> tuple[Figure, Axes]:
-    """Axes over a whole figure, in inches."""
+def _new_axes(width: float, height: float) -> tuple[Figure, Axes]:
+    """Returns axes over a whole figure, in inches."""
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
-    if title:
-        axes.text(0.2, 0.25, title, fontsize=12, va="center")
     return figure, axes
 
 
@@ -98,7 +96,7 @@ def _circle(axes: Axes, x: float, y: float, text: str) -> None:
 
 
 def _arrow(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    """A thin line through the points with a head at the last one."""
+    """Draws a thin line through the points, with a head at the last one."""
     look: Look = {"color": "0.25", "linewidth": 1.0, "zorder": 2}
     if len(points) > 2:
         look |= {"solid_joinstyle": "miter", "solid_capstyle": "projecting"}
@@ -109,21 +107,21 @@ def _arrow(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
 
 
 def _grey_arrow(axes: Axes, x: float, top: float, bottom: float) -> None:
-    """The path on which a signal passes from input to output."""
+    """Draws the path of the signal from input to output."""
     axes.plot([x, x], [top, bottom - 0.18], color=_GREY, linewidth=5, zorder=1)
     head = [(x - 0.13, bottom - 0.2), (x + 0.13, bottom - 0.2), (x, bottom)]
     axes.fill(*zip(*head, strict=True), color=_GREY, linewidth=0, zorder=1)
 
 
 def _shade(axes: Axes, left: float, right: float, top: float, bottom: float) -> None:
-    """Background of layers that run fused."""
+    """Shades the background of layers that run fused."""
     shape = "round,pad=0,rounding_size=0.1"
     look: Look = {"facecolor": _FUSED, "linewidth": 0, "zorder": 0}
     axes.add_patch(FancyBboxPatch((left, top), right - left, bottom - top, boxstyle=shape, **look))
 
 
 def _draw_placement(axes: Axes, left: float, name: str, placement: Placement, end: float) -> None:
-    """One unit in a column that begins at `left`; its output is at the height `end`."""
+    """Draws a block in a column that begins at `left`; its output is at the height `end`."""
     shortcut, branch = left + _SHORTCUT_X, left + _BRANCH_X
     layers = branch_layers(placement)
     heights = [_TOP + (i + 1.1) * _ROW for i in range(len(layers))]
@@ -154,19 +152,18 @@ def _draw_placement(axes: Axes, left: float, name: str, placement: Placement, en
         _box(axes, shortcut, addition + (i + 0.95) * _ROW, _TEXT[layer], 0.75)
 
 
-def draw_placements(path: Path, title: str = "") -> Path:
-    """Draws the units of `PLACEMENTS` side by side, with what runs fused on a shaded ground.
+def draw_placements(path: Path) -> Path:
+    """Draws the blocks of `PLACEMENTS` side by side; layers that run fused are shaded.
 
     Args:
-        path: of the PNG file.
-        title: above the drawing.
+        path: the PNG file.
 
     Returns:
         `path`.
     """
     rows = max(len(branch_layers(p)) + len(p.after) for p in PLACEMENTS.values())
     end = _TOP + (rows + 2.3) * _ROW
-    figure, axes = _new_axes(_COLUMN * len(PLACEMENTS) + 0.2, end + 0.65, title)
+    figure, axes = _new_axes(_COLUMN * len(PLACEMENTS) + 0.2, end + 0.65)
     for i, (name, placement) in enumerate(PLACEMENTS.items()):
         _draw_placement(axes, 0.1 + i * _COLUMN, name, placement, end)
     axes.legend(
@@ -180,7 +177,7 @@ def draw_placements(path: Path, title: str = "") -> Path:
 
 
 def _draw_shortcut(axes: Axes, left: float, name: str) -> None:
-    """One unit of figure 2, with the original placement and without its batch norms."""
+    """Draws a block of figure 2: original placement, without batch norms."""
     drawing = SHORTCUT_DRAWINGS[name]
     shortcut, branch = left + 0.5, left + (2.55 if drawing.gates else 1.55)
     split, product, addition, end = _TOP + 0.2, _TOP + 2.4, _TOP + 3.1, _TOP + 4.25
@@ -217,18 +214,17 @@ def _draw_shortcut(axes: Axes, left: float, name: str) -> None:
     axes.text(middle, end + 0.35, drawing.formula, ha="center", fontsize=9.5)
 
 
-def draw_shortcuts(path: Path, title: str = "") -> Path:
-    """Draws the units of `SHORTCUTS` side by side, with their formulas.
+def draw_shortcuts(path: Path) -> Path:
+    """Draws the blocks of `SHORTCUTS` side by side, with their formulas.
 
     Args:
-        path: of the PNG file.
-        title: above the drawing.
+        path: the PNG file.
 
     Returns:
         `path`.
     """
     widths = [3.3 if SHORTCUT_DRAWINGS[name].gates else 2.3 for name in SHORTCUTS]
-    figure, axes = _new_axes(sum(widths) + 0.2, _TOP + 5.4, title)
+    figure, axes = _new_axes(sum(widths) + 0.2, _TOP + 5.4)
     for i, name in enumerate(SHORTCUTS):
         _draw_shortcut(axes, 0.15 + sum(widths[:i]), name)
     note = "g(x) = sigmoid($W_g$ x + $b_g$). The last ReLU acts on y. Batch norms are not drawn."

@@ -1,10 +1,9 @@
-"""What the study's plots share: colours, scales, legends, footnotes and the writing of files."""
+"""Parts of plots: colours, scales, legends, footnotes, files."""
 
 import io
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -16,20 +15,20 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from preact_kernels.study.files import write_atomically
 
 Points = Sequence[tuple[float, float]]
-Look = dict[str, Any]  # of a line or text
+Look = dict[str, Any]  # matplotlib's options of a line or text
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; brown for their yellow.
+# Okabe and Ito's colours for the colour-blind, with brown in place of yellow.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#8C6D31", "#999999", "#5E3C99"),
 )
 _MARKERS = "osD^vPX*<h"
 _LINES: tuple[Any, ...] = ("-", "--", "-.", (0, (2, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
-_LOG_RATIO = 20.0  # an axis without a stated scale is logarithmic above this ratio of its values
+_LOG_RATIO = 20.0  # largest / smallest value above which an axis is logarithmic by default
 
 
 def save_png(figure: Figure, path: Path) -> Path:
-    """Writes a figure as PNG; a reader sees the old file or the whole new one."""
+    """Writes a figure as PNG, atomically."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=130)
     write_atomically(path, content.getvalue())
@@ -37,7 +36,7 @@ def save_png(figure: Figure, path: Path) -> Path:
 
 
 def style(index: int) -> Look:
-    """Colour, marker and line of the label at a position."""
+    """Returns colour, marker and line of the label at a position."""
     return {
         "color": COLORS[index % len(COLORS)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -47,24 +46,22 @@ def style(index: int) -> Look:
     }
 
 
-def new_figure(size: tuple[float, float], title: str) -> Figure:
-    """A figure of so many inches whose parts are laid out without overlap."""
+def new_figure(size: tuple[float, float]) -> Figure:
+    """Returns a figure of `size` inches; its parts do not overlap."""
     figure = Figure(figsize=size, layout="constrained")
     figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
-    if title:
-        figure.suptitle("\n".join(wrap(title, int(11 * size[0]))), x=0.015, ha="left", fontsize=11)
     return figure
 
 
 def add_legend(axes: Axes, handles: Sequence[Any] | None = None) -> None:
-    """A legend to the right of the axes, where no data is."""
+    """Adds a legend to the right of the axes, outside of the data."""
     handles = axes.get_legend_handles_labels()[0] if handles is None else handles
     corner: Look = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
     axes.legend(handles=handles, fontsize=9, frameon=False, handlelength=3.5, **corner)
 
 
 def note_left_out(figure: Figure, count: int, what: str) -> None:
-    """A footnote that says how many points are not drawn; none if all are."""
+    """Adds a footnote with the number of points that are not drawn, if there are any."""
     if count:
         noun = "1 point is" if count == 1 else f"{count:,} points are"
         text = f"{noun} left out: {what}"
@@ -72,7 +69,7 @@ def note_left_out(figure: Figure, count: int, what: str) -> None:
 
 
 def say(axes: Axes, text: str) -> None:
-    """Text in the middle of axes without data."""
+    """Writes text in the middle of axes without data."""
     middle: Look = {"transform": axes.transAxes, "ha": "center", "va": "center"}
     axes.text(
         0.5, 0.5, text, fontsize=9, color="0.35", bbox={"fc": "white", "ec": "none"}, **middle
@@ -90,14 +87,14 @@ def check_any(argument: str, values: Iterable[float], expected: str = "a finite 
 
 
 def grid(axes: Axes) -> None:
-    """Grey lines behind the data, and no frame at the top and the right."""
+    """Draws grey lines behind the data, and removes the frame at the top and the right."""
     axes.grid(True, which="major", color="0.88", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def label_log_ticks(axis: Axis, low: float, high: float) -> None:
-    """Labels powers of ten, and numbers between them where the values span few decades."""
+    """Labels powers of ten, and numbers between them if the values span few decades."""
     decades = math.log10(high / low)
     subs: tuple[float, ...] = (1, 2, 5) if decades < 2.2 else (1,)
     if decades < 0.8:
@@ -117,7 +114,7 @@ def label_log_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def scale_y(axes: Axes, values: Iterable[float], log: bool | None = None) -> None:
-    """Scales the y axis as asked; None takes a log scale for positive values of a wide range."""
+    """Sets a log or linear y axis; `log=None`: log for positive values of a wide range."""
     finite = [v for v in values if math.isfinite(v)]
     if log is None:
         log = min(finite) > 0 and max(finite) / min(finite) > _LOG_RATIO
@@ -128,7 +125,7 @@ def scale_y(axes: Axes, values: Iterable[float], log: bool | None = None) -> Non
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean over `window` points around each point, fewer at both ends."""
+    """Returns the mean over `window` points around each point; fewer at both ends."""
     half = min(window // 2, len(values))
 
     def sums(terms: np.ndarray) -> np.ndarray:
@@ -138,7 +135,7 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def finite_points(points: Points) -> tuple[np.ndarray, np.ndarray]:
-    """Steps in ascending order, and values; without points that are not finite."""
+    """Returns steps in ascending order, and values, of the finite points."""
     table = np.array(points, dtype=float).reshape(-1, 2)
     table = table[np.isfinite(table).all(axis=1)]
     table = table[np.argsort(table[:, 0], kind="stable")]
@@ -146,14 +143,17 @@ def finite_points(points: Points) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plottable(values: Sequence[float], log: bool) -> np.ndarray:
-    """The values as an array, NaN where the axis cannot show them."""
+    """Returns the values as an array; NaN: the axis cannot show the value."""
     array = np.array(values, dtype=float)
     array[~np.isfinite(array) | ((array <= 0) if log else False)] = math.nan
     return array
 
 
 def marked(values: np.ndarray, offset: int) -> list[int]:
-    """Indices that get a marker: all of few points, else about 12 and those without neighbours."""
+    """Returns the indices that get a marker: all of up to 30 points, else about 12.
+
+    Points without neighbours always get one.
+    """
     shown = np.isfinite(values)
     around = np.concatenate([[False], shown, [False]])
     is_alone = ~around[:-2] & ~around[2:]
@@ -163,7 +163,7 @@ def marked(values: np.ndarray, offset: int) -> list[int]:
 
 
 def draw_runs(axes: Axes, label: str, runs: Sequence[Points], smooth: int, index: int) -> int:
-    """Draws the median over runs, their range and faint raw points; returns the points left out."""
+    """Draws the median over runs, their range and faint raw points; counts points left out."""
     look = style(index)
     at_step: dict[float, list[float]] = {}
     left_out = 0
@@ -189,7 +189,7 @@ def draw_runs(axes: Axes, label: str, runs: Sequence[Points], smooth: int, index
 
 
 def _apart(depths: Sequence[int], spacing: float) -> list[int]:
-    """The depths whose logarithms are further than `spacing` from the last one taken."""
+    """Returns depths with more than `spacing` between their logarithms."""
     taken = [depths[0]]
     for depth in depths[1:]:
         if math.log(depth / taken[-1]) > spacing:
@@ -198,7 +198,7 @@ def _apart(depths: Sequence[int], spacing: float) -> list[int]:
 
 
 def depth_axis(axes: Axes, depths: Iterable[int]) -> None:
-    """A log axis of depths with a tick at each; of labels that would touch, only the first."""
+    """Makes a log axis of depths with a tick at each; labels that would overlap are left out."""
     ticks = sorted(set(depths))
     axes.set_xscale("log")
     low, high = ticks[0] / 1.12, ticks[-1] * 1.12

@@ -1,4 +1,4 @@
-"""Plots of the flow of signals: measurements by block, and histograms of activations."""
+"""Plots of signal flow: measurements by block, and histograms of activations."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -29,11 +29,11 @@ from preact_kernels.study.plots.parts import (
     style,
 )
 
-Histogram = tuple[Sequence[float], Sequence[float]]  # counts, and edges: one more
+Histogram = tuple[Sequence[float], Sequence[float]]  # counts of n bins, n + 1 edges
 
 
 def _draw_stages(axes: Axes, boundaries: Sequence[int], blocks: int) -> None:
-    """Marks where stages begin, with their names above the axes."""
+    """Draws lines between stages, and the names of the stages above the axes."""
     edges = [0.5, *(b - 0.5 for b in boundaries), blocks + 0.5]
     for edge in edges[1:-1]:
         axes.axvline(edge, color="0.55", linewidth=0.8, zorder=0.5)
@@ -44,23 +44,22 @@ def _draw_stages(axes: Axes, boundaries: Sequence[int], blocks: int) -> None:
             axes.text(*at, f"stage {stage}", transform=axes.get_xaxis_transform(), **look)
 
 
-def block_axes(
+def _block_axes(
     figure: Figure,
     series: Sequence[Sequence[float]],
     ylabel: str,
     healthy: tuple[float, float] | None,
-    log: bool,
     boundaries: Sequence[int],
 ) -> tuple[Axes, list[np.ndarray]]:
-    """Axes for values by block, and the values, NaN where they cannot be shown."""
-    arrays = [plottable(values, log) for values in series]
+    """Returns axes for values by block, and the values; NaN: cannot be shown."""
+    arrays = [plottable(values, log=True) for values in series]
     shown = [float(v) for array in arrays for v in array]
-    check_any("values", shown, "a positive finite value" if log else "a finite value")
+    check_any("values", shown, "a positive finite value")
     blocks = max(len(array) for array in arrays)
     if any(not 1 < b <= blocks for b in boundaries):
         raise ValueError(f"boundaries: expected 2 to {blocks}, got {list(boundaries)}")
     axes = figure.subplots()
-    scale_y(axes, [*shown, *(healthy or ())], log)
+    scale_y(axes, [*shown, *(healthy or ())], log=True)
     if healthy is not None:
         text = f"healthy: {healthy[0]:g} to {healthy[1]:g}"
         axes.axhspan(*healthy, color="#B5E0C8", alpha=0.55, linewidth=0, zorder=0, label=text)
@@ -72,38 +71,32 @@ def block_axes(
     axes.set(xlabel="block", ylabel=ylabel)
     grid(axes)
     count = int(sum(np.isnan(array).sum() for array in arrays))
-    note_left_out(figure, count, "zero, negative or not finite" if log else "not finite")
+    note_left_out(figure, count, "zero, negative or not finite")
     return axes, arrays
 
 
 def plot_by_block(
     series: Mapping[str, Sequence[float]],
     path: Path,
-    title: str = "",
     *,
     ylabel: str,
-    healthy: tuple[float, float] | None = None,
-    log: bool = True,
     boundaries: Sequence[int] = (),
 ) -> Path:
-    """Plots a measurement against the number of the block, counted from 1.
+    """Plots a measurement against the number of the block, on a log axis.
 
     Points that the axis cannot show are left out and counted in a footnote.
 
     Args:
         series: label -> values of blocks 1, 2, ...
-        path: of the PNG file.
-        title: above the plot.
-        ylabel: of the values.
-        healthy: lowest and highest value of the shaded band.
-        log: whether the values have a log axis.
-        boundaries: numbers of the first blocks of the second and later stages.
+        path: the PNG file.
+        ylabel: label of the values' axis.
+        boundaries: number of the first block of each later stage.
 
     Raises:
         ValueError: no value can be shown, or a boundary is not a block after the first.
     """
-    figure = new_figure((8.5, 4.5), title)
-    axes, arrays = block_axes(figure, list(series.values()), ylabel, healthy, log, boundaries)
+    figure = new_figure((8.5, 4.5))
+    axes, arrays = _block_axes(figure, list(series.values()), ylabel, None, boundaries)
     for i, (label, array) in enumerate(zip(series, arrays, strict=True)):
         name = label if np.isfinite(array).any() else f"{label} (nothing to show)"
         blocks = np.arange(1, len(array) + 1)
@@ -116,32 +109,28 @@ def plot_by_block(
 def plot_by_block_over_time(
     rows: Mapping[int, Sequence[float]],
     path: Path,
-    title: str = "",
     *,
     ylabel: str,
     healthy: tuple[float, float] | None = None,
-    log: bool = True,
     boundaries: Sequence[int] = (),
 ) -> Path:
-    """Plots a measurement against the block, a line per step; the colour tells the step.
+    """Plots a measurement against the block, on a log axis; the colour of a line is its step.
 
     Args:
         rows: step -> values of blocks 1, 2, ...
-        path: of the PNG file.
-        title: above the plot.
-        ylabel: of the values.
+        path: the PNG file.
+        ylabel: label of the values' axis.
         healthy: lowest and highest value of the shaded band.
-        log: whether the values have a log axis.
-        boundaries: numbers of the first blocks of the second and later stages.
+        boundaries: number of the first block of each later stage.
 
     Raises:
         ValueError: no value can be shown, or a boundary is not a block after the first.
     """
-    figure = new_figure((8.5, 4.5), title)
+    figure = new_figure((8.5, 4.5))
     steps = sorted(rows)
     series = [rows[s] for s in steps]
-    axes, arrays = block_axes(figure, series, ylabel, healthy, log, boundaries)
-    # Viridis without its yellow end, which is too pale on white.
+    axes, arrays = _block_axes(figure, series, ylabel, healthy, boundaries)
+    # Viridis without its yellow end: too pale on white.
     shades = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
     span = max(1, steps[-1] - steps[0])
     scale = ScalarMappable(Normalize(steps[0], steps[0] + span), shades)
@@ -161,7 +150,7 @@ def plot_by_block_over_time(
 
 
 def _check_histogram(name: str, histogram: Histogram) -> tuple[np.ndarray, np.ndarray]:
-    """Densities and edges; empty without a count."""
+    """Returns densities and edges; empty if all counts are zero."""
     counts, edges = (np.array(part, dtype=float) for part in histogram)
     if len(edges) != len(counts) + 1:
         raise ValueError(
@@ -174,30 +163,22 @@ def _check_histogram(name: str, histogram: Histogram) -> tuple[np.ndarray, np.nd
 
 
 def _central(density: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
-    """Edges of the bins that hold all but 0.1% of the counts, half of that at either end."""
+    """Returns the range of the bins without 0.05% of the counts at either end."""
     below = np.cumsum(density * np.diff(edges))
     first = int(np.searchsorted(below, 5e-4, side="right"))
     last = int(np.searchsorted(below, 1 - 5e-4))
     return float(edges[first]), float(edges[min(last, len(density) - 1) + 1])
 
 
-def plot_histograms(
-    histograms: Mapping[str, Mapping[str, Histogram]],
-    path: Path,
-    title: str = "",
-    *,
-    xlabel: str = "activation",
-) -> Path:
+def plot_histograms(histograms: Mapping[str, Mapping[str, Histogram]], path: Path) -> Path:
     """Plots densities, a row per label and a column per stage; a column shares its axes.
 
     The x axes leave out 0.05% of the values at either end of each histogram. The log axes of the
-    densities reach down to a thousandth of the lowest peak: after a ReLU, most values are zero.
+    densities begin at a thousandth of the lowest peak: after a ReLU, most values are zero.
 
     Args:
-        histograms: label -> stage -> (counts, edges of the bins: one more).
-        path: of the PNG file.
-        title: above the plot.
-        xlabel: of the values counted.
+        histograms: label -> stage -> (counts of n bins, n + 1 edges).
+        path: the PNG file.
 
     Raises:
         ValueError: no histogram has a count, or edges do not fit counts.
@@ -210,7 +191,7 @@ def plot_histograms(
     }
     check_any("histograms", (v for d, _ in panels.values() for v in d), "at least one count")
     size = (1.5 + 2.4 * len(stages), 1.1 + 1.15 * len(histograms))
-    figure = new_figure(size, title)
+    figure = new_figure(size)
     grid_of_axes = figure.subplots(
         len(histograms), len(stages), sharex="col", sharey="col", squeeze=False
     )
@@ -237,7 +218,7 @@ def plot_histograms(
             axes.set_xlim(min(low for low, _ in ranges), max(high for _, high in ranges))
             axes.xaxis.set_major_locator(MaxNLocator(5))
             peaks[column] = [float(d.max()) for d, _ in found]
-        axes.set_xlabel(xlabel, fontsize=9)
+        axes.set_xlabel("activation", fontsize=9)
     for column, heights in peaks.items():
         limits = (min(heights) * 1e-3, max(heights) * 1.5)
         grid_of_axes[0, column].set(yscale="log", ylim=limits)

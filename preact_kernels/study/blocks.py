@@ -1,7 +1,7 @@
-"""Residual units with other placements of the activation, and other shortcuts.
+"""Residual blocks with other placements of the activation, and other shortcuts.
 
-The units of figures 1, 2 and 4 of arXiv 1603.05027, in plain PyTorch. `pk.convert` runs the
-BN-ReLU-Conv chains inside of them fused: `study.networks` calls it.
+The blocks of figures 1, 2 and 4 of arXiv 1603.05027, in plain PyTorch. `study.networks` calls
+`pk.convert`, which runs their BN-ReLU-Conv chains fused.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Layer = Literal["norm", "act"]
 
 
 class Placement(NamedTuple):
-    """Layers around the convolutions of a unit; between two of them are a norm and an activation.
+    """Layers around a block's convolutions; a norm and an activation lie between convolutions.
 
     before: layers before the first convolution.
     behind: layers after the last convolution, before the addition.
@@ -65,7 +65,7 @@ class RMSNorm2d(nn.Module):
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    """Groups of 16 channels or fewer: the largest divisor of `channels` up to 16 a group."""
+    """Group norm; the channels of a group are the largest divisor of `channels` up to 16."""
     size = next(s for s in range(min(16, channels), 0, -1) if channels % s == 0)
     return nn.GroupNorm(channels // size, channels)
 
@@ -73,7 +73,7 @@ def _group_norm(channels: int) -> nn.GroupNorm:
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm2d,
     "group": _group_norm,
-    "layer": lambda channels: nn.GroupNorm(1, channels),  # over channels and pixels of an image
+    "layer": lambda channels: nn.GroupNorm(1, channels),  # over the channels and pixels of an image
     "rms": RMSNorm2d,
 }
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -84,13 +84,13 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 @dataclass(frozen=True)
-class UnitOptions:
-    """What the units of one network have in common.
+class BlockOptions:
+    """Options that all blocks of a network share.
 
     Args:
         placement: a key of `PLACEMENTS`.
         shortcut: one of `SHORTCUTS`.
-        gate_bias: initial bias of the gate's convolution, in the two kinds of gating.
+        gate_bias: initial bias of the gate's convolution, in both kinds of gating.
         shortcut_scale: factor of the shortcut in `"constant-scaling"`.
         branch_scale: factor of the branch in `"constant-scaling"`.
         shortcut_dropout: probability in `"dropout"`.
@@ -98,8 +98,8 @@ class UnitOptions:
         activation: `"relu"`, `"gelu"` or `"silu"`.
         dropout: probability of zeroing an element before the branch's last convolution
             (WideResNet, arXiv 1605.07146).
-        residual_scale: the branch is multiplied by a learned number that starts at this value
-            (0 in SkipInit, arXiv 2002.10444); None: not multiplied.
+        residual_scale: initial value of a learned factor of the branch (0 in SkipInit, arXiv
+            2002.10444); None: no factor.
         se: squeeze-and-excitation at the end of the branch (arXiv 1709.01507).
 
     Raises:
@@ -156,8 +156,8 @@ class SqueezeExcitation(nn.Module):
     """`x * sigmoid(expand(relu(reduce(mean(x)))))`, the mean over the pixels: arXiv 1709.01507.
 
     Args:
-        channels: of x.
-        reduction: divides the channels between the two linear layers.
+        channels: channels of x.
+        reduction: `reduce` divides the channels by this.
     """
 
     def __init__(self, channels: int, reduction: int = 16) -> None:
@@ -176,8 +176,8 @@ class StochasticDepth(nn.Module):
 
     Equals `torchvision.ops.stochastic_depth(x, 1 - survival, mode="row")`. In "Deep Networks with
     Stochastic Depth" (arXiv 1603.09382) all images of a batch share one draw, and the branch is
-    multiplied by `survival` in evaluation instead. Draws of images work with several processes
-    and in CUDA graphs, but save no time.
+    multiplied by `survival` in evaluation instead. One draw per image works with several processes
+    and in CUDA graphs, but saves no time.
 
     Args:
         survival: probability of keeping a branch.
@@ -203,7 +203,7 @@ class Gate(nn.Module):
     """`sigmoid(conv(x))` with a 1x1 convolution: section 3.1 of arXiv 1603.05027.
 
     Args:
-        channels: of x.
+        channels: channels of x.
         bias: initial value of the convolution's bias.
     """
 
@@ -217,8 +217,8 @@ class Gate(nn.Module):
         return torch.sigmoid(self.conv(x))
 
 
-class ResidualUnit(nn.Module):
-    """`y = after(h(x) + F(x))`: a branch F of two or three convolutions beside a shortcut h.
+class ResidualBlock(nn.Module):
+    """`y = after(h(x) + F(x))`: a shortcut h and a branch F of two or three convolutions.
 
     The children are `conv1`, `norm1`, `conv2`, ... With `before=("norm", "act")` each norm comes
     before the convolution of its number, else after it (the last one may come after the addition).
@@ -228,12 +228,12 @@ class ResidualUnit(nn.Module):
     Args:
         in_channels: channels of the input.
         channels: inner channels; the output has `expansion` times as many.
-        stride: of the unit.
+        stride: stride of the block.
         options: placement, shortcut and so on.
         is_bottleneck: 1x1, 3x3 and 1x1 convolutions in place of two 3x3.
-        groups: of the bottleneck's 3x3 convolution (ResNeXt).
-        base_width: inner channels a group when `channels` is 64 (ResNeXt).
-        stride_on: of a bottleneck, `"conv1"` or `"conv2"`.
+        groups: groups of a bottleneck's 3x3 convolution (ResNeXt).
+        base_width: inner channels per group when `channels` is 64 (ResNeXt).
+        stride_on: the strided convolution of a bottleneck, `"conv1"` or `"conv2"`.
         survival: probability of keeping the branch in training (stochastic depth).
     """
 
@@ -242,7 +242,7 @@ class ResidualUnit(nn.Module):
         in_channels: int,
         channels: int,
         stride: int,
-        options: UnitOptions,
+        options: BlockOptions,
         *,
         is_bottleneck: bool,
         groups: int = 1,
@@ -316,16 +316,16 @@ class ResidualUnit(nn.Module):
         return h
 
     def _shortcut(self, x: Tensor, activated: Tensor) -> Tensor:
-        """The input, or its projection where the shape changes."""
+        """Returns the input, or its projection where the shape changes."""
         if self.projection is None:
             return x
         h = self.projection(activated)
         return h if self.projection_norm is None else self.projection_norm(h)
 
     def _sum(self, h: Tensor, branch: Tensor) -> Tensor:
-        """Shortcut and branch, added as `options.shortcut` says."""
+        """Adds shortcut and branch as `options.shortcut` says."""
         if self.options.shortcut == "constant-scaling":
-            if self.options.branch_scale != 1:  # else the addition can run fused
+            if self.options.branch_scale != 1:  # without this product the addition can run fused
                 branch = self.options.branch_scale * branch
             return self.options.shortcut_scale * h + branch
         if self.options.shortcut == "exclusive-gating":
