@@ -19,20 +19,20 @@ def compile_fused(
     options: Mapping[str, Any] | None = None,
     **inductor_options: Any,
 ) -> Callable:
-    """Compiles a graph of Dynamo with its BN-ReLU-Conv chains fused.
+    """Compiles a graph from Dynamo with its BN-ReLU-Conv chains fused.
 
-    What `convert` does at each call happens once, while the graph is compiled: Dynamo's guards see
-    to it that the graph is right for a call.
+    `convert` matches chains at each call; here they are matched once, at compilation, because
+    Dynamo's guards ensure that a graph fits each of its calls.
 
     Args:
-        graph: from Dynamo.
-        example_inputs: its inputs.
-        options: those of `torch.compile`; `"memory"` is that of `convert`, the others are
-            Inductor's.
+        graph: a graph from Dynamo.
+        example_inputs: inputs of the graph.
+        options: the `options` of `torch.compile`: `"memory"` as in `convert`, and options of
+            Inductor.
         inductor_options: further arguments of Inductor.
 
     Returns:
-        A function of the inputs.
+        A compiled function of the graph's inputs.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -46,7 +46,7 @@ def compile_fused(
 
 
 def _fused(graph: fx.GraphModule, memory: str) -> fx.GraphModule:
-    """A graph that calls the operations of `graph` in a region."""
+    """Returns a graph that runs `graph` in a region."""
     outputs = next(n for n in graph.graph.nodes if n.op == "output").args[0]
 
     def run_in_region(*inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The modes of PyTorch in which an operation runs, to be restored where it runs later."""
+"""PyTorch's modes when an operation was recorded, restored when it runs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,19 +14,19 @@ SavedTensorHooks = tuple[Callable, Callable] | None
 
 
 class Context(NamedTuple):
-    """Modes that change what an operation computes, or what it saves."""
+    """Modes that change what an operation computes or saves for backward."""
 
     device: torch.device
     has_grad: bool
     is_inference: bool
-    autocast_dtype: torch.dtype | None  # None where autocast is off
-    saved_tensor_hooks: SavedTensorHooks  # of `torch.autograd.graph.saved_tensors_hooks`
+    autocast_dtype: torch.dtype | None  # None: autocast is off
+    saved_tensor_hooks: SavedTensorHooks  # set by `torch.autograd.graph.saved_tensors_hooks`
     backend: str
-    stream: Any  # of CUDA; None on a CPU
+    stream: Any  # CUDA stream; None on a CPU
 
     @staticmethod
     def current(device: torch.device) -> "Context":
-        """The modes of this thread for tensors on `device`."""
+        """Returns the modes of this thread for tensors on `device`."""
         kind = device.type
         is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
         return Context(
@@ -40,7 +40,7 @@ class Context(NamedTuple):
         )
 
     def is_current(self) -> bool:
-        """Whether these are the modes of this thread, apart from the hooks of saved tensors."""
+        """Whether this thread is in these modes, ignoring the hooks of saved tensors."""
         if (
             torch.is_grad_enabled() is not self.has_grad
             or torch.is_inference_mode_enabled() is not self.is_inference
@@ -55,13 +55,13 @@ class Context(NamedTuple):
         return self.stream is None or torch.cuda.current_stream(self.device) == self.stream
 
     def entered_in_backward(self) -> contextlib.AbstractContextManager:
-        """Runs its body in these modes, but with the present hooks of saved tensors."""
+        """Runs its body in these modes, but with the current hooks of saved tensors."""
         hooks = torch_compat.top_saved_tensor_hooks()
         return self._replace(saved_tensor_hooks=hooks).entered()
 
     @contextlib.contextmanager
     def entered_above_autograd(self) -> Iterator[None]:
-        """Runs its body in these modes; autograd records it inside of `__torch_dispatch__` too."""
+        """Runs its body in these modes; autograd records it, even in `__torch_dispatch__`."""
         is_cast = self.autocast_dtype is not None
         is_below = self.is_inference or not self.has_grad
         kind = self.device.type if is_cast else None

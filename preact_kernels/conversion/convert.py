@@ -35,35 +35,35 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def convert(model: _Model, *, memory: str = "store", example_inputs: object = None) -> _Model:
-    """Makes a model run its BN-ReLU-Conv chains fused, and the residual additions behind them.
+    """Makes a model run its BN-ReLU-Conv chains and the residual additions after them fused.
 
-    The forwards of the model run as they are. Within them, the results of batch norms, and of
-    activations, convolutions and additions behind these, are computed when something else reads
-    them, fused where possible. Outputs, gradients and running statistics stay those of plain
-    PyTorch; so do parameters, buffers, modules and their classes. `convert` registers forward
-    hooks, on every module that contains a batch norm. `conversion_report` says what ran fused in
-    the last call, and why the rest did not.
+    The model's forwards do not change. In a forward, batch norms and the activations, convolutions
+    and additions after them are deferred until something else reads a result; then they run fused
+    where possible. Outputs, gradients and running statistics equal plain PyTorch; parameters,
+    buffers, modules and classes do not change. `convert` registers forward hooks on every module
+    that contains a batch norm. `conversion_report` says what ran fused in the last call, and why
+    the rest did not.
 
-    Residual blocks in a row become one autograd node, as in `PreActStage`. Converting again sets
+    Consecutive residual blocks become one autograd node, as in `PreActStage`. A second call changes
     the memory mode.
 
     Args:
         model: any module; it is changed in place.
-        memory: `"store"`, `"rebuild"` or `"checkpoint"`: what the residual blocks save for
-            backward, as in `PreActStage`.
-        example_inputs: arguments of a call: a tensor, a tuple, or a dictionary of keywords. Copies
-            of the model then run on them, plain and converted, in training and in evaluation, with
-            the same random numbers, in the dtype of the model and in float64. A part of the model
-            whose outputs, gradients or buffers differ by more than rounding is given back: it runs
-            plain, and the report says why.
+        memory: `"store"`, `"rebuild"` or `"checkpoint"`: what residual blocks save for backward,
+            as in `PreActStage`.
+        example_inputs: arguments of a call: a tensor, a tuple, or a dictionary of keywords. If
+            given, copies of the model run on them, plain and converted, in training and evaluation,
+            in the model's dtype and in float64, with the same random numbers. A part of the model
+            with outputs, gradients or buffers that differ by more than rounding is not converted,
+            and the report says why.
 
     Returns:
         `model`.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, or `example_inputs` are no arguments.
-        ValueError: the memory mode is unknown, or the plain model cannot be copied, or
-            raises on `example_inputs`.
+        TypeError: `model` is not an `nn.Module`, or `example_inputs` has the wrong type.
+        ValueError: the memory mode is unknown, or the plain model cannot be copied or raises on
+            `example_inputs`.
     """
     _check_model(model)
     check_memory(memory, None, None, 1)
@@ -86,15 +86,15 @@ def _convert(model: nn.Module, memory: str) -> None:
 
 
 def _give_back(module: nn.Module, reason: str) -> None:
-    """Has a part of a converted model run plain."""
+    """Makes a part of a converted model run plain."""
     revert(module)
     module.__dict__[GIVEN_BACK] = reason
 
 
 def _differing_parts(model: nn.Module, memory: str, example: Example) -> tuple[list[str], str]:
-    """The modules that make a converted model differ on an example, and how it does.
+    """Returns the modules that must run plain on the example, and the difference without that.
 
-    The rest is equal when they run plain, and no fewer of them suffice.
+    With these modules plain, the converted model equals the plain model; with fewer it does not.
     """
     try:
         plain = revert(copy.deepcopy(model))
@@ -111,7 +111,7 @@ def _differing_parts(model: nn.Module, memory: str, example: Example) -> tuple[l
         return verifier.difference(converted)
 
     def reduced(parts: list[str], group: list[str]) -> list[str]:
-        """`parts` without those of `group` that need not be given back."""
+        """Returns `parts` without the modules of `group` that may run converted."""
         rest = [name for name in parts if name not in group]
         if not difference(rest):
             return rest
@@ -136,7 +136,7 @@ def _differing_parts(model: nn.Module, memory: str, example: Example) -> tuple[l
 
 
 def _parts_of(model: nn.Module, name: str) -> list[str]:
-    """The children of a module with batch norms below them."""
+    """Returns the children of a module that contain batch norms."""
     prefix = f"{name}." if name else ""
     return [
         prefix + child
@@ -146,9 +146,7 @@ def _parts_of(model: nn.Module, name: str) -> list[str]:
 
 
 def revert(model: _Model) -> _Model:
-    """Undoes `convert`, in place.
-
-    Modules of this package stay as they are.
+    """Undoes `convert`, in place. Modules of this package do not change.
 
     Returns:
         `model`.
@@ -168,10 +166,10 @@ def revert(model: _Model) -> _Model:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Lists every batch norm of a model: what it ran in when it was last called, and if not, why.
+    """Lists every batch norm of a model: whether its last call ran fused, in what, or why not.
 
     Returns:
-        A sequence of `Site`s with `name`, `fused` and `reason`; printed, it is a table.
+        A sequence of `Site`s with `name`, `fused` and `reason`; it prints as a table.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -235,7 +233,7 @@ def _opens_region(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def fuse(memory: str = "store") -> Iterator[None]:
-    """Within the context, what `convert` makes of a model holds for all code on this thread.
+    """Runs all code on this thread as if `convert` had converted it, while the context is open.
 
     Args:
         memory: as in `convert`.

@@ -1,4 +1,4 @@
-"""Deferred tensors: results that are not computed yet, and the recipes that compute them."""
+"""Deferred tensors: results that are not computed yet, and the nodes that compute them."""
 
 import functools
 import sys
@@ -16,42 +16,42 @@ from preact_kernels.torch_compat import disable_torch_function
 
 
 class Operation(NamedTuple):
-    """What a node computes, in PyTorch's own operators."""
+    """The function of a node, in PyTorch's own operators."""
 
     name: str
-    run: Callable[..., Tensor]  # of the node's settings, then its inputs
+    run: Callable[..., Tensor]  # takes the node's settings, then its inputs
     is_relu: bool = False
     is_sum: bool = False
-    precedes_relu: bool = False  # usually
+    precedes_relu: bool = False  # a ReLU usually follows
 
 
 class Node:
     """One operation that is not computed yet.
 
     Attributes:
-        region: that recorded it.
-        context: in which it was recorded.
-        operation: what it computes.
+        region: the region that recorded the node.
+        context: the modes when it was recorded.
+        operation: the function to compute.
         settings: arguments of the operation other than its inputs.
-        inputs: nodes, and tensors that are computed.
-        shape: of the result, `[N, C, H, W]`.
-        dtype: of the result.
-        channels_last: the memory format of the result in plain PyTorch.
+        inputs: nodes, and computed tensors.
+        shape: shape of the result, `[N, C, H, W]`.
+        dtype: dtype of the result.
+        channels_last: memory format of the result in plain PyTorch.
         needs_grad: whether the result requires a gradient.
-        state: of the inputs that are tensors, when they were read.
+        state: `_state` of the inputs when the node was recorded.
         user: the first node that reads the result.
-        other_users: the other ones.
-        spare: a tensor for a ReLU of the result.
-        placed_by: the node whose autograd function returned the tensor that stands for the result;
-            None: this one.
-        reference: to the deferred tensor that stands for the result, while one does.
-        memory: the memory mode of a stage that begins with this batch norm.
-        is_done: whether it was computed, on its own or as part of a fused operation.
-        value: the result, once it is computed and while it is needed.
-        is_changed: whether `value` was changed in place while the tensor was still deferred, with
-            a change of its place in the autograd graph.
-        returned_by: the autograd function that returned the tensor, in place of this package's, as
-            soon as `value` is known as its result.
+        other_users: the other nodes that read the result.
+        spare: a deferred tensor for a ReLU of the result.
+        placed_by: the node for which the autograd function was called that returned the result's
+            deferred tensor; None: this node.
+        reference: a reference to the result's deferred tensor, while there is one.
+        memory: memory mode of a stage that begins with this batch norm.
+        is_done: whether the node was computed, alone or in a fused operation.
+        value: the result, from its computation until nothing needs it.
+        is_changed: whether `value` was changed in place with gradients enabled, while the tensor
+            was deferred.
+        returned_by: another autograd function that returned the deferred tensor, once `value` is
+            recorded as its result.
     """
 
     is_changed = False
@@ -82,7 +82,7 @@ class Node:
         self.needs_grad = needs_grad
         for i in inputs:
             if type(i) is Node:
-                # Few objects a node: the garbage collector visits them all.
+                # No tuple for a single user: the garbage collector visits every object.
                 if i.user is None:
                     i.user = self
                 else:
@@ -95,16 +95,16 @@ class Node:
         return () if self.user is None else (self.user, *self.other_users)
 
     def release(self) -> None:
-        """Drops what only a pending node needs: references in cycles."""
+        """Drops references that only a pending node needs: they form cycles."""
         self.user, self.other_users, self.spare = None, (), None
 
     @property
     def is_held(self) -> bool:
-        """Whether the program still holds a tensor that stands for the result."""
+        """Whether the program holds the result's deferred tensor."""
         return self.reference is not None and self.reference() is not None
 
     def check_inputs(self) -> None:
-        """Raises if an input was changed in place, or swapped, where that could not be seen."""
+        """Raises if an input was changed in place or swapped outside of the region's view."""
         if _state(self.inputs) != self.state:
             raise RuntimeError(
                 f"the input of a deferred {self.operation.name} was modified by an inplace "
@@ -114,38 +114,35 @@ class Node:
 
 
 def _state(inputs: Sequence[Node | Tensor]) -> tuple[int, ...]:
-    """Of each input that is a tensor: its object in C++, and the number of its in-place changes."""
+    """Returns the address and the version of each computed input."""
     state: tuple[int, ...] = ()
     for i in inputs:
         if type(i) is not Node:
             t = cast(Tensor, i)
-            # Inference tensors count no changes.
+            # Inference tensors have no version.
             state += (t._cdata, -1 if t.is_inference() else t._version)
     return state
 
 
 class Deferred(Tensor):
-    """A tensor without storage that stands for the result of a node.
-
-    Reading anything but its metadata computes it.
-    """
+    """A tensor without storage for the result of a node; reading its values computes it."""
 
     preact_node: Node
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """Where no region is active: computes the arguments, then calls `func`."""
+        """Computes the arguments, then calls `func`; used where no region is active."""
         return call_computed(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        """For code in C++: computes the arguments, then calls `func`."""
+        """Computes the arguments, then calls `func`; used by code in C++."""
         with disable_torch_function():
             args, kwargs = computed_arguments((args, kwargs or {}), f"{func} (in C++)")
             return func(*args, **kwargs)
 
 
-# Code that looks at the class sees that of a plain tensor, except for `type(t) is torch.Tensor`.
+# The class looks like torch.Tensor, except for `type(t) is torch.Tensor`.
 Deferred.__name__, Deferred.__qualname__, Deferred.__module__ = "Tensor", "Tensor", "torch"
 
 
@@ -158,18 +155,18 @@ _CHANGED = (
 class _DeferredFunction(torch.autograd.Function):
     """Gives deferred tensors their place in the autograd graph.
 
-    Backward runs only if such a tensor was passed to code that PyTorch does not show to Python,
-    such as a custom autograd function: it computes the node again, in plain operators. What is
-    computed from recorded nodes has a graph of its own.
+    Returns a deferred tensor for the result of `node`. For a batch norm it returns another one for
+    the ReLU that may follow: one call is cheaper than two.
 
-    Returns a tensor for the result of `node`. A batch norm gets another one, for the result of a
-    ReLU of it, as one call is cheaper than two.
+    Backward runs only if such a tensor was passed to code that no region sees, such as a custom
+    autograd function. It computes the node again, in plain operators. Computed results have a graph
+    of their own.
     """
 
     @staticmethod
     def forward(ctx, node, in_place, *tensors):
         ctx.node = node
-        # What `set_materialize_grads` and `mark_dirty` do, without the cost of their calls.
+        # As `set_materialize_grads` and `mark_dirty` do, without the cost of their calls.
         ctx.materialize_grads = False
         if in_place:
             ctx.dirty_tensors = tensors[:1]
@@ -202,7 +199,7 @@ class _DeferredFunction(torch.autograd.Function):
         return None, None, *found
 
 
-# Without the tests for transforms in `apply` of the class: no region records under transforms.
+# Skips the checks for transforms in `Function.apply`: no region records under transforms.
 _apply_deferred = super(torch.autograd.Function, _DeferredFunction).apply
 
 
@@ -217,12 +214,12 @@ def _run(node: Node, has_relu: bool, *inputs: Tensor) -> Tensor:
 
 
 def recomputed(node: Node) -> Tensor:
-    """The result of a node, in plain operators."""
+    """Computes the result of a node again, in plain operators."""
     return _run(node, False, *_input_values(node, {}))
 
 
 def _input_values_in_backward(node: Node) -> list[Tensor]:
-    """`_input_values`; each is computed once in a backward."""
+    """Returns `_input_values`; computes each value once per backward."""
     values = node.region.recomputed
     if not values and any(_value(i, values) is None for i in node.inputs):
         torch_compat.call_after_backward(values.clear)
@@ -230,7 +227,7 @@ def _input_values_in_backward(node: Node) -> list[Tensor]:
 
 
 def _input_values(node: Node, values: dict[Node, Tensor]) -> list[Tensor]:
-    """The values of a node's inputs, in plain operators; `values` receives those in between."""
+    """Computes a node's inputs in plain operators; `values` receives intermediate results."""
     waiting = [i for i in node.inputs if isinstance(i, Node)]
     while waiting:
         last = waiting[-1]
@@ -253,7 +250,7 @@ def _value(i: "Node | Tensor", values: dict[Node, Tensor]) -> Tensor | None:
 
 
 class _WithHistory(torch.autograd.Function):
-    """`value`, with the place of the tensor `t` in the autograd graph."""
+    """Returns `value` with the place of `t` in the autograd graph."""
 
     @staticmethod
     def forward(ctx, t, value):
@@ -265,7 +262,7 @@ class _WithHistory(torch.autograd.Function):
 
 
 def has_own_history(t: Deferred) -> bool:
-    """Whether no autograd function returned `t`, which then has the gradient of that function."""
+    """Whether the gradient of `t` is that of its node: no other autograd function returned it."""
     node = t.preact_node
     if node.region.is_traced:
         return True
@@ -283,11 +280,11 @@ def _empty(node: Node) -> Deferred:
 
 
 def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = False) -> Deferred:
-    """The tensor that stands for the result of `node`.
+    """Returns a deferred tensor for the result of `node`.
 
     Args:
-        node: just recorded.
-        tensors: its inputs, as the program has them.
+        node: a new node.
+        tensors: the tensors that the program passed as its inputs.
         in_place: the first of `tensors`, a deferred tensor, becomes the result.
     """
     source: Any = node.inputs[0]
@@ -304,7 +301,7 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
             source.spare, node.placed_by = None, source
             if in_place:
                 torch_compat.swap_tensor_impl(result, spare)
-                # Code in C++ that holds the result of the batch norm finds it as `spare`.
+                # Code in C++ that holds the batch norm's result now refers to `spare`.
                 spare.preact_node = source
                 source.reference = Reference(spare)
             else:
@@ -324,7 +321,7 @@ def call_computed(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def returned_argument(result: Any, given: tuple) -> Any:
-    """`result`, or the deferred tensor whose value it is: in place, PyTorch returns its input."""
+    """Returns the deferred argument with the value `result` (in-place functions), or `result`."""
     for t in given:
         if type(t) is Deferred and t.preact_node.value is result:
             t.preact_node.is_changed = t.preact_node.is_changed or torch.is_grad_enabled()
@@ -333,10 +330,10 @@ def returned_argument(result: Any, given: tuple) -> Any:
 
 
 def computed_arguments(value: Any, reader: object) -> Any:
-    """`value` with every deferred tensor in its lists, tuples and dictionaries computed.
+    """Returns `value` with all deferred tensors in lists, tuples and dictionaries computed.
 
-    The tensors themselves become plain tensors where that is possible; else copies of their
-    containers hold the results.
+    The tensors become plain tensors where possible; else the returned containers are copies with
+    the results.
     """
     kind = type(value)
     if kind is Deferred:
@@ -355,9 +352,9 @@ def computed_arguments(value: Any, reader: object) -> Any:
 
 
 def compute(t: Deferred, reader: object) -> Tensor:
-    """The result that `t` stands for; `t` itself if it could become a plain tensor."""
+    """Computes a deferred tensor; returns `t` if it became a plain tensor, else the result."""
     node = t.__dict__.get("preact_node")
-    if node is None:  # another thread was faster
+    if node is None:  # another thread has computed it
         return t
     with node.region.lock:
         if type(t) is Deferred:
@@ -371,16 +368,13 @@ def compute(t: Deferred, reader: object) -> Tensor:
 
 
 def retry_plain(t: Deferred) -> None:
-    """Makes `t` a plain tensor if nothing but its node holds its value: they are exchanged."""
+    """Makes `t` a plain tensor if only its node holds its value."""
     if sys.getrefcount(t.preact_node.value) <= 2:
         become_plain(t)
 
 
 def become_plain(t: Deferred) -> None:
-    """Makes `t` a plain tensor, once it is computed.
-
-    It stays deferred while code in C++ holds it.
-    """
+    """Makes a computed `t` a plain tensor, unless code in C++ holds it."""
     node = t.preact_node
     if node.region.is_traced:
         return
@@ -394,7 +388,7 @@ def become_plain(t: Deferred) -> None:
             with torch.enable_grad():
                 value = _WithHistory.apply(t, value.detach())
         if torch_compat.exchange(t, value):
-            t.__dict__.update(value.__dict__)  # what the program set
+            t.__dict__.update(value.__dict__)  # attributes that the program set
             del t.preact_node
             value = t
     node.value = value

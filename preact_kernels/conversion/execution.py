@@ -1,7 +1,7 @@
-"""Computes recorded nodes: matches run fused, the others in PyTorch's own operators.
+"""Computes recorded nodes: matches run fused, other nodes in PyTorch's own operators.
 
-Kernels work on NHWC. In a model that runs in NCHW, tensors are converted once where they enter
-fused operations, stay in NHWC between them, and are converted back where the program sees them.
+Kernels work on NHWC. In an NCHW model, the input of fused operations is converted once, their
+intermediate results stay in NHWC, and results that the program reads are converted back.
 """
 
 import weakref
@@ -23,24 +23,24 @@ from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.run_blocks import BlockArguments, run_blocks
 
-MEMORY = "preact_memory"  # attribute of the first batch norm of a stage: its memory mode
+MEMORY = "preact_memory"  # attribute of a stage's first batch norm: the memory mode
 
-# Runs blocks in a row: the blocks, their input, the batch norm that begins them, where known, and
-# the dtype of their convolutions.
+# Runs consecutive blocks. Arguments: the blocks, their input, the module of the first batch norm
+# (if known), and the dtype of the convolutions.
 StageRunner = Callable[[list[BlockArguments], Tensor, nn.Module | None, torch.dtype], Tensor]
 
-# Fewer channels than this: the strided 1x1 convolution of channels_last tensors on a CPU can
-# corrupt memory (1, 3, 4 and 6 channels in torch 2.13).
+# Strided 1x1 convolutions of channels_last tensors with fewer channels can corrupt memory on a CPU
+# (1, 3, 4 and 6 channels in torch 2.13).
 _FEW_CHANNELS = 16
 
 
 def execute(region: Any, nodes: Sequence[Node], reader: object) -> None:
-    """Computes `nodes`, in order, and notes in `region` what ran fused.
+    """Computes `nodes` in order, and notes in `region` what ran fused.
 
     Args:
-        region: that recorded the nodes.
+        region: the region that recorded the nodes.
         nodes: pending nodes, and all pending nodes that they read.
-        reader: what asks for the results: a function, or a text.
+        reader: the function that reads the results, or a text for the report.
     """
     for node in nodes:
         node.check_inputs()
@@ -51,7 +51,7 @@ def execute(region: Any, nodes: Sequence[Node], reader: object) -> None:
 
 
 def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match | Node]:
-    """Matches, and the other nodes, in an order in which each has what it reads."""
+    """Returns matches and other nodes, ordered by dependencies."""
     ends = {m.end: m for m in matches}
     replaced = {n for m in matches for n in m.nodes}
     return [ends.get(n, n) for n in nodes if n in ends or n not in replaced]
@@ -72,7 +72,7 @@ def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reade
 
 
 def _module(node: Node | None) -> nn.Module | None:
-    """The module that called a batch norm or a convolution, where known."""
+    """Returns the module that called a batch norm or a convolution, if known."""
     owner = None if node is None else node.settings.owner
     return None if owner is None else owner.module
 
@@ -81,8 +81,8 @@ class _Execution:
     def __init__(self, region: Any, nodes: Sequence[Node], steps: Sequence[Match | Node]) -> None:
         self._region, self._steps = region, steps
         self._own = set(nodes)
-        self._values: dict[Node, Tensor] = {}  # results so far, in the order of `_in_nhwc`
-        self._converted: dict[Node | Tensor, Tensor] = {}  # what was computed before, in NHWC
+        self._values: dict[Node, Tensor] = {}  # results of this execution
+        self._converted: dict[Node | Tensor, Tensor] = {}  # NHWC copies of inputs
         self._reads = Counter(i for s in steps for i in _inputs(s))
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = any(not isinstance(s, Node) for s in steps)
@@ -110,7 +110,7 @@ class _Execution:
     def _input(self, value: Node | Tensor, step: Match | Node) -> Tensor:
         if isinstance(value, Node):
             if value.value is not None and isinstance(step, Node) and step.operation is CONV:
-                return value.value  # saves no second copy in NHWC
+                return value.value  # a copy in NHWC would be saved in addition
             if value in self._values:
                 return self._values[value]
             assert value.value is not None
@@ -165,7 +165,7 @@ class _Execution:
         return node.operation.run(node.settings, *inputs, *rest)
 
     def _store(self, node: Node, y: Tensor) -> None:
-        """Keeps a result where it is read later, and hands it to the program."""
+        """Keeps a result that is read later, and gives the program its tensor."""
         is_read_outside = any(u not in self._own for u in node.users)
         held = node.reference() if node.reference is not None else None
         if not self._reads[node]:
@@ -185,20 +185,20 @@ class _Execution:
         if held is not None:
             become_plain(held)
         if self._reads[node]:
-            # What is computed later has the value that the program sees as an input.
+            # Later steps read the tensor that the program has.
             self._values[node] = (
                 _ToChannelsLast.apply(node.value, inside) if is_nchw else node.value
             )
 
 
 def _tracked_statistics(step: Match | Node) -> Sequence[Tensor]:
-    """The running statistics that a step updates; PyTorch does not count that as a change."""
+    """Returns running statistics that a step updates; PyTorch does not bump their versions."""
     nodes = (step,) if isinstance(step, Node) else step.nodes
     return [t for n in nodes for t in tracked_statistics(n)]
 
 
 def _inputs(step: Match | Node) -> Sequence[Any]:
-    """Images that a step reads."""
+    """Returns the images that a step reads."""
     if isinstance(step, Node):
         return step.inputs[:1] if step.operation in (NORM, CONV) else step.inputs
     return step.inputs
@@ -229,7 +229,7 @@ def _is_unsafe(conv: Node) -> bool:
 
 
 def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
-    """`y` in NCHW, with the same place in the autograd graph."""
+    """Returns `y` in NCHW, with the same place in the autograd graph."""
     if not y.requires_grad or is_saved or type(y) is not Tensor:
         return _with_plain_strides(y)
     y.data = _with_plain_strides(y.detach())
@@ -237,7 +237,7 @@ def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
 
 
 def _with_plain_strides(y: Tensor) -> Tensor:
-    """`y` with the strides of a new NCHW tensor; they may differ where a size is 1."""
+    """Returns `y` with the strides of a new NCHW tensor, also for axes of size 1."""
     strides = [1]
     for size in y.shape[:0:-1]:
         strides.insert(0, strides[0] * size)
@@ -247,9 +247,9 @@ def _with_plain_strides(y: Tensor) -> Tensor:
 
 
 class _ToChannelsLast(torch.autograd.Function):
-    """An NCHW tensor in channels_last order; its gradient is NCHW, as in plain PyTorch.
+    """Converts an NCHW tensor to channels_last; its gradient is NCHW, as in plain PyTorch.
 
-    The second argument has its values in that order, where they are known.
+    The second argument holds its values in channels_last, if they are known.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What functions of PyTorch do with their arguments: read metadata alone, or write."""
+"""Tables of PyTorch functions that only read metadata, or that write to their arguments."""
 
 import functools
 import inspect
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 
-# They need no values.
-OF_METADATA: tuple[Callable, ...] = (
+# Functions that read no values.
+METADATA_FUNCTIONS: tuple[Callable, ...] = (
     Tensor.__len__,
     Tensor.dim,
     Tensor.element_size,
@@ -36,14 +36,14 @@ OF_METADATA: tuple[Callable, ...] = (
     ),
 )
 
-# They hand out memory that code which PyTorch does not see may change.
+# Functions that return memory, which other code may then change.
 _EXPOSING = {"__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage"}
 _IN_PLACE_NAMES = {
     *("__delitem__", "__set__", "__setitem__"),
     *(f"__i{n}__" for n in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__i{n}__" for n in ("and", "or", "xor", "lshift", "rshift", "matmul")),
 }
-# They update running statistics.
+# Functions that update running statistics.
 _UPDATING = {
     F.batch_norm,
     F.instance_norm,
@@ -63,7 +63,7 @@ def is_write(func: Callable, args: tuple, kwargs: dict) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _known(func: Any) -> tuple[bool, int | None]:
-    """Whether any call of `func` writes, and the position of its argument `inplace`."""
+    """Returns whether `func` always writes, and the position of its argument `inplace`."""
     name = getattr(func, "__name__", "")
     writes = (
         name in _IN_PLACE_NAMES

@@ -1,4 +1,4 @@
-"""The forward hooks of converted modules, which open regions."""
+"""Forward hooks of converted modules: they open and close regions."""
 
 import contextlib
 import sys
@@ -21,16 +21,13 @@ from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.ops.plain_operators import is_transformed
 
-_KEY: Any = "preact_kernels"  # under which modules keep the hooks
+_KEY: Any = "preact_kernels"  # key of the hooks in a module's dictionaries
 CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
-GIVEN_BACK = "preact_given_back"  # attribute of a module that runs plain: why
+GIVEN_BACK = "preact_given_back"  # attribute of a module that must run plain: the reason
 
 
 class Conversion:
-    """How the modules of a converted model run; all of them share it, and their copies another.
-
-    Attributes have the values of `Region`.
-    """
+    """Arguments of `Region` that all modules of a converted model share."""
 
     def __init__(self, memory: str = "store") -> None:
         self.memory = memory
@@ -38,19 +35,19 @@ class Conversion:
         self.extra_types: tuple[type, ...] = ()
 
 
-# What the last call of each batch norm ran in.
+# Outcomes of the last call of each batch norm.
 outcomes: weakref.WeakKeyDictionary[nn.Module, list[Outcome]] = weakref.WeakKeyDictionary()
-# Find the modules below each module that opened a region.
+# `Owners` of each module that opened a region.
 _owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionary()
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch norm of images, with or without an activation of its own."""
+    """Whether a module is a batch norm of images, possibly with an activation (timm)."""
     return isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm | nn.LazyBatchNorm2d)
 
 
 def add_hooks(module: nn.Module) -> None:
-    """Adds the hooks under a name: numbers in pickles collide with those of hooks added later."""
+    """Adds the hooks under a name: PyTorch's numbers may collide after unpickling."""
     for name, hook in (("_forward_pre_hooks", _enter), ("_forward_hooks", _leave)):
         hooks = getattr(module, name)
         hooks[_KEY] = hook
@@ -73,11 +70,11 @@ class _Call(NamedTuple):
 
     module: nn.Module
     region: Region
-    is_outermost: bool  # in its region
-    frame: types.FrameType  # that called the module
-    outer_memory: str  # the memory mode around it
-    handles: list[RemovableHandle]  # of the hooks of its children
-    norms: list[nn.SyncBatchNorm]  # children with another forward meanwhile
+    is_outermost: bool  # whether it opened the region
+    frame: types.FrameType  # frame that called the module
+    outer_memory: str  # memory mode to restore
+    handles: list[RemovableHandle]  # hooks of its children
+    norms: list[nn.SyncBatchNorm]  # children with a `SyncForward`
 
 
 class _Calls(threading.local):
@@ -91,7 +88,7 @@ _calls = _Calls()
 
 
 def is_inert() -> bool:
-    """Whether PyTorch transforms what runs, or hooks run at each call of a module."""
+    """Whether PyTorch transforms the code that runs, or global module hooks exist."""
     return (
         torch.jit.is_tracing()
         or torch_compat.is_exporting()
@@ -108,7 +105,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     stack = _calls.stack
     frame = sys._getframe(1)
     if stack and not (_is_running(stack[-1].frame, frame) or _is_running(stack[0].frame, frame)):
-        _abandon()  # an interrupt left the module without its hook
+        _abandon()  # an interrupt skipped `_leave`
         stack = _calls.stack
     conversion = module.__dict__.get(CONVERSION)
     is_outermost = not stack or not stack[-1].region.is_recording()
@@ -143,7 +140,7 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
         return None
     if stack[-1].module is not module and all(c.module is not module for c in stack):
         return None
-    # A checkpoint stops its recomputation by an exception as soon as it has what it needs.
+    # A checkpoint stops its recomputation with an exception once it has all saved tensors.
     is_stopped = output is None and torch_compat.is_in_backward()
     while stack[-1].module is not module:
         _close(stack.pop(), is_stopped)
@@ -158,9 +155,9 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
 
 
 def _with_values(value: Any) -> Any:
-    """`value` with the results of deferred tensors that could not become plain tensors.
+    """Returns `value` with the results of deferred tensors that could not become plain tensors.
 
-    Lists and dictionaries stay the same objects.
+    Lists and dictionaries are changed in place.
     """
     if type(value) is Deferred:
         return value.preact_node.value
@@ -203,10 +200,10 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
 
 
 def _hook_children(module: nn.Module) -> list[RemovableHandle]:
-    """Prepares the children that must see ordinary tensors.
+    """Adds hooks to children that need ordinary tensors.
 
-    Those with backward hooks compute their inputs and results, which the hooks pass to C++. Those
-    that are compiled, have fast paths, or were given back, run outside of the region.
+    Children with backward hooks compute their inputs and results, because the hooks pass them to
+    C++. Children that are compiled, have fast paths or must run plain run outside of the region.
     """
     handles: list[RemovableHandle] = []
     waiting = list(module._modules.values())
@@ -219,7 +216,7 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
         if CONVERSION in child.__dict__:
             own: Any = (child._forward_pre_hooks, child._forward_hooks)
             for hooks in own:
-                if len(hooks) > 1 and next(iter(hooks)) != _KEY:  # FSDP puts its own first
+                if len(hooks) > 1 and next(iter(hooks)) != _KEY:  # FSDP puts its hooks first
                     hooks.move_to_end(_KEY, last=False)
             continue
         if GIVEN_BACK in child.__dict__:
@@ -241,19 +238,19 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
 
 
 def _outside(child: nn.Module) -> list[RemovableHandle]:
-    """Has a child run outside of the region."""
+    """Adds hooks that make a child run outside of the region."""
     return [
         child.register_forward_pre_hook(_suspend, with_kwargs=True),
         child.register_forward_hook(_resume, always_call=True),
     ]
 
 
-# They ask whether functions are overridden, and compute other values for padding if so.
+# If functions are overridden, these modules compute other values for padding.
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def _suspend(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Leaves the region before a child runs that must see ordinary tensors."""
+    """Leaves the region before a child that needs ordinary tensors."""
     if not _calls.stack:  # a thread without a region
         return
     region = _calls.stack[-1].region
@@ -270,10 +267,10 @@ def _resume(module: nn.Module, args: tuple, output: Any) -> None:
 
 
 class CompiledCall:
-    """The call of a module that `nn.Module.compile` compiled: outside of a region around it.
+    """Calls a module that `nn.Module.compile` compiled outside of the region around it.
 
-    Hooks of the module would be compiled with it. It stays after the call, as threads share
-    modules.
+    Hooks would be compiled with the module. The replaced call stays after the region ends, because
+    other threads may call the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -341,7 +338,7 @@ def _make_plain(value: Any, reader: str) -> None:
 
 
 def _sync_norms(module: nn.Module) -> Iterator[nn.SyncBatchNorm]:
-    """The children whose forward regions replace while they are open."""
+    """Yields the children that get a `SyncForward` while a region is open."""
     for child in module._modules.values():
         if type(child) is nn.SyncBatchNorm:
             yield child

@@ -1,7 +1,7 @@
-"""Finds tensors that only variables hold which the running functions never read again.
+"""Finds tensors that are held only by variables which no running function reads again.
 
 In `a = self.bn(x); b = F.relu(a); return self.conv(b).mean()` the variables `a` and `b` hold their
-tensors while `mean` runs, and nothing reads them any more.
+tensors while `mean` runs, but nothing reads them again.
 """
 
 import bisect
@@ -15,23 +15,23 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-# Names in functions that may read any variable of theirs, and of the functions that called them.
+# Names in functions that may read all their variables, and all variables of their callers.
 _READERS = frozenset(("locals", "vars", "dir", "eval", "exec"))
 _READERS_OF_CALLERS = frozenset(("f_locals", "_getframe", "currentframe"))
-_OPTIMIZED = 1  # flag of code whose variables are not in a dictionary: functions
+_OPTIMIZED = 1  # CO_OPTIMIZED: the code of functions, which keep no dictionary of variables
 
 
 class Reference(weakref.ref):
-    """A weak reference that the program does not share: equal plain ones are one object."""
+    """A weak reference that is not shared: Python reuses plain ones to the same object."""
 
     __slots__ = ()
 
 
 def unread(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether no running function of this thread reads a tensor again, and nothing else holds it.
+    """Whether each tensor is held only by variables that this thread never reads again.
 
     Args:
-        tensors: each has one `Reference`. The caller holds them in this sequence alone.
+        tensors: tensors with one `Reference` each; the caller holds them only in this sequence.
     """
     holders = [0] * len(tensors)
     if not holders:
@@ -51,13 +51,13 @@ def unread(tensors: Sequence[Tensor]) -> list[bool]:
                 if name not in live:
                     holders[i] += 1
             if sys.version_info < (3, 13) and _references([variables], 0) == _OWN_REFERENCES + 2:
-                variables.clear()  # a copy, which nothing but the frame and this function has
+                variables.clear()  # a copy that only the frame and this function hold
             del variables
     return [_is_held_by(tensors, i, count) for i, count in enumerate(holders)]
 
 
 def _is_held_by(tensors: Sequence[Tensor], i: int, variables: int) -> bool:
-    """Whether that many variables hold a tensor, and nothing else."""
+    """Whether exactly this number of variables, and nothing else, holds a tensor."""
     return (
         variables > 0
         and _references(tensors, i) == _OWN_REFERENCES + variables
@@ -70,13 +70,13 @@ def _references(values: Sequence[object], i: int) -> int:
     return sys.getrefcount(values[i])
 
 
-_OWN_REFERENCES = _references([object()], 0)  # the sequence, and what the call adds
+_OWN_REFERENCES = _references([object()], 0)  # references of the sequence and of the call
 
 
 def _is_watched() -> bool:
-    """Whether a debugger or a profiler may read variables, or write those that it was shown.
+    """Whether a debugger or a profiler may read or write variables.
 
-    From Python 3.14 on, the evaluation stack borrows references, which the counts do not show.
+    Also true from Python 3.14 on: reference counts miss borrowed references on the stack.
     """
     if sys.version_info >= (3, 14):
         return True
@@ -84,7 +84,7 @@ def _is_watched() -> bool:
 
 
 def _frames() -> Iterator[types.FrameType]:
-    """The functions that run on this thread, and name each variable that they read."""
+    """Yields the frames of this thread's functions that read variables only by name."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and _READERS_OF_CALLERS.isdisjoint(frame.f_code.co_names):
         if frame.f_code.co_flags & _OPTIMIZED and _READERS.isdisjoint(frame.f_code.co_names):
@@ -94,11 +94,11 @@ def _frames() -> Iterator[types.FrameType]:
 
 @functools.lru_cache(maxsize=4096)
 def live_variables(code: types.CodeType, offset: int) -> frozenset[str]:
-    """The variables of a function that it may read before it writes them.
+    """Returns the variables that a function may read before it writes them.
 
     Args:
-        code: of the function.
-        offset: of the instruction that runs.
+        code: code of the function.
+        offset: offset of the running instruction.
     """
     shared = (*code.co_cellvars, *code.co_freevars)  # other functions may read these
     instructions = list(dis.get_instructions(code))
@@ -120,12 +120,12 @@ def live_variables(code: types.CodeType, offset: int) -> frozenset[str]:
 
 
 def _before(instruction: dis.Instruction, live: frozenset[str]) -> frozenset[str]:
-    """The variables that are live before an instruction, given those that are live after it."""
+    """Returns the variables that are live before an instruction; `live`: after it."""
     name, value = instruction.opname, instruction.argval
     if "_FAST" not in name:
         return live
     names = value if isinstance(value, tuple) else (value,)
-    accesses = re.findall("LOAD|STORE|DELETE", name)  # some instructions do two
+    accesses = re.findall("LOAD|STORE|DELETE", name)  # some instructions do two accesses
     for access, variable in reversed(list(zip(accesses, names, strict=True))):
         live = live | {variable} if access == "LOAD" else live - {variable}
     return live
@@ -134,7 +134,7 @@ def _before(instruction: dis.Instruction, live: frozenset[str]) -> frozenset[str
 def _following(
     instructions: Sequence[dis.Instruction], i: int, at: dict[int, int]
 ) -> Iterable[int]:
-    """The instructions that may run after one that does not raise."""
+    """Returns the instructions that may run after instruction `i`, unless it raises."""
     name = instructions[i].opname
     following = []
     if i + 1 < len(instructions) and not _ends(name):
@@ -145,7 +145,7 @@ def _following(
 
 
 def _ends(name: str) -> bool:
-    """Whether nothing but the target of an instruction may run behind it."""
+    """Whether the next instruction in order never runs after this one."""
     return name.startswith(("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE")) or (
         name.startswith("JUMP_") and "IF" not in name
     )
@@ -160,7 +160,7 @@ def _handlers(
     following: Sequence[Iterable[int]],
     at: dict[int, int],
 ) -> Iterator[int]:
-    """Where the interpreter may continue after an exception: what nothing else leads to."""
+    """Yields the instructions where exception handlers begin: no other instruction leads there."""
     reached, waiting = {0}, [0]
     while waiting:
         new = set(following[waiting.pop()]) - reached

@@ -1,4 +1,4 @@
-"""Finds what can run fused among recorded nodes: units, residual blocks, runs of blocks."""
+"""Finds recorded nodes that can run fused: units, residual blocks, runs of blocks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,28 +10,28 @@ from preact_kernels.conversion.operations import ADD, CONV, NORM, PAD, RELU
 
 
 class Unit(NamedTuple):
-    """A BN-ReLU-Conv, and zero padding before the convolution."""
+    """A BN-ReLU-Conv, with zero padding before the convolution."""
 
     bn: Node
     relu: Node
     pads: tuple[Node, ...]
-    padding: tuple[int, int]  # of `pads`: height, width
+    padding: tuple[int, int]  # height and width that `pads` add at each side
     conv: Node
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes that it replaces."""
+        """All nodes of the unit."""
         return (self.bn, self.relu, *self.pads, self.conv)
 
     @property
     def fits_stage(self) -> bool:
-        """Whether a stage may run it."""
+        """Whether a stage can run the unit."""
         has_bias = len(self.conv.inputs) > 2
         return not (self.pads or has_bias) and self.conv.dtype == self.bn.dtype
 
 
 class Block(NamedTuple):
-    """Units in a row, with a shortcut (`add` is given) or without."""
+    """Consecutive units, with a shortcut (`add` is not None) or without."""
 
     units: tuple[Unit, ...]
     projection: Unit | None
@@ -42,13 +42,13 @@ class Match(NamedTuple):
     """Nodes that run fused.
 
     Attributes:
-        name: for the report.
-        nodes: all that it replaces, first the batch norm with which it begins.
-        end: the node of its output.
-        inputs: what it reads, without parameters.
-        units: those that it runs, projections too; empty for a BN-ReLU alone.
-        blocks: in a row, of one autograd node; empty for a single unit or activation.
-        reason: why a BN-ReLU runs without a convolution; empty where what computes it reads it.
+        name: name in the report.
+        nodes: all nodes that run fused; the first one is a batch norm.
+        end: the node of the output.
+        inputs: images that the match reads.
+        units: all units, projections included; empty for a BN-ReLU alone.
+        blocks: consecutive blocks in one autograd node; empty for a unit or a BN-ReLU alone.
+        reason: why a BN-ReLU runs without a convolution; empty: the reader of `execute` reads it.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Match(NamedTuple):
 def _unit_match(
     unit: Unit, residual: Node | Tensor | None = None, add: Node | None = None
 ) -> Match:
-    """A unit on its own, and the addition of `residual` to its output."""
+    """Returns the match of a single unit, with the addition of `residual` to its output."""
     x = unit.bn.inputs[0]
     if add is None or residual is None:
         return Match("BN-ReLU-Conv", unit.nodes, unit.conv, (x,), (unit,))
@@ -71,7 +71,7 @@ def _unit_match(
 
 
 def _block_match(*blocks: Block) -> Match:
-    """A residual block, or units in a row: each is a block without a shortcut."""
+    """Returns the match of a residual block, or of units as blocks without a shortcut."""
     projections = tuple(b.projection for b in blocks if b.projection is not None)
     units = (*(u for b in blocks for u in b.units), *projections)
     end = blocks[-1].add or blocks[-1].units[-1].conv
@@ -81,7 +81,7 @@ def _block_match(*blocks: Block) -> Match:
 
 
 def _joined_match(matches: Sequence[Match]) -> Match:
-    """Blocks in a row, of which each reads the output of the one before."""
+    """Returns one match for a run of blocks; each block reads the output of the previous one."""
     first = matches[0]
     if not first.blocks or first.blocks[0].add is None:
         return first
@@ -93,20 +93,20 @@ def _joined_match(matches: Sequence[Match]) -> Match:
 
 
 def _row_matches(units: list[Unit]) -> list[Match]:
-    """Units in a row, without a shortcut."""
+    """Returns the match of consecutive units without a shortcut."""
     if len(units) > 1:
         return [_block_match(*(Block((u,), None, None) for u in units))]
     return [_unit_match(u) for u in units]
 
 
 def match(nodes: Sequence[Node]) -> tuple[list[Match], dict[Node, str]]:
-    """Finds what runs fused when `nodes` are computed.
+    """Finds the nodes that run fused when `nodes` are computed.
 
     Args:
-        nodes: in the order in which they were recorded.
+        nodes: nodes in the order of their recording.
 
     Returns:
-        The matches, and why each other batch norm is not part of one.
+        The matches, and for each other batch norm the reason why it is in no match.
     """
     return _Matcher(nodes).match()
 
@@ -114,7 +114,7 @@ def match(nodes: Sequence[Node]) -> tuple[list[Match], dict[Node, str]]:
 class _Matcher:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._order = {n: i for i, n in enumerate(nodes)}
-        self._relus: dict[Node, Node] = {}  # by batch norm, where both run fused
+        self._relus: dict[Node, Node] = {}  # batch norm -> ReLU, if both run fused
         self._refused: dict[Node, str] = {}
         self._added: set[Node] = set()  # additions that are part of a match
 
@@ -137,14 +137,14 @@ class _Matcher:
         return self._joined(matches), self._refused
 
     def _only_reader(self, node: Node) -> Node | None:
-        """The one node that reads the result of `node`, if nothing else does or can."""
+        """Returns the only node that reads the result of `node`, if nothing else can read it."""
         user = node.user
         if user is None or node.other_users or node.is_held or user not in self._order:
             return None
         return user
 
     def _relu(self, bn: Node) -> Node | str:
-        """The ReLU that runs fused with a batch norm, or why none does."""
+        """Returns the ReLU that runs fused with a batch norm, or the reason why there is none."""
         needed = [i.needs_grad if isinstance(i, Node) else i.requires_grad for i in bn.inputs]
         reader = self._only_reader(bn)
         if reader is None:
@@ -157,9 +157,9 @@ class _Matcher:
         return reader
 
     def _units(self, bn: Node) -> list[Unit] | str:
-        """A unit for each reader of the activation if all are convolutions, or why there is none.
+        """Returns a unit per reader of the activation, or the reason why one is no convolution.
 
-        The reason is empty where the program alone reads the activation.
+        The reason is empty if only the program reads the activation.
         """
         relu = self._relus[bn]
         if relu.is_held:
@@ -185,7 +185,7 @@ class _Matcher:
         return units or "nothing reads its activation"
 
     def _chain(self, unit: Unit) -> list[Unit]:
-        """`unit`, and those behind it that read nothing but the output of the one before."""
+        """Returns `unit` and the units after it; each reads only the output of the previous one."""
         chain = [unit]
         while chain[-1].fits_stage:
             reader = self._only_reader(chain[-1].conv)
@@ -196,7 +196,7 @@ class _Matcher:
         return chain
 
     def _matches_from(self, bn: Node) -> list[Match]:
-        """What a batch norm and its ReLU run in, and the units behind them."""
+        """Returns the matches of a batch norm, its ReLU and the units after them."""
         units, x = self._units(bn), bn.inputs[0]
         if len(units) == 2 and not isinstance(units, str):
             for unit, projection in (units, units[::-1]):
@@ -233,7 +233,7 @@ class _Matcher:
         return Block(tuple(chain), projection, add)
 
     def _joined(self, found: list[Match]) -> list[Match]:
-        """Runs of residual blocks, joined where one reads nothing but the other's output.
+        """Joins residual blocks to runs if each reads only the output of the previous one.
 
         A block with a projection begins a run, as it begins a stage of a network.
         """

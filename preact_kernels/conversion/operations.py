@@ -1,4 +1,4 @@
-"""The operations that may be deferred, in PyTorch's own operators."""
+"""Operations that can be deferred, in PyTorch's own operators."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,11 +24,11 @@ class NormSettings(NamedTuple):
     training: bool
     momentum: float
     eps: float
-    process_group: object = None  # over which the batch is spread
-    owner: Owner | None = None  # the module that called it, where known
+    process_group: object = None  # processes that share the batch statistics
+    owner: Owner | None = None  # the module that called it, if known
 
     def arguments(self, affine: Sequence[Tensor]) -> BatchNorm:
-        """The arguments of the fused ops, for the node's inputs behind the first."""
+        """Returns arguments of the fused ops; `affine`: the node's inputs after the first."""
         rest = list(affine)
         return BatchNorm(
             rest.pop(0) if self.has_weight else None,
@@ -49,15 +49,15 @@ class ConvSettings(NamedTuple):
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
-    owner: Owner | None = None  # the module that called it, where known
+    owner: Owner | None = None  # the module that called it, if known
 
     def arguments(self, weight: Tensor, bias: Tensor | None = None) -> ConvArguments:
-        """The arguments of the fused ops."""
+        """Returns arguments of the fused ops."""
         return ConvArguments(weight, bias, *self[:4])
 
 
 class CallSettings(NamedTuple):
-    """A function, and its arguments behind the input."""
+    """A function, and its arguments after the first."""
 
     func: Callable
     args: tuple
@@ -65,14 +65,14 @@ class CallSettings(NamedTuple):
 
 
 def _norm(s: NormSettings, x: Tensor, *affine: Tensor) -> Tensor:
-    """Without an update of the running statistics."""
+    """Batch norm; does not update the running statistics."""
     return _plain_norm(s.arguments(affine), x, updates=False)
 
 
 def updating_norm(s: NormSettings, x: Tensor, *affine: Tensor) -> Tensor:
-    """A batch norm in PyTorch's own operators, with the update of its running statistics.
+    """Batch norm in PyTorch's own operators; updates the running statistics.
 
-    In a backward, which runs this forward again, the batch was counted before.
+    A backward that runs the forward again does not update them a second time.
     """
     return _plain_norm(s.arguments(affine), x, updates=not torch_compat.is_in_backward())
 
@@ -80,7 +80,7 @@ def updating_norm(s: NormSettings, x: Tensor, *affine: Tensor) -> Tensor:
 def _plain_norm(bn: BatchNorm, x: Tensor, updates: bool) -> Tensor:
     mean, var = bn.running_mean, bn.running_var
     if bn.training and not updates and mean is not None and var is not None:
-        mean, var = mean.clone(), var.clone()  # saved as in the first run, for checkpoints
+        mean, var = mean.clone(), var.clone()  # checkpoints expect the same saved tensors
     momentum: Any = bn.momentum
     if bn.process_group is not None:
         affine = (bn.weight, bn.bias)
@@ -104,14 +104,14 @@ POOL = Operation("pooling", lambda s, x: s.func(x, *s.args, **s.kwargs))
 
 
 def tracked_statistics(node: Node) -> list[Tensor]:
-    """The running statistics that a node updates."""
+    """Returns the running statistics that a node updates."""
     if node.operation is not NORM or not node.settings.training:
         return []
     return [t for t in (node.settings.running_mean, node.settings.running_var) if t is not None]
 
 
 def constants(node: Node) -> list[Tensor]:
-    """Tensors that a node reads beside its inputs."""
+    """Returns tensors other than its inputs that a node reads."""
     if node.operation is not NORM or node.settings.training:
         return []
     return [t for t in (node.settings.running_mean, node.settings.running_var) if t is not None]

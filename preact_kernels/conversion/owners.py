@@ -1,4 +1,4 @@
-"""Finds the modules of a model by the parameters and buffers that their forwards pass on."""
+"""Finds the modules of a model by their parameters and buffers."""
 
 import weakref
 from typing import Any
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 
 class Owner:
-    """A module, and what was found out about its last call.
+    """A module, and the result of a rule for its last call.
 
     Attributes:
-        key: the arguments of that call for which `found` holds.
-        found: what a rule derives from `key`.
+        key: properties of the arguments of that call.
+        found: result of the rule for `key`.
     """
 
     __slots__ = ("_module", "found", "key")
@@ -23,11 +23,11 @@ class Owner:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module."""
+        """The module, while it exists."""
         return self._module()
 
     def has(self, t: Tensor) -> bool:
-        """Whether `t` is a parameter, a buffer or the weight of the module, as in replicas."""
+        """Whether `t` is a parameter, a buffer or (in replicas) the attribute `weight`."""
         module = self._module()
         if module is None:
             return False
@@ -37,7 +37,7 @@ class Owner:
 
 
 class Owners:
-    """Finds modules below `root`; only a call of `start` has it look again."""
+    """Finds modules below `root`; searches the modules at most once per `start`."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self._root = None if root is None else weakref.ref(root)
@@ -45,11 +45,11 @@ class Owners:
         self._may_look = True
 
     def start(self) -> None:
-        """A new call of the model, whose parameters may be other tensors than in the last."""
+        """Allows another search: a new call of the model may have other parameters."""
         self._may_look = True
 
     def find(self, t: Tensor | None) -> Owner | None:
-        """The module with the parameter or buffer `t`."""
+        """Returns the module with the parameter or buffer `t`."""
         owner = self._by_id.get(id(t))
         if owner is not None and owner.has(t):  # type: ignore[arg-type]
             return owner

@@ -1,4 +1,4 @@
-"""Regions: code whose batch norms, and what follows them, are deferred and run fused."""
+"""Regions: in their code, batch norms and the operations after them are deferred and run fused."""
 
 import contextlib
 import threading
@@ -38,22 +38,22 @@ from preact_kernels.torch_compat import (
 
 
 class Region(TorchFunctionMode):
-    """Defers operations on this thread while it is entered, and runs them fused.
+    """While entered, defers operations on this thread and runs them fused.
 
-    An operation on a deferred tensor that `rules.RULES` does not list computes it.
+    Operations that are not in `rules.RULES` compute their deferred arguments.
 
     Args:
-        memory: the memory mode of residual blocks, as in `PreActStage`.
+        memory: memory mode of residual blocks, as in `PreActStage`.
         owners: finds the modules of a model by their parameters and buffers.
-        run_stage: runs the residual blocks in a row; for planning.
+        run_stage: runs consecutive residual blocks, for planning; None: the usual way.
         extra_types: subclasses of Tensor that are deferred too.
-        is_traced: whether PyTorch traces the code: it holds no deferred tensor at the end, and
-            passes none to code in C++.
+        is_traced: whether PyTorch traces the code. Then no deferred tensor is left at the end or
+            passed to C++.
 
     Attributes:
         is_distributed: whether there is a process group.
-        pending: the nodes that are not computed yet, in order.
-        outcomes: what the batch norms ran in.
+        pending: nodes that are not computed yet, in order.
+        outcomes: outcomes of the batch norms.
     """
 
     def __init__(
@@ -73,30 +73,30 @@ class Region(TorchFunctionMode):
         self.context: Any = None
         self.is_closed = self._is_suspended = False
         self._suspended_for: list[nn.Module] = []
-        self.frame: types.FrameType | None = None  # that entered the region
-        self.recomputed: dict[Node, Tensor] = {}  # values in a backward
+        self.frame: types.FrameType | None = None  # frame that entered the region
+        self.recomputed: dict[Node, Tensor] = {}  # values that a backward computed again
         self._modes = torch_compat.eager_modes()
         self._dispatch_modes = torch_compat.dispatch_mode_count()
-        # Weak references, by id, to computed tensors that could not become plain tensors yet.
+        # Computed tensors that could not become plain tensors yet, by id.
         self._not_plain: dict[int, weakref.ref[Deferred]] = {}
-        # Ids of running statistics that pending batch norms update, and that they read.
+        # Ids of running statistics that pending batch norms update, and that they only read.
         self.updated: set[int] = set()
         self.evaluated: set[int] = set()
         self._storages = _Storages()
         self.lock = threading.RLock()
 
     def __enter__(self) -> "Region":
-        """Computes what outer regions recorded: their effects come first."""
+        """Computes the pending nodes of outer regions: their effects come first."""
         for region in _entered.regions:
             region.flush("an inner region")
         _entered.regions.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        """Ends recording; `finish` computes what is left."""
+        """Ends recording; `finish` computes pending nodes."""
         self.is_closed = True
         _entered.regions.remove(self)
-        if torch_compat.is_innermost_function_mode(self):  # not where generators are interleaved
+        if torch_compat.is_innermost_function_mode(self):  # false if generators are interleaved
             super().__exit__(*error)
 
     def suspend(self, module: nn.Module) -> None:
@@ -108,7 +108,7 @@ class Region(TorchFunctionMode):
             self._is_suspended = True
 
     def resume(self, module: nn.Module) -> None:
-        """Undoes `suspend`, where it was called for `module`; also what was not undone since."""
+        """Undoes `suspend(module)` and later suspensions that are still open."""
         if module not in self._suspended_for:
             return
         while self._suspended_for.pop() is not module:
@@ -142,16 +142,16 @@ class Region(TorchFunctionMode):
     def is_recording(self) -> bool:
         """Whether operations may be deferred here.
 
-        Not under functional transforms and dispatch modes, and not inside of
-        `torch.utils.checkpoint`: its backward runs the operations again outside of this region, and
-        must save the same tensors.
+        False under functional transforms and dispatch modes, and inside `torch.utils.checkpoint`:
+        its backward runs the operations again outside of the region, and must save the same
+        tensors.
         """
         return torch_compat.current_modes() == self._modes
 
     def context_for(self, device: torch.device) -> Context | None:
-        """The modes in which an operation may be deferred; None where it may not.
+        """Returns the modes for a deferred operation; None: it may not be deferred.
 
-        Computes what was recorded in other modes.
+        Computes nodes that were recorded in other modes.
         """
         if not self.is_recording():
             return None
@@ -174,16 +174,16 @@ class Region(TorchFunctionMode):
         """Defers an operation.
 
         Args:
-            operation: the operation; `context_for` its device is not None.
-            tensors: its inputs: deferred tensors, and tensors of one of the `tensor_types`.
-            settings: its other arguments.
-            shape: of the result.
-            dtype: of the result.
+            operation: the operation; `context_for(device)` is not None.
+            tensors: inputs: deferred tensors, and tensors of the `tensor_types`.
+            settings: other arguments.
+            shape: shape of the result.
+            dtype: dtype of the result.
             channels_last: whether the result has that memory format in plain PyTorch.
             in_place: whether the result replaces the first of `tensors`, a deferred tensor.
 
         Returns:
-            The deferred tensor, or NotImplemented where the operation must be called.
+            The deferred tensor, or NotImplemented: the operation must be called.
         """
         inputs: list[Any] = []
         needs_grad = False
@@ -201,7 +201,7 @@ class Region(TorchFunctionMode):
             needs_grad = needs_grad or t.requires_grad
         needs_grad = needs_grad and self.context.has_grad
         if in_place and (type(inputs[0]) is not Node or (inputs[0].needs_grad and not needs_grad)):
-            return NotImplemented  # computed by now, or without grad mode
+            return NotImplemented  # the input was computed, or gradients are disabled
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
         with self.lock:
             self.pending.append(node)
@@ -213,7 +213,7 @@ class Region(TorchFunctionMode):
             self.outcomes.append((owner.module, Outcome("", reason)))
 
     def before_statistics(self, statistics: Sequence[Tensor], is_updated: bool) -> None:
-        """Computes pending batch norms that must come before one with these running statistics."""
+        """Computes pending batch norms that conflict with a call on these running statistics."""
         for t in statistics:
             if id(t) in self.updated or (is_updated and id(t) in self.evaluated):
                 self.flush("a second call of the batch norm")
@@ -223,7 +223,7 @@ class Region(TorchFunctionMode):
     def _call(self, func: Callable, types: Sequence[type], args: tuple, kwargs: dict) -> Any:
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
-        if func in _BACKWARD:  # whose hooks may write to anything
+        if func in _BACKWARD:  # hooks of the backward may write to anything
             self.flush(func)
         given = args
         if Deferred in types:
@@ -238,11 +238,11 @@ class Region(TorchFunctionMode):
     # Computing.
 
     def compute(self, targets: Sequence[Node], reader: object) -> None:
-        """Computes nodes and what they read.
+        """Computes nodes and the pending nodes that they read.
 
         Args:
             targets: pending nodes.
-            reader: what asks for the results: a function, or a text.
+            reader: the function that reads the results, or a text for the report.
         """
         with self._modes_of_execution():
             wanted = set(targets)
@@ -269,7 +269,7 @@ class Region(TorchFunctionMode):
                 node.release()
 
     def compute_again(self, node: Node) -> None:
-        """Computes a node that was taken for unread, in plain operators."""
+        """Computes a node that was dropped as unread, in plain operators."""
         with self._modes_of_execution(), node.context.entered_above_autograd():
             node.value = recomputed(node)
 
@@ -286,7 +286,7 @@ class Region(TorchFunctionMode):
         self.evaluated = {id(t) for n in nodes for t in operations.constants(n)}
 
     def flush(self, reader: object) -> None:
-        """Computes all that the program holds, and updates running statistics."""
+        """Computes all results that the program holds, and updates running statistics."""
         if not self.pending:
             return
         with self.lock:
@@ -298,7 +298,7 @@ class Region(TorchFunctionMode):
             self._set_pending([])
 
     def _abandon(self) -> None:
-        """Closes the region; the mode itself stays on the stack until another region is entered."""
+        """Closes the region; its function mode stays on the stack."""
         self.is_closed, self.frame = True, None
         with contextlib.suppress(Exception):
             self.finish("an interrupted call")
@@ -308,7 +308,7 @@ class Region(TorchFunctionMode):
         self._not_plain[id(t)] = weakref.ref(t)
 
     def finish(self, reader: object) -> None:
-        """Computes what is left; deferred tensors become plain ones."""
+        """Computes pending nodes; deferred tensors become plain ones."""
         self.flush(reader)
         for reference in list(self._not_plain.values()):
             t = reference()
@@ -342,12 +342,12 @@ _BACKWARD = {Tensor.backward, torch.autograd.grad}
 
 
 class _Storages:
-    """Storages that pending nodes read, and those of the running statistics that they update."""
+    """Storages that pending nodes read, and storages of running statistics that they update."""
 
     def __init__(self) -> None:
         self._read: set[int] = set()
         self._updated: set[int] = set()
-        self._count = 0  # nodes that were looked at
+        self._count = 0  # nodes that were added
 
     def concern(self, pending: Sequence[Node], ids: set[int], is_written: bool) -> bool:
         """Whether a call that reads or writes the storages `ids` must wait for pending nodes."""
@@ -363,14 +363,14 @@ class _Storages:
 
 
 def _is_irrelevant(value: object) -> bool:
-    """Whether no pending node can read or update an argument: a number, or a tensor of integers."""
+    """Whether pending nodes cannot use an argument: numbers, and tensors of integers."""
     if isinstance(value, Tensor):
         return type(value) is not Deferred and not value.is_floating_point()
     return type(value) in (bool, float, int)
 
 
 def _tensors(args: Iterable[Any], kwargs: dict) -> list[Tensor]:
-    """The tensors in arguments, and in lists, tuples and dictionaries among them."""
+    """Returns the tensors in arguments, also in lists, tuples and dictionaries."""
     found: list[Tensor] = []
     waiting = [*args, *kwargs.values()]
     while waiting:

@@ -1,4 +1,4 @@
-"""What ran fused in the last call of a model, batch norm by batch norm."""
+"""Reports for each batch norm what ran fused in the last call of a model."""
 
 import os
 import sys
@@ -9,27 +9,27 @@ from typing import NamedTuple, overload
 import torch
 from torch import nn
 
-# Files of this folder and of torch: whose operations the report does not name.
+# Folders of this package and of torch: the report names no lines in them.
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, torch.__file__)
 )
 
 
 class Outcome(NamedTuple):
-    """What one call of a batch norm ran in."""
+    """How one call of a batch norm ran."""
 
-    into: str  # what ran fused, or an empty string
-    reason: str  # why nothing did, or no convolution
+    into: str  # the fused operation, or an empty string
+    reason: str  # why the batch norm ran plain, or no convolution ran fused with it
     conv: "weakref.ref[nn.Module] | None" = None  # the convolution that ran fused with it
 
 
 class Site(NamedTuple):
     """One batch norm of a model.
 
-    name: of the batch norm, as in `model.named_modules()`.
-    fused: whether it ran fused with the ReLU behind it, with or without a convolution.
-    reason: why it did not, or why no convolution ran fused with it; or an empty string.
-    into: what ran fused, such as "BN-ReLU-Conv", or an empty string.
+    name: name of the batch norm, as in `model.named_modules()`.
+    fused: whether it ran fused with the ReLU after it, with or without a convolution.
+    reason: why it ran plain, or why no convolution ran fused with it; or an empty string.
+    into: the fused operation, such as "BN-ReLU-Conv", or an empty string.
     conv: name of the convolution that ran fused with it, or an empty string.
     """
 
@@ -41,7 +41,7 @@ class Site(NamedTuple):
 
 
 class ConversionReport(Sequence[Site]):
-    """The sites of a model, in order; printed, a table."""
+    """The sites of a model, in order; prints as a table."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = tuple(sites)
@@ -79,7 +79,7 @@ class ConversionReport(Sequence[Site]):
 
 
 def described(reader: object) -> str:
-    """What computed a deferred tensor, with the file and line of the program."""
+    """Names the reader of a deferred tensor, with the file and line of the program."""
     name = reader if isinstance(reader, str) else getattr(reader, "__name__", str(reader))
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):

@@ -1,7 +1,7 @@
-"""Which functions of PyTorch are deferred: `RULES` has an entry for each.
+"""`RULES`: the functions of PyTorch that are deferred.
 
 A rule takes the region and the arguments of a call. It checks them and records the operation, or
-returns NotImplemented: then the function is called on computed tensors. To defer another function,
+returns NotImplemented; then the function is called on computed tensors. To defer another function,
 add an operation to `operations.py` and a rule here; `matching.py` decides what runs fused.
 """
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Deferred, Node, compute
-from preact_kernels.conversion.functions import OF_METADATA
+from preact_kernels.conversion.functions import METADATA_FUNCTIONS
 from preact_kernels.conversion.operations import (
     ADD,
     CAT,
@@ -33,12 +33,12 @@ from preact_kernels.modules.batch_norm import batch_norm_arguments
 from preact_kernels.ops import checks, layout
 from preact_kernels.ops.batch_norm import BatchNorm
 
-METADATA = "metadata"  # in place of a rule: answered without computing the tensor
+METADATA = "metadata"  # instead of a rule: the function reads no values
 
-# Whose rules are asked without a deferred argument too.
+# Functions with a rule for calls without a deferred argument too.
 FIRST = {F.batch_norm, Tensor.add_, Tensor.__iadd__}
 
-RULES: dict[Callable, Any] = dict.fromkeys(OF_METADATA, METADATA)
+RULES: dict[Callable, Any] = dict.fromkeys(METADATA_FUNCTIONS, METADATA)
 
 
 def _rule(*functions: Callable | None) -> Callable:
@@ -50,7 +50,7 @@ def _rule(*functions: Callable | None) -> Callable:
 
 
 def _bound(names: Sequence[str], args: tuple, kwargs: dict) -> dict[str, Any] | None:
-    """Arguments by name; None where they do not fit `names`."""
+    """Returns arguments by name; None if they do not fit `names`."""
     if len(args) > len(names):
         return None
     given = dict(zip(names, args, strict=False))
@@ -66,7 +66,7 @@ def _is_pending(t: object) -> bool:
 
 
 def _format(region: Any, t: Tensor) -> bool | None:
-    """Whether an image is channels_last; None where PyTorch's results could have other strides."""
+    """Whether an image is channels_last; None: PyTorch's results could have other strides."""
     if type(t) is Deferred:
         return t.preact_node.channels_last
     if type(t) not in region.tensor_types or t.dim() != 4:
@@ -77,12 +77,12 @@ def _format(region: Any, t: Tensor) -> bool | None:
             return False
         if t.is_contiguous(memory_format=torch.channels_last):
             return True
-    # Also of some of the channels of a contiguous tensor.
+    # A slice of the channels of a contiguous tensor has these strides too.
     return False if t.stride()[1:] == (height * width, width, 1) else None
 
 
 def _has_known_strides(shape: Sequence[int], channels_last: bool) -> bool:
-    """Whether the memory format tells which strides PyTorch gives a result."""
+    """Whether the memory format determines the strides that PyTorch gives a result."""
     return not channels_last or (shape[1] > 1 and shape[2] * shape[3] > 1)
 
 
@@ -121,7 +121,7 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
         reason = "its input is no image, or has unusual strides"
         region.note(owner, reason)
         return NotImplemented
-    # Of the tensors, the first stands for all: they change device and dtype together.
+    # The weight's dtype and device represent all parameters: they change together.
     like = None if owner is None or weight is None else (weight.dtype, weight.device)
     key = (x.dtype, x.device, x.shape[1], like, *map(id, tensors), *bn[4:8])
     settings = None
@@ -159,15 +159,15 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
 
 
 def _has_hooks(bn: Any) -> bool:
-    """Whether a call of a batch norm runs more than the forward of its class."""
+    """Whether a call of a batch norm runs more than its class's forward."""
     forward = bn.__dict__.get("forward")
     return torch_compat.has_module_hook(bn) or not isinstance(forward, SyncForward | None)
 
 
 class SyncForward:
-    """The forward of an `nn.SyncBatchNorm` while a region is open.
+    """Replaces the forward of an `nn.SyncBatchNorm` while a region is open.
 
-    The class calls a custom autograd function, which no region can see.
+    The original calls a custom autograd function, which no region sees.
     """
 
     def __init__(self, region: Any, module: nn.SyncBatchNorm) -> None:
@@ -191,7 +191,7 @@ class SyncForward:
 
 
 def _norm_refusal(region: Any, x: Tensor, bn: BatchNorm) -> str:
-    """Why the fused ops do not take the arguments of a batch norm, or an empty string."""
+    """Returns why the fused ops do not accept a batch norm's arguments, or an empty string."""
     if x.dtype not in checks.FLOATS:
         return "its input has a dtype that is not served"
     dtype, device, channels = x.dtype, x.device, x.shape[1]
@@ -266,7 +266,7 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
     owner = region.owners.find(weight)
     module = _calling_conv() if owner is None else owner.module
     if module is not None and module._forward_hooks:
-        return NotImplemented  # they may change the weight
+        return NotImplemented  # hooks may change the weight
     like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
     key = (node.shape, node.dtype, context.device, context.autocast_dtype, *like, *numbers)
     if owner is not None and owner.key == key:
@@ -288,8 +288,8 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _calling_conv() -> nn.Module | None:
-    """The `nn.Conv2d` whose forward calls the rule that calls this function."""
-    frame = sys._getframe(3)  # above: the rule, the region
+    """Returns the `nn.Conv2d` that called the function of the current rule, if one did."""
+    frame = sys._getframe(3)  # the caller of the region, which called the rule
     is_conv = frame.f_code is nn.Conv2d._conv_forward.__code__
     return frame.f_locals["self"] if is_conv else None
 
@@ -297,11 +297,11 @@ def _calling_conv() -> nn.Module | None:
 def _conv_dtype(
     node: Node, affine: Sequence[Tensor], autocast_dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """The dtype of a convolution of `node`; None where PyTorch refuses it."""
+    """Returns the dtype of a convolution of `node`; None: PyTorch refuses it."""
     dtypes = [node.dtype, *(t.dtype for t in affine)]
     if any(t.device != node.context.device for t in affine):
         return None
-    if autocast_dtype is not None:  # float64 stays as it is
+    if autocast_dtype is not None:  # autocast does not change float64
         dtypes = [d if d == torch.float64 else autocast_dtype for d in dtypes]
     return dtypes[0] if len(set(dtypes)) == 1 and dtypes[0] in checks.FLOATS else None
 
@@ -311,7 +311,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _cached(function: Callable) -> Callable:
-    """Keeps results of `function`, which raises no TypeError; not those of symbolic sizes."""
+    """Caches results of `function`, except for symbolic sizes; `function` raises no TypeError."""
     cached = functools.lru_cache(maxsize=4096)(function)
 
     @functools.wraps(function)
@@ -328,7 +328,7 @@ def _cached(function: Callable) -> Callable:
 def _geometry(
     shape: tuple, weight_shape: tuple, bias_shape: tuple | None, stride, padding, dilation, groups
 ) -> tuple[ConvSettings | None, tuple[int, ...]]:
-    """The arguments of a convolution and the shape of its result; None where it must be called."""
+    """Returns arguments and result shape of a convolution; None: it must be called."""
     try:
         x, weight = (torch.empty(s, device="meta") for s in (shape, weight_shape))
         bias = None if bias_shape is None else torch.empty(bias_shape, device="meta")
@@ -340,12 +340,8 @@ def _geometry(
     return (None, ()) if conv is None else (ConvSettings(*conv), tuple(result.shape))
 
 
-def _hashable_values(kwargs: dict) -> dict:
-    return {k: _hashable(v) for k, v in kwargs.items()}
-
-
 def _paired(value: Any) -> Any:
-    """Of a sequence with one number, that number."""
+    """Unpacks a tuple with one number."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
@@ -376,7 +372,7 @@ def _add(region: Any, args: tuple, kwargs: dict) -> Any:
 @_rule(Tensor.add_, Tensor.__iadd__)
 def _add_in_place(region: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0]
-    if type(x) is not Deferred:  # a batch is counted once, not again where a checkpoint recomputes
+    if type(x) is not Deferred:  # a checkpoint's recomputation must not count a batch again
         is_counted = torch_compat.is_in_backward() and region.owners.is_batch_count(x)
         return x if is_counted else NotImplemented
     return _record_add(region, args, kwargs, True)
@@ -432,7 +428,7 @@ def _cat(region: Any, args: tuple, kwargs: dict) -> Any:
 
 @_rule(F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
 def _dropout(region: Any, args: tuple, kwargs: dict) -> Any:
-    """PyTorch returns the input itself where nothing is dropped."""
+    """Returns the input if nothing is dropped, as PyTorch does."""
     given = _bound(("input", "p", "training", "inplace"), args, kwargs)
     if given is None or not _is_pending(given.get("input")):
         return NotImplemented
@@ -452,10 +448,12 @@ def _pool(func: Callable) -> Callable:
         context = region.context_for(node.context.device)
         if context is None:
             return NotImplemented
+        args = tuple(map(_hashable, rest))
+        kwargs = {k: _hashable(v) for k, v in kwargs.items()}
         found = _pooled(
             func,
-            tuple(map(_hashable, rest)),
-            tuple((k, _hashable(v)) for k, v in kwargs.items()),
+            args,
+            tuple(kwargs.items()),
             node.shape[2:],
             node.dtype,
             context.device,
@@ -467,7 +465,7 @@ def _pool(func: Callable) -> Callable:
         shape = (*node.shape[:2], *size)
         if not _has_known_strides(shape, node.channels_last):
             return NotImplemented
-        settings = CallSettings(func, tuple(map(_hashable, rest)), _hashable_values(kwargs))
+        settings = CallSettings(func, args, kwargs)
         return region.record(POOL, (x,), settings, shape, dtype, node.channels_last)
 
     return rule
@@ -477,7 +475,7 @@ def _pool(func: Callable) -> Callable:
 def _pooled(
     func: Callable, args: tuple, kwargs: tuple, size: tuple, dtype: torch.dtype, device, _
 ) -> tuple[tuple[int, int], torch.dtype] | None:
-    """Size and dtype of the result of a pooling; None where it raises or returns indices."""
+    """Returns size and dtype of a pooling's result; None: it raises or returns indices."""
     try:
         with torch_compat.disable_torch_function(), torch.no_grad():
             x = torch.zeros((1, 2, *size), dtype=dtype, device=device)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from preact_kernels import torch_compat
 
-# Relative, of float64: far above its rounding errors, and below what another operation changes.
+# Relative tolerance in float64: far above rounding errors, below the effect of a wrong operation.
 _TOLERANCE = 1e-7
-_SMALLEST = 1e4  # roundings of all gradients together: what a gradient of zero may be
+_SMALLEST = 1e4  # error allowed for each result, in roundings of the norm of its group
 _FACTOR = 8  # allows for chance: some groups hold few numbers
-_DRAWS = 3  # of noise, to see how far rounding errors take plain PyTorch
+_DRAWS = 3  # runs with noise, which show how plain PyTorch amplifies rounding errors
 
 Results = dict[str, Tensor | None]
-_ERROR = "error: "  # begins names that stand for what was raised in place of results
+_ERROR = "error: "  # prefix of names for exceptions
 
 
 class Example(NamedTuple):
@@ -31,10 +31,10 @@ class Example(NamedTuple):
 
     @staticmethod
     def of(example_inputs: Any) -> "Example":
-        """From what `pk.convert` is given.
+        """Creates an example from the argument of `pk.convert`.
 
         Raises:
-            TypeError: it is no tensor, tuple, list or dictionary.
+            TypeError: it is not a tensor, tuple, list or dictionary.
         """
         if isinstance(example_inputs, Tensor):
             return Example((example_inputs,), {})
@@ -48,7 +48,7 @@ class Example(NamedTuple):
         )
 
     def converted(self, change: Callable[[Tensor], Tensor]) -> "Example":
-        """Copies whose floating point tensors are changed."""
+        """Returns a copy; `change` is applied to floating point tensors."""
 
         def leaf(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -61,22 +61,22 @@ class Example(NamedTuple):
 
 
 class Verifier:
-    """Judges converted copies of a model by what the plain one gives.
+    """Compares converted copies of a model with the plain model.
 
-    The results are those of a forward and a backward, in training and in evaluation: outputs,
+    The results of a forward and a backward are compared, in training and evaluation: outputs,
     gradients of parameters and inputs, and buffers after the forward. A mode in which plain PyTorch
-    raises is left out. In float64, each tensor must be equal up to rounding. In the dtype of the
-    model, all outputs, all gradients and all buffers must be as close to float64 as plain PyTorch;
-    the factor allows for chance:
+    raises is skipped. In float64, each tensor must be equal up to rounding. In the model's dtype,
+    outputs, gradients and buffers, each group together, must be as close to float64 as plain
+    PyTorch, with a factor for chance:
 
         |converted - truth| <= 8 |plain - truth| + 8 roundings.
 
     Args:
         plain: the model before conversion.
-        example: arguments of its call.
+        example: arguments of a call.
 
     Attributes:
-        refusal: why nothing can be judged, or an empty string.
+        refusal: why copies cannot be compared, or an empty string.
 
     Raises:
         ValueError: the model raises on the example, or returns no tensor.
@@ -94,7 +94,7 @@ class Verifier:
         wide, wide_example = _in_float64(plain), example.converted(Tensor.double)
         truth = _results(wide, wide_example)
         names = [n for n in self._own if not n.startswith(_ERROR)]
-        if truth.keys() >= set(names):  # else it does not run in float64
+        if truth.keys() >= set(names):  # the model runs in float64
             self._wide = {n: truth[n] for n in names}
             self._wide_noisy = [_noisy_results(wide, wide_example, 0)]
         again, self.refusal = _results(plain, example), ""
@@ -104,7 +104,7 @@ class Verifier:
             self.refusal = "plain PyTorch does not repeat its results on the example"
 
     def difference(self, converted: nn.Module) -> str:
-        """How a converted copy differs from the plain model, or an empty string."""
+        """Describes how a converted copy differs from the plain model; empty: it does not."""
         found = _results(converted, self._example)
         if different := _other_kind(found, self._own):
             return different
@@ -119,16 +119,16 @@ class Verifier:
         )
 
     def _beyond_budget(self, found: Results, truth: Results) -> str:
-        """Which group of results in the dtype of the model is too far from those in float64."""
+        """Describes the first group of results that is too far from float64."""
         for group, names in _groups(truth).items():
             error, own, *noisy = (
                 _norm(_minus(results.get(name), truth[name]) for name in names)
                 for results in (found, self._own, *self._noisy)
             )
             size = _norm(truth[name] for name in names)
-            rounding = max(_unit(self._own[name]) for name in names)
+            rounding = max(_roundoff(self._own[name]) for name in names)
             allowed = _FACTOR * (max(own, *noisy) + rounding * size)
-            if rounding == _unit(truth[names[0]]):  # compared in float64 already
+            if rounding == _roundoff(truth[names[0]]):  # compared in float64 already
                 continue
             if not error <= allowed and _is_finite(self._own, names):
                 return f"{group}s: off by {error:.1e}, expected at most {allowed:.1e}"
@@ -136,7 +136,7 @@ class Verifier:
 
 
 def _groups(results: Results) -> dict[str, list[str]]:
-    """The names of outputs, gradients and buffers that are floating point."""
+    """Groups the names of floating point results: outputs, gradients, buffers."""
     groups: dict[str, list[str]] = {}
     for name, t in results.items():
         if t is not None and t.is_floating_point():
@@ -147,7 +147,7 @@ def _groups(results: Results) -> dict[str, list[str]]:
 def _first_difference(
     found: Results, expected: Results, noisy: Sequence[Results], tolerances: dict[str, float]
 ) -> str:
-    """The first result that is not as expected, nor as plain PyTorch amplifies rounding."""
+    """Describes the first result that differs by more than plain PyTorch amplifies rounding."""
     for name, t in expected.items():
         if name.startswith(_ERROR) or (t is not None and t.is_floating_point()):
             continue
@@ -159,16 +159,16 @@ def _first_difference(
             t = expected[name]
             error, size = _norm([_minus(found[name], t)]), _norm([t])
             amplified = max(_norm([_minus(other.get(name), t)]) for other in noisy)
-            allowed = tolerances[name] * size + 1000 * amplified + smallest * _unit(t)
+            allowed = tolerances[name] * size + 1000 * amplified + smallest * _roundoff(t)
             if not error <= allowed and _is_finite(expected, [name]):
                 return f"{name}: relative error {error / size if size else float('inf'):.1e}"
     return ""
 
 
 def _other_kind(found: Results, expected: Results) -> str:
-    """The first result of another shape, dtype or layout than expected, or that one lacks."""
+    """Describes the first result that is missing or has another shape, dtype or layout."""
     for name, t in expected.items():
-        if name.startswith(_ERROR):  # plain PyTorch gives nothing to compare with
+        if name.startswith(_ERROR):  # plain PyTorch raised: there is nothing to compare
             continue
         if name not in found:
             return _errors(found) or f"{name} is missing"
@@ -186,7 +186,7 @@ def _kind(t: Tensor | None, has_strides: bool) -> str:
 
 
 def _results(model: nn.Module, example: Example) -> Results:
-    """What a forward and a backward of a copy give, in training and in evaluation."""
+    """Runs a forward and a backward of a copy, in training and in evaluation."""
     results: Results = {}
     for mode in ("training", "evaluation"):
         with (
@@ -196,13 +196,13 @@ def _results(model: nn.Module, example: Example) -> Results:
         ):
             warnings.simplefilter("ignore")
             own = copy.deepcopy(model)
-            if mode == "evaluation" or not own.training:  # else parts of it may be in evaluation
+            if mode == "evaluation" or not own.training:  # keeps parts that are in evaluation
                 own.train(mode == "training")
             own.zero_grad()
             call = example.converted(lambda t: t)
             try:
                 outputs = _tensors(own(*call.args, **call.kwargs))
-                # Before the backward, in which a checkpoint of plain PyTorch counts a batch again.
+                # Read before the backward: checkpoints in plain PyTorch count the batch again.
                 results |= {f"buffer of {mode}, {n}": b.clone() for n, b in own.named_buffers()}
                 results |= {f"output of {mode}, {i}": t.clone() for i, t in enumerate(outputs)}
                 losses = [_weighted_sum(t).double() for t in outputs if t.requires_grad]
@@ -219,7 +219,7 @@ def _results(model: nn.Module, example: Example) -> Results:
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
-    """A copy in float64; as it is where its class refuses that."""
+    """Returns a copy in float64, or in its own dtype if its class refuses float64."""
     model = copy.deepcopy(model)
     with contextlib.suppress(Exception):
         model.double()
@@ -231,7 +231,7 @@ def _real(t: Tensor) -> Tensor:
 
 
 def _devices(model: nn.Module, example: Example) -> list[int]:
-    """The CUDA devices of the tensors."""
+    """Returns the CUDA devices of the tensors."""
     tensors = (*model.parameters(), *model.buffers(), *_tensors(tuple(example)))
     return sorted({t.device.index for t in tensors if t.device.type == "cuda"})
 
@@ -241,7 +241,7 @@ def _errors(results: Results) -> str:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value, in containers, and in attributes of other objects."""
+    """Returns the tensors in a value, in containers and in attributes of objects."""
     found, seen, waiting = [], set(), [value]
     while waiting:
         for leaf in torch_compat.tree_leaves(waiting.pop()):
@@ -254,16 +254,16 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _weighted_sum(t: Tensor) -> Tensor:
-    """A loss of which each element of `t` has a gradient of its own."""
+    """Returns a loss that gives each element of `t` another gradient."""
     weights = torch.cos(torch.arange(t.numel(), device=t.device, dtype=torch.float64))
     return (t * weights.to(t.real.dtype).reshape(t.shape)).sum().real
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[list[str]]:
-    """Restores the buffers and gradients of a model whose copies refer to it, as closures do.
+    """Restores a model's buffers and gradients if its copies changed them (closures may).
 
-    The list receives a reason if the copies changed them.
+    Then the yielded list receives a reason.
     """
     gradients = [(p, p.grad) for p in model.parameters()]
     tensors = [*model.buffers(), *(g for _, g in gradients if g is not None)]
@@ -284,16 +284,16 @@ def unchanged(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _same_random_numbers(devices: Sequence[int]) -> Iterator[None]:
-    """The generators of Python, NumPy and torch begin alike, and go on as if nothing was drawn.
+    """Seeds the generators of Python, NumPy and torch; restores their state at the end.
 
     Args:
-        devices: the CUDA devices whose generators do.
+        devices: CUDA devices to include.
     """
     state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices):
         try:
-            torch.default_generator.manual_seed(0)  # and no device that is not in use
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every device
             for device in devices:
                 torch.cuda.default_generators[device].manual_seed(0)
             random.seed(0)
@@ -307,12 +307,12 @@ def _same_random_numbers(devices: Sequence[int]) -> Iterator[None]:
 
 
 def _noisy_results(model: nn.Module, example: Example, seed: int) -> Results:
-    """`_results` of parameters and inputs that were rounded once more."""
+    """Returns `_results` with a rounding error added to parameters and inputs."""
 
     def noise(t: Tensor) -> Tensor:
         generator = torch.Generator(t.device).manual_seed(seed)
         signs = torch.randint(0, 2, t.shape, generator=generator, device=t.device) * 2 - 1
-        return t * (1 + 2 * _unit(t) * signs.to(t.dtype))
+        return t * (1 + 2 * _roundoff(t) * signs.to(t.dtype))
 
     model = copy.deepcopy(model)
     with torch.no_grad():
@@ -322,8 +322,8 @@ def _noisy_results(model: nn.Module, example: Example, seed: int) -> Results:
     return _results(model, example.converted(noise))
 
 
-def _unit(t: Tensor | None) -> float:
-    """The unit roundoff of the dtype of `t`."""
+def _roundoff(t: Tensor | None) -> float:
+    """Returns the unit roundoff of the dtype of `t`."""
     return torch.finfo(t.dtype).eps / 2 if t is not None and t.is_floating_point() else 0.0
 
 
@@ -341,8 +341,8 @@ def _is_equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _coarse(results: Results) -> dict[str, float]:
-    """Relative tolerances where there is no truth in float64: half of the digits."""
-    return {name: _unit(t) ** 0.5 for name, t in results.items()}
+    """Returns relative tolerances for models that do not run in float64: half of the digits."""
+    return {name: _roundoff(t) ** 0.5 for name, t in results.items()}
 
 
 def _is_finite(results: Results, names: Iterable[str]) -> bool:
