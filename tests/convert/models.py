@@ -1,4 +1,4 @@
-"""Models that are converted in tests, small and published ones, and blocks of one unit."""
+"""Small and published models for tests of conversion."""
 
 import copy
 
@@ -52,7 +52,7 @@ def post_activation():
     return foreign.network_of(PostActBlock(8, 32), PostActBlock(32, 32))
 
 
-# Builder, size of the images, batch norms, and how many of them are fused.
+# Constructor, size of the images, number of batch norms, number of fused batch norms.
 SMALL = {
     "functional-basic": (lambda: foreign.FunctionalNet(planes=8), 16, 16, 16),
     "functional-bottleneck": (
@@ -88,7 +88,7 @@ MODELS = SMALL | PUBLISHED
 
 
 def built(name):
-    """A model with a random state far from its defaults, and a batch of images for it."""
+    """Returns a model with random affine parameters, and a batch of images for it."""
     build, size, *_ = MODELS[name]
     torch.manual_seed(1)
     try:
@@ -103,12 +103,12 @@ def built(name):
 
 
 def small():
-    """A network with a run of blocks and a batch norm at its end, and images."""
+    """Returns a network with a run of blocks and a final batch norm, and images."""
     return built("functional-bottleneck")
 
 
 def report_of(model, *args):
-    """The report of a converted model after a call; a copy of it is called."""
+    """Calls a copy of a converted model, and returns its report."""
     model = copy.deepcopy(model)
     with torch.random.fork_rng([]):
         model(*args)
@@ -116,7 +116,7 @@ def report_of(model, *args):
 
 
 class Block(nn.Module):
-    """Batch norm, ReLU and convolution, and what a subclass makes of them."""
+    """Batch norm, ReLU and convolution."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,6 @@
-"""Models as other people write them, for tests and benchmarks of conversion.
+"""Models that do not use this package, for tests and benchmarks of conversion.
 
-None uses this package. The widths and depths of published networks are arguments, so that tests
-can take small ones.
+Widths and depths of published networks are arguments, so that tests can take small ones.
 """
 
 import importlib
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 
 class FunctionalBlock(nn.Module):
-    """Basic block, activations as functions; the shortcut is a container, absent where unused."""
+    """Basic block with functional activations; it has a shortcut container only if needed."""
 
     expansion = 1
 
@@ -36,7 +35,7 @@ class FunctionalBlock(nn.Module):
 
 
 class FunctionalBottleneck(nn.Module):
-    """Bottleneck in the same form."""
+    """Bottleneck with functional activations; it has a shortcut container only if needed."""
 
     expansion = 4
 
@@ -93,7 +92,7 @@ class FunctionalNet(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """Block of a WideResNet: ReLU modules in place, dropout between the convolutions."""
+    """Block of a WideResNet: in-place ReLU modules, dropout between the convolutions."""
 
     def __init__(self, in_planes: int, planes: int, stride: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -149,7 +148,7 @@ class WideResNet(nn.Module):
 
 
 class BiasedWideBlock(nn.Module):
-    """The other popular block: biased convolutions, a dropout module, a shortcut of the raw x."""
+    """Another popular wide block: biased convolutions, a dropout module, a shortcut from x."""
 
     def __init__(self, in_planes: int, planes: int, stride: int = 1, dropout: float = 0.0) -> None:
         super().__init__()
@@ -186,7 +185,7 @@ class DenseLayer(nn.Module):
 
 
 class Transition(nn.Module):
-    """Between two dense blocks."""
+    """Layer between two dense blocks."""
 
     def __init__(self, in_planes: int, planes: int) -> None:
         super().__init__()
@@ -224,7 +223,7 @@ class DenseNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """Adds its input to what a branch makes of it."""
+    """`x + branch(x)`."""
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
@@ -235,7 +234,7 @@ class Residual(nn.Module):
 
 
 class DeepNet(nn.Module):
-    """A pre-activation network of any depth, its blocks in lists and written with containers."""
+    """A pre-activation network of any depth; blocks are containers in lists."""
 
     def __init__(self, depth: int = 1001, planes: int = 16) -> None:
         super().__init__()
@@ -312,7 +311,7 @@ class Attention(nn.Module):
 
 
 class BranchBlock(FunctionalBottleneck):
-    """A bottleneck with something between the last convolution and the addition."""
+    """A bottleneck with a module between the last convolution and the addition."""
 
     def __init__(self, in_planes: int, planes: int, stride: int, after: nn.Module) -> None:
         super().__init__(in_planes, planes, stride)
@@ -326,15 +325,15 @@ class BranchBlock(FunctionalBottleneck):
         return out + shortcut
 
 
-def network_of(*blocks: nn.Module, planes: int = 8, width: int = 32) -> nn.Module:
-    """Blocks between a stem of `planes` channels and a classifier of `width` channels."""
-    stem = nn.Conv2d(3, planes, 3, 1, 1, bias=False)
-    head = (nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(stem, *blocks, *head, nn.Linear(width, 10))
+def network_of(*blocks: nn.Module) -> nn.Module:
+    """Puts blocks between a stem with 8 channels and a classifier with 32."""
+    stem = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
+    head = (nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(stem, *blocks, *head, nn.Linear(32, 10))
 
 
 def replicated(model: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A shallow copy with tensors of its own, as DataParallel makes for each GPU."""
+    """Copies a model as DataParallel does for each GPU: shallow, with its own tensors."""
     copies = {m: m._replicate_for_data_parallel() for m in model.modules()}
     for module, replica in copies.items():
         for name, child in module._modules.items():
@@ -346,7 +345,7 @@ def replicated(model: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 def torchvision_models():
-    """`torchvision.models`, also if its operators were built for another torch and do not load.
+    """Imports `torchvision.models`, even if its operators were built for another torch.
 
     Raises:
         ImportError: torchvision is not installed.
@@ -356,18 +355,18 @@ def torchvision_models():
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
             raise
-    library = torch.library.Library("torchvision", "FRAGMENT")  # now: its library has not loaded
+    library = torch.library.Library("torchvision", "FRAGMENT")  # its own library did not load
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)
     return importlib.import_module("torchvision.models")
 
 
-_kept: list[object] = []  # a library that is deleted takes its operators with it
+_kept: list[object] = []  # deleting a library would remove its operators
 
 
 def timm_model(name: str, **options) -> nn.Module:
-    """A model of timm.
+    """Creates a model of timm.
 
     Raises:
         ImportError: timm or torchvision is not installed.

@@ -1,4 +1,4 @@
-"""What the texts of `random_models.py` call, in another file than their classes; their words."""
+"""Functions that the programs of `random_models.py` call, and the vocabulary of these programs."""
 
 import builtins
 import collections
@@ -11,14 +11,14 @@ from torch.distributed.fsdp import fully_shard
 
 
 class Triple(torch.autograd.Function):
-    """Three times a tensor; its gradient is 5 instead of 3, to show that its backward runs."""
+    """Multiplies a tensor by 3; the gradient is 5 instead of 3, to show that its backward runs."""
 
     forward = staticmethod(lambda ctx, t: t * 3)
     backward = staticmethod(lambda ctx, dy: dy * 5)
 
 
 class SaveAndSquare(torch.autograd.Function):
-    """The square of a tensor, which it saves; the gradient is halved."""
+    """Squares a tensor and saves it; the gradient is halved."""
 
     @staticmethod
     def forward(ctx, t):
@@ -74,7 +74,7 @@ def _by_match(value):
     return False
 
 
-# Whether a value is a tensor, asked in different ways.
+# Different checks whether a value is a tensor.
 QUESTIONS = {
     "isinstance": lambda t: isinstance(t, Tensor),
     "builtins": lambda t: builtins.isinstance(t, torch.Tensor),
@@ -90,7 +90,7 @@ QUESTIONS = {
 
 
 def add_if_tensor(question, a, b):
-    """The sum if `b` is a tensor by one of the `QUESTIONS`."""
+    """Returns the sum if `b` is a tensor by one of the `QUESTIONS`."""
     return a + b if QUESTIONS[question](b) else a * 1.5
 
 
@@ -99,14 +99,14 @@ def raises_value_error(t):
 
 
 def in_thread(function, *args):
-    """Calls a function in another thread, with this thread's grad mode; raises what it raised."""
+    """Calls a function in another thread with this thread's grad mode; re-raises its error."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(torch.set_grad_enabled, torch.is_grad_enabled())
         return pool.submit(function, *args).result()
 
 
 def circular_conv_forward(self, x, weight, bias):
-    """Shadows `nn.Conv2d._conv_forward`."""
+    """Replaces `nn.Conv2d._conv_forward` of an instance."""
     padding = (0, 0) if isinstance(self.padding, str) else self.padding
     pads = [n for p in reversed(padding) for n in (p, p)]
     x = nn.functional.pad(x, pads, mode="circular")
@@ -114,20 +114,20 @@ def circular_conv_forward(self, x, weight, bias):
 
 
 def doubled_forward(self, x):
-    """Shadows the forward of a module."""
+    """Replaces the forward of a module."""
     return type(self).forward(self, x) * 2
 
 
 def data_parallel(net):
-    """`net` in DistributedDataParallel, alone in its process group."""
+    """Wraps `net` in DistributedDataParallel, in a group of one process."""
     start_process_group()
     return nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
 
 
 def sharded(net):
-    """`net` and its containers in FSDP2, alone in their process group.
+    """Wraps `net` and its `nn.Sequential` children in FSDP2, in a group of one process.
 
-    Not other blocks: FSDP frees the weights of one that returns nothing, and lists its result.
+    Other blocks are not wrapped: FSDP would free the weights of a block that returns nothing.
     """
     start_process_group()
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
@@ -138,14 +138,14 @@ def sharded(net):
 
 
 def start_process_group():
-    """Starts a group of this process alone, once."""
+    """Starts a group of one process, if there is none."""
     if not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def end_process_group():
-    """Ends the group, if one was started."""
+    """Ends the process group, if there is one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -267,7 +267,7 @@ CALLS_OF_CHILDREN = """
     for _ in range(2): h = $m(h)
 """
 
-# The end of a block whose result is no tensor, and its call.
+# The end of a block that returns no tensor, and its call.
 ODD_CHILDREN = """
     return None -> $m(h) | return h, extra -> h, _ = $m(h) | return [h] -> h = $m(h).pop() |
     return {"out": h} -> h = $m(h)["out"] | return lambda t: t + h -> h = $m(h)(h) |

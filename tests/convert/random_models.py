@@ -3,12 +3,12 @@
 `program(seed)` returns the source of a module with
 
     class Net(nn.Module)
-    before(net), after(net)     changes of the model before and after its conversion
-    prepare(net)                the model that is called: the converted one, or a copy
-    make_input(randn)           the input of a step
-    call(net, x)                a call of the model
-    MODE, MEMORY, GRADIENTS     how to convert it, and how to differentiate it
-    log                         a list of what hooks saw
+    before(net), after(net)     change the model before and after its conversion
+    prepare(net)                returns the model to call: the converted one, or a copy
+    make_input(randn)           returns the input of a step
+    call(net, x)                calls the model
+    MODE, MEMORY, GRADIENTS     how to convert and differentiate the model
+    log                         values that hooks recorded
 """
 
 import contextlib
@@ -44,16 +44,16 @@ def note_gradients(*values):
 
 
 def options(text: str) -> list[str]:
-    """The parts of a text between bars."""
+    """Splits a text at its bars."""
     return [part.strip() for part in text.split(" |")]
 
 
 def choose(source: "Scope | Program", text: str, **names: object) -> str:
-    """One of the parts of a text, with `$name` replaced."""
+    """Draws one part of a text, and replaces `$name`."""
     return string.Template(source.choice(options(text))).substitute(names)
 
 
-# Changes that `torch.utils.checkpoint` does not support: recomputation meets other values.
+# Changes that `torch.utils.checkpoint` does not support: recomputation reads other values.
 CHANGES_STATE = re.compile(
     r"\.(eps|momentum|training|data) = |\.data\.|\.eval\(|\.train\(|running|[+*]= |_\(|\] = "
 )
@@ -72,12 +72,12 @@ class Module(NamedTuple):
 
     kind: str  # norm, relu, conv, drop or block
     path: str
-    channels: int  # of its input
+    channels: int  # channels of its input
     is_square: bool = False  # the output has the shape of the input
 
 
 class Scope:
-    """A class of the program whose `__init__` and `forward` are being written."""
+    """Text of a class: its `__init__` and `forward`, line by line."""
 
     def __init__(self, program: "Program", channels: int, size: int) -> None:
         self.program, self.random = program, program.random
@@ -85,8 +85,8 @@ class Scope:
         self.init: list[str] = []
         self.body: list[str] = []
         self.indent = 2
-        self.is_fixed = False  # shapes may not change: within a branch or a residual block
-        self.channels, self.size = channels, size  # of the variable h
+        self.is_fixed = False  # True within branches and residual blocks: shapes may not change
+        self.channels, self.size = channels, size  # of the variable `h`
         self.saved: list[Value] = []
         self.modules: list[Module] = []
         self.count = 0
@@ -96,7 +96,7 @@ class Scope:
 
     @contextlib.contextmanager
     def block(self, line: str) -> Iterator[None]:
-        """An indented block, in which shapes stay."""
+        """Opens an indented block; shapes may not change in it."""
         self.write(line)
         saved = list(self.saved)
         self.indent += 1
@@ -105,7 +105,7 @@ class Scope:
         self.indent, self.saved = self.indent - 1, saved
 
     def apply(self, *templates: str) -> None:
-        """Lines that apply templates to h, one after another."""
+        """Writes lines that apply templates to h in turn."""
         self.write(*(f"h = {t.format('h')}" for t in templates))
 
     def new(self, prefix: str) -> str:
@@ -113,21 +113,21 @@ class Scope:
         return f"{prefix}{self.count}"
 
     def module(self, prefix: str, text: str, channels: int = 0, is_square: bool = False) -> str:
-        """Adds a child; returns how forward reads it."""
+        """Adds a child; returns the expression for it in `forward`."""
         name = self.new(prefix)
         self.init.append(f"        self.{name} = {text}")
         self.modules.append(Module(prefix, name, channels, is_square))
         return f"self.{name}"
 
     def save(self) -> str:
-        """A variable that stays, with the value of h."""
+        """Writes a new variable with the value of h."""
         name = self.new("s")
         self.write(f"{name} = h")
         self.saved.append(Value(name, self.channels, self.size))
         return name
 
     def like_h(self) -> str:
-        """A saved variable with the shape of h."""
+        """Returns a saved variable with the shape of h."""
         same = [v.name for v in self.saved if v[1:] == (self.channels, self.size)]
         if same and self.chance(0.7):
             return self.choice(same)
@@ -138,7 +138,7 @@ class Scope:
 
     @contextlib.contextmanager
     def fixed(self) -> Iterator[None]:
-        """Shapes stay in what is written within."""
+        """Shapes may not change in lines that are written in the body."""
         was_fixed, self.is_fixed = self.is_fixed, True
         yield
         self.is_fixed = was_fixed
@@ -149,7 +149,7 @@ class Scope:
         return "\n".join([*lines, "", "    def forward(self, h, extra=None):", *self.body, ""])
 
 
-# Expressions: templates with {} for their input.
+# Expressions: templates with {} for the input.
 
 
 def norm(s: Scope, channels: int) -> str:
@@ -177,7 +177,7 @@ def relu(s: Scope) -> str:
 
 
 def conv(s: Scope, channels: int, size: int, out: int) -> tuple[str, int]:
-    """A convolution to `out` channels, and the size of its output."""
+    """Returns a convolution to `out` channels, and the size of its output."""
     kernel = s.choice([1, 3, 3])
     dilation = 2 if kernel == 3 and s.chance(0.1) else 1
     padding: object = dilation * (kernel // 2)
@@ -206,7 +206,7 @@ def conv(s: Scope, channels: int, size: int, out: int) -> tuple[str, int]:
     return template.format(module), new_size
 
 
-# Statements: each changes h.
+# Statements: each one changes h.
 
 
 def unit(s: Scope) -> None:
@@ -301,7 +301,7 @@ def pool(s: Scope) -> None:
 
 
 def squeeze(s: Scope) -> None:
-    """Additions and products of other shapes."""
+    """Additions and products with other shapes."""
     gate = s.module("conv", f"nn.Conv2d({s.channels}, {s.channels}, 1)", s.channels, True)
     one = s.module("conv", f"nn.Conv2d({s.channels}, 1, 1)", s.channels)
     n, a = norm(s, s.channels), relu(s)
@@ -323,12 +323,12 @@ def branch(s: Scope) -> None:
 
 
 def change(s: Scope) -> None:
-    """One line that changes h, or that changes a view or a generator."""
+    """One line that changes h, a view or a generator."""
     s.write(choose(s, vocabulary.CHANGES))
 
 
 def change_between(s: Scope) -> None:
-    """A change of what the parts of a unit give or read, between them."""
+    """Changes between the parts of a unit: of their results or of their parameters."""
     n, a = norm(s, s.channels), relu(s)
     with s.fixed():
         c, _ = conv(s, s.channels, s.size, s.channels)
@@ -342,7 +342,7 @@ def change_between(s: Scope) -> None:
 
 
 def state(s: Scope) -> None:
-    """Attributes and buffers that forward sets."""
+    """Attributes and buffers that `forward` sets."""
     act = relu(s)
     owner = act.split("(")[0] if act.startswith("self.") else "self"
     drop = s.module("drop", "nn.Dropout(0.2)", 0, True)
@@ -363,7 +363,7 @@ def state(s: Scope) -> None:
 
 
 def autograd(s: Scope) -> None:
-    """Hooks of tensors, checkpoints, and gradients within forward."""
+    """Tensor hooks, checkpoints, and gradients within `forward`."""
     if s.chance(0.5):
         s.apply(norm(s, s.channels))
     kind = s.choice(["hook", "grad", "checkpoint"])
@@ -394,7 +394,7 @@ def mode(s: Scope) -> None:
 
 
 def errors(s: Scope) -> None:
-    """Exceptions within forward, and out of the second call."""
+    """Exceptions that `forward` catches, or that the second call raises."""
     n, a = norm(s, s.channels), relu(s)
     bad = s.module("conv", f"nn.Conv2d({s.channels + 1}, {s.channels}, 3, padding=1)", s.channels)
     if s.chance(0.25):
@@ -410,22 +410,22 @@ def errors(s: Scope) -> None:
 
 
 def child(s: Scope) -> None:
-    """A block of a class of its own."""
+    """A child of a new class."""
     block = s.module("block", f"{block_class(s, True)}()", s.channels, True)
     s.write(choose(s, vocabulary.CALLS_OF_CHILDREN, m=block))
 
 
 def odd_child(s: Scope) -> None:
-    """A child whose result is no tensor."""
+    """A child that returns no tensor."""
     ending, call = s.choice(options(vocabulary.ODD_CHILDREN)).split(" -> ")
     block = s.module("block", f"{block_class(s, True, ending)}()", s.channels, True)
     s.write(call.replace("$m", block))
 
 
 def block_class(s: Scope, is_changing: bool, ending: str = "return h") -> str:
-    """Writes a class for blocks in the shape of h; returns its name.
+    """Writes a class that keeps the shape of h; returns its name.
 
-    Blocks that are recomputed may change nothing in place: PyTorch would not see it.
+    `is_changing=False`: no changes in place, which PyTorch does not detect in recomputed blocks.
     """
     inner = Scope(s.program, s.channels, s.size)
     inner.is_fixed = True
@@ -443,12 +443,12 @@ STATEMENTS: list[Callable[[Scope], None]] = [
 
 
 def statement(s: Scope) -> None:
-    """Any statement."""
+    """Writes a random statement."""
     s.choice([unit, unit, *STATEMENTS])(s)
 
 
 def setup(p: "Program", modules: list[Module]) -> str:
-    """A change of the model."""
+    """Returns a change of the model."""
     m = p.choice(modules)
     own = getattr(vocabulary, f"{m.kind.upper()}_SETTINGS", vocabulary.SETTINGS)
     texts = [own, vocabulary.SETTINGS, f"net.$m.{choose(p, vocabulary.HOOKS)}"]
@@ -468,7 +468,7 @@ class Program:
         return self.random.random() < p
 
     def rarely(self, text: str, p: float, usual: str) -> str:
-        """One of the parts of a text with probability p, else what is usual."""
+        """Draws one part of a text with probability p, else returns `usual`."""
         return choose(self, text) if self.chance(p) else usual
 
     def add_class(self, prefix: str, scope: Scope) -> str:
@@ -516,14 +516,14 @@ class Program:
         return "\n".join(parts)
 
     def _setups(self, modules: list[Module]) -> list[str]:
-        """Changes of the model, or none."""
+        """Returns changes of the model, or `pass`."""
         lines = []
         while self.chance(0.35):
             lines.append(setup(self, modules))
         return lines or ["pass"]
 
     def _modules(self, scope: Scope) -> list[Module]:
-        """The modules of a scope, and those of its blocks."""
+        """Returns the modules of a scope and of its blocks."""
         found = list(scope.modules)
         for line in scope.init:
             path, _, kind = line.strip().removeprefix("self.").partition(" = ")
@@ -534,5 +534,5 @@ class Program:
 
 
 def program(seed: int) -> str:
-    """The source of a random model."""
+    """Returns the source of a random model."""
     return Program(seed).text()

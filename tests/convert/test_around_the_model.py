@@ -1,4 +1,4 @@
-"""State, copies, later changes, hooks and compilers around converted models."""
+"""Converted models: state, copies, later changes, hooks, compilers."""
 
 import concurrent.futures
 import contextlib
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
 
 
 def results(model, x):
-    """One step in training mode, of a copy."""
+    """Runs one training step of a copy."""
     return evaluate(model, {"x": x})
 
 
 def hooks_of(model):
-    """All forward hooks of the modules, with their options."""
+    """Returns all forward hooks of the modules, with their options."""
     names = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
     names += ("_forward_hooks", "_forward_hooks_always_called")
     return [list(getattr(m, n).values()) for m in model.modules() for n in names]
@@ -130,7 +130,7 @@ def test_replicas_of_data_parallel_use_their_own_parameters():
 
 
 def reloaded(model):
-    """`model`, saved and loaded."""
+    """Saves and loads a model."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -155,7 +155,7 @@ def test_copies_stay_converted_and_are_independent(copied):
 
 
 class WithSlots(Block):
-    """Its pickled state is a tuple."""
+    """A module with a tuple as its pickled state."""
 
     def __getstate__(self):
         return self.__dict__.copy(), {"slots": 1}
@@ -207,7 +207,7 @@ def test_copies_of_modules_with_states_of_their_own(kind):
 
 
 def test_hooks_of_unpickled_models_keep_their_arguments(monkeypatch):
-    """In another process hooks are numbered from 0."""
+    """Another process numbers hooks from 0."""
     data = pickle.dumps(pk.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))))
     monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
     model, calls = pickle.loads(data), []
@@ -241,7 +241,7 @@ def test_later_changes_have_the_effect_of_plain_pytorch(change):
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_transformers_take_their_fast_path(raises):
-    """Which computes zeros for padding; also after a hook raised before the encoder ran."""
+    """The fast path computes zeros for padding; also after a hook of the encoder raised."""
 
     class Detector(Chain):
         def __init__(self):
@@ -275,7 +275,7 @@ def test_transformers_take_their_fast_path(raises):
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "Module.compile"])
 def test_compiled_parts_are_compiled_as_in_plain_pytorch(in_place):
-    """And may be called in another thread, under two names, and on their own."""
+    """They may be called in another thread, under two names, and alone."""
     graphs = []
 
     def backend(graph, inputs):

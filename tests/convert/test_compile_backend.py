@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="preact_kernels")` equals plain PyTorch, and saves as in eager."""
+"""`torch.compile(model, backend="preact_kernels")` equals plain PyTorch and saves as eager does."""
 
 import copy
 
@@ -21,7 +21,7 @@ def network():
 
 
 def kept(model, state, x):
-    """Bytes that a compiled forward keeps, without parameters and buffers."""
+    """Returns the bytes that a compiled forward saves without parameters and buffers, and y."""
     own = {storage_id(t) for t in (*state.parameters(), *state.buffers())}
     found = {}
 
@@ -51,14 +51,14 @@ def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynami
     options = {"fullgraph": True, "dynamic": dynamic, "options": {"memory": memory}}
     compiled = torch.compile(model, backend="preact_kernels", **options)
     size, y = kept(compiled, model, x)
-    copied = model[0].weight.nbytes  # in the memory format that Inductor chooses
+    copied = model[0].weight.nbytes  # Inductor may save a copy in another memory format
     assert 0.9 * eager < size < 1.01 * eager + copied
     assert 1.05 * eager < 0.6 * pk.saved_bytes(plain, x)
     expected = plain(x)
     assert y.stride() == expected.stride()
     for t in (y, expected):
         t.square().sum().backward()
-    # The gradient of a bias in front of a batch norm is zero.
+    # The gradient of a bias before a batch norm is zero: atol.
     found = (tensors_of(model, (y,)), tensors_of(plain, (expected,)))
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
 

@@ -1,4 +1,4 @@
-"""`convert(model, example_inputs=...)` finds what differs from plain PyTorch, and gives it back."""
+"""`convert(model, example_inputs=...)` lets parts that differ from plain PyTorch run plain."""
 
 import copy
 import dataclasses
@@ -37,14 +37,14 @@ class Block(nn.Module):
 
 
 class AsksForTheType(Block):
-    """The one question that a deferred tensor answers otherwise."""
+    """Checks `type(h) is torch.Tensor`: deferred tensors differ only here."""
 
     def between(self, h):
         return h * 2 if type(h) is torch.Tensor else h
 
 
 class Net(nn.Module):
-    """Its forward is a function of it, that of its logits by default."""
+    """A network with a given forward; the default returns logits."""
 
     def __init__(self, *odd, count=3, function=lambda net, x: net.logits(x)):
         super().__init__()
@@ -120,7 +120,7 @@ def test_a_kernel_that_is_wrong_in_one_dtype_is_found(scale, dtype, monkeypatch)
 
 @dataclasses.dataclass
 class Output:
-    """What PyTorch does not look into."""
+    """An object that `torch.utils._pytree` does not look into."""
 
     logits: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Forwards give what they give in plain PyTorch; the report says what ran fused, and why."""
+"""Forwards equal plain PyTorch; the report says what ran fused, or why not."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ square = SaveAndSquare.apply
 
 
 class Net(nn.Module):
-    """Two units, and what a forward of the table does with them."""
+    """Two units, called by a forward of the table."""
 
     def __init__(self, forward):
         super().__init__()
@@ -54,13 +54,13 @@ def runs(bn1="BN-ReLU-Conv", bn2="^; not called"):
     """Adds a forward to the table.
 
     Args:
-        bn1: a pattern for what the batch norm runs in, or why it does not.
-        bn2: as well.
+        bn1: pattern of the report of `bn1`: what ran fused, and the reason.
+        bn2: pattern of the report of `bn2`.
     """
     return lambda forward: FORWARDS.append((forward, {"bn1": bn1, "bn2": bn2})) or forward
 
 
-# What is fused.
+# Fused.
 
 
 @runs("^BN-ReLU-Conv, 2 in a row$", "^BN-ReLU-Conv, 2 in a row$")
@@ -126,7 +126,7 @@ def names_what_it_computes(self, x):
     return e * torch.sigmoid(e.mean((2, 3), keepdim=True)) + x
 
 
-# What is not.
+# Not fused.
 
 
 @runs(r"^; read by gelu \(test_forwards.py:\d+\)$")
@@ -433,7 +433,7 @@ class Product(torch.autograd.Function):
     "place", ["norm", "relu", "norm and relu", "in-place relu", "conv", "sum", "in-place sum"]
 )
 def test_custom_functions_pass_gradients_on(place):
-    """They read a deferred tensor in C++, and save it."""
+    """They read a deferred tensor in C++ and save it."""
 
     def forward(self, x):
         h = self.bn1(x)

@@ -1,4 +1,4 @@
-"""`fuse_for_inference`: what folds, what stays, and that the results are those of plain PyTorch."""
+"""`fuse_for_inference`: which batch norms fold; results equal plain PyTorch."""
 
 import copy
 import functools
@@ -53,7 +53,7 @@ def dense_net():
     return Classifier(16, *layers, nn.BatchNorm2d(16), nn.ReLU())
 
 
-# A constructor, batch norms, and those that are folded.
+# Constructor, number of batch norms, number of folded batch norms.
 MODELS = {
     "preact": (preact_net, 7, 3),
     "postact": (postact_net, 7, 7),
@@ -64,7 +64,7 @@ MODELS = {
 
 
 def built(name):
-    """With random weights and statistics, in evaluation mode."""
+    """Builds a model with random weights and statistics, in evaluation mode."""
     return randomised(MODELS[name][0]()).eval()
 
 
@@ -77,7 +77,7 @@ def images(dtype=torch.float32):
 
 
 class Named(nn.Module):
-    """Any module, called with `x` by name."""
+    """Calls a module with its argument named `x`."""
 
     def __init__(self, module):
         super().__init__()
@@ -88,7 +88,7 @@ class Named(nn.Module):
 
 
 def assert_equals_plain(fused, plain, x):
-    """`fused` keeps the budget of tests/oracle.py beside `plain` in evaluation mode."""
+    """Asserts the budget of tests/oracle.py; `plain` runs in evaluation mode."""
     plain = Named(copy.deepcopy(plain).eval())
     inputs = [{"x": x}, {"x": torch.randn_like(x)}]
     problems = [(i, oracle.gradient_like(plain(**i))) for i in inputs]
@@ -102,7 +102,7 @@ def assert_equals_plain(fused, plain, x):
 
 
 def assert_folds(model, left=0):
-    """All but `left` batch norms of `model` are folded, and the results stay; returns the copy."""
+    """Asserts that all but `left` batch norms fold and results do not change; returns the copy."""
     fused = pk.fuse_for_inference(randomised(model).eval())
     assert count_norms(fused) == left
     assert_equals_plain(fused, model, images())
@@ -110,7 +110,7 @@ def assert_folds(model, left=0):
 
 
 def assert_stays(model, left=1, *args, **kwargs):
-    """No more than `left` batch norms of `model` are left, and the results are the same bits."""
+    """Asserts that `left` batch norms stay and the results are the same bits."""
     fused, x = pk.fuse_for_inference(randomised(model).eval()), images()
     assert count_norms(fused) == left
     for enabled in (True, False):
@@ -138,10 +138,10 @@ def test_a_copy_folds_and_equals_the_model_which_does_not_change(name):
     assert not any(p.requires_grad for p in fused.parameters())
     assert_equals_plain(fused, model.eval(), images())
     if name in ("preact", "dense"):
-        assert count_norms(fused) == count_norms(fuse(copy.deepcopy(model)))  # of torch.fx
+        assert count_norms(fused) == count_norms(fuse(copy.deepcopy(model)))  # torch.fx's fuse
 
 
-# Batch norms that are left, and how many of them run fused.
+# Number of batch norms that stay, and how many of them run fused.
 @pytest.mark.parametrize(
     ("name", "left", "count"), [("preact", 7, 7), ("postact", 2, 2), ("own", 19, 19)]
 )
@@ -218,7 +218,7 @@ COPIES = {
 
 
 def loaded(model):
-    """The fused copy of another model, which loads the state of `model`."""
+    """Loads the state of `model` into the fused copy of another model."""
     other = pk.fuse_for_inference(built("postact"))
     other.load_state_dict(model.state_dict(), strict=True)
     return other
@@ -255,11 +255,11 @@ def test_refuses_what_is_no_module():
         pk.fuse_for_inference(F.relu)
 
 
-# A convolution and a batch norm, which fold or stay.
+# Pairs of a convolution and a batch norm, which fold or stay.
 
 
 class Composed(nn.Module):
-    """A convolution and a batch norm, and a function of both that calls them."""
+    """A convolution and a batch norm; `call` is the forward."""
 
     def __init__(self, call=lambda m, x: m.bn(m.conv(x)), conv=None, bn=None):
         super().__init__()
@@ -307,7 +307,7 @@ def with_hook(module):
 
 
 def with_given_weight(conv):
-    """`conv` with a weight that is no parameter, as what another network computes."""
+    """Replaces the weight of `conv` by a plain tensor, such as another network may compute."""
     weight = conv.weight.detach()
     del conv.weight
     conv.weight = weight
@@ -331,7 +331,7 @@ CHILDREN = {
 
 
 class SetsAMode(nn.Sequential):
-    """The mode of its second module is always the same."""
+    """A container with a fixed mode of the second module."""
 
     def __init__(self, *layers, trains):
         super().__init__(*layers)
@@ -344,7 +344,7 @@ class SetsAMode(nn.Sequential):
 
 
 class Parts(nn.Module):
-    """Calls the parts of a container."""
+    """Calls the children of a container one by one."""
 
     def __init__(self):
         super().__init__()
@@ -356,14 +356,14 @@ class Parts(nn.Module):
 
 
 class OptionalParts(Parts):
-    """With `features`, calls the first part alone."""
+    """With `features`, calls only the first child."""
 
     def forward(self, x, features=False):
         return self.pair[0](x) if features else super().forward(x)
 
 
 class Steps(nn.Module):
-    """Calls a convolution and a batch norm, which it holds in a list too."""
+    """Calls a convolution and a batch norm from a list."""
 
     def __init__(self, registers=True):
         super().__init__()
@@ -392,7 +392,7 @@ class Tap(nn.Module):
 
 
 class Tapped(nn.Module):
-    """A convolution and a batch norm; another module holds what `held` says of them."""
+    """A convolution and a batch norm; another module holds `held(body)`."""
 
     def __init__(self, held):
         super().__init__()
@@ -431,7 +431,7 @@ def with_replaced_forward():
     return block
 
 
-# A model, and the batch norms that are left.
+# Constructor, and number of batch norms that stay.
 STAY = {
     **{name: (functools.partial(Composed, call), 1) for name, call in FORWARDS.items()},
     **{name: (lambda own=own: Composed(**own()), 1) for name, own in CHILDREN.items()},
@@ -469,7 +469,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
 def test_questions_about_types_are_answered_or_refused(question):
-    """The second reader of the convolution is behind such a question."""
+    """The convolution has a second reader only if the question is answered with yes."""
 
     def call(m, x):
         y = m.conv(x)
@@ -584,7 +584,7 @@ def test_stays_where_folded_weights_leave_their_range():
 
 
 def test_threads_may_fold_at_once_while_others_run():
-    """Tracing sees, and changes, calls of its own thread alone."""
+    """Tracing affects only calls of its own thread."""
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
     x, errors, found, is_done = images(), [], [], threading.Event()
     call, expected = nn.Module.__call__, other(x)
@@ -643,11 +643,11 @@ def test_a_dropout_that_refuses_images_still_does():
             changed(images())
 
 
-# Libraries of models, where installed.
+# Model libraries, if installed.
 
 
 def calibrated(model):
-    """`model` with running statistics of a random batch, in evaluation mode."""
+    """Sets running statistics from a random batch; returns `model` in evaluation mode."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None

@@ -1,4 +1,4 @@
-"""Variables that a function reads no more do not keep their tensors from running fused."""
+"""Variables that a function does not read again do not prevent fusion."""
 
 import asyncio
 import copy
@@ -31,7 +31,7 @@ FUNCTIONS = []
 
 
 def finds(expected):
-    """Adds a function, and which of the tensors that it asks for it does not read again."""
+    """Adds a function; `expected`: which of the given tensors it does not read again."""
     return lambda function: FUNCTIONS.append((function, expected)) or function
 
 
@@ -194,7 +194,7 @@ def is_profiled(x):
 def test_variables_that_are_not_read_again(function, expected):
     found = function(torch.ones(2))
     assert (found if isinstance(found, list) else found[1]) == expected
-    assert function(torch.ones(2)) is not None  # variables stay what they are
+    assert function(torch.ones(2)) is not None  # variables do not change
 
 
 class Raises(Block):

@@ -1,4 +1,4 @@
-"""Models that others wrote train converted as they do plain, run fused, and keep less."""
+"""Published models train alike plain and converted, run fused, and save less."""
 
 import copy
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
 
 
 def trained(model, x, steps):
-    """What some steps of training leave: outputs, the whole gradient, parameters and buffers."""
+    """Trains some steps; returns outputs, whole gradients, parameters and buffers."""
     model, x = copy.deepcopy(model), x.to(next(model.parameters()).dtype)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     results = {}
     for step in range(steps):
-        torch.manual_seed(step)  # of stochastic depth
+        torch.manual_seed(step)  # for stochastic depth
         optimizer.zero_grad()
         y = model(x)
         y.square().mean().backward()
@@ -38,10 +38,10 @@ def trained(model, x, steps):
 
 
 def assert_trains_alike(converted, plain, x, backend, steps):
-    """The budget of `oracle.py` for several steps, in float32, and in float64 where it is served.
+    """Asserts the budget of `oracle.py` over several steps, in float32 and (if served) float64.
 
-    Errors of a deep network grow in proportion to the unit roundoff: those of float64 are judged
-    by eager's errors in float32.
+    Errors of deep networks are proportional to the unit roundoff: the budget in float64 is scaled
+    from eager's errors in float32.
     """
     truth = trained(copy.deepcopy(plain).double(), x, steps)
     orders = [x, x.contiguous(memory_format=torch.channels_last)]
@@ -58,7 +58,7 @@ def assert_trains_alike(converted, plain, x, backend, steps):
 
 
 def assert_sites_are_found(name, model, x):
-    """Converts a model, and calls a copy of it: the report says what ran fused."""
+    """Converts a model, calls a copy, and checks the report."""
     _, _, count, fused = MODELS[name]
     assert [s.reason for s in pk.conversion_report(model)] == ["the model is not converted"] * count
     reasons = [s.reason for s in pk.conversion_report(pk.convert(model))]
@@ -92,7 +92,7 @@ def test_memory_modes_train_alike(memory, backend):
 QUICK = ("timm-resnetv2-50", "torchvision-densenet-121")
 COPIES = {
     "preact-resnet-18": 1,
-    "densenet-bc-100-12": 65,  # what is concatenated, in NCHW
+    "densenet-bc-100-12": 65,  # concatenated tensors are NCHW
     "timm-resnetv2-50": 2,
     "timm-densenet-121": 2,
     "torchvision-resnet-50": 1,
@@ -102,7 +102,7 @@ COPIES = {
 @pytest.mark.backends("cpu")
 @pytest.mark.parametrize(("name", "count"), COPIES.items())
 def test_published_models_run_fused_without_copies(name, count, backend):
-    """Of images into other memory formats; in float64 the outputs are equal."""
+    """Counts copies of images to other memory formats; in float64 the outputs are equal."""
     model, x = built(name)
     converted, x = copy.deepcopy(model), x[:2]
     assert_sites_are_found(name, converted, x)
@@ -122,7 +122,7 @@ def test_published_models_run_fused_and_train_alike(name, backend):
     model, x = built(name)
     converted, x = copy.deepcopy(model), x[:2]
     assert_sites_are_found(name, converted, x)
-    # More steps part from each other: the signs of inputs of ReLUs near zero differ.
+    # One step: later ones diverge, because signs of ReLU inputs near zero differ.
     assert_trains_alike(converted, model, x, backend, steps=1)
 
 
@@ -141,7 +141,7 @@ def test_pre_activation_models_keep_half_of_the_bytes(name):
     plain = pk.saved_bytes(model, x)
     kept = {mode: pk.saved_bytes(pk.convert(model, memory=mode), x) for mode in MODES}
     assert kept["store"] <= 0.55 * plain
-    if name != "dense":  # whose layers are not residual
+    if name != "dense":  # no residual blocks
         assert kept["rebuild"] < 0.6 * kept["store"]
         assert kept["checkpoint"] < 0.4 * kept["store"]
     assert pk.saved_bytes(pk.convert(model), x) == kept["store"]
@@ -214,7 +214,7 @@ def test_autocast_gives_the_same_dtypes(name):
 
 
 class Sums(Block):
-    """Adds a float32 image to results of autocast, also in place."""
+    """Adds a float32 image to results under autocast, also in place."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -230,7 +230,7 @@ def test_sums_of_two_dtypes_under_autocast():
         with torch.autocast("cpu", torch.bfloat16):
             found.append(m(x))
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
-    assert pk.conversion_report(converted)[0].into == "BN-ReLU-Conv"  # with no addition
+    assert pk.conversion_report(converted)[0].into == "BN-ReLU-Conv"  # without the addition
 
 
 class CastsAPart(Block):

@@ -1,7 +1,7 @@
 """Random models give the same results plain and converted.
 
-`python -m tests.convert.test_random --seeds A B` tries a range of seeds; `random_models.program`
-gives the source of one.
+`python -m tests.convert.test_random --seeds A B` tests a range of seeds; `random_models.program`
+returns the source for one seed.
 """
 
 import argparse
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.backends("cpu")
 
 
 def load(text: str, name: str) -> types.ModuleType:
-    """Runs the text of a program as a module that pickle finds."""
+    """Runs the text of a program as a module that pickle can import."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(text, f"<{name}>", "exec"), module.__dict__)
@@ -28,16 +28,16 @@ def load(text: str, name: str) -> types.ModuleType:
 
 
 def run(text: str, seed: int, is_converted: bool, noise: float = 0.0) -> Trial:
-    """`trial.run` of a program."""
+    """Calls `trial.run` with a program."""
     trial.compares_strides_of_gradients = "channels_last" not in text
     own = load(text, f"random_model_{'converted' if is_converted else 'plain'}")
     return trial.run(own, seed, is_converted, noise)
 
 
 def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
-    """The differences of a seed's model, and the converted trial.
+    """Returns the differences of a seed's model, and the converted trial.
 
-    They count only where plain PyTorch repeats itself, and does not amplify rounding.
+    There are none if plain PyTorch is not reproducible or amplifies rounding.
     """
     text = program(seed) if text is None else text
     with warnings.catch_warnings():
@@ -45,14 +45,14 @@ def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
         plain, converted = run(text, seed, False), run(text, seed, True)
         found = differences(plain, converted, "checkpoint(" in text)
         if "create_graph=True" in text:
-            # Second derivatives have strides of their own, and take weights as they are then.
+            # Second derivatives have other strides, and read the weights at the time of backward.
             found = [f for f in found if "seen by hooks" not in f or ": stride" not in f]
             found = [] if ".data = " in text else found
         if (".data = " in text or ".data." in text) and 'MEMORY = "store"' not in text:
-            # Backward computes again, with the weights as they are then.
+            # Backward computes again, with the changed weights.
             found = [f for f in found if f.startswith("step 0") and "grad" not in f]
         if "in_thread(" in text:
-            # Autograd counts functions for each thread; the counts decide in which order they run.
+            # Autograd orders functions by counters per thread, so hooks run in another order.
             found = [f for f in found if "seen by hooks" not in f]
         if found and differences(plain, run(text, seed, False)):
             found = []

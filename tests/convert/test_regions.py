@@ -1,4 +1,4 @@
-"""The rules that make deferral sound: what is computed when, and what a program can see of it."""
+"""The rules of deferral: what is computed when, and what a program can observe."""
 
 import contextlib
 import copy
@@ -44,7 +44,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Rules 1 and 7: what is deferred, what computes it, and what becomes of it.
+# Rules 1 and 7: deferred operations, their computation, and their results.
 
 
 def test_metadata_is_known_without_computing():
@@ -71,7 +71,7 @@ def test_what_is_read_becomes_a_plain_tensor_and_keeps_what_refers_to_it():
 
 
 def test_what_an_autograd_function_holds_becomes_plain_when_it_lets_go():
-    """Its values are read by a recorded operation, and are what a converted child returned."""
+    """A recorded operation reads its values, and a converted child returned it."""
 
     class Inner(Block):
         def forward(self, x):
@@ -110,7 +110,7 @@ def test_what_an_autograd_function_held_is_plain_at_the_end(is_read_again):
 
 
 def test_backward_of_custom_functions_takes_linear_time(monkeypatch):
-    """Each node is computed once again, though blocks read their inputs twice."""
+    """Each node is computed again only once, though blocks read their inputs twice."""
 
     class Residual(Block):
         def forward(self, x):
@@ -141,7 +141,7 @@ def test_custom_functions_free_what_they_kept():
 
 
 def test_a_call_that_differs_from_the_last_is_recorded_anew():
-    """What is known of a module's last call holds for the same arguments alone."""
+    """The cached result of a module's last call is used only for the same arguments."""
 
     class TwoUnits(nn.Module):
         def __init__(self):
@@ -179,7 +179,7 @@ def test_hooks_of_a_convolution_run_after_it(hook, converts):
     model, x = Block(), images()
     plain = copy.deepcopy(model)
     for conv in (plain.conv, model.conv):
-        conv.memory = conv.weight.untyped_storage()  # PyTorch counts no change through it
+        conv.memory = conv.weight.untyped_storage()  # writes to it do not bump the version
         conv.register_forward_hook(hook)
     if converts:
         pk.convert(model)
@@ -194,7 +194,7 @@ def test_swapped_inputs_are_refused():
     weight = nn.Parameter(torch.zeros(4, 4, 3, 3))
     with pytest.raises(RuntimeError, match="was modified"), torch.no_grad(), pk.fuse():
         for _ in range(block.conv.weight._version):
-            weight.mul_(2)  # as many changes: the version alone does not tell
+            weight.mul_(2)  # gives both weights the same version
         y = block(x)
         torch.utils.swap_tensors(block.conv.weight, weight)
         y.sum()
@@ -217,7 +217,7 @@ def test_a_version_that_plain_pytorch_checks_is_checked(has_relu):
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_running_statistics_are_updated_after_an_exception(error):
-    """And no region stays open."""
+    """No region stays open."""
 
     class Stops(Chain):
         stops = True
@@ -287,11 +287,11 @@ def test_images_without_a_batch_raise_as_in_eager():
             m(torch.randn(3, 16, 16))
 
 
-# Rule 5: weights that are read later, and hooks.
+# Rule 5: weights that are read later; hooks.
 
 
 def test_a_weight_that_was_freed_raises():
-    """As after FSDP freed the weights of a block whose result it did not find."""
+    """FSDP frees the weights of a block if it finds no tensor in its result."""
     block, x = Block(), images()
     for context in (pk.fuse(), contextlib.nullcontext()):
         with context:
@@ -309,7 +309,7 @@ def test_frozen_batch_norms_keep_no_image():
     x = images().detach()
     with pk.fuse():
         y = block(x)
-    x.add_(1)  # saved by no plain operator
+    x.add_(1)  # no plain operator saves x
     y.sum().backward()
 
 
@@ -374,7 +374,7 @@ def test_removed_hooks_open_no_region():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("has_relu", [True, False])
 def test_converted_modules_that_a_checkpoint_calls_run_fused(has_relu, use_reentrant):
-    """Their running statistics follow the batch once, also where nothing fuses."""
+    """Running statistics are updated once, even if nothing fuses."""
 
     class Checkpoints(nn.Module):
         def __init__(self):
@@ -446,7 +446,7 @@ def test_what_units_read_and_return_is_converted_once():
     expected = model(x)
     with Copies() as copies:
         y = pk.convert(copy.deepcopy(model))(x)
-    assert copies.count == 4  # of `h` and of three results
+    assert copies.count == 4  # `h` and three results
     for a, b in zip(y, expected, strict=True):
         torch.testing.assert_close(a, b)
         assert a.stride() == b.stride()
@@ -473,7 +473,7 @@ def test_the_output_of_a_run_may_change_in_place(memory):
 
 
 def test_convolutions_of_few_channels_stay_in_nchw():
-    """PyTorch 2.13 corrupts memory in channels_last ones of stride 2."""
+    """PyTorch 2.13 corrupts memory in channels_last convolutions of stride 2."""
 
     class Few(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Runs a model plain and converted, and compares all that a program can see of both."""
+"""Runs a model plain and converted, and compares everything that a program can observe."""
 
 import collections
 import contextlib
@@ -17,23 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import preact_kernels as pk
 from preact_kernels.conversion.report import ConversionReport
 
-TOLERANCE = 1e-7  # relative, of float64
-STEPS = 3  # two of training, one of evaluation
+TOLERANCE = 1e-7  # relative, in float64
+STEPS = 3  # two in training, one in evaluation
 
-# Set for each model: the sum of gradients in two memory formats has that of the first.
+# Set for each model: False if gradients of two memory formats are added (the first one's is kept).
 compares_strides_of_gradients = True
 
 
 def ignore(*args: object) -> None:
-    """A hook, or a change of a model."""
+    """A hook, or a change of a model, that does nothing."""
 
 
 @dataclasses.dataclass
 class Subject:
-    """A model and its calls; attributes as in the programs of `random_models.py`.
+    """A model and its calls; `random_models.py` describes the attributes.
 
     Net: builds the model.
-    make_input: makes the input of a step from a function that draws tensors.
+    make_input: makes the input of a step; its argument draws tensors.
     """
 
     Net: Callable[[], nn.Module]
@@ -49,12 +49,12 @@ class Subject:
 
 
 class Trial(NamedTuple):
-    """What a model gave.
+    """Observations of a model.
 
-    observed: facts by name, in the order in which they were seen.
-    errors: the types of the exceptions that were raised, by the step and what raised them.
-    messages: of these exceptions.
-    reports: of the conversion, after each step.
+    observed: facts by name, in the order of observation.
+    errors: types of raised exceptions, by step and place.
+    messages: messages of these exceptions.
+    reports: conversion reports, one per step.
     """
 
     observed: dict[str, object]
@@ -69,7 +69,7 @@ class Trial(NamedTuple):
 
 
 def assert_alike(subject: Subject, name: object = "") -> Trial:
-    """Asserts that a model behaves converted as it does plain; returns the converted trial."""
+    """Asserts that a model behaves alike plain and converted; returns the converted trial."""
     plain, converted = run(subject, 0, False), run(subject, 0, True)
     found = differences(plain, converted)
     assert not found, "\n".join([str(name), *found])
@@ -81,8 +81,8 @@ def run(own: Subject, seed: int, is_converted: bool, noise: float = 0.0) -> Tria
 
     Args:
         own: the model.
-        seed: of the weights, the inputs, and the generators that the model uses.
-        is_converted: whether the model runs converted, or within `pk.fuse`.
+        seed: seed of weights, inputs, and generators that the model uses.
+        is_converted: whether the model runs converted or within `pk.fuse`.
         noise: relative change of the inputs and the weights.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -129,7 +129,7 @@ def run(own: Subject, seed: int, is_converted: bool, noise: float = 0.0) -> Tria
 
 
 def _step(own, net, x, randn, trial, step) -> bool:
-    """One call, its gradients, and the state behind; false after an error in backward."""
+    """Observes a call, its gradients and the state after it; False: the backward raised."""
     seen = trial.observed
     out = None
     try:
@@ -192,11 +192,11 @@ def _tensors(value: object) -> list[Tensor]:
     return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
 
 
-# What a program can see of values.
+# Facts: what a program can observe in values.
 
 
 class TensorFacts(NamedTuple):
-    """All that is compared of a tensor."""
+    """The compared properties of a tensor."""
 
     is_plain: bool
     dtype: torch.dtype
@@ -209,8 +209,8 @@ class TensorFacts(NamedTuple):
 
 
 def facts(value, depth=0):
-    """A copy of a value: nested lists of numbers, texts and `TensorFacts`."""
-    if isinstance(value, DTensor):  # of FSDP2
+    """Copies a value to nested lists of numbers, texts and `TensorFacts`."""
+    if isinstance(value, DTensor):  # from FSDP2
         value = value.full_tensor()
     if isinstance(value, Tensor):
         grad = value.grad if value.is_leaf or value.retains_grad else None
@@ -245,7 +245,7 @@ def _is_private(key):
 
 
 def gradient_facts(gradients):
-    """As `facts`, of gradients that a hook sees: one, or tuples."""
+    """Returns `facts` of the gradients that a hook gets: a tensor, or tuples."""
 
     def comparable(gradient):
         if gradient is None:
@@ -258,7 +258,7 @@ def gradient_facts(gradients):
 
 
 def with_strides_of_gradients(gradient):
-    """A gradient that forward goes on with, in NCHW where its strides are not compared."""
+    """Returns a gradient that `forward` reads; in NCHW if strides are not compared."""
     return gradient if compares_strides_of_gradients else gradient.contiguous()
 
 
@@ -266,15 +266,16 @@ def with_strides_of_gradients(gradient):
 
 
 def differences(a: Trial, b: Trial, has_checkpoint: bool = False) -> list[str]:
-    """What differs between trials of the plain model and of the converted one.
+    """Describes differences between trials of the plain and the converted model.
 
-    Recomputation by `torch.utils.checkpoint` updates running statistics again, unless converted.
+    With `torch.utils.checkpoint`, a plain model updates running statistics twice; those are not
+    compared.
     """
     found = []
     for key in sorted({*a.errors, *b.errors}, key=lambda k: (k != "build", k[:6], "backward" in k)):
         if a.errors.get(key) != b.errors.get(key):
             if "backward" in key and key in a.errors:
-                break  # plain PyTorch refuses what works converted, or raises another error
+                break  # plain PyTorch raised: the converted model may work or raise another error
             errors = [f"{t.errors.get(key)} {t.messages.get(key, '')}" for t in (a, b)]
             found.append(f"{key}: raised {errors[0]}, converted {errors[1]}")
             if "backward" in key:
@@ -288,7 +289,7 @@ def differences(a: Trial, b: Trial, has_checkpoint: bool = False) -> list[str]:
             names = [k for k in names if k == f"{step}: output"]
         elif missing:
             found.append(f"seen by one: {sorted(missing)}")
-        if has_checkpoint:  # which also stops calling hooks as soon as nothing more is saved
+        if has_checkpoint:  # recomputation stops early, so some hooks are not called
             left_out = ("running", "batches", "seen by hooks")
             names = [k for k in names if not any(word in k for word in left_out)]
         scale = max([0.0, *(_norm(a.observed[k]) for k in names if "gradient of" in k)])
@@ -308,7 +309,7 @@ def _compare(path: str, a: object, b: object, scale: float) -> list[str]:
     if isinstance(a, TensorFacts) and isinstance(b, TensorFacts):
         names = [n for n in TensorFacts._fields[:-2] if getattr(a, n) != getattr(b, n)]
         is_kept = "seen by hooks" in path or "attributes of" in path
-        if is_kept and "is_plain" in names:  # not computed yet, or held by an autograd function
+        if is_kept and "is_plain" in names:  # still deferred, or held by an autograd function
             names.remove("is_plain")
         if "gradient of" in path and "stride" in names and _same_order(a, b):
             names.remove("stride")
@@ -328,7 +329,7 @@ def _compare(path: str, a: object, b: object, scale: float) -> list[str]:
 
 
 def _same_order(a: TensorFacts, b: TensorFacts) -> bool:
-    """Whether strides differ only where a size is 1, as those of gradients of weights may."""
+    """Whether strides differ only at axes of size 1, as they may in gradients of weights."""
     pairs = zip(a.shape, a.stride, b.stride, strict=True) if a.shape == b.shape else ()
     return a.shape == b.shape and all(n == 1 or s == t for n, s, t in pairs)
 
@@ -344,7 +345,7 @@ def _compare_values(path: str, a: Tensor, b: Tensor, scale: float) -> list[str]:
 
 
 def tensors_of(model: nn.Module, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Outputs, gradients of the parameters after a backward, and buffers."""
+    """Returns outputs, gradients of the parameters, and buffers."""
     return [*outputs, *(p.grad for p in model.parameters()), *model.buffers()]
 
 
