@@ -10,13 +10,13 @@ from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RMSprop
 
 from preact_kernels.torch_compat import end_allocation_to_pool
 
-# Zero is the initial state of these optimizers (SGD: without dampening).
+# Optimizers with an initial state of zeros (SGD: without dampening).
 _BEGIN_WITH_ZEROS = (SGD, Adam, AdamW, RMSprop, Adadelta, Adamax)
 _WARM_UP_STEPS = 3
 
 
 class _Step:
-    """Forward, loss, backward and optimizer step, not captured."""
+    """Forward, loss, backward and optimizer step; not captured."""
 
     def __init__(self, model, loss_fn, optimizer, example_input, example_target, scaler) -> None:
         self.model, self.loss_fn, self.optimizer, self.scaler = model, loss_fn, optimizer, scaler
@@ -61,7 +61,7 @@ class _Step:
 
 
 class _CapturedStep(_Step):
-    """The same step, captured once and replayed."""
+    """The same step, captured in a CUDA graph and replayed."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -91,7 +91,7 @@ class _CapturedStep(_Step):
     def _whole(self) -> Tensor:
         without_cache: contextlib.AbstractContextManager = contextlib.nullcontext()
         if torch.is_autocast_enabled("cuda"):
-            # Cached casts of weights would come from outside the graph.
+            # A cached cast of a weight would be a tensor from outside the graph.
             dtype = torch.get_autocast_dtype("cuda")
             without_cache = torch.autocast("cuda", dtype, cache_enabled=False)
         with without_cache:
@@ -111,7 +111,7 @@ class _CapturedStep(_Step):
                     self.optimizer.zero_grad(set_to_none=True)
                     self._whole()
                 self.optimizer.zero_grad(set_to_none=True)
-                # nn.SyncBatchNorm synchronises outside captures only.
+                # nn.SyncBatchNorm synchronises only outside of captures.
                 if not any(isinstance(m, nn.SyncBatchNorm) for m in self.model.modules()):
                     with _capture_errors(), _no_synchronization():
                         self._whole()
@@ -172,7 +172,7 @@ def _capture_errors() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # The last error of a broken capture only says that it cannot end.
+        # The last error of a broken capture says only that the capture cannot end.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         raise ValueError(
             "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
@@ -192,12 +192,12 @@ def _no_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-_broken_graphs: list[torch.cuda.CUDAGraph] = []  # kept alive: allocators may refer to them
+_broken_graphs: list[torch.cuda.CUDAGraph] = []  # kept alive, as allocators may refer to them
 
 
 @contextlib.contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """Captures the body. After an error, restores stream, allocator and generator."""
+    """Captures the body; after an error, restores stream, allocator and generator."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.current_stream(device)
     try:
@@ -284,25 +284,25 @@ def graphed_step(
     *,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A training step on batches of one shape; on a GPU, captured in a CUDA graph.
+    """Returns a training step for batches of one shape; on a GPU, captured in a CUDA graph.
 
     `step(input, target)` equals `optimizer.zero_grad(); loss = loss_fn(model(input), target);
-    loss.backward(); optimizer.step()`, and returns the detached loss. On a CPU it runs that code.
+    loss.backward(); optimizer.step()`, and returns the detached loss. On a CPU it runs this code.
     On a GPU it copies the batch into fixed memory and replays the graph with one launch. Warm-up
-    steps run on another stream; parameters, buffers, optimizer state and random state are restored
-    after them. The step uses the autocast state of this call, not of the later ones.
+    steps run on another stream; then parameters, buffers, optimizer state and random state are
+    restored. The step uses the autocast state of this call, not of later calls.
 
-    Gradients stay in `p.grad` until the next call. A learning rate given as a tensor on the GPU may
+    Gradients stay in `p.grad` until the next call. A learning rate that is a tensor on the GPU may
     change between calls: in place, by a scheduler or by assignment. All other options are constants
     of the graph; changing one raises an error.
 
     Args:
-        model: on one device, in the mode (training or evaluation) that the step uses.
+        model: a model on one device, in the mode (training or evaluation) of the step.
         loss_fn: takes the model's output and the target; returns one element.
-        optimizer: of the model's parameters. On a GPU it needs `capturable=True` if it has that
-            option; SGD with a tensor lr needs `fused=True`.
-        example_input: a batch with the shape and dtype of later ones.
-        example_target: its target.
+        optimizer: an optimizer of the model's parameters. On a GPU it needs `capturable=True` if it
+            has that option; SGD with a tensor lr needs `fused=True`.
+        example_input: a batch with the shape and dtype of all batches.
+        example_target: target of the example.
         scaler: scales the loss. It decides on the host whether to step, so the optimizer runs
             after the graph.
 

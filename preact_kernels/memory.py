@@ -7,21 +7,21 @@ from preact_kernels.torch_compat import storage_id
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Bytes that one forward of `model` saves for backward.
+    """Returns the bytes that one forward of `model` saves for backward.
 
-    Counts the tensors that autograd saves: each storage once, and of a view only the view's bytes.
-    Parameters and buffers of the model do not count. Runs one forward in the model's present mode,
+    Counts the tensors that autograd saves: each storage once, and for views only their bytes.
+    Parameters and buffers of the model do not count. Runs one forward in the model's current mode,
     then restores buffers (running statistics) and random state.
 
     Args:
         model: any module.
-        x: its input.
+        x: input of the model.
 
     Returns:
         Bytes.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, or `x` not a tensor.
+        TypeError: `model` is not an `nn.Module`, or `x` is not a tensor.
     """
     check_model_and_input(model, x)
     kept, _ = saved_storages(model, x)
@@ -39,13 +39,13 @@ def check_model_and_input(model: object, x: object) -> None:
 def saved_storages(
     model: nn.Module, x: Tensor
 ) -> tuple[dict[int, tuple[int, torch.UntypedStorage]], Tensor]:
-    """What `saved_bytes` counts: bytes and storage, by storage id; and the model's output.
+    """Returns (bytes, storage) by storage id, as `saved_bytes` counts, and the model's output.
 
     The result holds the storages, so that no id is used twice.
     """
     state = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}
-    saved: dict[int, dict[tuple, int]] = {}  # by storage, then by view
+    saved: dict[int, dict[tuple, int]] = {}  # storage id -> view -> bytes
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()

@@ -39,7 +39,7 @@ foreach_norm = torch._foreach_norm
 # Base class of all batch norms; planning overrides `momentum`.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 
-# Whether a `torch.func` transform is running. No public function says so.
+# Whether a `torch.func` transform is running. There is no public function.
 has_functorch_transform = torch._C._are_functorch_transforms_active
 
 # Turns off `__torch_function__` of modes and of subclasses of Tensor.
@@ -49,7 +49,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Has Dynamo run a function, and what it calls, as it is; imports no Dynamo."""
+    """Makes Dynamo skip a function and everything that it calls; does not import Dynamo."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -61,12 +61,12 @@ def not_compiled(function: _Function) -> _Function:
 has_global_module_hook = _has_any_global_hook
 
 
-# The hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`; None without any.
+# Hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`; None: there are none.
 top_saved_tensor_hooks = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
 
-# Whether autocast is on for any device. No public function says so.
+# Whether autocast is on for any device. There is no public function.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -75,12 +75,12 @@ dispatch_mode_count = torch._C._len_torch_dispatch_stack
 
 
 def has_dual_level() -> bool:
-    """Whether forward-mode differentiation is on. No public function says so."""
+    """Whether forward-mode differentiation is on. There is no public function."""
     return forward_ad._current_level >= 0
 
 
 def current_modes() -> tuple[object, ...]:
-    """Modes of this thread under which operations do not run as plain eager code."""
+    """Returns modes of this thread that keep operations from running as plain eager code."""
     return (  # in the order of `eager_modes`
         dispatch_mode_count(),
         top_saved_tensor_hooks(),
@@ -90,13 +90,13 @@ def current_modes() -> tuple[object, ...]:
 
 
 def eager_modes() -> tuple[object, ...]:
-    """The modes of this thread, without those that transform functions."""
+    """Returns `current_modes` without function transforms."""
     return (*current_modes()[:2], False, -1)
 
 
 @contextlib.contextmanager
 def without_dispatch_modes_above(count: int) -> Iterator[None]:
-    """Leaves the dispatch modes that were entered after the first `count`."""
+    """Leaves all dispatch modes but the first `count`."""
     modes = []
     while dispatch_mode_count() > count:
         modes.append(python_dispatch._pop_mode())
@@ -108,7 +108,7 @@ def without_dispatch_modes_above(count: int) -> Iterator[None]:
 
 
 def has_function_mode(own: type) -> bool:
-    """Whether a `TorchFunctionMode` of others is on, apart from a default device."""
+    """Whether a `TorchFunctionMode` is on other than `own` and a default device."""
     for index in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(index)
         if not isinstance(mode, (own, DeviceContext)):
@@ -142,7 +142,7 @@ def saved_tensor_hooks_of(hooks: tuple[Callable, Callable] | None) -> Iterator[N
 
 
 def without_functorch_transforms() -> contextlib.AbstractContextManager:
-    """Leaves the `torch.func` transforms that are running, for tensors from outside of them."""
+    """Leaves running `torch.func` transforms, for tensors from outside of them."""
     if not has_functorch_transform():
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -150,15 +150,15 @@ def without_functorch_transforms() -> contextlib.AbstractContextManager:
     return temporarily_clear_interpreter_stack()
 
 
-# Two objects exchange their tensors: sizes, storages and places in the autograd graph.
+# Exchanges the tensors of two objects: sizes, storages and places in the autograd graph.
 swap_tensor_impl = torch._C._swap_tensor_impl
 
 
 def exchange(a: Tensor, b: Tensor) -> bool:
-    """`torch.utils.swap_tensors`, also where objects have weak references, which stay theirs.
+    """Exchanges two tensors as `torch.utils.swap_tensors` does, but keeps weak references.
 
     Returns:
-        Whether it did: not where code in C++ holds a tensor.
+        Whether they were exchanged; False: code in C++ holds one of them.
     """
     if a._use_count() > 1 or b._use_count() > 1:  # type: ignore[attr-defined]
         return False
@@ -168,7 +168,7 @@ def exchange(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-# A tensor without storage, of a subclass with `__torch_dispatch__`.
+# Creates a tensor without storage, of a subclass with `__torch_dispatch__`.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 
 _AUTOGRAD_KEYS = [
@@ -178,10 +178,10 @@ _AUTOGRAD_KEYS = [
 
 
 def above_autograd(autocast_device: str | None) -> contextlib.AbstractContextManager:
-    """Has autograd record operations inside of `__torch_dispatch__` too.
+    """Makes autograd record operations inside `__torch_dispatch__` too.
 
     Args:
-        autocast_device: the type of a device for which autocast is on; it casts there too.
+        autocast_device: device type for which autocast casts too; None: no autocast.
     """
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther):
         return contextlib.nullcontext()
@@ -194,7 +194,7 @@ def above_autograd(autocast_device: str | None) -> contextlib.AbstractContextMan
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-# Changes tensors in place without counting a version, as PyTorch's batch norm updates statistics.
+# Changes tensors in place without bumping versions, as PyTorch's batch norm does with statistics.
 without_new_version = torch.autograd._unsafe_preserve_version_counter
 
 
@@ -208,7 +208,7 @@ def sync_batch_norm(
     eps: float,
     process_group,
 ) -> Tensor:
-    """What `nn.SyncBatchNorm` calls in training mode, on a GPU."""
+    """Synchronised batch norm, as `nn.SyncBatchNorm` calls it in training mode on a GPU."""
     from torch.nn.modules._functions import SyncBatchNorm
 
     size = torch.distributed.get_world_size(process_group)
@@ -218,7 +218,7 @@ def sync_batch_norm(
 
 
 def has_module_hook(module: nn.Module) -> bool:
-    """Whether hooks are registered for a call of `module`. No public function says so."""
+    """Whether hooks are registered for a call of `module`. There is no public function."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -233,7 +233,7 @@ def has_amx() -> bool:
 
 
 def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
-    """`module.parameters(recurse=False)`, without what makes that slow."""
+    """Returns `module.parameters(recurse=False)`, but faster."""
     return module._parameters.values()
 
 
@@ -247,12 +247,12 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Whether the backward that runs keeps the graph for another one.
+# Whether the running backward keeps the graph for another backward.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Calls a function at the end of the backward that runs on this thread."""
+    """Calls a function at the end of this thread's running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -265,38 +265,35 @@ def is_exporting() -> bool:
 
 
 def is_batch_of_gradients(dy: Tensor) -> bool:
-    """Whether `is_grads_batched` made `dy`: its shape leaves out the batch.
-
-    That is an older kind of vmap, which counts as no transform.
-    """
+    """Whether `is_grads_batched` made `dy`: an older vmap hides the batch, and is no transform."""
     return not torch.compiler.is_compiling() and functorch.is_legacy_batchedtensor(dy)
 
 
 def storage_id(t: Tensor) -> int:
-    """A number that tensors share while they share a storage, on the meta device too."""
+    """Returns a number that identifies the storage of a tensor, also on the meta device."""
     return t.untyped_storage()._cdata
 
 
 def end_allocation_to_pool(device_index: int, pool: tuple[int, int]) -> None:
-    """Ends allocation to the memory pool of a CUDA graph capture that broke, and frees the pool."""
+    """Ends allocation to the memory pool of a broken CUDA graph capture, and frees the pool."""
     for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with contextlib.suppress(RuntimeError):  # where the capture had done it
+        with contextlib.suppress(RuntimeError):  # the capture has done it
             end(device_index, pool)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `torch.compile` made `module`; imports no Dynamo."""
+    """Whether `torch.compile` made `module`; does not import Dynamo."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def fsdp_module_class() -> type | None:
-    """`torch.distributed.fsdp.FSDPModule` where it was imported, else None."""
+    """Returns `torch.distributed.fsdp.FSDPModule`; None: it was not imported."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def is_mutable_operator(function: object) -> bool:
-    """Whether `function` is an operator of `torch.ops` that changes an argument."""
+    """Whether `function` is an operator of `torch.ops` that changes an argument in place."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         return any(is_mutable_operator(getattr(function, n)) for n in function.overloads())
     return isinstance(function, torch._ops.OpOverload) and function._schema.is_mutable

@@ -1,8 +1,8 @@
 """`fuse_for_inference`: folds batch norms into the convolutions before them.
 
-What runs fused already stays so. Elsewhere batch norms fold, and the ReLUs and batch norms that
-are left run as PyTorch's own operators: on a CPU, calls of single fused units cost more than they
-gain there, at batch 1 most of all (`python -m bench.inference`).
+Chains that run fused already do not change. Elsewhere batch norms fold, and the remaining batch
+norms and ReLUs run as PyTorch's own operators: on a CPU, calls of single fused units would be
+slower, most of all at batch 1 (`python -m bench.inference`).
 """
 
 import copy
@@ -31,34 +31,34 @@ _RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_)
 
 
 def fuse_for_inference(model: _Model) -> _Model:
-    """A copy of a model for inference, with batch norms folded into the convolutions before them.
+    """Copies a model for inference, and folds batch norms into the convolutions before them.
 
-    Equals `copy.deepcopy(model).eval()` up to rounding. A batch norm that alone reads the output of
-    an `nn.Conv2d`, directly or behind identities and dropouts, is folded into its weight and bias,
-    and becomes `nn.Identity`, or in timm's `BatchNormAct2d` the activation. It stays where folding
-    is not exact: without running statistics; if it or the convolution has hooks, is used more than
-    once, or is of another class (as when parametrized); if weights are read elsewhere in the model,
-    or leave the range of their dtype; and in forwards that `torch.fx` cannot trace, or that take
-    optional arguments. The children of such modules are folded separately, if they have forwards of
-    their own, which are expected to be called as a whole. Methods other than `forward` see the
-    folded modules.
+    Equals `copy.deepcopy(model).eval()` up to rounding. If a batch norm is the only reader of an
+    `nn.Conv2d`'s output (identities and dropouts may lie between), it is folded into weight and
+    bias. `nn.Identity` takes its place, or in timm's `BatchNormAct2d` the activation. It is not
+    folded where that is not exact: without running statistics; if it or the convolution has hooks,
+    is used more than once, or has another class (a parametrization, say); if weights are read
+    elsewhere in the model or would leave the range of their dtype; and in forwards that `torch.fx`
+    cannot trace or that take optional arguments. Children of such modules are folded separately if
+    they have a forward; it is assumed that they are called as a whole. Methods other than `forward`
+    see the folded modules.
 
-    What runs fused already stays so: the blocks, stages and units of this package (those with
-    `fused=False` are folded), and the chains of a model that `convert` changed. Ways to call it:
+    Chains that run fused already do not change: blocks, stages and units of this package (unless
+    `fused=False`), and chains of a converted model. Ways to call it:
 
-    - `fuse_for_inference(model)` folds all it can, and leaves the rest to PyTorch's operators.
-    - `fuse_for_inference(convert(model))` folds the batch norms that no ReLU follows. Each call
+    - `fuse_for_inference(model)` folds all it can; the rest runs in PyTorch's operators.
+    - `fuse_for_inference(convert(model))` folds batch norms without a ReLU after them. Each call
       records its operations, as in `convert`.
-    - `convert(fuse_for_inference(model))` also runs the BN-ReLU-Conv chains fused that are left.
+    - `convert(fuse_for_inference(model))` also runs the remaining BN-ReLU-Conv chains fused.
 
     Args:
-        model: any module, on any device, of any dtypes; it does not change. Its forwards are
+        model: any module, on any device, with any dtypes; it does not change. Its forwards are
             traced with `torch.fx`.
 
     Returns:
-        A copy in evaluation mode, whose parameters want no gradients. It stays so when `train()` of
-        it or of a model around it is called: what is folded cannot be trained. A `state_dict` of it
-        fits copies that were made of equal models.
+        A copy in evaluation mode; its parameters require no gradients. `train()` on it or on a
+        model around it does not change its mode: folded parameters cannot be trained. Its
+        `state_dict` fits copies of equal models.
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
@@ -71,7 +71,7 @@ def fuse_for_inference(model: _Model) -> _Model:
     revert(result)
     result.eval()
     for p in result.parameters():
-        if p.is_leaf:  # those of scripts are not
+        if p.is_leaf:  # parameters of scripts are not
             p.requires_grad = False
     places = Counter(id(m) for _, m in result.named_modules(remove_duplicate=False))
     kept = {i for i, count in places.items() if count > 1}
@@ -83,19 +83,19 @@ def fuse_for_inference(model: _Model) -> _Model:
 
 
 def _copied(model: _Model) -> _Model:
-    """A deep copy; also of pruned modules, whose weights are results, which have no deep copies."""
+    """Returns a deep copy, also of pruned modules: their weights are results of operations."""
     attributes = (value for module in model.modules() for value in vars(module).values())
     results = (t for t in attributes if isinstance(t, Tensor) and not t.is_leaf)
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in results})
 
 
 def _stay_in_evaluation_mode(model: nn.Module, mode: bool = True) -> nn.Module:
-    """The `train` of the copies."""
+    """Replaces `train` of the copies."""
     return type(model).train(model, False)
 
 
 def _converted(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost converted modules of a model."""
+    """Yields the outermost converted modules of a model."""
     if is_converted(module):
         yield module
     else:
@@ -104,9 +104,9 @@ def _converted(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _holders(model: nn.Module) -> dict[int, set[int]]:
-    """The modules that attributes hold unregistered, as in lists: their ids, by ids of their parts.
+    """Maps a module's id to ids of the modules in attributes (lists, say) that contain it.
 
-    Whoever holds a whole may call it; of a container also what it contains.
+    Code may call a module that it holds in an attribute, and the children of a container.
     """
     holders: dict[int, set[int]] = defaultdict(set)
     modules = list(model.modules())
@@ -144,14 +144,14 @@ def _fold_in(
     fused: set[int],
     is_called: bool = True,
 ) -> None:
-    """Folds what the forward of `module` shows, then looks into the modules that it calls.
+    """Folds the pairs in the graph of `module`, then in the modules that it calls.
 
     Args:
-        module: in evaluation mode; changed in place.
-        kept: ids of modules that do not change.
+        module: a module in evaluation mode; changed in place.
+        kept: ids of modules that must not change.
         holders: see `_holders`.
-        fused: ids of batch norms that stay where a ReLU follows, as regions run both fused.
-        is_called: whether its forward runs, and nobody calls its children one by one.
+        fused: ids of batch norms that are not folded if a ReLU follows: regions run both fused.
+        is_called: whether its forward is called, and not its children one by one.
     """
     if _is_leaf(module):
         return
@@ -181,7 +181,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _graph(module: nn.Module) -> fx.Graph | None:
-    """The graph of a module's forward; None where there is not one for every call."""
+    """Returns the graph of a module's forward; None: one graph does not describe every call."""
     kind = original_class(module)
     is_graph = issubclass(kind, fx.GraphModule)
     if kind.forward is nn.Module.forward or has_own_hooks(module):
@@ -202,7 +202,7 @@ def _graph(module: nn.Module) -> fx.Graph | None:
 
 
 def _read_modules(modules: Mapping[str, nn.Module], graph: fx.Graph) -> set[int]:
-    """Ids of the modules whose tensors a graph reads without calling them."""
+    """Returns ids of modules with tensors that a graph reads directly."""
     paths = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
     return {id(modules[path]) for path in paths}
 
@@ -210,7 +210,7 @@ def _read_modules(modules: Mapping[str, nn.Module], graph: fx.Graph) -> set[int]
 def _pairs(
     modules: Mapping[str, nn.Module], graph: fx.Graph, fused: set[int]
 ) -> Iterator[tuple[str, str]]:
-    """Paths of convolutions, and of the batch norms that alone read their outputs."""
+    """Yields paths of convolutions and of the batch norms that are their only readers."""
     for node in graph.nodes:
         if node.op != "call_module" or not is_norm(modules[node.target]):
             continue
@@ -227,7 +227,7 @@ def _pairs(
 
 
 def _precedes_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
-    """Whether a ReLU, and nothing else, reads the batch norm `node`."""
+    """Whether only a ReLU reads the output of the batch norm `node`."""
     if is_norm_act(modules[str(node.target)]):
         return True
     while len(node.users) == 1:
@@ -263,7 +263,7 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
 
 
 def _identity(bn: nn.BatchNorm2d) -> nn.Identity:
-    """In place of a folded batch norm, whose options a forward may read."""
+    """Returns the replacement of a folded batch norm, with the options that a forward may read."""
     identity = nn.Identity().eval()
     for name in bn.__constants__:
         setattr(identity, name, getattr(bn, name))
@@ -271,13 +271,13 @@ def _identity(bn: nn.BatchNorm2d) -> nn.Identity:
 
 
 def _is_in_range(exact: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether `weight` has the precision of its dtype in every channel: finite, no underflow."""
+    """Whether rounding is the only error of `weight` in each channel, and `bias` is finite."""
     error = (weight.to(exact.dtype) - exact).flatten(1).norm(dim=1)
     allowed = torch.finfo(weight.dtype).eps * exact.flatten(1).norm(dim=1)
     return bool((error <= allowed).all() and bias.isfinite().all())
 
 
-# What the nodes of a graph call.
+# Nodes of a graph.
 
 
 def _is_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
@@ -312,7 +312,7 @@ def _does_nothing(module: nn.Module) -> bool:
 
 
 def _called_twice(modules: Mapping[str, nn.Module], graph: fx.Graph) -> set[int]:
-    """Ids of the modules that a graph calls more than once, and of all modules in them."""
+    """Returns ids of modules that a graph calls more than once, and of their children."""
     called = [modules[str(n.target)] for n in graph.nodes if n.op == "call_module"]
     counts = Counter(map(id, called))
     return {id(m) for c in called if counts[id(c)] > 1 for m in c.modules()}

@@ -1,10 +1,10 @@
-"""Traces the forward of a module to a graph, and refuses what a graph cannot hold.
+"""Traces the forward of a module to a graph, and refuses forwards that a graph cannot represent.
 
-`torch.fx` records operations on its proxies alone. What a forward does beside them would be lost
-or frozen in the graph: control flow on Python values and types, tensors computed from constants,
-random numbers, autocast and no_grad contexts, checkpointing, custom autograd functions. `trace`
-refuses all of these: a profile function sees every call that the forward makes, on this thread
-alone. A child that cannot be traced stays a call in the graph of its parent.
+`torch.fx` records only operations on its proxies. A graph would lose or freeze control flow on
+Python values and types, tensors computed from constants, random numbers, autocast and no_grad
+contexts, checkpointing, and custom autograd functions. `trace` refuses all of these: a profile
+function sees every call of the forward on this thread. A child that cannot be traced becomes one
+call in the graph of its parent.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ IN_PLACE_OPERATORS: dict[str, Callable] = {
 class Refusal(Exception):
     """Why a module cannot be traced."""
 
-    count = 0  # raised so far, also those that a forward caught
+    count = 0  # number of refusals so far, including those that a forward caught
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -51,17 +51,17 @@ class Refusal(Exception):
 
 
 def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.Graph:
-    """Traces the forward of `root`, for tensors as its arguments without defaults.
+    """Traces the forward of `root`; arguments without defaults are tensors.
 
     Args:
         root: any module; it does not change.
-        is_leaf: whether a module is called as it is; modules of torch.nn are.
+        is_leaf: whether a module becomes one call in the graph; modules of torch.nn always do.
 
     Raises:
-        Refusal: its forward cannot be traced.
+        Refusal: the forward cannot be traced.
     """
     try:
-        # `fx` replaces methods of all modules meanwhile.
+        # While it traces, `fx` replaces methods of all modules.
         with _lock, _unchanged(root), _only_proxies():
             before = Refusal.count
             graph = _Tracer(is_leaf).trace(root)
@@ -72,7 +72,7 @@ def trace(root: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> fx.Graph:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` before `fully_shard` of FSDP2."""
+    """Returns the class that `module` had before FSDP2's `fully_shard`."""
     kind = type(module)
     wrapper = torch_compat.fsdp_module_class()
     if wrapper is None or not issubclass(kind, wrapper):
@@ -80,7 +80,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return kind.__mro__[kind.__mro__.index(wrapper) + 1]
 
 
-# Modules and functions whose results are tensors, if they can be called with one tensor or two.
+# Modules and functions that return a tensor when called with one or two tensors.
 _TENSOR_MODULES = (
     *(nn.Conv2d, nn.ReLU, nn.Linear, nn.Identity, nn.Flatten, nn.Upsample, nn.Sigmoid, nn.SiLU),
     *(nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd),
@@ -95,10 +95,7 @@ _TENSOR_FUNCTIONS = (
 
 
 class _TensorProxy(fx.Proxy):
-    """A proxy that has the attributes of a tensor, and no others.
-
-    `isinstance` in a forward finds a tensor where the value is known to be one.
-    """
+    """A proxy with the attributes of a tensor; `isinstance` accepts it where it must be one."""
 
     @property  # type: ignore[misc]
     def __class__(self):
@@ -127,7 +124,7 @@ def _in_place_operator(target: Callable) -> Callable:
     return call
 
 
-# `fx.Proxy` has none of them, so that `h += x` would trace as `h = h + x`.
+# `fx.Proxy` has no in-place operators: it would trace `h += x` as `h = h + x`.
 for _name, _target in IN_PLACE_OPERATORS.items():
     setattr(_TensorProxy, f"__{_name}__", _in_place_operator(_target))
 
@@ -206,19 +203,19 @@ class _Tracer(fx.Tracer):
             sys.setprofile(_watch)  # Python removes it when it raises
             self.module_stack = module_stack
             if any(isinstance(a, list | dict) for a in (*args, *kwargs.values())):
-                raise  # it may have changed them
+                raise  # the child may have changed these arguments
             for node in reversed(self.graph.nodes):
                 if node is last:
                     break
                 self.graph.erase_node(node)
-            Refusal.count = refusals  # those in the child end here
+            Refusal.count = refusals  # forget refusals in the child
             return self.create_proxy("call_module", path, args, kwargs)
         return y
 
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Refuses a forward that sets attributes of its module, and restores them."""
+    """Refuses a forward that sets attributes of its module; restores the attributes."""
     attributes = vars(module)
     before = dict(attributes)
     held = {n: copy.copy(v) for n, v in before.items() if type(v) in (dict, list, set)}
@@ -243,7 +240,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _check_none_was_caught(count: int) -> None:
-    """Refuses a forward that caught a `Refusal`, and went on; `count` were raised before it."""
+    """Refuses a forward that caught a `Refusal`; `count`: refusals before it."""
     if Refusal.count != count:
         raise Refusal("its forward catches the errors of tracing")
 
@@ -263,7 +260,7 @@ class _NoTensors(TorchDispatchMode):
 
 
 def _random_states() -> tuple:
-    """States of the random number generators of Python and NumPy."""
+    """Returns the states of Python's and NumPy's random number generators."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
@@ -271,8 +268,8 @@ def _random_states() -> tuple:
     return random.getstate(), keys.tobytes(), rest
 
 
-# Calls that a graph would lose or freeze, and why. Those of functions in C are seen if the forward
-# makes them itself.
+# Calls that a graph would lose or freeze, and the reasons. Calls of C functions are seen only in
+# the forward itself.
 _REFUSED: dict[object, str] = {
     torch.autograd.Function.apply.__code__: "it calls a custom autograd function",
     torch.autograd.graph.saved_tensors_hooks.__enter__.__code__: (
@@ -300,11 +297,11 @@ _REFUSED: dict[object, str] = {
     },
 }
 
-# Functions of torch that ask for types on behalf of a forward.
+# Functions of torch that check types for a forward.
 _ASKING = (torch.is_tensor.__code__, torch._jit_internal._isinstance.__code__)
-# Questions that no proxy can answer.
+# Functions that a proxy cannot answer.
 _QUESTIONS = frozenset(("type", "callable", "issubclass", "dir", "vars"))
-# Folders of torch and of this package, whose functions know proxies.
+# Folders of torch and of this package: their functions support proxies.
 _TORCH = tuple(
     os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch_compat.__file__, torch.__file__)
 )
@@ -322,7 +319,7 @@ def _is_of_python(code: types.CodeType) -> bool:
 
 
 def _watch(frame: types.FrameType, event: str, arg: object) -> None:
-    """A profile function that refuses what a graph cannot hold."""
+    """Profile function: refuses calls that a graph cannot represent."""
     code = frame.f_code
     if event == "call":
         if code in _REFUSED:
@@ -337,7 +334,7 @@ def _watch(frame: types.FrameType, event: str, arg: object) -> None:
 
 
 def _watched(forward: Callable) -> Callable:
-    """`forward` under `_watch`."""
+    """Returns `forward` with `_watch` as its profile function."""
 
     @functools.wraps(forward)
     def call(*args: Any) -> Any:
@@ -353,7 +350,7 @@ def _watched(forward: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _only_proxies() -> Iterator[None]:
-    """Within the context, operations on tensors and random numbers raise `Refusal`."""
+    """In the context, operations on tensors and random numbers raise `Refusal`."""
     states = _random_states()
     with _NoTensors():
         yield

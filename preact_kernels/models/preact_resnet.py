@@ -20,11 +20,11 @@ _BLOCKS = ("basic", "bottleneck")
 
 
 class _Variant(NamedTuple):
-    """Stem and stage widths of one family."""
+    """Stem and stage widths of a family of networks."""
 
     stem_channels: int
     channels: tuple[int, ...]  # inner channels of each stage
-    has_large_stem: bool  # 7x7 of stride 2 and a max pool, not a 3x3
+    has_large_stem: bool  # a strided 7x7 convolution and a max pool; False: a 3x3 convolution
 
 
 _VARIANTS = {
@@ -45,17 +45,17 @@ _DEPTHS = {
     "cifar-wide-stem": (18, 34, 50, 101, 152),
     "imagenet": tuple(_FOUR_STAGES),
 }
-_DEEPEST_BASIC = 110  # where a depth fits both forms, the paper's choice of block
+_DEEPEST_BASIC = 110  # deeper networks have bottlenecks if their depth fits both, as in the paper
 
 
 class PreActResNet(nn.Module):
-    """A stem, stages of pre-activation blocks, and BN-ReLU, mean pool and linear at the end.
+    """A stem, stages of pre-activation blocks, a final BN-ReLU, mean pool and linear.
 
     Convolutions are He-initialised by fan-out. `preact_resnet` builds the networks of the paper.
 
     Args:
         stem: the first convolution.
-        pool: what follows it.
+        pool: pooling after the stem.
         stages: `PreActStage`s, or `nn.Sequential`s of blocks.
         channels: channels of the last stage's output.
         num_classes: outputs.
@@ -117,28 +117,28 @@ def preact_resnet(
     residual_dtype: torch.dtype | None = None,
     fused: bool = True,
 ) -> PreActResNet:
-    """A pre-activation ResNet of the paper (arXiv 1603.05027) and of its popular relatives.
+    """Builds a pre-activation ResNet of the paper (arXiv 1603.05027) or a popular relative.
 
     Args:
-        depth: convolutions on the longest path, and the linear layer. `"cifar"`: `6n+2` (basic)
-            or `9n+2` (bottleneck), and `6n+4` for wide basic networks as their authors count.
+        depth: convolutions on the longest path, plus the linear layer. `"cifar"`: `6n+2` (basic)
+            or `9n+2` (bottleneck), and `6n+4` for wide basic networks, as their authors count.
             `"imagenet"`: 18, 34, 50, 101, 152 or 200. `"cifar-wide-stem"`: 18, 34, 50, 101, 152.
         num_classes: outputs.
         variant: `"cifar"` (three stages of 16, 32 and 64 channels at 32, 16 and 8 pixels),
             `"imagenet"` (7x7 stem and pool, four stages from 64 channels) or
             `"cifar-wide-stem"` (3x3 stem to 64, four stages).
-        block: `"basic"` or `"bottleneck"`; None takes what fits, and where both do, basic up to
-            110 layers and bottleneck above.
+        block: `"basic"` or `"bottleneck"`; None: the one that fits the depth, or if both do, basic
+            up to 110 layers and bottleneck above.
         width: multiplies the channels of every stage (WideResNet).
         stride_on: `"conv2"`, or `"conv1"` as in the authors' released network.
-        groups: of the 3x3 convolutions of bottlenecks (ResNeXt).
-        base_width: inner channels a group in a stage of 64 channels (ResNeXt).
+        groups: groups of the bottlenecks' 3x3 convolutions (ResNeXt).
+        base_width: inner channels per group in a stage of 64 channels (ResNeXt).
         memory: see `PreActStage`.
-        segments: see `PreActStage`; a stage of fewer blocks takes as many as it has.
-        anchor_every: see `PreActStage`; likewise.
+        segments: see `PreActStage`; at most the number of blocks of each stage.
+        anchor_every: see `PreActStage`; at most the number of blocks of each stage.
         residual_dtype: see `PreActStage`.
-        fused: False builds the same network out of plain `torch.nn` calls: same keys, same
-            initial values for a seed, same results.
+        fused: False builds the same network with plain `torch.nn` calls: same keys, same initial
+            values for a seed, same results.
 
     Returns:
         The network, He-initialised by fan-out.
@@ -165,8 +165,8 @@ def preact_resnet(
     if layout.block == "bottleneck":
         build = partial(PreActBottleneck, groups=groups, base_width=base_width, stride_on=stride_on)
     stages = []
-    for units in layout.stages():
-        blocks = [build(*unit) for unit in units]
+    for arguments in layout.stages():
+        blocks = [build(*a) for a in arguments]
         stage = PreActStage(
             blocks,
             memory,
@@ -186,11 +186,11 @@ class ResNetLayout(NamedTuple):
     counts: tuple[int, ...]  # blocks of each stage
     channels: tuple[int, ...]  # inner channels of each stage
     stem_channels: int
-    has_large_stem: bool  # 7x7 of stride 2 and a max pool, not a 3x3
+    has_large_stem: bool  # a strided 7x7 convolution and a max pool; False: a 3x3 convolution
 
     @property
     def expansion(self) -> int:
-        """Channels of a block's output over its inner channels."""
+        """Channels of a block's output divided by its inner channels."""
         return 4 if self.block == "bottleneck" else 1
 
     @property
@@ -199,17 +199,17 @@ class ResNetLayout(NamedTuple):
         return self.channels[-1] * self.expansion
 
     def stages(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Of each stage, the input channels, inner channels and stride of its blocks."""
+        """Yields for each stage (input channels, inner channels, stride) of its blocks."""
         in_channels = self.stem_channels
         for index, (count, channels) in enumerate(zip(self.counts, self.channels, strict=True)):
-            units = []
+            blocks = []
             for i in range(count):
-                units.append((in_channels, channels, 2 if index > 0 and i == 0 else 1))
+                blocks.append((in_channels, channels, 2 if index > 0 and i == 0 else 1))
                 in_channels = channels * self.expansion
-            yield units
+            yield blocks
 
     def stem(self) -> tuple[nn.Conv2d, nn.Module]:
-        """The first convolution, and the pool behind it."""
+        """Returns the first convolution and the pool after it."""
         if self.has_large_stem:
             conv = nn.Conv2d(3, self.stem_channels, 7, 2, 3, bias=False)
             return conv, nn.MaxPool2d(3, 2, 1)
@@ -227,7 +227,7 @@ def resnet_layout(
     groups: int,
     base_width: int,
 ) -> ResNetLayout:
-    """Checks the arguments of `preact_resnet` that describe the network, and lays it out.
+    """Checks arguments of `preact_resnet`, and returns the layout of the network.
 
     Raises:
         TypeError: a number is not an int.
@@ -264,7 +264,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _blocks(depth: int, variant: str, block: str | None, width: int) -> tuple[str, tuple[int, ...]]:
-    """The kind of block, and the number of blocks in each stage."""
+    """Returns the kind of block, and the number of blocks in each stage."""
     if variant == "cifar":
         return _three_stages(depth, block, width)
     if depth not in _DEPTHS[variant]:
