@@ -1,12 +1,12 @@
 """Network benchmarks: `python -m bench`.
 
 Measures the limits of the machine, then the tasks of bench/plan.py, the most important first,
-until the time limit: contenders on the first network (the deepest, of --depths) and others, the
+until the time limit: contenders on the first network (the deepest in --depths) and on others, the
 bytes that they keep, training curves, single ops. Each task is a process (bench/network.py). A
-contender is timed only if its results are correct. Lists at the end what did not fit. Writes one
-CSV file per device, prints tables, saves plots beside it.
+contender is timed only if its results are correct. Writes one CSV file per device and plots, prints
+tables, and lists tasks that did not fit.
 
-Under torchrun, measures data-parallel training in place of all that: see bench/scaling.py.
+Under torchrun, measures data-parallel training instead: see bench/scaling.py.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from bench.plan import Plan
 from bench.records import TRAINING, Row, put, read, slug
 from preact_kernels.study import data
 
-LEAST_SECONDS = 30  # for which a task is started: importing PyTorch takes up to 15
-STOP_SECONDS = 10  # ahead of the time limit, at which a process is interrupted, and may then end
+LEAST_SECONDS = 30  # least time left to start a task: importing PyTorch takes up to 15 s
+STOP_SECONDS = 10  # time from the interrupt of a process to the time limit
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")
     a.is_default = not (a.quick or a.depths or a.networks)
-    # Measured beside the default, on the first networks.
+    # Measured in addition to the default, on the first networks.
     other_dtype = torch.float32 if on_gpu else torch.bfloat16
     a.other_dtype = other_dtype if a.is_default and a.dtype is None else None
     a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
@@ -95,7 +95,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def command_of(task: Task, ceilings: measure.Ceilings, seconds: float) -> list[str]:
-    """The command that measures a task and is interrupted after `seconds`."""
+    """Returns the command that measures a task; it will be interrupted after `seconds`."""
     dtype, floor_ms = getattr(torch, task.dtype), None
     if task.kind == "steps":
         cost = floors.network_cost(Network.named(task.network), task.batch, dtype)
@@ -105,13 +105,13 @@ def command_of(task: Task, ceilings: measure.Ceilings, seconds: float) -> list[s
 
 
 def measured(task: Task, ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
-    """Measures what a task lacks, in a process of its own, until the deadline.
+    """Measures the missing results of a task in another process, until the deadline.
 
     If the process crashes after it has written rows, another one measures the contenders without a
-    row. If it crashes without any, each contender gets a process of its own.
+    row. If it crashes before, each contender gets its own process.
 
     Returns:
-        What was left out and why.
+        Results that are still missing, and the reasons.
     """
     before = task.missing()
     if not before:
@@ -132,7 +132,7 @@ def measured(task: Task, ceilings: measure.Ceilings, deadline_s: float) -> list[
         what = "not measured" if is_of_rival else "failed"
         return [f"{task.title}: {what}: exit status {status}: {', '.join(missing)}"]
     if len(missing) > 1:
-        missing.sort(key=lambda name: name != ANCHOR)  # the others are timed beside it
+        missing.sort(key=lambda name: name != ANCHOR)  # it is timed together with the others
         alone = [dataclasses.replace(task, contenders=(name,)) for name in missing]
         return [line for one in alone for line in measured(one, ceilings, deadline_s)]
     row = Session(task).row(*missing).without_times()
@@ -142,7 +142,7 @@ def measured(task: Task, ceilings: measure.Ceilings, deadline_s: float) -> list[
 
 
 def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
-    """Runs tasks until the deadline; returns what was left out and why."""
+    """Runs tasks until the deadline; returns missing results and the reasons."""
     left_out = []
     with tqdm(tasks, desc="bench", unit="task") as bar:
         for task in bar:
@@ -152,7 +152,7 @@ def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) ->
 
 
 def show(device: str, folder: Path, *, with_plots: bool) -> None:
-    """Prints tables, best rivals and plots of one device."""
+    """Prints the tables, best rivals and plots of a device."""
     try:
         rows, points = report.load(folder)[device]
     except (FileNotFoundError, KeyError):

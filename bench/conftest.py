@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OpSettings:
-    """What the ops of this run are measured on."""
+    """Device, dtype and batch of the ops, and the machine."""
 
     device: torch.device
     dtype: torch.dtype

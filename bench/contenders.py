@@ -1,9 +1,9 @@
-"""The contenders: ways to train the same network from the same weights.
+"""Contenders: ways to train the same network from the same weights.
 
 The baseline is `pk.preact_resnet(..., fused=False)`: plain `torch.nn` modules with in-place ReLU.
-Each rival is applied to it as its own documentation recommends. In half precision, convolutions,
-the linear layer and activations have that dtype, and batch-norm parameters and statistics are
-float32, so that no contender casts weights.
+Each rival is applied to it as its documentation recommends. In half precision, convolutions, the
+linear layer and activations have that dtype, batch-norm parameters and statistics are float32, and
+no contender casts weights.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ State = dict[str, Tensor]
 class Family(NamedTuple):
     """Networks that differ only in depth."""
 
-    options: dict  # of `pk.preact_resnet`
-    image_size: int = 32  # height and width, in pixels
+    options: dict  # arguments of `pk.preact_resnet`
+    image_size: int = 32  # height and width in pixels
     classes: int | None = None  # outputs; None: the classes of the images
-    suffix: str = ""  # of the names
+    suffix: str = ""  # end of the names
 
 
 FAMILIES = {
@@ -47,36 +47,36 @@ class Network:
     """A pre-activation ResNet."""
 
     depth: int
-    classes: int = 10  # of the images
+    classes: int = 10  # classes of the images
     family: str = "resnet"  # a key of FAMILIES
 
     @classmethod
     @functools.cache
     def named(cls, name: str, classes: int = 10) -> "Network":
-        """The network called `name`, for example `"resnet-1001"` or `"wrn-28-10"`.
+        """Returns the network called `name`, for example `"resnet-1001"` or `"wrn-28-10"`.
 
         Raises:
             ValueError: no family has such a name.
         """
-        for family, of in FAMILIES.items():
-            found = re.fullmatch(rf"{family}-(\d+){of.suffix}", name)
+        for key, family in FAMILIES.items():
+            found = re.fullmatch(rf"{key}-(\d+){family.suffix}", name)
             if found:
-                return cls(int(found[1]), classes, family)
-        known = ", ".join(f"{family}-DEPTH{of.suffix}" for family, of in FAMILIES.items())
+                return cls(int(found[1]), classes, key)
+        known = ", ".join(f"{key}-DEPTH{family.suffix}" for key, family in FAMILIES.items())
         raise ValueError(f"network: expected one of {known}, got {name}")
 
     @property
     def name(self) -> str:
-        """For example `"resnet-1001"`."""
+        """The name, for example `"resnet-1001"`."""
         return f"{self.family}-{self.depth}{FAMILIES[self.family].suffix}"
 
     @property
     def image_size(self) -> int:
-        """Height and width of its images, in pixels."""
+        """Height and width of the images in pixels."""
         return FAMILIES[self.family].image_size
 
     def model(self, **options) -> nn.Module:
-        """The network, with further `options` of `pk.preact_resnet`."""
+        """Builds the network, with further `options` of `pk.preact_resnet`."""
         family = FAMILIES[self.family]
         return pk.preact_resnet(
             self.depth, family.classes or self.classes, **family.options, **options
@@ -84,13 +84,13 @@ class Network:
 
     @functools.cached_property  # building 10,001 layers takes seconds
     def block(self) -> str:
-        """`"basic"` or `"bottleneck"`, which `pk.preact_resnet` chooses by depth."""
+        """`"basic"` or `"bottleneck"`, as `pk.preact_resnet` chooses by depth."""
         with torch.device("meta"):
             first = self.model(fused=False).stages[0][0]
         return "basic" if isinstance(first, pk.PreActBasicBlock) else "bottleneck"
 
     def state(self) -> State:
-        """He-initialised weights, the same for all contenders."""
+        """Returns He-initialised weights, the same for all contenders."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.model(fused=False).state_dict()
@@ -101,18 +101,18 @@ class Contender:
     """A way to train a network."""
 
     name: str
-    memory_mode: str  # what it keeps for the backward
+    memory_mode: str  # tensors that it keeps for the backward
     fused: str | None = None  # memory mode of `pk.preact_resnet`; None: a plain network
-    channels_last: bool = True  # weights and images
+    channels_last: bool = True  # memory format of weights and images
     prepare: Callable[[nn.Module], None] | None = None  # changes the model in place
     graphed: bool = False  # captures the training step in a CUDA graph
-    hooks_see_all: bool = True  # saved-tensor hooks see everything that is kept
-    same_function: bool = True  # False: computes something else by design
+    hooks_see_all: bool = True  # saved-tensor hooks see all tensors that are kept
+    same_function: bool = True  # False: computes another function by design
 
     def build(
         self, network: Network, state: State, device: torch.device, dtype: torch.dtype
     ) -> nn.Module:
-        """The network with the weights of `state`, ready to train on `device` in `dtype`."""
+        """Builds the network with the weights in `state`, ready to train on `device` in `dtype`."""
         options = {"fused": False} if self.fused is None else {"memory": self.fused}
         model = network.model(**options)
         model.load_state_dict(state)
@@ -130,14 +130,14 @@ class Contender:
         return model.train()
 
     def input(self, images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """`images` in the dtype, device and memory format of the model."""
+        """Converts `images` to the model's dtype, device and memory format."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return images.to(device, dtype).contiguous(memory_format=layout)
 
 
-@functools.cache  # all blocks share the code that Dynamo caches by backend; budgets do not
+@functools.cache  # Dynamo caches code by backend: one backend for all blocks with a budget
 def _inductor(memory_budget: float) -> Callable:
-    """A torch.compile backend: Inductor under an activation memory budget."""
+    """Returns a torch.compile backend: Inductor with an activation memory budget."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -151,8 +151,8 @@ def _inductor(memory_budget: float) -> Callable:
 def _compile_blocks(model: nn.Module, memory_budget: float = 1.0) -> None:
     from torch._dynamo import config
 
-    # All blocks share one code object, with a variant per block shape and batch. Beyond the limit
-    # Dynamo would run uncompiled: fail instead.
+    # All blocks share a code object, which has a variant per block shape and batch. Above the limit
+    # Dynamo would run it uncompiled: fail instead.
     config.recompile_limit = max(config.recompile_limit, 256)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 1024)
     config.fail_on_recompile_limit_hit = True
@@ -162,9 +162,9 @@ def _compile_blocks(model: nn.Module, memory_budget: float = 1.0) -> None:
 
 
 class CheckpointedBlocks(nn.Sequential):
-    """Blocks of which every `every` consecutive ones are under `torch.utils.checkpoint`.
+    """Runs each `every` consecutive blocks under `torch.utils.checkpoint`.
 
-    Recomputation updates the running statistics a second time, as it does in plain modules.
+    Recomputation updates running statistics a second time, as with plain modules.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], every: int, context_fn=None) -> None:
@@ -206,10 +206,10 @@ def _checkpoint_blocks(model: nn.Module, every: str, policy: Callable | None = N
 
 
 def _use_inplace_abn(model: nn.Module) -> None:
-    """Replaces every batch norm and ReLU by InPlaceABN, except for the first of each block.
+    """Replaces every batch norm and ReLU by InPlaceABN, except for the first in each block.
 
-    The input of the first is the residual stream, which InPlaceABN would overwrite. InPlaceABN has
-    a leaky ReLU, because it inverts the activation.
+    The input of the first one is the residual stream, which InPlaceABN would overwrite. InPlaceABN
+    inverts the activation, so it has a leaky ReLU.
     """
     from inplace_abn import InPlaceABN
 
@@ -301,10 +301,10 @@ GROUPS = {
     "against eager": ("eager-nchw", "eager-channels-last", "fused-store"),
     "deepest": ("fused-store", "fused-checkpoint"),
 }
-"""Contenders that are timed in turn, the most important first."""
+"""Groups of contenders that are timed in turn, the most important first."""
 
 MAIN_GROUPS = ("uncompiled", "compiled", "compiled and captured")
-"""What is measured on every network on a GPU, where compiling takes minutes; `main` on a CPU."""
+"""Groups for every network on a GPU, where compiling takes minutes; on a CPU: `main`."""
 
 WIDE_GROUP = {"cpu": "against eager", "cuda": "wide networks"}
 WIDE_NETWORKS = {
@@ -317,14 +317,14 @@ WIDE_NETWORKS = {
     ),
     "cuda": (("imagenet-resnet-50", 256), ("imagenet-resnet-200", 64), ("wrn-28-10", 128)),
 }
-"""Further networks and batches, and the group that is measured on them, by device."""
+"""Further networks and batches, and their group, by device."""
 
 DEEPEST = ("resnet-10001", 128)
-"""Network and batch of the group `deepest`, on a GPU."""
+"""Network and batch for the group `deepest`, on a GPU."""
 
 COUNTED_BY_DEPTH = ("eager-channels-last", *_FUSED)
 DEPTHS_COUNTED = (29, 83, 164, 326, 1001, 2999, 10_001)
-"""Contenders and depths of the plot of memory against depth."""
+"""Contenders and depths in the plot of memory against depth."""
 
 
 def is_rival(name: str) -> bool:
@@ -333,7 +333,7 @@ def is_rival(name: str) -> bool:
 
 
 def available(names: Sequence[str], device: torch.device) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders that can run on `device`, and for the others why not.
+    """Returns the contenders that can run on `device`, and reasons for the others.
 
     Raises:
         ValueError: a name is unknown.
@@ -353,7 +353,7 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[Contende
 
 
 def _anchor_ms(row: Row, group: Sequence[Row]) -> float | None:
-    """The time of the anchor beside a row: in the note, if it had its own time in that group."""
+    """Returns the anchor's time in the rounds of a row: from its note, or from the anchor's row."""
     beside = re.search(rf"{ANCHOR} took ([\d.]+) ms beside this", row.note)
     if beside:
         return float(beside[1])
@@ -361,13 +361,13 @@ def _anchor_ms(row: Row, group: Sequence[Row]) -> float | None:
 
 
 def relative_times(group: Sequence[Row]) -> dict[str, float]:
-    """Step times as multiples of the anchor's time beside them, by contender."""
+    """Returns step times divided by the anchor's time in the same rounds, by contender."""
     anchors_ms = {r.contender: _anchor_ms(r, group) for r in group if r.median_ms is not None}
     return {r.contender: r.median_ms / ms for r in group if (ms := anchors_ms.get(r.contender))}
 
 
 def has_drifted(row: Row, group: Sequence[Row]) -> bool:
-    """Whether the anchor's time beside a row differs by over 10% from that in its own row."""
+    """Whether the anchor's time in the rounds of a row differs by over 10% from its own row."""
     beside_ms = _anchor_ms(row, group)
     own_ms = next((r.median_ms for r in group if r.contender == ANCHOR), None)
     return bool(beside_ms and own_ms) and abs(beside_ms / own_ms - 1) > 0.1

@@ -1,11 +1,11 @@
-"""Models that other people wrote, before and after `pk.convert`: `python -m bench.converted`.
+"""Published models before and after `pk.convert`: `python -m bench.converted`.
 
-For every model: how many batch norms run fused, the bytes that a forward keeps for the backward,
-the time of a training step, before and after in turn, and how many graphs `torch.compile` makes of
-the converted model. Weights and images are contiguous, as models are built; two more columns are
-for channels_last. On a GPU, batches and images are larger, and forwards are under autocast to
-bfloat16. Prints a table and writes a CSV file, from which `make report` writes the table of
-docs/convert.md.
+For every model: the number of batch norms that run fused, the bytes that a forward keeps for the
+backward, the time of a training step (before and after in turn), and the number of graphs that
+`torch.compile` makes of the converted model. Weights and images are contiguous, as models are
+built; two columns are for channels_last. On a GPU, batches and images are larger, and forwards are
+under autocast to bfloat16. Prints a table and writes a CSV file; `make report` writes the table of
+docs/convert.md from it.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from tests.convert import published_models as published
 
 
 class Case(NamedTuple):
-    """A model, and number and size of the images for it, on a CPU and on a GPU."""
+    """A model, and its images."""
 
     build: Callable[[], nn.Module]
-    cpu: tuple[int, int]
-    gpu: tuple[int, int] = (128, 224)
-    counts_graphs: bool = True  # which takes minutes for a thousand layers
+    cpu: tuple[int, int]  # number and size of the images on a CPU
+    gpu: tuple[int, int] = (128, 224)  # number and size of the images on a GPU
+    counts_graphs: bool = True  # False for a thousand layers: it takes minutes
 
 
 SMALL = (128, 32)
@@ -50,13 +50,13 @@ CASES = {
 
 
 def forward(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The output in float32, under autocast to `dtype` unless that is float32."""
+    """Returns the output in float32; runs under autocast to `dtype` unless it is float32."""
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         return model(x).float()
 
 
 def training_step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    """Forward, backward, and an optimizer step."""
+    """Returns a function that runs forward, backward and an optimizer step."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
 
     def step() -> None:
@@ -68,7 +68,7 @@ def training_step(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Callable[[
 
 
 def check_equal(converted: nn.Module, plain: nn.Module, x: Tensor, dtype: torch.dtype) -> None:
-    """Raises if the output in training mode misses the budget of the README."""
+    """Raises if the output in training mode exceeds the budget in the README."""
     with torch.no_grad():
         truth = copy.deepcopy(plain).double()(x.double())
         models = [copy.deepcopy(m) for m in (converted, plain)]
@@ -79,7 +79,7 @@ def check_equal(converted: nn.Module, plain: nn.Module, x: Tensor, dtype: torch.
 
 
 def graphs(model: nn.Module, x: Tensor) -> int:
-    """How many graphs `torch.compile` makes of the forward."""
+    """Returns the number of graphs that `torch.compile` makes of the forward."""
     counter = CompileCounter()
     torch._dynamo.reset()
     torch.compile(model, backend=counter)(x)
@@ -88,7 +88,7 @@ def graphs(model: nn.Module, x: Tensor) -> int:
 
 
 def measured(row: ConvertedRow, a: argparse.Namespace) -> ConvertedRow:
-    """The row of a model, filled in."""
+    """Measures a model, and fills in its row."""
     case, size = CASES[row.case], row.image_size
     torch.manual_seed(0)
     plain = case.build().to(a.device)
@@ -100,7 +100,7 @@ def measured(row: ConvertedRow, a: argparse.Namespace) -> ConvertedRow:
     for kind, model in models.items():
         with torch.autocast(a.device.type, a.dtype, enabled=a.dtype != torch.float32):
             setattr(row, f"{kind}_bytes", pk.saved_bytes(model, x))
-    report = pk.conversion_report(models["store"])  # of the forward of `saved_bytes`
+    report = pk.conversion_report(models["store"])  # reports on the forward of `saved_bytes`
     row.batch_norms, row.fused = len(report), len(report.fused)
     steps = {kind: training_step(model, x, a.dtype) for kind, model in models.items()}
     for kind in ("plain", "store"):
@@ -118,7 +118,7 @@ def measured(row: ConvertedRow, a: argparse.Namespace) -> ConvertedRow:
 
 
 def table(rows: Sequence[ConvertedRow], form: str = "simple") -> str:
-    """Before and after, a line for each model."""
+    """Formats a table of results before and after, a line per model."""
     lines = [
         {
             "model": row.case,

@@ -1,23 +1,23 @@
 """Compares every contender with plain PyTorch in float64 before it is timed.
 
-The relative errors of the losses, the logits and the gradients of parameters (their root mean
-square, so that every parameter counts alike) may be at most twice those of eager PyTorch in the
-same dtype (the larger one of its two memory formats), plus one rounding of the dtype. No gradient
-may be off by more than twice eager's worst. Gradients may always be off by `ALLOWED`: eager may be
-lucky. Weights and images are rounded to the dtype first.
+Relative errors of losses, logits and gradients (root mean square over the parameters, each with the
+same weight) may be at most twice the errors of eager PyTorch in the same dtype (the larger of its
+two memory formats), plus one rounding of the dtype. No gradient's error may exceed twice eager's
+worst. Errors of gradients may always be up to `ALLOWED`, because eager may be lucky. Weights and
+images are rounded to the dtype first.
 
-In float32 this is checked on up to 110 or 164 layers. In half precision and TF32, rounding turns
-the gradient of so deep a network by up to 90 degrees, so the smallest network with every kind of
-block is checked instead, as for other families in every dtype. Rounding also decides which way a
-ReLU near zero goes, and every block adds to that, so the last batch norm of every block is scaled
-by `DAMPING`: in bfloat16, eager's gradients are then off by 0.2 of their norm, else by 0.6 to 1.1.
+In float32, networks of up to 110 or 164 layers are checked. In half precision and TF32, rounding
+turns the gradient of such deep networks by up to 90 degrees, so the smallest network with every
+kind of block is checked, as it is for other families in every dtype. Rounding also decides the sign
+of ReLU inputs near zero, more in each block, so the last batch norm of every block is scaled by
+`DAMPING`: then eager's gradients in bfloat16 have a relative error of 0.2, else 0.6 to 1.1.
 
-With damped blocks, a fault of 5% in every block hides in the rounding of the logits. So in half
-precision and TF32 every stage is compared on its own too, without damping, on a random input and a
+With damped blocks, a fault of 5% in every block is smaller than the rounding of the logits. So in
+half precision and TF32 every stage is also compared alone, without damping, on a random input and a
 random output gradient; batch-norm biases of `STAGE_BIAS` keep values away from zero. The largest
-error over the stages counts.
+error of all stages counts.
 
-Under TF32, cuDNN may round the operands of convolutions to 11 bits, or not: eager may be exact
+Under TF32, cuDNN may or may not round the operands of convolutions to 11 bits: eager may be exact
 where the fused kernels round. So eager PyTorch in float16, which also has 11 bits, is a third
 baseline, and one rounding is 2**-11.
 """
@@ -41,7 +41,7 @@ from preact_kernels.study import data
 
 ALLOWED = {"gradients": 5e-3, "the worst gradient": 0.5}  # even if eager's error is far smaller
 DAMPING = 0.1
-STAGE_BIAS = 2.0  # of every batch norm of a stage that is compared on its own
+STAGE_BIAS = 2.0  # batch-norm bias in stages that are compared alone
 EAGER = (BY_NAME["eager-nchw"], BY_NAME["eager-channels-last"])
 SMALLEST = {
     "resnet": {"basic": 14, "bottleneck": 29},
@@ -49,9 +49,9 @@ SMALLEST = {
     "wrn": {"basic": 16},
     "imagenet-resnet": {"basic": 18, "bottleneck": 50},
 }
-"""Depths of the smallest networks with every kind of block, by family.
+"""Depth of the smallest network with each kind of block, by family.
 
-`pk.preact_resnet` chooses that kind of block at that depth: of 20 layers, it makes basic blocks.
+At these depths `pk.preact_resnet` chooses that kind of block.
 """
 
 
@@ -75,7 +75,7 @@ def compares_stages(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def judged_network(network: Network, dtype: torch.dtype, device: torch.device) -> Network:
-    """The network on which contenders are checked before `network` is timed."""
+    """Returns the network that is checked before `network` is timed."""
     block = network.block
     depth = SMALLEST[network.family][block]
     if network.family == "resnet" and not compares_stages(dtype, device):
@@ -84,14 +84,14 @@ def judged_network(network: Network, dtype: torch.dtype, device: torch.device) -
 
 
 def damped(state: State) -> State:
-    """`state`, with the last batch norm of every block scaled by `DAMPING`."""
+    """Returns `state` with the last batch norm of every block scaled by `DAMPING`."""
     is_bottleneck = any(key.endswith("bn3.weight") for key in state)
     last = "bn3.weight" if is_bottleneck else "bn2.weight"
     return {k: v * DAMPING if k.endswith(last) else v for k, v in state.items()}
 
 
 def biased(state: State) -> State:
-    """`state`, with batch-norm biases of `STAGE_BIAS`: only one ReLU in 40 sees a negative."""
+    """Returns `state` with batch-norm biases of `STAGE_BIAS`: one ReLU input in 40 is negative."""
     return {
         k: torch.full_like(v, STAGE_BIAS) if ".bn" in k and k.endswith("bias") else v
         for k, v in state.items()
@@ -99,13 +99,13 @@ def biased(state: State) -> State:
 
 
 Results = list[dict[str, list[Tensor]]]
-"""Of the network, then of each stage: the tensors of each quantity, in float64 on the CPU."""
+"""Tensors by quantity, in float64 on the CPU: for the network, then for each stage."""
 
 
 def deviations(found: Results, truth: Results) -> dict[str, float]:
-    """`|found - truth| / |truth|` by quantity, NaN if one is NaN.
+    """Returns `|found - truth| / |truth|` by quantity, NaN if one is NaN.
 
-    Root mean squares over the tensors of a quantity, and the largest over the stages.
+    It is the root mean square over the tensors of a quantity, and the largest over the stages.
     """
     worst: dict[str, float] = {}
     for one, exact in zip(found, truth, strict=True):
@@ -121,7 +121,7 @@ def deviations(found: Results, truth: Results) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What every contender computes. Its numbers are rounded to the dtype that is checked."""
+    """Weights and inputs for every contender, rounded to the dtype that is checked."""
 
     network: Network
     device: torch.device
@@ -139,7 +139,7 @@ class Problem:
         device: torch.device,
         dtype: torch.dtype,
     ) -> "Problem":
-        """The problem on which contenders are checked in `dtype`."""
+        """Creates the problem for checks in `dtype`."""
         images, labels = data.Batches(images_source, batch, seed=1, size=network.image_size)[0]
         state = {
             name: value.to(dtype).to(value.dtype) if value.ndim > 1 else value
@@ -158,7 +158,7 @@ class Problem:
         return cls(network, device, state, images.to(dtype), labels, stage_tensors)
 
     def results(self, contender: Contender, dtype: torch.dtype) -> Results:
-        """What `contender` computes with activations of `dtype`."""
+        """Computes the results of `contender` with activations of `dtype`."""
         found = [self._network_results(contender, dtype)]
         if self.stage_tensors:
             found += self._stage_results(contender, dtype)
@@ -179,10 +179,10 @@ class Problem:
         model = contender.build(self.network, biased(self.state), self.device, dtype)
         (resnet,) = (m for m in model.modules() if isinstance(m, pk.PreActResNet))
         for stage, tensors in zip(resnet.stages, self.stage_tensors, strict=True):
-            # Copies: a contender that changes them must not change those of the next.
+            # Copies, because a contender may change its input.
             x, dy = (contender.input(t, self.device, dtype).clone() for t in tensors)
             y = stage(x.requires_grad_())
-            # Not `y.backward`: DistributedDataParallel would count its gradients.
+            # Not `y.backward`: DistributedDataParallel would count these gradients.
             dx, *found = torch.autograd.grad(y, [x, *stage.parameters()], dy)
             gradients = [_exact(g) for g in found]
             yield {
@@ -194,7 +194,7 @@ class Problem:
 
 
 def stage_shapes(network: Network, batch: int) -> list[tuple[torch.Size, torch.Size]]:
-    """The shapes of the input and of the output of every stage."""
+    """Returns the shapes of input and output of every stage."""
     shapes = []
     with torch.device("meta"):
         model = network.model(fused=False)
@@ -216,9 +216,9 @@ def judge(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Verdict:
-    """Checks a contender that will be timed on `network`, with activations of `dtype`.
+    """Checks a contender before it is timed on `network`, with activations of `dtype`.
 
-    Raises what the contender raises. The network that is checked is that of `judged_network`.
+    Runs `judged_network(network, ...)`. Errors of the contender are not caught.
     """
     network = judged_network(network, dtype, device)
     expected = _expected(network, images_source, batch, device, dtype, is_tf32(dtype, device))
@@ -239,7 +239,7 @@ def judge(
 
 
 class Expected(NamedTuple):
-    """What contenders are compared with."""
+    """Results and errors that contenders are compared with."""
 
     problem: Problem
     truth: Results

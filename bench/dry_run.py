@@ -1,8 +1,8 @@
-"""The launches of a training step, recorded without a GPU: stages run, their kernels do not.
+"""Records the launches of a training step without a GPU: stages run, but their kernels do not.
 
-The launches are those of the backends' own code, on CPU tensors that no kernel reads or writes. The
-CUDA library is the one that tests/kernels/cuda_on_host compiles for the host. Stem, head and
-optimizer do not run, nor does the update of running statistics: a few launches a step.
+The backends' own code launches kernels on CPU tensors; no kernel reads or writes them. The CUDA
+library is compiled for the host by tests/kernels/cuda_on_host. Stem, head, optimizer and the update
+of running statistics (a few launches per step) do not run.
 """
 
 import bisect
@@ -26,30 +26,30 @@ from preact_kernels.ops import dispatch
 
 FORWARD, BACKWARD = "forward", "backward"
 BACKENDS = ("cuda", "triton")
-CAPABILITY = 90  # of the GPU that Triton's block shapes are chosen for
+CAPABILITY = 90  # compute capability for which Triton's block shapes are chosen
 
 
 class Launch(NamedTuple):
     """A launch, a fill, or an operator of PyTorch (`aten::...`); only a launch has a grid."""
 
     name: str
-    grid: str  # blocks along each axis: "264" or "132x2"; empty without
-    threads: int  # of a block
-    shared_bytes: int  # of a block; 0 where only the compiler knows
-    is_dependent: bool  # may begin before the launch ahead of it has ended
-    bytes_moved: int  # of the tensors that it is given, each counted once
-    part: int = 0  # of the stage
+    grid: str  # blocks along each axis: "264" or "132x2"; empty: not a launch
+    threads: int  # per block
+    shared_bytes: int  # per block; 0: only the compiler knows
+    is_dependent: bool  # may begin before the previous launch has ended
+    bytes_moved: int  # size of the tensors in its arguments, each counted once
+    part: int = 0  # index of the part of the stage
     direction: str = ""
-    kernel: str = ""  # the name, behind F1 for the first unit of a block in the forward
+    kernel: str = ""  # the name with a prefix, F1 for the first unit of a block in the forward
 
 
 class Part(NamedTuple):
-    """Blocks of a stage whose launches are counted together."""
+    """Blocks of a stage; their launches are counted together."""
 
     name: str
     blocks: int
-    unit_bytes: int  # the inner channels of every pixel
-    floor_bytes: float  # of a block, forward and backward: bench/floors.py
+    unit_bytes: int  # bytes of the inner channels of all pixels
+    floor_bytes: float  # for a block, forward and backward: bench/floors.py
 
 
 class StageLaunches(NamedTuple):
@@ -60,11 +60,11 @@ class StageLaunches(NamedTuple):
 
 
 class _Recorded(NamedTuple):
-    """A launch as it was met, before its tensors are known."""
+    """A launch when it is recorded, before the sizes of its tensors are known."""
 
     launch: Launch
     tensors: dict[int, int | None]  # bytes by address; None: not yet known
-    call: int  # of the backend
+    call: int  # number of the call of the backend
     is_of_run: bool  # the call runs blocks, not one unit
 
 
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.recorded: list[_Recorded] = []
         self.calls = 0
-        self._running: str | None = None  # the function of the backend that runs
+        self._running: str | None = None  # name of the backend's running function
 
     def add(self, launch: Launch, tensors: dict[int, int | None]) -> None:
         """Records a launch."""
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """A context in which the function `name` of the backend runs."""
+        """The body runs the backend's function `name`."""
         self.calls += 1
         self._running = name
         try:
@@ -106,25 +106,25 @@ class Recorder(TorchDispatchMode):
             result = torch.empty(shape, dtype=args[0].dtype, memory_format=torch.channels_last)
         elif name == "aten::convolution_backward":
             _, x, weight, *_, (wants_x, wants_weight, _) = args
-            of = x if wants_x else None, weight if wants_weight else None, None
-            result = [t if t is None else torch.empty_like(t) for t in of]
+            like = x if wants_x else None, weight if wants_weight else None, None
+            result = [t if t is None else torch.empty_like(t) for t in like]
         else:
             result = function(*args, **kwargs or {})
-        reads = not (name.startswith("aten::new_") or name.endswith("_like"))  # what it is given
+        reads = not (name.startswith("aten::new_") or name.endswith("_like"))  # its arguments
         given = (args, kwargs) if reads else ()
         self.add(Launch(name, "", 0, 0, False, 0), sizes((given, result)))
         return result
 
 
 class _Calls:
-    """A backend's functions; the recorder is told of every call."""
+    """A backend that tells the recorder of every call."""
 
     def __init__(self, kernels: Any, recorder: Recorder) -> None:
         self._kernels, self._recorder = kernels, recorder
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._kernels, name)
-        if name == "running_stats_update":  # of PyTorch's operators, others on a CPU
+        if name == "running_stats_update":  # calls PyTorch's operators, other ones on a CPU
             return lambda *_: None
         if name == "serves_conv" or not callable(function):
             return function
@@ -137,13 +137,13 @@ class _Calls:
 
 
 def sizes(arguments: Any) -> dict[int, int | None]:
-    """Bytes of the tensors among nested arguments, by address."""
+    """Returns the bytes of the tensors in nested arguments, by address."""
     tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.numel()]
     return {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
 
 
 def _grid(blocks: Sequence[int]) -> str:
-    """The grid of a launch as text."""
+    """Formats the grid of a launch."""
     axes = list(blocks)
     while len(axes) > 1 and axes[-1] == 1:
         axes.pop()
@@ -152,9 +152,9 @@ def _grid(blocks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
-    """The CUDA backend, whose launches are recorded in place of running.
+    """Yields the CUDA backend; its launches are recorded and do not run.
 
-    The pointers in the parameters of a launch are its tensors: launchers set or clear all of them.
+    All pointers in the parameters of a launch are tensors: launchers set or clear all of them.
     """
     from preact_kernels.kernels.cuda import CUDAKernels
     from tests.kernels.cuda_on_host import build, serve_cpu
@@ -167,8 +167,10 @@ def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
     def listen(met: serve_cpu.Launch) -> None:
         words = struct.unpack(f"{len(met.params) // 8}Q", met.params[: len(met.params) // 8 * 8])
         addresses = [w for w in words if serve_cpu.tensor_at(w)]
-        grid, of_block = _grid(met.blocks), (met.threads, met.shared_bytes)
-        launch = Launch(met.name, grid, *of_block, met.is_dependent, met.filled_bytes)
+        grid = _grid(met.blocks)
+        launch = Launch(
+            met.name, grid, met.threads, met.shared_bytes, met.is_dependent, met.filled_bytes
+        )
         recorder.add(launch, dict.fromkeys(addresses))
 
     kernels = CUDAKernels(torch.ops.preact_kernels_cuda)
@@ -184,7 +186,7 @@ def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
 def _find_sizes(recorded: list[_Recorded], tensor_at: Callable[[int], range | None]) -> None:
     """Fills in the bytes of tensors.
 
-    A tensor that several launches are given parts of ends where the next part begins.
+    If launches get parts of a tensor, a part ends where the next one begins.
     """
     begins = sorted({address for r in recorded for address in r.tensors})
     for r in recorded:
@@ -198,7 +200,7 @@ def _find_sizes(recorded: list[_Recorded], tensor_at: Callable[[int], range | No
 
 @contextlib.contextmanager
 def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
-    """The Triton backend, whose launches are recorded in place of running."""
+    """Yields the Triton backend; its launches are recorded and do not run."""
     from triton.runtime.jit import JITFunction
 
     from preact_kernels.kernels import triton as kernels
@@ -209,7 +211,7 @@ def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
     kept = []  # so that no address is used twice
 
     def record(kernel, *args, grid, warmup, **options):
-        if warmup:  # compiles, and launches nothing
+        if warmup:  # only compiles
             return
         kept.append(args)
         name = kernel.__name__.removesuffix("_kernel")
@@ -233,7 +235,7 @@ def stages(
     residual_dtype: torch.dtype | None,
     device: torch.device,
 ) -> Iterator[tuple[nn.Module, Tensor]]:
-    """The stages of a network without values, in channels_last, and their inputs.
+    """Yields the stages of a network, uninitialised, in channels_last, and their inputs.
 
     Batch norms are float32.
     """
@@ -258,16 +260,17 @@ class _Unit(NamedTuple):
     """The place of a convolution in a stage."""
 
     block: int
-    place: str  # in the block: "1", "2", ... or "-shortcut"
+    place: str  # place in the block: "1", "2", ... or "-shortcut"
 
 
 Units = list[dict[int, _Unit]]
-"""Units by address of a tensor; what tells a unit best comes first."""
+"""Units by address of a tensor; the most reliable tensors come first."""
 
 
 def _units_of(stage: nn.Module, gradients: Sequence[Tensor]) -> Units:
-    # By conv_weight, which may be packed elsewhere; bn_bias; bn_weight, which the fold of the next
-    # unit has too; and gradients, which a launch may finish for another unit.
+    # By conv_weight, which may be packed elsewhere; by bn_bias; by bn_weight, which the deferred
+    # affine step of the next unit reads too; by gradients, which a launch may finish for another
+    # unit.
     units: Units = [{}, {}, {}, {}]
     for (name, parameter), gradient in zip(stage.named_parameters(), gradients, strict=True):
         block, module, kind = name.split(".")
@@ -278,9 +281,9 @@ def _units_of(stage: nn.Module, gradients: Sequence[Tensor]) -> Units:
 
 
 def _unit_of(launches: list[_Recorded], units: Units) -> _Unit | None:
-    """The unit that launches are for; None where there are several, or none.
+    """Returns the unit of some launches; None: several units, or none.
 
-    A kernel that recomputes g is given the weight of another unit after its own.
+    A kernel that recomputes g gets the weight of another unit after its own.
     """
     recomputes_g = any("recomputed" in r.launch.name for r in launches)
     addresses = [address for r in launches for address in r.tensors]
@@ -293,9 +296,9 @@ def _unit_of(launches: list[_Recorded], units: Units) -> _Unit | None:
 def _placed(
     stage: nn.Module, units: Units, recorded: list[_Recorded], direction: str
 ) -> Iterator[Launch]:
-    # The launches of a unit are a call of their own, or in a call that runs many blocks.
+    # The launches of a unit are a separate call, or in a call that runs many blocks.
     projected = [block.projection() is not None for block in stage]
-    plain = int(len(set(projected)) > 1)  # its part
+    plain = int(len(set(projected)) > 1)  # index of the part without projections
     for _, group in itertools.groupby(recorded, lambda r: id(r) if r.is_of_run else r.call):
         launches = list(group)
         unit = _unit_of(launches, units)
@@ -310,7 +313,7 @@ def _placed(
 
 
 def _parts(stage: nn.Module, x: Tensor, name: str) -> list[Part]:
-    """The blocks with a projection, then the others."""
+    """Returns the blocks with a projection, then the others."""
     height, parts = x.shape[2], {}
     for block in stage:
         (_, conv), *_ = block.units()
@@ -332,10 +335,10 @@ def dry_run(
     residual_dtype: torch.dtype | None = None,
     multiprocessors: int = 132,
 ) -> list[StageLaunches]:
-    """The launches of the stages in one training step, forward and backward.
+    """Records the launches of the stages in one training step, forward and backward.
 
     Raises:
-        RuntimeError: the launches of the backend cannot be recorded here.
+        RuntimeError: launches of the backend cannot be recorded on this machine.
     """
     launches = {"cuda": cuda_launches, "triton": triton_launches}[backend]
     recorder, steps = Recorder(), []

@@ -1,7 +1,7 @@
-"""What a step or an op costs at least: bytes that must move, and FLOPs.
+"""Least cost of a step or an op: bytes that must move, and FLOPs.
 
 Bytes follow a plan for fused kernels, block by block, without caches. The passes of a
-bottleneck 4C -> C -> C -> 4C, in units of C elements per pixel:
+bottleneck 4C -> C -> C -> 4C, in multiples of C elements per pixel:
 
     forward   F1  x 4 -> z1 1          F2  z1 1 -> z2 1        F3  z2 1, x 4 -> y 4          16
     backward  B3  dy 4, z2 1 -> g3 1                                                          6
@@ -10,8 +10,8 @@ bottleneck 4C -> C -> C -> 4C, in units of C elements per pixel:
               B1b g2 1, z1 1, x 4, dy 4 -> dx 4                                              14
                                                                                        total 46
 
-B3 may form its own dy, in place of B1b of the next block. That takes 4 units less, which are not
-counted here.
+B3 may compute its own dy, instead of B1b of the next block. This would save 4 C elements per pixel,
+and is not counted here.
 """
 
 import functools
@@ -34,19 +34,19 @@ class Cost(NamedTuple):
 
 
 def conv_flops(conv: nn.Conv2d, batch: int, out_pixels: int) -> float:
-    """FLOPs of one forward of `conv`."""
+    """Returns the FLOPs of one forward of `conv`."""
     return 2.0 * batch * out_pixels * conv.weight.numel()
 
 
 def block_cost(
     block: nn.Module, batch: int, height: int, itemsize: int, stream_itemsize: int | None = None
 ) -> tuple[Cost, int]:
-    """The cost of the forward and backward of one block, and the height of its output in pixels.
+    """Returns the cost of a block's forward and backward, and the height of its output in pixels.
 
-    The inputs and outputs of blocks and their gradients may have another itemsize.
+    Inputs and outputs of blocks and their gradients have `stream_itemsize`, if it is given.
     """
     units = list(block.units())
-    inputs, flops = [], 0.0  # elements of the input of each unit
+    inputs, flops = [], 0.0  # inputs: elements of each unit's input
     for _, conv in units:
         inputs.append(batch * conv.in_channels * height**2)
         height //= conv.stride[0]
@@ -65,12 +65,12 @@ def block_cost(
             elements += 2 * inputs[index]  # z -> g
         else:
             elements += 2 * outputs[index] + 2 * inputs[index]  # g above, z above, z -> g
-    above = 2 * outputs[0]  # g above, z above: folded into the gradient of the first unit's output
+    above = 2 * outputs[0]  # g above, z above: give the gradient of the first unit's output
     elements += 2 * above
     stream += x  # B1a
     stream += x + x  # B1b: -> dx
     if shortcut is None:
-        stream += x  # B1b adds dy, of the shape of x
+        stream += x  # B1b adds dy, which has the shape of x
     else:
         flops += 3 * conv_flops(shortcut, batch, height**2)
         stream += x + y  # the projection: x -> shortcut
@@ -80,7 +80,7 @@ def block_cost(
 
 @functools.cache
 def network_cost(network: Network, batch: int, dtype: torch.dtype) -> Cost:
-    """One training step of a pre-activation ResNet: forward, backward and SGD.
+    """Returns the cost of a training step of a pre-activation ResNet: forward, backward and SGD.
 
     - Stem: reads the image and writes its output; the weight gradient reads both.
     - Max pool, if there is one: reads its input and writes its output; the same for gradients.
@@ -111,7 +111,7 @@ def network_cost(network: Network, batch: int, dtype: torch.dtype) -> Cost:
 
 
 def bn_relu_cost(x_elements: int, itemsize: int, backward: bool) -> Cost:
-    """`pk.bn_relu` in training mode.
+    """Returns the cost of `pk.bn_relu` in training mode.
 
     Forward, 3 passes: reads x for the statistics, reads x, writes y. Backward, 5 passes: reads dy
     and x for the sums, reads dy and x, writes dx.
@@ -129,12 +129,12 @@ def bn_relu_conv_cost(
     has_residual: bool,
     backward: bool,
 ) -> Cost:
-    """`pk.bn_relu_conv2d` in training mode.
+    """Returns the cost of `pk.bn_relu_conv2d` in training mode.
 
     Forward: reads x for the statistics, reads x and the residual, writes y. Backward: reads dy and
     x for the sums and the weight gradient; then either reads dy and x and writes dx, or writes g
     before and reads g and x and writes dx, whichever moves less. The residual's gradient is dy.
-    `flops` are those of one forward of the convolution.
+    `flops`: one forward of the convolution.
     """
     elements = 2 * x_elements + y_elements + (y_elements if has_residual else 0)
     if backward:

@@ -1,13 +1,13 @@
 """Builds, tests and measures on a GPU machine: `python -m bench.gpu_report FOLDER`.
 
-Uses the Python of the machine with torch, pytest and the packages of the benchmarks, and no
-network. The parts, in order: compiled libraries (existing ones of the same sources, or built now)
-and those of `parts_of`, the most important first. If a part fails or runs out of time, the next one
-starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (what the parts print, without the
+Uses the installed Python with torch, pytest and the packages of the benchmarks, and no internet
+connection. First builds the libraries, unless they were built from the same sources; then runs the
+parts in `parts_of`, the most important first. If a part fails or runs out of time, the next one
+starts. FOLDER gets `summary.txt` (one line per part), `log.txt` (output of the parts, without the
 middle of long output) and the CSV files of the benchmarks, all written while the parts run. For
 tables and plots, copy the CSV files to bench/results/ and run `make report`.
 
-Without a GPU, a dry run: leaves out the parts that need one.
+Without a GPU this is a dry run without the parts that need one.
 """
 
 import dataclasses
@@ -81,9 +81,9 @@ CONVERTED_MODELS = (
 )
 """Models of `bench.converted`, the most important first."""
 GRACE_SECONDS = 20  # between interrupting and killing a part
-MIN_SECONDS = 120  # of a part without a limit, if they are left
-LEAST_SECONDS = 30  # for which a benchmark is started
-LOG_BYTES = 2**20  # of each part in log.txt
+MIN_SECONDS = 120  # least time of a part without a limit, if it is left
+LEAST_SECONDS = 30  # least time left to start a benchmark
+LOG_BYTES = 2**20  # most output of a part in log.txt
 
 LOAD = f"""
 import sys
@@ -94,7 +94,7 @@ import preact_kernels as pk
 print("torch", torch.__version__, "with the backends", *pk.available_backends())
 sys.exit(torch.cuda.is_available() and "cuda" not in pk.available_backends())
 """
-"""Loads both libraries, or one if torch has no CUDA; fails if there is a GPU without backend."""
+"""Loads both libraries, or one if torch has no CUDA; fails if a GPU lacks the backend `cuda`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +104,14 @@ class Part:
     name: str
     command: list[str]  # arguments of Python
     seconds: float  # limit
-    reserved: float = 0  # seconds that a part without a limit leaves to it
+    reserved: float = 0  # seconds that earlier parts without a limit leave to it
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     needs_gpu: bool = False
-    repeats: bool = False  # also in a resumed report
+    repeats: bool = False  # runs again in a resumed report
 
 
 def tests(name: str, files: Sequence[str], seconds: float, **options) -> Part:
-    """The quick tests of some files, in several processes if pytest-xdist is installed."""
+    """Returns a part for the quick tests in some files, in parallel if pytest-xdist is there."""
     command = ["-m", "pytest", "-v", "-rfEs", "--tb=short", "--maxfail=100"]
     command += ["-p", "no:cacheprovider", "-m", "not slow"]
     if importlib.util.find_spec("xdist"):
@@ -121,12 +121,12 @@ def tests(name: str, files: Sequence[str], seconds: float, **options) -> Part:
 
 
 def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: bool) -> list[Part]:
-    """The parts of a report, the most important first.
+    """Returns the parts of a report, the most important first.
 
     Args:
-        folder: for the files.
-        options: of `python -m bench`.
-        test_seconds: limit of the tests of the kernels.
+        folder: folder of the files.
+        options: options of `python -m bench`.
+        test_seconds: time limit for the tests of the kernels.
         resume: keep the rows of an earlier report.
     """
     out, again = ["--out", str(folder)], ["--resume"] * resume
@@ -173,7 +173,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
 
 
 def listing() -> bytes:
-    """Hashes of the libraries and of their sources."""
+    """Returns hashes of the libraries and of their sources."""
     sources = sorted(str(p) for p in (ROOT / "csrc").rglob("*") if p.is_file())
     paths = [*sources, ROOT / "setup.py", ROOT / "pyproject.toml", *LIBRARIES]
     names = [os.path.relpath(path, ROOT) for path in paths]
@@ -181,7 +181,7 @@ def listing() -> bytes:
 
 
 def is_built() -> bool:
-    """Whether the libraries load and were built from these sources, according to `LISTING`."""
+    """Whether the libraries load and, by `LISTING`, were built from these sources."""
     if not LISTING.exists() or LISTING.read_bytes() != listing():
         return False
     return measure.run_process([sys.executable, "-c", LOAD], 60, cwd=ROOT) == 0
@@ -191,8 +191,8 @@ class Report:
     """Runs parts within a time limit and writes their files.
 
     Args:
-        folder: for the files; created if missing.
-        seconds: for the whole run.
+        folder: folder of the files; created if missing.
+        seconds: time limit of the whole run.
     """
 
     def __init__(self, folder: Path, seconds: float) -> None:
@@ -209,10 +209,10 @@ class Report:
             summary.write(f"{part}: {words}\n")
 
     def run(self, part: Part, later: Sequence[Part] = ()) -> int | None:
-        """Runs a part, with its output in the log, and leaves time for the `later` ones.
+        """Runs a part with its output in the log, and leaves time for the `later` parts.
 
         Returns:
-            Its exit status; None if there was no time to start or to finish.
+            The exit status; None: no time to start or to finish.
         """
         left_s = self.end_s - time.monotonic() - GRACE_SECONDS
         free_s = max(left_s - sum(p.reserved for p in later), MIN_SECONDS)
@@ -224,7 +224,7 @@ class Report:
         command = [sys.executable, *part.command]
         if is_bench:
             command += ["--time-limit", str(int(seconds - 10))]
-        scripts = os.path.dirname(sys.executable)  # has ninja, in a virtual environment
+        scripts = os.path.dirname(sys.executable)  # contains ninja in a virtual environment
         path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PATH": path, **part.environment}
         environment["TQDM_MININTERVAL"] = "5"  # seconds between states of a progress bar in the log
@@ -241,7 +241,7 @@ class Report:
                 log.truncate(begin + LOG_BYTES // 2)
                 log.write(b"\n... the middle is left out ...\n" + output[-LOG_BYTES // 2 :])
             lines = re.split(r"[\r\n]+", output.decode(errors="replace").strip())
-        counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # of pytest
+        counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # from pytest
         last = [*lines, *counts[-1:]][-1].strip("= ")[-200:]
         how = "out of time" if status is None else "ok" if not status else f"exit status {status}"
         self.note(part.name, f"{how} after {time.monotonic() - start_s:.0f} s: {last}")
@@ -250,9 +250,9 @@ class Report:
 
 
 def kept_lines(earlier: Path, sources: str, parts: Sequence[Part]) -> dict[str, str]:
-    """The lines of parts that ended in an earlier report of the same sources and GPU.
+    """Returns lines of parts that ended in an earlier report of the same sources and GPU.
 
-    Tests also if some failed.
+    Parts with tests count also if some tests failed.
     """
     path = earlier / "summary.txt"
     lines = path.read_text().split("\n") if path.exists() else []
@@ -306,7 +306,7 @@ def main(given: Sequence[str] | None = None) -> int:
     report.run(Part("libraries", ["-c", LOAD], 60))
     for part, words in kept.items():
         report.note(part, words)
-    # Seconds that groups of tests leave to the next one.
+    # Unused time of a group of tests, which the next group gets.
     spare_s = sum(p.seconds for p in parts if p.name in kept and p.name.startswith("tests "))
     parts = [] if a.only_build else [part for part in parts if part.name not in kept]
     for index, part in enumerate(parts):
@@ -314,7 +314,7 @@ def main(given: Sequence[str] | None = None) -> int:
         begin_s = time.monotonic()
         report.run(dataclasses.replace(part, seconds=seconds), parts[index + 1 :])
         spare_s = max(0.0, seconds - (time.monotonic() - begin_s))
-    for path in folder.glob("*.partial"):  # of a process that was killed
+    for path in folder.glob("*.partial"):  # a killed process leaves them
         path.unlink()
     return int(report.has_failed)
 

@@ -1,7 +1,8 @@
 """Time of a training step by kernel: `python -m bench.hotspots`.
 
-On a GPU these are the kernels of the device, on a CPU PyTorch's operations, each without those that
-it calls. Also prints the step time without the profiler, the sum of the kernels, and the floor.
+On a GPU these are the kernels of the device, on a CPU PyTorch's operations, without the time of
+operations that they call. Also prints the step time without the profiler, the sum of the kernels,
+and the floor.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,10 @@ from bench.records import table
 
 
 def hotspots(session: Session) -> tuple[list[tuple[str, int, float]], float]:
-    """Profiles one training step of the contender of a task after warm-up.
+    """Profiles one training step of a task's contender after warm-up.
 
     Returns:
-        Name, calls and ms of every kernel, longest first; and ms of the step without profiler.
+        Name, calls and ms of every kernel, longest first; and ms of the step without the profiler.
     """
     step, device = session.step(session.task.contenders[0], batches=1), session.device
     step()

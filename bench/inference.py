@@ -1,9 +1,9 @@
 """Images/s of inference: `python -m bench.inference`.
 
-Runs eager PyTorch, torch.compile, torch.fx's folding of batch norms, `pk.fuse_for_inference`, and
-`pk.fuse_for_inference` after `pk.convert`, in turn, on the same model and images. The networks of
-this package are the plain ones (fused=False), in place of `pk.convert` the fused ones. timm and
-torchvision are needed for the others. Prints tables and writes a CSV file.
+Runs in turn, on the same model and images: eager PyTorch, torch.compile, torch.fx's folding of
+batch norms, `pk.fuse_for_inference`, and `pk.fuse_for_inference` after `pk.convert`. Networks of
+this package are plain (fused=False); their fused form replaces `pk.convert`. Other networks need
+timm and torchvision. Prints tables and writes a CSV file.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tests.convert import published_models as published
 BASELINE = "eager"
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the size of images, pixels
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # constructor, image size in pixels
     "resnet-20": (lambda: pk.preact_resnet(20, fused=False), 32),
     "resnet-164": (lambda: pk.preact_resnet(164, fused=False), 32),
     "wrn-28-10": (lambda: pk.preact_resnet(28, width=10, fused=False), 32),
@@ -34,7 +34,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the size of 
 
 
 def calibrated(model: nn.Module, size: int) -> nn.Module:
-    """`model` in evaluation mode, with statistics that keep its activations in a normal range."""
+    """Sets statistics that keep activations in a normal range; returns the model in evaluation."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None
@@ -44,7 +44,7 @@ def calibrated(model: nn.Module, size: int) -> nn.Module:
 
 
 def contenders(name: str, model: nn.Module, *, compiles: bool) -> dict[str, nn.Module]:
-    """The ways to run `model`, by name."""
+    """Returns the ways to run `model`, by name."""
     if isinstance(model, pk.PreActResNet):
         depth, *width = map(int, name.split("-")[1:])
         fused: nn.Module = pk.preact_resnet(depth, width=width[0] if width else 1)
@@ -61,7 +61,7 @@ def contenders(name: str, model: nn.Module, *, compiles: bool) -> dict[str, nn.M
 
 
 def measured(name: str, a: argparse.Namespace) -> Iterator[InferenceRow]:
-    """The rows of a network, for every batch and contender."""
+    """Measures a network; yields a row for every batch and contender."""
     torch.manual_seed(0)
     build, size = NETWORKS[name]
     size, dtype = a.size or size, DTYPES[a.dtype]
@@ -81,7 +81,7 @@ def measured(name: str, a: argparse.Namespace) -> Iterator[InferenceRow]:
 
 
 def table(rows: Sequence[InferenceRow]) -> str:
-    """A line for each contender and batch, with the speed as a multiple of eager's."""
+    """Formats a line per contender and batch, with the speed relative to eager."""
     eager_ms = {(r.case, r.batch): r.median_ms for r in rows if r.contender == BASELINE}
     lines = [
         {

@@ -1,16 +1,16 @@
 """The launches of a training step: `python -m bench.launches --network resnet-1001 --batch 128`.
 
-Needs no GPU: the launches are those of the backend's own code, recorded in place of running
-(bench/dry_run.py). Prints, for every stage, direction and kernel, the launches of a block, the
-bytes of the tensors that they are given, each counted once a launch, and an estimated time: bytes
-over copy bandwidth, and a gap between launches. The constants are below. Arithmetic, latency within
-a kernel, and hits in the cache are not in it. A unit is the inner channels of every pixel. Launches
-that occur once a stage count as a fraction of a block's. Blocks with a projection are one line of
-the table; the CSV file has their kernels.
+Needs no GPU: launches of the backend's own code are recorded and do not run (bench/dry_run.py).
+Prints, for every stage, direction and kernel, the launches per block, the bytes of the tensors in
+their arguments (each counted once per launch), and an estimated time: bytes over copy bandwidth,
+plus a gap between launches, with the constants below. The estimate leaves out arithmetic, latency
+within a kernel, and cache hits. The column "units a block" has bytes in multiples of the inner
+channels of all pixels. Launches that occur once per stage count as a fraction per block. Blocks
+with a projection are one line of the table; the CSV file has their kernels.
 
-On a GPU, also measures: each stage runs as a CUDA graph under the profiler. The time of a kernel
-runs from the end of the kernel ahead of it to its own end. Stem, head and optimizer are not listed.
-The time lost is the time measured, less bytes over copy bandwidth.
+On a GPU, also measures: each stage runs as a CUDA graph under the profiler. The time of a kernel is
+from the end of the previous kernel to its own end. Stem, head and optimizer are not listed. The
+time lost is the measured time minus bytes over copy bandwidth.
 """
 
 import argparse
@@ -41,26 +41,26 @@ REPLAYS = 5
 FILL = "fill_zeros"
 
 
-# What the estimate assumes of a GPU: an H200.
+# Assumptions of the estimate, for an H200.
 COPY_BYTES_PER_US = 4.3e6  # read and written; published
-LAUNCH_US = 1.9  # of each kernel of a CUDA graph; published
-# With programmatic dependent launch: assumed. `python -m bench.probes` measures it.
+LAUNCH_US = 1.9  # per kernel of a CUDA graph; published
+# With programmatic dependent launch; assumed. `python -m bench.probes` measures it.
 DEPENDENT_LAUNCH_US = 0.9
 
 
 def is_kernel(name: str) -> bool:
-    """Whether a launch is a kernel of this package: no operator of PyTorch, no fill."""
+    """Whether a launch is a kernel of this package, not an operator of PyTorch or a fill."""
     return not name.startswith("aten::") and name != FILL
 
 
 def estimated_us(launch: Launch) -> float:
-    """Estimated time from the end of the launch ahead to the end of this one."""
+    """Returns the estimated time from the end of the previous launch to the end of this one."""
     gap_us = DEPENDENT_LAUNCH_US if launch.is_dependent else LAUNCH_US
     return launch.bytes_moved / COPY_BYTES_PER_US + gap_us
 
 
 def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterator[LaunchRow]:
-    """A row for each part, direction and kernel, in the order of the launches."""
+    """Yields a row for each part, direction and kernel, in the order of the launches."""
     groups: dict[tuple, list[tuple[Launch, float | None]]] = {}
     for launch, us in zip(stage.launches, measured_us, strict=True):
         key = launch.part, launch.direction, launch.kernel
@@ -87,26 +87,26 @@ def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterat
 
 
 def _each(values: Iterable) -> str:
-    """The different values, in order; empty where there is none."""
+    """Joins the different values in order; empty: there are none."""
     return " or ".join(str(v) for v in dict.fromkeys(values) if v)
 
 
 def table(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
-    """A line for each kernel of the blocks without a projection, and sums."""
+    """Formats a line for each kernel of the blocks without a projection, and sums."""
     lines = []
     for part in [part for stage in stages for part in stage.parts]:
         own = [row for row in rows if row.stage == part.name]
         for direction in (FORWARD, BACKWARD) if "projection" not in part.name else ():
-            of_direction = [row for row in own if row.direction == direction]
-            lines += [_line(row.kernel, [row]) for row in of_direction]
-            lines.append(_line("sum", of_direction))
+            some = [row for row in own if row.direction == direction]
+            lines += [_line(row.kernel, [row]) for row in some]
+            lines.append(_line("sum", some))
         floor_units = part.floor_bytes / part.unit_bytes
         lines.append(_line(f"a block of {part.blocks}; floor {floor_units:.1f} units", own))
     return records.table(lines)
 
 
 def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
-    """The sums of columns; of measured times where there is any."""
+    """Returns a line with the sums of columns; unmeasured times are left out."""
 
     def total(name: str, form: str, scale: float = 1) -> str:
         values = [value for row in rows if (value := getattr(row, name)) is not None]
@@ -128,7 +128,7 @@ def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
 
 
 def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
-    """Launches, bytes and time of all stages."""
+    """Formats the launches, bytes and time of all stages."""
     floor_bytes = sum(part.floor_bytes * part.blocks for stage in stages for part in stage.parts)
     launches = [launch for stage in stages for launch in stage.launches]
     dependent = sum(launch.is_dependent for launch in launches)
@@ -146,7 +146,7 @@ def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
 
 
 def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> str:
-    """A line for each of the `most` kernels that lose most over their bytes at copy bandwidth."""
+    """Formats a line for each of the `most` kernels with the largest losses."""
     lost = []
     for row in rows:
         if row.measured_us_per_block is not None and row.copy_gb_s is not None:
@@ -170,14 +170,14 @@ def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> s
 
 
 class Kernel(NamedTuple):
-    """A kernel as the profiler saw it."""
+    """A kernel in the profiler's trace."""
 
     name: str
-    us: float  # from the end of the kernel ahead to its own
+    us: float  # from the end of the previous kernel to its own end
 
 
 def captured(stage: nn.Module, x: Tensor) -> Callable[[], None]:
-    """A step of a stage, forward and backward, in a CUDA graph."""
+    """Captures a stage's forward and backward in a CUDA graph; returns its replay."""
     for module in stage.modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
             module.reset_parameters()
@@ -193,10 +193,10 @@ def captured(stage: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 def kernels_of(step: Callable[[], None]) -> list[Kernel]:
-    """The kernels of a step in order, as the profiler sees them.
+    """Profiles a step; returns its kernels in order.
 
     Raises:
-        RuntimeError: it sees none, or others in some runs than in others.
+        RuntimeError: the profiler saw no kernels, or other kernels in some runs than in others.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(REPLAYS):
@@ -208,14 +208,14 @@ def kernels_of(step: Callable[[], None]) -> list[Kernel]:
 
 
 def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[Kernel]:
-    """The kernels of one replay, with the median of their times.
+    """Returns the kernels of one replay with their median times.
 
     Args:
         spans: name, begin and end in us of every kernel of all replays.
-        replays: how many there were.
+        replays: number of replays.
 
     Raises:
-        RuntimeError: there are none, or the replays differ.
+        RuntimeError: there are no kernels, or the replays differ.
     """
     if not spans:
         raise RuntimeError("the profiler saw no kernels")
@@ -238,9 +238,9 @@ def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[
 def times_of(
     launches: Sequence[Launch], kernels: Sequence[Kernel], known: Set[str]
 ) -> list[float | None]:
-    """The measured time of each launch; None for a fill or an operator of PyTorch.
+    """Returns the measured time of each launch; None: a fill or an operator of PyTorch.
 
-    `known` are the names of the kernels of this package.
+    `known`: names of the kernels of this package.
 
     Raises:
         RuntimeError: the GPU ran other kernels of this package, or in another order.
@@ -248,21 +248,21 @@ def times_of(
     expected = [launch.name for launch in launches if is_kernel(launch.name)]
     own = [(name, k.us) for k in kernels if (name := own_name(k.name, known))]
     for index, (name, met) in enumerate(itertools.zip_longest(expected, [n for n, _ in own])):
-        if not (name and met and name.startswith(met)):  # it may say which variant of the kernel
+        if not (name and met and name.startswith(met)):  # `name` may end with a variant
             raise RuntimeError(f"kernel {index}: expected {name}, the GPU ran {met}")
     times = iter(us for _, us in own)
     return [next(times) if is_kernel(launch.name) else None for launch in launches]
 
 
 def own_name(kernel: str, known: Set[str]) -> str | None:
-    """The name under which a kernel of the profiler is launched; None for others'."""
+    """Returns the launch name of a kernel in the profiler's trace; None: not of this package."""
     found = re.search(r"(\w+)_kernel\b", kernel)
     is_own = found and any(name.startswith(found[1]) for name in known)
     return found[1] if is_own else None
 
 
 def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator[list]:
-    """The measured times of the launches of each stage; prints those of whole stages."""
+    """Yields the measured times of each stage's launches; prints the times of whole stages."""
     step = a.network, a.batch, a.dtype, a.memory, a.residual_dtype
     known = {p.name for s in stages for p in s.launches if is_kernel(p.name)}
     on_gpu = dry_run.stages(*step, torch.device("cuda"))
@@ -287,7 +287,7 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
 
 
 def recorded(a: argparse.Namespace) -> list[StageLaunches]:
-    """The launches; in another process on a GPU machine, where the CUDA library itself is used."""
+    """Returns the launches; on a GPU machine another process records them: this one runs CUDA."""
     names = "network", "batch", "dtype", "backend", "memory", "residual_dtype", "multiprocessors"
     step = [getattr(a, name) for name in names]
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Measures times in turn, the machine and its ceilings, and the memory of a process."""
+"""Times of calls in turn, the machine and its ceilings, memory of a process."""
 
 import argparse
 import contextlib
@@ -39,17 +39,17 @@ DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`"float32"` for `torch.float32`."""
+    """Returns `"float32"` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def default_device() -> torch.device:
-    """A GPU where there is one."""
+    """Returns a GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def parser(module: str, description: str, *options: str) -> argparse.ArgumentParser:
-    """A parser of the command line of `python -m MODULE`, with "--device" or "--out" or both."""
+    """Returns a parser for `python -m MODULE`, with "--device" or "--out" or both."""
     form = argparse.RawDescriptionHelpFormatter
     found = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=form
@@ -63,7 +63,7 @@ def parser(module: str, description: str, *options: str) -> argparse.ArgumentPar
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the start of its message."""
+    """Returns the type of an error and the start of its message."""
     return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]}"
 
 
@@ -76,7 +76,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> "Timing":
-        """Of at least one time."""
+        """Computes the percentiles of at least one time."""
         return cls(*np.percentile(samples_ms, [50, 20, 80]).tolist())
 
 
@@ -87,7 +87,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def captured(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A CUDA graph of a call, after calls that warm up; and what the call returned."""
+    """Captures a call in a CUDA graph, after warm-up calls; also returns the call's result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -102,7 +102,7 @@ def captured(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
 
 
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Time of one call in ms: between CUDA events on a GPU, by the clock on a CPU."""
+    """Returns the time of one call in ms: by CUDA events on a GPU, by the clock on a CPU."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
@@ -126,16 +126,16 @@ def time_in_turn(
     failed: Callable[[str, Exception], None] | None = None,
     after_round: Callable[[dict[str, Timing]], None] = lambda times: None,
 ) -> dict[str, Timing]:
-    """Times every call once per round, A B C A B C ..., so that drift affects all alike.
+    """Times every call once per round (A B C A B C ...), so that drift affects all alike.
 
     Args:
-        calls: by name; already warm.
+        calls: calls by name; warmed up already.
         rounds: number of rounds.
-        device: where the calls run.
-        deadline_s: value of `time.time()`. No round starts, except the first, that would end later
-            if it took as long as the longest before it.
-        title: of the progress bar.
-        failed: called with a name and the error of a call, which is then left out; None raises it.
+        device: device of the calls.
+        deadline_s: value of `time.time()`. A round, except the first, does not start if it would
+            end later, judged by the longest round so far.
+        title: title of the progress bar.
+        failed: called with a name and the error of a call, which is then left out; None: raise.
         after_round: called with the timings so far.
 
     Returns:
@@ -170,7 +170,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _end_with_parent() -> None:
-    """Has the system kill this process when its parent ends, however that ends."""
+    """Makes the system kill this process when its parent ends for any reason."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -179,7 +179,7 @@ def run_process(
 ) -> int | None:
     """Runs a command; interrupts it after `seconds`, and kills it and its children after `grace_s`.
 
-    It does not outlive this process. `options` are those of `subprocess.Popen`.
+    It does not outlive this process. `options`: further arguments of `subprocess.Popen`.
 
     Returns:
         The exit status; None if the command ran out of time.
@@ -202,12 +202,12 @@ def run_process(
 
 
 def instruction_set(device: torch.device) -> str:
-    """What the fused CPU kernels run on; an empty string elsewhere."""
+    """Returns the instruction set of the fused CPU kernels; empty: another device."""
     return "" if device.type != "cpu" or cpu.load_error() else cpu.kernels().instruction_set
 
 
 def source_digest() -> str:
-    """A short hash of all sources."""
+    """Returns a short hash of all sources."""
     digest = hashlib.sha256()
     patterns = ("preact_kernels/**/*.py", "csrc/**/*.*", "bench/*.py", "setup.py")
     for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
@@ -216,10 +216,10 @@ def source_digest() -> str:
 
 
 def commit() -> str:
-    """The short hash of the checked-out commit.
+    """Returns the short hash of the checked-out commit.
 
-    `1a2b3c4d5e-dirty-0f1e2d3c4b`, with a hash of the sources, if tracked files differ;
-    `sources-0f1e2d3c4b` without git history. PREACT_KERNELS_COMMIT overrides it.
+    If tracked files differ, a hash of the sources follows: `1a2b3c4d5e-dirty-0f1e2d3c4b`. Without
+    git history it is `sources-0f1e2d3c4b`. PREACT_KERNELS_COMMIT overrides it.
     """
     if os.environ.get("PREACT_KERNELS_COMMIT"):
         return os.environ["PREACT_KERNELS_COMMIT"]
@@ -231,7 +231,7 @@ def commit() -> str:
 
     try:
         head = git("rev-parse", "--short=10", "HEAD")
-        # Not the results, which are written while the commit is measured.
+        # Without the results, which are written while the commit is measured.
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     except (OSError, subprocess.SubprocessError):
         return f"sources-{source_digest()}"
@@ -239,7 +239,7 @@ def commit() -> str:
 
 
 def own_command() -> str:
-    """The command of this process, to run it again."""
+    """Returns the command line of this process."""
     module = Path(sys.argv[0]).with_suffix("")
     module = module.parent if module.name == "__main__" else module
     prefix = "bench." if module.parent == ROOT / "bench" else ""
@@ -247,7 +247,7 @@ def own_command() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU, or the processor, its vector instructions and the threads of PyTorch."""
+    """Returns the GPU, or the processor, its vector instructions and PyTorch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     named = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -269,9 +269,9 @@ class Machine:
 
     @classmethod
     def of(cls, device: torch.device, command: str | None = None) -> "Machine":
-        """Of this process on `device`; `command` is its own by default."""
+        """Describes this process on `device`; `command` defaults to its own."""
         name = device_name(device)
-        if dispatch.current() != "auto":  # measured beside the default, not in its place
+        if dispatch.current() != "auto":  # rows in addition to rows of the default backend
             name += f", backend {dispatch.current()}"
         versions = [
             f"torch {torch.__version__}",
@@ -284,7 +284,7 @@ class Machine:
         return cls(name, ", ".join(versions), commit(), date, command or own_command())
 
     def stamp(self, record):
-        """`record` with these columns set."""
+        """Returns `record` with these columns set."""
         return dataclasses.replace(record, **dataclasses.asdict(self))
 
 
@@ -296,7 +296,7 @@ class Ceilings:
     matmul_gflop_s: dict[str, float]  # by dtype name
 
     def floor_ms(self, bytes_moved: float, flops: float, dtype: torch.dtype) -> float:
-        """The larger of bytes over bandwidth and FLOPs over matrix rate, in ms."""
+        """Returns the larger of bytes / bandwidth and FLOPs / matrix rate, in ms."""
         rate = self.matmul_gflop_s.get(dtype_name(dtype)) or max(self.matmul_gflop_s.values())
         return max(bytes_moved / self.copy_gb_s, flops / rate) / 1e6
 
@@ -306,7 +306,7 @@ class Ceilings:
 
 
 def best_ms(call: Callable[[], object], device: torch.device) -> float:
-    """The shortest of 25 times, after a call that warms up."""
+    """Returns the shortest of 25 times, after a warm-up call."""
     call()
     return min(time_once_ms(call, device) for _ in range(25))
 
@@ -314,8 +314,8 @@ def best_ms(call: Callable[[], object], device: torch.device) -> float:
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measures copy bandwidth and matrix rates.
 
-    float32 products use TF32 if PyTorch's convolutions do. On a CPU the rate is that of a matrix
-    product or of a convolution, whichever is higher: PyTorch runs them in different libraries.
+    float32 products use TF32 if PyTorch's convolutions do. On a CPU, the rate is the higher one of
+    a matrix product and a convolution: PyTorch runs them in different libraries.
     """
     on_gpu = device.type == "cuda"
     tf32 = torch.backends.cuda.matmul.allow_tf32
@@ -329,14 +329,14 @@ def measure_ceilings(device: torch.device) -> Ceilings:
         torch.backends.cuda.matmul.allow_tf32 = tf32
     ceilings = Ceilings(measure_copy_gb_s(device), rates)
     if on_gpu:
-        torch.cuda.empty_cache()  # for processes that measure while this one waits
+        torch.cuda.empty_cache()  # frees memory for processes that measure while this one waits
     return ceilings
 
 
 def measure_copy_gb_s(device: torch.device) -> float:
-    """Copy bandwidth, bytes read and written, of a tensor that is larger than any cache.
+    """Measures copy bandwidth (bytes read and written) with a tensor larger than any cache.
 
-    256 MiB on a CPU, 2 GiB on a GPU.
+    The tensor has 256 MiB on a CPU, 2 GiB on a GPU.
     """
     size_bytes = 2**31 if device.type == "cuda" else 2**28
     source = torch.ones(size_bytes // 4, device=device)
@@ -351,7 +351,7 @@ def _matmul_gflop_s(size: int, dtype: torch.dtype, device: torch.device) -> floa
 
 
 def _conv_gflop_s(dtype: torch.dtype) -> float:
-    """The rate of a 3x3 convolution of 128 channels on a CPU."""
+    """Measures the rate of a 3x3 convolution with 128 channels on a CPU."""
     images, size, channels = 16, 16, 128
     a = torch.randn(images, channels, size, size).to(dtype, memory_format=torch.channels_last)
     conv = torch.nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(dtype)
@@ -367,13 +367,13 @@ def _status_bytes(field: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Resident size of this process, after returning unused heap pages to the system."""
+    """Returns the resident size of this process, without unused heap pages."""
     _LIBC.malloc_trim(0)
     return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident size of this process since the last `reset_peak`."""
+    """Returns the peak resident size of this process since the last `reset_peak`."""
     return _status_bytes("VmHWM")
 
 
@@ -384,7 +384,7 @@ def reset_peak() -> None:
 
 
 def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes that `call` allocates and its result keeps alive, also outside autograd."""
+    """Returns the bytes that `call` allocates and its result keeps alive, also outside autograd."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         result = call()

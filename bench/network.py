@@ -1,4 +1,4 @@
-"""Measurements of networks, each by a process of its own: `python -m bench.network TASK`.
+"""Measurements of networks, each in a separate process: `python -m bench.network TASK`.
 
 `python -m bench` starts these processes. TASK is a `Task` in JSON. Results are rows of CSV files.
 """
@@ -27,8 +27,8 @@ from bench.contenders import ANCHOR, BY_NAME, Contender, Network
 from bench.records import TRAINING, CurvePoint, Row, put, read
 from preact_kernels.study import data
 
-FIRST_STEP_SECONDS = 120  # in which a contender has to compile, be checked and take one step
-FIRST_STEPS_SHARE = 0.6  # of the time that is left
+FIRST_STEP_SECONDS = 120  # limit for compilation, check and first step of a contender
+FIRST_STEPS_SHARE = 0.6  # share of the time left for all first steps
 TRUTH = "float64"
 CURVES = ("fused-store", "eager-channels-last")
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
@@ -36,35 +36,35 @@ LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one process measures: contenders on one network, batch and dtype."""
+    """A measurement by one process: contenders on one network, batch and dtype."""
 
     kind: str  # a key of KINDS
     network: str
     batch: int
     dtype: str  # "float32"
     contenders: tuple[str, ...]  # the most important first
-    group: str  # what the title says
+    group: str  # description in the title
     steps: int = 0  # timed rounds, steps of a training curve, or rows of the ops
     device: str = "cpu"
     data: str | None = None  # directory of CIFAR files; None: digits
-    stem: str = ""  # of the CSV files
+    stem: str = ""  # path of the CSV files without their endings
     commit: str = ""
     command: str = ""
-    floor_ms: float | None = None  # of a step
+    floor_ms: float | None = None  # least time of a step
     end_s: float = float("inf")  # value of `time.time()` at which the process is interrupted
 
     @property
     def title(self) -> str:
-        """For example `"resnet-1001, batch 16, float32: main"`."""
+        """The title, for example `"resnet-1001, batch 16, float32: main"`."""
         return f"{self.network}, batch {self.batch}, {self.dtype}: {self.group}"
 
     @property
     def path(self) -> Path:
-        """The CSV file of rows."""
+        """The CSV file of `Row`s."""
         return Path(f"{self.stem}.csv")
 
     def rows(self) -> dict[str, Row]:
-        """The rows of this network, batch, dtype and commit, by contender."""
+        """Reads the rows of this network, batch, dtype and commit, by contender."""
         own = self.network, self.batch, self.dtype, self.commit
         supported = measure.instruction_set(torch.device(self.device))
         return {
@@ -74,7 +74,7 @@ class Task:
         }
 
     def missing(self) -> list[str]:
-        """The contenders that are still to be measured."""
+        """Returns the contenders that are not measured yet."""
         rows, names = self.rows(), self.contenders
         if self.kind == "curves":
             last = self.network, self.batch, self.dtype, self.commit, self.steps - 1
@@ -88,7 +88,7 @@ class Task:
             known = set(names) if len(ops) >= self.steps else set()
         elif self.kind == "kept":
             known = {n for n, r in rows.items() if r.saved_bytes is not None or r.correct == "no"}
-        elif self.kind == "peak":  # of contenders that have a time
+        elif self.kind == "peak":  # only for contenders with a time
             timed = {n for n, r in rows.items() if r.median_ms is not None}
             known = {n for n in names if n not in timed or rows[n].peak_bytes is not None}
         else:
@@ -97,7 +97,7 @@ class Task:
 
 
 class TrainingStep:
-    """Forward, cross entropy, backward and a step of SGD with momentum; batches take turns."""
+    """Forward, cross entropy, backward and a step of SGD with momentum; cycles through batches."""
 
     def __init__(
         self, model: nn.Module, batches: list[tuple[Tensor, Tensor]], *, graphed: bool = False
@@ -112,7 +112,7 @@ class TrainingStep:
             self.captured = pk.graphed_step(model, _loss, self.optimizer, *batches[0])
 
     def __call__(self) -> Tensor:
-        """One step on the next batch; returns its loss."""
+        """Runs one step on the next batch; returns its loss."""
         images, labels = next(self.batches)
         if self.captured is not None:
             return self.captured(images, labels)
@@ -128,7 +128,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Session:
-    """What the measurements of a task share."""
+    """Network, images and machine of a task."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -141,11 +141,11 @@ class Session:
 
     @functools.cached_property
     def state(self) -> dict[str, Tensor]:
-        """The first weights of all contenders."""
+        """The initial weights of all contenders."""
         return self.network.state()
 
     def row(self, name: str) -> Row:
-        """The row of a contender, or a new one, as measured here and now."""
+        """Returns the row of a contender, or a new one, stamped with this machine."""
         size, batch = self.network.image_size, self.task.batch
         new = Row(
             level="network",
@@ -160,7 +160,7 @@ class Session:
         return self.machine.stamp(self.task.rows().get(name) or new)
 
     def step(self, name: str, *, seed: int = 2, batches: int = 4, dtype=None) -> TrainingStep:
-        """A new training step of a contender."""
+        """Creates a training step of a contender."""
         contender, dtype = BY_NAME[name], dtype or self.dtype
         model = contender.build(self.network, self.state, self.device, dtype)
         drawn = data.Batches(self.images, self.task.batch, seed=seed, size=self.network.image_size)
@@ -169,8 +169,8 @@ class Session:
         return TrainingStep(model, inputs, graphed=contender.graphed)
 
     def fail(self, row: Row, error: BaseException) -> None:
-        """Writes why a contender has no time; raises if it broke the GPU."""
-        error.__traceback__ = None  # its frames keep tensors
+        """Writes the reason why a contender has no time; raises if it broke the GPU."""
+        error.__traceback__ = None  # its frames keep tensors alive
         row.correct, row.note = "no", f"failed: {measure.first_line(error)}"
         tqdm.write(f"  {row.contender}: {row.note}")
         put(self.task.path, row)
@@ -181,12 +181,12 @@ class Session:
 
 
 class TookTooLong(KeyboardInterrupt):
-    """Raised by `alarm`. Not an Exception, so that no compiler handles it."""
+    """Raised by `alarm`; not an Exception, so that no compiler catches it."""
 
 
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raises TookTooLong if the context takes longer, also while something compiles."""
+    """Raises TookTooLong if the body takes longer, also during compilation."""
 
     def ring(*_) -> None:
         raise TookTooLong(f"no first step in {FIRST_STEP_SECONDS} s")
@@ -200,7 +200,7 @@ def alarm(seconds: float) -> Iterator[None]:
 
 
 def first_step(session: Session, row: Row) -> TrainingStep | None:
-    """Checks a contender, takes its first step and counts its bytes; None if it is wrong."""
+    """Checks a contender, runs its first step and counts its bytes; None: it is wrong."""
     contender, device = BY_NAME[row.contender], session.device
     verdict = judged(session, contender)
     row.correct, row.note = verdict.correct, verdict.note
@@ -223,9 +223,9 @@ def first_step(session: Session, row: Row) -> TrainingStep | None:
 def measure_steps(session: Session) -> None:
     """Counts the bytes that each contender keeps for the backward, and times them in turn.
 
-    A contender with wrong results gets a row that says so, and no time; so does one that takes
-    longer than FIRST_STEP_SECONDS. Where the anchor has a time already, it takes its turns again,
-    and notes say its time there.
+    A contender with wrong results, or with a first step longer than FIRST_STEP_SECONDS, gets a row
+    with the reason and no time. If the anchor has a time already, it is timed again in these
+    rounds, and notes of the others contain that time.
     """
     task, device = session.task, session.device
     wanted = task.missing()
@@ -244,11 +244,11 @@ def measure_steps(session: Session) -> None:
                 step = first_step(session, rows[name])
             if step is not None:
                 steps[name] = step
-        except (Exception, TookTooLong) as error:  # the other contenders go on
+        except (Exception, TookTooLong) as error:  # measure the other contenders
             if time.time() >= last_s:
                 break
             session.fail(rows[name], error)
-        step = None  # room for the next one
+        step = None  # frees its memory
 
     def fail(name: str, error: Exception) -> None:
         del steps[name]
@@ -272,12 +272,12 @@ def measure_steps(session: Session) -> None:
         deadline_s=task.end_s - 5,
         title=task.title,
         failed=fail,
-        after_round=write,  # a process that is stopped leaves the rounds that ended
+        after_round=write,  # a stopped process keeps the rounds that have ended
     )
 
 
 def judged(session: Session, contender: Contender) -> correctness.Verdict:
-    """Whether the results of a contender are correct; prints their errors."""
+    """Checks the results of a contender; prints their errors."""
     batch = min(16, len(session.images.labels))
     verdict = correctness.judge(
         contender, session.network, session.images, batch, session.device, session.dtype
@@ -300,11 +300,11 @@ def _gpu_peak(step: TrainingStep, device: torch.device) -> tuple[int, int]:
 
 
 def kept_bytes(contender: Contender, model: nn.Module, images: Tensor) -> int:
-    """Bytes that one forward keeps for the backward, without parameters.
+    """Returns the bytes that one forward keeps for the backward, without parameters.
 
-    `pk.saved_bytes` counts what autograd saves. Selective checkpointing holds tensors that autograd
-    does not see; for it, this counts the memory that the result of the forward keeps allocated,
-    which differs by the input and the logits.
+    `pk.saved_bytes` counts tensors that autograd saves. Selective checkpointing holds tensors that
+    autograd does not see; for it, this counts the memory that the forward's result keeps allocated.
+    The two differ by the input and the logits.
     """
     if contender.hooks_see_all:
         return pk.saved_bytes(model, images)
@@ -319,15 +319,15 @@ def measure_kept_bytes(session: Session) -> None:
             step = session.step(name, batches=1)
             row.saved_bytes = kept_bytes(BY_NAME[name], step.model, next(step.batches)[0])
             put(session.task.path, row)
-        except Exception as error:  # the other contenders go on
+        except Exception as error:  # measure the other contenders
             session.fail(row, error)
 
 
 def measure_peak(session: Session) -> None:
-    """Measures the peak resident memory of a training step, for the one contender of the task.
+    """Measures the peak resident memory of a training step, for the task's only contender.
 
-    `peak_bytes` is the peak above what the process holds between steps: activations, gradients and
-    workspace, but not libraries, weights, optimizer state and compiled code.
+    `peak_bytes` is the peak minus the memory between steps: activations, gradients and workspace,
+    without libraries, weights, optimizer state and compiled code.
     """
     (name,) = session.task.contenders
     step, row = session.step(name, batches=1), session.row(name)
@@ -345,7 +345,8 @@ def measure_peak(session: Session) -> None:
 def measure_curves(session: Session) -> None:
     """Records the losses of fused and eager training on the same batches from the same weights.
 
-    Up to 300 layers, also of eager training in float64; deviations are from that, else from eager.
+    Networks below 300 layers are also trained in float64. Deviations are relative to float64 if it
+    is there, else to eager.
     """
     task, (fused, eager) = session.task, CURVES
     dtypes = {fused: session.dtype, eager: session.dtype}

@@ -1,15 +1,15 @@
 """Op benchmarks: the fused ops against the eager channels_last sequence, `pytest bench/ops.py`.
 
-Shapes are those of the stages of ResNet-1001. A benchmark whose results miss the budget (twice
-eager's own error against float64, plus one rounding) fails and records no time. Rounds of the two
+Shapes are taken from the stages of ResNet-1001. A benchmark fails and records no time if results
+exceed the budget (twice eager's own error against float64, plus one rounding). Rounds of the
 contenders alternate.
 
-On a GPU, calls cycle through enough inputs that none is in the L2 cache, and a CUDA graph of many
+On a GPU, calls cycle through so many inputs that none is in the L2 cache, and a CUDA graph of many
 calls is replayed for at least `ROUND_MS`, which leaves out launches. On a CPU there are three
 inputs: in a network, too, they come from the caches.
 
 On a GPU there are two more contenders: the fused op of the Triton backend, and PyTorch's
-convolution behind the fused batch norm and ReLU of the CUDA library. If their results miss the
+convolution after the fused batch norm and ReLU of the CUDA library. If their results exceed the
 budget, a row says so, and the others are timed before the benchmark fails.
 """
 
@@ -35,16 +35,16 @@ from preact_kernels.kernels.cuda import CUDAKernels
 
 STAGES = ((16, 32), (32, 16), (64, 8))  # inner channels; height and width in pixels
 ROUNDS_S = 0.5  # approximate time of the rounds of one benchmark
-ROUND_MS = 2.0  # least time of a round on a GPU, beside which waiting for it takes little
+ROUND_MS = 2.0  # least time of a round on a GPU: much longer than the synchronisation
 
 
 class Case(NamedTuple):
-    """One op at one shape."""
+    """An op with a shape."""
 
     op: str
     channels: int
     size: int
-    out: int | None = None  # output channels; None for `bn_relu`
+    out: int | None = None  # output channels; None: `bn_relu`
     kernel: int = 1
     has_residual: bool = False
 
@@ -58,17 +58,17 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """For example `"bn_relu_conv2d 1x1 + residual"`."""
+        """The title, for example `"bn_relu_conv2d 1x1 + residual"`."""
         title = self.op + (f" {self.kernel}x{self.kernel}" if self.out else "")
         return title + (" + residual" if self.has_residual else "")
 
     @property
     def shape(self) -> str:
-        """Channels and size."""
+        """Channels and image size."""
         return f"{self.channels}x{self.size}x{self.size}" + (f" -> {self.out}" if self.out else "")
 
     def cost(self, batch: int, dtype: torch.dtype, backward: bool) -> floors.Cost:
-        """Bytes and FLOPs."""
+        """Returns bytes and FLOPs."""
         pixels = batch * self.size**2
         if self.out is None:
             return floors.bn_relu_cost(pixels * self.channels, dtype.itemsize, backward)
@@ -95,7 +95,7 @@ CASES = [
 
 
 def inputs(case: Case, batch: int, device: torch.device, dtype: torch.dtype, seed: int) -> dict:
-    """New tensors by name: `x`, `dy`, batch norm, and the He-scaled weight and the residual."""
+    """Draws tensors by name: `x`, `dy`, batch norm, He-scaled weight, residual."""
     g = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int, layout=torch.contiguous_format) -> Tensor:
@@ -126,7 +126,7 @@ def inputs(case: Case, batch: int, device: torch.device, dtype: torch.dtype, see
 
 
 def fused(case: Case, t: dict) -> Tensor:
-    """The fused op."""
+    """Runs the fused op."""
     norm = (t["bn_weight"], t["bn_bias"], t["running_mean"], t["running_var"])
     if case.out is None:
         return pk.bn_relu(t["x"], *norm, training=True)
@@ -137,7 +137,7 @@ def fused(case: Case, t: dict) -> Tensor:
 
 
 def eager(case: Case, t: dict) -> Tensor:
-    """The op in plain PyTorch."""
+    """Runs the op in plain PyTorch."""
     h = F.batch_norm(
         t["x"], t["running_mean"], t["running_var"], t["bn_weight"], t["bn_bias"], training=True
     )
@@ -152,8 +152,8 @@ class Contender(NamedTuple):
     """A way to run an op."""
 
     forward: Callable[[Case, dict], Tensor]
-    context: Callable[[], AbstractContextManager]  # in which forward and backward run
-    keeps: str  # for the backward
+    context: Callable[[], AbstractContextManager]  # context of forward and backward
+    keeps: str  # tensors kept for the backward
 
 
 EAGER, FUSED = "eager-channels-last", "fused"
@@ -168,7 +168,7 @@ CONTENDERS = {
 
 
 def contenders(case: Case, device: torch.device) -> dict[str, Contender]:
-    """What is timed for an op, by name."""
+    """Returns the contenders for an op, by name."""
     names, libraries = [EAGER, FUSED], pk.available_backends() if device.type == "cuda" else ()
     if "triton" in libraries:
         names.append("fused-triton")
@@ -178,7 +178,7 @@ def contenders(case: Case, device: torch.device) -> dict[str, Contender]:
 
 
 def run(contender: Contender, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:
-    """The output, and with `backward` the gradients of all inputs."""
+    """Returns the output, and with `backward` the gradients of all inputs."""
     with contender.context():
         y = contender.forward(case, t)
         if not backward:
@@ -188,7 +188,7 @@ def run(contender: Contender, case: Case, t: dict, backward: bool) -> tuple[Tens
 
 
 def assert_correct(case: Case, settings, contender: Contender) -> None:
-    """The error of `contender` is at most twice that of eager, plus one rounding."""
+    """Asserts that the error of `contender` is at most twice eager's, plus one rounding."""
     t = inputs(case, settings.batch, settings.device, settings.dtype, seed=0)
 
     def copy(dtype: torch.dtype | None) -> dict:
@@ -207,7 +207,7 @@ def assert_correct(case: Case, settings, contender: Contender) -> None:
 
 
 def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.device):
-    """A function to time, and the number of calls that it makes."""
+    """Returns a function to time, and the number of calls that it makes."""
     if device.type != "cuda":
         turn = itertools.cycle(sets)
         return (lambda: call(next(turn))), 1
@@ -226,7 +226,7 @@ def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.d
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
-    """Times the fused op, with a round of the other contenders as the set-up of each round."""
+    """Times the fused op; the set-up of each round is a round of the other contenders."""
     device, dtype, batch = settings.device, settings.dtype, settings.batch
     found, wrong = dict(contenders(case, device)), []
     for name in [name for name in found if name != EAGER]:
@@ -287,7 +287,7 @@ def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
 def _row(
     case: Case, settings, backward: bool, name: str, contender: Contender, failure: str = ""
 ) -> Row:
-    """The row of a contender without its times."""
+    """Returns the row of a contender without its times."""
     return Row(
         level="op",
         contender=name,

@@ -1,4 +1,4 @@
-"""What `python -m bench` measures, the most important first."""
+"""The tasks of `python -m bench`, the most important first."""
 
 import argparse
 import importlib.util
@@ -38,14 +38,14 @@ class Plan:
         return not a.quick and a.contenders is None
 
     def task(self, kind: str, network: str, batch: int, names, group: str, dtype=None, steps=0):
-        """A task, or none if no contender can run."""
+        """Yields a task, or none if no contender can run."""
         names = tuple(name for name in names if name in self.usable)
         if names:
             dtype = dtype_name(dtype or self.a.dtype)
             yield Task(kind, network, batch, dtype, names, group, steps, **self.common)
 
     def steps(self, group: str, network: str, batch: int, dtype=None) -> Iterator[Task]:
-        """Times a group of contenders; shallow networks, which are quick, in more rounds."""
+        """Times a group of contenders, with more rounds on shallow networks."""
         is_short = network.startswith("resnet") and Network.named(network).depth < 300
         steps = 3 if group == "deepest" else self.a.steps * (3 if is_short else 1)
         if not self.on_gpu and group != "main":
@@ -53,7 +53,7 @@ class Plan:
         yield from self.task("steps", network, batch, GROUPS[group], group, dtype, steps)
 
     def peaks(self, group: str, network: str, batch: int) -> Iterator[Task]:
-        """Peak memory, on a CPU: a process for each contender."""
+        """Peak memory on a CPU: a process per contender."""
         names = [name for name in GROUPS[group] if name != ANCHOR or group == "main"]
         for name in () if self.on_gpu else names:
             yield from self.task("peak", network, batch, [name], f"peak memory of {name}")
@@ -72,7 +72,7 @@ class Plan:
                     yield from self.steps(group, network, self.a.batch[0])
 
     def curves(self) -> Iterator[Task]:
-        """Training curves of the first network of bottlenecks below 300 layers, and the first."""
+        """Training curves: the first network, and the first with bottlenecks below 300 layers."""
         if self.a.contenders is not None or not set(CURVES) <= set(self.usable):
             return
         networks = [Network.named(name) for name in self.a.networks]
@@ -92,16 +92,16 @@ class Plan:
             yield Task("ops", *what, ("ops",), "ops", rows, **self.common)
 
     def counts(self) -> Iterator[Task]:
-        """Kept bytes of single images, against depth."""
+        """Kept bytes of a single image at growing depth."""
         for depth in DEPTHS_COUNTED if self.has_all(self.a) else ():
             yield from self.task("kept", f"resnet-{depth}", 1, COUNTED_BY_DEPTH, "kept bytes")
 
     def tasks(self) -> Iterator[Task]:
-        """Every task. On a GPU, contenders that need no compiler come first: it takes minutes."""
+        """All tasks. On a GPU, contenders without torch.compile come first: it takes minutes."""
         return self.gpu_tasks() if self.on_gpu else self.cpu_tasks()
 
     def cpu_tasks(self) -> Iterator[Task]:
-        """On a CPU."""
+        """The tasks on a CPU."""
         a, first, (foremost, *others) = self.a, self.a.batch[0], self.a.networks
         for batch in a.batch:
             yield from self.steps("main", foremost, batch)
@@ -124,7 +124,7 @@ class Plan:
             yield from self.wide(a.other_dtype)
 
     def gpu_tasks(self) -> Iterator[Task]:
-        """On a GPU."""
+        """The tasks on a GPU."""
         a, (first, *batches), (foremost, *others) = self.a, self.a.batch, self.a.networks
         for group in MAIN_GROUPS:
             yield from self.steps(group, foremost, first)

@@ -23,7 +23,7 @@ _LOSS_COLORS = {"float64": "0.75", "eager-channels-last": "tab:orange", "fused-s
 
 
 def _style(contender: str) -> dict:
-    """One colour and marker per contender in all plots; bold lines for this package."""
+    """Returns the colour and marker of a contender, as in all plots; ours have bold lines."""
     index = _ORDER.get(contender, len(_ORDER))
     is_ours = contender in BY_NAME and BY_NAME[contender].fused is not None
     return {
@@ -62,7 +62,7 @@ def _contenders(rows: Sequence[Row]) -> list[str]:
 def _against_depth(
     rows: Sequence[Row], value: Callable[[Row], float], label: str, title: str, path: Path
 ) -> Path:
-    """A line for each contender; with times, also one of the floor."""
+    """Plots a line per contender, and with times a line of the floor."""
     figure, axes = plt.subplots(figsize=(8.5, 4.5))
     depths = sorted({_depth(r) for r in rows})
     axes.set(xscale="log", yscale="log", xlabel="layers", ylabel=label)
@@ -113,7 +113,7 @@ def _losses(points: Sequence[CurvePoint], title: str, path: Path) -> Path:
 
 
 def _network_plots(rows: Sequence[Row], stem: str, title: str) -> dict[str, list[Path]]:
-    """The plots of one batch, dtype and family, by block of the report."""
+    """Writes the plots of one batch, dtype and family; returns them by block of the report."""
     written: dict[str, list[Path]] = {"network": [], "memory": []}
     timed = [r for r in rows if r.median_ms is not None]
     counted = [r for r in rows if r.saved_bytes is not None]
@@ -143,7 +143,7 @@ def _network_plots(rows: Sequence[Row], stem: str, title: str) -> dict[str, list
 def write_plots(
     rows: Sequence[Row], points: Sequence[CurvePoint], folder: Path
 ) -> dict[str, list[Path]]:
-    """Writes every plot that the results of one device allow.
+    """Writes all plots of a device's results.
 
     Returns:
         The files by block of the report: "network", "memory" and "training".

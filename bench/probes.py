@@ -1,15 +1,15 @@
 """Ceilings of a GPU: `python -m bench.probes --out FOLDER`.
 
-Measures copy bandwidth, matrix rates, the time of a launch, and, by bench/probes.cu, what decides
-whether the blocks of a stage can stay on their multiprocessors:
+Measures copy bandwidth, matrix rates and the time of a launch. bench/probes.cu measures whether the
+blocks of a stage could stay on their multiprocessors:
 
 - a barrier of a grid with one block on every multiprocessor, alone, and with a merge of statistics:
-  every block adds integers for 2 values of 64 channels, and reads the sums behind the barrier;
-- a launch that depends on the one ahead, in a CUDA graph: plain, and by programmatic dependent
+  every block adds integers for 2 values of 64 channels, and reads the sums after the barrier;
+- a launch that depends on the previous one, in a CUDA graph: plain, and with programmatic dependent
   launch.
 
 Needs nvcc and a GPU of compute capability 9.0 or later. Prints a table and writes
-`*-ceilings.csv`. A probe that fails leaves a row that says why.
+`*-ceilings.csv`. The row of a probe that fails has the reason.
 """
 
 import ctypes
@@ -31,15 +31,15 @@ from bench.records import CEILINGS, CeilingRow, number, put, slug
 SOURCE = measure.ROOT / "bench" / "probes.cu"
 FOLDER = measure.ROOT / "build" / "probes"
 BARRIERS, LAUNCHES = 2000, 1000
-VALUES = 2 * 64  # kValues of the source
-MERGED_WORDS = (1, 6)  # integers a value: one, and what an exact sum of float32 takes
+VALUES = 2 * 64  # kValues in the source
+MERGED_WORDS = (1, 6)  # integers per value: one, or as many as an exact sum of float32 needs
 
 
 def nvcc() -> str:
-    """The compiler.
+    """Returns the path of nvcc.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: nvcc is not found.
     """
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     found = shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
@@ -49,7 +49,7 @@ def nvcc() -> str:
 
 
 def build(architecture: str) -> Path:
-    """The shared library of the probes, for example for `"sm_90"`.
+    """Builds the library of the probes, for example for `"sm_90"`; returns its path.
 
     Raises:
         RuntimeError: it does not compile, or there is no nvcc.
@@ -69,7 +69,7 @@ def build(architecture: str) -> Path:
 
 
 class Probes:
-    """The kernels of a library, timed on the current GPU, in us; RuntimeError if one fails."""
+    """Times the kernels of a library on the current GPU, in us; RuntimeError: one failed."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -91,7 +91,7 @@ class Probes:
             raise RuntimeError(error.decode())
 
     def barrier_us(self, words: int) -> float:
-        """A barrier of the grid; with `words`, also of merging so many integers a value."""
+        """Times a grid barrier; with `words`, also the merge of that many integers per value."""
         arrived, wrong = self._zeros(1), self._zeros(1)
         sums = self._zeros(max(1, BARRIERS * words * VALUES), torch.int64)
 
@@ -107,7 +107,7 @@ class Probes:
         return us
 
     def launch_us(self, blocks: int, is_dependent: bool) -> float:
-        """A launch in a CUDA graph."""
+        """Times a launch in a CUDA graph."""
         number = self._zeros(1)
         what = "launch_chain", blocks, ctypes.c_bool(is_dependent), number
         graph, _ = measure.captured(lambda: [self._launch(*what) for _ in range(LAUNCHES)])
@@ -119,20 +119,23 @@ class Probes:
         return us
 
     def by_name(self) -> dict[str, Callable[[], float]]:
-        """The probes by what they measure."""
+        """Returns the probes by name."""
         found = {"grid barrier": functools.partial(self.barrier_us, 0)}
         for words in MERGED_WORDS:
             name = f"grid barrier, {words} word{'s' * (words > 1)} a value merged"
             found[name] = functools.partial(self.barrier_us, words)
-        for blocks, of in ((1, "one block"), (self.multiprocessors, "one block a multiprocessor")):
+        for blocks, text in (
+            (1, "one block"),
+            (self.multiprocessors, "one block a multiprocessor"),
+        ):
             for is_dependent, kind in ((False, "plain"), (True, "dependent")):
                 probe = functools.partial(self.launch_us, blocks, is_dependent)
-                found[f"{kind} launch in a graph, {of}"] = probe
+                found[f"{kind} launch in a graph, {text}"] = probe
         return found
 
 
 def launch_us(device: torch.device, in_graph: bool = False) -> float:
-    """The time of PyTorch's smallest kernel, launched one by one or in a CUDA graph."""
+    """Times PyTorch's smallest kernel, launched one by one or in a CUDA graph."""
     value = torch.zeros(1, device=device)
 
     def calls() -> None:
@@ -144,7 +147,7 @@ def launch_us(device: torch.device, in_graph: bool = False) -> float:
 
 
 def row_of(name: str, probe: Callable[[], float]) -> CeilingRow:
-    """The row of a probe, with the error of one that fails."""
+    """Runs a probe; returns its row, with the error if it fails."""
     try:
         return CeilingRow(name, "us", probe())
     except RuntimeError as error:
@@ -152,7 +155,7 @@ def row_of(name: str, probe: Callable[[], float]) -> CeilingRow:
 
 
 def table(rows: Sequence[CeilingRow], form: str = "simple") -> str:
-    """A line for each ceiling, with the reason where a probe failed."""
+    """Formats a line per ceiling, with the reason if a probe failed."""
     lines = [
         {"ceiling": r.name, "measured": number(r.value, ",.2f") or r.note, "unit": r.unit}
         for r in rows

@@ -1,4 +1,4 @@
-"""Rows of results: CSV files, one per device and kind of row; and tables."""
+"""Rows of results: CSV files, one per device and kind of row, and tables."""
 
 import csv
 import dataclasses
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from tabulate import tabulate
 
-# How the names of files end that do not hold `Row`.
+# Endings of the files that do not hold `Row`s.
 TRAINING = "-training.csv"
 SCALING = "-scaling.csv"
 CONVERTED = "-converted.csv"
@@ -21,7 +21,7 @@ CEILINGS = "-ceilings.csv"
 
 @dataclasses.dataclass(kw_only=True)
 class Measured:
-    """Where a row was measured: its last columns. `bench.measure.Machine` sets them."""
+    """The last columns of every row: where it was measured. `bench.measure.Machine` sets them."""
 
     commit: str = ""
     device: str = ""
@@ -29,11 +29,11 @@ class Measured:
     date: str = ""
     command: str = ""
 
-    KEY: ClassVar[tuple[str, ...]]  # columns that are equal in two measurements of the same thing
+    KEY: ClassVar[tuple[str, ...]]  # columns that identify a measurement
 
     @property
     def key(self) -> tuple:
-        """Equal for two measurements of the same thing."""
+        """Identifies the measurement; repeated measurements have the same key."""
         return tuple(getattr(self, name) for name in (*self.KEY, "device"))
 
 
@@ -44,15 +44,15 @@ class Row(Measured):
     level: str  # "network" or "op"
     contender: str
     case: str  # the network ("resnet-1001") or the op ("bn_relu_conv2d 1x1 forward")
-    shape: str  # of the input, NxCxHxW; for a convolution also " -> K"
+    shape: str  # shape of the input, NxCxHxW; for a convolution also " -> K"
     batch: int
-    dtype: str  # of the activations: "float32", "bfloat16", ...
-    memory_mode: str  # what it keeps for the backward
+    dtype: str  # dtype of the activations: "float32", "bfloat16", ...
+    memory_mode: str  # tensors that it keeps for the backward
     median_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
     saved_bytes: int | None = None  # kept for the backward, without parameters
-    peak_bytes: int | None = None  # above what the process holds between steps
+    peak_bytes: int | None = None  # peak of a step minus memory between steps
     peak_raw_bytes: int | None = None  # all resident (CPU) or allocated (GPU) memory
     floor_ms: float | None = None  # see bench/floors.py
     x_of_floor: float | None = None
@@ -61,17 +61,17 @@ class Row(Measured):
     gflop_per_s: float | None = None
     correct: str = ""  # "yes", "no", "another function", or "" (not checked)
     note: str = ""
-    instruction_set: str = ""  # of the fused CPU kernels; "" on a GPU
+    instruction_set: str = ""  # instruction set of the fused CPU kernels; "" on a GPU
 
     KEY = ("level", "contender", "case", "shape", "batch", "dtype", "instruction_set")
 
     def without_times(self) -> "Row":
-        """A copy that is to be timed again."""
+        """Returns a copy without times, to be timed again."""
         times = "median_ms p20_ms p80_ms floor_ms x_of_floor images_per_s gb_per_s gflop_per_s"
         return dataclasses.replace(self, **dict.fromkeys(times.split()), correct="", note="")
 
     def set_timing(self, timing, floor_ms: float | None) -> None:
-        """Sets the times from a `bench.measure.Timing`, and what is derived from them."""
+        """Sets the times from a `bench.measure.Timing`, and derived columns."""
         self.median_ms, self.p20_ms, self.p80_ms = timing
         self.images_per_s = self.batch / (timing.median_ms / 1e3)
         if floor_ms is not None:
@@ -100,7 +100,7 @@ class ScalingRow(Measured):
 
     contender: str
     case: str  # the network
-    batch_norm: str  # whose statistics: "of all processes" or "of each process"
+    batch_norm: str  # batch statistics "of all processes" or "of each process"
     batch: int  # images per process
     dtype: str
     processes: int
@@ -108,16 +108,16 @@ class ScalingRow(Measured):
     apart_ms: float | None = None
     together_ms: float | None = None
     alone_images_per_s: float | None = None
-    images_per_s: float | None = None  # of all processes together
+    images_per_s: float | None = None  # all processes together
     efficiency: float | None = None
-    sending_share: float | None = None  # of the time of `together`, sending and waiting
+    sending_share: float | None = None  # share of sending and waiting in `together_ms`
     correct: str = ""  # as in `Row`
     note: str = ""
 
     KEY = ("contender", "case", "batch_norm", "batch", "dtype", "processes")
 
     def set_times(self, alone_ms: float, apart_ms: float, together_ms: float) -> None:
-        """Sets the times, and what is derived from them: N processes over N times one."""
+        """Sets the times and derived columns; efficiency: N processes / (N * one process)."""
         self.alone_ms, self.apart_ms, self.together_ms = alone_ms, apart_ms, together_ms
         self.alone_images_per_s = self.batch / (alone_ms / 1e3)
         self.images_per_s = self.processes * self.batch / (together_ms / 1e3)
@@ -134,16 +134,16 @@ class ConvertedRow(Measured):
     image_size: int  # pixels
     dtype: str
     batch_norms: int
-    fused: int  # of these
+    fused: int  # batch norms that run fused
     plain_bytes: int | None = None  # kept for the backward
     store_bytes: int | None = None
     rebuild_bytes: int | None = None
     plain_ms: float | None = None  # median time of a training step
     store_ms: float | None = None
     rebuild_ms: float | None = None
-    plain_channels_last_ms: float | None = None  # weights and images in that format
+    plain_channels_last_ms: float | None = None  # weights and images in channels_last
     store_channels_last_ms: float | None = None
-    compiled_graphs: int | None = None  # of the converted model; 1: no graph break
+    compiled_graphs: int | None = None  # graphs of the converted model; 1: no graph break
 
     KEY = ("case", "batch", "image_size", "dtype")
 
@@ -171,15 +171,15 @@ class LaunchRow(Measured):
 
     stage: str  # "1", or "1 projection" for the blocks of stage 1 with a projection
     direction: str  # "forward" or "backward"
-    kernel: str  # the name, behind F1 for the first unit of a block in the forward
-    blocks: int  # of the network, whose launches were counted
+    kernel: str  # the name with a prefix, F1 for the first unit of a block in the forward
+    blocks: int  # residual blocks with these launches
     launches_per_block: float
-    grid: str  # blocks of the GPU
-    threads: str  # of a block
-    shared_bytes: str  # of a block
+    grid: str  # thread blocks
+    threads: str  # per thread block
+    shared_bytes: str  # per thread block
     bytes_per_block: float
-    units_per_block: float  # of the inner channels of every pixel
-    dependent: float  # share of the launches that may begin before the one ahead has ended
+    units_per_block: float  # bytes_per_block / bytes of the inner channels of all pixels
+    dependent: float  # share of the launches that may begin before the previous one has ended
     estimated_us_per_block: float
     measured_us_per_block: float | None = None
     copy_gb_s: float | None = None  # measured copy bandwidth of the GPU
@@ -196,7 +196,7 @@ class LaunchRow(Measured):
 
     @property
     def step(self) -> tuple:
-        """Equal for the kernels of one step."""
+        """Identifies the training step; all its kernels have the same value."""
         return tuple(getattr(self, name) for name in self.STEP)
 
 
@@ -207,38 +207,38 @@ class CeilingRow(Measured):
     name: str
     unit: str
     value: float | None = None  # None: the probe failed
-    note: str = ""  # why
+    note: str = ""  # the reason
 
     KEY = ("name",)
 
 
 def number(value: float | None, form: str = ",.1f") -> str:
-    """A formatted number; empty for None."""
+    """Formats a number; None is empty."""
     return "" if value is None else format(value, form)
 
 
 def table(lines: Sequence[Mapping[str, object]], form: str = "simple") -> str:
-    """A table with one column per key; empty without lines."""
+    """Formats a table with a column per key; empty without lines."""
     return tabulate(lines, "keys", form, disable_numparse=True) if lines else ""
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file name: lower-case letters, digits and hyphens."""
+    """Converts text to a part of a file name: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def columns(record: type[Measured]) -> dict[str, str]:
-    """The types of a record by column; those of `Measured` come last."""
+    """Returns the types of a record by column; the columns of `Measured` come last."""
     types = {f.name: str(f.type) for f in dataclasses.fields(record)}
     machine = [f.name for f in dataclasses.fields(Measured)]
     return {n: types[n] for n in types if n not in machine} | {n: types[n] for n in machine}
 
 
 def read(path: Path, record: type[Measured]) -> list:
-    """The records of a CSV file; none if there is no file.
+    """Reads the records of a CSV file; none if there is no file.
 
     Raises:
-        ValueError: the columns of the file are not those of `record`.
+        ValueError: the file has other columns than `record`.
     """
     types = columns(record)
 
@@ -262,7 +262,7 @@ def read(path: Path, record: type[Measured]) -> list:
 
 
 def put(path: Path, *records: Measured) -> None:
-    """Adds records to a CSV file, in place of those with the same key."""
+    """Adds records to a CSV file; they replace records with the same key."""
     known = {r.key: r for r in read(path, type(records[0]))}
     write(path, list((known | {r.key: r for r in records}).values()))
 

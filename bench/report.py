@@ -1,6 +1,6 @@
-"""Write the tables and plots of README.md and docs/: `python -m bench.report`.
+"""Writes the tables and plots of README.md and docs/: `python -m bench.report`.
 
-Everything comes from the CSV files in `bench/results`. Each generated block lies between
+All results come from the CSV files in `bench/results`. A generated block is between
 `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `PAGES` lists the blocks of each page.
 """
 
@@ -51,10 +51,10 @@ Device = tuple[list[Row], list[CurvePoint]]
 
 
 def load(folder: Path) -> dict[str, Device]:
-    """The rows and training curves in the CSV files of a folder, by device.
+    """Reads rows and training curves from the CSV files of a folder, by device.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there are no such files.
         ValueError: a file has other columns.
     """
     found: dict[str, Device] = {}
@@ -76,7 +76,7 @@ def _mib(value: int | None) -> str:
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows of networks: each network, batch and dtype together, contenders in order."""
+    """Groups the rows of networks by network, batch and dtype; contenders are in order."""
 
     def group(r: Row) -> tuple:
         network = Network.named(r.case)
@@ -91,7 +91,7 @@ def _groups(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def network_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Step times: median and percentiles, images per second, multiple of the floor."""
+    """Formats step times: median and percentiles, images per second, multiple of the floor."""
     lines = []
     for group in _groups(r for r in rows if r.correct or r.median_ms is not None):
         ratios = relative_times(group)
@@ -119,14 +119,14 @@ def network_table(rows: Sequence[Row], form: str = "github") -> str:
     return table(lines, form)
 
 
-def _of_eager(row: Row, group: Sequence[Row]) -> str:
-    """Kept bytes as a share of eager's."""
+def _share_of_eager(row: Row, group: Sequence[Row]) -> str:
+    """Formats kept bytes as a share of eager's."""
     eager = next((r.saved_bytes for r in group if r.contender == "eager-channels-last"), None)
     return number(row.saved_bytes / eager if eager else None, ".3f")
 
 
 def memory_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Bytes kept for the backward, also as a share of eager's, and peak memory."""
+    """Formats bytes kept for the backward, also as a share of eager's, and peak memory."""
     lines = [
         {
             "network": r.case,
@@ -135,7 +135,7 @@ def memory_table(rows: Sequence[Row], form: str = "github") -> str:
             "contender": r.contender,
             "keeps": r.memory_mode,
             "kept for the backward, MiB": _mib(r.saved_bytes),
-            "of eager": _of_eager(r, group),
+            "of eager": _share_of_eager(r, group),
             "peak of a step, MiB": _mib(r.peak_bytes),
             "peak of the process, MiB": _mib(r.peak_raw_bytes),
             "step, ms": number(r.median_ms),
@@ -148,13 +148,13 @@ def memory_table(rows: Sequence[Row], form: str = "github") -> str:
 
 
 def _headline_group(rows: Sequence[Row]) -> list[Row]:
-    """Rows of `HEADLINE_NETWORK` in the batch and dtype with the most contenders."""
+    """Returns the rows of `HEADLINE_NETWORK` with the batch and dtype of the most contenders."""
     wanted = [r for r in rows if r.case == HEADLINE_NETWORK and r.saved_bytes]
     return max(_groups(wanted), key=len, default=[])
 
 
-def headline_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Time and kept bytes of `HEADLINE_NETWORK`: every fused contender and the best rivals.
+def headline_table(rows: Sequence[Row]) -> str:
+    """Formats time and kept bytes of `HEADLINE_NETWORK`: fused contenders and the best rivals.
 
     A rival is left out if another rival is as fast and keeps as little.
     """
@@ -174,18 +174,19 @@ def headline_table(rows: Sequence[Row], form: str = "github") -> str:
                 f"{r.case}, batch {r.batch}, {r.dtype}": name,
                 "keeps": r.memory_mode,
                 "kept for the backward, MiB": _mib(r.saved_bytes),
-                "of eager": _of_eager(r, group),
+                "of eager": _share_of_eager(r, group),
                 "step time": number(own[0], ".2f"),
             }
         )
     if not lines:
         return ""
     anchor_ms = next(r.median_ms for r in group if r.contender == ANCHOR)
-    return f"{table(lines, form)}\n\nStep times are multiples of {ANCHOR}'s, {anchor_ms:,.0f} ms."
+    contents = table(lines, "github")
+    return f"{contents}\n\nStep times are multiples of {ANCHOR}'s, {anchor_ms:,.0f} ms."
 
 
 def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
-    """First and last loss of every curve, and its largest relative deviation from the truth."""
+    """Formats first and last loss of every curve, and its largest relative deviation."""
     lines = []
     for case, contender in dict.fromkeys((p.case, p.contender) for p in points):
         curve = [p for p in points if (p.case, p.contender) == (case, contender)]
@@ -209,7 +210,7 @@ def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
 
 
 def ops_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Ops: times, the ratio of eager to fused, and the rates of the fused op."""
+    """Formats times of ops, the ratio of eager to fused, and the rates of the fused op."""
     ops: dict[tuple, dict[str, Row]] = {}
     for r in rows:
         if r.level == "op":
@@ -240,7 +241,7 @@ def ops_table(rows: Sequence[Row], form: str = "github") -> str:
 
 
 def best_rivals(rows: Sequence[Row]) -> list[str]:
-    """One line per network: the fastest rival over the fastest fused contender."""
+    """Returns a line per network: the fastest rival compared with the fastest fused contender."""
     lines = []
     for group in _groups(r for r in rows if r.median_ms is not None):
         right = [r for r in group if r.correct == "yes" and not has_drifted(r, group)]
@@ -258,7 +259,7 @@ def best_rivals(rows: Sequence[Row]) -> list[str]:
 
 
 def section(title: str, contents: str, records: Sequence) -> str:
-    """A title, a table and where its records were measured."""
+    """Formats a title, a table and the origin of its records."""
 
     def distinct(name: str) -> str:
         return "; ".join(dict.fromkeys(getattr(r, name) for r in records))
@@ -273,7 +274,7 @@ def _image(path: Path, page: Path) -> str:
 
 
 def headline_block(devices: dict[str, Device], figures: dict, page: Path) -> str:
-    """The Markdown of the headline: the fastest device, with memory against time."""
+    """Returns the Markdown of the headline: the fastest device, with memory against time."""
 
     def speed(device: str) -> float:
         return max((r.images_per_s or 0.0 for r in _headline_group(devices[device][0])), default=0)
@@ -296,13 +297,13 @@ _TABLES = {
 
 
 def device_block(name: str, devices: dict[str, Device], figures: dict, page: Path) -> str:
-    """The Markdown of the block "network", "memory", "training" or "ops", by device.
+    """Returns the Markdown of the block "network", "memory", "training" or "ops", by device.
 
     Args:
-        name: the block.
-        devices: what `load` returns.
-        figures: what `plots.write_plots` returns, by device.
-        page: the file that gets the block; links to figures start from its folder.
+        name: name of the block.
+        devices: result of `load`.
+        figures: results of `plots.write_plots`, by device.
+        page: the file of the block; links to figures start from its folder.
     """
     sections = []
     for device, (rows, points) in devices.items():
@@ -322,7 +323,7 @@ def device_block(name: str, devices: dict[str, Device], figures: dict, page: Pat
 
 
 def converted_block(folder: Path) -> str:
-    """The Markdown of converted models, a section per device."""
+    """Returns the Markdown of converted models, a section per device."""
     files = [read(path, ConvertedRow) for path in sorted(folder.glob(f"*{CONVERTED}"))]
     sections = [
         section(f"**{rows[0].device}**", converted.table(rows, "github"), rows) for rows in files
@@ -332,7 +333,7 @@ def converted_block(folder: Path) -> str:
 
 
 def gpu_block(folder: Path) -> str:
-    """The Markdown of GPUs: their ceilings, and the kernels of steps that lose most."""
+    """Returns the Markdown of GPUs: ceilings, and the kernels with the largest losses."""
     sections = []
     for path in sorted(folder.glob(f"*{CEILINGS}")):
         ceilings = read(path, CeilingRow)
@@ -348,7 +349,7 @@ def gpu_block(folder: Path) -> str:
 
 
 def _losses(rows: Sequence[LaunchRow]) -> str:
-    """The kernels of a measured step that lose most, under a line of sums."""
+    """Formats the kernels of a measured step with the largest losses, under a line of sums."""
     first = rows[0]
     measured_ms, estimated_ms = (
         sum(getattr(r, f"{kind}_us_per_block") * r.blocks for r in rows) / 1e3
@@ -363,12 +364,12 @@ def _losses(rows: Sequence[LaunchRow]) -> str:
     return section(title, launches.losses(rows, form="github"), rows)
 
 
-_OF_FOLDER = {"converted": converted_block, "gpu": gpu_block}
-"""Blocks whose records are not in the files that `load` reads."""
+_FOLDER_BLOCKS = {"converted": converted_block, "gpu": gpu_block}
+"""Blocks with records from files that `load` does not read."""
 
 
 def rewrite_block(text: str, name: str, contents: str) -> str:
-    """`text` with the contents of a block replaced.
+    """Replaces the contents of a block in `text`.
 
     Raises:
         ValueError: a marker is missing, occurs twice, or comes in the wrong order.
@@ -383,7 +384,7 @@ def rewrite_block(text: str, name: str, contents: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the plots beside the CSV files, and the blocks of every page."""
+    """Writes the plots to the folder of the CSV files, and the blocks of every page."""
     parser = measure.parser("bench.report", __doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
@@ -400,8 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         devices = load(a.results)
         figures = {d: plots.write_plots(*records, a.results) for d, records in devices.items()}
         for page, name in blocks:
-            if name in _OF_FOLDER:
-                contents = _OF_FOLDER[name](a.results)
+            if name in _FOLDER_BLOCKS:
+                contents = _FOLDER_BLOCKS[name](a.results)
             elif name == "headline":
                 contents = headline_block(devices, figures, page)
             else:

@@ -1,16 +1,16 @@
 """Weak scaling of a data-parallel training step: `torchrun --nproc-per-node N -m bench`.
 
 Every process trains the network on its own batch of --batch images, in DistributedDataParallel with
-`SyncBatchNorm`. Three steps take turns, all with the same threads: on a CPU the cores over the
-processes.
+`SyncBatchNorm`. Three steps take turns, with the same number of threads (on a CPU, cores divided by
+processes):
 
     alone     one process trains, the others wait
-    apart     every process trains its own copy at the same time, and none sends anything
+    apart     every process trains its own copy at the same time, without communication
     together  the data-parallel step: gradients and statistics are shared
 
 Efficiency is alone / together; the share of sending and waiting is 1 - apart / together.
-`torch.nn.SyncBatchNorm` does not run on a CPU: there the plain network normalises with the
-statistics of each process, and so does one more fused contender, to compare it with.
+`torch.nn.SyncBatchNorm` does not run on a CPU: there the plain network, and an additional fused
+contender for comparison, use the statistics of each process.
 """
 
 import argparse
@@ -43,16 +43,16 @@ class DataParallel(Contender):
     """A contender in DistributedDataParallel."""
 
     batch_norm: str = SHARED
-    is_joined: bool = False  # takes the images of all processes, and returns their logits
+    is_joined: bool = False  # takes the images of all processes and returns all logits
 
     @classmethod
     def of(cls, contender: Contender, batch_norm: str) -> "DataParallel":
-        """`contender`, with the statistics of all processes or of each."""
+        """Returns `contender` with the statistics of all processes or of each process."""
         fields = {**vars(contender), "same_function": batch_norm == SHARED}
         return cls(**fields, batch_norm=batch_norm)
 
     def build(self, network, state, device, dtype) -> nn.Module:
-        """The wrapped network."""
+        """Builds the wrapped network."""
         model = super().build(network, state, device, dtype)
         is_shared, on_gpu = self.batch_norm == SHARED, device.type == "cuda"
         if is_shared and on_gpu:
@@ -73,13 +73,13 @@ class _Joined(nn.Module):
         own = self.ddp(images.chunk(count)[rank])
         logits = [torch.empty_like(own) for _ in range(count)]
         dist.all_gather(logits, own.detach())
-        own.register_hook(lambda gradient: count * gradient)  # which DDP divides by the count
+        own.register_hook(lambda gradient: count * gradient)  # DDP divides it by the count
         logits[rank] = own
         return torch.cat(logits)
 
 
 def chosen(a: argparse.Namespace) -> list[DataParallel]:
-    """The contenders of a run, each with the statistics that it can share."""
+    """Returns the contenders of a run, each with the statistics that it can share."""
     found = []
     for contender in a.usable:
         if contender.name not in (a.contenders or CONTENDERS) or contender.graphed:
@@ -93,14 +93,14 @@ def chosen(a: argparse.Namespace) -> list[DataParallel]:
 
 
 def _slowest(value: float, device: torch.device) -> float:
-    """The largest of all processes' values."""
+    """Returns the largest value of all processes."""
     found = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def verdict_of(contender: DataParallel, network: Network, images: data.Images, a) -> tuple:
-    """Compares with one process and the joined batch; wrong if it is in any process."""
+    """Compares with one process on the joined batch; wrong: it is wrong in any process."""
     count = dist.get_world_size()
     batch = count * max(1, 16 // count)
     joined = dataclasses.replace(contender, is_joined=True)
@@ -117,9 +117,9 @@ def verdict_of(contender: DataParallel, network: Network, images: data.Images, a
 def measure_scaling(
     a: argparse.Namespace, network: Network, images: data.Images, stamp: Callable, deadline_s: float
 ) -> list[ScalingRow]:
-    """Checks the contenders against one process with the joined batch, then times them in turn.
+    """Checks the contenders against one process on the joined batch, then times them in turn.
 
-    After `deadline_s`, a value of `time.monotonic()`, no round starts, except the first.
+    After `deadline_s` (a value of `time.monotonic()`) no round starts, except the first.
     """
     rank, device, batch = dist.get_rank(), a.device, a.batch[0]
     batches = data.Batches(images, batch, seed=2 + rank, size=network.image_size)
@@ -162,7 +162,7 @@ def measure_scaling(
 
 
 def table(rows: list[ScalingRow]) -> str:
-    """Times, images per second and efficiency of every row."""
+    """Formats times, images per second and efficiency of every row."""
     columns = {
         "network": ("case", ""),
         "contender": ("contender", ""),

@@ -1,4 +1,4 @@
-"""Convert a network that knows nothing of this package, and go on training it.
+"""Convert a network that does not use this package, and continue its training.
 
 Run: python examples/convert_a_model.py
 """
@@ -25,7 +25,7 @@ class Block(nn.Module):
             self.shortcut = nn.Conv2d(in_planes, planes, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` and what two convolutions make of it."""
+        """`x + conv2(relu(bn2(conv1(relu(bn1(x))))))`."""
         out = F.relu(self.bn1(x))
         shortcut = self.shortcut(out) if hasattr(self, "shortcut") else x
         out = self.conv2(F.relu(self.bn2(self.conv1(out))))
@@ -44,7 +44,7 @@ def main() -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model)]
 
     images, labels = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
-    # The optimizer goes on with the same parameters.
+    # The optimizer continues with the same parameters.
     pk.convert(model, memory="rebuild", example_inputs=(images,))
 
     kept = [pk.saved_bytes(m, images) for m in (plain, model)]

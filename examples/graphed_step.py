@@ -15,7 +15,7 @@ STEPS = 5
 
 
 def main() -> None:
-    """Compares the losses of a few steps with those of plain PyTorch."""
+    """Compares the losses of a few steps with plain PyTorch."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plain = pk.preact_resnet(29, block="bottleneck", fused=False).to(device)

@@ -12,7 +12,7 @@ BUDGET = 20 * 2**20  # bytes that a forward may keep for the backward
 
 
 def main() -> None:
-    """Plans, counts what is kept, and takes one step."""
+    """Plans memory modes, counts kept bytes, and runs one step."""
     torch.manual_seed(0)
     plain = pk.preact_resnet(1001, fused=False)
     model = pk.preact_resnet(1001)

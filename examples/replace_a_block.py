@@ -1,4 +1,4 @@
-"""Replace BatchNorm-ReLU-Conv in a model of your own, with the same `state_dict`.
+"""Replace BatchNorm-ReLU-Conv in your own model, with the same `state_dict`.
 
 Run: python examples/replace_a_block.py
 """
@@ -27,19 +27,19 @@ class FusedBlock(PlainBlock):
     """The same parameters; each BatchNorm-ReLU-Conv is one operation, with the addition inside."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # Made in each call, so that a replaced child (SyncBatchNorm, pruning) takes effect.
+        # Created in each call, so that a replaced child (SyncBatchNorm, pruning) takes effect.
         first = pk.BNReLUConv2d.from_modules(self.bn1, self.conv1)
         second = pk.BNReLUConv2d.from_modules(self.bn2, self.conv2)
         return second(first(x), residual=x)
 
 
 def conv3x3(channels: int) -> nn.Conv2d:
-    """A convolution that keeps the shape."""
+    """Returns a 3x3 convolution that keeps the shape."""
     return nn.Conv2d(channels, channels, 3, padding=1, bias=False)
 
 
 def network(block: type[nn.Module]) -> nn.Sequential:
-    """Ten blocks between a stem and a classifier."""
+    """Returns ten blocks between a stem and a classifier."""
     blocks = [block(32) for _ in range(10)]
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1),
@@ -51,7 +51,7 @@ def network(block: type[nn.Module]) -> nn.Sequential:
 
 
 def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of all parameters."""
+    """Returns the gradient of all parameters."""
     F.cross_entropy(model(images), labels).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -59,7 +59,7 @@ def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 def main() -> None:
     """Compares kept bytes, gradients and running statistics of the two networks."""
     torch.manual_seed(0)
-    # In float64 the comparison is exact to some 1e-15; float32, bfloat16 and float16 work as well.
+    # In float64 the difference is about 1e-15; float32, bfloat16 and float16 work as well.
     plain, fused = network(PlainBlock).double(), network(FusedBlock).double()
     fused.load_state_dict(plain.state_dict())  # strict: the keys are the same
     images, labels = torch.randn(16, 3, 32, 32).double(), torch.randint(10, (16,))
