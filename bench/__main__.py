@@ -44,7 +44,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="resnet-, preact-resnet- or imagenet-resnet-DEPTH, wrn-DEPTH-10; the most important "
         "first",
     )
-    add("--depths", type=int, nargs="+", help="of resnet, ahead of --networks (1001 164 110)")
+    add("--depths", type=int, nargs="+", help="depths of resnet, before --networks (1001 164 110)")
     add(
         "--batch",
         type=int,
@@ -55,7 +55,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--curve-steps",
         type=int,
-        help="of the training curves (20; half as many from 300 layers on)",
+        help="steps of the training curves (20; half as many from 300 layers on)",
     )
     add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(BY_NAME)}")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32; on a GPU bf16")
@@ -63,7 +63,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="two shallow networks, no torch.compile, no ops")
     add("--resume", action="store_true", help="skip what the CSV has for this commit")
     add("--no-plots", action="store_true", help="tables and CSV alone")
-    add("--time-limit", type=float, default=540, metavar="SECONDS", help="of the whole run (540)")
+    add("--time-limit", type=float, default=540, metavar="SECONDS", help="for the whole run (540)")
     a = parser.parse_args(given)
     on_gpu = a.device.type == "cuda"
     if on_gpu and not torch.cuda.is_available():

@@ -272,9 +272,9 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs every part; returns 1 if one failed."""
     parser = measure.parser("bench.gpu_report", __doc__)
     add = parser.add_argument
-    add("folder", type=Path, help="for the files")
-    add("--seconds", type=int, default=520, help="for everything (520)")
-    add("--test-seconds", type=int, default=140, help="for the first tests (140)")
+    add("folder", type=Path, help="folder of the files")
+    add("--seconds", type=int, default=520, help="time limit for everything (520)")
+    add("--test-seconds", type=int, default=140, help="time limit for the first tests (140)")
     add(
         "--resume",
         type=Path,

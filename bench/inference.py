@@ -104,9 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     add("--batch", nargs="+", type=int, default=[1, 16], help="images")
-    add("--size", type=int, help="pixels, in place of each network's own")
+    add("--size", type=int, help="image size in pixels (by network)")
     add("--rounds", type=int, default=15)
-    add("--threads", type=int, help="of PyTorch on the CPU")
+    add("--threads", type=int, help="threads of PyTorch on the CPU")
     add("--dtype", choices=DTYPES, default="fp32")
     add("--no-compile", action="store_true", help="leave out torch.compile")
     a = parser.parse_args(arguments)

@@ -303,14 +303,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = measure.parser("bench.launches", __doc__)
     add = parser.add_argument
-    add("--network", default="resnet-1001", help="as of python -m bench")
+    add("--network", default="resnet-1001", help="as in python -m bench")
     add("--batch", type=int, default=128, help="images (128)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
     add("--backend", choices=dry_run.BACKENDS, default="cuda")
     add("--memory", choices=MEMORY_MODES, default="store")
-    add("--residual-dtype", choices=("float32",), help="of blocks' inputs and outputs (--dtype)")
-    add("--multiprocessors", type=int, help="of the GPU (this one's, or 132)")
-    add("--csv", type=Path, help="file for a row of each kernel, beside those of other steps")
+    add("--residual-dtype", choices=("float32",), help="dtype of the residual stream (--dtype)")
+    add("--multiprocessors", type=int, help="multiprocessors of the GPU (this one's, or 132)")
+    add("--csv", type=Path, help="file for a row per kernel; keeps rows of other steps")
     a = parser.parse_args(given)
     if a.multiprocessors is None:
         gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None

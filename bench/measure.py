@@ -55,7 +55,7 @@ def parser(module: str, description: str, *options: str) -> argparse.ArgumentPar
         prog=f"python -m {module}", description=description, formatter_class=form
     )
     if "--device" in options:
-        words = "cpu or cuda (cuda where there is one)"
+        words = "cpu or cuda (cuda if there is one)"
         found.add_argument("--device", type=torch.device, default=default_device(), help=words)
     if "--out" in options:
         found.add_argument("--out", type=Path, default=OUT, help="folder of the CSV files")

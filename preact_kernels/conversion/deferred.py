@@ -166,7 +166,7 @@ class _DeferredFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, node, in_place, *tensors):
         ctx.node = node
-        # As `set_materialize_grads` and `mark_dirty` do, without the cost of their calls.
+        # Same as `set_materialize_grads` and `mark_dirty`, without the cost of their calls.
         ctx.materialize_grads = False
         if in_place:
             ctx.dirty_tensors = tensors[:1]
@@ -262,7 +262,7 @@ class _WithHistory(torch.autograd.Function):
 
 
 def has_own_history(t: Deferred) -> bool:
-    """Whether the gradient of `t` is that of its node: no other autograd function returned it."""
+    """Whether `t` has its node's gradient: no other autograd function returned it."""
     node = t.preact_node
     if node.region.is_traced:
         return True

@@ -375,9 +375,9 @@ def add_commands(commands: Any) -> None:
         )
         parser.add_argument("--paper", action="store_true", help="at the paper's size")
         parser.add_argument("--data", help="directory of CIFAR files; default: the digits")
-        parser.add_argument("--device", help="default: cuda where there is one")
+        parser.add_argument("--device", help="default: cuda if there is one")
         parser.add_argument("--depths", type=int, nargs="+", help="layers")
-        parser.add_argument("--epochs", type=int, help="of each training run")
+        parser.add_argument("--epochs", type=int, help="epochs of each training run")
         parser.add_argument("--seeds", type=int, help="training runs of each kind")
 
 

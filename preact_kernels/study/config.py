@@ -1,4 +1,4 @@
-"""Options of a training run: those of `python -m preact_kernels.study train`."""
+"""Options of a training run (`python -m preact_kernels.study train`)."""
 
 import argparse
 import dataclasses
@@ -46,8 +46,8 @@ class Config:
     block: str | None = _option(None, "kind of block; default by depth", ("basic", "bottleneck"))
     width: int = _option(1, "multiplies the channels of every stage")
     stride_on: str = _option("conv2", "strided convolution of a bottleneck", ("conv1", "conv2"))
-    groups: int = _option(1, "of the 3x3 convolutions of bottlenecks (ResNeXt)")
-    base_width: int = _option(64, "inner channels a group at 64 channels (ResNeXt)")
+    groups: int = _option(1, "groups of the bottlenecks' 3x3 convolutions (ResNeXt)")
+    base_width: int = _option(64, "inner channels per group at 64 channels (ResNeXt)")
     placement: str = _option(
         "full-preactivation", "placement of normalisation and activation", PLACEMENTS
     )
@@ -61,13 +61,13 @@ class Config:
     dropout: float = _option(0.0, "probability before the last convolution of a branch")
     residual_scale: float | None = _option(None, "initial value of a learned factor of branches")
     se: bool = _option(False, "squeeze-and-excitation at the end of branches")
-    survival: float = _option(1.0, "of the last branch (stochastic depth)")
+    survival: float = _option(1.0, "probability of keeping the last branch (stochastic depth)")
     init: str = _option("he", "initialisation of convolutions", INITIALISATIONS)
 
     # data
     data: str | None = _option(None, "directory of CIFAR files; default: scikit-learn's digits")
     image_size: int = _option(32, "height and width in pixels")
-    augment: bool = _option(True, "shift images, and mirror those of CIFAR")
+    augment: bool = _option(True, "shift images, and mirror CIFAR's")
 
     # recipe
     recipe: str = _option("warmup-cosine", "learning rate schedule", RECIPES)
@@ -78,8 +78,8 @@ class Config:
     depth_lr: float = _option(
         1.0, "factor of the stem's learning rate; it rises geometrically to 1 at the head"
     )
-    momentum: float = _option(0.9, "of SGD")
-    weight_decay: float = _option(1e-4, "of SGD, on all parameters")
+    momentum: float = _option(0.9, "momentum of SGD")
+    weight_decay: float = _option(1e-4, "weight decay of all parameters")
     clip_norm: float | None = _option(None, "largest norm of the whole gradient")
     autocast: str | None = _option(
         None, "dtype of convolutions; float16 scales the loss", ("bfloat16", "float16")
@@ -89,16 +89,16 @@ class Config:
     # running
     fused: bool = _option(True, "--no-fused runs plain PyTorch")
     memory: str = _option("store", "memory mode of the stages", MEMORY_MODES)
-    segments: int | None = _option(None, "of a stage, in mode checkpoint")
-    anchor_every: int | None = _option(None, "blocks, in modes rebuild and checkpoint")
-    float32_stream: bool = _option(False, "keep the residual stream in float32 beside autocast")
+    segments: int | None = _option(None, "segments per stage, in mode checkpoint")
+    anchor_every: int | None = _option(None, "blocks per anchor, in modes rebuild and checkpoint")
+    float32_stream: bool = _option(False, "keep the residual stream in float32 under autocast")
     memory_budget: str | None = _option(
         None, "bytes kept for the backward, such as 300MiB: plans the memory modes"
     )
-    device: str | None = _option(None, "default: cuda where there is one")
+    device: str | None = _option(None, "default: cuda if there is one")
     capture: bool = _option(True, "capture the step in a CUDA graph, in one process on a GPU")
     sync_batch_norm: bool = _option(False, "share batch statistics between processes")
-    checkpoint_every: int | None = _option(None, "steps; default: an epoch")
+    checkpoint_every: int | None = _option(None, "steps between checkpoints; default: an epoch")
     diagnose_every: int = _option(50, "steps between measurements of signal flow; 0: never")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The check of results before a benchmark: what it accepts, refuses, and computes only once."""
+"""The check of results before a benchmark: accepted and refused results, cached computations."""
 
 import functools
 
@@ -17,7 +17,7 @@ from bench.correctness import SMALLEST, Problem, judge, judged_network
 from preact_kernels.study import data
 
 CPU = torch.device("cpu")
-BOTTLENECKS, BASIC = Network(164), Network(20)  # of which 29 and 14 layers are judged
+BOTTLENECKS, BASIC = Network(164), Network(20)  # judged with 29 and 14 layers
 
 
 def planted(name, prepare):
@@ -25,7 +25,7 @@ def planted(name, prepare):
 
 
 def change_outputs(change):
-    """Changes the output of the last convolution of every block."""
+    """Changes the output of each block's last convolution."""
 
     def prepare(model):
         for stage in model.stages:
@@ -48,7 +48,7 @@ def change_gradients(change, is_changed):
 
 
 def scale_input_gradients(model):
-    """Multiplies the gradient of the input of every stage by 1.1."""
+    """Multiplies the input gradient of every stage by 1.1."""
 
     def hook(stage, inputs):
         if inputs[0].requires_grad:
@@ -90,11 +90,11 @@ FAULTS = {
 
 
 class TF32Convolution(torch.autograd.Function):
-    """A convolution whose operands are rounded to TF32, as a GPU's are."""
+    """A convolution that rounds its operands to TF32, as a GPU does."""
 
     @staticmethod
     def rounded(x):
-        """`x` with 10 bits behind the point, rounded to nearest, ties to even."""
+        """Rounds `x` to 10 bits after the point, to nearest, ties to even."""
         bits = x.view(torch.int32)
         return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
@@ -188,7 +188,7 @@ def test_in_exact_float32_operands_in_tf32_and_wrong_gradients_are_refused():
     assert verdicts.pop("eager-nchw").correct == "yes"
     assert {v.correct for v in verdicts.values()} == {"no"}
     assert "logits deviates" in verdicts["TF32"].note
-    # No single gradient is off by more than is allowed.
+    # No single gradient exceeds its limit.
     assert ": gradients deviates by 1.8e-01" in verdicts["conv gradients x 1.3"].note
     assert "the worst" not in verdicts["conv gradients x 1.3"].note
     assert ": gradients deviates by nan" in verdicts["NaN"].note

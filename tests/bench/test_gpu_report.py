@@ -1,4 +1,4 @@
-"""The report of a GPU machine: parts that fail or hang stop no other, and libraries are not old."""
+"""The report of a GPU machine: failing or hanging parts stop no others; libraries are current."""
 
 import itertools
 import os
@@ -62,7 +62,7 @@ def test_the_log_leaves_out_the_middle_of_long_output(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A small tree with a source and two libraries, which load unless there is a file `broken`."""
+    """A small tree with a source and two libraries; they load unless a file `broken` exists."""
     for name in ("csrc/cuda/kernel.cu", "setup.py", "pyproject.toml", "preact_kernels/_cpu.so"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,9 +103,9 @@ NEEDS_GPU = {"ceilings", "first bench", "bench of triton"}
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine whose processes take a share of their limit, and do nothing.
+    """A machine with processes that only take a share of their limit.
 
-    The commands, environments and limits by part, in order.
+    Records commands, environments and limits by part, in order.
     """
     found = types.SimpleNamespace(
         commands={}, environments={}, limits={}, share=0.1, late=(), now_s=0.0, has_gpu=True
@@ -175,7 +175,7 @@ def test_the_commands_are_understood(machine, tmp_path):
     assert options["converted"][:3] == ["--no-graphs", "--out", str(tmp_path)]
 
 
-# Which share of its limit every part takes; 1: it has to be killed.
+# Share of its limit that every part takes; 1: it is killed.
 @pytest.mark.parametrize(("share", "least_s"), [(1.0, 0), (0.6, 70), (0.2, 195)])
 def test_the_benchmarks_have_time_and_the_report_ends_in_time(machine, tmp_path, share, least_s):
     machine.share = share
@@ -216,10 +216,10 @@ def test_a_report_that_resumes_keeps_the_rows_and_the_parts_that_ended(machine, 
     assert gpu_report.main([str(out), "--resume", str(earlier)]) == 1  # tests 3 failed
     again = [part for part in MEASURED if part not in ("ceilings", "launches of triton")]
     assert list(machine.commands) == ["libraries", "tests 2", "tests 4", *again]
-    assert machine.limits["tests 2"] == 3 * 35  # with the seconds of tests 1 and 3
+    assert machine.limits["tests 2"] == 3 * 35  # includes the time of tests 1 and 3
     assert "--resume" in machine.commands["bench"] and "--resume" in machine.commands["converted"]
     lines = SUMMARY.splitlines()
-    assert {lines[i] for i in (0, 2, 4, 5, 8)} < set(summary(out))  # for a run that resumes this
+    assert {lines[i] for i in (0, 2, 4, 5, 8)} < set(summary(out))  # a later report can resume
     assert lines[-1] not in summary(out)
     assert sorted(os.listdir(out)) == ["a-gpu.csv", "log.txt", "summary.txt"]
 

@@ -1,4 +1,4 @@
-"""The launches of a training step: those of the backends, where they belong, and their bytes."""
+"""The launches of a training step: kernels, units and bytes."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from bench.launches import Kernel, arguments, kernels_in, main, recorded, rows_o
 from bench.records import LAUNCHES, LaunchRow, put, read
 from tests.kernels.cuda_on_host import build, serve_cpu
 
-# Of a block without a projection, in each stage, beside those that occur once a run.
+# Per block without a projection, in each stage; without launches that occur once per run.
 LAUNCHES_A_BLOCK = {"cuda": (6, 6, 6), "triton": (6, 6, 6)}
 KERNELS_OF_UNITS = ("F1", "F2", "F3", "B1", "B2", "B3")
 
@@ -33,12 +33,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def environment():
-    """Without Triton's interpreter, which has no launches."""
+    """Returns the environment without Triton's interpreter, which has no launches."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 def rows_of_command(backend, *options, folder):
-    """The rows that the command writes, in a process of its own."""
+    """Runs the command in another process; returns the rows that it writes."""
     if backend == "triton":
         pytest.importorskip("triton")
     path = folder / "launches.csv"
@@ -50,8 +50,8 @@ def rows_of_command(backend, *options, folder):
     return read(path, LaunchRow)
 
 
-def of_cuda(*options):
-    """The rows of the CUDA backend."""
+def cuda_rows(*options):
+    """Returns the rows of the CUDA backend."""
     stages = recorded(arguments([*options, "--backend", "cuda"]))
     return [row for s in stages for row in rows_of(s, [None] * len(s.launches))]
 
@@ -63,24 +63,26 @@ def units(rows, direction):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
     options = ("--network", "resnet-164", "--batch", "128", "--residual-dtype", "float32")
-    in_process = backend == "cuda"
-    rows = of_cuda(*options) if in_process else rows_of_command(backend, *options, folder=tmp_path)
-    of_units = [r for r in rows if r.kernel[:2] in KERNELS_OF_UNITS]
+    if backend == "cuda":  # in this process
+        rows = cuda_rows(*options)
+    else:
+        rows = rows_of_command(backend, *options, folder=tmp_path)
+    unit_rows = [r for r in rows if r.kernel[:2] in KERNELS_OF_UNITS]
     for stage, count in zip("123", LAUNCHES_A_BLOCK[backend], strict=True):
-        own = [r for r in of_units if r.stage == stage]
+        own = [r for r in unit_rows if r.stage == stage]
         assert sum(round(row.launches_per_block) for row in own) == count
         assert {row.kernel[:2] for row in own} == set(KERNELS_OF_UNITS)
-    first = [r for r in of_units if r.stage == "1"]
-    # Of 16 units, 12 are of the stream: x, and then x again and y.
+    first = [r for r in unit_rows if r.stage == "1"]
+    # In multiples of the inner channels: 12 of 16 are the stream (x, x again, y).
     assert 16 + 12 < units(first, FORWARD) < 16 + 12.2
-    # Of 32, or 26 where g of the first unit is not stored, and of partial sums, 16 are of the
-    # stream: x of the fold, skip, the stored dy, and x.
+    # 16 of 32 are the stream: x of the deferred affine step, skip, the stored dy, and x. With CUDA
+    # it is 16 of 26, because g of the first unit is not stored. Partial sums are in addition.
     least = {"cuda": 26, "triton": 32}[backend] + 16
     assert least < units(first, BACKWARD) < least + 3
 
 
 def test_resnet_1001_has_its_launches_and_bytes():
-    rows = of_cuda("--network", "resnet-1001", "--batch", "128")
+    rows = cuda_rows("--network", "resnet-1001", "--batch", "128")
     for row in [r for r in rows if r.stage in "123"]:
         assert row.blocks == 110
         assert row.launches_per_block <= 1
@@ -88,11 +90,11 @@ def test_resnet_1001_has_its_launches_and_bytes():
         others = [r for r in rows if r.stage == stage and r.kernel[:2] not in KERNELS_OF_UNITS]
         assert 0 < sum(round(r.launches_per_block * r.blocks) for r in others) <= 50
     first = [r for r in rows if r.stage == "1"]
-    # What kernels are given is what they read and write: see bench/floors.py. Sums, statistics and
-    # weights are small in the first stage.
+    # Kernels read and write all their arguments: see bench/floors.py. Sums, statistics and weights
+    # are small in the first stage.
     assert 16 < units(first, FORWARD) < 16.2
-    # g of a block's first unit is not stored: the kernel after it reads two units in its place, dx
-    # with it, and writes dx where the plan of the floors has B1b. At most 2 blocks on each of 132
+    # g of a block's first unit is not stored: the next kernel recomputes it from two tensors, reads
+    # dx, and writes dx in place of B1b in bench/floors.py. At most 2 blocks on each of 132
     # multiprocessors write partial weight gradients, which are read once.
     partials = 2 * 4 * 264 * (2 * 64 * 16 + 9 * 16 * 16) / (128 * 32 * 32 * 16 * 2)
     assert 26 < units(first, BACKWARD) < 26.1 + partials
@@ -104,29 +106,29 @@ def test_resnet_1001_has_its_launches_and_bytes():
 
 
 def test_what_runs_again_is_listed():
-    of_mode = {}
+    by_mode = {}
     for memory in ("store", "rebuild", "checkpoint"):
-        rows = of_cuda("--network", "resnet-47", "--batch", "2", "--memory", memory)
-        of_mode[memory] = {
+        rows = cuda_rows("--network", "resnet-47", "--batch", "2", "--memory", memory)
+        by_mode[memory] = {
             r.kernel: r.launches_per_block
             for r in rows
             if (r.stage, r.direction) == ("2", BACKWARD) and "bn_relu_conv_forward" in r.kernel
         }
-    assert of_mode["store"] == {}
-    assert set(of_mode["rebuild"]) == {"B3 bn_relu_conv_forward"}
-    assert {"B1 bn_relu_conv_forward", "B2 bn_relu_conv_forward"} < set(of_mode["checkpoint"])
+    assert by_mode["store"] == {}
+    assert set(by_mode["rebuild"]) == {"B3 bn_relu_conv_forward"}
+    assert {"B1 bn_relu_conv_forward", "B2 bn_relu_conv_forward"} < set(by_mode["checkpoint"])
 
 
 def test_grids_are_those_of_a_gpu_with_so_many_multiprocessors():
     def largest(multiprocessors):
-        rows = of_cuda("--network", "resnet-29", "--multiprocessors", str(multiprocessors))
+        rows = cuda_rows("--network", "resnet-29", "--multiprocessors", str(multiprocessors))
         return max(int(r.grid) for r in rows if r.kernel.endswith("bn_relu_conv_forward"))
 
     assert 0 < largest(10) <= 40 < largest(100)
 
 
 def test_networks_with_convolutions_of_pytorch_run_none_of_them():
-    rows = of_cuda("--network", "imagenet-resnet-50", "--batch", "64")
+    rows = cuda_rows("--network", "imagenet-resnet-50", "--batch", "64")
     names = {row.kernel.split()[-1] for row in rows}
     assert {"aten::convolution", "aten::convolution_backward", "bn_relu_backward_mask"} < names
 
@@ -142,7 +144,7 @@ def test_no_small_number_beside_half_a_pointer_is_the_address_of_a_tensor():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
 def test_kernels_run_again_after_a_recording():
-    of_cuda("--network", "resnet-29", "--batch", "2")
+    cuda_rows("--network", "resnet-29", "--batch", "2")
     assert serve_cpu.tensor_at(torch.empty(1000).data_ptr()) is None
     x = torch.ones(2, 16, 3, 3).contiguous(memory_format=torch.channels_last)
     mean, _ = torch.ops.preact_kernels_cuda.bn_stats(x)
@@ -254,7 +256,7 @@ def test_measured_kernels_are_those_that_were_recorded():
         return launches.times_of(launches_of_step, PROFILED, known)
 
     assert times_of(stats, zeros, fill, conv) == [1.0, None, None, 4.0]
-    variant = conv._replace(name="bn_relu_conv_forward_rare")  # of the same kernel
+    variant = conv._replace(name="bn_relu_conv_forward_rare")  # a variant of the same kernel
     assert times_of(stats, variant) == [1.0, 4.0]
     with pytest.raises(RuntimeError, match="kernel 1: expected None, the GPU ran bn_relu_conv"):
         times_of(stats, zeros, fill)
@@ -264,7 +266,7 @@ def test_measured_kernels_are_those_that_were_recorded():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose kernels are those that were recorded, and each take 2 us."""
+    """A GPU that runs the recorded kernels, in 2 us each."""
     step = ["--network", "resnet-29", "--batch", "2"]
     stages = recorded(arguments(step))
     left = iter(stages)

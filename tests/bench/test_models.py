@@ -1,4 +1,4 @@
-"""Benchmarks of models that other people wrote: conversion and inference."""
+"""Benchmarks of published models: conversion and inference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Benchmarks of networks: order, rows, refused results, processes that crash, resumed runs."""
+"""Benchmarks of networks: order, rows, refused results, crashing processes, resumed runs."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ CEILINGS = Ceilings(10.0, {"float32": 100.0})
 
 @pytest.fixture(autouse=True)
 def images(monkeypatch):
-    """Digits, loaded once, so that the truth is computed once."""
+    """Digits are loaded once, so the truth is computed once."""
     monkeypatch.setattr(data, "load", lambda folder=None: digits())
 
 
@@ -78,12 +78,12 @@ def test_a_bottleneck_moves_46_times_its_inner_channels():
     assert cost.bytes_moved == 46 * 16 * 32 * 32 * 4
     products = 16 * 64 + 9 * 16 * 16 + 16 * 64
     assert cost.flops == 3 * 2 * products * 32 * 32
-    beside_stream, _ = floors.block_cost(block, 1, 32, 2, stream_itemsize=4)
-    assert beside_stream.bytes_moved == (46 + 32) * 16 * 32 * 32 * 2  # 32 are of its x, y and dy
+    mixed, _ = floors.block_cost(block, 1, 32, 2, stream_itemsize=4)
+    assert mixed.bytes_moved == (46 + 32) * 16 * 32 * 32 * 2  # x, y and dy: 32 more
 
 
 def test_floors_count_every_product_of_a_network():
-    # Multiply-adds of the forward, with a projection in each stage: 4.09e9 is ResNet-50's.
+    # ResNet-50 has 4.09e9 multiply-adds in the forward, with a projection in each stage.
     cost = floors.network_cost(Network.named("imagenet-resnet-50"), 1, torch.bfloat16)
     assert cost.flops / 6 == pytest.approx(4.09e9, rel=0.02)
 
@@ -105,7 +105,7 @@ def test_calls_take_turns_and_a_failing_one_is_left_out():
     assert [(name, str(error)) for name, error in failed] == [("b", "no room")]
     order.clear()
     measure.time_in_turn(calls, rounds=3, device=CPU, deadline_s=time.time())
-    assert order == ["a", "b"]  # the first round alone
+    assert order == ["a", "b"]  # only the first round
 
 
 def test_a_group_that_is_stopped_leaves_the_rounds_that_ended(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_a_timing_is_the_median_and_two_percentiles():
 
 
 def titles_of(*options, device):
-    """The titles of a run's tasks, as if the device were there."""
+    """Returns the titles of a run's tasks, as if the machine had the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
         a = bench.arguments(["--device", device, *options])
@@ -199,7 +199,7 @@ def test_the_rivals_on_memory_are_in_a_group_with_the_anchor():
 
 
 def task_in(folder, *names, **changed):
-    """A task of ResNet-8 at batch 4."""
+    """Returns a task for ResNet-8 at batch 4."""
     fields = {"stem": str(folder / "a-cpu"), "commit": "abc", "command": "python -m bench"}
     fields |= {"steps": 2, "floor_ms": 0.5, **changed}
     return Task(fields.pop("kind", "steps"), "resnet-8", 4, "float32", names, "main", **fields)
@@ -210,7 +210,7 @@ def rows_in(folder):
 
 
 def change(monkeypatch, name, prepare):
-    """A contender whose model is changed."""
+    """Adds a contender with a changed model."""
     base = BY_NAME.get(name, Contender(name, "everything"))
     monkeypatch.setitem(BY_NAME, name, dataclasses.replace(base, prepare=prepare))
 
@@ -304,7 +304,7 @@ def test_a_contender_that_breaks_its_gpu_is_named_and_ends_the_process(tmp_path,
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Measures tasks in this process, or does what `crash` does; `ran` says what each lacked."""
+    """Measures tasks in this process, or calls `crash`; `ran`: missing contenders of each task."""
     found = types.SimpleNamespace(ran=[], crash=lambda task: None)
 
     def run_process(command, seconds):
@@ -371,7 +371,7 @@ def test_a_process_that_overruns_leaves_its_rows_and_those_of_other_commits(tmp_
     assert left_out.endswith("main: no time left: fused-rebuild, fused-checkpoint")
     assert "late: no time left" in too
     ((inner_s, outer_s),) = ends_s
-    assert inner_s <= outer_s < time.time() + 51  # and the process can end in time
+    assert inner_s <= outer_s < time.time() + 51  # the process can end in time
     rows = rows_in(tmp_path)
     assert rows.keys() == {"fused-store", "fused-rebuild"}
     assert (rows["fused-rebuild"].commit, rows["fused-rebuild"].median_ms) == ("old", 2.0)
@@ -454,7 +454,7 @@ def test_a_process_ends_with_the_one_that_started_it():
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
-    """Runs `main` on ResNet-8, its tasks in this process; returns the kinds of those that ran."""
+    """Runs `main` on ResNet-8 with its tasks in this process; returns their kinds."""
     ran = []
 
     def run_process(command, seconds):
@@ -507,7 +507,7 @@ def test_kept_bytes_are_counted_without_a_step_also_if_a_contender_fails(tmp_pat
     network.measure_kept_bytes(Session(task))
     rows = rows_in(tmp_path)
     assert rows["fused-store"].saved_bytes < rows["eager-channels-last"].saved_bytes
-    # Autograd does not see what selective checkpointing holds.
+    # Autograd does not see the tensors that selective checkpointing holds.
     assert 0 < rows["checkpoint-block"].saved_bytes < rows["selective-convs"].saved_bytes
     assert rows["eager-failing"].correct == "no"
     assert {r.median_ms for r in rows.values()} == {None}
@@ -578,7 +578,7 @@ def test_under_torchrun_the_processes_are_compared_with_one(tmp_path):
     options += ["--contenders", "eager-channels-last", "fused-store"]
     done = torchrun(2, ["bench", *options, "--out", tmp_path])
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count(scaling.SHARED) == 1  # of one process
+    assert done.stdout.count(scaling.SHARED) == 1  # only one process prints
     (path,) = tmp_path.iterdir()
     rows = {(r.contender, r.batch_norm): r for r in read(path, ScalingRow)}
     assert list(rows) == [

@@ -1,4 +1,4 @@
-"""Benchmarks of single ops: contenders, rows, and that wrong results get no speed."""
+"""Benchmarks of single ops: contenders, rows, and no speed for wrong results."""
 
 import time
 import types
@@ -24,7 +24,7 @@ ON_CPU = ops.contenders(CASE, CPU)
 
 
 class Benchmark:
-    """The parts of the fixture of pytest-benchmark that an op uses."""
+    """The part of pytest-benchmark's fixture that an op uses."""
 
     def __init__(self):
         self.extra_info = {}
@@ -40,7 +40,7 @@ class Benchmark:
 
 
 def rows_of(monkeypatch, **added):
-    """Rows by contender of an op with contenders `added`, and the error if it fails."""
+    """Runs an op with contenders `added`; returns rows by contender, and the error or None."""
     monkeypatch.setattr(ops, "contenders", lambda case, device: ON_CPU | added)
     settings = types.SimpleNamespace(
         device=CPU, dtype=torch.float32, batch=2, ceilings=Ceilings(10.0, {"float32": 100.0})

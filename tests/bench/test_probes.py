@@ -1,4 +1,4 @@
-"""The probes of a GPU compile, order memory as they must, and fail one by one."""
+"""The probes of a GPU compile, order memory correctly, and fail one by one."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ needs_nvcc = pytest.mark.skipif(not NVCC, reason="no nvcc")
 
 @pytest.fixture(scope="module")
 def instructions():
-    """The PTX of each kernel."""
+    """Compiles the probes; returns the PTX of each kernel."""
     command = [NVCC, "-std=c++17", "-arch=sm_90", "--ptx", "-o", "-", str(probes.SOURCE)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = re.findall(r"\.entry \w+?(barrier|chain)_kernel", text)
@@ -34,7 +34,7 @@ def instructions():
 
 
 def in_order(text, *patterns):
-    """Whether the patterns occur one after another."""
+    """Whether the patterns occur in this order."""
     return re.search(".*?".join(map(re.escape, patterns)), text, re.DOTALL) is not None
 
 
@@ -64,7 +64,7 @@ def test_a_dependent_kernel_waits_before_it_reads(instructions):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The probes, compiled for the GPU of this machine, or for one of compute capability 9.0."""
+    """Compiles the probes for the GPU of this machine, else for compute capability 9.0."""
     if not NVCC:
         pytest.skip("no nvcc")
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)

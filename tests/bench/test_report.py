@@ -1,4 +1,4 @@
-"""The report: pages are made of the results, and unchanged results leave them as they are."""
+"""The report: it writes pages from results; unchanged results do not change a page."""
 
 import shutil
 
@@ -25,7 +25,7 @@ def row(contender, case, ms, kept):
 
 @pytest.fixture
 def pages(tmp_path):
-    """Folder with pages whose blocks say `old`."""
+    """A folder of pages with the text `old` in their blocks."""
     (tmp_path / "docs").mkdir()
     for page, names in report.PAGES.items():
         blocks = [f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->" for name in names]
@@ -49,7 +49,7 @@ def test_rows_are_read_as_they_were_written(tmp_path):
     for path in RESULTS.glob("*threads.csv"):
         rows = read(path, Row)
         put(tmp_path / path.name, *rows)
-        put(tmp_path / path.name, rows[0])  # in its own place
+        put(tmp_path / path.name, rows[0])  # keeps its place
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="expected the columns level, contender"):

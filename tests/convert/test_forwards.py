@@ -225,7 +225,7 @@ def takes_gradients(self, x):
 
 
 class ReturnsUnit(torch.autograd.Function):
-    """A function whose forward returns a deferred tensor."""
+    """A function that returns a deferred tensor."""
 
     @staticmethod
     def forward(ctx, x, net):

@@ -417,7 +417,7 @@ class Untraceable(nn.Module):
 
 
 class Part(nn.Sequential):
-    """A container with a class of its own."""
+    """A container of another class than `nn.Sequential`."""
 
 
 def with_shared_conv(container):

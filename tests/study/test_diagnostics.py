@@ -122,7 +122,7 @@ def test_measure_leaves_everything_as_it_was(fails):
         p.grad = None if index % 3 == 0 else torch.full_like(p, 0.25)
     model.stages[1].eval()
     if fails:
-        model.norm.register_forward_hook(lambda *_: 1 / 0)  # behind the blocks
+        model.norm.register_forward_hook(lambda *_: 1 / 0)  # after the blocks
     before = state_of(model)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         assert len(diagnostics.measure(model, F.cross_entropy, *batch())) == 9

@@ -143,7 +143,7 @@ def test_options_reach_optimizer_batches_stages_and_convolutions(tmp_path):
         norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
     run.network.stages[0][0].conv1.register_forward_hook(lambda *a: dtypes.append(a[2].dtype))
-    run.optimizer.register_step_pre_hook(norm)  # behind the hook that clips
+    run.optimizer.register_step_pre_hook(norm)  # runs after the hook that clips
     run.one_step()
     assert torch.bfloat16 in dtypes
     assert norms == pytest.approx([0.01], rel=1e-3)

@@ -94,6 +94,13 @@ def measure(
     return rows_of(step, blocks, lambda p: gradients.get(id(p)), scalars)
 
 
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
 class _BeforeStep(NamedTuple):
     """Values from `before_step` for `after_step`."""
 
@@ -146,10 +153,7 @@ class Monitor:
         blocks: Blocks | None = None,
     ) -> None:
         self.blocks = checked_blocks(model, blocks)
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise TypeError(f"every: expected an int, got {type(every).__name__}")
-        if every < 1:
-            raise ValueError(f"every: expected at least 1, got {every}")
+        _check_count("every", every)
         self.model = model
         self.every = every
         self.thresholds = Thresholds() if thresholds is None else thresholds
@@ -334,10 +338,7 @@ def histograms(
         TypeError: an argument has the wrong type.
         ValueError: there are no stages, or a number is out of range.
     """
-    if isinstance(bins, bool) or not isinstance(bins, int):
-        raise TypeError(f"bins: expected an int, got {type(bins).__name__}")
-    if bins < 1:
-        raise ValueError(f"bins: expected at least 1, got {bins}")
+    _check_count("bins", bins)
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"limit: expected a positive number or None, got {limit}")
     named = ((STAGE.fullmatch(name), block) for name, block in blocks_of(model).items())
