@@ -22,7 +22,7 @@ _OPTIMIZED = 1  # CO_OPTIMIZED: the code of functions, which keep no dictionary 
 
 
 class Reference(weakref.ref):
-    """A weak reference that is not shared: Python reuses plain ones to the same object."""
+    """A weak reference for this package alone; Python shares plain ones to the same tensor."""
 
     __slots__ = ()
 

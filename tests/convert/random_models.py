@@ -18,8 +18,8 @@ import string
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tests.convert import random_model_helpers as vocabulary
-from tests.convert.random_model_helpers import QUESTIONS
+from tests.convert import random_model_parts as vocabulary
+from tests.convert.random_model_parts import QUESTIONS
 
 HEADER = """\
 import collections, contextlib, copy, itertools, pickle, random, types, weakref
@@ -29,10 +29,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 from torch import is_grad_enabled
-from tests.convert import random_model_helpers as helpers, trial
-from tests.convert.random_model_helpers import triple
+from tests.convert import random_model_parts as parts, trial
+from tests.convert.random_model_parts import triple
 
-square = helpers.SaveAndSquare.apply
+square = parts.SaveAndSquare.apply
 log = []
 
 def note(*values):
@@ -311,7 +311,7 @@ def squeeze(s: Scope) -> None:
 
 def type_question(s: Scope) -> None:
     value = s.choice([s.like_h(), "None"])
-    s.write(f'h = helpers.add_if_tensor("{s.choice(sorted(QUESTIONS))}", h, {value})')
+    s.write(f'h = parts.add_if_tensor("{s.choice(sorted(QUESTIONS))}", h, {value})')
 
 
 def branch(s: Scope) -> None:

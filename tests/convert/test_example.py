@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
 from preact_kernels.conversion import execution
-from tests.convert.random_model_helpers import raises_value_error
+from tests.convert.random_model_parts import raises_value_error
 from tests.convert.trial import ignore
 from tests.oracle import assert_same_bits
 

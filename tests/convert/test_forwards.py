@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 import preact_kernels as pk
 from tests.convert.models import MODES
-from tests.convert.random_model_helpers import SaveAndSquare, triple
+from tests.convert.random_model_parts import SaveAndSquare, triple
 from tests.convert.trial import Subject, assert_alike
 
 pytestmark = pytest.mark.backends("cpu")

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, prune
 import preact_kernels as pk
 from tests import oracle
 from tests.cases import in_dtype, randomised
-from tests.convert import random_model_helpers
+from tests.convert import random_model_parts
 from tests.convert.models import PostActBlock, report_of
 from tests.convert.published_models import (
     DenseLayer,
@@ -25,7 +25,7 @@ from tests.convert.published_models import (
     timm_model,
     torchvision_models,
 )
-from tests.convert.random_model_helpers import Same, triple
+from tests.convert.random_model_parts import Same, triple
 
 
 class Classifier(nn.Module):
@@ -457,7 +457,7 @@ def test_stays_where_it_is_no_plain_pair_that_nothing_else_reads(model, left):
 
 
 QUESTIONS = {
-    **random_model_helpers.QUESTIONS,
+    **random_model_parts.QUESTIONS,
     "type": lambda t: type(t) is torch.Tensor,
     "types": lambda t: type(t) in {torch.Tensor, nn.Parameter},
     "no_parameter": lambda t: not isinstance(t, nn.Parameter),

@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-from tests.convert import random_model_helpers, trial
+from tests.convert import random_model_parts, trial
 from tests.convert.random_models import program
 from tests.convert.trial import Trial, differences
 
@@ -58,7 +58,7 @@ def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
             found = []
         if found and differences(plain, run(text, seed, False, 1e-14)):
             found = []
-    random_model_helpers.end_process_group()
+    random_model_parts.end_process_group()
     return found, converted
 
 

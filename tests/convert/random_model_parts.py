@@ -217,7 +217,7 @@ CHANGES = """
     h = torch.add(h.detach(), 1, out=torch.empty_like(h)) | h = h * h.numel() / 100 | h = h ** 2 |
     h = torch.from_numpy(h.detach().numpy()) + h |
     h = h + torch.tensor(h.tolist(), dtype=h.dtype) | h = triple(h) | h = square(h) |
-    h = helpers.HalveInPlace.apply(h) | h = helpers.Same.apply(h) | h = helpers.Triple.apply(h) |
+    h = parts.HalveInPlace.apply(h) | h = parts.Same.apply(h) | h = parts.Triple.apply(h) |
     h = copy.copy(h) | h = F.interpolate(h, scale_factor=1) | h = sum([h, h, h]) |
     h = torch.stack([h, h]).sum(0) | h = torch.cat([h]) | h = h[:] | h = h[...] |
     h = F.pad(h, (1, 1, 1, 1))[:, :, 1:-1, 1:-1] | h = next(iter([h])) | h = h.expand_as(h) |
@@ -257,12 +257,12 @@ MODES = """
 """
 
 ERRORS = """
-    h = $bad($x) | h = $x; helpers.raises_value_error(h) |
+    h = $bad($x) | h = $x; parts.raises_value_error(h) |
     h = F.conv2d($x, torch.ones(3, 3, 1, 1, dtype=h.dtype), groups=2)
 """
 
 CALLS_OF_CHILDREN = """
-    h = $m(h) | h = $m($m(h)) | h = h + $m(h) | h = helpers.in_thread($m, h) |
+    h = $m(h) | h = $m($m(h)) | h = h + $m(h) | h = parts.in_thread($m, h) |
     h = $m(h, extra=h) | h = $m.forward(h) | h = copy.deepcopy($m)(h) |
     for _ in range(2): h = $m(h)
 """
@@ -272,10 +272,10 @@ ODD_CHILDREN = """
     return None -> $m(h) | return h, extra -> h, _ = $m(h) | return [h] -> h = $m(h).pop() |
     return {"out": h} -> h = $m(h)["out"] | return lambda t: t + h -> h = $m(h)(h) |
     return h, h -> h, u = $m(h); h = h if u is h else h * 2 |
-    return helpers.TensorList([h]) -> u = $m(h); h = u[0] * len(type(u).__name__) |
+    return parts.TensorList([h]) -> u = $m(h); h = u[0] * len(type(u).__name__) |
     extra.append(h) -> u = [h]; $m(h, u); h = u[-1] + u[0] |
     return (t for t in (h, h)) -> h = sum($m(h)) |
-    return helpers.Pair(h, h * 2) -> h = $m(h).first |
+    return parts.Pair(h, h * 2) -> h = $m(h).first |
     yield h; yield h + 1 -> for h in $m(h): pass
 """
 
@@ -295,13 +295,13 @@ SETTINGS = """
     for q in list(net.parameters())[:6]: q.requires_grad_(False) |
     for m in net.modules(): m.training = not isinstance(m, nn.BatchNorm2d) |
     net.to(memory_format=torch.channels_last) | net.$m.to(memory_format=torch.channels_last) |
-    net.$m.forward = types.MethodType(helpers.doubled_forward, net.$m)
+    net.$m.forward = types.MethodType(parts.doubled_forward, net.$m)
 """
 
 NORM_SETTINGS = """
     net.$m = nn.InstanceNorm2d($channels, affine=True).double() | net.$m = nn.Identity() |
     net.$m = nn.BatchNorm2d($channels, eps=0.1).double() | net.$m = nn.ReLU(inplace=True) |
-    parametrize.register_parametrization(net.$m, "weight", helpers.Halved()) |
+    parametrize.register_parametrization(net.$m, "weight", parts.Halved()) |
     net.$m.weight.register_hook(lambda g: g * 2) | net.$m.eps = 0.1 | net.$m.momentum = None
 """
 
@@ -313,15 +313,15 @@ RELU_SETTINGS = """
 CONV_SETTINGS = """
     net.$m.padding = "same" | net.$m.padding = 1 | net.$m.stride = (2, 2) | net.$m.stride = 1 |
     net.$m.padding_mode = "circular" | net.$m.padding_mode = "reflect" | net.$m.bias = None |
-    parametrize.register_parametrization(net.$m, "weight", helpers.Halved()) |
+    parametrize.register_parametrization(net.$m, "weight", parts.Halved()) |
     prune.l1_unstructured(net.$m, "weight", 0.3) | parametrizations.weight_norm(net.$m) |
     prune.random_unstructured(net.$m, "weight", 0.3) | net.$m = nn.Identity() |
-    net.$m._conv_forward = types.MethodType(helpers.circular_conv_forward, net.$m)
+    net.$m._conv_forward = types.MethodType(parts.circular_conv_forward, net.$m)
 """
 
 PREPARATIONS = """
     return copy.deepcopy(net) | return pickle.loads(pickle.dumps(net)) |
-    return helpers.data_parallel(net) | return helpers.sharded(net)
+    return parts.data_parallel(net) | return parts.sharded(net)
 """
 
 INPUTS = """
@@ -334,14 +334,14 @@ CALLS = """
     return checkpoint(net, x, use_reentrant=False) |
     return checkpoint(net, x, use_reentrant=True) |
     with torch.autocast("cpu", dtype=torch.bfloat16): return net(x) | return net(net(x)) |
-    return helpers.in_thread(net, x) | with torch.enable_grad(): return net(x) |
+    return parts.in_thread(net, x) | with torch.enable_grad(): return net(x) |
     return net(x), x | with torch.no_grad(): return net(x) | return net.forward(x) |
     return net(h=x) | return net(x), net(x) |
     return torch.func.functional_call(net, dict(net.named_parameters()), (x,))
 """
 
 RETURNS = """
-    (h, $s) | {"out": h, "skip": $s} | [h, $s] | helpers.TensorList([h, $s]) | (h, h) |
-    helpers.Pair(h, $s) | types.SimpleNamespace(out=h, skip=$s) | h.mean() | (h, None, 3) |
+    (h, $s) | {"out": h, "skip": $s} | [h, $s] | parts.TensorList([h, $s]) | (h, h) |
+    parts.Pair(h, $s) | types.SimpleNamespace(out=h, skip=$s) | h.mean() | (h, None, 3) |
     $s | h.relu() | h.detach(), h | h.view(h.size(0), -1)
 """
