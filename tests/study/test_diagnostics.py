@@ -63,7 +63,7 @@ def rows_by_hand(model, x, target):
     for number, (name, y) in enumerate(outputs.items(), 1):
         block = model.get_submodule(name)
         weights = [m.weight for m in block.modules() if isinstance(m, nn.Conv2d)]
-        gradient_norm = norm(p.grad for p in weights)
+        weight_gradient_norm = norm(p.grad for p in weights)
         values = y.detach().double()
         rows.append(
             BlockRow(
@@ -76,7 +76,7 @@ def rows_by_hand(model, x, target):
                 activation_gradient_norm=norm([y.grad]),
                 gradient_norm=norm(p.grad for p in block.parameters()),
                 weight_norm=norm(weights),
-                gradient_to_weight=gradient_norm / norm(weights),
+                gradient_to_weight=weight_gradient_norm / norm(weights),
                 update_to_weight=None,
             )
         )

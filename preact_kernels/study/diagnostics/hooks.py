@@ -192,7 +192,7 @@ def rows_of(
     for number, (name, block) in enumerate(blocks.items(), 1):
         if ("mean", name) not in scalars:
             continue
-        gradient_norm, norm = measured[("dw", name)], measured[("w", name)]
+        weight_gradient_norm, norm = measured[("dw", name)], measured[("w", name)]
         is_trained = any(p.requires_grad for p in weights_of(block))
         update = measured.get(("update", name))
         match = STAGE.fullmatch(name)
@@ -205,9 +205,9 @@ def rows_of(
                 activation_mean=measured[("mean", name)],
                 activation_std=measured[("std", name)],
                 activation_gradient_norm=measured.get(("dy", name)),
-                gradient_norm=math.hypot(gradient_norm, measured[("db", name)]),
+                gradient_norm=math.hypot(weight_gradient_norm, measured[("db", name)]),
                 weight_norm=norm,
-                gradient_to_weight=_ratio(gradient_norm, norm) if is_trained else None,
+                gradient_to_weight=_ratio(weight_gradient_norm, norm) if is_trained else None,
                 update_to_weight=None if update is None else _ratio(update, norm),
             )
         )
