@@ -27,7 +27,7 @@ struct Stride {
 };
 
 // Sizes of a convolution with one group, an odd kernel and padding of half the kernel.
-struct Conv {
+struct ConvSizes {
   int64_t images, height, width, in_channels, out_channels, kernel_h, kernel_w;
   Stride stride = {};
 

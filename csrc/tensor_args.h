@@ -8,19 +8,20 @@
 
 namespace preact_kernels {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // A batch norm. Every tensor is [C], in the statistics dtype.
 struct Norm {
   Tensor mean, var, weight;
-  std::optional<Tensor> bias;  // absent where only the input gradient is computed
+  std::optional<Tensor> bias;  // absent in an AffineStep, which does not read it
   double eps;
   Accumulators moments = {};  // of mean and var: the sums of the values and of their squares
 };
 
-// Turns g, the gradient behind a ReLU mask, into the gradient of the batch norm's input:
-// [skip +] A*g + B*(x - mean) + C. The gradient is folded until a kernel computes this.
-struct Fold {
+// The deferred affine step of a gradient: [skip +] A*g + B*(x - mean) + C turns g, the gradient
+// behind a ReLU mask, into the gradient of the batch norm's input. The consumer computes it.
+struct AffineStep {
   std::optional<Tensor> skip;
   Tensor x;  // the input of the batch norm
   Norm norm;
@@ -29,12 +30,57 @@ struct Fold {
   Accumulators accumulated = {};  // of sums
 };
 
-// The g of a fold that was not stored: [p > 0] * dz * weight for a 1x1 convolution of relu(p), the
-// gradient dz of whose output is folded.
+// A g that was not stored: [p > 0] * dz * weight for a 1x1 convolution of relu(p).
 struct RecomputedG {
-  Fold fold;       // of dz, without skip
-  Tensor bn_bias;  // of the batch norm that p is from, which is that of the fold of g
-  size_t weight;   // its index in the run
+  AffineStep step;  // computes dz; has no skip
+  Tensor bn_bias;   // of the batch norm that computes p; its other values are in the step of g
+  size_t weight;    // its index in the workspace
+};
+
+struct Gradient {
+  Tensor g;                               // with `recomputed`: what the step of dz applies to
+  std::optional<AffineStep> step;         // none where g is whole
+  std::optional<RecomputedG> recomputed;  // only with a step
+
+  // The dtype of the whole gradient.
+  ScalarType dtype() const { return (step.has_value() ? step->x : g).scalar_type(); }
+};
+
+// The dtypes of a convolution: of its products, and of its tensors. In a backward, y stands for its
+// gradient.
+struct ConvDtypes {
+  ScalarType products, x, y;
+};
+
+struct UnitInputs {
+  Tensor x;
+  Norm norm;
+  Tensor conv_weight;
+};
+
+// What a forward adds to the result of the convolution.
+struct Epilogue {
+  std::optional<Tensor> conv_bias, residual;
+};
+
+// Mean and biased variance of a tensor; without values where they are not wanted.
+struct Statistics {
+  Tensor mean, var;
+  bool are_wanted = false;
+  Accumulators moments = {};
+};
+
+struct Output {
+  Tensor y;
+  Statistics statistics;
+};
+
+// Results of a unit's backward; without values where they are not wanted.
+struct UnitGradients {
+  Wanted wanted;
+  Tensor conv_weight, sums;
+  Accumulators accumulated;     // of sums
+  std::optional<Tensor> g, dy;  // allocated by bn_relu_conv_backward
 };
 
 }  // namespace preact_kernels

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from preact_kernels.conversion.execution import MEMORY
 from preact_kernels.conversion.hooks import CONVERSION, is_norm
 from preact_kernels.memory import check_model_and_input, saved_storages
+from preact_kernels.modules.blocks import in_stream
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage, is_fusable
-from preact_kernels.modules.run_blocks import in_stream
 from preact_kernels.ops import layout
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_relu_conv import ConvArguments
+from preact_kernels.ops.block_arguments import BlockArguments, first_recorded, geometry_of
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
-from preact_kernels.ops.run_blocks import BlockArguments, first_recorded, geometry_of, run_blocks
+from preact_kernels.ops.preact_stage import preact_stage
+from preact_kernels.ops.unit import ConvArguments
 from preact_kernels.torch_compat import BatchNormBase, FakeTensor, FakeTensorMode, storage_id
 
 _MIB = 2**20
@@ -140,7 +141,7 @@ class _ConvertedStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The output of the last block."""
         memory = MemoryMode(self.memory, self.segments, self.anchor_every)
-        return run_blocks(self.blocks, x, self.dtype, memory)
+        return preact_stage(self.blocks, x, self.dtype, memory)
 
 
 _Stage = PreActStage | _ConvertedStage

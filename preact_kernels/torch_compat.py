@@ -4,7 +4,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -232,11 +232,6 @@ def has_amx() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
-    """Returns `module.parameters(recurse=False)`, but faster."""
-    return module._parameters.values()
-
-
 def is_distributed() -> bool:
     """Whether a process group was initialised."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -262,6 +257,15 @@ def is_exporting() -> bool:
     Dynamo of torch 2.11 makes `torch.compiler.is_exporting()` true under `torch.compile` too.
     """
     return torch.compiler._is_exporting_flag
+
+
+def is_transformed_or_exporting() -> bool:
+    """Whether a transform, forward-mode differentiation or `torch.export` is running."""
+    return (
+        has_functorch_transform()
+        or forward_ad._current_level >= 0
+        or torch.compiler._is_exporting_flag
+    )
 
 
 def is_batch_of_gradients(dy: Tensor) -> bool:

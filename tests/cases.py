@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.ops import block_runs
 from preact_kernels.ops import dispatch as backends
+from preact_kernels.ops.blocks import Stage
 
 # What each backend promises. A dtype that is missing must be refused (`test_backend.py`).
 SERVED_DTYPES = {
@@ -294,20 +294,20 @@ def recorded_calls(kernels: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> 
 def unit_by_unit(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """A call for which no backend has whole runs of blocks."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(block_runs, "run_keys", lambda _, blocks, x: [None] * len(blocks.specs))
+        monkeypatch.setattr(Stage, "_is_runnable", lambda *_: False)
         return function(*args, **kwargs)
 
 
 def record_rebuilt(record: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls `record` with each input that a backward rebuilds."""
-    function = block_runs.rebuilt_input
+    function = Stage.rebuilt_input
 
     def recorded(*arguments):
         x = function(*arguments)
         record(x)
         return x
 
-    monkeypatch.setattr(block_runs, "rebuilt_input", recorded)
+    monkeypatch.setattr(Stage, "rebuilt_input", recorded)
 
 
 def rebuilt(stage: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:

@@ -17,7 +17,7 @@ Normalisation<A>::Normalisation(const Norm& norm, int64_t channels)
 }
 
 template <class A>
-InputGradient<A>::InputGradient(const Fold& fold, int64_t channels)
+InputGradient<A>::InputGradient(const AffineStep& fold, int64_t channels)
     : a(channels),
       b(channels),
       c(channels),

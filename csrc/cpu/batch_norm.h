@@ -10,7 +10,7 @@
 namespace preact_kernels {
 
 struct Norm;
-struct Fold;
+struct AffineStep;
 
 // p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where the mean is
 // large compared with the deviation.
@@ -32,16 +32,16 @@ struct InputGradient {
   const A* mean;
   bool in_training;
 
-  InputGradient(const Fold& fold, int64_t channels);
+  InputGradient(const AffineStep& fold, int64_t channels);
 };
 
 // The tensors of a fold and its result.
 template <class T>
-struct FoldPointers {
+struct GradientPointers {
   const T *skip, *g, *x;
   T* dx;
 
-  FoldPointers from(int64_t offset) const {
+  GradientPointers from(int64_t offset) const {
     return {skip == nullptr ? nullptr : skip + offset, g + offset, x + offset, dx + offset};
   }
 };

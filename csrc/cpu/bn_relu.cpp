@@ -43,24 +43,26 @@ void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, cons
   });
 }
 
-void launch_bn_input_gradient(const Activation& size, const Tensor& g, const Fold& fold,
+void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, bool masked,
                               const Tensor& dx) {
+  const AffineStep& step = *gradient.step;
   const auto run = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
-    const Normalisation<A> normalisation(fold.norm, size.channels);
-    const InputGradient<A> gradient(fold, size.channels);
-    const FoldPointers<T> all{data<T>(fold.skip), data<T>(g), data<T>(fold.x), mutable_data<T>(dx)};
+    const Normalisation<A> normalisation(step.norm, size.channels);
+    const InputGradient<A> coefficients(step, size.channels);
+    const GradientPointers<T> all{data<T>(step.skip), data<T>(gradient.g), data<T>(step.x),
+                                  mutable_data<T>(dx)};
     const PixelTiles tiles(size.pixels(), size.channels);
     for_tiles(tiles.count, [&](int64_t tile) {
       PK_CALL(tile_input_gradient, masks, has_skip, all.from(tiles.first(tile) * size.channels),
-              tiles.length(tile), size.channels, normalisation, gradient);
+              tiles.length(tile), size.channels, normalisation, coefficients);
     });
   };
-  for_dtype(g.scalar_type(), [&](auto value) {
-    if (fold.norm.bias.has_value()) {
+  for_dtype(step.x.scalar_type(), [&](auto value) {
+    if (masked) {
       run(std::true_type{}, std::false_type{}, value);
-    } else if (fold.skip.has_value()) {
+    } else if (step.skip.has_value()) {
       run(std::false_type{}, std::true_type{}, value);
     } else {
       run(std::false_type{}, std::false_type{}, value);

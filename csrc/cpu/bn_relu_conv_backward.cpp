@@ -17,13 +17,13 @@ namespace {
 template <class T>
 struct WeightGradient {
   using A = Accumulate<T>;
-  const Conv& conv;
+  const ConvSizes& conv;
   const Tensor& out;
   const bool input_last;
   const int64_t weights, runs;
   A* partials;
 
-  WeightGradient(const Conv& conv, const Tensor& out, int64_t strips)
+  WeightGradient(const ConvSizes& conv, const Tensor& out, int64_t strips)
       : conv(conv),
         out(out),
         input_last(conv.taps() > 1 || conv.in_channels >= conv.out_channels ||
@@ -67,34 +67,34 @@ struct WeightGradient {
 
 }  // namespace
 
-void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
-                                  const std::optional<Fold>& fold,
-                                  const std::optional<RecomputedG>&, const Tensor& x,
-                                  const Norm& norm, const Tensor& conv_weight,
-                                  const UnitGradients& gradients, UnitOfRun) {
+void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
+                                  const UnitGradients& gradients) {
+  const ConvSizes& conv = unit.conv;
   const Wanted& wanted = gradients.wanted;
-  for_single_dtype(x.scalar_type(), [&](auto value) {
+  const std::optional<AffineStep>& step = dy.step;
+  for_single_dtype(unit.dtypes.products, [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
-    const Normalisation<A> normalisation(norm, conv.in_channels);
+    const Normalisation<A> normalisation(inputs.norm, conv.in_channels);
     std::optional<InputGradient<A>> coefficients;
-    if (fold.has_value()) coefficients.emplace(*fold, conv.out_channels);
+    if (step.has_value()) coefficients.emplace(*step, conv.out_channels);
     const bool stationary = is_weight_stationary(conv);
     const Strips strips(conv);
     WeightGradient<T> dweight(conv, gradients.conv_weight,
                               wanted.weight && !stationary ? strips.count : 0);
-    const ConvBackward<T> op{
-        conv,
-        {{fold.has_value() ? data<T>(fold->skip) : nullptr, data<T>(dy),
-          fold.has_value() ? data<T>(fold->x) : nullptr,
-          wanted.dy ? mutable_data<T>(*gradients.dy) : nullptr},
-         coefficients.has_value() ? &*coefficients : nullptr},
-        data<T>(x),
-        normalisation,
-        wanted.g && !stationary ? packed_weights<T>(conv, conv_weight, true) : PackedWeights{},
-        wanted.g ? mutable_data<T>(*gradients.g) : nullptr,
-        dweight.input_last};
-    if (stationary) return stationary_backward(op, conv_weight, gradients);
+    const ConvBackward<T> op{conv,
+                             {{step.has_value() ? data<T>(step->skip) : nullptr, data<T>(dy.g),
+                               step.has_value() ? data<T>(step->x) : nullptr,
+                               wanted.dy ? mutable_data<T>(*gradients.dy) : nullptr},
+                              coefficients.has_value() ? &*coefficients : nullptr},
+                             data<T>(inputs.x),
+                             normalisation,
+                             wanted.g && !stationary
+                                 ? packed_weights<T>(conv, inputs.conv_weight, true)
+                                 : PackedWeights{},
+                             wanted.g ? mutable_data<T>(*gradients.g) : nullptr,
+                             dweight.input_last};
+    if (stationary) return stationary_backward(op, inputs.conv_weight, gradients);
     TileSums<A> partial_sums(wanted.g ? strips.tiles() : 0, conv.in_channels);
     const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
     const int64_t scratch = strips.input_values() + strips.output_values() +
@@ -115,6 +115,6 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy,
   });
 }
 
-bool recomputes_g(const Conv&, const Conv&, const ConvDtypes&, const Tensor&) { return false; }
+bool recomputes_g(const Unit&, const Unit&, const Tensor&) { return false; }
 
 }  // namespace preact_kernels

@@ -6,24 +6,24 @@
 
 namespace preact_kernels {
 
-void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x, const Norm& norm,
-                                 const Tensor& conv_weight, const std::optional<Tensor>& conv_bias,
-                                 const std::optional<Tensor>& residual, const Tensor& y,
-                                 const BatchStatistics& of_y, UnitOfRun) {
-  for_single_dtype(x.scalar_type(), [&](auto value) {
+void launch_bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
+                                 const Epilogue& epilogue, const Output& output) {
+  const ConvSizes& conv = unit.conv;
+  const Statistics& of_y = output.statistics;
+  for_single_dtype(unit.dtypes.products, [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
-    const Normalisation<A> normalisation(norm, conv.in_channels);
+    const Normalisation<A> normalisation(inputs.norm, conv.in_channels);
     const bool stationary = is_weight_stationary(conv);
     const ConvForward<T> op{
         conv,
-        data<T>(x),
+        data<T>(inputs.x),
         normalisation,
-        stationary ? PackedWeights{} : packed_weights<T>(conv, conv_weight, false),
-        data<T>(conv_bias),
-        data<T>(residual),
-        mutable_data<T>(y)};
-    if (stationary) return stationary_forward(op, conv_weight, of_y);
+        stationary ? PackedWeights{} : packed_weights<T>(conv, inputs.conv_weight, false),
+        data<T>(epilogue.conv_bias),
+        data<T>(epilogue.residual),
+        mutable_data<T>(output.y)};
+    if (stationary) return stationary_forward(op, inputs.conv_weight, of_y);
     const Strips strips(conv);
     TileStatistics<A> statistics(of_y.are_wanted ? strips.tiles() : 0, conv.out_channels);
     for_tiles(strips.count, [&](int64_t index) {

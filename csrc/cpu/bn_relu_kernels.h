@@ -17,7 +17,7 @@ PK_FOR_EACH_ISA(template <class T>
 
                 template <class T, bool kMask, bool kHasSkip>
                 void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>,
-                                         const FoldPointers<T>& tile, int64_t pixels,
+                                         const GradientPointers<T>& tile, int64_t pixels,
                                          int64_t channels, const Normalisation<Accumulate<T>>& norm,
                                          const InputGradient<Accumulate<T>>& gradient);)
 

@@ -6,7 +6,7 @@
 
 namespace preact_kernels {
 
-void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x) {
+void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -21,15 +21,6 @@ void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatist
     statistics.merge(mutable_data<A>(of_x.mean), mutable_data<A>(of_x.var));
   });
 }
-
-// On the CPU each kernel writes its own results.
-struct Run {};
-std::shared_ptr<Run> begin_run(const Tensor&, ScalarType, const std::vector<Tensor>&, int64_t) {
-  return std::make_shared<Run>();
-}
-Accumulators sums_of(const Run&) { return {}; }
-void finish_statistics(Run&, const Tensor&, const Tensor&, int64_t) {}
-void finish_gradients(Run&, const Tensor&, const Tensor&) {}
 
 // running = (1 - momentum) * running + momentum * batch, contiguous float32, for many vectors.
 void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,

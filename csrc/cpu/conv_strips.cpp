@@ -4,7 +4,7 @@
 
 namespace preact_kernels {
 
-Strips::Strips(const Conv& conv) : conv(conv), images(1) {
+Strips::Strips(const ConvSizes& conv) : conv(conv), images(1) {
   constexpr int64_t kLeastValues = 16 * 1024, kMostValues = 48 * 1024;
   constexpr int64_t kLeastStrips = 64, kLeastImageStrips = 16, kStripsPerThread = 4;
   const int64_t widest = std::max(conv.in_channels, conv.out_channels);

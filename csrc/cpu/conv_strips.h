@@ -34,13 +34,13 @@ struct Bordered {
 };
 
 // The activation that `rows` rows of the output read; a row of the input has `width` pixels.
-inline Bordered bordered_input(const Conv& conv, int64_t rows, int64_t width) {
+inline Bordered bordered_input(const ConvSizes& conv, int64_t rows, int64_t width) {
   return {(rows - 1) * conv.stride.h + conv.kernel_h, width + 2 * conv.halo_w(), conv.in_channels};
 }
 
 // The gradient of `rows` rows of the output, and of the rows beside them that the input gradient
 // also reads; a row of the output has `width` pixels.
-inline Bordered bordered_output(const Conv& conv, int64_t rows, int64_t width) {
+inline Bordered bordered_output(const ConvSizes& conv, int64_t rows, int64_t width) {
   return {rows + 2 * conv.halo_h(), width + 2 * conv.halo_w(), conv.out_channels};
 }
 
@@ -50,11 +50,11 @@ inline Bordered bordered_output(const Conv& conv, int64_t rows, int64_t width) {
 // grow with the weights, as far as their operands stay in a second-level cache. Only the number of
 // images of a strip depends on the number of threads, because tiles must not.
 struct Strips {
-  Conv conv;
+  ConvSizes conv;
   int64_t length;  // of a strip, in rows, or in pixels for a 1x1 kernel
   int64_t per_image, images, count;
 
-  explicit Strips(const Conv& conv);
+  explicit Strips(const ConvSizes& conv);
 
   Strip operator[](int64_t index) const;
 
@@ -125,7 +125,7 @@ struct ProductPixels {
   int64_t result_width, result_image;  // pixels
 
   // The taps inside the image for any pixel of `row` from column `first` to column `last`.
-  Taps taps_inside(const Conv& conv, int64_t row, int64_t first, int64_t last) const {
+  Taps taps_inside(const ConvSizes& conv, int64_t row, int64_t first, int64_t last) const {
     return taps.inside(read.row - conv.halo_h() + row * step.h, first * step.w - conv.halo_w(),
                        last * step.w - conv.halo_w(), read.image_rows, read.width);
   }
@@ -133,7 +133,8 @@ struct ProductPixels {
 
 // The pixels of the output, from the input.
 template <class Operand>
-ProductPixels<Operand> output_pixels(const Conv& conv, const Strip& strip, const Operand& operand) {
+ProductPixels<Operand> output_pixels(const ConvSizes& conv, const Strip& strip,
+                                     const Operand& operand) {
   ProductPixels<Operand> pixels{strip.out.rows,
                                 strip.out.width,
                                 operand,
@@ -155,8 +156,8 @@ ProductPixels<Operand> output_pixels(const Conv& conv, const Strip& strip, const
 // Every stride-th pixel of the input from `row` and `column` on, from the gradient of the output:
 // pixel i reads o = (i + halo - r) / stride for each tap r where that is a whole number.
 template <class Operand>
-ProductPixels<Operand> input_pixels(const Conv& conv, const Strip& strip, const Operand& operand,
-                                    int64_t row, int64_t column) {
+ProductPixels<Operand> input_pixels(const ConvSizes& conv, const Strip& strip,
+                                    const Operand& operand, int64_t row, int64_t column) {
   const Stride stride = conv.stride;
   ProductPixels<Operand> pixels{(strip.in.rows - row + stride.h - 1) / stride.h,
                                 (strip.in.width - column + stride.w - 1) / stride.w,
@@ -212,14 +213,14 @@ constexpr int64_t kPackedChannels = 32;
 // is stored in tensors.dx where that is given.
 template <class T>
 struct OutputGradient {
-  FoldPointers<T> tensors;
+  GradientPointers<T> tensors;
   const InputGradient<Accumulate<T>>* coefficients;
 };
 
 // The arguments of a forward that all its strips share.
 template <class T>
 struct ConvForward {
-  const Conv& conv;
+  const ConvSizes& conv;
   const T* x;
   const Normalisation<Accumulate<T>>& norm;
   PackedWeights packed;
@@ -230,7 +231,7 @@ struct ConvForward {
 // The arguments of a backward that all its strips share.
 template <class T>
 struct ConvBackward {
-  const Conv& conv;
+  const ConvSizes& conv;
   OutputGradient<T> dy;
   const T* x;
   const Normalisation<Accumulate<T>>& norm;

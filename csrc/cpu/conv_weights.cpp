@@ -6,8 +6,10 @@
 
 namespace preact_kernels {
 
-void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tensor& conv_weight) {
-  STD_TORCH_CHECK(conv_weight.scalar_type() == dtypes.x, "conv_weight: expected the dtype of x");
+void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
+                          const Tensor& conv_weight) {
+  STD_TORCH_CHECK(dtypes.products == dtypes.x && conv_weight.scalar_type() == dtypes.x,
+                  "conv_weight: expected the dtype of x, and products in it");
   STD_TORCH_CHECK(dtypes.y == dtypes.x, "residual, dy: expected the dtype of x");
   const int64_t lanes = vector_bytes() / static_cast<int64_t>(sizeof(float));
   STD_TORCH_CHECK(
@@ -22,7 +24,7 @@ void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tens
 }
 
 template <class T>
-PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool transposed) {
+PackedWeights packed_weights(const ConvSizes& conv, const Tensor& conv_weight, bool transposed) {
   using A = Accumulate<T>;
   const ConvWeight<T> weight = memory_of<T>(conv_weight, transposed);
   const int64_t in_channels = transposed ? conv.out_channels : conv.in_channels;
@@ -39,8 +41,8 @@ PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool t
   return {packed, in_channels, out_channels, finite};
 }
 
-template PackedWeights packed_weights<float>(const Conv&, const Tensor&, bool);
-template PackedWeights packed_weights<BFloat16>(const Conv&, const Tensor&, bool);
-template PackedWeights packed_weights<Float16>(const Conv&, const Tensor&, bool);
+template PackedWeights packed_weights<float>(const ConvSizes&, const Tensor&, bool);
+template PackedWeights packed_weights<BFloat16>(const ConvSizes&, const Tensor&, bool);
+template PackedWeights packed_weights<Float16>(const ConvSizes&, const Tensor&, bool);
 
 }  // namespace preact_kernels

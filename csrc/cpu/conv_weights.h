@@ -35,6 +35,6 @@ void store_weights(T* to, int64_t stride, const Accumulate<T>* values, int64_t c
 // Packs a weight [K, C, R, S] of any strides, or its transpose, into a buffer of the calling
 // thread.
 template <class T>
-PackedWeights packed_weights(const Conv& conv, const Tensor& conv_weight, bool transposed);
+PackedWeights packed_weights(const ConvSizes& conv, const Tensor& conv_weight, bool transposed);
 
 }  // namespace preact_kernels

@@ -39,14 +39,14 @@ struct Interleaved {
 
 // The activation that the pixels of a strip of whole images read. Images beyond the strip's are
 // zero: dot products need an even number.
-inline Interleaved interleaved_input(const Conv& conv, const Strip& strip, int64_t images) {
+inline Interleaved interleaved_input(const ConvSizes& conv, const Strip& strip, int64_t images) {
   const int64_t width = strip.in.width + 2 * conv.halo_w(), step = conv.stride.w;
   return {strip.in.rows + 2 * conv.halo_h(), (width + step - 1) / step * step, step, images,
           conv.in_channels};
 }
 
 // The gradient of their output.
-inline Interleaved interleaved_output(const Conv& conv, const Strip& strip, int64_t images) {
+inline Interleaved interleaved_output(const ConvSizes& conv, const Strip& strip, int64_t images) {
   return {strip.out.rows + 2 * conv.halo_h(), strip.out.width + 2 * conv.halo_w(), 1, images,
           conv.out_channels};
 }
@@ -57,10 +57,10 @@ struct ImageGroups {
   // Tiles stay in one column where a column has whole tiles of this many images.
   static constexpr int64_t kWholeTile = 8;
 
-  Conv conv;
+  ConvSizes conv;
   int64_t size, count;  // of a group, in images or pixels
 
-  explicit ImageGroups(const Conv& conv) : conv(conv) {
+  explicit ImageGroups(const ConvSizes& conv) : conv(conv) {
     constexpr int64_t kPixels = 1024;  // of a group, about
     const int64_t pixels = conv.taps() == 1 ? 1 : conv.height * conv.width;
     const int64_t most = std::max<int64_t>(1, kPixels / pixels);
@@ -112,7 +112,7 @@ struct RowPart {
 // The products of some output channels, from `channel` on, with all pixels of a group of images.
 template <class T>
 struct StationaryTask {
-  const Conv& conv;
+  const ConvSizes& conv;
   const Strip& strip;
   const Interleaved& layout;  // of the operand
   const ConvWeight<T>& weight;

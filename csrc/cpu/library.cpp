@@ -27,7 +27,8 @@ static std::vector<int64_t> conv_limits() {
 static bool is_weight_stationary_conv(const Tensor& x, const Tensor& conv_weight,
                                       const std::vector<int64_t>& stride) {
   const ScalarType dtype = x.scalar_type();
-  return is_weight_stationary(check_conv(x, conv_weight, entry::stride_of(stride), dtype, dtype));
+  return is_weight_stationary(
+      entry::one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv);
 }
 
 STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {

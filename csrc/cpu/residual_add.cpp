@@ -8,13 +8,14 @@
 namespace preact_kernels {
 
 void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
-                                 const Tensor& y, const BatchStatistics& of_y) {
+                                 const Output& output) {
+  const Statistics& of_y = output.statistics;
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
     const T* from = data<T>(x);
     const T* added = data<T>(branch);
-    T* to = mutable_data<T>(y);
+    T* to = mutable_data<T>(output.y);
     const PixelTiles tiles(size.pixels(), size.channels);
     TileStatistics<A> statistics(of_y.are_wanted ? tiles.count : 0, size.channels);
     for_tiles(tiles.count, [&](int64_t tile) {

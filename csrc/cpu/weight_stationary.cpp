@@ -19,7 +19,7 @@ struct Needs {
 template <class T>
 struct Operands {
   using A = Accumulate<T>;
-  const Conv& conv;
+  const ConvSizes& conv;
   const ImageGroups& groups;
   const bool pairs;  // products are dot products
   const int64_t value_bytes;
@@ -29,7 +29,7 @@ struct Operands {
   // Of all groups.
   char *inputs = nullptr, *outputs = nullptr, *output_pairs = nullptr;
 
-  Operands(const Conv& conv, const ImageGroups& groups, Needs needs)
+  Operands(const ConvSizes& conv, const ImageGroups& groups, Needs needs)
       : conv(conv),
         groups(groups),
         pairs(std::is_same_v<T, BFloat16> && isa() == Isa::kAvx512Bf16),
@@ -117,7 +117,7 @@ struct Operands {
 
 // Memory for the weights that a task packs at a time.
 template <class T>
-void* packed_memory(const Conv& conv, int64_t in_channels) {
+void* packed_memory(const ConvSizes& conv, int64_t in_channels) {
   const int64_t channels = PK_CALL_PRODUCT(T, packed_channels<T>, conv, in_channels);
   const int64_t outputs = PK_CALL_PRODUCT(T, task_channels<T>, conv);
   return thread_buffer<Accumulate<T>, Use::kWeights>(conv.taps() * channels * outputs);
@@ -125,7 +125,7 @@ void* packed_memory(const Conv& conv, int64_t in_channels) {
 
 }  // namespace
 
-bool is_weight_stationary(const Conv& conv) {
+bool is_weight_stationary(const ConvSizes& conv) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const Activation in = conv.input(), out = conv.output();
   const int64_t activations = in.pixels() * in.channels + out.pixels() * out.channels;
@@ -135,9 +135,9 @@ bool is_weight_stationary(const Conv& conv) {
 
 template <class T>
 void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
-                        const BatchStatistics& of_y) {
+                        const Statistics& of_y) {
   using A = Accumulate<T>;
-  const Conv& conv = op.conv;
+  const ConvSizes& conv = op.conv;
   const ImageGroups groups(conv);
   const Operands<T> operands(conv, groups, Needs{true, false, false});
   operands.fill_inputs(op.x, op.norm);
@@ -172,7 +172,7 @@ template <class T>
 void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
                          const UnitGradients& gradients) {
   using A = Accumulate<T>;
-  const Conv& conv = op.conv;
+  const ConvSizes& conv = op.conv;
   const Wanted& wanted = gradients.wanted;
   const ImageGroups groups(conv);
   const Operands<T> operands(conv, groups, Needs{wanted.weight, true, wanted.weight});
@@ -233,9 +233,8 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
   if (wanted.g) partial_sums.merge(op.norm, mutable_data<A>(gradients.sums));
 }
 
-#define PK_INSTANTIATE(T)                                                   \
-  template void stationary_forward<T>(const ConvForward<T>&, const Tensor&, \
-                                      const BatchStatistics&);              \
+#define PK_INSTANTIATE(T)                                                                       \
+  template void stationary_forward<T>(const ConvForward<T>&, const Tensor&, const Statistics&); \
   template void stationary_backward<T>(const ConvBackward<T>&, const Tensor&, const UnitGradients&);
 PK_INSTANTIATE(float)
 PK_INSTANTIATE(BFloat16)

@@ -14,12 +14,12 @@ constexpr int64_t kFewActivations = 2 * 1024 * 1024;
 constexpr int64_t kFewActivationsPerWeight = 4;
 
 // Whether a convolution is weight-stationary, not one of strips.
-bool is_weight_stationary(const Conv& conv);
+bool is_weight_stationary(const ConvSizes& conv);
 
 // As launch_bn_relu_conv_forward, without packed weights.
 template <class T>
 void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
-                        const BatchStatistics& of_y);
+                        const Statistics& of_y);
 
 // As launch_bn_relu_conv_backward, without packed weights.
 template <class T>

@@ -16,7 +16,7 @@ struct NormPointers {
 };
 
 // A fold (../args.h): [skip +] A*g + B*(x - mean) + C.
-struct FoldPointers {
+struct AffineStepPointers {
   const void* skip;  // or null
   const void* x;     // null where nothing is folded
   NormPointers norm;
@@ -127,7 +127,8 @@ struct InputGradient {
   float a[kWidth], b[kWidth], c[kWidth], mean[kWidth];
 
   // Zeros for a thread without channels.
-  __device__ InputGradient(const FoldPointers& fold, int channels, int channel, bool is_channel) {
+  __device__ InputGradient(const AffineStepPointers& fold, int channels, int channel,
+                           bool is_channel) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       a[i] = b[i] = c[i] = mean[i] = 0;
@@ -148,7 +149,8 @@ struct InputGradient {
   }
 
   // Of `shared` [kRows][channels]: a, b, c, mean.
-  static __device__ void load_parameters(const FoldPointers& fold, int channels, float* shared) {
+  static __device__ void load_parameters(const AffineStepPointers& fold, int channels,
+                                         float* shared) {
     for (int i = threadIdx.x; i < channels; i += kThreads) {
       const float rstd = reciprocal_std(fold.norm.var[i], fold.norm.eps);
       shared[i] = fold.norm.weight[i] * rstd;
@@ -156,7 +158,7 @@ struct InputGradient {
       shared[3 * channels + i] = fold.norm.mean[i];
     }
   }
-  static __device__ void read_sums(const FoldPointers& fold, int channels, float* shared) {
+  static __device__ void read_sums(const AffineStepPointers& fold, int channels, float* shared) {
     for (int i = threadIdx.x; i < channels; i += kThreads) {
       set_sums(fold, channels, i, shared[i], shared[channels + i], shared[channels + i],
                shared[2 * channels + i]);
@@ -166,7 +168,7 @@ struct InputGradient {
   // The gradient of a vector, in the dtype of x, from vectors[i] of each tensor. Those of x and
   // skip are read where the fold reads them.
   template <class Y, class G, class X>
-  __device__ Vector<Y, kWidth> unfold(const FoldPointers& fold, int i, const G& g, const X& x,
+  __device__ Vector<Y, kWidth> unfold(const AffineStepPointers& fold, int i, const G& g, const X& x,
                                       const X& skip) const {
     float dy[kWidth], more[kWidth];
     g[i].unpack(dy);
@@ -188,7 +190,7 @@ struct InputGradient {
   }
 
  private:
-  static __device__ void set_sums(const FoldPointers& fold, int channels, int at, float a,
+  static __device__ void set_sums(const AffineStepPointers& fold, int channels, int at, float a,
                                   float rstd, float& b, float& c) {
     b = -a * rstd * (fold.sum(at, 1, channels) * fold.inv_count);
     c = -a * (fold.sum(at, 0, channels) * fold.inv_count);

@@ -102,7 +102,7 @@ template <class T>
 struct BnInputGradientParams {
   PixelRows rows;
   const T* g;
-  FoldPointers fold;  // skip with kHasSkip, the norm's bias with kMask
+  AffineStepPointers fold;  // skip with kHasSkip, the norm's bias with kMask
   T* dx;
 };
 
@@ -195,14 +195,15 @@ void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, cons
   });
 }
 
-void launch_bn_input_gradient(const Activation& size, const Tensor& g, const Fold& fold,
+void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, bool masked,
                               const Tensor& dx) {
-  const OnDeviceOf on(g);
+  const AffineStep& step = *gradient.step;
+  const OnDeviceOf on(step.x);
   const auto run = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);
     constexpr bool kMask = decltype(masks)::value, kHasSkip = decltype(has_skip)::value;
     constexpr int kWidth = kFullWidth<T>;
-    BnInputGradientParams<T> params{{}, data<T>(g), pointers(fold), mutable_data<T>(dx)};
+    BnInputGradientParams<T> params{{}, data<T>(gradient.g), pointers(step), mutable_data<T>(dx)};
     const bool vectors =
         fills_vectors<T>(size.channels, params.fold.skip, params.g, params.fold.x, params.dx);
     const Grid grid =
@@ -213,10 +214,10 @@ void launch_bn_input_gradient(const Activation& size, const Tensor& g, const Fol
                    : bn_input_gradient_kernel<T, 1, kMask, kHasSkip>,
            grid.blocks, kThreads, 0, on.stream, params);
   };
-  for_dtype(g, [&](auto value) {
-    if (fold.norm.bias.has_value()) {
+  for_dtype(step.x, [&](auto value) {
+    if (masked) {
       run(std::true_type{}, std::false_type{}, value);
-    } else if (fold.skip.has_value()) {
+    } else if (step.skip.has_value()) {
       run(std::false_type{}, std::true_type{}, value);
     } else {
       run(std::false_type{}, std::false_type{}, value);

@@ -4,7 +4,7 @@
 #if !defined(__CUDA_ARCH__)
 
 #include "conv_launch.cuh"
-#include "run.cuh"
+#include "workspace.cuh"
 
 namespace preact_kernels {
 
@@ -13,7 +13,7 @@ using namespace cuda;
 namespace {
 
 // Why the kernels do not serve a convolution, or null.
-const char* refusal(const Conv& conv, ScalarType dtype) {
+const char* refusal(const ConvSizes& conv, ScalarType dtype) {
   const int64_t channels = conv.in_channels, out_channels = conv.out_channels;
   if (conv.kernel_h != conv.kernel_w || (conv.kernel_h != 1 && conv.kernel_h != 3)) {
     return "expected a 1x1 or a 3x3 kernel";
@@ -36,18 +36,30 @@ const char* refusal(const Conv& conv, ScalarType dtype) {
 }
 
 // The tensor, or a copy of it where its memory is not aligned to 16 bytes.
-Tensor aligned(const Tensor& t, Run& run) {
+Tensor aligned(const Tensor& t, Workspace& workspace) {
   if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0) return t;
-  run.has_launched = false;  // the last launch is PyTorch's
+  workspace.has_launched = false;  // the last launch is PyTorch's
   return torch::stable::clone(t);
 }
-std::optional<Tensor> aligned(const std::optional<Tensor>& t, Run& run) {
-  return t.has_value() ? std::optional<Tensor>(aligned(*t, run)) : std::nullopt;
+std::optional<Tensor> aligned(const std::optional<Tensor>& t, Workspace& workspace) {
+  return t.has_value() ? std::optional<Tensor>(aligned(*t, workspace)) : std::nullopt;
+}
+Gradient aligned(Gradient gradient, Workspace& workspace) {
+  gradient.g = aligned(gradient.g, workspace);
+  if (gradient.step.has_value()) {
+    gradient.step->x = aligned(gradient.step->x, workspace);
+    gradient.step->skip = aligned(gradient.step->skip, workspace);
+  }
+  if (gradient.recomputed.has_value()) {
+    gradient.recomputed->step.x = aligned(gradient.recomputed->step.x, workspace);
+  }
+  return gradient;
 }
 
 // Whether the weight gradients of the blocks of `plan`, written and read, are more bytes than x and
 // dy, which a kernel of their own would read again.
-bool costs_less_apart(const Conv& conv, const ConvLaunch& plan, int64_t x_bytes, int64_t dy_bytes) {
+bool costs_less_apart(const ConvSizes& conv, const ConvLaunch& plan, int64_t x_bytes,
+                      int64_t dy_bytes) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const int64_t partials = 2 * int64_t(sizeof(float)) * plan.blocks * weights;
   return partials > x_bytes + dy_bytes;
@@ -55,18 +67,19 @@ bool costs_less_apart(const Conv& conv, const ConvLaunch& plan, int64_t x_bytes,
 
 }  // namespace
 
-void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tensor& conv_weight) {
+void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
+                          const Tensor& conv_weight) {
   const auto is_operand = [&](ScalarType dtype) {
-    return dtype == dtypes.operands || dtype == ScalarType::Float;
+    return dtype == dtypes.products || dtype == ScalarType::Float;
   };
   STD_TORCH_CHECK(is_operand(dtypes.x) && is_operand(conv_weight.scalar_type()),
                   "conv_weight: expected the dtype of x, or float32 in one of the two");
   STD_TORCH_CHECK(is_operand(dtypes.y), "residual, dy: expected the dtype of the convolution, ",
                   "or float32");
-  STD_TORCH_CHECK(dtypes.x == dtypes.operands || dtypes.y == dtypes.operands,
+  STD_TORCH_CHECK(dtypes.x == dtypes.products || dtypes.y == dtypes.products,
                   "x: expected the dtype of conv_weight where the output is float32");
   STD_TORCH_CHECK(conv.stride.h == 1 && conv.stride.w == 1, "stride: expected 1");
-  const char* why = refusal(conv, dtypes.operands);
+  const char* why = refusal(conv, dtypes.products);
   STD_TORCH_CHECK(why == nullptr, "conv_weight: ", why ? why : "");
   constexpr int64_t kMostPixels = int64_t(1) << 30;
   STD_TORCH_CHECK(conv.pixels() <= kMostPixels, "x: expected at most ", kMostPixels,
@@ -78,7 +91,7 @@ void check_conv_is_served(const Conv& conv, const ConvDtypes& dtypes, const Tens
 bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   if (conv_weight.dim() != 4) return false;
   const auto size = conv_weight.sizes();
-  const Conv conv{1, 1, 1, size[1], size[0], size[2], size[3]};
+  const ConvSizes conv{1, 1, 1, size[1], size[0], size[2], size[3]};
   const ScalarType dtype = conv_weight.scalar_type(), stream = ScalarType::Float;
   if (refusal(conv, dtype) != nullptr) return false;
   const OnDeviceOf on(conv_weight);
@@ -95,32 +108,37 @@ bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   return fits({dtype, stream, dtype}) && fits({dtype, dtype, stream});
 }
 
-void launch_bn_relu_conv_forward(const Conv& conv, const Tensor& x_, const Norm& norm,
-                                 const Tensor& conv_weight, const std::optional<Tensor>& conv_bias,
-                                 const std::optional<Tensor>& residual_, const Tensor& y,
-                                 const BatchStatistics& of_y, UnitOfRun unit) {
-  STD_TORCH_CHECK(!conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
-  const OnDeviceOf on(x_);
-  const Tensor x = aligned(x_, unit.run);
-  const std::optional<Tensor> residual = aligned(residual_, unit.run);
-  for_conv_types({unit.dtype, x.scalar_type(), y.scalar_type()}, [&](auto types) {
+void launch_bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
+                                 const Epilogue& epilogue, const Output& output) {
+  STD_TORCH_CHECK(!epilogue.conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
+  const ConvSizes& conv = unit.conv;
+  Workspace& workspace = *unit.workspace;
+  const OnDeviceOf on(inputs.x);
+  const Tensor x = aligned(inputs.x, workspace);
+  const std::optional<Tensor> residual = aligned(epilogue.residual, workspace);
+  for_conv_types(unit.dtypes, [&](auto types) {
     using Types = decltype(types);
     const ConvLaunch plan = plan_bn_relu_conv_forward<Types>(conv);
-    const BnReluConvForward params{
-        data<char>(x),         pointers(norm, conv.pixels()), unit.run.weights[unit.weight],
-        data<char>(residual),  mutable_data<char>(y),         of_y.moments,
-        int(conv.in_channels), int(conv.out_channels),        plan.grid,
-        unit.run.has_launched};
+    const BnReluConvForward params{data<char>(x),
+                                   pointers(inputs.norm, conv.pixels()),
+                                   workspace.weights[unit.weight],
+                                   data<char>(residual),
+                                   mutable_data<char>(output.y),
+                                   output.statistics.moments,
+                                   int(conv.in_channels),
+                                   int(conv.out_channels),
+                                   plan.grid,
+                                   workspace.has_launched};
     launch_bn_relu_conv_forward<Types>(conv, plan, params, on.stream);
-    unit.run.has_launched = true;
+    workspace.has_launched = true;
   });
 }
 
-bool recomputes_g(const Conv& conv, const Conv& conv_of_g, const ConvDtypes& dtypes,
-                  const Tensor& x) {
-  if (conv_of_g.taps() != 1 || conv_of_g.out_channels != conv.in_channels) return false;
+bool recomputes_g(const Unit& unit, const Unit& next, const Tensor& x) {
+  const ConvSizes& conv = unit.conv;
+  if (next.conv.taps() != 1 || next.conv.out_channels != conv.in_channels) return false;
   const OnDeviceOf on(x);
-  return for_conv_types(dtypes, [&](auto types) {
+  return for_conv_types(unit.dtypes, [&](auto types) {
     using Types = decltype(types);
     if (!for_recomputed_channels<Types>(conv, [](auto) {})) return false;
     const auto plan = [&](bool is_recomputed) {
@@ -133,58 +151,55 @@ bool recomputes_g(const Conv& conv, const Conv& conv_of_g, const ConvDtypes& dty
   });
 }
 
-void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
-                                  const std::optional<Fold>& fold_,
-                                  const std::optional<RecomputedG>& recomputed_g_, const Tensor& x_,
-                                  const Norm& norm, const Tensor& conv_weight,
-                                  const UnitGradients& gradients, UnitOfRun unit) {
+void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const UnitInputs& inputs,
+                                  const UnitGradients& gradients) {
   const Wanted& wanted = gradients.wanted;
-  const OnDeviceOf on(x_);
-  Run& run = unit.run;
-  const Tensor x = aligned(x_, run), dy = aligned(dy_, run);
-  std::optional<Fold> fold = fold_;
-  if (fold.has_value()) fold->x = aligned(fold->x, run), fold->skip = aligned(fold->skip, run);
-  std::optional<RecomputedG> recomputed_g = recomputed_g_;
-  if (recomputed_g.has_value()) recomputed_g->fold.x = aligned(recomputed_g->fold.x, run);
+  const ConvSizes& conv = unit.conv;
+  const Norm& norm = inputs.norm;
+  Workspace& workspace = *unit.workspace;
+  const OnDeviceOf on(inputs.x);
+  const Tensor x = aligned(inputs.x, workspace);
+  const Gradient dy = aligned(given, workspace);
+  const std::optional<AffineStep>& step = dy.step;
+  const std::optional<RecomputedG>& recomputed = dy.recomputed;
   if (!wanted.g && !wanted.weight) {
-    if (wanted.dy) launch_bn_input_gradient(conv.output(), dy, *fold, *gradients.dy);
+    if (wanted.dy) launch_bn_input_gradient(conv.output(), dy, false, *gradients.dy);
     return;
   }
-  const ConvDtypes dtypes{unit.dtype, x.scalar_type(), (fold ? fold->x : dy).scalar_type()};
-  for_conv_types(dtypes, [&](auto types) {
+  for_conv_types(unit.dtypes, [&](auto types) {
     using Types = decltype(types);
     using T = typename Types::T;
     using Y = typename Types::Y;
     const bool stores_g = wanted.g && wanted.stores_g;
-    BnReluConvBackward params{recomputed_g.has_value() ? nullptr : data<char>(dy),
-                              fold.has_value() ? pointers(*fold) : FoldPointers{},
+    BnReluConvBackward params{recomputed.has_value() ? nullptr : data<char>(dy.g),
+                              step.has_value() ? pointers(*step) : AffineStepPointers{},
                               data<char>(x),
                               pointers(norm, conv.pixels()),
-                              run.weights[unit.weight],
+                              workspace.weights[unit.weight],
                               stores_g ? mutable_data<char>(*gradients.g) : nullptr,
                               wanted.dy ? mutable_data<char>(*gradients.dy) : nullptr,
                               gradients.accumulated,
                               nullptr,
                               int(conv.in_channels),
                               int(conv.out_channels),
-                              fold.has_value() ? 2 + fold->skip.has_value() : 1,
+                              step.has_value() ? 2 + step->skip.has_value() : 1,
                               {},
-                              run.has_launched};
+                              workspace.has_launched};
     const int64_t y_bytes = conv.pixels() * conv.out_channels * int64_t(sizeof(Y));
     const int64_t g_bytes = conv.pixels() * conv.out_channels * int64_t(sizeof(T));
     const int64_t x_bytes = conv.pixels() * conv.in_channels * int64_t(sizeof(typename Types::X));
     // What a kernel of the weight gradient alone reads again: dy as stored, or its fold.
     const int64_t dy_bytes =
-        !fold || (wanted.g && wanted.dy) ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
+        !step || (wanted.g && wanted.dy) ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
     bool is_postponed = wanted.weight && !wanted.g;
     if (wanted.g) {
       ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, wanted.weight,
-                                                          recomputed_g.has_value());
+                                                          recomputed.has_value());
       is_postponed = wanted.weight && costs_less_apart(conv, plan, x_bytes, dy_bytes);
       const bool of_weight = wanted.weight && !is_postponed;
       if (is_postponed) {
         plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, false,
-                                                 recomputed_g.has_value());
+                                                 recomputed.has_value());
       }
       params.grid = plan.grid;
       WeightGradientPartials partials{};
@@ -193,36 +208,37 @@ void launch_bn_relu_conv_backward(const Conv& conv, const Tensor& dy_,
         memory = allocate_partials(gradients.conv_weight, plan.blocks, partials);
         params.partials = mutable_data<float>(*memory);
       }
-      if (recomputed_g.has_value()) {
+      if (recomputed.has_value()) {
         const bool is_launched = launch_bn_relu_conv_backward_recomputed<Types>(
             conv, plan,
             {params,
-             {data<char>(dy), pointers(recomputed_g->fold), run.weights[recomputed_g->weight],
-              data<float>(recomputed_g->bn_bias)}},
+             {data<char>(dy.g), pointers(recomputed->step), workspace.weights[recomputed->weight],
+              data<float>(recomputed->bn_bias)}},
             of_weight, on.stream);
         STD_TORCH_CHECK(is_launched, "g: expected one that was stored");
       } else {
         launch_bn_relu_conv_backward<Types>(conv, plan, params, of_weight, on.stream);
       }
-      run.has_launched = true;
-      if (of_weight) keep_partials(run, partials, *memory, on.stream);
+      workspace.has_launched = true;
+      if (of_weight) keep_partials(workspace, partials, *memory, on.stream);
     }
     if (is_postponed) {
-      std::vector<Tensor> owners{x, dy, norm.mean, norm.var, norm.weight, *norm.bias};
-      int64_t bytes = fold.has_value() && !(wanted.g && wanted.dy) ? g_bytes : y_bytes;
+      std::vector<Tensor> owners{x, dy.g, norm.mean, norm.var, norm.weight, *norm.bias};
+      int64_t bytes = step.has_value() && !(wanted.g && wanted.dy) ? g_bytes : y_bytes;
       if (unit.is_x_rebuilt) bytes += x_bytes;
       if (wanted.g && wanted.dy) {  // dy was stored, unfolded
         params.dy = data<char>(*gradients.dy), params.fold = {}, params.tensors = 1;
         owners[1] = *gradients.dy;
-      } else if (fold.has_value()) {
-        for (const Tensor& t : {fold->x, fold->norm.mean, fold->norm.var, fold->norm.weight}) {
+      } else if (step.has_value()) {
+        for (const Tensor& t : {step->x, step->norm.mean, step->norm.var, step->norm.weight}) {
           owners.push_back(t);
         }
-        owners.push_back(fold->sums);
-        if (fold->skip.has_value()) owners.push_back(*fold->skip);
+        owners.push_back(step->sums);
+        if (step->skip.has_value()) owners.push_back(*step->skip);
       }
       if (wanted.g) params.unfolded_dy = nullptr;
-      postpone(run, {conv, dtypes, params, owners, bytes, gradients.conv_weight}, on.stream);
+      postpone(workspace, {conv, unit.dtypes, params, owners, bytes, gradients.conv_weight},
+               on.stream);
     }
   });
 }

@@ -10,7 +10,7 @@ namespace preact_kernels::cuda {
 // Activations are dense in NHWC order and aligned to 16 bytes, statistics [channels].
 struct BnReluConvBackward {
   const void* dy;  // with a fold: the g that the fold applies to, in the dtype of operands
-  FoldPointers fold;
+  AffineStepPointers fold;
   const void* x;
   NormPointers norm;
   const void* weight;  // [K][taps][C]

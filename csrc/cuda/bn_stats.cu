@@ -1,7 +1,7 @@
 // Mean and biased variance of each channel.
 
+#include "grid_statistics.cuh"
 #include "on_device.h"
-#include "statistics.cuh"
 
 namespace preact_kernels {
 namespace cuda {
@@ -16,7 +16,7 @@ struct BnStatsParams {
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kStatisticsBlocks) bn_stats_kernel(BnStatsParams<T> p) {
   const ThreadRows<kWidth, kStatisticsSteps> thread(p.rows);
-  Statistics<kWidth> statistics(thread, [&](float (&to)[kWidth], int64_t at) {
+  GridStatistics<kWidth> statistics(thread, [&](float (&to)[kWidth], int64_t at) {
     Vector<T, kWidth> x;
     x.load(p.x + at);
     x.unpack(to);
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks) bn_stats_kernel(B
 using namespace cuda;
 
 // A block owns some channels and every gridDim.x-th tile of pixels.
-void launch_bn_stats(const Activation& size, const Tensor& x, const BatchStatistics& of_x) {
+void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);

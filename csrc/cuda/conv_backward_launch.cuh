@@ -8,7 +8,7 @@ namespace preact_kernels::cuda {
 
 // Calls `body` with the template arguments C and GROUPS of the kernel.
 template <class Types, class Body>
-auto for_weight_groups(const Conv& conv, const Body& body) {
+auto for_weight_groups(const ConvSizes& conv, const Body& body) {
   return for_channel_class<typename Types::T>(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
     if constexpr (C == 0) {
@@ -21,8 +21,8 @@ auto for_weight_groups(const Conv& conv, const Body& body) {
 
 // A plan for the gradient of the input, of the weight, or both.
 template <class Types>
-ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight,
-                                      bool recomputes_g) {
+ConvLaunch plan_bn_relu_conv_backward(const ConvSizes& conv, int tensors, bool of_input,
+                                      bool of_weight, bool recomputes_g) {
   return for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
     ConvLaunch plan{tile_grid<typename Types::T, C, kBackwardVectors<Types, 0, GROUPS>>(conv)};
@@ -50,7 +50,7 @@ ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_inp
 }
 
 template <class Types>
-void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
+void launch_bn_relu_conv_backward(const ConvSizes& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, bool of_weight,
                                   cudaStream_t stream) {
   for_weight_groups<Types>(conv, [&](auto c, auto groups) {
@@ -64,7 +64,7 @@ void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
 }
 
 template <class Types>
-bool launch_bn_relu_conv_backward_recomputed(const Conv& conv, const ConvLaunch& plan,
+bool launch_bn_relu_conv_backward_recomputed(const ConvSizes& conv, const ConvLaunch& plan,
                                              const BnReluConvBackwardRecomputed& params,
                                              bool of_weight, cudaStream_t stream) {
   return for_recomputed_channels<Types>(conv, [&](auto channels) {
@@ -79,7 +79,7 @@ bool launch_bn_relu_conv_backward_recomputed(const Conv& conv, const ConvLaunch&
 }
 
 template <class Types>
-void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& plan,
+void launch_bn_relu_conv_weight_gradients(const ConvSizes& conv, const ConvLaunch& plan,
                                           const WeightGradients& params, int count,
                                           cudaStream_t stream) {
   for_weight_groups<Types>(conv, [&](auto c, auto groups) {
@@ -90,14 +90,15 @@ void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& pl
   });
 }
 
-#define PK_INSTANTIATE(TYPES)                                                                   \
-  template ConvLaunch plan_bn_relu_conv_backward<TYPES>(const Conv&, int, bool, bool, bool);    \
-  template void launch_bn_relu_conv_backward<TYPES>(                                            \
-      const Conv&, const ConvLaunch&, const BnReluConvBackward&, bool, cudaStream_t);           \
-  template bool launch_bn_relu_conv_backward_recomputed<TYPES>(                                 \
-      const Conv&, const ConvLaunch&, const BnReluConvBackwardRecomputed&, bool, cudaStream_t); \
-  template void launch_bn_relu_conv_weight_gradients<TYPES>(                                    \
-      const Conv&, const ConvLaunch&, const WeightGradients&, int, cudaStream_t);
+#define PK_INSTANTIATE(TYPES)                                                                     \
+  template ConvLaunch plan_bn_relu_conv_backward<TYPES>(const ConvSizes&, int, bool, bool, bool); \
+  template void launch_bn_relu_conv_backward<TYPES>(                                              \
+      const ConvSizes&, const ConvLaunch&, const BnReluConvBackward&, bool, cudaStream_t);        \
+  template bool launch_bn_relu_conv_backward_recomputed<TYPES>(                                   \
+      const ConvSizes&, const ConvLaunch&, const BnReluConvBackwardRecomputed&, bool,             \
+      cudaStream_t);                                                                              \
+  template void launch_bn_relu_conv_weight_gradients<TYPES>(                                      \
+      const ConvSizes&, const ConvLaunch&, const WeightGradients&, int, cudaStream_t);
 PK_FOR_TYPES_OF_FILE(PK_INSTANTIATE)
 #undef PK_INSTANTIATE
 

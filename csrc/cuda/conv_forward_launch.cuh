@@ -7,7 +7,7 @@
 namespace preact_kernels::cuda {
 
 template <class Types>
-ConvLaunch plan_bn_relu_conv_forward(const Conv& conv) {
+ConvLaunch plan_bn_relu_conv_forward(const ConvSizes& conv) {
   return for_channel_class<typename Types::T>(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
     ConvLaunch plan{tile_grid<typename Types::T, C>(conv)};
@@ -19,7 +19,7 @@ ConvLaunch plan_bn_relu_conv_forward(const Conv& conv) {
 }
 
 template <class Types>
-void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
+void launch_bn_relu_conv_forward(const ConvSizes& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream) {
   for_channel_class<typename Types::T>(conv, [&](auto c) {
     launch("bn_relu_conv_forward", bn_relu_conv_forward_kernel<Types, decltype(c)::value>,
@@ -28,9 +28,9 @@ void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
   });
 }
 
-#define PK_INSTANTIATE(TYPES)                                                      \
-  template ConvLaunch plan_bn_relu_conv_forward<TYPES>(const Conv&);               \
-  template void launch_bn_relu_conv_forward<TYPES>(const Conv&, const ConvLaunch&, \
+#define PK_INSTANTIATE(TYPES)                                                           \
+  template ConvLaunch plan_bn_relu_conv_forward<TYPES>(const ConvSizes&);               \
+  template void launch_bn_relu_conv_forward<TYPES>(const ConvSizes&, const ConvLaunch&, \
                                                    const BnReluConvForward&, cudaStream_t);
 PK_FOR_TYPES_OF_FILE(PK_INSTANTIATE)
 #undef PK_INSTANTIATE

@@ -18,25 +18,25 @@ struct ConvLaunch {
 // Defined for BFloat16, Half and float, and for either half precision beside a float32 stream, each
 // in its own file.
 template <class Types>
-ConvLaunch plan_bn_relu_conv_forward(const Conv& conv);
+ConvLaunch plan_bn_relu_conv_forward(const ConvSizes& conv);
 template <class Types>
-void launch_bn_relu_conv_forward(const Conv& conv, const ConvLaunch& plan,
+void launch_bn_relu_conv_forward(const ConvSizes& conv, const ConvLaunch& plan,
                                  const BnReluConvForward& params, cudaStream_t stream);
 template <class Types>
-ConvLaunch plan_bn_relu_conv_backward(const Conv& conv, int tensors, bool of_input, bool of_weight,
-                                      bool recomputes_g = false);
+ConvLaunch plan_bn_relu_conv_backward(const ConvSizes& conv, int tensors, bool of_input,
+                                      bool of_weight, bool recomputes_g = false);
 template <class Types>
-void launch_bn_relu_conv_backward(const Conv& conv, const ConvLaunch& plan,
+void launch_bn_relu_conv_backward(const ConvSizes& conv, const ConvLaunch& plan,
                                   const BnReluConvBackward& params, bool of_weight,
                                   cudaStream_t stream);
 // Launches; false, with nothing launched, where `for_recomputed_channels` has no kernel.
 template <class Types>
-bool launch_bn_relu_conv_backward_recomputed(const Conv& conv, const ConvLaunch& plan,
+bool launch_bn_relu_conv_backward_recomputed(const ConvSizes& conv, const ConvLaunch& plan,
                                              const BnReluConvBackwardRecomputed& params,
                                              bool of_weight, cudaStream_t stream);
 // Of `count` convolutions of the same sizes.
 template <class Types>
-void launch_bn_relu_conv_weight_gradients(const Conv& conv, const ConvLaunch& plan,
+void launch_bn_relu_conv_weight_gradients(const ConvSizes& conv, const ConvLaunch& plan,
                                           const WeightGradients& params, int count,
                                           cudaStream_t stream);
 
@@ -55,7 +55,7 @@ using OneDtype = ConvTypes<PK_DTYPE, PK_DTYPE, PK_DTYPE>;
 // none for inner width 64, whose blocks have a tile or two and would load one more weight for them,
 // nor for 32 in float32, where one block would fit a multiprocessor in place of two.
 template <class Types, class Body>
-bool for_recomputed_channels(const Conv& conv, const Body& body) {
+bool for_recomputed_channels(const ConvSizes& conv, const Body& body) {
   if constexpr (std::is_same_v<typename Types::X, typename Types::T>) {
     if (conv.taps() != 1 || conv.out_channels != 4 * conv.in_channels) return false;
     if (conv.in_channels == 16) return body(std::integral_constant<int, 16>()), true;
@@ -77,7 +77,7 @@ constexpr int kMostChannels3x3 = sizeof(T) == 4 ? 32 : 64;
 // Calls `body` with the template argument C of the kernels: the channels of a 3x3 convolution, or
 // 0.
 template <class T, class Body>
-auto for_channel_class(const Conv& conv, const Body& body) {
+auto for_channel_class(const ConvSizes& conv, const Body& body) {
   if (conv.taps() == 1) return body(std::integral_constant<int, 0>());
   if (conv.in_channels == 16) return body(std::integral_constant<int, 16>());
   if (kMostChannels3x3<T> == 32 || conv.in_channels == 32) {
@@ -88,7 +88,7 @@ auto for_channel_class(const Conv& conv, const Body& body) {
 
 // A thread has at most kVectors of a tile of a 1x1 convolution.
 template <class T, int C, int kVectors = kTileVectors<T, 0>>
-TileGrid tile_grid(const Conv& conv) {
+TileGrid tile_grid(const ConvSizes& conv) {
   TileGrid grid{};
   if constexpr (C == 0) {
     const int most = int(std::max(conv.in_channels, conv.out_channels));

@@ -5,8 +5,8 @@
 #include "../host/launch.h"
 #include "batch_norm.cuh"
 #include "device.cuh"
+#include "grid_statistics.cuh"
 #include "reduction.cuh"
-#include "statistics.cuh"
 
 namespace preact_kernels::cuda {
 
@@ -49,11 +49,11 @@ auto for_dtype(const Tensor& x, const Body& body) {
 // Runs `body(ConvTypes<T, X, Y>{})` for dtypes that `check_conv_is_served` lets through.
 template <class Body>
 auto for_conv_types(const ConvDtypes& dtypes, const Body& body) {
-  return for_dtype(dtypes.operands, [&](auto value) {
+  return for_dtype(dtypes.products, [&](auto value) {
     using T = decltype(value);
     if constexpr (!std::is_same_v<T, float>) {
-      if (dtypes.x != dtypes.operands) return body(ConvTypes<T, float, T>{});
-      if (dtypes.y != dtypes.operands) return body(ConvTypes<T, T, float>{});
+      if (dtypes.x != dtypes.products) return body(ConvTypes<T, float, T>{});
+      if (dtypes.y != dtypes.products) return body(ConvTypes<T, T, float>{});
     }
     return body(ConvTypes<T, T, T>{});
   });
@@ -67,13 +67,13 @@ inline NormPointers pointers(const Norm& norm, int64_t pixels = 0) {
           static_cast<double>(pixels)};
 }
 
-inline FoldPointers pointers(const Fold& fold) {
-  return {data<char>(fold.skip),
-          data<char>(fold.x),
-          pointers(fold.norm),
-          data<float>(fold.sums),
-          static_cast<float>(fold.inv_count),
-          fold.accumulated};
+inline AffineStepPointers pointers(const AffineStep& step) {
+  return {data<char>(step.skip),
+          data<char>(step.x),
+          pointers(step.norm),
+          data<float>(step.sums),
+          static_cast<float>(step.inv_count),
+          step.accumulated};
 }
 
 // Memory of `count` bytes. torch's caching allocator reuses it in the order of the stream.

@@ -9,10 +9,10 @@ namespace preact_kernels::cuda {
 
 // dz has as many channels as the input of the convolution whose kernel recomputes g.
 struct RecomputedGPointers {
-  const void* g;         // that the fold of dz applies to, in the dtype of operands
-  FoldPointers fold;     // of dz, without skip
-  const void* weight;    // [channels of dz][channels of g]
-  const float* bn_bias;  // of the batch norm that p is from, which is that of the fold of g
+  const void* g;            // that the fold of dz applies to, in the dtype of operands
+  AffineStepPointers fold;  // of dz, without skip
+  const void* weight;       // [channels of dz][channels of g]
+  const float* bn_bias;     // of the batch norm that p is from, which is that of the fold of g
 };
 
 // A kernel that reads g. 0: sizes that the compiler does not know.

@@ -1,7 +1,7 @@
 // The residual addition, with the statistics of the sum.
 
+#include "grid_statistics.cuh"
 #include "on_device.h"
-#include "statistics.cuh"
 
 namespace preact_kernels {
 namespace cuda {
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
     add(x, branch);
     x.unpack(to);
   };
-  Statistics<kWidth> statistics(thread, sum_at);
+  GridStatistics<kWidth> statistics(thread, sum_at);
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
     Vector<T, kWidth> y[kSteps], branch[kSteps];
     load_rows(y, p.x + at, stride, steps);
@@ -59,13 +59,14 @@ using namespace cuda;
 
 // A block owns some channels and every gridDim.x-th tile of pixels.
 void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
-                                 const Tensor& y, const BatchStatistics& of_y) {
+                                 const Output& output) {
+  const Statistics& of_y = output.statistics;
   const OnDeviceOf on(x);
   const auto run = [&](auto with_stats, auto value) {
     using T = decltype(value);
     constexpr bool kStats = decltype(with_stats)::value;
     constexpr int kWidth = kFullWidth<T>;
-    ResidualAddParams<T> params{{}, data<T>(x), data<T>(branch), mutable_data<T>(y), {}};
+    ResidualAddParams<T> params{{}, data<T>(x), data<T>(branch), mutable_data<T>(output.y), {}};
     const bool vectors = fills_vectors<T>(size.channels, params.x, params.branch, params.y);
     const Grid grid = grid_of_statistics(size, vectors ? kWidth : 1);
     params.rows = grid.rows;

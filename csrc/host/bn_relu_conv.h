@@ -1,59 +1,53 @@
 // BN-ReLU-Conv on tensors: checks, allocation, launch.
 #pragma once
 
-#include "run.h"
+#include "run_results.h"
 
 namespace preact_kernels {
 
-// y has the dtype of the residual where there is one, else that of the operands.
-inline Tensor bn_relu_conv_forward(const Tensor& x, const Norm& norm, const Tensor& conv_weight,
-                                   const std::optional<Tensor>& conv_bias,
-                                   const std::optional<Tensor>& residual,
-                                   const BatchStatistics& of_y, UnitOfRun unit,
-                                   Stride stride = {}) {
-  const ScalarType y_dtype = residual.has_value() ? residual->scalar_type() : unit.dtype;
-  const Conv conv = check_conv(x, conv_weight, stride, unit.dtype, y_dtype);
-  check_norm(norm, conv.in_channels, x);
-  const Tensor y = empty_nhwc(x, conv.output(), y_dtype);
-  if (residual.has_value()) check_like("residual", *residual, "y", y);
-  if (conv_bias.has_value()) {
-    check_same_device("conv_bias", *conv_bias, x);
-    STD_TORCH_CHECK(conv_bias->is_contiguous() && conv_bias->numel() == conv.out_channels &&
-                        conv_bias->scalar_type() == x.scalar_type(),
-                    "conv_bias: expected ", conv.out_channels, " values in the dtype of x");
-  }
-  launch_bn_relu_conv_forward(conv, x, norm, conv_weight, conv_bias, residual, y, of_y, unit);
-  return y;
+inline void check_inputs(const Unit& unit, const UnitInputs& inputs) {
+  check_sizes("x", inputs.x, unit.conv.input(), inputs.x);
+  STD_TORCH_CHECK(inputs.x.scalar_type() == unit.dtypes.x,
+                  "inputs: expected the dtype of the convolutions, or that of g for first units");
+  check_norm(inputs.norm, unit.conv.in_channels, inputs.x);
 }
 
-// Fills `gradients`, whose parameter gradients are allocated. With a fold, `dy` is the g that the
-// fold applies to, or that the fold of `recomputed_g` applies to, in the dtype of the operands, as
-// is the g that this computes.
-inline void bn_relu_conv_backward(const Tensor& dy, const std::optional<Fold>& fold,
-                                  const std::optional<RecomputedG>& recomputed_g, const Tensor& x,
-                                  const Norm& norm, const Tensor& conv_weight,
-                                  UnitGradients& gradients, UnitOfRun unit, Stride stride = {}) {
-  const ScalarType y_dtype = fold.has_value() ? fold->x.scalar_type() : dy.scalar_type();
-  const Conv conv = check_conv(x, conv_weight, stride, unit.dtype, y_dtype);
-  // The tensors of `recomputed_g` were checked with the convolution that g is of.
-  const Tensor& of_output = recomputed_g.has_value() ? fold->x : dy;
-  const Activation size = check_activation("dy", of_output);
-  check_same_device("dy", of_output, x);
-  STD_TORCH_CHECK(size.images == conv.images && size.channels == conv.out_channels &&
-                      size.height == conv.out_height() && size.width == conv.out_width(),
-                  "dy: expected the shape of the convolution's output");
-  check_norm(norm, conv.in_channels, x);
-  if (fold.has_value()) {
-    STD_TORCH_CHECK(dy.scalar_type() == unit.dtype, "dy: expected the dtype of the convolution");
-    check_sizes_like("fold.x", fold->x, "dy", of_output);
-    check_fold(*fold, conv.out_channels);
+inline Tensor bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
+                                   const Epilogue& epilogue, const Statistics& statistics) {
+  const auto& [conv_bias, residual] = epilogue;
+  check_inputs(unit, inputs);
+  const Output output{empty_nhwc(inputs.x, unit.conv.output(), unit.dtypes.y), statistics};
+  if (residual.has_value()) check_like("residual", *residual, unit.conv.output(), output.y);
+  if (conv_bias.has_value()) {
+    check_same_device("conv_bias", *conv_bias, inputs.x);
+    STD_TORCH_CHECK(conv_bias->is_contiguous() && conv_bias->numel() == unit.conv.out_channels &&
+                        conv_bias->scalar_type() == inputs.x.scalar_type(),
+                    "conv_bias: expected ", unit.conv.out_channels, " values in the dtype of x");
   }
-  STD_TORCH_CHECK(fold.has_value() || !gradients.wanted.dy,
-                  "dy: expected a fold where the unfolded gradient is wanted");
-  const bool stores_g = gradients.wanted.g && gradients.wanted.stores_g;
-  gradients.g = stores_g ? empty_nhwc(x, conv.input(), unit.dtype) : absent(x);
-  gradients.dy = gradients.wanted.dy ? empty_nhwc(x, size, y_dtype) : absent(x);
-  launch_bn_relu_conv_backward(conv, dy, fold, recomputed_g, x, norm, conv_weight, gradients, unit);
+  launch_bn_relu_conv_forward(unit, inputs, epilogue, output);
+  return output.y;
+}
+
+// Fills `gradients`, whose parameter gradients are allocated. g is in the dtype of products.
+inline void bn_relu_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
+                                  UnitGradients& gradients) {
+  const Wanted& wanted = gradients.wanted;
+  const Tensor& x = inputs.x;
+  const Activation y_size = unit.conv.output();
+  check_inputs(unit, inputs);
+  // The g of `recomputed` was checked as a gradient of the unit after this one.
+  if (!dy.recomputed.has_value()) check_sizes("g", dy.g, y_size, x);
+  STD_TORCH_CHECK(dy.dtype() == unit.dtypes.y, "g, step_x: expected the dtype of y");
+  if (dy.step.has_value()) {
+    STD_TORCH_CHECK(dy.g.scalar_type() == unit.dtypes.products,
+                    "g: expected the dtype of the convolution, with a step");
+    check_step(*dy.step, y_size, x);
+  }
+  STD_TORCH_CHECK(dy.step.has_value() || !wanted.dy, "step_x: expected one where dy is wanted");
+  gradients.g = wanted.g && wanted.stores_g ? empty_nhwc(x, unit.conv.input(), unit.dtypes.products)
+                                            : absent(x);
+  gradients.dy = wanted.dy ? empty_nhwc(x, y_size, unit.dtypes.y) : absent(x);
+  launch_bn_relu_conv_backward(unit, dy, inputs, gradients);
 }
 
 }  // namespace preact_kernels

@@ -44,25 +44,9 @@ inline Tensor absent(const Tensor& like) {
   return torch::stable::empty({&none, 1}, like.scalar_type(), std::nullopt, like.device());
 }
 
-// Mean and biased variance of a tensor; without values where they are not wanted.
-struct BatchStatistics {
-  Tensor mean, var;
-  bool are_wanted;
-  Accumulators moments = {};
-};
-
-inline BatchStatistics empty_batch_statistics(const Tensor& like, bool are_wanted,
-                                              int64_t channels) {
+inline Statistics new_statistics(const Tensor& like, bool are_wanted, int64_t channels) {
   const int64_t count = are_wanted ? channels : 0;
   return {empty_statistics(like, count), empty_statistics(like, count), are_wanted};
 }
-
-// Results of a unit's backward; without values where they are not wanted.
-struct UnitGradients {
-  Wanted wanted;
-  Tensor conv_weight, sums;
-  Accumulators accumulated;     // of sums
-  std::optional<Tensor> g, dy;  // allocated by bn_relu_conv_backward
-};
 
 }  // namespace preact_kernels

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.liveness import Reference
-from preact_kernels.ops.bn_relu import gradients
+from preact_kernels.ops.double_backward import gradients
 from preact_kernels.torch_compat import disable_torch_function
 
 

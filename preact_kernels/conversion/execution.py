@@ -18,10 +18,12 @@ from preact_kernels.conversion.matching import Match, Unit, match
 from preact_kernels.conversion.operations import CONV, NORM, tracked_statistics, updating_norm
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.ops import layout
+from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.bn_relu import bn_relu_of
-from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
+from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d_of
 from preact_kernels.ops.memory_mode import MemoryMode
-from preact_kernels.ops.run_blocks import BlockArguments, run_blocks
+from preact_kernels.ops.preact_stage import preact_stage
+from preact_kernels.ops.unit import ConvArguments
 
 MEMORY = "preact_memory"  # attribute of a stage's first batch norm: the memory mode
 
@@ -154,7 +156,7 @@ class _Execution:
             return self._region.run_stage(blocks, x, module, step.end.dtype)
         name = module.__dict__.get(MEMORY, first.memory) if module else first.memory
         self._saves_output = name != "store"
-        return run_blocks(blocks, x, step.end.dtype, MemoryMode(name))
+        return preact_stage(blocks, x, step.end.dtype, MemoryMode(name))
 
     def _plain(self, node: Node, inputs: list[Tensor]) -> Tensor:
         rest: Sequence[Any] = node.inputs[len(inputs) :]

@@ -11,7 +11,7 @@ from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, Operation
 from preact_kernels.conversion.owners import Owner
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_relu_conv import ConvArguments
+from preact_kernels.ops.unit import ConvArguments
 
 
 class NormSettings(NamedTuple):

@@ -20,7 +20,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from preact_kernels.conversion.convert import OWN, convert, is_converted, revert
 from preact_kernels.conversion.hooks import CONVERSION, is_norm
 from preact_kernels.inference.tracing import Refusal, original_class, trace
-from preact_kernels.modules.batch_norm import has_hooks, has_own_hooks
+from preact_kernels.modules.hooks import has_hooks, has_own_hooks
 from preact_kernels.modules.norm_act import has_activation, is_norm_act
 
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
-from preact_kernels.modules.batch_norm import has_hooks
+from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.torch_compat import TorchDispatchMode
 
 _PLAIN_CONTAINERS = (nn.Sequential,)

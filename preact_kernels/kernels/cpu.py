@@ -7,7 +7,6 @@ pixels that it reads. Large weights are left to PyTorch where it is faster.
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,19 +16,19 @@ from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
-    Conv,
-    ConvGradients,
     Epilogue,
-    Fold,
-    Norm,
+    Gradient,
+    Gradients,
+    Inputs,
     Output,
+    Unit,
     Wanted,
 )
 from preact_kernels.kernels.native import NativeKernels, load_library
 
-# Beside more activations, they win with AVX-512 where those have this many times as many elements
-# as the weight, for each thread: every thread sums a weight gradient of its own. Measured on two
-# cores of Zen 5, in networks.
+# With more activations, the direct convolutions win on AVX-512 where the activations have this many
+# times as many elements as the weight, for each thread: every thread sums a weight gradient of its
+# own. Measured on two cores of Zen 5, in networks.
 _ACTIVATIONS_PER_WEIGHT = {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05}
 
 
@@ -48,8 +47,6 @@ class ConvLimits(NamedTuple):
 class CPUKernels(NativeKernels):
     """The compiled CPU library."""
 
-    has_conv_bias = True
-
     @functools.cached_property
     def instruction_set(self) -> str:
         """What the kernels run on here: the best of this machine, or PREACT_KERNELS_CPU_ISA."""
@@ -63,40 +60,36 @@ class CPUKernels(NativeKernels):
     def limits(self) -> ConvLimits:
         return ConvLimits(*self._ops.conv_limits())
 
-    def serves_conv(
-        self,
-        weight_shape: Sequence[int],
-        conv: Conv,
-        dtype: torch.dtype,
-        device: torch.device,
-        pixels: int | None = None,
-    ) -> bool:
-        """Whether the direct convolutions serve a weight, on any number of pixels if None."""
-        stride, padding, dilation, groups = conv
-        out_channels, in_channels, kernel_h, kernel_w = weight_shape
+    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
+        """Whether the direct convolutions serve a unit, on any number of pixels if None."""
+        out_channels, in_channels, kernel_h, kernel_w = unit.weight_shape
+        stride, padding, dilation, groups = unit.conv
         taps = kernel_h * kernel_w
-        activations = None
-        if pixels is not None:
-            computed = pixels // (stride[0] * stride[1])  # about
-            read = pixels if taps > 1 else computed
-            activations = read * in_channels + computed * out_channels
-        return (
+        dtype = unit.dtype
+        if not (
             groups == 1
-            and dtype != torch.float64
+            and dtype == unit.x_dtype == unit.y_dtype == unit.weight_dtype != torch.float64
             and dilation[0] == dilation[1] == 1
             and kernel_h == 2 * padding[0] + 1
             and kernel_w == 2 * padding[1] + 1
             and taps <= self.limits.most_taps
             and out_channels % self._channel_multiple == 0
             and in_channels % self._channel_multiple == 0
-            and self._is_faster(math.prod(weight_shape), activations, dtype)
-        )
+        ):
+            return False
+        weights = taps * out_channels * in_channels
+        if weights <= self.limits.small_weight:
+            return True
+        activations = None
+        if pixels is not None:
+            computed = pixels // (stride[0] * stride[1])  # about
+            read = pixels if taps > 1 else computed
+            activations = read * in_channels + computed * out_channels
+        return self._is_faster(weights, activations, dtype)
 
     def _is_faster(self, weights: int, activations: int | None, dtype: torch.dtype) -> bool:
-        """Whether a direct convolution is faster than PyTorch's."""
+        """Whether a direct convolution with a large weight is faster than PyTorch's."""
         limits = self.limits
-        if weights <= limits.small_weight:
-            return True
         if self._channel_multiple < 8 or (dtype.itemsize == 2 and torch_compat.has_amx()):
             return False
         if activations is None:
@@ -108,68 +101,59 @@ class CPUKernels(NativeKernels):
         return self._channel_multiple >= 16 and activations >= least
 
     def bn_relu_conv_forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        epilogue: Epilogue = NO_EPILOGUE,
+        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
         """See `Kernels`."""
-        if _skips_pixels(conv_weight, conv):
-            x, conv = _read_pixels(x, conv)
-        return super().bn_relu_conv_forward(x, norm, conv_weight, conv, epilogue)
+        if max(unit.conv.stride) > 1 and _skips_pixels(unit):
+            unit, inputs = _read_pixels(unit, inputs)
+        return super().bn_relu_conv_forward(unit, inputs, epilogue)
 
     def bn_relu_conv_backward(
-        self,
-        dy: Tensor,
-        fold: Fold | None,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        wanted: Wanted,
-    ) -> ConvGradients:
+        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+    ) -> Gradients:
         """See `Kernels`."""
-        backward = super().bn_relu_conv_backward
-        if not _skips_pixels(conv_weight, conv):
-            return backward(dy, fold, x, norm, conv_weight, conv, wanted)
+        if max(unit.conv.stride) == 1 or not _skips_pixels(unit):
+            return super().bn_relu_conv_backward(unit, dy, inputs, wanted)
+        x, norm, _ = inputs
         # A pixel that is not read adds 0 * xhat to the gradient of bn_weight: NaN where x is not
         # finite. PyTorch's convolution then computes all terms.
         if wanted.input and not math.isfinite(x.sum(dtype=norm.mean.dtype)):
-            return pytorch_conv.bn_relu_conv_backward(
-                self, dy, fold, x, norm, conv_weight, conv, wanted
-            )
-        read, dense = _read_pixels(x, conv)
-        found = backward(dy, fold, read, norm, conv_weight, dense, wanted)
+            return pytorch_conv.bn_relu_conv_backward(self, unit, dy, inputs, wanted)
+        dense, read = _read_pixels(unit, inputs)
+        found = super().bn_relu_conv_backward(dense, dy, read, wanted)
         if found.g is None:
             return found
         g = torch.zeros_like(x)
-        g[:, :, :: conv.stride[0], :: conv.stride[1]] = found.g
+        step_h, step_w = unit.conv.stride
+        g[:, :, ::step_h, ::step_w] = found.g
         return found._replace(g=g)
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
         """See `Kernels`."""
-        if all(t.dtype == torch.float32 and t.is_contiguous() for t in running):
-            self._ops.running_stats_update.default(running, batch, momentum)
-            torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
-        else:
-            super().running_stats_update(running, batch, momentum)
+        for t in running:
+            if t.dtype != torch.float32 or not t.is_contiguous():
+                super().running_stats_update(running, batch, momentum)
+                return
+        self._ops.running_stats_update.default(running, batch, momentum)
+        torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
 
 
-def _skips_pixels(conv_weight: Tensor, conv: Conv) -> bool:
-    """Whether a convolution reads only the pixels at multiples of its stride."""
-    is_point = conv_weight.shape[2] == conv_weight.shape[3] == 1 and not any(conv.padding)
-    return is_point and max(conv.stride) > 1
+def _skips_pixels(unit: Unit) -> bool:
+    """Whether a strided convolution reads only the pixels at multiples of its stride."""
+    return (
+        unit.weight_shape[2] == unit.weight_shape[3] == 1
+        and not any(unit.conv.padding)
+        and unit.x_dtype == unit.dtype
+    )
 
 
-def _read_pixels(x: Tensor, conv: Conv) -> tuple[Tensor, Conv]:
-    """The pixels read by a convolution that skips some, dense NHWC; and its geometry on these."""
-    step_h, step_w = conv.stride
-    read = x[:, :, ::step_h, ::step_w].contiguous(memory_format=torch.channels_last)
-    return read, conv._replace(stride=(1, 1))
+def _read_pixels(unit: Unit, inputs: Inputs) -> tuple[Unit, Inputs]:
+    """The unit with stride 1 on the pixels that it reads, dense NHWC."""
+    step_h, step_w = unit.conv.stride
+    read = inputs.x[:, :, ::step_h, ::step_w].contiguous(memory_format=torch.channels_last)
+    return unit._replace(conv=unit.conv._replace(stride=(1, 1))), inputs._replace(x=read)
 
 
 def load_error() -> str:

@@ -1,6 +1,6 @@
 """The CUDA backend: loads the compiled library when it is first asked for.
 
-It has fused convolutions for narrow channels (`serves_conv`). Which shapes those serve follows from
+It has fused convolutions for narrow channels (`serves`). Which shapes those serve follows from
 what they hold on chip; nothing here has been measured on a GPU.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from preact_kernels.kernels.contract import Conv, StreamKernels
+from preact_kernels.kernels import pytorch_conv
+from preact_kernels.kernels.contract import NO_EPILOGUE, Conv, Epilogue, Inputs, Output, Unit
 from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 
 # The most pixels of a batch for which a convolution is fused, by side of the kernel and channels;
@@ -31,62 +32,42 @@ def _may_round_to_tf32() -> bool:
     return cudnn.conv.fp32_precision == "tf32"
 
 
-class CUDAKernels(NativeKernels, StreamKernels):
+class CUDAKernels(NativeKernels):
     """The compiled CUDA library."""
 
-    has_conv_bias = False
-    takes_float32_weights = True
-
-    def serves_conv(
-        self,
-        weight_shape: Sequence[int],
-        conv: Conv,
-        dtype: torch.dtype,
-        device: torch.device,
-        pixels: int | None = None,
-    ) -> bool:
-        """Whether the fused convolutions serve a weight.
+    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
+        """Whether the fused convolutions serve a unit.
 
         They serve 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64 (float32: 16 or 32),
         stride 1, where the GPU has enough shared memory and `MOST_PIXELS` allows it; float32 only
-        where PyTorch may use TF32, as they do.
+        where PyTorch may use TF32, as they do. With products in half precision, weights may be
+        float32, and so may one of x and y, which takes more shared memory.
         """
-        return self._fuses(weight_shape, conv, dtype, device, pixels, float32_stream=False)
-
-    def serves_stream_conv(
-        self,
-        weight_shape: Sequence[int],
-        conv: Conv,
-        dtype: torch.dtype,
-        device: torch.device,
-        pixels: int | None = None,
-    ) -> bool:
-        """See `StreamKernels`: what `serves_conv` says, with more shared memory."""
-        return self._fuses(weight_shape, conv, dtype, device, pixels, float32_stream=True)
-
-    def _fuses(
-        self,
-        weight_shape: Sequence[int],
-        conv: Conv,
-        dtype: torch.dtype,
-        device: torch.device,
-        pixels: int | None,
-        *,
-        float32_stream: bool,
-    ) -> bool:
-        stride, padding, dilation, groups = conv
-        kernel = tuple(weight_shape[2:])
-        most_pixels = MOST_PIXELS.get((kernel[0], weight_shape[0]))
+        stride, padding, dilation, groups = unit.conv
+        kernel_h, kernel_w = unit.weight_shape[2:]
+        most_pixels = MOST_PIXELS.get((kernel_h, unit.weight_shape[0]))
+        with_stream = unit.x_dtype != unit.y_dtype
         return (
             groups == 1
+            and unit.dtype in (unit.x_dtype, unit.y_dtype)
             and stride[0] == stride[1] == 1
-            and (dilation[0] == dilation[1] == 1 or kernel == (1, 1))
-            and kernel[0] == 2 * padding[0] + 1
-            and kernel[1] == 2 * padding[1] + 1
+            and (dilation[0] == dilation[1] == 1 or kernel_h == kernel_w == 1)
+            and kernel_h == 2 * padding[0] + 1
+            and kernel_w == 2 * padding[1] + 1
             and (pixels is None or most_pixels is None or pixels <= most_pixels)
-            and (dtype != torch.float32 or _may_round_to_tf32())
-            and _fits_shared_memory(self._ops, tuple(weight_shape), dtype, device, float32_stream)
+            and (unit.dtype != torch.float32 or _may_round_to_tf32())
+            and _fits_shared_memory(
+                self._ops, tuple(unit.weight_shape), unit.dtype, unit.device, with_stream
+            )
         )
+
+    def bn_relu_conv_forward(
+        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
+    ) -> Output:
+        """See `Kernels`. The fused kernels add no bias."""
+        if epilogue.conv_bias is not None:
+            return pytorch_conv.bn_relu_conv_forward(self, unit, inputs, epilogue)
+        return super().bn_relu_conv_forward(unit, inputs, epilogue)
 
 
 @functools.cache
@@ -95,18 +76,19 @@ def _fits_shared_memory(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    float32_stream: bool,
+    with_stream: bool,
 ) -> bool:
     weight = torch.empty(shape, dtype=dtype, device=device)
-    return ops.bn_relu_conv_is_served.default(weight, float32_stream)
+    return ops.bn_relu_conv_is_served.default(weight, with_stream)
 
 
 def lacks_shared_memory() -> bool:
     """Whether a GPU has too little shared memory for the 3x3 kernels, as 8.6, 8.9 and 12.0 do."""
     if load_error():
         return False
-    same = Conv((1, 1), (1, 1), (1, 1), 1)
-    return not kernels().serves_conv((32, 32, 3, 3), same, torch.bfloat16, torch.device("cuda"))
+    half, same = torch.bfloat16, Conv((1, 1), (1, 1), (1, 1), 1)
+    unit = Unit((32, 32, 3, 3), same, torch.device("cuda"), half, half, half, half)
+    return not kernels().serves(unit)
 
 
 def load_error() -> str:

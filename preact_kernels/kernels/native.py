@@ -1,4 +1,4 @@
-"""The ops of a compiled library under the named arguments of the contract.
+"""Ops with flat arguments under the named arguments of the contract.
 
 `cpu.py` and `cuda.py` load one library each. Convolutions that `serves_conv` refuses are
 PyTorch's, on an activation that the library computes and that is freed at once.
@@ -7,6 +7,7 @@ PyTorch's, on an activation that the library computes and that is freed at once.
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +16,24 @@ from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv, running_stats
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
-    BatchStatistics,
+    AffineStep,
     BlockKernels,
     BlockRun,
     BlockRunGradients,
     BlockRunOutput,
-    Conv,
-    ConvGradients,
     Epilogue,
-    Fold,
+    Gradient,
+    Gradients,
+    Inputs,
+    Kernels,
     Norm,
     Output,
+    RunWanted,
+    Statistics,
+    Unit,
     Wanted,
+    pixels_of,
 )
-from preact_kernels.kernels.flat_ops import FlatOps, flat_fold
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -45,19 +50,66 @@ def load_library(name: str) -> str:
     return ""
 
 
-def _named(dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The last argument of an op, unless it is None: passing None costs time in the dispatcher."""
-    return {} if dtype is None else {"dtype": dtype}
+def flat_gradient(gradient: Gradient) -> tuple:
+    """`g`, then the step `skip, x, mean, var, weight, eps, sums, inv_count`, as schemas take it."""
+    g, step = gradient
+    if step is None:  # no global constant: with dynamic shapes, Dynamo reads its floats as inputs
+        return g, None, None, None, None, None, 0.0, None, 0.0
+    skip, x, norm, sums, inv_count = step
+    return g, skip, x, norm.mean, norm.var, norm.weight, norm.eps, sums, inv_count
+
+
+class FlatOps(Kernels):
+    """What the ops of all libraries have in common; see `Kernels`.
+
+    A schema has no optional results: an op returns an empty tensor for each that is not wanted.
+
+    Args:
+        ops: a namespace of `torch.ops`.
+    """
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def bn_stats(self, x: Tensor) -> Statistics:
+        return Statistics(*self._ops.bn_stats.default(x))
+
+    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._ops.bn_relu_forward.default(x, *norm)
+
+    def bn_relu_backward(
+        self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        if with_g:
+            return self._ops.bn_relu_backward_mask.default(dy, x, *norm)
+        return None, self._ops.bn_relu_backward_sums.default(dy, x, *norm)
+
+    def bn_input_gradient(self, gradient: Gradient, masked: bool = False) -> Tensor:
+        if not masked:
+            return self._ops.bn_input_gradient.default(*flat_gradient(gradient))
+        dy, step = gradient
+        assert step is not None
+        _, x, norm, sums, inv_count = step
+        return self._ops.bn_relu_backward_input.default(dy, x, *norm, sums, inv_count)
+
+    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
+        y, mean, var = self._ops.residual_add_forward.default(x, branch, with_stats)
+        return Output(y, Statistics(mean, var) if with_stats else None)
+
+
+def gradients(results: tuple[Tensor, Tensor, Tensor, Tensor], wanted: Wanted) -> Gradients:
+    """The results `g, sums, dconv_weight, dy` of an op, by name."""
+    g, sums, dconv_weight, dy = results
+    return Gradients(
+        g if wanted.input else None,
+        sums if wanted.input else None,
+        dconv_weight if wanted.weight else None,
+        dy if wanted.dy else None,
+    )
 
 
 class NativeKernels(FlatOps, BlockKernels):
     """A compiled library; see `BlockKernels`."""
-
-    has_conv_bias: bool  # whether the fused convolution takes a bias
-
-    def _serves(self, x: Tensor, conv_weight: Tensor, conv: Conv, dtype: torch.dtype) -> bool:
-        pixels = x.numel() // x.shape[1]
-        return self.serves_conv(conv_weight.shape, conv, dtype, x.device, pixels)
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
@@ -65,96 +117,62 @@ class NativeKernels(FlatOps, BlockKernels):
         running_stats.fast_running_stats_update(running, batch, momentum)
 
     def bn_relu_conv_forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        epilogue: Epilogue = NO_EPILOGUE,
+        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
-        has_kernel = epilogue.conv_bias is None or self.has_conv_bias
-        dtype = epilogue.dtype or pytorch_conv.compute_dtype(x, conv_weight)
-        if not has_kernel or not self._serves(x, conv_weight, conv, dtype):
-            return pytorch_conv.bn_relu_conv_forward(self, x, norm, conv_weight, conv, epilogue)
+        x, norm, conv_weight = inputs
+        if not self.serves(unit, x.numel() // x.shape[1]):
+            return pytorch_conv.bn_relu_conv_forward(self, unit, inputs, epilogue)
         op = self._ops.bn_relu_conv_forward.default
-        found = op(x, *norm, conv_weight, conv.stride, *epilogue[:3], **_named(epilogue.dtype))
-        return self.output(found, epilogue.with_stats)
+        y, mean, var = op(x, *norm, conv_weight, unit.conv.stride, *epilogue, unit.dtype)
+        return Output(y, Statistics(mean, var) if epilogue.with_stats else None)
 
     def bn_relu_conv_backward(
-        self,
-        dy: Tensor,
-        fold: Fold | None,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        wanted: Wanted,
-    ) -> ConvGradients:
-        dtype = pytorch_conv.compute_dtype(x, dy, conv_weight)
-        if not self._serves(x, conv_weight, conv, dtype):
-            return pytorch_conv.bn_relu_conv_backward(
-                self, dy, fold, x, norm, conv_weight, conv, wanted
-            )
+        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+    ) -> Gradients:
+        x, norm, conv_weight = inputs
+        if not self.serves(unit, x.numel() // x.shape[1]):
+            return pytorch_conv.bn_relu_conv_backward(self, unit, dy, inputs, wanted)
         op = self._ops.bn_relu_conv_backward.default
-        found = op(dy, *flat_fold(fold), x, *norm, conv_weight, conv.stride, *wanted)
-        return self.gradients(found, wanted)
+        given = *flat_gradient(dy), x, *norm, conv_weight, unit.conv.stride
+        return gradients(op(*given, *wanted, unit.dtype), wanted)
 
-    def block_run_forward(
-        self,
-        x: Tensor,
-        run: BlockRun,
-        x_statistics: BatchStatistics | None,
-        known: Sequence[Tensor] | None,
-        *,
-        with_stats: bool,
-        keep_inputs: bool,
-        keep_block_inputs: bool,
-    ) -> BlockRunOutput:
-        parameters, eps, units_per_block, _, dtype = run
-        y, mean, var, *rest = self._ops.preact_stage_forward.default(
-            x,
-            x_statistics or (),
-            parameters,
-            known or (),
-            eps,
-            units_per_block,
-            with_stats,
-            keep_inputs,
-            keep_block_inputs,
-            **_named(dtype),
-        )
-        statistics = BatchStatistics(mean, var) if with_stats else None
-        count = 0 if known else 2 * len(eps)
-        kept = iter(rest[count:])
-        keeps = [keep_inputs if i % units_per_block else keep_block_inputs for i in range(len(eps))]
+    def block_run_forward(self, run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
+        given = [s for s in run.statistics if s is not None]
+        op = self._ops.block_run_forward.default
+        y, mean, var, *rest = op(x, *_flat_run(run, given), *wanted)
+        count = len(run.parameters)
+        if len(given) < count:
+            given = list(map(Statistics, rest[:count], rest[count : 2 * count]))
+            del rest[: 2 * count]
+        kept, per_block = iter(rest), len(run.units)
+        keeps = [wanted.unit_inputs if i % per_block else wanted.block_inputs for i in range(count)]
         inputs = [next(kept) if keep else None for keep in keeps]
-        return BlockRunOutput(y, statistics, list(known) if known else rest[:count], inputs)
+        statistics = Statistics(mean, var) if wanted.statistics else None
+        return BlockRunOutput(y, statistics, given, inputs)
 
     def block_run_backward(
-        self,
-        dy: Tensor,
-        fold: Fold | None,
-        run: BlockRun,
-        inputs: Sequence[Tensor | None],
-        statistics: Sequence[Tensor],
-        inv_count: float,
-        y: Tensor | None,
+        self, run: BlockRun, dy: Gradient, inputs: Sequence[Tensor | None], y: Tensor | None
     ) -> BlockRunGradients:
-        parameters, eps, units_per_block, *_ = run
+        statistics = [s for s in run.statistics if s is not None]
+        count, per_block, first = len(run.parameters), len(run.units), run.parameters[0]
         # Negating the weights of a block's last unit negates each product, and so each sum.
-        stride = 3 * units_per_block
-        last = list(parameters[stride - 1 :: stride])
-        negated = torch_compat.foreach_neg(last) if y is not None else ()
-        g, block_dy, x, *rest = self._ops.preact_stage_backward.default(
-            dy,
-            *flat_fold(fold),
-            [h for h in inputs if h is not None],
-            statistics,
-            parameters,
-            eps,
-            inv_count,
-            units_per_block,
-            y,
-            negated,
-        )
-        return BlockRunGradients(g, block_dy, x, rest[::2], rest[1::2])
+        last = [p.conv_weight for p in run.parameters[per_block - 1 :: per_block]]
+        negated = () if y is None else torch_compat.foreach_neg(last)
+        inv_count = 1.0 / pixels_of(dy.g) if run.units[0].uses_batch else 0.0
+        kept = [t for t in inputs if t is not None]
+        op = self._ops.block_run_backward.default
+        given = *flat_gradient(dy), *_flat_run(run, statistics)
+        g, whole, x, *rest = op(*given, kept, inv_count, y, negated)
+        conv_weights, sums = rest[:count], rest[count:]
+        norm = Norm(*statistics[0], first.bn_weight, first.bn_bias, run.eps[0])
+        step = AffineStep(whole, x, norm, sums[0], inv_count)
+        return BlockRunGradients(Gradient(g, step), conv_weights, sums)
+
+
+def _flat_run(run: BlockRun, statistics: Sequence[Statistics]) -> tuple:
+    """A run, and statistics of its first units, as schemas take them."""
+    units, parameters, eps, _ = run
+    bn_weights, bn_biases, conv_weights = zip(*parameters, strict=True)
+    means, variances = zip(*statistics, strict=True) if statistics else ((), ())
+    parts = bn_weights, bn_biases, conv_weights, means, variances, eps
+    return *parts, len(units), units[0].dtype

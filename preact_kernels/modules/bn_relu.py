@@ -53,5 +53,5 @@ class BNReLU2d(nn.Module):
         if not (self.fused and is_bare_norm(self.bn)) or runs_plain(x):
             y = plain_batch_norm(self.bn, x, self.residual_dtype)
             return F.relu(y, inplace=is_bare_norm(self.bn))
-        is_widened = self.residual_dtype is not None and x.dtype == self.residual_dtype
-        return bn_relu_of(x, batch_norm_arguments(self.bn, is_widened))
+        upcasts = self.residual_dtype is not None and x.dtype == self.residual_dtype
+        return bn_relu_of(x, batch_norm_arguments(self.bn, upcasts))

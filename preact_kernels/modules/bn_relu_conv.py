@@ -5,13 +5,12 @@ from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import (
     batch_norm_arguments,
-    is_bare_conv,
     is_bare_norm,
     plain_batch_norm,
-    plain_conv,
 )
+from preact_kernels.modules.conv import conv_arguments, is_bare_conv, plain_conv
 from preact_kernels.ops import checks
-from preact_kernels.ops.bn_relu_conv import ConvArguments, bn_relu_conv2d_of
+from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d_of
 from preact_kernels.ops.plain_operators import runs_plain
 
 
@@ -100,10 +99,7 @@ class BNReLUConv2d(nn.Module):
         if not is_fusable or runs_plain(x, residual):
             y = plain_conv(conv, F.relu(plain_batch_norm(bn, x), inplace=is_bare_norm(bn)))
             return y if residual is None else _add_residual(y, residual)
-        arguments = ConvArguments(
-            conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups
-        )
-        return bn_relu_conv2d_of(x, batch_norm_arguments(bn), arguments, residual)
+        return bn_relu_conv2d_of(x, batch_norm_arguments(bn), conv_arguments(conv), residual)
 
 
 @fx.wrap  # as `residual` may be None when a symbolic trace runs

@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from preact_kernels.modules.batch_norm import has_both_statistics_or_none, has_hooks
+from preact_kernels.modules.batch_norm import has_both_statistics_or_none
+from preact_kernels.modules.hooks import has_hooks
 
 _NAMES = ("BatchNormAct2d", "SyncBatchNormAct")
 

@@ -1,19 +1,14 @@
 """The residual blocks of "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027)."""
 
-from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import (
-    is_bare_norm,
-    is_stage_conv,
-    plain_batch_norm,
-    plain_conv,
-)
-from preact_kernels.modules.run_blocks import in_stream, run_blocks
+from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
+from preact_kernels.modules.blocks import fused_blocks, in_stream
+from preact_kernels.modules.conv import is_stage_conv, plain_conv
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.checks import check_count
 from preact_kernels.ops.plain_operators import runs_plain
@@ -32,11 +27,12 @@ class PreActBlock(nn.Module):
     expansion: int
     unit_count: int
 
-    def units(self) -> Iterator[tuple[nn.BatchNorm2d, nn.Conv2d]]:
+    def units(self) -> list[tuple[nn.BatchNorm2d, nn.Conv2d]]:
         """The pairs of batch norm and convolution, in order."""
-        children = self._modules
+        children, units = cast(dict[str, Any], self._modules), []
         for i in range(1, self.unit_count + 1):
-            yield cast(nn.BatchNorm2d, children[f"bn{i}"]), cast(nn.Conv2d, children[f"conv{i}"])
+            units.append((children[f"bn{i}"], children[f"conv{i}"]))
+        return units
 
     def projection(self) -> nn.Conv2d | None:
         """The convolution of the shortcut; None where the shortcut is the input."""
@@ -70,7 +66,7 @@ class PreActBlock(nn.Module):
         """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""
         if not self.is_fusable() or runs_plain(x):
             return self.plain_forward(x)
-        return run_blocks([self], x)
+        return fused_blocks([self], x)
 
 
 @fx.wrap  # as a symbolic trace runs with autocast or without

@@ -6,9 +6,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.modules.batch_norm import has_hooks
+from preact_kernels.modules.blocks import apply_blocks
+from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock
-from preact_kernels.modules.run_blocks import run_stage
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -79,7 +79,7 @@ class PreActStage(nn.Sequential):
         if runs_plain(x):
             return super().forward(x)
         memory = MemoryMode(self.memory, self.segments, self.anchor_every)
-        return run_stage(self, is_fusable, x, memory)
+        return apply_blocks(self, is_fusable, x, memory)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """A block, or a stage that shares some of the blocks, in the same memory mode."""

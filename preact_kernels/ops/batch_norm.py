@@ -1,15 +1,14 @@
-"""The arguments of one batch norm, and what each call derives from them."""
+"""Batch norm: its arguments, the statistics that normalise, and the update of the running ones."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Kernels, statistics_dtype
-from preact_kernels.ops import checks, running_stats
-from preact_kernels.ops.bn_stats import Statistics, batch_statistics, running_statistics
-from preact_kernels.ops.running_stats import RunningStatistics
+from preact_kernels import torch_compat
+from preact_kernels.kernels.contract import Kernels, Statistics, pixels_of, statistics_dtype
+from preact_kernels.ops import checks
 
 
 class BatchNorm(NamedTuple):
@@ -24,7 +23,7 @@ class BatchNorm(NamedTuple):
     eps: float
     process_group: object = None
     batch_count: Tensor | None = None  # `num_batches_tracked`, incremented in training mode
-    is_widened: bool = False  # the running statistics may have a half precision beside float32
+    has_any_statistics_dtype: bool = False  # of the running ones: half precision with a float32 x
 
     def check(self, x: Any) -> None:
         """Raises the errors that `pk.bn_relu` documents."""
@@ -39,8 +38,8 @@ class BatchNorm(NamedTuple):
             ("running_var", self.running_var),
         ):
             if value is not None:
-                is_widened = self.is_widened and name.startswith("running")
-                checks.check_per_channel(name, value, x, has_any_dtype=is_widened)
+                has_any_dtype = self.has_any_statistics_dtype and name.startswith("running")
+                checks.check_per_channel(name, value, x, has_any_dtype=has_any_dtype)
         if (self.running_mean is None) != (self.running_var is None):
             missing = "running_mean" if self.running_mean is None else "running_var"
             raise ValueError(
@@ -51,13 +50,10 @@ class BatchNorm(NamedTuple):
         self.check_training(x.shape)
 
     def check_numbers(self) -> None:
-        """Raises where momentum or eps is none that `pk.bn_relu` takes."""
-        eps, momentum = self.eps, self.momentum
-        if type(eps) is type(momentum) is float and eps >= 0 and momentum == momentum:
-            return  # at once: this runs for every unit at every call
-        if momentum is None and self.batch_count is None:
-            checks.check_number("momentum", momentum)
-        checks.check_norm_numbers(eps, momentum)
+        """Raises unless `pk.bn_relu` takes momentum and eps."""
+        if self.momentum is None and self.batch_count is None:
+            checks.check_number("momentum", self.momentum)
+        checks.check_norm_numbers(self.eps, self.momentum)
 
     def check_training(self, shape: Sequence[int]) -> None:
         """Raises where no statistics of a batch of `shape` can normalise it, as in eager."""
@@ -66,17 +62,9 @@ class BatchNorm(NamedTuple):
         if self.training and self.process_group is None:
             checks.check_samples(shape)
 
-    def tracked(self) -> RunningStatistics | None:
-        """The buffers that the call updates."""
-        if not self.training or (self.running_mean is None and self.batch_count is None):
-            return None
-        return RunningStatistics(
-            self.running_mean, self.running_var, self.momentum, self.batch_count
-        )
-
     def affine(self, x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
         """Weight and bias in the statistics dtype of `x`."""
-        dtype = statistics_dtype(x.dtype)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight, bias = self.weight, self.bias
         if weight is None:
             weight = torch.ones(channels, dtype=dtype, device=x.device)
@@ -84,16 +72,132 @@ class BatchNorm(NamedTuple):
             bias = torch.zeros(channels, dtype=dtype, device=x.device)
         return weight.to(dtype).contiguous(), bias.to(dtype).contiguous()
 
-    def statistics(self, kernels: Kernels, x: Tensor) -> Statistics:
-        """What normalises `x`, dense NHWC."""
+    def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
+        """What normalises `x`, dense NHWC, and its fixed `inv_count` (see `inv_count_of`)."""
         if self.training:
             return batch_statistics(kernels, x, self.process_group)
         assert self.running_mean is not None and self.running_var is not None  # by `check`
-        return running_statistics(x, self.running_mean, self.running_var)
+        return running_statistics(x, self.running_mean, self.running_var), 0.0
 
-    def update(self, kernels: Kernels, statistics: Statistics | None) -> None:
-        """Updates the tracked buffers after a call that used `statistics`; None: an empty batch."""
-        tracked = self.tracked()
-        if tracked is not None:
-            batch = running_stats.unbiased([statistics]) if statistics else [None]
-            running_stats.update(kernels, [tracked], batch)
+    def update(
+        self, kernels: Kernels, x: Tensor, statistics: Statistics | None, fixed: float | None
+    ) -> None:
+        """Updates the running statistics after a call that normalised `x` with `statistics`.
+
+        Without statistics the batch is empty, and only counted.
+        """
+        if not self.training or (self.running_mean is None and self.batch_count is None):
+            return
+        if statistics is None:
+            update_running_statistics(kernels, [self], [], [])
+        else:
+            variances = unbiased([statistics.var], [inv_count_of(x, fixed)])
+            update_running_statistics(kernels, [self], [statistics.mean], variances)
+
+
+def inv_count_of(x: Tensor, fixed: float | None = None) -> float:
+    """One over the samples per channel of `x`, unless fixed.
+
+    It is fixed where it does not follow from the shape of `x`: 0 in evaluation mode, and one over
+    the samples of a process group. Dynamo compiles a number that is passed to a backward for one
+    batch size alone, so a backward computes the others from `x`.
+    """
+    return 1.0 / (x.shape[0] * x.shape[2] * x.shape[3]) if fixed is None else fixed
+
+
+def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Statistics:
+    """The statistics of evaluation mode, in the statistics dtype of `x`."""
+    dtype = statistics_dtype(x.dtype)
+    return Statistics(running_mean.to(dtype).contiguous(), running_var.to(dtype).contiguous())
+
+
+def batch_statistics(
+    kernels: Kernels, x: Tensor, process_group=None, known: Statistics | None = None
+) -> tuple[Statistics, float | None]:
+    """The statistics of the batch, and their fixed `inv_count` (see `inv_count_of`).
+
+    Args:
+        kernels: the backend's functions.
+        x: `[N, C, H, W]`, dense NHWC.
+        process_group: the batch is spread over this group (`torch.nn.SyncBatchNorm`).
+        known: the statistics of `x`, where the kernel that wrote `x` returned them.
+    """
+    statistics = known or kernels.bn_stats(x)
+    if process_group is None:
+        return statistics, None
+    return _over_group(statistics, pixels_of(x), process_group)
+
+
+def _over_group(local: Statistics, count: int, process_group) -> tuple[Statistics, float]:
+    """Merges the statistics of all ranks, weighted by their counts (Chan et al., 1979)."""
+    mean, var = local
+    row = torch.cat([mean.double(), var.double(), mean.new_tensor([count], dtype=torch.double)])
+    ranks = [torch.empty_like(row) for _ in range(torch.distributed.get_world_size(process_group))]
+    torch.distributed.all_gather(ranks, row, group=process_group)
+    table = torch.stack([r for r in ranks if r[-1] > 0])
+    channels = mean.numel()
+    means, variances, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
+    total = counts.sum()
+    merged_mean = (means * counts).sum(0) / total
+    merged_var = ((variances + (means - merged_mean) ** 2) * counts).sum(0) / total
+    return Statistics(merged_mean.to(mean), merged_var.to(var)), 1.0 / float(total)
+
+
+def sums_over_group(sums: Tensor, process_group) -> Tensor:
+    """`sums` of all ranks, for the coefficients of the input's gradient."""
+    if process_group is None:
+        return sums
+    sums = sums.clone()
+    torch.distributed.all_reduce(sums, group=process_group)
+    return sums
+
+
+def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tensor]:
+    """Variances times `m / (m - 1)`, for `m` samples per channel."""
+    if not variances:
+        return []
+    factors = []
+    for inv_count in inv_counts:
+        factors.append(1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0)
+    return list(torch_compat.foreach_mul(variances, factors))
+
+
+def update_running_statistics(
+    kernels: Kernels,
+    norms: Sequence[BatchNorm],
+    means: Sequence[Tensor],
+    variances: Sequence[Tensor],
+) -> None:
+    """Moves running statistics towards those of the batch, and counts the batch, in place.
+
+    `running = (1 - momentum) * running + momentum * batch`, as few calls as the momenta allow.
+    Does nothing while a backward runs this forward again (`torch.utils.checkpoint`): the batch
+    was counted the first time. The one place that writes a batch norm's buffers.
+
+    Args:
+        kernels: the backend's functions.
+        norms: batch norms in training mode.
+        means: mean of the batch for each of these; none for an empty batch, which is only counted.
+        variances: unbiased variance likewise.
+    """
+    if not torch.compiler.is_compiling() and torch_compat.is_in_backward():
+        return
+    by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    counts = []
+    for index, bn in enumerate(norms):
+        if bn.batch_count is not None:
+            counts.append(bn.batch_count)
+        if not means or bn.running_mean is None or bn.running_var is None:
+            continue
+        running, batch = [bn.running_mean, bn.running_var], [means[index], variances[index]]
+        if bn.momentum is None:  # traced: a number that is not known, and so no key
+            momentum = 1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0)
+            kernels.running_stats_update(running, batch, momentum)
+            continue
+        targets, values = by_momentum.setdefault(bn.momentum, ([], []))
+        targets.extend(running)
+        values.extend(batch)
+    for momentum, (targets, values) in by_momentum.items():
+        kernels.running_stats_update(targets, values, momentum)
+    if counts:
+        torch_compat.foreach_add_(counts, 1)

@@ -6,30 +6,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from preact_kernels.kernels.contract import Epilogue, Fold, Norm, Wanted
-from preact_kernels.ops import checks, dispatch, layout
-from preact_kernels.ops.autocast import compute_dtype
-from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.bn_relu import (
-    differentiable_bn_relu,
-    gradients,
-    normalise,
-    plain_bn_relu,
-    unit_call,
+from preact_kernels.kernels.contract import (
+    AffineStep,
+    Epilogue,
+    Gradient,
+    Inputs,
+    Kernels,
+    Norm,
+    Unit,
+    Wanted,
 )
-from preact_kernels.ops.bn_stats import sums_over_group
+from preact_kernels.ops import dispatch
+from preact_kernels.ops.batch_norm import (
+    BatchNorm,
+    inv_count_of,
+    sums_over_group,
+)
+from preact_kernels.ops.bn_relu import normalise, plain_bn_relu
+from preact_kernels.ops.double_backward import differentiable_bn_relu, gradients
 from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
+from preact_kernels.ops.unit import ConvArguments, checked_unit, with_served_weight
 
 
-class ConvArguments(NamedTuple):
-    """The arguments of one convolution, as `F.conv2d` takes them."""
+class BNReLUConvCall(NamedTuple):
+    """What a call passes to its autograd function beside tensors."""
 
-    weight: Tensor
-    bias: Tensor | None
-    stride: int | tuple[int, ...]
-    padding: int | tuple[int, ...] | str
-    dilation: int | tuple[int, ...]
-    groups: int
+    kernels: Kernels
+    unit: Unit
+    eps: float
+    fixed_inv_count: float | None  # see `inv_count_of`
 
 
 class BNReLUConvFunction(torch.autograd.Function):
@@ -39,50 +44,48 @@ class BNReLUConvFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, unit, *tensors):
+    def forward(ctx, call, *tensors):
         x, bn_weight, bn_bias, conv_weight, conv_bias, residual, mean, var = tensors
-        ctx.unit = unit
+        kernels, unit, eps, _ = ctx.call = call
         ctx.save_for_backward(x, bn_weight, bn_bias, conv_weight, conv_bias, mean, var)
-        norm, epilogue = (
-            Norm(mean, var, bn_weight, bn_bias, unit.eps),
-            Epilogue(conv_bias, residual),
-        )
-        return unit.kernels.bn_relu_conv_forward(x, norm, conv_weight, unit.conv, epilogue).y
+        inputs = Inputs(x, Norm(mean, var, bn_weight, bn_bias, eps), conv_weight)
+        return kernels.bn_relu_conv_forward(unit, inputs, Epilogue(conv_bias, residual)).y
 
     @staticmethod
     def backward(ctx, dy):
         x, bn_weight, bn_bias, conv_weight, conv_bias, mean, var = ctx.saved_tensors
-        unit, needed = ctx.unit, ctx.needs_input_grad[1:]
-        needs_x, needs_bn_weight, needs_bn_bias, needs_weight, needs_bias, needs_residual = needed[
-            :6
-        ]
-        norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
+        kernels, unit, eps, fixed_inv_count = ctx.call
+        needed = ctx.needs_input_grad[1:]
+        needs_x, needs_bn_weight, needs_bn_bias, needs_weight, needs_bias, needs_residual, *_ = (
+            needed
+        )
         dresidual = dy if needs_residual else None
         if runs_plain_backward(dy):
 
             def forward(x, bn_weight, bn_bias, conv_weight, conv_bias):
-                norm = Norm(mean, var, bn_weight, bn_bias, unit.eps)
-                a = differentiable_bn_relu(x, norm, unit.training, unit.process_group)
+                norm = Norm(mean, var, bn_weight, bn_bias, eps)
+                a = differentiable_bn_relu(x, norm, unit.uses_batch, unit.process_group)
                 return F.conv2d(a, conv_weight.to(a.dtype), conv_bias, *unit.conv)
 
             inputs = (x, bn_weight, bn_bias, conv_weight, conv_bias)
             with torch.autocast(x.device.type, enabled=False):
                 grads = gradients(forward, inputs, needed[:5], dy)
             return None, *grads, dresidual, None, None
-        dense_dy = layout.nhwc(dy)
+        dense_dy = dy.contiguous(memory_format=torch.channels_last)
         dx = dbn_weight = dbn_bias = dconv_weight = None
+        norm = Norm(mean, var, bn_weight, bn_bias, eps)
         wanted = Wanted(needs_x or needs_bn_weight or needs_bn_bias, needs_weight)
         if any(wanted):
-            found = unit.kernels.bn_relu_conv_backward(
-                dense_dy, None, x, norm, conv_weight, unit.conv, wanted
+            found = kernels.bn_relu_conv_backward(
+                unit, Gradient(dense_dy), Inputs(x, norm, conv_weight), wanted
             )
             dconv_weight = found.conv_weight
         if wanted.input:
             dbn_bias, dbn_weight = found.sums.unbind()
         if needs_x:
             sums = sums_over_group(found.sums, unit.process_group)
-            fold = Fold(None, x, norm, sums, unit.inv_count(x))
-            dx = unit.kernels.bn_input_gradient(found.g, fold)
+            step = AffineStep(None, x, norm, sums, inv_count_of(x, fixed_inv_count))
+            dx = kernels.bn_input_gradient(Gradient(found.g, step))
         dconv_bias = dense_dy.sum((0, 2, 3)) if needs_bias else None
         return None, dx, dbn_weight, dbn_bias, dconv_weight, dconv_bias, dresidual, None, None
 
@@ -164,39 +167,32 @@ def bn_relu_conv2d_of(
     x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None
 ) -> Tensor:
     """`bn_relu_conv2d` for a `BatchNorm` and `ConvArguments`."""
-    bn.check(x)
-    geometry = checks.check_conv(x, *conv)
-    if residual is not None:
-        if geometry is None:  # padding "same"
-            shape = [x.shape[0], conv.weight.shape[0], *x.shape[2:]]
-        else:
-            shape = geometry.output_shape(x.shape, conv.weight.shape)
-        checks.check_residual(residual, "residual", shape, x)
-    dtype = compute_dtype(x)
+    unit, dtype, channels_last = checked_unit(x, bn, conv, residual)
     kernels = dispatch.kernels_for(x)
-    conv_weight = conv.weight
     conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     if (
-        geometry is None
+        unit is None
         or x.dtype != dtype
         or (residual is not None and residual.dtype != dtype)
         or (x.numel() == 0 and bn.process_group is None)
     ):
-        a, statistics = normalise(kernels, x, bn)
-        geometry_arguments: Any = conv[2:]
-        y = F.conv2d(a.to(dtype), conv_weight.to(dtype), conv_bias, *geometry_arguments)
+        a, statistics, fixed = normalise(kernels, x, bn)
+        geometry: Any = conv[2:]
+        y = F.conv2d(a.to(dtype), conv.weight.to(dtype), conv_bias, *geometry)
         y = y if residual is None else y + residual
-        bn.update(kernels, statistics)
+        bn.update(kernels, x, statistics, fixed)
         return y
 
-    if not kernels.takes_float32_weights:
-        conv_weight = conv_weight.to(dtype)
-    channels_last = layout.is_channels_last(x) or layout.is_channels_last(conv_weight)
-    x = layout.nhwc(x)
-    statistics = bn.statistics(kernels, x.detach())
-    unit = unit_call(kernels, bn, statistics, geometry)
-    residual = None if residual is None else layout.nhwc(residual)
+    conv_weight = conv.weight
+    if conv_weight.dtype != dtype:
+        pixels = x.numel() // x.shape[1]
+        unit, conv_weight = with_served_weight(kernels, unit, conv_weight, pixels)
+    x = x.contiguous(memory_format=torch.channels_last)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=torch.channels_last)
+    statistics, fixed = bn.statistics(kernels, x.detach())
     parameters = (*bn.affine(x, x.shape[1]), conv_weight, conv_bias)
-    y = BNReLUConvFunction.apply(unit, x, *parameters, residual, statistics.mean, statistics.var)
-    bn.update(kernels, statistics)
-    return layout.restored(y, channels_last)
+    call = BNReLUConvCall(kernels, unit, bn.eps, fixed)
+    y = BNReLUConvFunction.apply(call, x, *parameters, residual, *statistics)
+    bn.update(kernels, x, statistics, fixed)
+    return y if channels_last else y.contiguous()

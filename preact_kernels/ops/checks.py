@@ -46,10 +46,10 @@ def check_like(name: str, value: Any, like_name: str, like: Tensor) -> None:
         )
 
 
-def check_parameter_dtype(name: str, value: Tensor, x: Tensor) -> None:
-    """Checks for the dtype of `x`, or float32 beside half-precision activations."""
-    allowed = [x.dtype]
-    if x.dtype in (torch.bfloat16, torch.float16):
+def check_parameter_dtype(name: str, value: Tensor, x_dtype: torch.dtype) -> None:
+    """Checks for the dtype of x, or float32 where that is a half precision."""
+    allowed = [x_dtype]
+    if x_dtype in (torch.bfloat16, torch.float16):
         allowed.append(torch.float32)
     if value.dtype not in allowed:
         expected = " or ".join(dtype_name(d) for d in allowed)
@@ -67,7 +67,7 @@ def check_per_channel(name: str, value: Any, x: Tensor, *, has_any_dtype: bool =
             f"got {list(value.shape)}"
         )
     if not has_any_dtype:
-        check_parameter_dtype(name, value, x)
+        check_parameter_dtype(name, value, x.dtype)
 
 
 def check_number(name: str, value: Any, *, minimum: float | None = None) -> None:
@@ -191,7 +191,7 @@ def check_conv(
     check_like("conv_weight", conv_weight, "x", x)
     check_conv_weight(conv_weight, groups, x.shape[1])
     out_channels, _, *kernel_size = conv_weight.shape
-    check_parameter_dtype("conv_weight", conv_weight, x)
+    check_parameter_dtype("conv_weight", conv_weight, x.dtype)
     if conv_bias is not None:
         check_like("conv_bias", conv_bias, "x", x)
         if conv_bias.shape != (out_channels,):

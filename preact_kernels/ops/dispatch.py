@@ -7,18 +7,13 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels import cpu, cuda, reference
-from preact_kernels.kernels.contract import Kernels, StreamConvs, StreamKernels
-from preact_kernels.kernels.mixed_precision import (
-    FusedMixedKernels,
-    MixedBlockKernels,
-    MixedKernels,
-)
+from preact_kernels.kernels.contract import Kernels, Unit
 from preact_kernels.ops import checks, schema
 from preact_kernels.torch_compat import FakeTensor, FunctionalTensor
 
@@ -173,7 +168,6 @@ def _refusal(backend: Backend, device_type: str, dtype: torch.dtype) -> str | No
     return None
 
 
-@functools.lru_cache(maxsize=256)
 def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
     """The row of the table that serves `name` ("auto" or a backend's), a device and a dtype.
 
@@ -209,6 +203,7 @@ def _warn_of_missing_library(backend: Backend) -> None:
         )
 
 
+@functools.lru_cache(maxsize=256)
 def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
     """The functions of the backend that serves `name`, a device and a dtype.
 
@@ -218,52 +213,27 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
     return _serving(name, device_type, dtype).kernels()
 
 
-_registered = schema.RegisteredKernels()
+def _serves(unit: Unit, pixels: int | None) -> bool:
+    return select(_current, unit.device.type, unit.dtype).serves(unit, pixels)
 
 
-def kernels_for(x: Tensor, dtype: torch.dtype | None = None) -> Kernels:
+_registered = schema.RegisteredKernels(_serves)
+
+
+def kernels_for(x: Tensor) -> Kernels:
     """The kernels that serve `x`: those of a backend, or the registered ops while tracing.
 
-    Args:
-        x: the input.
-        dtype: of the convolutions; None for that of `x`. Where it is narrower, `x` is of a wider
-            residual stream.
-
     Raises:
-        BackendError: the backend that was named cannot serve the device or a dtype.
+        BackendError: the backend that was named cannot serve the device or the dtype.
     """
-    if dtype is None or dtype == x.dtype:
-        return _kernels_in(x, x.dtype)
-    return _mixed(_kernels_in(x, x.dtype), _kernels_in(x, dtype), x.dtype, dtype)
-
-
-def _mixed(wide: Kernels, narrow: Kernels, stream: torch.dtype, dtype: torch.dtype) -> MixedKernels:
-    """The kernels for a residual stream beside convolutions in a narrower dtype."""
-    if stream != torch.float32 or not hasattr(narrow, "serves_stream_conv"):
-        return MixedKernels(wide, narrow, stream)
-    if hasattr(narrow, "block_run_forward"):
-        return MixedBlockKernels(wide, cast(StreamKernels, narrow), dtype)
-    return FusedMixedKernels(wide, cast(StreamConvs, narrow), dtype)
-
-
-def _kernels_in(x: Tensor, dtype: torch.dtype) -> Kernels:
-    """The kernels that serve tensors of `dtype` where `x` is."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor | FunctionalTensor) or x.is_meta:
         return _registered
     if x.numel() == 0:  # the share of one process of a group
         return reference
-    return select(_current, x.device.type, dtype)
+    return select(_current, x.device.type, x.dtype)
 
 
-def _kernels_of_op(x: Tensor, half: torch.dtype | None) -> Kernels:
-    """The kernels that run a registered op; with `half`, of a convolution beside a stream."""
-    if half is None:
-        return _kernels_in(x, x.dtype)
-    wide, narrow = (_kernels_in(x, dtype) for dtype in (torch.float32, half))
-    return _mixed(wide, narrow, torch.float32, half)
-
-
-schema.register(_kernels_of_op)
+schema.register(kernels_for)
 
 
 def backend_for(
@@ -305,8 +275,11 @@ def backend_for(
     device = torch.device(device or conv_weight.device)
     dtype = dtype or conv_weight.dtype
     backend = _serving(_current, device.type, dtype)
-    shape = conv_weight.shape
-    is_fused = conv is not None and backend.kernels().serves_conv(shape, conv, dtype, device)
+    is_fused = False
+    if conv is not None:
+        dtypes = dtype, dtype, dtype, dtype
+        unit = Unit(conv_weight.shape, conv, device, *dtypes)
+        is_fused = backend.kernels().serves(unit)
     return f"{backend.name}: {'fused' if is_fused else 'PyTorch'} convolution"
 
 

@@ -28,7 +28,7 @@ def runs_plain(*tensors: Tensor | Proxy | None) -> bool:
     for t in tensors:
         if type(t) not in _SERVED_TYPES and isinstance(t, _TENSOR_LIKE):
             return True
-    return is_transformed() or torch_compat.is_exporting() or torch.jit.is_tracing()
+    return torch_compat.is_transformed_or_exporting() or torch.jit.is_tracing()
 
 
 def is_transformed() -> bool:
@@ -61,7 +61,7 @@ def runs_plain_backward(dy: Tensor) -> bool:
 
 def has_served_parameters(module: nn.Module) -> bool:
     """Whether kernels may read the parameters of `module` itself."""
-    for t in torch_compat.own_parameters(module):  # a loop: this runs for every child at every call
+    for t in module._parameters.values():  # a loop: this runs for every child at every call
         if type(t) not in _SERVED_TYPES and t is not None:
             return False
     return True

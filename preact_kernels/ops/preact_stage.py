@@ -1,32 +1,50 @@
 """Pre-activation blocks in a row as one autograd node.
 
 The only place that knows what each memory mode (`memory_mode.py`) saves and what runs again.
-`block_runs.py` runs the blocks and rebuilds their inputs.
+`blocks.py` runs the blocks and rebuilds their inputs.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from preact_kernels.kernels.contract import BatchStatistics, Kernels
-from preact_kernels.ops import block_runs, layout
-from preact_kernels.ops.autocast import has_autocast
-from preact_kernels.ops.block_runs import Backward, Blocks, BlockSpec, FoldedGradient
-from preact_kernels.ops.bn_relu import gradients
-from preact_kernels.ops.memory_mode import MemoryMode
+from preact_kernels.kernels.contract import Gradient, Kernels, Parameters, Statistics
+from preact_kernels.kernels.pytorch_conv import whole_gradient
+from preact_kernels.ops import dispatch, layout
+from preact_kernels.ops.autocast import has_autocast, is_autocast
+from preact_kernels.ops.batch_norm import BatchNorm, update_running_statistics
+from preact_kernels.ops.block_arguments import (
+    Block,
+    BlockArguments,
+    StageContext,
+    checked_block,
+    first_recorded,
+)
+from preact_kernels.ops.blocks import (
+    Stage,
+    StageBackward,
+    StageValues,
+    differentiable_forward,
+    flat_values,
+    stage_values,
+)
+from preact_kernels.ops.double_backward import gradients
+from preact_kernels.ops.memory_mode import STORE, MemoryMode
 from preact_kernels.ops.plain_operators import runs_plain_backward
-from preact_kernels.ops.running_stats import unbiased
+from preact_kernels.ops.unit import with_served_weight
 
 
 class StageCall(NamedTuple):
     """What a call of a stage passes to `PreActStageFunction` beside tensors."""
 
     kernels: Kernels
-    specs: Sequence[BlockSpec]
+    blocks: Sequence[Block]
+    eps: Sequence[float]  # of every unit
     memory: MemoryMode
-    dtype: torch.dtype  # of the convolutions
     first: int = 0  # block: those before it want no gradient, and save nothing
     skipped: int = 0  # its first units, of which the same holds
 
@@ -34,9 +52,8 @@ class StageCall(NamedTuple):
 class PreActStageFunction(torch.autograd.Function):
     """Blocks in a row, on given tensors.
 
-    Tensor arguments: `x`, `[N, C, H, W]` dense NHWC in the dtype of the residual stream, then the
-    values of `Blocks`. Batch-norm parameters are in the statistics dtype; conv weights have the
-    dtype of `x`, or a half precision beside a float32 stream, or float32 if the kernels take it.
+    Tensor arguments: `x`, `[N, C, H, W]` dense NHWC in the dtype of the residual stream, then
+    `flat_values`. Batch-norm parameters are in the statistics dtype.
 
     Returns `y`, then the mean and then the unbiased variance of each unit that normalised with its
     batch. Saves the statistics and the inputs that the memory mode names, and `y` where the last
@@ -45,46 +62,43 @@ class PreActStageFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, x, *tensors):
-        kernels, specs, memory, _, first, skipped = call
-        blocks = Blocks(specs, tensors)
-        keys = block_runs.run_keys(kernels, blocks, x)
-        starts = [first + start for start in memory.segment_starts(len(specs) - first)]
-        statistics: list[Any] = blocks.statistics(x)  # the blocks fill them in
-        kept, h, h_statistics = [], x, None
-        keeps: list[bool] | None = None
-        if first:
-            span = (0, first)
-            h, h_statistics, _ = block_runs.forward(
-                kernels, blocks, keys, span, h, None, statistics, None
-            )
-        for span in itertools.pairwise([*starts, len(specs)]):
-            keeps = None
-            if memory.name == "checkpoint":
-                kept.append(h)
-            else:
-                keeps = memory.keeps_input([s.can_rebuild for s in specs[slice(*span)]], x.dtype)
-            h, h_statistics, inputs = block_runs.forward(
-                kernels, blocks, keys, span, h, h_statistics, statistics, keeps
-            )
-            if keeps is not None:
-                kept += inputs
-        is_rebuilt_from_y = keeps is not None and not all(keeps[-1:])
-        ctx.call, ctx.keys, ctx.starts, ctx.kept_count = call, keys, starts, len(kept)
-        ctx.fixed_inv_counts = [
-            s.fixed_inv_count(u.training, u.process_group)
-            for s, u in zip(statistics, blocks.units, strict=True)
-        ]
-        ctx.device_type = x.device.type
-        batch = unbiased([s for s, u in zip(statistics, blocks.units, strict=True) if u.training])
-        outputs = [*(b.mean for b in batch), *(b.var for b in batch)]
+        kernels, blocks, eps, memory, first, skipped = call
+        stage = Stage(kernels, blocks, eps, stage_values(blocks, tensors))
+        stage.use_running_statistics(x)
+        runnable = stage.runnable(x)
+        h, h_statistics = x, None
+        for span in stage.spans(0, runnable, [False] * first, False):
+            h, h_statistics = stage.forward(span, h, h_statistics)
+        checkpoints = memory.name == "checkpoint"
+        starts = [first + start for start in memory.segment_starts(len(blocks) - first)]
+        keeps: list[bool] = []
+        ctx.segments = []  # the spans of each
+        for begin, end in itertools.pairwise([*starts, len(blocks)]):
+            keeps = memory.keeps_input([b.can_rebuild for b in blocks[begin:end]], x.dtype)
+            spans = stage.spans(begin, runnable, keeps, True)
+            ctx.segments.append(spans)
+            segment_input = h
+            if checkpoints:
+                spans = stage.spans(begin, runnable, [False] * len(keeps), False)
+            for span in spans:
+                h, h_statistics = stage.forward(span, h, h_statistics)
+            if checkpoints:
+                stage.inputs[stage.first_unit[begin]] = segment_input
+        saves_y = not checkpoints and not all(keeps[-1:])  # the last block's input is rebuilt
+        means, variances = stage.batch_statistics()
+        ctx.call, ctx.device_type, ctx.fixed_inv_counts = (
+            call,
+            x.device.type,
+            stage.fixed_inv_counts,
+        )
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs)
-        kept[:skipped] = [None] * skipped
-        unused = blocks.first_unit[first] + skipped
-        statistics[:unused] = [(None, None)] * unused
-        flat = [t for s in statistics for t in s[:2]]
-        ctx.save_for_backward(h if is_rebuilt_from_y else None, *kept, *flat, *tensors)
-        return h, *outputs
+        ctx.mark_non_differentiable(*means, *variances)
+        unused = stage.first_unit[first] + skipped
+        saved = [(None, None, None)] * unused
+        for h_in, statistics in zip(stage.inputs[unused:], stage.statistics[unused:], strict=True):
+            saved.append((h_in, *statistics))
+        ctx.save_for_backward(h if saves_y else None, *itertools.chain(*saved), *tensors)
+        return h, *means, *variances
 
     @staticmethod
     def backward(ctx, dy, *_):
@@ -96,85 +110,125 @@ class PreActStageFunction(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, dy):
         y, *saved = ctx.saved_tensors
-        kernels, specs, memory, dtype, first, skipped = ctx.call
-        # Lists: Dynamo of torch 2.11 makes `*saved` a tuple.
-        kept, saved = list(saved[: ctx.kept_count]), list(saved[ctx.kept_count :])
-        count = 2 * len(ctx.fixed_inv_counts)
+        kernels, blocks, eps, memory, first, skipped = ctx.call
+        count = 3 * len(ctx.fixed_inv_counts)
         tensors = saved[count:]
         if dy is None:
-            return None, None, *(None for _ in tensors)
-        statistics = list(map(BatchStatistics, saved[:count:2], saved[1:count:2]))
+            return None, None, *[None] * len(tensors)
+        stage = Stage(kernels, blocks, eps, stage_values(blocks, tensors))
+        stage.fixed_inv_counts = ctx.fixed_inv_counts
+        stage.inputs = list(saved[:count:3])  # Dynamo of torch 2.11 makes `*saved` a tuple
+        stage.statistics = list(map(Statistics, saved[1:count:3], saved[2:count:3]))
         needs_x, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         if runs_plain_backward(dy):
-            following = len(specs[first].units)  # the first unit of the next block
-            output = kept[following] if skipped and following < len(kept) else None
+            begin, following = stage.first_unit[first : first + 2]
+            output = stage.inputs[following] if skipped and following < len(stage.units) else None
 
             def forward(h, *tensors):
-                blocks, dtypes = Blocks(specs, tensors), (dtype, dy.dtype)
-                return block_runs.differentiable_forward(
-                    blocks, statistics, dtypes, h, (first, skipped), output
-                )
+                own = Stage(kernels, blocks, eps, stage_values(blocks, tensors))
+                own.statistics = stage.statistics
+                return differentiable_forward(own, h, (first, skipped), output)
 
-            return None, *gradients(forward, (kept[skipped], *tensors), (needs_x, *needed), dy)
+            inputs = (stage.inputs[begin + skipped], *tensors)
+            return None, *gradients(forward, inputs, (needs_x, *needed), dy)
 
-        state = Backward(
-            kernels,
-            Blocks(specs, tensors),
-            statistics,
-            ctx.fixed_inv_counts,
-            Blocks(specs, needed),
-            Blocks(specs, [None] * len(tensors)),
-        )
-        first = 0 if needs_x else _first_trained(state.needed)
-        keys: list[Any] = [
-            key if (needs_x or i > first) and _needs_all(state.needed, i) else None
-            for i, key in enumerate(ctx.keys)
-        ]
-        first_unit, stream = state.blocks.first_unit, dy.dtype
-        gradient, end = FoldedGradient(layout.nhwc(dy)), len(specs)
-        for start in reversed(ctx.starts):
-            if end <= first:
+        backward = StageBackward(stage, stage_values(blocks, needed), needs_x)
+        del saved
+        gradient = Gradient(layout.nhwc(dy))
+        for spans in reversed(ctx.segments):
+            if spans[-1].end <= backward.first:
                 break
-            inputs, origin = kept, first_unit[start]
             if memory.name == "checkpoint":
-                keeps = memory.keeps_input([s.can_rebuild for s in specs[start:end]], stream)
-                x, span = kept.pop(), (start, end)
-                y, _, inputs = block_runs.forward(
-                    kernels, state.blocks, ctx.keys, span, x, None, statistics, keeps
-                )
-                del x
-            for i in range(start, end):  # a run keeps the inputs of all its blocks, or of none
-                if keys[i] is not None:
-                    keys[i] = (*keys[i], inputs[first_unit[i] - origin] is not None)
-            for i, j in reversed(list(block_runs.runs(keys, start, end))):
-                if j <= first:
+                y = stage.inputs[stage.first_unit[spans[0].begin]]
+                for span in spans:
+                    y, _ = stage.forward(span, y, None)
+            for part in reversed(backward.parts(spans)):
+                if part.end <= backward.first:
                     break
-                at = first_unit[i] - origin
-                if keys[i] is None:
-                    needs_input = needs_x or i > first
-                    y, gradient = state.block(i, inputs[at:], y, gradient, needs_input)
-                else:
-                    y, gradient = state.run((i, j), inputs[at:], y, gradient)
-                del inputs[at:]
-            end = start
-        grads = state.gradients.flat()
-        return (
-            None,
-            gradient.unfold(kernels) if needs_x else None,
-            *(g if n else None for g, n in zip(grads, needed, strict=True)),
-        )
+                y, gradient = backward.backward(part, y, gradient)
+        dx = whole_gradient(kernels, gradient) if needs_x else None
+        grads = flat_values(blocks, backward.gradients)
+        for index, is_needed in enumerate(needed):
+            if not is_needed:
+                grads[index] = None
+        return None, dx, *grads
 
 
-def _needs_all(needed: Blocks, index: int) -> bool:
-    """Whether every gradient of a block is wanted."""
-    first, last = needed.first_unit[index : index + 2]
-    return all(needed.parameters[3 * first : 3 * last])
+def preact_stage(
+    blocks: Sequence[BlockArguments],
+    x: Tensor,
+    dtype: torch.dtype,
+    memory: MemoryMode = STORE,
+    repeats_norms: bool = False,
+) -> Tensor:
+    """Runs blocks on `x`, and updates their running statistics once.
+
+    Args:
+        blocks: at least one.
+        x: `[N, C, H, W]`, any strides, in the dtype of the residual stream; not empty, unless the
+            batch norms have a process group.
+        dtype: dtype of the products.
+        memory: what is saved for backward.
+        repeats_norms: whether a batch norm is used more than once.
+
+    Returns:
+        The output of the last block, in the dtype of the residual stream.
+    """
+    kernels = dispatch.kernels_for(x)
+    checked: list[Block] = []
+    values = StageValues([], [], [])
+    eps: list[float] = []
+    norms: list[BatchNorm] = []  # those that use their batch
+    context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
+    shape: Sequence[int] = x.shape
+    x_dtype = x.dtype
+    channels_last = layout.is_channels_last(x)
+    for arguments in blocks:
+        block, shapes = checked_block(arguments, shape, x_dtype, context)
+        block, weights = _with_served_weights(kernels, block, arguments.weights(), shapes)
+        for weight in weights:
+            channels_last = channels_last or layout.is_channels_last(weight)
+        for (bn, _), shape, weight in zip(arguments.units, shapes, weights, strict=False):
+            values.parameters.append(Parameters(*bn.affine(x, shape[1]), weight))
+            eps.append(bn.eps)
+            if bn.training:
+                norms.append(bn)
+            else:
+                values.running.extend((bn.running_mean, bn.running_var))
+        values.projections.append(None if block.projection is None else weights[-1])
+        # One object for equal blocks in a row: the garbage collector has fewer to visit.
+        checked.append(checked[-1] if checked and checked[-1] == block else block)
+        shape, x_dtype = shapes[-1], block.units[-1].y_dtype
+
+    first, skipped = first_recorded(blocks, x)
+    if memory.name == "checkpoint":  # whole blocks run again
+        skipped = 0
+    if memory.name == "rebuild" and first + 1 < len(blocks) and blocks[first].is_residual:
+        skipped = 0  # a double backward needs its output, which is not kept
+    call = StageCall(kernels, tuple(checked), tuple(eps), memory, first, skipped)
+    y, *batch = PreActStageFunction.apply(call, layout.nhwc(x), *flat_values(checked, values))
+    means, variances = batch[: len(norms)], batch[len(norms) :]
+    if repeats_norms:  # in order
+        for bn, mean, var in zip(norms, means, variances, strict=True):
+            update_running_statistics(kernels, [bn], [mean], [var])
+    else:
+        update_running_statistics(kernels, norms, means, variances)
+    return layout.restored(y, channels_last)
 
 
-def _first_trained(needed: Blocks) -> int:
-    """Index of the first block with a gradient to compute."""
-    for index, shortcut in enumerate(needed.shortcuts):
-        first, last = needed.first_unit[index : index + 2]
-        if shortcut or any(needed.parameters[3 * first : 3 * last]):
-            return index
-    raise AssertionError("a backward without a gradient to compute")
+def _with_served_weights(
+    kernels: Kernels, block: Block, weights: list[Tensor], shapes: Sequence[Sequence[int]]
+) -> tuple[Block, list[Tensor]]:
+    """A block and its weights, float32 ones rounded where the kernels then serve their unit."""
+    units, projection, is_residual = block
+    rounded = list(units)
+    for index, unit in enumerate(units):
+        if unit.weight_dtype != unit.dtype:
+            pixels = math.prod(shapes[index]) // shapes[index][1]
+            rounded[index], weights[index] = with_served_weight(
+                kernels, unit, weights[index], pixels
+            )
+    if projection is not None and projection.weight_dtype != projection.dtype:
+        pixels = math.prod(shapes[0]) // shapes[0][1]
+        projection, weights[-1] = with_served_weight(kernels, projection, weights[-1], pixels)
+    return Block(tuple(rounded), projection, is_residual), weights

@@ -9,33 +9,34 @@ A schema takes tensors and numbers, not named tuples: `RegisteredKernels` flatte
 a count is a `Scalar`: for a `float`, Dynamo compiles again for each batch size.
 """
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
-    BatchStatistics,
+    AffineStep,
     Conv,
-    ConvGradients,
     Epilogue,
-    Fold,
+    Gradient,
+    Gradients,
+    Inputs,
     Kernels,
     Norm,
     Output,
-    StreamConvs,
+    Statistics,
+    Unit,
     Wanted,
     statistics_dtype,
 )
-from preact_kernels.kernels.flat_ops import FlatOps, flat_fold
+from preact_kernels.kernels.native import FlatOps, flat_gradient, gradients
 
 _NORM = "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps"
 _CONV = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
-_FOLD = (
-    "Tensor? skip, Tensor? fold_x, Tensor? fold_mean, Tensor? fold_var, Tensor? fold_weight, "
-    "float fold_eps, Tensor? fold_sums, Scalar fold_inv_count"
+_GRADIENT = (
+    "Tensor g, Tensor? skip, Tensor? step_x, Tensor? step_mean, Tensor? step_var, "
+    "Tensor? step_weight, float step_eps, Tensor? step_sums, Scalar step_inv_count"
 )
 
 SCHEMAS = {
@@ -47,14 +48,14 @@ SCHEMAS = {
     "bn_relu_backward_input": (
         f"(Tensor dy, Tensor x, {_NORM}, Tensor sums, Scalar inv_count) -> Tensor"
     ),
-    "bn_input_gradient": f"(Tensor g, {_FOLD}) -> Tensor",
+    "bn_input_gradient": f"({_GRADIENT}) -> Tensor",
     "bn_relu_conv_forward": (
         f"(Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, Tensor? conv_bias, Tensor? residual, "
-        "bool with_stats, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)"
+        "bool with_stats, ScalarType dtype) -> (Tensor, Tensor, Tensor)"
     ),
     "bn_relu_conv_backward": (
-        f"(Tensor dy, {_FOLD}, Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, "
-        "bool wants_input, bool wants_weight, bool wants_dy) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"({_GRADIENT}, Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, bool wants_input, "
+        "bool wants_weight, bool wants_dy, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "residual_add_forward": (
         "(Tensor x, Tensor branch, bool with_stats) -> (Tensor, Tensor, Tensor)"
@@ -62,12 +63,19 @@ SCHEMAS = {
 }
 
 
-def _fold(skip, x, mean, var, weight, eps, *rest) -> Fold | None:
-    return None if x is None else Fold(skip, x, Norm(mean, var, weight, None, eps), *rest)
+def _gradient(g, skip, x, mean, var, weight, eps, sums, inv_count) -> Gradient:
+    if x is None:
+        return Gradient(g)
+    return Gradient(g, AffineStep(skip, x, Norm(mean, var, weight, None, eps), sums, inv_count))
 
 
-def _conv(stride, padding, dilation, groups) -> Conv:
-    return Conv(tuple(stride), tuple(padding), tuple(dilation), groups)
+def _unit(conv: Sequence, inputs: Inputs, y_dtype: torch.dtype, dtype: torch.dtype) -> Unit:
+    """The unit of an op. Kernels of single units do not read `uses_batch`."""
+    x, _, weight = inputs
+    stride, padding, dilation, groups = conv
+    geometry = Conv(tuple(stride), tuple(padding), tuple(dilation), groups)
+    dtypes = dtype, x.dtype, y_dtype, weight.dtype
+    return Unit(weight.shape, geometry, x.device, *dtypes)
 
 
 def _present(like: Tensor, *results: Tensor | None) -> tuple[Tensor, ...]:
@@ -83,57 +91,48 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
     """Calls a function of `kernels` with the arguments of a schema, and flattens its results."""
     if name == "bn_relu_forward":
         return kernels.bn_relu_forward(arguments[0], Norm(*arguments[1:]))
-    if name in ("bn_relu_backward_sums", "bn_relu_backward_mask", "bn_relu_backward_input"):
-        dy, x = arguments[:2]
-        return getattr(kernels, name)(dy, x, Norm(*arguments[2:7]), *arguments[7:])
+    if name in ("bn_relu_backward_sums", "bn_relu_backward_mask"):
+        dy, x, *norm = arguments
+        g, sums = kernels.bn_relu_backward(dy, x, Norm(*norm), name.endswith("mask"))
+        return sums if g is None else (g, sums)
+    if name == "bn_relu_backward_input":
+        dy, x, *norm, sums, inv_count = arguments
+        step = AffineStep(None, x, Norm(*norm), sums, inv_count)
+        return kernels.bn_input_gradient(Gradient(dy, step), True)
     if name == "bn_input_gradient":
-        g, *fold = arguments
-        return kernels.bn_input_gradient(g, cast(Fold, _fold(*fold)))
+        return kernels.bn_input_gradient(_gradient(*arguments))
     if name == "bn_relu_conv_forward":
-        x, *rest = arguments
-        norm, weight, conv = Norm(*rest[:5]), rest[5], _conv(*rest[6:10])
-        epilogue = Epilogue(*rest[10:])
-        return _flat_output(kernels.bn_relu_conv_forward(x, norm, weight, conv, epilogue))
+        x, *rest, dtype = arguments
+        inputs, epilogue = Inputs(x, Norm(*rest[:5]), rest[5]), Epilogue(*rest[10:])
+        y_dtype = dtype if epilogue.residual is None else epilogue.residual.dtype
+        unit = _unit(rest[6:10], inputs, y_dtype, dtype)
+        return _flat_output(kernels.bn_relu_conv_forward(unit, inputs, epilogue))
     if name == "bn_relu_conv_backward":
-        dy, *rest = arguments
-        x, norm, weight = rest[8], Norm(*rest[9:14]), rest[14]
-        conv, wanted = _conv(*rest[15:19]), Wanted(*rest[19:])
-        gradients = kernels.bn_relu_conv_backward(
-            dy, _fold(*rest[:8]), x, norm, weight, conv, wanted
-        )
-        return _present(x, *gradients)
+        dy, (x, *rest, dtype) = _gradient(*arguments[:9]), arguments[9:]
+        inputs, wanted = Inputs(x, Norm(*rest[:5]), rest[5]), Wanted(*rest[10:])
+        y_dtype = (dy.g if dy.step is None else dy.step.x).dtype
+        unit = _unit(rest[6:10], inputs, y_dtype, dtype)
+        g, *others = kernels.bn_relu_conv_backward(unit, dy, inputs, wanted)
+        # In float32 where PyTorch's convolution computed it for a float32 stream.
+        return _present(x, g if g is None else g.to(dtype), *others)
     if name == "residual_add_forward":
         return _flat_output(kernels.residual_add_forward(*arguments))
     return getattr(kernels, name)(*arguments)  # all of them are flat
 
 
-class RegisteredKernels(FlatOps, StreamConvs):
-    """The registered ops, for tracing; see `Kernels`."""
+class RegisteredKernels(FlatOps):
+    """The registered ops, for tracing; see `Kernels`.
 
-    def __init__(self) -> None:
+    Args:
+        serves: what the backend answers that will run the ops.
+    """
+
+    def __init__(self, serves: Callable[[Unit, int | None], bool]) -> None:
         super().__init__(torch.ops.preact_kernels)
+        self._serves = serves
 
-    def serves_conv(
-        self,
-        weight_shape: Sequence[int],
-        conv: Conv,
-        dtype: torch.dtype,
-        device: torch.device,
-        pixels: int | None = None,
-    ) -> bool:
-        """False: the backend decides when the op runs."""
-        return False
-
-    def serves_stream_conv(
-        self,
-        weight_shape: Sequence[int],
-        conv: Conv,
-        dtype: torch.dtype,
-        device: torch.device,
-        pixels: int | None = None,
-    ) -> bool:
-        """True: the ops take a stream, whether or not the backend fuses the convolution."""
-        return True
+    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
+        return self._serves(unit, pixels)
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
@@ -141,29 +140,20 @@ class RegisteredKernels(FlatOps, StreamConvs):
         self._ops.running_stats_update.default(running, batch, momentum)
 
     def bn_relu_conv_forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        epilogue: Epilogue = NO_EPILOGUE,
+        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
+        x, norm, conv_weight = inputs
         op = self._ops.bn_relu_conv_forward.default
-        return self.output(op(x, *norm, conv_weight, *conv, *epilogue), epilogue.with_stats)
+        y, mean, var = op(x, *norm, conv_weight, *unit.conv, *epilogue, unit.dtype)
+        return Output(y, Statistics(mean, var) if epilogue.with_stats else None)
 
     def bn_relu_conv_backward(
-        self,
-        dy: Tensor,
-        fold: Fold | None,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        wanted: Wanted,
-    ) -> ConvGradients:
+        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+    ) -> Gradients:
+        x, norm, conv_weight = inputs
         op = self._ops.bn_relu_conv_backward.default
-        arguments = (dy, *flat_fold(fold), x, *norm, conv_weight, *conv, *wanted)
-        return self.gradients(op(*arguments), wanted)
+        given = *flat_gradient(dy), x, *norm, conv_weight, *unit.conv
+        return gradients(op(*given, *wanted, unit.dtype), wanted)
 
 
 def _nhwc_like(x: Tensor) -> Tensor:
@@ -174,9 +164,9 @@ def _sums_like(x: Tensor) -> Tensor:
     return x.new_empty((2, x.shape[1]), dtype=statistics_dtype(x.dtype))
 
 
-def _statistics_like(x: Tensor) -> BatchStatistics:
+def _statistics_like(x: Tensor) -> Statistics:
     mean, var = (x.new_empty(x.shape[1], dtype=statistics_dtype(x.dtype)) for _ in range(2))
-    return BatchStatistics(mean, var)
+    return Statistics(mean, var)
 
 
 def _output(y: Tensor, with_stats: bool) -> Output:
@@ -186,17 +176,10 @@ def _output(y: Tensor, with_stats: bool) -> Output:
 class FakeKernels(Kernels):
     """`Kernels` that compute the shapes, strides and dtypes of results alone."""
 
-    def serves_conv(
-        self,
-        weight_shape: Sequence[int],
-        conv: Conv,
-        dtype: torch.dtype,
-        device: torch.device,
-        pixels: int | None = None,
-    ) -> bool:
+    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
         return False
 
-    def bn_stats(self, x: Tensor) -> BatchStatistics:
+    def bn_stats(self, x: Tensor) -> Statistics:
         return _statistics_like(x)
 
     def running_stats_update(
@@ -207,68 +190,47 @@ class FakeKernels(Kernels):
     def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
         return _nhwc_like(x)
 
-    def bn_relu_backward_sums(self, dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        return _sums_like(x)
+    def bn_relu_backward(
+        self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        return _nhwc_like(x) if with_g else None, _sums_like(x)
 
-    def bn_relu_backward_mask(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        return _nhwc_like(x), _sums_like(x)
-
-    def bn_relu_backward_input(
-        self, dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
-    ) -> Tensor:
-        return _nhwc_like(x)
-
-    def bn_input_gradient(self, g: Tensor, fold: Fold) -> Tensor:
-        return _nhwc_like(fold.x)
+    def bn_input_gradient(self, gradient: Gradient, masked: bool = False) -> Tensor:
+        assert gradient.step is not None
+        return _nhwc_like(gradient.step.x)
 
     def bn_relu_conv_forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        epilogue: Epilogue = NO_EPILOGUE,
+        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
-        shape = conv.output_shape(x.shape, conv_weight.shape)
-        residual = epilogue.residual
-        dtype = (epilogue.dtype or x.dtype) if residual is None else residual.dtype
-        y = torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+        shape = unit.conv.output_shape(inputs.x.shape, unit.weight_shape)
+        y = torch.empty(
+            shape,
+            dtype=unit.y_dtype,
+            device=unit.device,
+            memory_format=torch.channels_last,
+        )
         return _output(y, epilogue.with_stats)
 
     def bn_relu_conv_backward(
-        self,
-        dy: Tensor,
-        fold: Fold | None,
-        x: Tensor,
-        norm: Norm,
-        conv_weight: Tensor,
-        conv: Conv,
-        wanted: Wanted,
-    ) -> ConvGradients:
-        return ConvGradients(
-            _nhwc_like(x).to(conv_weight.dtype) if wanted.input else None,
+        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+    ) -> Gradients:
+        x, _, conv_weight = inputs
+        return Gradients(
+            _nhwc_like(x).to(unit.dtype) if wanted.input else None,
             _sums_like(x) if wanted.input else None,
             torch.empty_like(conv_weight) if wanted.weight else None,
-            _nhwc_like(dy if fold is None else fold.x) if wanted.dy else None,
+            _nhwc_like(dy.g if dy.step is None else dy.step.x) if wanted.dy else None,
         )
 
     def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         return _output(_nhwc_like(x), with_stats)
 
 
-def _half_beside_stream(arguments: Sequence) -> torch.dtype | None:
-    """The dtype of a convolution in half precision, where one of its tensors is float32."""
-    dtypes = {t.dtype for t in arguments if isinstance(t, Tensor) and t.dim() == 4}
-    halves = dtypes & {torch.bfloat16, torch.float16}
-    return halves.pop() if halves and torch.float32 in dtypes else None
-
-
 def register(choose_kernels) -> None:
     """Registers every op.
 
     Args:
-        choose_kernels: from a tensor argument, and the dtype of a convolution beside a float32
-            stream or None, to the `Kernels` that compute the op.
+        choose_kernels: from a tensor argument to the `Kernels` that compute the op.
     """
     fakes = FakeKernels()
     for name, schema in SCHEMAS.items():
@@ -276,12 +238,7 @@ def register(choose_kernels) -> None:
         def compute(*arguments, name=name):
             first = arguments[0]  # running statistics come in lists
             like = first[0] if isinstance(first, list) else first
-            half = _half_beside_stream(arguments) if "conv" in name else None
-            results = call_with_flat_arguments(choose_kernels(like, half), name, arguments)
-            if name == "bn_relu_conv_backward" and half and Wanted(*arguments[-3:]).input:
-                g, *others = results  # in float32 where PyTorch's convolution computed it
-                return g.to(half), *others
-            return results
+            return call_with_flat_arguments(choose_kernels(like), name, arguments)
 
         def fake(*arguments, name=name):
             return call_with_flat_arguments(fakes, name, arguments)

@@ -164,7 +164,7 @@ def kernel_arguments(dtype):
     conv = ([1, 1], [1, 1], [1, 1], 1)
     strided = ([2, 1], [1, 0], [1, 2], 1)
     whole = (None, None, None, None, None, 0.0, None, 0.0)
-    folded = (y, *behind, 1e-5, sums_behind, 1 / 60)
+    step = (y, *behind, 1e-5, sums_behind, 1 / 60)
     backward = (x, *norm, weight, *conv)
     return {
         "bn_stats": [(x,)],
@@ -178,18 +178,18 @@ def kernel_arguments(dtype):
             (x, x.clone(), x.clone(), *vectors[:3], 1e-5, sums, 0.0),
         ],
         "bn_relu_conv_forward": [
-            (x, *norm, weight, *conv, None, None, False, None),
-            (x, *norm, weight, *strided, bias, None, True, None),
+            (x, *norm, weight, *conv, None, None, False, dtype),
+            (x, *norm, weight, *strided, bias, None, True, dtype),
             # Beside a float32 stream: on the side of the input, and on that of the output.
             (x.to(wide), *norm, weight, *conv, None, None, True, dtype),
             (x, *norm, weight, *conv, None, y.to(wide), True, dtype),
         ],
         "bn_relu_conv_backward": [
-            (y, *whole, *backward, True, True, False),
-            (y, None, *folded, *backward, True, False, False),
-            (y, y.clone(), *folded, *backward, False, True, True),
-            (y, *whole, x.to(wide), *backward[1:], True, True, False),
-            (y, y.to(wide), y.to(wide), *folded[1:], *backward, True, True, True),
+            (y, *whole, *backward, True, True, False, dtype),
+            (y, None, *step, *backward, True, False, False, dtype),
+            (y, y.clone(), *step, *backward, False, True, True, dtype),
+            (y, *whole, x.to(wide), *backward[1:], True, True, False, dtype),
+            (y, y.to(wide), y.to(wide), *step[1:], *backward, True, True, True, dtype),
         ],
         "residual_add_forward": [(x, x.clone(), False), (x, x.clone(), True)],
     }

@@ -519,7 +519,7 @@ def test_the_hottest_kernels_come_first(tmp_path):
     times = [ms for _, _, ms in kernels]
     assert times == sorted(times, reverse=True)
     assert times[-1] > 0 and step_ms > 0
-    assert any("preact_stage_forward" in name or "bn_relu" in name for name, _, _ in kernels)
+    assert any("block_run_forward" in name or "bn_relu" in name for name, _, _ in kernels)
 
 
 def test_ops_are_measured_until_all_rows_are_there(tmp_path, monkeypatch):

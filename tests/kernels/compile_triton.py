@@ -30,7 +30,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from preact_kernels.kernels import triton as kernels
-from preact_kernels.kernels.contract import BlockRun, Conv, Epilogue, Fold, Norm, Wanted
+from preact_kernels.kernels.contract import (
+    AffineStep,
+    BlockRun,
+    Conv,
+    Epilogue,
+    Gradient,
+    Inputs,
+    Norm,
+    Parameters,
+    RunWanted,
+    Statistics,
+    Unit,
+    Wanted,
+)
 from preact_kernels.kernels.triton.configurations import ConvBlocks
 from preact_kernels.kernels.triton.launch import INTERPRETED, Device
 
@@ -191,12 +204,26 @@ def empty_norm(channels: int) -> Norm:
     return Norm(*(torch.empty(channels, device="meta") for _ in range(4)), 1e-5)
 
 
-def folds(skip: torch.Tensor | None, x: torch.Tensor) -> tuple[Fold, Fold]:
-    """A fold in training mode, and one in evaluation mode."""
+def gradients(
+    g: torch.Tensor, skip: torch.Tensor | None, x: torch.Tensor
+) -> tuple[Gradient, Gradient]:
+    """A gradient with a deferred step in training mode, and one in evaluation mode."""
     channels = x.shape[1]
     sums = torch.empty(2, channels, device="meta")
-    norm = empty_norm(channels)
-    return Fold(skip, x, norm, sums, 0.5), Fold(skip, x, norm, sums, 0.0)
+    step = AffineStep(skip, x, empty_norm(channels), sums, 0.5)
+    return Gradient(g, step), Gradient(g, step._replace(inv_count=0.0))
+
+
+def unit_of(
+    weight: torch.Tensor,
+    conv: Conv,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype | None = None,
+    y_dtype: torch.dtype | None = None,
+) -> Unit:
+    """A unit in training mode; `dtype` is that of the products, and of x and y unless given."""
+    sides = x_dtype or dtype, y_dtype or dtype
+    return Unit(weight.shape, conv, weight.device, dtype, *sides, weight.dtype)
 
 
 def images(channels: int, dtype: torch.dtype, side: int = 32) -> torch.Tensor:
@@ -211,11 +238,11 @@ def launch_others(dtype: torch.dtype) -> None:
         x, norm = images(channels, dtype), empty_norm(channels)
         kernels.bn_stats(x)
         kernels.bn_relu_forward(x, norm)
-        kernels.bn_relu_backward_sums(x, x, norm)
-        kernels.bn_relu_backward_mask(x, x, norm)
-        for fold in folds(x, x):
-            kernels.bn_relu_backward_input(x, x, norm, fold.sums, fold.inv_count)
-            kernels.bn_input_gradient(x, fold)
+        kernels.bn_relu_backward(x, x, norm, with_g=False)
+        kernels.bn_relu_backward(x, x, norm, with_g=True)
+        for masked, skip in ((True, None), (False, x)):
+            for gradient in gradients(x, skip, x):
+                kernels.bn_input_gradient(gradient, masked)
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
     launch_rare_convs(dtype)
@@ -227,20 +254,20 @@ def launch_rare_convs(dtype: torch.dtype) -> None:
     norm = empty_norm(17)
     weight = torch.empty(23, 17, 3, 3, dtype=dtype, device="meta")
     bias = torch.empty(23, dtype=dtype, device="meta")
-    conv = Conv((2, 2), (2, 2), (2, 2), 1)
-    batch, running = folds(None, y)
-    kernels.bn_relu_conv_forward(x, norm, weight, conv, Epilogue(bias))
-    for fold, wanted in (
+    unit = unit_of(weight, Conv((2, 2), (2, 2), (2, 2), 1), dtype)
+    inputs = Inputs(x, norm, weight)
+    batch, running = gradients(y, None, y)
+    kernels.bn_relu_conv_forward(unit, inputs, Epilogue(bias))
+    for dy, wanted in (
         (batch, Wanted(input=True, weight=True)),
         (running, Wanted(input=True, weight=False)),
         (running, Wanted(input=False, weight=True)),
     ):
-        kernels.bn_relu_conv_backward(y, fold, x, norm, weight, conv, wanted)
+        kernels.bn_relu_conv_backward(unit, dy, inputs, wanted)
     with pytest.MonkeyPatch.context() as patch:
         replace(patch, "needs_int64", lambda *_: True)
-        kernels.bn_relu_conv_forward(x, norm, weight, conv, Epilogue(bias, with_stats=True))
-        wanted = Wanted(input=True, weight=True)
-        kernels.bn_relu_conv_backward(y, batch, x, norm, weight, conv, wanted)
+        kernels.bn_relu_conv_forward(unit, inputs, Epilogue(bias, with_stats=True))
+        kernels.bn_relu_conv_backward(unit, batch, inputs, Wanted(input=True, weight=True))
 
 
 def launch_conv(task: Task) -> None:
@@ -249,17 +276,17 @@ def launch_conv(task: Task) -> None:
     x = images(channels, task.dtype)
     y = images(out_channels, task.dtype, 32 // stride)
     weight = torch.empty(out_channels, channels, kernel, kernel, dtype=task.dtype, device="meta")
-    norm = empty_norm(channels)
     conv = Conv((stride, stride), (kernel // 2, kernel // 2), (1, 1), 1)
+    unit, inputs = unit_of(weight, conv, task.dtype), Inputs(x, empty_norm(channels), weight)
     widens = out_channels > channels  # the last convolution of a bottleneck
     skip = y if widens else None
-    kernels.bn_relu_conv_forward(x, norm, weight, conv, Epilogue(None, skip, True))
-    fold, _ = folds(skip, y)
+    kernels.bn_relu_conv_forward(unit, inputs, Epilogue(None, skip, True))
+    dy, _ = gradients(y, skip, y)
     wanted = Wanted(input=True, weight=True, dy=widens)
-    kernels.bn_relu_conv_backward(y, fold, x, norm, weight, conv, wanted)
-    if task.dtype == torch.bfloat16:  # each gradient alone, without a fold
+    kernels.bn_relu_conv_backward(unit, dy, inputs, wanted)
+    if task.dtype == torch.bfloat16:  # each gradient alone, from a whole dy
         for wanted in (Wanted(input=True, weight=False), Wanted(input=False, weight=True)):
-            kernels.bn_relu_conv_backward(y, None, x, norm, weight, conv, wanted)
+            kernels.bn_relu_conv_backward(unit, Gradient(y), inputs, wanted)
 
 
 def launch_run(task: Task) -> None:
@@ -272,25 +299,26 @@ def launch_run(task: Task) -> None:
     sides = [(width, channels, 3), (channels, width, 3)]
     if channels != width:
         sides = [(width, channels, 1), (width, width, 3), (channels, width, 1)]
-    parameters, inputs, statistics = [], [], []
+    units, parameters, inputs, statistics = [], [], [], []
     stream = task.stream or task.dtype
     x = images(channels, stream, side_of_image)
-    for out_channels, in_channels, side in 2 * sides:
+    dtypes = [stream, *[task.dtype] * (len(sides) - 1), stream]  # between units
+    for index, (out_channels, in_channels, side) in enumerate(2 * sides):
         norm = empty_norm(in_channels)
-        weight = torch.empty(out_channels, in_channels, side, side, device="meta")
-        parameters += [norm.weight, norm.bias, weight.to(stream)]
-        is_first = len(inputs) % len(sides) == 0
-        inputs.append(images(in_channels, stream if is_first else task.dtype, side_of_image))
-        statistics += [norm.mean, norm.var]
-    convs = [Conv((1, 1), (side // 2, side // 2), (1, 1), 1) for *_, side in sides]
-    run = BlockRun(parameters, [1e-5] * len(inputs), len(sides), convs, task.dtype)
-    keeps = {"keep_inputs": True, "keep_block_inputs": True}
-    kernels.block_run_forward(x, run, empty_norm(channels)[:2], None, with_stats=True, **keeps)
-    kernels.block_run_backward(x, None, run, inputs, statistics, 0.5, None)
+        weight = torch.empty(out_channels, in_channels, side, side, dtype=stream, device="meta")
+        conv = Conv((1, 1), (side // 2, side // 2), (1, 1), 1)
+        place = index % len(sides)
+        units.append(unit_of(weight, conv, task.dtype, *dtypes[place : place + 2]))
+        parameters.append(Parameters(norm.weight, norm.bias, weight))
+        inputs.append(images(in_channels, dtypes[place], side_of_image))
+        statistics.append(Statistics(norm.mean, norm.var))
+    run = BlockRun(units[: len(sides)], parameters, statistics)
+    of_batch = run._replace(statistics=[statistics[0], *[None] * (len(statistics) - 1)])
+    kernels.block_run_forward(of_batch, x, RunWanted(True, True, True))
+    kernels.block_run_backward(run, Gradient(x), inputs, None)
     if task.dtype == torch.bfloat16:
-        fold, _ = folds(None, x)
-        g = images(channels, task.dtype, side_of_image)
-        kernels.block_run_backward(g, fold, run, inputs, statistics, 0.5, x)
+        dy, _ = gradients(images(channels, task.dtype, side_of_image), None, x)
+        kernels.block_run_backward(run, dy, inputs, x)
 
 
 class Compiled(NamedTuple):
@@ -321,7 +349,7 @@ def row(launch: Launch) -> Compiled:
     else:
         shape = "x".join(map(str, task.shape or ()))
     dtype = str(task.dtype).removeprefix("torch.")
-    dtype += ("" if task.tf32 else " ieee") + (" beside float32" if task.stream else "")
+    dtype += ("" if task.tf32 else " ieee") + (" with float32" if task.stream else "")
     try:
         compiled = launch.compile()
     except Exception as error:
@@ -357,9 +385,9 @@ def row(launch: Launch) -> Compiled:
 
 def tap_stages(launch: Launch) -> int:
     """Stages of the loop over taps; 1 where it is unrolled or has one iteration."""
-    geometry = launch.constants.get("GEOMETRY")
+    shape = launch.constants.get("SHAPE")
     is_unrolled = launch.argument("partials") is not None
-    if geometry is None or geometry.R * geometry.S == 1 or is_unrolled:
+    if shape is None or shape.R * shape.S == 1 or is_unrolled:
         return 1
     return launch.constants["BLOCKS"].num_tap_stages
 
@@ -368,8 +396,8 @@ def needs_two_byte_loads(launch: Launch) -> bool:
     """Whether elements that a thread stores together do not lie together where it loads them."""
     constants = launch.constants
     channels = [constants[n] for n in ("CHANNELS", "C", "K") if n in constants]
-    if "GEOMETRY" in constants:
-        channels += constants["GEOMETRY"].C, constants["GEOMETRY"].K
+    if "SHAPE" in constants:
+        channels += constants["SHAPE"].C, constants["SHAPE"].K
     is_packing = launch.kernel.__name__ == "pack_weights_kernel"  # from any memory layout
     return is_packing or any(c % 8 for c in channels)
 

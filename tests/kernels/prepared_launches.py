@@ -17,9 +17,18 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from preact_kernels.kernels import triton as kernels
-from preact_kernels.kernels.contract import BatchStatistics, BlockRun, Conv, Fold, Norm
-from preact_kernels.kernels.triton import block_run, conv, launch, packing
-from tests.kernels.compile_triton import Driver, replace
+from preact_kernels.kernels.contract import (
+    AffineStep,
+    BlockRun,
+    Conv,
+    Gradient,
+    Norm,
+    Parameters,
+    RunWanted,
+    Statistics,
+)
+from preact_kernels.kernels.triton import block_run, conv, launch, packing, run_units
+from tests.kernels.compile_triton import Driver, replace, unit_of
 
 BOTTLENECK, BASIC = [(5, 20, 1), (5, 5, 3), (20, 5, 1)], [(20, 20, 3)] * 2
 SMALL = [(5, 20, 1), (5, 5, 1), (20, 5, 1)]  # two kernels of one grid
@@ -94,37 +103,43 @@ def run_blocks(
     def image(channels, dtype=stream or dtype):
         return at_any_address((3, 5, 1, channels), dtype).permute(0, 3, 1, 2)
 
-    def folded(skip):
-        norm = Norm(*(at_any_address((20,)) for _ in range(3)), None, 1)
-        return Fold(skip, image(20), norm, at_any_address((2, 20)), 0.5)
+    def vectors(count, channels):
+        return [at_any_address((channels,)) for _ in range(count)]
+
+    def with_step(skip):
+        norm = Norm(*vectors(3, 20), None, 1)
+        return Gradient(
+            image(20, dtype), AffineStep(skip, image(20), norm, at_any_address((2, 20)), 0.5)
+        )
 
     launches.precision = conv.precision(dtype)
-    parameters, inputs, known = [], [], []
+    units, parameters, inputs, known = [], [], [], []
+    dtypes = [stream or dtype, *[dtype] * (len(sides) - 1), stream or dtype]  # between units
     for index, (out_channels, in_channels, side) in enumerate(blocks * sides):
         weight = at_any_address((out_channels, side, side, in_channels), weight_dtype)
         weight = weight.permute(0, 3, 1, 2)
-        parameters += [at_any_address((in_channels,)), at_any_address((in_channels,))]
-        parameters.append(weight if is_nhwc else weight.contiguous())
-        inputs.append(image(in_channels, *[] if index % len(sides) == 0 else [dtype]))
-        known += [at_any_address((in_channels,)) for _ in range(2)]
-    convs = [Conv((1, 1), (side // 2, side // 2), (1, 1), 1) for *_, side in sides]
-    eps = [1, *[1e-5] * (len(inputs) - 1)]
-    run = BlockRun(parameters, eps, len(sides), convs, dtype)
-    keeps = {"keep_inputs": True, "keep_block_inputs": True}
-    for statistics in (None, known):
+        place = index % len(sides)
+        geometry = Conv((1, 1), (side // 2, side // 2), (1, 1), 1)
+        unit = unit_of(weight, geometry, dtype, *dtypes[place : place + 2])
+        units.append(unit if place else unit._replace(eps=1))
+        parameters.append(
+            Parameters(*vectors(2, in_channels), weight if is_nhwc else weight.contiguous())
+        )
+        inputs.append(image(in_channels, dtypes[place]))
+        known.append(Statistics(*vectors(2, in_channels)))
+    run = BlockRun(units[: len(sides)], parameters, known)
+    frozen = run._replace(units=[u._replace(uses_batch=False) for u in run.units])
+    of_batch = run._replace(statistics=[known[0], *[None] * (len(known) - 1)])
+    for any_run in (of_batch, frozen):
         for with_stats in (True, False):
-            first = BatchStatistics(*known[:2])
-            kernels.block_run_forward(
-                image(20), run, first, statistics, with_stats=with_stats, **keeps
-            )
-    for fold, y, inv_count in (
-        (None, None, 0.5),
-        (None, image(20), 0.5),
-        (None, None, 0.0),
-        *((folded(skip), None, 0.5) for skip in (image(20), None, image(20), None)),
+            kernels.block_run_forward(any_run, image(20), RunWanted(with_stats, True, True))
+    for any_run, dy, y in (
+        (run, Gradient(image(20)), None),
+        (run, Gradient(image(20)), image(20)),
+        (frozen, Gradient(image(20)), None),
+        *((run, with_step(skip), None) for skip in (image(20), None, image(20), None)),
     ):
-        dy = image(20) if fold is None else image(20, dtype)
-        kernels.block_run_backward(dy, fold, run, inputs, known, inv_count, y)
+        kernels.block_run_backward(any_run, dy, inputs, y)
 
 
 def run_all(is_apart: bool, fault: tuple = ()) -> tuple[set, list[int]]:
@@ -136,7 +151,7 @@ def run_all(is_apart: bool, fault: tuple = ()) -> tuple[set, list[int]]:
     launches = Launches()
     float32 = {"weight_dtype": torch.float32}
     lookups = []
-    block_run._launches.cache_clear()
+    run_units._launches.cache_clear()
     with (
         pytest.MonkeyPatch.context() as patch,
         triton.knobs.runtime.scope(),
@@ -183,11 +198,12 @@ def on_one_stream(x):
 
 # Each must be found: what is replaced, and by what.
 FAULTS = {
-    "tensors not aligned": (block_run, "all_aligned", lambda tensors: tensors),
+    "parameters not aligned": (run_units, "all_aligned", lambda tensors: tensors),
+    "statistics not aligned": (block_run, "all_aligned", lambda tensors: tensors),
     "inputs not aligned": (block_run, "aligned", lambda t: t),
     "packed weights not aligned": (packing, "aligned_rows", unaligned_rows),
-    "precision": (block_run, "precision", lambda dtype: ""),
-    "stream": (block_run, "launch_context", on_one_stream),
+    "precision": (run_units, "precision", lambda dtype: ""),
+    "stream": (run_units, "launch_context", on_one_stream),
     "the code is not kept": (launch, "PreparedLaunch", code_not_kept),
 }
 

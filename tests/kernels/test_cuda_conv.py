@@ -362,7 +362,7 @@ def test_the_library_names_what_it_does_not_take_before_a_kernel_reads_it():
             x, norm, weight, residual = given
             with pytest.raises(RuntimeError, match=message):
                 torch.ops.preact_kernels_cuda.bn_relu_conv_forward(
-                    x, *norm, weight, stride, None, residual, True
+                    x, *norm, weight, stride, None, residual, True, x.dtype
                 )
 
         names = launches(call_op) if IS_CUDA_ON_HOST else call_op() or []

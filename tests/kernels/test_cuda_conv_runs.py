@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("fused_convolutions")
 
 @pytest.mark.covering(2)
 @pytest.mark.calls(
-    "preact_kernels_cuda::preact_stage_forward", "preact_kernels_cuda::preact_stage_backward"
+    "preact_kernels_cuda::block_run_forward", "preact_kernels_cuda::block_run_backward"
 )
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("training", [True, False])
@@ -165,28 +165,6 @@ def test_kernels_are_dependent_behind_kernels_of_their_run_alone():
         found.append(are_dependent)
     # A block's last convolution adds x, which is copied ahead of it.
     assert found == [[False, *[True] * 5], [False, True, False, True, True, True]]
-
-
-def test_a_gradient_is_stored_for_a_convolution_that_reads_float32(monkeypatch):
-    """Of the values that a half precision has: it gives the same bits."""
-    blocks = [random_block("bottleneck", 64, 16) for _ in range(2)]
-    stage = in_dtype(pk.PreActStage(blocks), torch.bfloat16).to(DEVICE)
-    x = torch.randn(2, 64, 5, 7, device=DEVICE).bfloat16()
-    with pk.use_backend("cuda"):
-        calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
-        evaluate(stage, {"x": x})
-    monkeypatch.undo()
-    ((dy, fold, run, inputs, *others),) = calls
-    wide = [t.float() if i % 3 == 2 else t for i, t in enumerate(inputs)]
-    found, expected = (
-        kernels().block_run_backward(dy, fold, run, given, *others) for given in (wide, inputs)
-    )
-    for name in ("g", "dy", "conv_weights", "sums"):
-        parts, of_half = getattr(found, name), getattr(expected, name)
-        if isinstance(parts, torch.Tensor):
-            parts, of_half = [parts], [of_half]
-        numbered = {f"{name} {i}": t for i, t in enumerate(parts)}
-        assert_same_bits(numbered, {f"{name} {i}": t for i, t in enumerate(of_half)})
 
 
 @on_host

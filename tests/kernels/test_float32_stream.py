@@ -9,14 +9,14 @@ import os
 
 import pytest
 import torch
+from preact_kernels.kernels.mixed_precision import MixedBlockKernels, MixedKernels
+from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.kernels import pytorch_conv, reference
 from preact_kernels.kernels.contract import Wanted
-from preact_kernels.kernels.mixed_precision import MixedBlockKernels, MixedKernels
 from preact_kernels.ops import dispatch
-from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
 from tests.cases import Autocast, in_dtype, random_block, rebuilt, recorded_calls, unit_by_unit
 from tests.kernels import cuda_conv_cases as cuda_conv
 from tests.kernels.cuda_conv_cases import (
@@ -197,7 +197,7 @@ def test_the_library_names_what_it_does_not_take():
     for inputs, options, message in (
         (both, True, "x: expected the dtype of conv_weight where the output is float32"),
         (double, True, "residual, dy: expected the dtype of the convolution, or float32"),
-        (float32_g, ALL, "dy: expected the dtype of the convolution"),
+        (float32_g, ALL, "g: expected the dtype of the convolution"),
     ):
         with pytest.raises(RuntimeError, match=message):
             call(kernels(), case, inputs, options)

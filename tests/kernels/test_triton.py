@@ -38,10 +38,26 @@ import triton.language as tl
 
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
-from preact_kernels.kernels.contract import Conv, Fold, Norm, Wanted
-from preact_kernels.kernels.triton import block_run, configurations, conv, launch, reduction
+from preact_kernels.kernels.contract import (
+    AffineStep,
+    Conv,
+    Gradient,
+    Inputs,
+    Norm,
+    Wanted,
+)
+from preact_kernels.kernels.triton import (
+    configurations,
+    conv,
+    launch,
+    reduction,
+    run_units,
+    run_weight_gradients,
+)
 from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
-from tests.kernels.compile_triton import replace
+from preact_kernels.kernels.triton.input_gradient import InputGradientLaunch
+from preact_kernels.kernels.triton.weight_gradient import WeightGradientLaunch
+from tests.kernels.compile_triton import replace, unit_of
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -59,7 +75,7 @@ def call(case=CASE):
 
 @pytest.mark.parametrize(("programs", "kernel"), [(1, 3), (7, 1)])
 def test_any_number_of_programs_merges_right(programs, kernel, monkeypatch):
-    replace(monkeypatch, "persistent_programs", lambda x, tiles, *_: min(tiles, programs))
+    replace(monkeypatch, "persistent_programs", lambda device, tiles, *_: min(tiles, programs))
     case = CASE._replace(x=(2, 20, 9, 17), kernel=kernel, padding=kernel // 2)
     plain = partial(plain_bn_relu_conv2d, training=True, **case.conv)
     check(call(case), plain, conv_inputs(case), draws=1)
@@ -114,7 +130,7 @@ def random_norm(channels):
         (16, 24, 3, 2, torch.float32),  # the middle tap does not read every pixel
     ],
 )
-def test_a_folded_gradient_gives_the_bits_of_the_stored_one(
+def test_a_deferred_step_gives_the_bits_of_the_whole_gradient(
     channels, out_channels, kernel, padding, dtype, monkeypatch
 ):
     replace(monkeypatch, "costs_less_apart", lambda *_: False)
@@ -123,13 +139,15 @@ def test_a_folded_gradient_gives_the_bits_of_the_stored_one(
         return torch.randn(2, channels, *size).to(dtype, memory_format=torch.channels_last)
 
     weight = torch.randn(out_channels, channels, kernel, kernel).to(dtype)
-    geometry = Conv((1, 1), (padding, padding), (1, 1), 1)
+    unit = unit_of(weight, Conv((1, 1), (padding, padding), (1, 1), 1), dtype)
     x = image(channels, 5, 6)
-    g, skip, z = (image(*geometry.output_shape(x.shape, weight.shape)[1:]) for _ in range(3))
-    rest = x, random_norm(channels), weight, geometry, Wanted(True, True, dy=True)
-    fold = Fold(skip, z, random_norm(out_channels), torch.randn(2, out_channels), 0.1)
-    found = kernels.bn_relu_conv_backward(g, fold, *rest)
-    expected = kernels.bn_relu_conv_backward(kernels.bn_input_gradient(g, fold), None, *rest)
+    g, skip, z = (image(*unit.conv.output_shape(x.shape, weight.shape)[1:]) for _ in range(3))
+    rest = Inputs(x, random_norm(channels), weight), Wanted(True, True, dy=True)
+    sums = torch.randn(2, out_channels)
+    dy = Gradient(g, AffineStep(skip, z, random_norm(out_channels), sums, 0.1))
+    whole = Gradient(kernels.bn_input_gradient(dy))
+    found = kernels.bn_relu_conv_backward(unit, dy, *rest)
+    expected = kernels.bn_relu_conv_backward(unit, whole, *rest)
     assert_same_bits(found._asdict(), expected._asdict())
 
 
@@ -145,8 +163,9 @@ def test_padding_takes_no_part_in_the_gradient_of_the_weight(dtype, monkeypatch)
     norm = random_norm(16)
     norm.weight.abs_()
     weight = torch.randn(16, 16, 3, 3).to(dtype)
-    padded = Conv((1, 1), (1, 1), (1, 1), 1)
-    found = kernels.bn_relu_conv_backward(dy, None, x, norm, weight, padded, Wanted(True, True))
+    unit = unit_of(weight, Conv((1, 1), (1, 1), (1, 1), 1), dtype)
+    inputs = Inputs(x, norm, weight)
+    found = kernels.bn_relu_conv_backward(unit, Gradient(dy), inputs, Wanted(True, True))
     wide = Norm(*(t.double() for t in norm[:4]), norm.eps)
     a = reference.bn_relu_forward(x.double(), wide)
     expected = weight_gradient_inside_the_image(a, dy.double())
@@ -160,7 +179,7 @@ SLOW = () if DEVICE.type == "cuda" else (pytest.mark.slow,)  # in the interprete
 
 
 @pytest.mark.parametrize("kind", [pytest.param("basic", marks=SLOW), "bottleneck"])
-def test_a_stage_whose_gradients_stay_folded(kind):
+def test_a_stage_with_deferred_steps_keeps_the_budget(kind):
     stage = random_stage(kind).to(DEVICE)
     check(stage, plain_copy(stage), {"x": torch.randn(3, 10, 7, 6)}, draws=1)
 
@@ -180,9 +199,9 @@ def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
 @pytest.fixture(autouse=True)
 def no_prepared_launches():
     """Tests replace what launches are built from, so none is reused across tests."""
-    block_run._launches.cache_clear()
+    run_units._launches.cache_clear()
     yield
-    block_run._launches.cache_clear()
+    run_units._launches.cache_clear()
 
 
 # 17 channels do not fill vectors, and no 3x3 convolution of 17 channels is in one pass, nor one in
@@ -205,8 +224,8 @@ def test_a_run_of_blocks_gives_the_bits_of_its_units(
 ):
     replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
     # Gradients of weights are cut into groups of two blocks and of one.
-    monkeypatch.setattr(block_run, "_GROUPS", 2)
-    monkeypatch.setattr(block_run, "_SMALLEST_GROUP", 1)
+    monkeypatch.setattr(run_weight_gradients, "_MOST_GROUPS", 2)
+    monkeypatch.setattr(run_weight_gradients, "_SMALLEST_GROUP", 1)
     stage, x = plain_stage(kind, **memory)
     stage = in_dtype(stage, dtype).train(training)
     if is_nhwc:
@@ -214,13 +233,13 @@ def test_a_run_of_blocks_gives_the_bits_of_its_units(
     inputs = {"x": x.to(dtype)}
     expected = unit_by_unit(evaluate, stage, inputs)
     found_apart = set()
-    weight = BackwardLaunch.weight
+    launch_weight = WeightGradientLaunch.__call__
 
     def recorded(launch, *args):
-        found_apart.add(launch._geometry.R * launch._geometry.S)
-        weight(launch, *args)
+        found_apart.add(math.prod(launch.unit.weight_shape[2:]))
+        launch_weight(launch, *args)
 
-    monkeypatch.setattr(BackwardLaunch, "weight", recorded)
+    monkeypatch.setattr(WeightGradientLaunch, "__call__", recorded)
     names = ("block_run_forward", "block_run_backward")
     calls = [recorded_calls(kernels, name, monkeypatch) for name in names]
     assert_same_bits(evaluate(stage, inputs), expected)
@@ -351,6 +370,30 @@ def test_streams_do_not_disturb_one_another():
     assert all(torch.equal(y, expected) for y in found)
 
 
+def test_units_of_other_dtypes_are_left_to_pytorch():
+    f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    served = {  # dtypes of the products, x, y and the weight
+        (bf16, bf16, bf16, bf16): True,
+        (bf16, bf16, bf16, f32): True,
+        (f16, f32, f16, f32): True,
+        (bf16, bf16, f32, bf16): True,
+        (bf16, f32, f32, bf16): False,
+        (bf16, f16, bf16, bf16): False,
+        (bf16, bf16, bf16, f16): False,
+        (f32, f32, f32, f32): True,
+        (f32, f32, f32, bf16): False,
+        (f32, bf16, f32, f32): False,
+        (f64, f64, f64, f64): False,
+    }
+
+    def is_served(dtype, x_dtype, y_dtype, weight_dtype):
+        weight = torch.empty(16, 16, 1, 1, dtype=weight_dtype)
+        geometry = Conv((1, 1), (0, 0), (1, 1), 1)
+        return kernels.serves(unit_of(weight, geometry, dtype, x_dtype, y_dtype))
+
+    assert {dtypes: is_served(*dtypes) for dtypes in served} == served
+
+
 def test_wide_grouped_and_large_convolutions_are_left_to_pytorch():
     fused = {
         ((64, 256, 1, 1), 1): True,
@@ -395,24 +438,25 @@ def test_the_mean_of_a_constant_is_that_constant():
 def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     images, side, channels, out_channels, kernel, dy_is_whole, in_one_pass, monkeypatch
 ):
-    def programs(x, tiles, columns, resident):
+    def programs(device, tiles, columns, resident):
         return min(tiles, resident * 132 // columns)
 
     replace(monkeypatch, "persistent_programs", programs)
     replace(monkeypatch, "properties", lambda device: launch.Device(90, 132))
     replace(monkeypatch, "_TILES_PER_PROGRAM", 8)
-    like = torch.empty(0, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(out_channels, channels, kernel, kernel, dtype=torch.bfloat16)
+    geometry = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
+    unit = unit_of(weight, geometry, torch.bfloat16)
     shapes = [(images, c, side, side) for c in (channels, out_channels)]
-    conv = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
-    dtypes = configurations.ConvDtypes(*[like.dtype] * 3)
-    weight_shape = (out_channels, channels, kernel, kernel)
-    found = BackwardLaunch(like, dtypes, *shapes, weight_shape, conv, dy_is_whole=dy_is_whole)
+    found = BackwardLaunch(unit, shapes[0], Wanted(True, True), dy_is_whole)
     assert found.in_one_pass == in_one_pass
+    assert not BackwardLaunch(unit, shapes[0], Wanted(True, False), dy_is_whole).in_one_pass
+    both = InputGradientLaunch(unit, shapes[0], configurations.conv_backward(90, unit).both)
     # Partial results are written and read; x and dy are read, dy is written where it is not whole.
-    partial = 8 * found.weights
+    partial = 8 * weight.numel()
     x_bytes, dy_bytes = (2 * math.prod(shape) for shape in shapes)
-    apart = x_bytes + (2 - dy_is_whole) * dy_bytes + partial * found.weight_programs
-    assert in_one_pass == (partial * found.input_programs <= apart)
+    apart = x_bytes + (2 - dy_is_whole) * dy_bytes + partial * found.weight.programs
+    assert in_one_pass == (partial * both.programs <= apart)
 
 
 def test_properties_are_those_of_the_device(monkeypatch):
@@ -456,18 +500,21 @@ def test_a_profiler_sees_launches_of_known_kernels(name, is_chain, monkeypatch):
 
 
 def test_the_arguments_of_a_launch_for_many_blocks_are_few():
-    assert [block_run._group(blocks) for blocks in (1, 5, 110, 5000)] == [1, 4, 14, 64]
+    assert [run_weight_gradients.group_size(blocks) for blocks in (1, 5, 110, 5000)] == [
+        1,
+        4,
+        14,
+        64,
+    ]
 
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():
     weight = torch.randn(16, 16, 1, 1)
     kept = {}
     for in_one_pass in (True, False):
-        launch_of_unit = SimpleNamespace(
-            in_one_pass=in_one_pass, input_programs=2, weight_programs=2, weights=256
-        )
-        unit = block_run.UnitOfBlock([weight] * 4, [weight] * 4, [], None, launch_of_unit)
-        gradients = block_run._WeightGradients(unit, 4, weight)
+        backward = SimpleNamespace(in_one_pass=in_one_pass, programs=2)
+        unit = SimpleNamespace(conv_weights=[weight] * 4, backward=backward)
+        gradients = run_weight_gradients.RunWeightGradients(unit, 4, weight)
         whole, h = torch.randn(2, 16, 3, 3), torch.randn(2, 16, 3, 3)
         alive = weakref.ref(h)
         gradients.add(3, whole, h, Norm(weight, weight, weight, weight, 0.0))

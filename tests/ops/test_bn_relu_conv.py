@@ -10,7 +10,7 @@ from torch import nn
 import preact_kernels as pk
 from preact_kernels import torch_compat
 from preact_kernels.kernels import cpu, pytorch_conv
-from preact_kernels.kernels.contract import Conv
+from preact_kernels.kernels.contract import Conv, Unit
 from tests.cases import (
     CONV_CASES,
     INF,
@@ -180,7 +180,7 @@ def test_the_cpu_library_names_the_strides_that_it_refuses(kernel, stride, messa
     weight = torch.ones(16, 16, kernel, kernel)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.preact_kernels_cpu.bn_relu_conv_forward(
-            x, *torch.ones(4, 16), 1e-5, weight, stride, None, None, False
+            x, *torch.ones(4, 16), 1e-5, weight, stride, None, None, False, x.dtype
         )
 
 
@@ -229,7 +229,9 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
 
     def fuses(shape, dtype, pixels):
         conv = Conv((1, 1), (1, 1), (1, 1), 1)
-        return kernels.serves_conv(shape, conv, dtype, torch.device("cpu"), pixels)
+        dtypes = [dtype] * 4
+        unit = Unit(shape, conv, torch.device("cpu"), *dtypes)
+        return kernels.serves(unit, pixels)
 
     # Many activations: more than 2M, or than 4 times as many as weights.
     many = 2**21 // 1024

@@ -260,10 +260,10 @@ def narrow_reference(monkeypatch):
     """A backend that serves float32 alone, chosen by name."""
     row = backends._by_name["reference"]._replace(dtypes=(torch.float32,))
     monkeypatch.setitem(backends._by_name, "reference", row)
-    backends._serving.cache_clear()
+    backends.select.cache_clear()
     with pk.use_backend("reference"):
         yield
-    backends._serving.cache_clear()
+    backends.select.cache_clear()
 
 
 @every_module

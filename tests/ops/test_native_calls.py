@@ -39,7 +39,7 @@ CALLS = {
     fused_conv: ["bn_stats", "bn_relu_conv_forward", "bn_relu_conv_backward", "bn_input_gradient"],
     pytorch_conv: ["bn_relu_forward", "residual_add_forward", "bn_relu_backward_mask"],
     residual_add: ["residual_add_forward"],
-    stage: ["preact_stage_forward", "preact_stage_backward"],
+    stage: ["block_run_forward", "block_run_backward"],
 }
 
 

@@ -138,7 +138,7 @@ def peak_bytes(call):
     return max(held)
 
 
-@pytest.mark.calls("preact_kernels_cpu::preact_stage_backward")
+@pytest.mark.calls("preact_kernels_cpu::block_run_backward")
 @pytest.mark.parametrize("memory", ["rebuild", "checkpoint"])
 def test_a_native_run_holds_no_more_of_many_blocks_than_of_few(memory, monkeypatch):
     x = images(channels=64).repeat(8, 1, 4, 4).contiguous(memory_format=torch.channels_last)

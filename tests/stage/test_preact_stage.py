@@ -206,7 +206,7 @@ def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, mo
     assert_same_bits(dict(stage.named_buffers()), before)
 
 
-FORWARD = "preact_kernels_cpu::preact_stage_forward"
+FORWARD = "preact_kernels_cpu::block_run_forward"
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def direct_stage(kind="bottleneck", bare=2, **options):
     return stage
 
 
-@pytest.mark.calls(FORWARD, "preact_kernels_cpu::preact_stage_backward")
+@pytest.mark.calls(FORWARD, "preact_kernels_cpu::block_run_backward")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("memory", "runs"),
@@ -276,7 +276,7 @@ def test_native_runs_stop_at_frozen_parameters(memory, frozen, blocks, cpu_backe
     stage = direct_stage(**memory)
     calls = recorded_calls(cpu.kernels(), "block_run_backward", monkeypatch)
     check(stage, plain_copy(stage), {"x": images()}, frozen=frozen_names(stage, frozen))
-    assert {len(run.eps) for _, _, run, *_ in calls} == {3 * count for count in blocks}
+    assert {len(run.eps) for run, *_ in calls} == {3 * count for count in blocks}
 
 
 def test_a_stage_has_the_keys_of_a_sequential():
@@ -307,7 +307,7 @@ def test_a_backend_is_asked_about_the_pixels_of_each_unit(cpu_backend, monkeypat
     stage, asked = direct_stage("basic")[2:], []
     stage[0].conv1.padding, stage[0].conv2.padding = (2, 2), (0, 0)
     kernels = cpu.kernels()
-    monkeypatch.setattr(kernels, "serves_conv", lambda *a: bool(asked.append(a[-1])) or True)
+    monkeypatch.setattr(kernels, "serves", lambda *a: bool(asked.append(a[-1])) or True)
     monkeypatch.setattr(kernels, "block_run_forward", None)  # ends it
     with pytest.raises(TypeError):
         stage(torch.randn(3, 16, 7, 6))

@@ -53,7 +53,7 @@ void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_
 // dx = [skip +] a*g + b*(x - mean) + c; with kMask, g is first set to 0 where p <= 0.
 template <class T, bool kMask, bool kHasSkip>
 void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>,
-                         const FoldPointers<T>& tile, int64_t pixels, int64_t channels,
+                         const GradientPointers<T>& tile, int64_t pixels, int64_t channels,
                          const Normalisation<Accumulate<T>>& norm,
                          const InputGradient<Accumulate<T>>& gradient) {
   using A = Accumulate<T>;

@@ -15,7 +15,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
                     Accumulate<T>* dweight, void* scratch) {
   using A = Accumulate<T>;
   using O = Operand<T>;
-  const Conv& conv = op.conv;
+  const ConvSizes& conv = op.conv;
   const T* x = op.x;
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
   const Bordered dy_operand = bordered_output(conv, strip.out.rows, strip.out.width);

@@ -14,7 +14,7 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* 
                    void* scratch) {
   using A = Accumulate<T>;
   using O = Operand<T>;
-  const Conv& conv = op.conv;
+  const ConvSizes& conv = op.conv;
   const Bordered operand = bordered_input(conv, strip.out.rows, strip.in.width);
   const int64_t channels = conv.in_channels;
   const T* x = op.x;

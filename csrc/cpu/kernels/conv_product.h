@@ -39,7 +39,7 @@ PK_INLINE T* next_pixel(T* pixel, int64_t channels) {
 // border is zero.
 template <class O, class Fill>
 PK_INLINE void fill_bordered(O* out, const Bordered& operand, const Rows& rows, int64_t images,
-                             const Conv& conv, const Fill& fill) {
+                             const ConvSizes& conv, const Fill& fill) {
   const int64_t pitch = operand.pitch(), side = conv.halo_w() * operand.channels;
   for (int64_t image = 0; image < images; ++image) {
     const int64_t first_pixel = rows.first_pixel + image * rows.image_rows * rows.width;
@@ -273,7 +273,7 @@ PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
 
 // Vectors of output channels in a tile. Kernels larger than 1x1 use two: every tile reads all their
 // weights through the first-level cache.
-PK_INLINE int tile_vectors(const Conv& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
+PK_INLINE int tile_vectors(const ConvSizes& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
 
 // A product prefetches operands of the tile this far ahead.
 constexpr int kAhead = 4;
@@ -285,8 +285,8 @@ constexpr bool kTilesCrossRows = kRegisters < 32;
 // strip_product for the output channels of kVectors vectors from k on, with kShares by shared_tile.
 template <class O, int kVectors, bool kShares, class Finish>
 PK_OUTLINE void block_product(const O* in, const ProductPixels<Bordered>& pixels, int64_t images,
-                              const Conv& conv, const PackedWeights& packed, int64_t run, int64_t k,
-                              const Finish finish) {
+                              const ConvSizes& conv, const PackedWeights& packed, int64_t run,
+                              int64_t k, const Finish finish) {
   constexpr int kMost =
       kShares ? max_tile_rows(kVectors) : std::min(max_tile_rows(kVectors), kMostAddresses);
   const int64_t in_channels = packed.in_channels, rows = pixels.rows, width = pixels.width;
@@ -357,7 +357,8 @@ PK_OUTLINE void block_product(const O* in, const ProductPixels<Bordered>& pixels
 // image are left out.
 template <class O, class Finish>
 PK_INLINE void strip_product(const O* in, const ProductPixels<Bordered>& pixels, int64_t images,
-                             const Conv& conv, const PackedWeights& packed, const Finish& finish) {
+                             const ConvSizes& conv, const PackedWeights& packed,
+                             const Finish& finish) {
   const int64_t in_channels = packed.in_channels;
   const int64_t run = channels_of_run<O>(pixels.taps, in_channels);
   if (pixels.rows <= 0 || pixels.width <= 0) return;

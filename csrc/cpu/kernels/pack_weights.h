@@ -27,8 +27,8 @@ PK_INLINE bool has_rows_of_words(const ConvWeight<T>& weight) {
 // packed[block of k][tap][c / depth][k in block][c % depth] = weight[k][c][tap], where `depth` is
 // that of products, for the input channels c of a group: kPackedChannels or fewer from `first` on.
 template <class T>
-void pack(const ConvWeight<T>& weight, const Conv& conv, int64_t in_channels, int64_t out_channels,
-          void* packed, int64_t first) {
+void pack(const ConvWeight<T>& weight, const ConvSizes& conv, int64_t in_channels,
+          int64_t out_channels, void* packed, int64_t first) {
   using A = Accumulate<T>;
   using O = Operand<T>;
   constexpr int kWords = kLanes<float>, kDepthOfWord = kDepth<O>;

@@ -256,7 +256,7 @@ PK_INLINE PixelRange inside(int64_t shift, int64_t stride, int64_t size, int64_t
 // channels are wide if `input_last`. `pairs` is memory for the narrow operand of the strip.
 template <class O>
 PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& dy,
-                                     const Strip& strip, const Conv& conv, bool input_last,
+                                     const Strip& strip, const ConvSizes& conv, bool input_last,
                                      O* pairs, Accumulate<O>* dweight) {
   // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
   const auto for_rows_of_taps = [&](const auto& body) PK_LAMBDA {

@@ -12,7 +12,7 @@ PK_BEGIN_ISA
 
 // Output channels of a task.
 template <class T>
-int64_t task_channels(const Conv& conv) {
+int64_t task_channels(const ConvSizes& conv) {
   return tile_vectors(conv) * kLanes<Accumulate<T>>;
 }
 
@@ -25,7 +25,7 @@ int64_t gradient_task_channels() {
 // Input channels whose weights a task packs at a time: equal parts of at most 320 KiB in float32,
 // or of kPackedChannels.
 template <class T>
-int64_t packed_channels(const Conv& conv, int64_t in_channels) {
+int64_t packed_channels(const ConvSizes& conv, int64_t in_channels) {
   constexpr int64_t kMostValues = 80 * 1024;
   const int64_t group_values = conv.taps() * task_channels<T>(conv) * kPackedChannels;
   const int64_t most = std::max<int64_t>(kMostValues / group_values, 1);
@@ -37,8 +37,9 @@ int64_t packed_channels(const Conv& conv, int64_t in_channels) {
 // Writes a part of a row of an image to an operand, and the border beside it. fill(out, pixel,
 // count) writes pixels of the batch, `operand.images * operand.step()` values apart.
 template <class O, class Fill>
-PK_INLINE void fill_part(O* out, const Interleaved& operand, const Conv& conv, const Strip& strip,
-                         const Rows& rows, const RowPart& part, const Fill& fill) {
+PK_INLINE void fill_part(O* out, const Interleaved& operand, const ConvSizes& conv,
+                         const Strip& strip, const Rows& rows, const RowPart& part,
+                         const Fill& fill) {
   const int64_t halo = conv.halo_w(), end = part.first + part.count;
   const auto at = [&](int64_t column) PK_LAMBDA {
     return out + operand.offset(part.row + conv.halo_h(), column) + part.image * operand.step();
@@ -63,7 +64,7 @@ PK_INLINE void fill_part(O* out, const Interleaved& operand, const Conv& conv, c
 
 // A part of the activation relu(p).
 template <class T>
-void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const Conv& conv,
+void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const ConvSizes& conv,
                      const Strip& strip, const Interleaved& operand, const RowPart& part,
                      void* memory) {
   using O = Operand<T>;
@@ -75,7 +76,7 @@ void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const
 
 // A part of the gradient of the output, which is also stored where that is wanted.
 template <class T>
-void fill_gradient(const OutputGradient<T>& dy, const Conv& conv, const Strip& strip,
+void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Strip& strip,
                    const Interleaved& operand, const RowPart& part, void* memory) {
   using O = Operand<T>;
   const int64_t step = operand.images * operand.step();
@@ -88,7 +89,7 @@ void fill_gradient(const OutputGradient<T>& dy, const Conv& conv, const Strip& s
 // first, is increased by that. The channels are those of kVectors vectors.
 template <class O, int kVectors>
 PK_OUTLINE void add_stationary_product(const O* in, const ProductPixels<Interleaved>& pixels,
-                                       const Conv& conv, int64_t channels, const O* weights,
+                                       const ConvSizes& conv, int64_t channels, const O* weights,
                                        bool finite, bool is_first, Accumulate<O>* sums) {
   using A = Accumulate<O>;
   constexpr int kMostRows = std::min(max_tile_rows(kVectors), kMostAddresses);
@@ -143,7 +144,7 @@ PK_INLINE void stationary_products(const StationaryTask<T>& task, const ForPixel
                                    const Finish& finish) {
   using O = Operand<T>;
   using A = Accumulate<T>;
-  const Conv& conv = task.conv;
+  const ConvSizes& conv = task.conv;
   const O* in = static_cast<const O*>(task.operand);
   O* packed = static_cast<O*>(task.packed);
   const int64_t most = packed_channels<T>(conv, task.in_channels);
@@ -210,7 +211,7 @@ template <class T>
 void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T>& task,
                                double* tile_sums) {
   using A = Accumulate<T>;
-  const Conv& conv = op.conv;
+  const ConvSizes& conv = op.conv;
   const Strip& strip = task.strip;
   const int64_t channels = conv.in_channels, first = strip.in.first_pixel * channels;
   const int64_t begin = task.channel, end = std::min(begin + task_channels<T>(conv), channels);
@@ -240,7 +241,7 @@ void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T
 
 // The pairs of pixels of a part of a row of the output's gradient, for dot products.
 template <class T>
-void fill_row_pairs(const Conv& conv, const Interleaved& operand, const void* gradient,
+void fill_row_pairs(const ConvSizes& conv, const Interleaved& operand, const void* gradient,
                     int64_t width, int64_t row, int64_t first, int64_t count, void* pairs) {
 #ifdef PK_HAS_DOT
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -257,7 +258,7 @@ void fill_row_pairs(const Conv& conv, const Interleaved& operand, const void* gr
 // partial[k][c] += the weight gradient of one tap and of input channels c from `channel` on, over
 // the pixels of a group of images. `narrow` is the output's gradient, in dot products its pairs.
 template <class T>
-void stationary_weight_gradient(const Conv& conv, const Strip& strip, const Interleaved& input,
+void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip, const Interleaved& input,
                                 const Interleaved& output, const void* activation,
                                 const void* narrow, int64_t tap, int64_t channel, int64_t channels,
                                 Accumulate<T>* partial) {

@@ -5,33 +5,26 @@ Implements `preact_kernels.kernels.contract.Kernels`, which has the names and th
 
 from preact_kernels.kernels.reference.bn_relu import (
     bn_input_gradient,
-    bn_relu_backward_input,
-    bn_relu_backward_mask,
-    bn_relu_backward_sums,
+    bn_relu_backward,
     bn_relu_forward,
 )
 from preact_kernels.kernels.reference.bn_relu_conv import (
     bn_relu_conv_backward,
     bn_relu_conv_forward,
-    serves_conv,
+    serves,
 )
 from preact_kernels.kernels.reference.bn_stats import bn_stats
 from preact_kernels.kernels.reference.residual_add import residual_add_forward
 from preact_kernels.kernels.running_stats import running_stats_update
 
-takes_float32_weights = False
-
 __all__ = [
     "bn_input_gradient",
-    "bn_relu_backward_input",
-    "bn_relu_backward_mask",
-    "bn_relu_backward_sums",
+    "bn_relu_backward",
     "bn_relu_conv_backward",
     "bn_relu_conv_forward",
     "bn_relu_forward",
     "bn_stats",
     "residual_add_forward",
     "running_stats_update",
-    "serves_conv",
-    "takes_float32_weights",
+    "serves",
 ]

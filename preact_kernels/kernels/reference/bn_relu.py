@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Fold, Norm, statistics_dtype
+from preact_kernels.kernels.contract import Gradient, Norm, statistics_dtype
 
 
 def _per_channel(t: Tensor) -> Tensor:
@@ -26,29 +26,23 @@ def bn_relu_forward(x: Tensor, norm: Norm) -> Tensor:
     return torch.relu(_pre_activation(x, norm))
 
 
-def bn_relu_backward_sums(dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """The sums of `g = dy * [p > 0]`: `[sum(g), sum(g * xhat)]`."""
-    return _sums(_masked(dy, x, norm), x, norm)
-
-
-def bn_relu_backward_mask(dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """`g = dy * [p > 0]` in the dtype of `x`, and its sums."""
+def bn_relu_backward(
+    dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+) -> tuple[Tensor | None, Tensor]:
+    """`g = dy * [p > 0]` in the dtype of `x`, and its sums `[sum(g), sum(g * xhat)]`."""
     g = _masked(dy, x, norm).to(x.dtype).contiguous(memory_format=torch.channels_last)
-    return g, _sums(g.to(statistics_dtype(x.dtype)), x, norm)
+    wide = g.to(statistics_dtype(x.dtype))
+    sums = torch.stack([wide.sum((0, 2, 3)), (wide * _normalised(x, norm)).sum((0, 2, 3))])
+    return g if with_g else None, sums
 
 
-def bn_relu_backward_input(
-    dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
-) -> Tensor:
-    """`A*g + B*x + C` for `g = dy * [p > 0]`."""
-    return bn_input_gradient(_masked(dy, x, norm), Fold(None, x, norm, sums, inv_count))
-
-
-def bn_input_gradient(g: Tensor, fold: Fold) -> Tensor:
-    """`[skip +] A*g + B*x + C`, in the dtype of `x`."""
-    skip, x, norm, sums, inv_count = fold
+def bn_input_gradient(gradient: Gradient, masked: bool = False) -> Tensor:
+    """`[skip +] A*g + B*x + C`, in the dtype of `x`; with `masked`, `g` is `dy` and masked here."""
+    g, step = gradient
+    assert step is not None
+    skip, x, norm, sums, inv_count = step
     wide = statistics_dtype(x.dtype)
-    centred = g.to(wide)
+    centred = _masked(g, x, norm) if masked else g.to(wide)
     if inv_count:  # else mean and variance are constants, and x is not read
         mean_g, mean_product = (_per_channel(s * inv_count) for s in sums)
         centred = centred - mean_g - _normalised(x, norm) * mean_product
@@ -61,7 +55,3 @@ def bn_input_gradient(g: Tensor, fold: Fold) -> Tensor:
 def _masked(dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """`dy * [p > 0]` in the statistics dtype. A NaN in p passes dy, as in PyTorch."""
     return torch.where(_pre_activation(x, norm) <= 0, 0.0, dy.to(statistics_dtype(x.dtype)))
-
-
-def _sums(g: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    return torch.stack([g.sum((0, 2, 3)), (g * _normalised(x, norm)).sum((0, 2, 3))])

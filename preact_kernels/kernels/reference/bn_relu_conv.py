@@ -1,50 +1,29 @@
 """Batch norm, ReLU, convolution and residual add, forward and backward."""
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels import reference as kernels
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
-    Conv,
-    ConvGradients,
     Epilogue,
-    Fold,
-    Norm,
+    Gradient,
+    Gradients,
+    Inputs,
     Output,
+    Unit,
     Wanted,
 )
 
 
-def serves_conv(
-    weight_shape: Sequence[int],
-    conv: Conv,
-    dtype: torch.dtype,
-    device: torch.device,
-    pixels: int | None = None,
-) -> bool:
+def serves(unit: Unit, pixels: int | None = None) -> bool:
     """No: every convolution is PyTorch's."""
     return False
 
 
-def bn_relu_conv_forward(
-    x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue = NO_EPILOGUE
-) -> Output:
+def bn_relu_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE) -> Output:
     """`y = conv(relu(p)) [+ conv_bias] [+ residual]`."""
-    return pytorch_conv.bn_relu_conv_forward(kernels, x, norm, conv_weight, conv, epilogue)
+    return pytorch_conv.bn_relu_conv_forward(kernels, unit, inputs, epilogue)
 
 
-def bn_relu_conv_backward(
-    dy: Tensor,
-    fold: Fold | None,
-    x: Tensor,
-    norm: Norm,
-    conv_weight: Tensor,
-    conv: Conv,
-    wanted: Wanted,
-) -> ConvGradients:
+def bn_relu_conv_backward(unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted) -> Gradients:
     """`g = conv_transpose(dy) * [p > 0]`, its sums, and the gradient of `conv_weight`."""
-    return pytorch_conv.bn_relu_conv_backward(kernels, dy, fold, x, norm, conv_weight, conv, wanted)
+    return pytorch_conv.bn_relu_conv_backward(kernels, unit, dy, inputs, wanted)

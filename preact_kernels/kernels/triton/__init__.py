@@ -1,4 +1,4 @@
-"""The Triton backend, for GPUs and for the interpreter: an implementation of `StreamKernels`.
+"""The Triton backend, for GPUs and for the interpreter: an implementation of `BlockKernels`.
 
 To a kernel, a dense NHWC tensor is a `[pixels, channels]` matrix. There is one file per op, and
 `block_run` for several blocks in one call. Shared code is in `batch_norm` and `conv` (device
@@ -12,36 +12,27 @@ from preact_kernels.kernels.running_stats import (
 from preact_kernels.kernels.triton.block_run import block_run_backward, block_run_forward
 from preact_kernels.kernels.triton.bn_relu import (
     bn_input_gradient,
-    bn_relu_backward_input,
-    bn_relu_backward_mask,
-    bn_relu_backward_sums,
+    bn_relu_backward,
     bn_relu_forward,
 )
 from preact_kernels.kernels.triton.bn_relu_conv import (
     bn_relu_conv_backward,
     bn_relu_conv_forward,
-    serves_conv,
-    serves_stream_conv,
+    serves,
 )
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
-
-takes_float32_weights = True
 
 __all__ = [
     "block_run_backward",
     "block_run_forward",
     "bn_input_gradient",
-    "bn_relu_backward_input",
-    "bn_relu_backward_mask",
-    "bn_relu_backward_sums",
+    "bn_relu_backward",
     "bn_relu_conv_backward",
     "bn_relu_conv_forward",
     "bn_relu_forward",
     "bn_stats",
     "residual_add_forward",
     "running_stats_update",
-    "serves_conv",
-    "serves_stream_conv",
-    "takes_float32_weights",
+    "serves",
 ]

@@ -23,12 +23,12 @@ def load_norm(norm, channel, CHANNELS: tl.constexpr, sums=None, count=0):
         var = tl.load(norm.var + channel, mask=is_channel, other=1.0)
     else:
         mean, var = load_statistics(sums, count, channel, is_channel, CHANNELS)
-    rstd, scale, bias = load_affine(var, norm.weight, norm.bias, norm.eps, channel, is_channel)
+    rstd, scale, bias = load_scale(var, norm.weight, norm.bias, norm.eps, channel, is_channel)
     return mean, rstd, scale, bias
 
 
 @triton.jit
-def load_affine(var, weight, bias, eps, channel, is_channel):
+def load_scale(var, weight, bias, eps, channel, is_channel):
     """rstd, scale = weight * rstd, and bias of a block of channels."""
     rstd = tl.rsqrt(var + eps)
     scale = tl.load(weight + channel, mask=is_channel, other=0.0) * rstd
@@ -49,45 +49,47 @@ def relu(p):
 
 
 @triton.jit
-def load_fold(fold, channel, CHANNELS: tl.constexpr):
-    """A, B, C and mean of a block of channels, for the gradient A*g + B*(x - mean) + C.
+def load_affine_step(step, channel, CHANNELS: tl.constexpr):
+    """A, B, C and mean of a block of channels, for the step A*g + B*(x - mean) + C.
 
-    `fold.sums` are float32, or exact sums. B and C are zeros in evaluation mode, where `inv_count`
-    is 0. Without a fold (`fold.x` is None) the results are unused.
+    `step.sums` are float32 or accumulators. B and C are zeros in evaluation mode, where `inv_count`
+    is 0. Without a step (`step.x` is None) the results are unused.
     """
-    if fold.x is None:
+    if step.x is None:
         return 0, 0, 0, 0
-    else:  # compiled only if there is a fold
+    else:  # compiled only if there is a step
         is_channel = channel < CHANNELS
-        mean = tl.load(fold.norm.mean + channel, mask=is_channel, other=0.0)
-        variance = tl.load(fold.norm.var + channel, mask=is_channel, other=1.0)
-        rstd = tl.rsqrt(variance + fold.norm.eps)
-        a = tl.load(fold.norm.weight + channel, mask=is_channel, other=0.0) * rstd
-        sum_g, sum_g_xhat = load_two_sums(fold.sums, channel, is_channel, CHANNELS)
-        b = -a * rstd * (sum_g_xhat * fold.inv_count)
-        return a, b, -a * (sum_g * fold.inv_count), mean
+        mean = tl.load(step.norm.mean + channel, mask=is_channel, other=0.0)
+        variance = tl.load(step.norm.var + channel, mask=is_channel, other=1.0)
+        rstd = tl.rsqrt(variance + step.norm.eps)
+        a = tl.load(step.norm.weight + channel, mask=is_channel, other=0.0) * rstd
+        sum_g, sum_g_xhat = load_two_sums(step.sums, channel, is_channel, CHANNELS)
+        b = -a * rstd * (sum_g_xhat * step.inv_count)
+        return a, b, -a * (sum_g * step.inv_count), mean
 
 
 @triton.jit
-def load_folded(g, fold, coefficients, at, mask, g_mask, IN_TRAINING: tl.constexpr):
+def load_whole_gradient(gradient, coefficients, at, mask, g_mask, IN_TRAINING: tl.constexpr):
     """A float32 tile of [skip +] A*g + B*(x - mean) + C; zeros outside `mask`.
 
-    `coefficients` are the results of `load_fold`. g counts as zero outside `g_mask`. x is not read
-    in evaluation mode.
+    `coefficients` are the results of `load_affine_step`. g counts as zero outside `g_mask`. x is
+    not read in evaluation mode.
     """
     a, b, c, mean = coefficients
-    dx = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
-    dx = tl.where(g_mask, dx, 0.0) * a[None, :]  # not the mask of the load, which would split it
+    step = gradient.step
+    dx = tl.load(gradient.g + at, mask=mask, other=0.0).to(tl.float32)
+    # Masked after the load: with `g_mask` the load would not be vectorized.
+    dx = tl.where(g_mask, dx, 0.0) * a[None, :]
     if IN_TRAINING:
-        x = tl.load(fold.x + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(step.x + at, mask=mask, other=0.0).to(tl.float32)
         dx += (x - mean[None, :]) * b[None, :] + c[None, :]
-    if fold.skip is not None:
-        dx += tl.load(fold.skip + at, mask=mask, other=0.0).to(tl.float32)
+    if step.skip is not None:
+        dx += tl.load(step.skip + at, mask=mask, other=0.0).to(tl.float32)
     return tl.where(mask, dx, 0.0)
 
 
 @triton.jit
-def pixels_of(tile, BLOCK_PIXELS: tl.constexpr, INT64: tl.constexpr):
+def pixel_indices(tile, BLOCK_PIXELS: tl.constexpr, INT64: tl.constexpr):
     """Indices of the pixels of a tile; 64-bit if their products with channels need it."""
     offset = tl.arange(0, BLOCK_PIXELS)
     if INT64:

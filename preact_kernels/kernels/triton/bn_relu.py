@@ -1,16 +1,18 @@
 """Batch norm and ReLU, forward and backward, and the gradient of a batch norm's input."""
 
+from typing import cast
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Fold, Norm
+from preact_kernels.kernels.contract import AffineStep, Gradient, Norm
 from preact_kernels.kernels.triton.batch_norm import (
-    load_fold,
-    load_folded,
+    load_affine_step,
     load_norm,
-    pixels_of,
+    load_whole_gradient,
+    pixel_indices,
     pre_activation,
     relu,
     tiles_of,
@@ -44,7 +46,7 @@ def bn_relu_forward_kernel(
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
     mean, _, scale, bias = load_norm(norm, channel, CHANNELS)
-    pixel = pixels_of(tl.program_id(0), BLOCK_PIXELS, INT64)
+    pixel = pixel_indices(tl.program_id(0), BLOCK_PIXELS, INT64)
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -53,7 +55,7 @@ def bn_relu_forward_kernel(
 
 
 @triton.jit(do_not_specialize=["pixels"])
-def bn_relu_backward_mask_kernel(
+def bn_relu_backward_kernel(
     dy,
     x,
     norm,
@@ -75,7 +77,7 @@ def bn_relu_backward_mask_kernel(
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
-        pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -91,8 +93,7 @@ def bn_relu_backward_mask_kernel(
 
 @triton.jit(do_not_specialize=["pixels"])
 def bn_input_gradient_kernel(
-    g,
-    fold,
+    gradient,
     dx,
     pixels,
     MASKED: tl.constexpr,
@@ -101,7 +102,7 @@ def bn_input_gradient_kernel(
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """dx = [skip +] A*g + B*(x - mean) + C; if MASKED, of g * [p > 0] in place of g.
+    """dx = [skip +] A*g + B*(x - mean) + C; if MASKED, with g * [p > 0] for g.
 
     All tensors are `[pixels, CHANNELS]`. Grid: tiles, channel blocks.
     """
@@ -109,18 +110,19 @@ def bn_input_gradient_kernel(
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
-    coefficients = load_fold(fold, channel, CHANNELS)
-    pixel = pixels_of(tl.program_id(0), BLOCK_PIXELS, INT64)
+    step = gradient.step
+    coefficients = load_affine_step(step, channel, CHANNELS)
+    pixel = pixel_indices(tl.program_id(0), BLOCK_PIXELS, INT64)
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
     g_mask = mask
     if MASKED:
-        bias = tl.load(fold.norm.bias + channel, mask=is_channel, other=0.0)
-        value = tl.load(fold.x + at, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.load(step.norm.bias + channel, mask=is_channel, other=0.0)
+        value = tl.load(step.x + at, mask=mask, other=0.0).to(tl.float32)
         scale, _, _, mean = coefficients
-        g_mask = mask & ~(pre_activation(value, mean, scale, bias, fold.x.dtype.element_ty) <= 0)
-    gradient = load_folded(g, fold, coefficients, at, mask, g_mask, IN_TRAINING)
-    tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=mask)
+        g_mask = mask & ~(pre_activation(value, mean, scale, bias, step.x.dtype.element_ty) <= 0)
+    whole = load_whole_gradient(gradient, coefficients, at, mask, g_mask, IN_TRAINING)
+    tl.store(dx + at, whole.to(dx.dtype.element_ty), mask=mask)
 
 
 def bn_relu_forward(x: Tensor, norm: Norm) -> Tensor:
@@ -138,58 +140,39 @@ def bn_relu_forward(x: Tensor, norm: Norm) -> Tensor:
     return y
 
 
-def _launch_mask(dy: Tensor, x: Tensor, norm: Norm, g: Tensor | None) -> Tensor:
-    """Stores `dy * [p > 0]` in g unless None, and returns its sums.
+def bn_relu_backward(
+    dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+) -> tuple[Tensor | None, Tensor]:
+    """See `Kernels.bn_relu_backward`.
 
     A program owns every `programs`-th tile of a block of channels.
     """
     launch = elementwise_launch(x)
+    g = torch.empty_like(x, memory_format=torch.channels_last) if with_g else None
     with on_device_of(x):
         sums = new_sums(x, launch.channels)
         launch_kernel(
-            bn_relu_backward_mask_kernel,
-            launch.persistent_grid(x),
+            bn_relu_backward_kernel,
+            launch.persistent_grid(),
             (dy, x, norm, g, sums, launch.pixels),
             launch.constants,
             launch.num_warps,
         )
-        return finished_sums(sums)[0]
+        return g, finished_sums(sums)[0]
 
 
-def bn_relu_backward_mask(dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """See `Kernels.bn_relu_backward_mask`."""
-    g = torch.empty_like(x, memory_format=torch.channels_last)
-    return g, _launch_mask(dy, x, norm, g)
-
-
-def bn_relu_backward_sums(dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """See `Kernels.bn_relu_backward_sums`."""
-    return _launch_mask(dy, x, norm, None)
-
-
-def _launch_input_gradient(g: Tensor, fold: Fold, masked: bool) -> Tensor:
-    """`[skip +] A*g + B*x + C`, of `g * [p > 0]` if masked. A program owns one tile."""
-    launch = elementwise_launch(fold.x)
-    dx = torch.empty_like(fold.x, memory_format=torch.channels_last)
-    flags = {"MASKED": masked, "IN_TRAINING": fold.inv_count != 0}
-    with on_device_of(fold.x):
+def bn_input_gradient(gradient: Gradient, masked: bool = False) -> Tensor:
+    """See `Kernels.bn_input_gradient`. A program owns one tile."""
+    step = cast(AffineStep, gradient.step)
+    launch = elementwise_launch(step.x)
+    dx = torch.empty_like(step.x, memory_format=torch.channels_last)
+    flags = {"MASKED": masked, "IN_TRAINING": step.inv_count != 0}
+    with on_device_of(step.x):
         launch_kernel(
             bn_input_gradient_kernel,
             launch.grid,
-            (g, fold, dx, launch.pixels),
+            (gradient, dx, launch.pixels),
             {**flags, **launch.constants},
             launch.num_warps,
         )
     return dx
-
-
-def bn_relu_backward_input(
-    dy: Tensor, x: Tensor, norm: Norm, sums: Tensor, inv_count: float
-) -> Tensor:
-    """See `Kernels.bn_relu_backward_input`."""
-    return _launch_input_gradient(dy, Fold(None, x, norm, sums, inv_count), masked=True)
-
-
-def bn_input_gradient(g: Tensor, fold: Fold) -> Tensor:
-    """See `Kernels.bn_input_gradient`."""
-    return _launch_input_gradient(g, fold, masked=False)

@@ -2,34 +2,32 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import BatchStatistics, Conv, Epilogue, Norm, Output
-from preact_kernels.kernels.pytorch_conv import compute_dtype
+from preact_kernels.kernels.contract import Epilogue, Inputs, Output, Statistics, Unit
 from preact_kernels.kernels.triton.batch_norm import (
     load_norm,
-    pixels_of,
+    pixel_indices,
     pre_activation,
     relu,
     tiles_of,
 )
-from preact_kernels.kernels.triton.configurations import ConvDtypes, conv_forward
+from preact_kernels.kernels.triton.configurations import conv_forward
 from preact_kernels.kernels.triton.conv import (
     Sizes,
+    conv_shape,
     dot,
-    geometry_of,
     input_pixels,
     load_weight,
     precision,
 )
 from preact_kernels.kernels.triton.launch import (
     PreparedLaunches,
+    capability_of,
     ceil_div,
-    device_of,
     launch_kernel,
     needs_int64,
     nhwc_strides,
@@ -46,29 +44,20 @@ from preact_kernels.kernels.triton.reduction import (
 )
 
 
-class Addends(NamedTuple):
-    """Tensors to add to the convolution, or None."""
-
-    conv_bias: Tensor | None
-    residual: Tensor | None
-
-
-NO_ADDENDS = Addends(None, None)
-
-
 @triton.jit(do_not_specialize=["pixels", "count"])
 def bn_relu_conv_forward_kernel(
     x,
     norm,
     x_sums,
     conv_weight,
-    addends,
+    conv_bias,
+    residual,
     y,
     sums,
     sizes,
     pixels,
     count,
-    GEOMETRY: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -80,8 +69,8 @@ def bn_relu_conv_forward_kernel(
     of output channels.
     """
     dtype: tl.constexpr = conv_weight.dtype.element_ty
-    C: tl.constexpr = GEOMETRY.C
-    K: tl.constexpr = GEOMETRY.K
+    C: tl.constexpr = SHAPE.C
+    K: tl.constexpr = SHAPE.K
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
@@ -99,11 +88,11 @@ def bn_relu_conv_forward_kernel(
         tl.num_programs(0),
         num_stages=BLOCKS.num_stages,
     ):
-        pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
         total = tl.zeros([BLOCK_PIXELS, BLOCK_COUT], tl.float32)
-        for tap in tl.range(GEOMETRY.R * GEOMETRY.S, num_stages=BLOCKS.num_tap_stages):
-            in_pixel, exists = input_pixels(pixel, is_pixel, tap, sizes, GEOMETRY)
+        for tap in tl.range(SHAPE.R * SHAPE.S, num_stages=BLOCKS.num_tap_stages):
+            in_pixel, exists = input_pixels(pixel, is_pixel, tap, sizes, SHAPE)
             for block in tl.static_range(CIN_BLOCKS):
                 channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
                 is_channel = channel < C
@@ -114,16 +103,16 @@ def bn_relu_conv_forward_kernel(
                 p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
                 a = tl.where(mask, relu(p), 0.0)
                 weight = load_weight(
-                    conv_weight, tap, channel, out_channel, GEOMETRY, TRANSPOSED=False
+                    conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=False
                 )
                 total = dot(a, weight, total, dtype, PRECISION)
         mask = is_pixel[:, None] & is_out_channel[None, :]
         at = pixel[:, None] * K + out_channel[None, :]
-        if addends.conv_bias is not None:
-            added = tl.load(addends.conv_bias + out_channel, mask=is_out_channel, other=0.0)
+        if conv_bias is not None:
+            added = tl.load(conv_bias + out_channel, mask=is_out_channel, other=0.0)
             total += added.to(tl.float32)[None, :]
-        if addends.residual is not None:
-            total += tl.load(addends.residual + at, mask=mask, other=0.0).to(tl.float32)
+        if residual is not None:
+            total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
         stored = total.to(y.dtype.element_ty)
         tl.store(y + at, stored, mask=mask)
         if sums is not None:
@@ -134,101 +123,82 @@ def bn_relu_conv_forward_kernel(
 
 
 class ForwardLaunch:
-    """The forward of a convolution for tensors of one shape, which may be called often.
+    """The forward of a unit for inputs of one shape, which may be called often.
 
     A program owns every `programs`-th tile of a block of output channels.
 
     Args:
-        like: a tensor on the same device.
-        dtypes: of the tensors.
+        unit: its convolution has one group.
         x_shape: shape of the input.
-        weight_shape: `[K, C, R, S]`.
-        conv: geometry; one group.
-        prepared: see `launch_kernel`; {} for launches of which all tensors are aligned.
+        prepared: see `launch_kernel`; {} if all tensors of all calls are aligned.
 
     Attributes:
-        dtypes, weight_shape, conv, prepared: as given.
+        unit, prepared: as given.
         shape: of the output.
         pixels: of the output.
     """
 
     def __init__(
-        self,
-        like: Tensor,
-        dtypes: ConvDtypes,
-        x_shape: Sequence[int],
-        weight_shape: Sequence[int],
-        conv: Conv,
-        prepared: PreparedLaunches | None = None,
+        self, unit: Unit, x_shape: Sequence[int], prepared: PreparedLaunches | None = None
     ) -> None:
-        geometry = geometry_of(weight_shape, conv)
-        self.dtypes, self.weight_shape, self.conv = dtypes, weight_shape, conv
-        taps = geometry.R * geometry.S
-        self.shape = conv.output_shape(x_shape, weight_shape)
+        self.unit, self.prepared = unit, prepared
+        shape = conv_shape(unit)
+        self.shape = unit.conv.output_shape(x_shape, unit.weight_shape)
         self._strides = nhwc_strides(self.shape)
         self.pixels = self.shape[0] * self.shape[2] * self.shape[3]
-        blocks = conv_forward(device_of(like).capability, dtypes, geometry.C, geometry.K, taps)
-        columns = ceil_div(geometry.K, blocks.block_cout)
+        blocks = conv_forward(capability_of(unit.device), unit)
+        columns = ceil_div(shape.K, blocks.block_cout)
         tiles = ceil_div(self.pixels, blocks.block_pixels)
-        self._grid = persistent_programs(like, tiles, columns, blocks.resident), columns, 1
+        self._grid = persistent_programs(unit.device, tiles, columns, blocks.resident), columns, 1
         self._num_warps = blocks.num_warps
         self._constants = {
-            "GEOMETRY": geometry,
+            "SHAPE": shape,
             "BLOCKS": blocks,
             "INT64": needs_int64(math.prod(x_shape), math.prod(self.shape)),
-            "PRECISION": precision(dtypes.operands),
+            "PRECISION": precision(unit.dtype),
         }
         sizes = Sizes(*x_shape[2:], *self.shape[2:])
         self._numbers = sizes, self.pixels, x_shape[0] * x_shape[2] * x_shape[3]
-        self.prepared = prepared
 
     def __call__(
         self,
-        x: Tensor,
-        norm: Norm,
+        inputs: Inputs,
         x_sums: Tensor | None,
-        conv_weight: Tensor,
-        addends: Addends,
+        epilogue: Epilogue,
         sums: Tensor | None,
     ) -> Tensor:
-        """y. `conv_weight` is packed.
+        """y.
 
-        The statistics of x are those of the accumulators `x_sums`, or of the norm if they are
-        None. Adds to the accumulators `sums` unless None.
+        Args:
+            inputs: with a packed weight.
+            x_sums: accumulators with the statistics of x; None: the norm has them.
+            epilogue: tensors to add.
+            sums: accumulators for the statistics of y, or None.
         """
-        y = x.new_empty_strided(self.shape, self._strides, dtype=self.dtypes.y)
+        x, norm, conv_weight = inputs
+        conv_bias, residual, _ = epilogue
+        y = x.new_empty_strided(self.shape, self._strides, dtype=self.unit.y_dtype)
         launch_kernel(
             bn_relu_conv_forward_kernel,
             self._grid,
-            (x, norm, x_sums, conv_weight, addends, y, sums, *self._numbers),
+            (x, norm, x_sums, conv_weight, conv_bias, residual, y, sums, *self._numbers),
             self._constants,
             self._num_warps,
             self.prepared,
-            (
-                x_sums is None,
-                addends.conv_bias is None,
-                addends.residual is None,
-                sums is None,
-            ),
+            (x_sums is None, conv_bias is None, residual is None, sums is None),
         )
         return y
 
 
-def launch_bn_relu_conv_forward(
-    x: Tensor, norm: Norm, conv_weight: Tensor, conv: Conv, epilogue: Epilogue
-) -> Output:
+def launch_bn_relu_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
     """See `Kernels.bn_relu_conv_forward`; for one group."""
-    operands = epilogue.dtype or compute_dtype(x, conv_weight)
-    dtypes = ConvDtypes(
-        operands, x.dtype, operands if epilogue.residual is None else epilogue.residual.dtype
-    )
-    launch = ForwardLaunch(x, dtypes, x.shape, conv_weight.shape, conv)
-    addends = Addends(epilogue.conv_bias, epilogue.residual)
+    x = inputs.x
+    launch = ForwardLaunch(unit, x.shape)
     with on_device_of(x):
-        sums = new_sums(x, conv_weight.shape[0]) if epilogue.with_stats else None
-        weight = packed_weight(conv_weight, operands)
-        y = launch(x, norm, None, weight, addends, sums)
+        sums = new_sums(x, unit.weight_shape[0]) if epilogue.with_stats else None
+        weight = packed_weight(inputs.conv_weight, unit.dtype)
+        y = launch(inputs._replace(conv_weight=weight), None, epilogue, sums)
         if sums is None:
             return Output(y, None)
         mean, var = finished_statistics(sums, launch.pixels)
-        return Output(y, BatchStatistics(mean[0], var[0]))
+        return Output(y, Statistics(mean[0], var[0]))

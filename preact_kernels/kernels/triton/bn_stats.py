@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import BatchStatistics
-from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
+from preact_kernels.kernels.contract import Statistics
+from preact_kernels.kernels.triton.batch_norm import pixel_indices, tiles_of
 from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
     launch_kernel,
@@ -38,7 +38,7 @@ def bn_stats_kernel(
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
-        pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=is_pixel[:, None] & is_channel[None, :], other=0.0)
@@ -47,17 +47,17 @@ def bn_stats_kernel(
     add_moments(moments, sums, channel, is_channel, CHANNELS)
 
 
-def bn_stats(x: Tensor) -> BatchStatistics:
+def bn_stats(x: Tensor) -> Statistics:
     """See `Kernels.bn_stats`. A program owns every `programs`-th tile of a block of channels."""
     launch = elementwise_launch(x)
     with on_device_of(x):
         sums = new_sums(x, launch.channels)
         launch_kernel(
             bn_stats_kernel,
-            launch.persistent_grid(x),
+            launch.persistent_grid(),
             (x, sums, launch.pixels),
             launch.constants,
             launch.num_warps,
         )
         mean, var = finished_statistics(sums, launch.pixels)
-    return BatchStatistics(mean[0], var[0])
+    return Statistics(mean[0], var[0])

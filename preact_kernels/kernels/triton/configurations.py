@@ -5,11 +5,13 @@ choose alike, and nothing is tuned at run time.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
+
+from preact_kernels.kernels.contract import Unit
 
 HOPPER = 90  # wgmma reads operands from shared memory, which leaves registers for more pixels
 BLACKWELL = 100
@@ -40,21 +42,6 @@ class ElementwiseBlocks(NamedTuple):
     block_pixels: int
     block_channels: int
     num_warps: int
-
-
-class ConvDtypes(NamedTuple):
-    """The dtypes of a convolution's tensors.
-
-    One of `x` and `y` may be of a float32 stream beside operands in half precision.
-    """
-
-    operands: torch.dtype  # of the product, and of the gradient behind the ReLU mask
-    x: torch.dtype
-    y: torch.dtype  # and of its gradient
-
-    def has_stream(self) -> bool:
-        """Whether one side is wider than the operands, and takes more registers and memory."""
-        return max(self.x.itemsize, self.y.itemsize) > self.operands.itemsize
 
 
 class ConvBlocks(NamedTuple):
@@ -112,17 +99,22 @@ def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> b
     return groups == 1 and taps <= MAX_TAPS and max(channels, out_channels) <= max_channels
 
 
+def _has_float32_side(unit: Unit) -> bool:
+    """Whether x or y is wider than the products, and takes more registers and memory."""
+    return max(unit.x_dtype.itemsize, unit.y_dtype.itemsize) > unit.dtype.itemsize
+
+
 @functools.cache
-def conv_forward(
-    capability: int, dtypes: ConvDtypes, channels: int, out_channels: int, taps: int
-) -> ConvBlocks:
-    """Launch configuration of the forward of a convolution with `taps` positions."""
-    is_half = dtypes.operands.itemsize == 2
+def conv_forward(capability: int, unit: Unit) -> ConvBlocks:
+    """Launch configuration of the forward of a unit."""
+    out_channels, channels, *kernel = unit.weight_shape
+    taps = math.prod(kernel)
+    is_half = unit.dtype.itemsize == 2
     # Buffers hold the weights of all blocks of input channels; on Blackwell, wide blocks spill too.
     is_wide = taps == 1 and channels > (128 if is_half and capability < BLACKWELL else 64)
     cin, cout = _block(channels, 64), _block(out_channels, 64 if is_wide else 128)
     pixels = 128 if capability == HOPPER and is_half and cout <= 64 else 64
-    if taps > 1 and dtypes.has_stream():
+    if taps > 1 and _has_float32_side(unit):
         pixels = 64
     takes_registers = _is_ragged(channels, out_channels) or (channels > 64 and capability < HOPPER)
     is_narrowing = taps > 1 and cin == 64 and cout < 64 and capability != HOPPER
@@ -131,7 +123,7 @@ def conv_forward(
     if channels > 128:  # room for the buffers of all blocks of input channels
         pixels = min(pixels, 64 if is_half else 16)
         is_small_or_masked = cout < 64 or channels % cin != 0
-        if is_half and (dtypes.x.itemsize == 4 or (capability < HOPPER and is_small_or_masked)):
+        if is_half and (unit.x_dtype.itemsize == 4 or (capability < HOPPER and is_small_or_masked)):
             pixels = 32
     stages = 1 if _is_ragged(channels, out_channels) else STAGES
     if taps == 1:
@@ -148,21 +140,21 @@ def conv_forward(
 
 
 @functools.cache
-def conv_backward(
-    capability: int, dtypes: ConvDtypes, channels: int, out_channels: int, taps: int
-) -> BackwardBlocks:
-    """Launch configurations of the backward of a convolution with `taps` positions.
+def conv_backward(capability: int, unit: Unit) -> BackwardBlocks:
+    """Launch configurations of the backward of a unit.
 
     A program that holds the weight gradients of all taps in registers has fewer pixels per tile.
     """
-    dtype = dtypes.operands
+    out_channels, channels, *kernel = unit.weight_shape
+    taps = math.prod(kernel)
+    dtype = unit.dtype
     cin = _block(channels, 64)
     cout = _block(out_channels, 128 if taps == 1 and dtype.itemsize == 2 else 64)
     weights = taps * cin * cout * triton.cdiv(out_channels, cout)
     pixels, warps = 64 if capability == HOPPER and dtype.itemsize == 2 else 32, 8
     weight_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
     stages = STAGES
-    if taps > 1 and cin * cout > 2048 and dtypes.has_stream():
+    if taps > 1 and cin * cout > 2048 and _has_float32_side(unit):
         pixels = 32
     if _is_ragged(channels, out_channels):  # no asynchronous copies of 2 bytes
         pixels, stages = 16, 1
@@ -176,7 +168,7 @@ def conv_backward(
         weight_pixels, cin, min(cout, 64), weight_warps, stages if capability < BLACKWELL else 1
     )
     if taps > 1:
-        in_one_pass = weights <= MAX_WEIGHTS_3X3 and dtypes.y.itemsize == 2
+        in_one_pass = weights <= MAX_WEIGHTS_3X3 and unit.y_dtype.itemsize == 2
         both = ConvBlocks(16, cin, cout, 2, 1, resident=4) if in_one_pass else None
         input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
         pixels = pixels if dtype.itemsize == 2 else 16
@@ -192,7 +184,7 @@ def conv_backward(
     if weights > 8192 and dtype.itemsize == 4:  # no room for two buffers of every block of dy
         stages = 1
     most_weights = 8192 if capability == HOPPER else 2048
-    if capability >= HOPPER and dtypes.y.itemsize > dtype.itemsize and weights > most_weights:
+    if capability >= HOPPER and unit.y_dtype.itemsize > dtype.itemsize and weights > most_weights:
         pixels = 16
     max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
     if cin > 16 and cout < out_channels and weights <= max_weights:

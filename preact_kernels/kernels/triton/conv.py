@@ -1,31 +1,29 @@
-"""Shared by the convolution kernels: geometry, addresses of taps, and the product of two tiles.
+"""Device functions of the convolution kernels: addresses of taps, and the product of two tiles.
 
 A convolution is a sum over taps, the positions of the kernel: for each tap, the product of a tile
 `[pixels, channels]` and the weights of that tap. Tiles are gathered from NHWC tensors by pixel
 index. Padding counts as zero after the activation.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv, Fold, Norm
-from preact_kernels.kernels.triton.batch_norm import load_folded
+from preact_kernels.kernels.contract import AffineStep, Norm, Unit
+from preact_kernels.kernels.triton.batch_norm import load_whole_gradient
 from preact_kernels.kernels.triton.launch import INTERPRETED
 
 # The interpreter multiplies bfloat16 operands incorrectly, and float32 operands correctly.
 _UPCAST = tl.constexpr(INTERPRETED)
 
-NONE: Any = None  # for fields of `Norm` and `Fold` that the kernel does not read
-# Kernels test `fold.x`, as Triton 3.6 cannot compare a tuple that holds None.
-NO_FOLD = Fold(None, NONE, Norm(NONE, NONE, NONE, None, 0.0), NONE, 0.0)
+NONE: Any = None  # for fields of `Norm` and `AffineStep` that the kernel does not read
+# Kernels test `step.x`: Triton 3.6 cannot compare a tuple with None.
+NO_STEP = AffineStep(None, NONE, Norm(NONE, NONE, NONE, None, 0.0), NONE, 0.0)
 
 
-class Geometry(NamedTuple):
+class ConvShape(NamedTuple):
     """Channels, kernel size, stride, padding and dilation: a compile-time argument of kernels."""
 
     K: int
@@ -58,18 +56,11 @@ class Sizes(NamedTuple):
     out_width: int
 
 
-class OutputGradient(NamedTuple):
-    """The gradient of a convolution's output, as kernels load it."""
-
-    dy: Tensor  # or the g of `fold`
-    fold: Fold  # or NO_FOLD
-    unfolded: Tensor | None  # where to store the gradient
-
-
-def geometry_of(weight_shape: Sequence[int], conv: Conv) -> Geometry:
-    """The geometry of a convolution with one group."""
-    fields: Any = (*weight_shape, *conv.stride, *conv.padding, *conv.dilation)
-    return Geometry(*fields)
+def conv_shape(unit: Unit) -> ConvShape:
+    """The shape of a unit's convolution, which has one group."""
+    stride, padding, dilation, _ = unit.conv
+    fields: Any = (*unit.weight_shape, *stride, *padding, *dilation)
+    return ConvShape(*fields)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -92,32 +83,32 @@ def dot(a, b, total, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def input_pixels(pixel, is_pixel, tap, sizes, GEOMETRY: tl.constexpr):
+def input_pixels(pixel, is_pixel, tap, sizes, SHAPE: tl.constexpr):
     """The pixels of x that a tap of the given output pixels reads, and which of them exist."""
-    TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
-    if TAPS * GEOMETRY.STRIDE_H * GEOMETRY.STRIDE_W == 1 and GEOMETRY.PAD_H + GEOMETRY.PAD_W == 0:
+    TAPS: tl.constexpr = SHAPE.R * SHAPE.S
+    if TAPS * SHAPE.STRIDE_H * SHAPE.STRIDE_W == 1 and SHAPE.PAD_H + SHAPE.PAD_W == 0:
         return pixel, is_pixel
     else:
         H, W, OUT_H, OUT_W = sizes.height, sizes.width, sizes.out_height, sizes.out_width
         n, h, w = pixel // (OUT_H * OUT_W), pixel // OUT_W % OUT_H, pixel % OUT_W
-        h = h * GEOMETRY.STRIDE_H - GEOMETRY.PAD_H + tap // GEOMETRY.S * GEOMETRY.DIL_H
-        w = w * GEOMETRY.STRIDE_W - GEOMETRY.PAD_W + tap % GEOMETRY.S * GEOMETRY.DIL_W
+        h = h * SHAPE.STRIDE_H - SHAPE.PAD_H + tap // SHAPE.S * SHAPE.DIL_H
+        w = w * SHAPE.STRIDE_W - SHAPE.PAD_W + tap % SHAPE.S * SHAPE.DIL_W
         return (n * H + h) * W + w, is_pixel & (h >= 0) & (h < H) & (w >= 0) & (w < W)
 
 
 @triton.jit
-def output_pixels(pixel, is_pixel, tap, sizes, GEOMETRY: tl.constexpr):
+def output_pixels(pixel, is_pixel, tap, sizes, SHAPE: tl.constexpr):
     """The output pixels whose given tap reads the given pixels of x, and which of them exist."""
-    TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
-    if TAPS * GEOMETRY.STRIDE_H * GEOMETRY.STRIDE_W == 1 and GEOMETRY.PAD_H + GEOMETRY.PAD_W == 0:
+    TAPS: tl.constexpr = SHAPE.R * SHAPE.S
+    if TAPS * SHAPE.STRIDE_H * SHAPE.STRIDE_W == 1 and SHAPE.PAD_H + SHAPE.PAD_W == 0:
         return pixel, is_pixel
     else:
         H, W, OUT_H, OUT_W = sizes.height, sizes.width, sizes.out_height, sizes.out_width
-        STRIDE_H: tl.constexpr = GEOMETRY.STRIDE_H
-        STRIDE_W: tl.constexpr = GEOMETRY.STRIDE_W
+        STRIDE_H: tl.constexpr = SHAPE.STRIDE_H
+        STRIDE_W: tl.constexpr = SHAPE.STRIDE_W
         n, h, w = pixel // (H * W), pixel // W % H, pixel % W
-        h += GEOMETRY.PAD_H - tap // GEOMETRY.S * GEOMETRY.DIL_H
-        w += GEOMETRY.PAD_W - tap % GEOMETRY.S * GEOMETRY.DIL_W
+        h += SHAPE.PAD_H - tap // SHAPE.S * SHAPE.DIL_H
+        w += SHAPE.PAD_W - tap % SHAPE.S * SHAPE.DIL_W
         exists = is_pixel & (h >= 0) & (h % STRIDE_H == 0) & (w >= 0) & (w % STRIDE_W == 0)
         h, w = h // STRIDE_H, w // STRIDE_W
         return (n * OUT_H + h) * OUT_W + w, exists & (h < OUT_H) & (w < OUT_W)
@@ -125,28 +116,26 @@ def output_pixels(pixel, is_pixel, tap, sizes, GEOMETRY: tl.constexpr):
 
 @triton.jit
 def load_weight(
-    conv_weight, tap, channel, out_channel, GEOMETRY: tl.constexpr, TRANSPOSED: tl.constexpr
+    conv_weight, tap, channel, out_channel, SHAPE: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
     """The weights `[channels, out channels]` of a tap, or their transpose.
 
     `conv_weight` is `[K, R, S, C]`.
     """
-    TAPS: tl.constexpr = GEOMETRY.R * GEOMETRY.S
+    TAPS: tl.constexpr = SHAPE.R * SHAPE.S
     if TRANSPOSED:
-        at = (out_channel[:, None] * TAPS + tap) * GEOMETRY.C + channel[None, :]
-        mask = (out_channel < GEOMETRY.K)[:, None] & (channel < GEOMETRY.C)[None, :]
+        at = (out_channel[:, None] * TAPS + tap) * SHAPE.C + channel[None, :]
+        mask = (out_channel < SHAPE.K)[:, None] & (channel < SHAPE.C)[None, :]
     else:
-        at = (out_channel[None, :] * TAPS + tap) * GEOMETRY.C + channel[:, None]
-        mask = (channel < GEOMETRY.C)[:, None] & (out_channel < GEOMETRY.K)[None, :]
+        at = (out_channel[None, :] * TAPS + tap) * SHAPE.C + channel[:, None]
+        mask = (channel < SHAPE.C)[:, None] & (out_channel < SHAPE.K)[None, :]
     return tl.load(conv_weight + at, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_output_gradient(gradient, coefficients, at, mask, IN_TRAINING: tl.constexpr):
-    """A float32 tile of an `OutputGradient`; `coefficients` are the results of `load_fold`."""
-    if gradient.fold.x is None:
-        return tl.load(gradient.dy + at, mask=mask, other=0.0).to(tl.float32)
+def load_gradient(gradient, coefficients, at, mask, IN_TRAINING: tl.constexpr):
+    """A float32 tile of a `Gradient`; `coefficients` are the results of `load_affine_step`."""
+    if gradient.step.x is None:
+        return tl.load(gradient.g + at, mask=mask, other=0.0).to(tl.float32)
     else:
-        return load_folded(
-            gradient.dy, gradient.fold, coefficients, at, mask, mask, IN_TRAINING=IN_TRAINING
-        )
+        return load_whole_gradient(gradient, coefficients, at, mask, mask, IN_TRAINING)

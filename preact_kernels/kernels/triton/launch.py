@@ -155,12 +155,12 @@ def properties(device: torch.device) -> Device:
     return Device(10 * found.major + found.minor, found.multi_processor_count)
 
 
-def device_of(x: Tensor) -> Device:
-    """Properties of the device of `x`."""
-    return properties(x.device)
+def capability_of(device: torch.device) -> int:
+    """The compute capability of a GPU: 90 for 9.0."""
+    return properties(device).capability
 
 
-def persistent_programs(x: Tensor, tiles: int, columns: int, resident: int) -> int:
+def persistent_programs(device: torch.device, tiles: int, columns: int, resident: int) -> int:
     """Number of programs that share the `tiles` of each grid column.
 
     As many as are resident on the device at once, with `resident` programs per multiprocessor. The
@@ -168,22 +168,23 @@ def persistent_programs(x: Tensor, tiles: int, columns: int, resident: int) -> i
     """
     if INTERPRETED:
         return min(tiles, _INTERPRETED_PROGRAMS)
-    return min(tiles, max(1, resident * properties(x.device).multiprocessors // columns))
+    return min(tiles, max(1, resident * properties(device).multiprocessors // columns))
 
 
 class ElementwiseLaunch(NamedTuple):
     """Launch configuration of an elementwise kernel on `[pixels, channels]`."""
 
+    device: torch.device
     pixels: int
     channels: int
     grid: tuple[int, int, int]  # a program for every tile and block of channels
     constants: dict
     num_warps: int
 
-    def persistent_grid(self, x: Tensor) -> tuple[int, int, int]:
+    def persistent_grid(self) -> tuple[int, int, int]:
         """The grid of a kernel whose programs each own several tiles."""
         tiles, columns, _ = self.grid
-        return persistent_programs(x, tiles, columns, ELEMENTWISE_RESIDENT), columns, 1
+        return persistent_programs(self.device, tiles, columns, ELEMENTWISE_RESIDENT), columns, 1
 
 
 @functools.cache
@@ -198,6 +199,7 @@ def elementwise_launch(x: Tensor) -> ElementwiseLaunch:
     pixels = x.numel() // channels
     blocks = elementwise(channels)
     return ElementwiseLaunch(
+        x.device,
         pixels,
         channels,
         (ceil_div(pixels, blocks.block_pixels), ceil_div(channels, blocks.block_channels), 1),

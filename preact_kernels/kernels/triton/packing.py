@@ -1,7 +1,7 @@
 """Weights of convolutions as kernels read them: dense in the order K, R, S, C, in one dtype.
 
 Weights that are stored so are read where they are. Others are copied, once for a run of blocks:
-those in the default layout, and float32 weights beside activations in half precision.
+those in the default layout, and float32 weights beside products in half precision.
 """
 
 import itertools

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import BatchStatistics, Output
-from preact_kernels.kernels.triton.batch_norm import pixels_of, tiles_of
+from preact_kernels.kernels.contract import Output, Statistics
+from preact_kernels.kernels.triton.batch_norm import pixel_indices, tiles_of
 from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
     launch_kernel,
@@ -44,7 +44,7 @@ def residual_add_forward_kernel(
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
-        pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
         mask = is_pixel[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
@@ -70,7 +70,7 @@ def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         sums = new_sums(y, launch.channels) if with_stats else None
         launch_kernel(
             residual_add_forward_kernel,
-            launch.persistent_grid(x),
+            launch.persistent_grid(),
             (x, branch, y, sums, launch.pixels),
             launch.constants,
             launch.num_warps,
@@ -78,4 +78,4 @@ def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         if sums is None:
             return Output(y, None)
         mean, var = finished_statistics(sums, launch.pixels)
-        return Output(y, BatchStatistics(mean[0], var[0]))
+        return Output(y, Statistics(mean[0], var[0]))

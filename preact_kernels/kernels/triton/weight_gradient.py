@@ -1,8 +1,11 @@
-"""The gradient of a convolution's weight alone, of several units at once.
+"""Backward of BN-ReLU-Conv: the gradient of the convolution's weight, for several units at once.
 
-Where a kernel that computes it together with the gradient of the input would cost more.
+Runs where computing it together with the gradient of the input would cost more.
 """
 
+import itertools
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,28 +13,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Norm
+from preact_kernels.kernels.contract import Norm, Unit
 from preact_kernels.kernels.triton.batch_norm import (
-    load_affine,
-    pixels_of,
+    load_scale,
+    pixel_indices,
     pre_activation,
     relu,
     tiles_of,
 )
-from preact_kernels.kernels.triton.conv import dot, input_pixels
+from preact_kernels.kernels.triton.configurations import ConvBlocks
+from preact_kernels.kernels.triton.conv import Sizes, conv_shape, dot, input_pixels, precision
+from preact_kernels.kernels.triton.launch import (
+    INTERPRETED,
+    PreparedLaunches,
+    ceil_div,
+    launch_kernel,
+    needs_int64,
+    persistent_programs,
+)
+
+# A program has at least so many tiles, to keep partial results small compared with the tensors that
+# are read.
+_TILES_PER_PROGRAM = 1 if INTERPRETED else 8
 
 
-class WeightUnit(NamedTuple):
-    """What the gradient of one unit's weight is computed from."""
+class WeightInputs(NamedTuple):
+    """The tensors that give the gradient of one unit's weight."""
 
-    dy: Tensor  # whole, not folded
+    dy: Tensor  # whole
     x: Tensor
     norm: Norm
 
 
 @triton.jit
 def unit_of(units, index, UNITS: tl.constexpr):
-    """dy, x, and the mean, var, weight, bias and eps of the norm, of a `WeightUnit` in a tuple."""
+    """dy, x, and the mean, var, weight, bias and eps of the norm, of one of the `WeightInputs`."""
     dy, x, norm = units[0].dy, units[0].x, units[0].norm
     mean, var, weight, bias, eps = norm.mean, norm.var, norm.weight, norm.bias, norm.eps
     for i in tl.static_range(1, UNITS):
@@ -52,26 +68,26 @@ def bn_relu_conv_backward_weight_kernel(
     partials,
     sizes,
     pixels,
-    GEOMETRY: tl.constexpr,
+    SHAPE: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCKS: tl.constexpr,
-    UNITS: tl.constexpr,
     TAPS_PER_PROGRAM: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     """dconv_weight alone, over the pixels of the output, of several units at once.
 
     `partials` is `[units, programs, R, S, K, C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks
     of output channels * blocks of input channels, units.
     """
-    C: tl.constexpr = GEOMETRY.C
-    K: tl.constexpr = GEOMETRY.K
+    C: tl.constexpr = SHAPE.C
+    K: tl.constexpr = SHAPE.K
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
-    IS_PADDED: tl.constexpr = GEOMETRY.PAD_H + GEOMETRY.PAD_W > 0
+    IS_PADDED: tl.constexpr = SHAPE.PAD_H + SHAPE.PAD_W > 0
     dy, x, mean, var, weight, bias, eps = unit_of(units, tl.program_id(2), UNITS)
     x_dtype: tl.constexpr = x.dtype.element_ty
     dtype: tl.constexpr = dy.dtype.element_ty if x_dtype == tl.float32 else x_dtype  # the narrower
@@ -83,7 +99,7 @@ def bn_relu_conv_backward_weight_kernel(
     is_out_channel = out_channel < K
     mean = tl.load(mean + channel, mask=is_channel, other=0.0)
     var = tl.load(var + channel, mask=is_channel, other=1.0)
-    _, scale, bias = load_affine(var, weight, bias, eps, channel, is_channel)
+    _, scale, bias = load_scale(var, weight, bias, eps, channel, is_channel)
     dweights = ()
     for _ in tl.static_range(TAPS_PER_PROGRAM):
         dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
@@ -93,14 +109,14 @@ def bn_relu_conv_backward_weight_kernel(
         tl.num_programs(0),
         num_stages=BLOCKS.num_stages,
     ):
-        pixel = pixels_of(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
         is_pixel = pixel < pixels
         out_mask = is_pixel[:, None] & is_out_channel[None, :]
         out_at = pixel[:, None] * K + out_channel[None, :]
         dy_tile = tl.load(dy + out_at, mask=out_mask, other=0.0).to(dtype)
         added = ()
         for tap in tl.static_range(TAPS_PER_PROGRAM):
-            in_pixel, exists = input_pixels(pixel, is_pixel, first_tap + tap, sizes, GEOMETRY)
+            in_pixel, exists = input_pixels(pixel, is_pixel, first_tap + tap, sizes, SHAPE)
             mask = exists[:, None] & is_channel[None, :]
             at = in_pixel[:, None] * C + channel[None, :]
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -110,10 +126,81 @@ def bn_relu_conv_backward_weight_kernel(
             added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
         dweights = added
     program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    own = partials + program.to(tl.int64) * (GEOMETRY.R * GEOMETRY.S * K * C)
+    own = partials + program.to(tl.int64) * (SHAPE.R * SHAPE.S * K * C)
     for tap in tl.static_range(TAPS_PER_PROGRAM):
         w_at = ((first_tap + tap) * K + out_channel[:, None]) * C + channel[None, :]
         tl.store(own + w_at, dweights[tap], mask=is_out_channel[:, None] & is_channel[None, :])
+
+
+class WeightGradientLaunch:
+    """Partial gradients of the weights for inputs of one shape, which may be called often.
+
+    A program owns every `programs`-th tile of some taps and a block of either channels, of one
+    unit.
+
+    Args:
+        unit: its convolution has one group.
+        x_shape: shape of the input.
+        blocks: of the kernel.
+        prepared: see `launch_kernel`; {} if all tensors of all calls are aligned.
+
+    Attributes:
+        unit: as given.
+        programs: partial results for each unit.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        x_shape: Sequence[int],
+        blocks: ConvBlocks,
+        prepared: PreparedLaunches | None = None,
+    ) -> None:
+        self.unit, self._prepared = unit, prepared
+        shape = conv_shape(unit)
+        y_shape = unit.conv.output_shape(x_shape, unit.weight_shape)
+        x_size, y_size = math.prod(x_shape), math.prod(y_shape)
+        self._sizes = Sizes(*x_shape[2:], *y_shape[2:])
+        self._pixels = y_size // shape.K
+        taps_per_program = shape.S if shape.S <= 3 else 1  # a row, if registers hold it
+        self._columns = (
+            shape.R
+            * shape.S
+            // taps_per_program
+            * ceil_div(shape.C, blocks.block_cin)
+            * ceil_div(shape.K, blocks.block_cout)
+        )
+        tiles = ceil_div(self._pixels, blocks.block_pixels)
+        read_bytes = x_size * unit.x_dtype.itemsize + y_size * unit.y_dtype.itemsize
+        self.programs = min(
+            persistent_programs(unit.device, tiles, self._columns, blocks.resident),
+            ceil_div(tiles, _TILES_PER_PROGRAM),
+            max(1, read_bytes // (4 * math.prod(unit.weight_shape))),
+        )
+        self._num_warps = blocks.num_warps
+        self._constants = {
+            "SHAPE": shape,
+            "INT64": needs_int64(x_size, y_size),
+            "PRECISION": precision(unit.dtype),
+            "BLOCKS": blocks,
+            "TAPS_PER_PROGRAM": taps_per_program,
+        }
+
+    def __call__(self, units: Sequence[WeightInputs], partials: Tensor, slots: int = 1) -> None:
+        """Stores partial gradients of the weights `[units, programs, R, S, K, C]`.
+
+        `slots` is at least the number of units: launches of as many share a kernel.
+        """
+        filled = *units, *itertools.repeat(units[0], slots - len(units))
+        launch_kernel(
+            bn_relu_conv_backward_weight_kernel,
+            (self.programs, self._columns, len(units)),
+            (filled, partials, self._sizes, self._pixels),
+            {**self._constants, "UNITS": slots},
+            self._num_warps,
+            self._prepared,
+            slots,
+        )
 
 
 def new_weight_gradients(conv_weight: Tensor, units: int) -> Tensor:

@@ -28,13 +28,13 @@ struct StatisticsMemory {
 };
 
 template <int kWidth>
-struct Statistics {
+struct GridStatistics {
   float pivot[kWidth];
   double sums[2 * kWidth];
 
   // value(to, at) reads the thread's channels of the pixel that begins at element `at`.
   template <class Thread, class Value>
-  __device__ Statistics(const Thread& thread, const Value& value) {
+  __device__ GridStatistics(const Thread& thread, const Value& value) {
     constexpr int kSamples = 8;
     const int64_t step = thread.of.pixels / kSamples * thread.of.channels;
     float total[kWidth] = {}, sample[kWidth];

@@ -1,4 +1,4 @@
-// What the launches of a run of units share.
+// What the launches of one native call share.
 #pragma once
 
 #include <vector>
@@ -9,22 +9,22 @@
 
 namespace preact_kernels {
 
-// A weight gradient that is computed apart from that of the input, with others of the run.
+// A weight gradient that is computed apart from that of the input, with others of the call.
 struct PostponedWeightGradient {
-  Conv conv;
+  ConvSizes conv;
   ConvDtypes dtypes;
   cuda::BnReluConvBackward params;  // without partials
   std::vector<Tensor> owners;       // of the memory that they point to
-  int64_t bytes;                    // of owners that nothing but the run keeps
+  int64_t bytes;                    // of owners that only the workspace keeps
   Tensor conv_weight;               // the gradient
 };
 
-struct Run {
+struct Workspace {
   ScalarType dtype;                  // of the convolutions' operands
   std::vector<const void*> weights;  // of each unit, [K][taps][C] in that dtype
   std::vector<Tensor> owners;        // of that memory and of the sums
   Accumulators sums;                 // of all units
-  // Whether the last launch on the stream is a kernel of this run that calls
+  // Whether the last launch on the stream is a kernel of this call that calls
   // `wait_for_predecessors`, so that weights were packed and sums zeroed before it began.
   bool has_launched = false;
   std::vector<cuda::WeightGradientPartials> partials;  // not added up yet
@@ -39,11 +39,11 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks,
                          cuda::WeightGradientPartials& partials);
 
 // Keeps partial weight gradients, which `memory` owns, until there are enough to add up.
-void keep_partials(Run& run, const cuda::WeightGradientPartials& partials, const Tensor& memory,
-                   cudaStream_t stream);
+void keep_partials(Workspace& workspace, const cuda::WeightGradientPartials& partials,
+                   const Tensor& memory, cudaStream_t stream);
 
 // Keeps what a weight gradient is computed from until there are enough for a launch, or too much
 // memory waits.
-void postpone(Run& run, const PostponedWeightGradient& postponed, cudaStream_t stream);
+void postpone(Workspace& workspace, const PostponedWeightGradient& postponed, cudaStream_t stream);
 
 }  // namespace preact_kernels

@@ -1,18 +1,18 @@
-"""Runs the blocks of a stage, or one block, as one autograd node."""
+"""Fused blocks, given as modules, as one autograd node."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from preact_kernels.modules.batch_norm import batch_norm_arguments, process_group
+from preact_kernels.modules.conv import conv_arguments
 from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
-from preact_kernels.ops.bn_relu_conv import ConvArguments
+from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
-from preact_kernels.ops.run_blocks import BlockArguments
-from preact_kernels.ops.run_blocks import run_blocks as run_blocks_of
+from preact_kernels.ops.preact_stage import preact_stage
 
 
 class Block(Protocol):
@@ -45,25 +45,25 @@ def _weight_dtype(block: Block) -> torch.dtype:
     return next(iter(block.units()))[1].weight.dtype
 
 
-def run_stage(
+def apply_blocks(
     blocks: Iterable[Any], is_fusable: Callable[[Any], bool], x: Tensor, memory: MemoryMode
 ) -> Tensor:
-    """Runs fusable blocks in a row as one autograd node, and calls the others."""
-    run: list[Block] = []
+    """Runs consecutive fusable blocks as one autograd node, and calls the others."""
+    fusable: list[Block] = []
     for block in blocks:
         if is_fusable(block):
-            run.append(block)
+            fusable.append(block)
             continue
-        x = block(run_blocks(run, x, memory) if run else x)
-        run = []
-    return run_blocks(run, x, memory) if run else x
+        x = block(fused_blocks(fusable, x, memory) if fusable else x)
+        fusable = []
+    return fused_blocks(fusable, x, memory) if fusable else x
 
 
-def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
+def fused_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
     """Runs fusable blocks on `x`, and updates their running statistics once.
 
     Args:
-        blocks: of one residual dtype; `is_fusable()` holds for each.
+        blocks: blocks with one residual dtype; `is_fusable()` holds for each.
         x: `[N, C, H, W]`, any strides.
         memory: what is saved for backward.
 
@@ -76,37 +76,23 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -
         dtype = dtype if is_autocast(x) else _weight_dtype(blocks[0])
         x = in_stream(blocks[0], x)
     elif x.dtype != dtype:  # autocast: plain until a projection has rounded the stream
-        for index, block in enumerate(blocks):
-            if x.dtype == dtype and x.numel():
-                return run_blocks(blocks[index:], x, memory)
-            x = block.plain_forward(x)
-        return x
-    if x.numel() == 0 and not any(process_group(bn) for b in blocks for bn, _ in b.units()):
+        blocks = list(blocks)
+        while blocks and (x.dtype != dtype or x.numel() == 0):
+            x = blocks.pop(0).plain_forward(x)
+        if not blocks:
+            return x
+    arguments = [_arguments(b, dtype != x.dtype) for b in blocks]
+    norms = [bn for b in blocks for bn, _ in b.units()]
+    if x.numel() == 0 and not any(process_group(bn) for bn in norms):
         for block in blocks:
             x = block.plain_forward(x)
         return x
-
-    is_widened = dtype != x.dtype
-    norms = [bn for b in blocks for bn, _ in b.units()]
     repeats_norms = len(set(map(id, norms))) < len(norms)
-    arguments = [_arguments(b, is_widened) for b in blocks]
-    return run_blocks_of(arguments, x, dtype, memory, repeats_norms)
+    return preact_stage(arguments, x, dtype, memory, repeats_norms)
 
 
-def _arguments(block: Block, is_widened: bool) -> BlockArguments:
-    units = [(batch_norm_arguments(bn, is_widened), conv_arguments(c)) for bn, c in block.units()]
+def _arguments(block: Block, upcasts: bool) -> BlockArguments:
+    units = [(batch_norm_arguments(bn, upcasts), conv_arguments(c)) for bn, c in block.units()]
     projection = block.projection()
     shortcut = None if projection is None else conv_arguments(projection)
     return BlockArguments(units, shortcut, block.is_residual)
-
-
-def conv_arguments(conv: nn.Conv2d) -> ConvArguments:
-    """The arguments of a child's call."""
-    return ConvArguments(
-        conv.weight,
-        conv.bias,
-        cast(Any, conv.stride),
-        cast(Any, conv.padding),
-        cast(Any, conv.dilation),
-        conv.groups,
-    )

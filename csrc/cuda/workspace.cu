@@ -1,7 +1,7 @@
-// Begins and ends a run of units: packs weights, allocates sums, and stores results in float32.
+// The workspace of a native call: packs weights, allocates sums, and stores results in float32.
 
 #include "conv_launch.cuh"
-#include "run.cuh"
+#include "workspace.cuh"
 
 namespace preact_kernels {
 namespace cuda {
@@ -107,16 +107,16 @@ void launch_pack_weights(const std::vector<UnpackedWeight>& weights, size_t begi
 }
 
 template <class T>
-void pack_weights(Run& run, const Tensor& like, const std::vector<Tensor>& conv_weights,
+void pack_weights(Workspace& workspace, const Tensor& like, const std::vector<Tensor>& conv_weights,
                   cudaStream_t stream) {
   std::vector<UnpackedWeight> unpacked;
   std::vector<size_t> places;
   int64_t bytes = 0;
   for (const Tensor& weight : conv_weights) {
-    run.weights.push_back(weight.const_data_ptr());
-    if (is_packed(weight, run.dtype)) continue;
+    workspace.weights.push_back(weight.const_data_ptr());
+    if (is_packed(weight, workspace.dtype)) continue;
     const auto size = weight.sizes(), stride = weight.strides();
-    places.push_back(run.weights.size() - 1);
+    places.push_back(workspace.weights.size() - 1);
     // Channels are multiples of 16, so that each begins at a multiple of 16 bytes.
     unpacked.push_back({weight.const_data_ptr(), reinterpret_cast<void*>(bytes), stride[0],
                         stride[1], stride[2], stride[3], int(weight.numel()), int(size[1]),
@@ -125,11 +125,11 @@ void pack_weights(Run& run, const Tensor& like, const std::vector<Tensor>& conv_
     bytes += weight.numel() * int64_t(sizeof(T));
   }
   if (unpacked.empty()) return;
-  run.owners.push_back(empty_bytes(like, bytes));
-  char* memory = mutable_data<char>(run.owners.back());
+  workspace.owners.push_back(empty_bytes(like, bytes));
+  char* memory = mutable_data<char>(workspace.owners.back());
   for (size_t i = 0; i < unpacked.size(); ++i) {
     unpacked[i].to = memory + reinterpret_cast<intptr_t>(unpacked[i].to);
-    run.weights[places[i]] = unpacked[i].to;
+    workspace.weights[places[i]] = unpacked[i].to;
   }
   constexpr int kFew = 8;
   for (size_t i = 0; i < unpacked.size(); i += kMostPacked) {
@@ -142,47 +142,48 @@ void pack_weights(Run& run, const Tensor& like, const std::vector<Tensor>& conv_
   }
 }
 
-// Stores `sums`, which may be none, and the weight gradients of run.partials.
-void launch_finish_gradients(Run& run, const Tensor* sums, cudaStream_t stream) {
+// Stores `sums`, which may be none, and the weight gradients of workspace.partials.
+void launch_finish_gradients(Workspace& workspace, const Tensor* sums, cudaStream_t stream) {
   size_t next = 0;
   do {
-    FinishGradientsParams params{run.sums, nullptr, 0};
+    FinishGradientsParams params{workspace.sums, nullptr, 0};
     if (sums != nullptr) {
       params.sums = mutable_data<float>(*sums), params.values = int(sums->numel());
       sums = nullptr;
     }
     int width = 0, rows = 0;
-    for (; rows < kMostWeightGradients && next < run.partials.size(); ++rows, ++next) {
-      params.partials[rows] = run.partials[next];
-      width = std::max(width, run.partials[next].values());
+    for (; rows < kMostWeightGradients && next < workspace.partials.size(); ++rows, ++next) {
+      params.partials[rows] = workspace.partials[next];
+      width = std::max(width, workspace.partials[next].values());
     }
     if (params.values == 0 && rows == 0) return;
     rows = std::max(rows, 1);
     const int blocks =
         std::max((params.values + kThreads - 1) / kThreads,
                  std::min((width + 31) / 32, (multiprocessors() + rows - 1) / rows * 2));
-    for_dtype(run.dtype, [&](auto value) {
+    for_dtype(workspace.dtype, [&](auto value) {
       launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
              dim3(std::max(blocks, 1), rows), kThreads, kPartialsBytes, stream, params,
-             run.has_launched);
+             workspace.has_launched);
     });
-    run.has_launched = true;
-  } while (next < run.partials.size());
-  run.partials.clear(), run.partials_owners.clear();
-  run.partials_bytes = 0;
+    workspace.has_launched = true;
+  } while (next < workspace.partials.size());
+  workspace.partials.clear(), workspace.partials_owners.clear();
+  workspace.partials_bytes = 0;
 }
 
-// Launches the kernels of the postponed weight gradients, whose blocks' parts join run.partials.
-void launch_postponed(Run& run, cudaStream_t stream) {
-  std::vector<bool> is_launched(run.postponed.size());
-  for (size_t i = 0; i < run.postponed.size(); ++i) {
+// Launches the kernels of the postponed weight gradients, whose blocks' parts join
+// workspace.partials.
+void launch_postponed(Workspace& workspace, cudaStream_t stream) {
+  std::vector<bool> is_launched(workspace.postponed.size());
+  for (size_t i = 0; i < workspace.postponed.size(); ++i) {
     if (is_launched[i]) continue;
-    const Conv conv = run.postponed[i].conv;
-    const ConvDtypes dtypes = run.postponed[i].dtypes;
+    const ConvSizes conv = workspace.postponed[i].conv;
+    const ConvDtypes dtypes = workspace.postponed[i].dtypes;
     std::vector<const PostponedWeightGradient*> same;
     int tensors = 0;
-    for (size_t j = i; j < run.postponed.size(); ++j) {
-      const PostponedWeightGradient& other = run.postponed[j];
+    for (size_t j = i; j < workspace.postponed.size(); ++j) {
+      const PostponedWeightGradient& other = workspace.postponed[j];
       if (other.conv.in_channels != conv.in_channels ||
           other.conv.out_channels != conv.out_channels || other.conv.taps() != conv.taps() ||
           other.dtypes.x != dtypes.x || other.dtypes.y != dtypes.y) {
@@ -202,45 +203,45 @@ void launch_postponed(Run& run, cudaStream_t stream) {
         gradients.of[j] = same[j]->params;
         gradients.of[j].grid = plan.grid;
         gradients.of[j].partials = mutable_data<float>(memory);
-        run.partials.push_back(partials);
-        run.partials_owners.push_back(memory);
+        workspace.partials.push_back(partials);
+        workspace.partials_owners.push_back(memory);
       }
-      gradients.of[0].is_dependent = run.has_launched;
+      gradients.of[0].is_dependent = workspace.has_launched;
       launch_bn_relu_conv_weight_gradients<Types>(conv, plan, gradients, int(same.size()), stream);
     });
-    run.has_launched = true;
+    workspace.has_launched = true;
   }
-  run.postponed.clear();
-  run.postponed_bytes = 0;
+  workspace.postponed.clear();
+  workspace.postponed_bytes = 0;
 }
 
 }  // namespace
 
-std::shared_ptr<Run> begin_run(const Tensor& like, ScalarType dtype,
-                               const std::vector<Tensor>& conv_weights, int64_t sums) {
-  auto run = std::make_shared<Run>();
-  run->dtype = dtype;
+std::shared_ptr<Workspace> new_workspace(const Tensor& like, ScalarType dtype,
+                                         const std::vector<Tensor>& conv_weights, int64_t sums) {
+  auto workspace = std::make_shared<Workspace>();
+  workspace->dtype = dtype;
   const OnDeviceOf on(like);
   if (sums > 0) {
     const int64_t bytes = sums * kSumWords * int64_t(sizeof(uint64_t));
-    run->owners.push_back(empty_bytes(like, bytes));
-    uint64_t* words = mutable_data<uint64_t>(run->owners.back());
+    workspace->owners.push_back(empty_bytes(like, bytes));
+    uint64_t* words = mutable_data<uint64_t>(workspace->owners.back());
     fill_zeros(words, bytes, on.stream);
-    run->sums = {words, 0, sums};
+    workspace->sums = {words, 0, sums};
   }
   for_dtype(dtype, [&](auto value) {
-    pack_weights<decltype(value)>(*run, like, conv_weights, on.stream);
+    pack_weights<decltype(value)>(*workspace, like, conv_weights, on.stream);
   });
-  return run;
+  return workspace;
 }
 
-Accumulators sums_of(const Run& run) { return run.sums; }
+Accumulators sums_of(const Workspace& workspace) { return workspace.sums; }
 
-void finish_statistics(Run& run, const Tensor& mean, const Tensor& var, int64_t count) {
+void finish_statistics(Workspace& workspace, const Tensor& mean, const Tensor& var, int64_t count) {
   const int channels = static_cast<int>(mean.numel());
   if (channels == 0) return;
   const OnDeviceOf on(mean);
-  const FinishStatisticsParams params{{run.sums.words, channels, run.sums.stride},
+  const FinishStatisticsParams params{{workspace.sums.words, channels, workspace.sums.stride},
                                       mutable_data<float>(mean),
                                       mutable_data<float>(var),
                                       channels,
@@ -267,36 +268,36 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks, WeightGradientPa
   return memory;
 }
 
-// The most that a run keeps of partial sums of one-pass kernels, and of what postponed weight
+// The most that a workspace keeps of partial sums of one-pass kernels, and of what postponed weight
 // gradients read. Partial sums of the latter are added up as soon as they are computed.
 constexpr int64_t kMostBytes = 64 << 20;
 
-void keep_partials(Run& run, const WeightGradientPartials& partials, const Tensor& memory,
-                   cudaStream_t stream) {
-  run.partials.push_back(partials);
-  run.partials_owners.push_back(memory);
-  run.partials_bytes += memory.numel();
-  if (run.partials.size() == kMostWeightGradients || run.partials_bytes >= kMostBytes) {
-    launch_finish_gradients(run, nullptr, stream);
+void keep_partials(Workspace& workspace, const WeightGradientPartials& partials,
+                   const Tensor& memory, cudaStream_t stream) {
+  workspace.partials.push_back(partials);
+  workspace.partials_owners.push_back(memory);
+  workspace.partials_bytes += memory.numel();
+  if (workspace.partials.size() == kMostWeightGradients || workspace.partials_bytes >= kMostBytes) {
+    launch_finish_gradients(workspace, nullptr, stream);
   }
 }
 
-void postpone(Run& run, const PostponedWeightGradient& postponed, cudaStream_t stream) {
+void postpone(Workspace& workspace, const PostponedWeightGradient& postponed, cudaStream_t stream) {
   // Of 16 bottlenecks: for each of their convolutions 16 x 8 blocks or more are launched at once,
   // about as many as the 132 multiprocessors of an H100.
   constexpr size_t kEnough = 48;
   static_assert(kEnough <= kMostWeightGradients);
-  run.postponed.push_back(postponed);
-  run.postponed_bytes += postponed.bytes;
-  if (run.postponed.size() < kEnough && run.postponed_bytes < kMostBytes) return;
-  launch_postponed(run, stream);
-  launch_finish_gradients(run, nullptr, stream);
+  workspace.postponed.push_back(postponed);
+  workspace.postponed_bytes += postponed.bytes;
+  if (workspace.postponed.size() < kEnough && workspace.postponed_bytes < kMostBytes) return;
+  launch_postponed(workspace, stream);
+  launch_finish_gradients(workspace, nullptr, stream);
 }
 
-void finish_gradients(Run& run, const Tensor& like, const Tensor& sums) {
+void finish_gradients(Workspace& workspace, const Tensor& like, const Tensor& sums) {
   const OnDeviceOf on(like);
-  launch_postponed(run, on.stream);
-  launch_finish_gradients(run, &sums, on.stream);
+  launch_postponed(workspace, on.stream);
+  launch_finish_gradients(workspace, &sums, on.stream);
 }
 
 }  // namespace preact_kernels

@@ -1,0 +1,180 @@
+// Residual blocks in a row with identity shortcuts, in one native call.
+#pragma once
+
+#include "bn_relu.h"
+#include "bn_relu_conv.h"
+
+namespace preact_kernels {
+
+// A run of blocks, as kernels/contract.py describes it; every list has an entry for each unit.
+struct BlockRun {
+  const std::vector<Tensor>&bn_weights, &bn_biases, &conv_weights;
+  const std::vector<Tensor>&means, &variances;  // or those of x alone, or none
+  const std::vector<double>& eps;
+  size_t units_per_block;
+  ScalarType dtype;  // of products
+
+  size_t units() const { return eps.size(); }
+  bool starts_block(size_t i) const { return i % units_per_block == 0; }
+  bool ends_block(size_t i) const { return (i + 1) % units_per_block == 0; }
+
+  Norm norm(size_t i, const Tensor& mean, const Tensor& var) const {
+    return {mean, var, bn_weights[i], bn_biases[i], eps[i]};
+  }
+
+  // The unit at place i. `stream` is the dtype of the inputs and outputs of blocks.
+  Unit unit(size_t i, const Tensor& weight, const Activation& size, ScalarType stream,
+            const Tensor& like) const {
+    const ConvDtypes dtypes{dtype, starts_block(i) ? stream : dtype,
+                            ends_block(i) ? stream : dtype};
+    return {check_conv(size, weight, {}, dtypes, like), dtypes, i};
+  }
+};
+
+inline void check_count(const char* name, const std::vector<Tensor>& tensors, size_t expected) {
+  STD_TORCH_CHECK(tensors.size() == expected, name, ": expected ", expected, " tensors, got ",
+                  tensors.size());
+}
+
+inline void check_run(const BlockRun& run) {
+  STD_TORCH_CHECK(
+      run.units_per_block > 0 && run.units() > 0 && run.units() % run.units_per_block == 0,
+      "eps: expected whole blocks of ", run.units_per_block, " units, got ", run.units());
+  check_count("bn_weights", run.bn_weights, run.units());
+  check_count("bn_biases", run.bn_biases, run.units());
+  check_count("conv_weights", run.conv_weights, run.units());
+  check_count("variances", run.variances, run.means.size());
+}
+
+// Returns y, its mean and var (without values unless `with_stats`); the means and the variances of
+// all units, unless all were given; the inputs of the first units of blocks where
+// `keep_block_inputs`, and of other units where `keep_unit_inputs`. Statistics that were not given
+// are those of the batch.
+inline std::vector<Tensor> block_run_forward(const Tensor& x, const BlockRun& run, bool with_stats,
+                                             bool keep_block_inputs, bool keep_unit_inputs) {
+  Activation size = check_activation("x", x);  // before memory on its device is written
+  check_run(run);
+  const bool are_given = run.means.size() == run.units();
+  if (!are_given && !run.means.empty()) check_count("means", run.means, 1);
+  Statistics statistics;
+  if (!run.means.empty()) {
+    statistics = {run.means[0], run.variances[0]};
+  } else {
+    std::tie(statistics.mean, statistics.var) = bn_stats(x);
+  }
+  std::vector<Unit> units;
+  for (size_t i = 0; i < run.units(); ++i) {
+    units.push_back(run.unit(i, run.conv_weights[i], size, x.scalar_type(), x));
+    size = units[i].conv.output();
+  }
+  std::vector<bool> are_wanted(run.units(), !are_given);
+  are_wanted.back() = with_stats;
+  RunStatistics results(x, units, run.conv_weights, are_wanted);
+  std::vector<Tensor> means, variances, inputs;
+  Tensor h = x, shortcut = x;
+  for (size_t i = 0; i < run.units(); ++i) {
+    if (run.starts_block(i)) shortcut = h;
+    if (run.starts_block(i) ? keep_block_inputs : keep_unit_inputs) inputs.push_back(h);
+    if (are_given) {
+      statistics = {run.means[i], run.variances[i]};
+    } else {
+      means.push_back(statistics.mean);
+      variances.push_back(statistics.var);
+    }
+    Norm norm = run.norm(i, statistics.mean, statistics.var);
+    norm.moments = statistics.moments;
+    const Epilogue epilogue{std::nullopt,
+                            run.ends_block(i) ? std::optional(shortcut) : std::nullopt};
+    h = bn_relu_conv_forward(units[i], {h, norm, run.conv_weights[i]}, epilogue,
+                             results.of_outputs[i]);
+    statistics = results.of_outputs[i];
+  }
+  results.finish();
+  std::vector<Tensor> found{h, statistics.mean, statistics.var};
+  for (const auto& list : {means, variances, inputs}) {
+    found.insert(found.end(), list.begin(), list.end());
+  }
+  return found;
+}
+
+// What a backward reads of the forward.
+struct BlockRunInputs {
+  // Of all units; where blocks are rebuilt, of all but the first of each.
+  const std::vector<Tensor>& of_units;
+  const std::optional<Tensor>& y;      // the output: each block's input is rebuilt as y - F(x)
+  const std::vector<Tensor>& negated;  // with y: the last weight of each block, times -1
+};
+
+// Returns g of the first unit, and dy of the first block, which is the gradient of its shortcut;
+// the input of the first block; dconv_weight of all units; and their sums.
+inline std::vector<Tensor> block_run_backward(Gradient gradient, const BlockRun& run,
+                                              const BlockRunInputs& given, double inv_count) {
+  check_run(run);
+  const std::vector<Tensor>& inputs = given.of_units;
+  const size_t blocks = run.units() / run.units_per_block;
+  const bool rebuilds = given.y.has_value();
+  size_t left = run.units() - (rebuilds ? blocks : 0);  // of `inputs`
+  STD_TORCH_CHECK(left > 0, "y: expected none beside blocks of one unit");
+  check_count("inputs", inputs, left);
+  check_count("negated", given.negated, rebuilds ? blocks : 0);
+  check_count("means", run.means, run.units());
+  const Tensor dy = gradient.g;
+  const ScalarType stream = gradient.dtype();
+  Activation size = check_activation("g", dy);
+  std::vector<Tensor> weights = run.conv_weights;
+  weights.insert(weights.end(), given.negated.begin(), given.negated.end());
+  std::vector<Unit> units;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const bool is_negated = i >= run.units();
+    const size_t place = is_negated ? (i - run.units() + 1) * run.units_per_block - 1 : i;
+    STD_TORCH_CHECK(weights[i].dim() == 4, "conv_weight: expected 4 dimensions [K, C, R, S]");
+    size.channels = weights[i].sizes()[1];
+    units.push_back(run.unit(place, weights[i], size, stream, dy));
+    units[i].weight = i;
+  }
+  const std::vector<Wanted> wanted(run.units(), {true, true, false});
+  RunGradients results(dy, units, weights, wanted);
+  std::vector<Tensor> found(3);
+  for (const UnitGradients& unit : results.of_units) found.push_back(unit.conv_weight);
+  for (const UnitGradients& unit : results.of_units) found.push_back(unit.sums);
+  const Statistics no_statistics = new_statistics(dy, false, 0);
+  Tensor block_dy = dy, x = given.y.value_or(inputs[0]);
+  for (size_t i = run.units(); i-- > 0;) {
+    const bool starts_block = run.starts_block(i), ends_block = run.ends_block(i);
+    const Norm norm = run.norm(i, run.means[i], run.variances[i]);
+    if (ends_block && rebuilds) {  // x is the output of this block
+      const size_t negated = run.units() + i / run.units_per_block;
+      x = bn_relu_conv_forward(units[negated], {inputs[left - 1], norm, weights[negated]},
+                               {std::nullopt, x}, no_statistics);
+    }
+    const Tensor h = starts_block && rebuilds ? x : inputs[--left];
+    units[i].is_x_rebuilt = starts_block && rebuilds;
+    UnitGradients& unit = results.of_units[i];
+    unit.wanted.dy = ends_block && gradient.step.has_value();
+    const bool is_recomputed = starts_block && i > 0 && !ends_block &&
+                               recomputes_g(units[i - 1], units[i], inputs[left - 1]);
+    unit.wanted.stores_g = !is_recomputed;
+    bn_relu_conv_backward(units[i], gradient, {h, norm, weights[i]}, unit);
+    if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : gradient.g;
+    if (is_recomputed) {
+      gradient.recomputed = {*gradient.step, *norm.bias, i};
+    } else {
+      gradient.g = *unit.g;
+      gradient.recomputed = std::nullopt;
+    }
+    gradient.step = {starts_block ? std::optional(block_dy) : std::nullopt,
+                     h,
+                     {norm.mean, norm.var, norm.weight, std::nullopt, norm.eps},
+                     unit.sums,
+                     inv_count,
+                     unit.accumulated};
+    unit.g = unit.dy = std::nullopt;
+  }
+  results.finish(dy);
+  found[0] = gradient.g;
+  found[1] = block_dy;
+  found[2] = rebuilds ? x : inputs[0];
+  return found;
+}
+
+}  // namespace preact_kernels

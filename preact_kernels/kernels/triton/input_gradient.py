@@ -1,0 +1,297 @@
+"""Backward of BN-ReLU-Conv: the gradient of the input behind the ReLU mask.
+
+Recomputes the activation from x. May compute the gradient of the convolution's weight in the same
+pass.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preact_kernels.kernels.contract import Gradient, Inputs, Unit
+from preact_kernels.kernels.triton.batch_norm import (
+    load_affine_step,
+    load_norm,
+    pixel_indices,
+    pre_activation,
+    relu,
+    tiles_of,
+)
+from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
+from preact_kernels.kernels.triton.configurations import ConvBlocks
+from preact_kernels.kernels.triton.conv import (
+    NO_STEP,
+    Sizes,
+    conv_shape,
+    dot,
+    load_gradient,
+    load_weight,
+    output_pixels,
+    precision,
+)
+from preact_kernels.kernels.triton.launch import (
+    PreparedLaunches,
+    ceil_div,
+    launch_kernel,
+    needs_int64,
+    persistent_programs,
+)
+from preact_kernels.kernels.triton.reduction import add_two_sums, column_sums
+
+
+@triton.jit
+def load_tap(
+    tap,
+    out_channel,
+    dy,
+    whole,
+    coefficients,
+    tile_pixels,
+    sizes,
+    dtype: tl.constexpr,
+    SHAPE: tl.constexpr,
+    IN_TRAINING: tl.constexpr,
+):
+    """The output's gradient, `[pixels, out channels]`, that a tap passes to x; rounded to `dtype`.
+
+    `tile_pixels` are pixels of x, and which of them exist. The second result says to which of them
+    the tap passes a gradient: no pixel of the padding may meet an infinite activation. The middle
+    tap stores the tile in `whole` unless None: it reads each output pixel once.
+    """
+    pixel, is_pixel = tile_pixels
+    out_pixel, exists = output_pixels(pixel, is_pixel, tap, sizes, SHAPE)
+    is_out_channel = out_channel < SHAPE.K
+    mask = exists[:, None] & is_out_channel[None, :]
+    at = out_pixel[:, None] * SHAPE.K + out_channel[None, :]
+    tile = load_gradient(dy, coefficients, at, mask, IN_TRAINING)
+    if whole is not None:
+        is_own = (tap == SHAPE.R * SHAPE.S // 2) & (tl.program_id(1) == 0)
+        tl.store(whole + at, tile.to(whole.dtype.element_ty), mask=mask & is_own)
+    return tile.to(dtype), exists
+
+
+@triton.jit(do_not_specialize=["pixels"])
+def bn_relu_conv_backward_kernel(
+    dy,
+    whole,
+    x,
+    norm,
+    conv_weight,
+    g,
+    sums,
+    partials,
+    sizes,
+    pixels,
+    SHAPE: tl.constexpr,
+    INT64: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    IN_TRAINING: tl.constexpr,
+):
+    """g `[pixels, C]` = conv_transpose(dy) * [p > 0], its sums, and dconv_weight.
+
+    `dy` is a `Gradient`; `whole` receives the whole dy unless None. `partials` is
+    `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone. Grid: programs,
+    blocks of input channels.
+    """
+    dtype: tl.constexpr = conv_weight.dtype.element_ty
+    C: tl.constexpr = SHAPE.C
+    K: tl.constexpr = SHAPE.K
+    TAPS: tl.constexpr = SHAPE.R * SHAPE.S
+    WITH_WEIGHT: tl.constexpr = partials is not None
+    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
+    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
+    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
+    COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
+    channel = tl.program_id(1) * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+    is_channel = channel < C
+    mean, rstd, scale, bias = load_norm(norm, channel, C)
+    steps = ()
+    for block in tl.static_range(COUT_BLOCKS):
+        first = block * BLOCK_COUT
+        steps = steps + (load_affine_step(dy.step, first + tl.arange(0, BLOCK_COUT), K),)
+    sum_g = tl.zeros([BLOCK_CIN], tl.float32)
+    sum_g_x = tl.zeros([BLOCK_CIN], tl.float32)
+    dweights = ()
+    if WITH_WEIGHT:
+        for _ in tl.static_range(TAPS * COUT_BLOCKS):
+            dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
+    for tile in tl.range(
+        tl.program_id(0),
+        tiles_of(pixels, BLOCK_PIXELS),
+        tl.num_programs(0),
+        num_stages=BLOCKS.num_stages,
+    ):
+        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        is_pixel = pixel < pixels
+        tile_pixels = (pixel, is_pixel)
+        mask = is_pixel[:, None] & is_channel[None, :]
+        at = pixel[:, None] * C + channel[None, :]
+        x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
+        a = tl.where(mask, relu(p), 0.0)
+        da = tl.zeros([BLOCK_PIXELS, BLOCK_CIN], tl.float32)
+        if WITH_WEIGHT:  # one accumulator per tap, so the loop over taps is unrolled
+            added = ()
+            for tap in tl.static_range(TAPS):
+                for block in tl.static_range(COUT_BLOCKS):
+                    out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+                    dy_tile, exists = load_tap(
+                        tap,
+                        out_channel,
+                        dy,
+                        whole,
+                        steps[block],
+                        tile_pixels,
+                        sizes,
+                        dtype,
+                        SHAPE,
+                        IN_TRAINING,
+                    )
+                    weight = load_weight(
+                        conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
+                    )
+                    da = dot(dy_tile, weight, da, dtype, PRECISION)
+                    dweight = dweights[tap * COUT_BLOCKS + block]
+                    tap_a = tl.where(exists[:, None], a, 0.0) if TAPS > 1 else a
+                    added = added + (dot(tl.trans(dy_tile), tap_a, dweight, dtype, PRECISION),)
+            dweights = added
+        else:
+            for tap in tl.range(TAPS, num_stages=BLOCKS.num_tap_stages):
+                for block in tl.static_range(COUT_BLOCKS):
+                    out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+                    dy_tile, _ = load_tap(
+                        tap,
+                        out_channel,
+                        dy,
+                        whole,
+                        steps[block],
+                        tile_pixels,
+                        sizes,
+                        dtype,
+                        SHAPE,
+                        IN_TRAINING,
+                    )
+                    weight = load_weight(
+                        conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
+                    )
+                    da = dot(dy_tile, weight, da, dtype, PRECISION)
+        g_tile = tl.where((p <= 0) | ~mask, 0.0, da).to(dtype)
+        tl.store(g + at, g_tile, mask=mask)
+        g_tile = g_tile.to(tl.float32)
+        sum_g += column_sums(g_tile)
+        sum_g_x += column_sums(tl.where(mask, g_tile * (x_tile - mean[None, :]), 0.0))
+    add_two_sums(sum_g, sum_g_x * rstd, sums, channel, is_channel, C)
+    if WITH_WEIGHT:
+        own = partials + tl.program_id(0).to(tl.int64) * (TAPS * K * C)
+        for tap in tl.static_range(TAPS):
+            for block in tl.static_range(COUT_BLOCKS):
+                out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+                w_at = (tap * K + out_channel[:, None]) * C + channel[None, :]
+                w_mask = (out_channel < K)[:, None] & is_channel[None, :]
+                tl.store(own + w_at, dweights[tap * COUT_BLOCKS + block], mask=w_mask)
+
+
+class InputGradientLaunch:
+    """g and its sums for inputs of one shape, which may be called often.
+
+    A program owns every `programs`-th tile of a block of input channels.
+
+    Args:
+        unit: its convolution has one group.
+        x_shape: shape of the input.
+        blocks: of the kernel.
+        prepared: see `launch_kernel`; {} if all tensors of all calls are aligned, except those of a
+            step without accumulators.
+
+    Attributes:
+        programs: partial results of the gradient of the weight, where that is computed.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        x_shape: Sequence[int],
+        blocks: ConvBlocks,
+        prepared: PreparedLaunches | None = None,
+    ) -> None:
+        self._unit, self._prepared = unit, prepared
+        shape = conv_shape(unit)
+        y_shape = unit.conv.output_shape(x_shape, unit.weight_shape)
+        self._keeps_size = shape.keeps_size()
+        self._sizes = Sizes(*x_shape[2:], *y_shape[2:])
+        self._pixels = math.prod(x_shape) // shape.C
+        columns = ceil_div(shape.C, blocks.block_cin)
+        tiles = ceil_div(self._pixels, blocks.block_pixels)
+        self.programs = persistent_programs(unit.device, tiles, columns, blocks.resident)
+        self._grid = self.programs, columns, 1
+        self._num_warps = blocks.num_warps
+        constants = {
+            "SHAPE": shape,
+            "INT64": needs_int64(math.prod(x_shape), math.prod(y_shape)),
+            "PRECISION": precision(unit.dtype),
+            "BLOCKS": blocks,
+        }
+        self._constants = [{**constants, "IN_TRAINING": flag} for flag in (False, True)]
+
+    def __call__(
+        self,
+        dy: Gradient,
+        inputs: Inputs,
+        sums: Tensor,
+        partials: Tensor | None,
+        needs_whole: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """g, and the whole dy where it is needed or given.
+
+        Args:
+            dy: gradient of the output.
+            inputs: with a packed weight.
+            sums: accumulators for the sums of g.
+            partials: `[programs, R, S, K, C]` for the gradient of the weight, or None.
+            needs_whole: return the whole dy.
+        """
+        x, norm, conv_weight = inputs
+        stored = None
+        if dy.step is not None and needs_whole:
+            if self._keeps_size:
+                stored = torch.empty_like(dy.g, dtype=self._unit.y_dtype)
+            else:  # the kernel does not read each pixel of dy exactly once
+                dy = Gradient(bn_input_gradient(dy))
+        whole = dy.g if dy.step is None else stored
+        step = dy.step or NO_STEP
+        g = torch.empty_like(x, dtype=self._unit.dtype)
+        in_training = step.inv_count != 0
+        # Only a run has steps with accumulators. Tensors of a caller's step may be unaligned.
+        is_aligned = dy.step is None or dy.step.sums.dtype == torch.int64
+        launch_kernel(
+            bn_relu_conv_backward_kernel,
+            self._grid,
+            (
+                Gradient(dy.g, step),
+                stored,
+                x,
+                norm,
+                conv_weight,
+                g,
+                sums,
+                partials,
+                self._sizes,
+                self._pixels,
+            ),
+            self._constants[in_training],
+            self._num_warps,
+            self._prepared if is_aligned else None,
+            (
+                in_training,
+                dy.step is None,
+                step.skip is None,
+                stored is None,
+                partials is None,
+            ),
+        )
+        return g, whole

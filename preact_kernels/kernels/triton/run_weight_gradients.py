@@ -1,0 +1,69 @@
+"""Gradients of the weights of a run of blocks, summed over programs for a group of blocks at once.
+
+More groups take less memory, fewer groups take fewer launches.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from preact_kernels.kernels.contract import Norm
+from preact_kernels.kernels.triton.launch import aligned_rows, ceil_div
+from preact_kernels.kernels.triton.reduction import launch_sum_partials
+from preact_kernels.kernels.triton.run_units import RunUnit
+from preact_kernels.kernels.triton.weight_gradient import WeightInputs, new_weight_gradients
+
+_MOST_GROUPS = 8
+_SMALLEST_GROUP = 4
+_LARGEST_GROUP = 64  # a block takes 56 bytes of a launch's arguments, which are at most 4 KB
+
+
+def group_size(blocks: int) -> int:
+    """Blocks per group of a run; the last group may have fewer."""
+    size = max(_SMALLEST_GROUP, ceil_div(blocks, _MOST_GROUPS))
+    return min(blocks, size, _LARGEST_GROUP)
+
+
+class RunWeightGradients:
+    """Gradients of the weights of one unit of each block, from the last block to the first."""
+
+    def __init__(self, unit: RunUnit, blocks: int, x: Tensor) -> None:
+        launch = self._launch = unit.backward
+        group = self._group = group_size(blocks)
+        weights = unit.conv_weights[0].numel()
+        shape = group, launch.programs, weights
+        if launch.in_one_pass:  # each launch stores in one slot
+            rows = aligned_rows(x, group, launch.programs * weights, torch.float32)
+            self._partials = rows.view(shape)
+        else:
+            self._partials = x.new_empty(shape, dtype=torch.float32)
+        self._slots = self._partials.unbind()
+        self._results = new_weight_gradients(unit.conv_weights[0], blocks)
+        self._inputs: list[WeightInputs] = []  # of this group, for a separate launch
+        self._begin_group(blocks)
+
+    def _begin_group(self, end: int) -> None:
+        self._begin, self._end = max(0, end - self._group), end
+
+    def partials(self, block: int) -> Tensor | None:
+        """Where the kernel of a block stores partial results; None if it has none."""
+        return self._slots[block - self._begin] if self._launch.in_one_pass else None
+
+    def add(self, block: int, dy: Tensor | None, x: Tensor, norm: Norm) -> None:
+        """Call after each block's input kernel; launches what ends a group."""
+        if not self._launch.in_one_pass:
+            self._inputs.append(WeightInputs(cast(Tensor, dy), x, norm))
+        if block > self._begin:
+            return
+        if self._inputs:
+            self._launch.weight(self._inputs[::-1], self._partials, self._group)
+            self._inputs = []
+        count = self._end - self._begin
+        results = self._results[self._begin : self._end]
+        launch_sum_partials(self._partials[:count], results, self._launch.prepared)
+        self._begin_group(self._begin)
+
+    def results(self) -> list[Tensor]:
+        """The gradients of all blocks."""
+        return list(self._results.unbind())

@@ -1,0 +1,204 @@
+"""The arguments of residual blocks, and the `Block`s that they make once they are checked."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from preact_kernels.kernels.contract import Conv, Unit
+from preact_kernels.ops import checks
+from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.unit import ConvArguments, Passed
+
+
+class BlockArguments(NamedTuple):
+    """The arguments of one block: BN-ReLU-Conv units in a row, and a shortcut."""
+
+    units: Sequence[tuple[BatchNorm, ConvArguments]]  # convolutions have no bias
+    projection: ConvArguments | None  # the shortcut; None where it is the input
+    is_residual: bool = True  # False: no shortcut is added
+
+    def weights(self) -> list[Tensor]:
+        """The weights of the convolutions."""
+        convs = [conv for _, conv in self.units]
+        return [c.weight for c in (*convs, self.projection) if c is not None]
+
+    def first_recorded_unit(self) -> int | None:
+        """The first unit that autograd records on an input without a gradient, if any."""
+        if self.projection is not None and self.projection.weight.requires_grad:
+            return 0
+        for unit, (bn, conv) in enumerate(self.units):
+            if any(t is not None and t.requires_grad for t in (bn.weight, bn.bias, conv.weight)):
+                return unit
+        return None
+
+
+class Block(NamedTuple):
+    """Everything about a residual block but its tensors; hashable.
+
+    A projection reads the activation of the first unit.
+    """
+
+    units: tuple[Unit, ...]
+    projection: Unit | None  # None: the shortcut is the input
+    is_residual: bool = True  # False: the units alone, `y = F(x)`
+
+    @property
+    def can_rebuild(self) -> bool:
+        """Whether the block's input follows from its output and the input of its last unit."""
+        return self.is_residual and self.projection is None and len(self.units) > 1
+
+    def shapes(self, shape: Sequence[int]) -> list[Sequence[int]]:
+        """Shapes of the inputs of all units, and of the output, for an input of `shape`."""
+        shapes = [shape]
+        for unit in self.units:
+            shapes.append(unit.conv.output_shape(shapes[-1], unit.weight_shape))
+        return shapes
+
+
+class StageContext(NamedTuple):
+    """What all blocks of a stage share."""
+
+    device: torch.device
+    stream_dtype: torch.dtype  # of the residual stream
+    dtype: torch.dtype  # of the products
+    is_autocast: bool
+
+
+class CheckedBlock(NamedTuple):
+    """A block, and the shapes of the inputs of its units and of its output."""
+
+    block: Block
+    shapes: list[Sequence[int]]
+
+
+_passed = Passed()
+
+
+def first_recorded(blocks: Sequence[BlockArguments], x: Tensor) -> tuple[int, int]:
+    """The first block that autograd records on an input `x`, and the first unit of that block.
+
+    The number of blocks, and 0, where it records none.
+    """
+    if not torch.is_grad_enabled():
+        return len(blocks), 0
+    if x.requires_grad:
+        return 0, 0
+    for index, block in enumerate(blocks):
+        unit = block.first_recorded_unit()
+        if unit is not None:
+            return index, unit
+    return len(blocks), 0
+
+
+def checked_block(
+    arguments: BlockArguments,
+    shape: Sequence[int],
+    x_dtype: torch.dtype,
+    context: StageContext,
+) -> CheckedBlock:
+    """Checks the arguments of a block against its input.
+
+    Args:
+        arguments: the block's.
+        shape: shape of the input of the block.
+        x_dtype: dtype of the input of the block.
+        context: the stage's.
+    """
+    if torch.compiler.is_compiling():
+        return _check(arguments, shape, x_dtype, context)
+    units, projection, is_residual = arguments
+    parts: list = [*shape, x_dtype, context, is_residual]
+    for bn, conv in units:
+        for t in (conv.weight, *bn[:4]):
+            parts.append(t if t is None else (t.shape, t.dtype, t.device))
+        parts += (*bn[4:8], bn.batch_count is None, *conv[2:])
+    if projection is not None:
+        weight, _, *numbers = projection
+        parts += (weight.shape, weight.dtype, weight.device, *numbers)
+    key = tuple(parts)
+    try:
+        found = _passed.get(key)
+    except TypeError:  # symbolic sizes
+        return _check(arguments, shape, x_dtype, context)
+    return found or _passed.add(key, _check(arguments, shape, x_dtype, context))
+
+
+def _check(
+    arguments: BlockArguments,
+    shape: Sequence[int],
+    x_dtype: torch.dtype,
+    context: StageContext,
+) -> CheckedBlock:
+    units: list[Unit] = []
+    block_shape, stream, dtype = shape, context.stream_dtype, context.dtype
+    for bn, conv in arguments.units:
+        bn.check_numbers()
+        bn.check_training(shape)
+        _check_norm(bn, shape, context)
+        _check_weight(conv, shape, context)
+        is_last = len(units) + 1 == len(arguments.units)
+        y_dtype = stream if is_last and arguments.is_residual else dtype
+        unit = _unit(bn, conv, (dtype, x_dtype, y_dtype))
+        units.append(unit)
+        x_dtype = dtype
+        before, shape = shape, unit.conv.output_shape(shape, unit.weight_shape)
+        if shape[2] < 1 or shape[3] < 1:
+            checks.check_image_size(before, unit.weight_shape[2:], unit.conv)
+    block = Block(tuple(units), None, arguments.is_residual)
+    shapes = block.shapes(block_shape)
+    if arguments.projection is not None:
+        _check_weight(arguments.projection, block_shape, context)
+        dtypes = dtype, units[0].x_dtype, dtype
+        block = block._replace(
+            projection=_unit(arguments.units[0][0], arguments.projection, dtypes)
+        )
+    if arguments.is_residual:
+        projection = block.projection
+        shortcut = block_shape
+        if projection is not None:
+            shortcut = projection.conv.output_shape(block_shape, projection.weight_shape)
+        if tuple(shortcut) != tuple(shape):
+            raise ValueError(f"x: expected a shortcut of shape {list(shape)}, got {list(shortcut)}")
+    return CheckedBlock(block, shapes)
+
+
+def _unit(
+    bn: BatchNorm, conv: ConvArguments, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+) -> Unit:
+    weight = conv.weight
+    of_all = *dtypes, weight.dtype
+    return Unit(
+        weight.shape,
+        geometry_of(conv),
+        weight.device,
+        *of_all,
+        bn.training,
+        bn.process_group,
+    )
+
+
+def geometry_of(conv) -> Conv:
+    """The geometry of an `nn.Conv2d` or of `ConvArguments`, which has pairs."""
+    return Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _check_norm(bn: BatchNorm, shape: Sequence[int], context: StageContext) -> None:
+    for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var):
+        if t is not None and t.numel() != shape[1]:
+            raise ValueError(
+                f"x: expected {t.numel()} channels to match the block's batch norm, got {shape[1]}"
+            )
+    stream, dtype = context.stream_dtype, context.dtype
+    if bn.weight is not None and bn.weight.dtype not in (stream, dtype):
+        checks.check_parameter_dtype("bn_weight", bn.weight, stream)
+
+
+def _check_weight(conv: ConvArguments, shape: Sequence[int], context: StageContext) -> None:
+    weight, device = conv.weight, context.device
+    checks.check_conv_weight(weight, conv.groups, shape[1])
+    if weight.device != device:
+        raise ValueError(f"x: expected device {weight.device} to match the block, got {device}")
+    if weight.dtype != context.dtype and not context.is_autocast:
+        checks.check_parameter_dtype("conv_weight", weight, context.stream_dtype)

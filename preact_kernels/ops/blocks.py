@@ -1,0 +1,457 @@
+"""Pre-activation blocks in a row, forward and backward, on the kernels of one backend.
+
+The only place that knows how statistics pass from the kernel that writes a tensor to the one that
+normalises it, and how gradients pass with a deferred step from unit to unit. A backend that runs
+several plain blocks in one call does both the same way; tests/stage/test_preact_stage.py compares
+the bits. `preact_stage.py` decides what is saved between forward and backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from preact_kernels.kernels.contract import (
+    AffineStep,
+    BlockKernels,
+    BlockRun,
+    Epilogue,
+    Gradient,
+    Inputs,
+    Kernels,
+    Norm,
+    Parameters,
+    RunWanted,
+    Statistics,
+    Unit,
+    Wanted,
+)
+from preact_kernels.kernels.pytorch_conv import whole_gradient
+from preact_kernels.ops.batch_norm import (
+    batch_statistics,
+    inv_count_of,
+    running_statistics,
+    sums_over_group,
+    unbiased,
+)
+from preact_kernels.ops.block_arguments import Block
+from preact_kernels.ops.double_backward import differentiable_bn_relu
+
+
+class Span(NamedTuple):
+    """Blocks that run together: one block, unit by unit, or a run, in one call of the kernels."""
+
+    begin: int  # index of the first block
+    end: int
+    is_run: bool
+    keeps_blocks: bool  # keep the inputs of the blocks for backward
+    keeps_units: bool  # keep the inputs of their other units
+
+
+class StageValues(NamedTuple):
+    """A value for each tensor of a stage: the tensor, its gradient, or whether that is wanted."""
+
+    parameters: list[Any]  # `Parameters` of every unit
+    projections: list[Any]  # weight of every block's projection; None without one
+    running: list[Any]  # mean, then variance of the units in evaluation mode
+
+
+def stage_values(blocks: Sequence[Block], flat: Sequence) -> StageValues:
+    """The values that `flat_values` flattened."""
+    values = iter(flat)
+    parameters, projections = [], []
+    for block in blocks:
+        for _ in block.units:
+            parameters.append(Parameters(next(values), next(values), next(values)))
+        projections.append(None if block.projection is None else next(values))
+    return StageValues(parameters, projections, list(values))
+
+
+def flat_values(blocks: Sequence[Block], values: StageValues) -> list:
+    """The values of each block: its parameters unit by unit, its projection; then the others."""
+    flat: list = []
+    parameters = iter(values.parameters)
+    for block, projection in zip(blocks, values.projections, strict=True):
+        for _ in block.units:
+            flat.extend(next(parameters))
+        if block.projection is not None:
+            flat.append(projection)
+    return flat + values.running
+
+
+class Stage:
+    """Blocks in a row with their tensors.
+
+    Attributes:
+        kernels: the backend's functions.
+        blocks: the blocks.
+        units: the units of all blocks, in order.
+        first_unit: index of each block's first unit, and the number of units.
+        eps: eps of every unit.
+        values: the tensors that the caller passed.
+        statistics: statistics of the input of every unit; None until a forward computes them.
+        fixed_inv_counts: see `inv_count_of`; of every unit.
+        inv_counts: one over the samples per channel of every unit that used its batch.
+        inputs: input of every unit; None where it is not kept.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        blocks: Sequence[Block],
+        eps: Sequence[float],
+        values: StageValues,
+    ) -> None:
+        self.kernels, self.blocks, self.eps, self.values = kernels, blocks, eps, values
+        self.units: list[Unit] = []
+        self.first_unit = [0]
+        for block in blocks:
+            self.units += block.units
+            self.first_unit.append(len(self.units))
+        self.statistics: list[Any] = [None] * len(self.units)
+        self.fixed_inv_counts: list[float | None] = [None] * len(self.units)
+        self.inv_counts: list[float] = [0.0] * len(self.units)
+        self.inputs: list[Any] = [None] * len(self.units)
+
+    def use_running_statistics(self, x: Tensor) -> None:
+        """Fills in the statistics of the units in evaluation mode; `x` is in the stream's dtype."""
+        running = iter(self.values.running)
+        for index, unit in enumerate(self.units):
+            if not unit.uses_batch:
+                self.statistics[index] = running_statistics(x, next(running), next(running))
+                self.fixed_inv_counts[index] = 0.0
+
+    def batch_statistics(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Mean and unbiased variance of the input of each unit that uses its batch's."""
+        means, variances, inv_counts = [], [], []
+        for unit, statistics, inv_count in zip(
+            self.units, self.statistics, self.inv_counts, strict=True
+        ):
+            if unit.uses_batch:
+                means.append(statistics.mean)
+                variances.append(statistics.var)
+                inv_counts.append(inv_count)
+        return means, unbiased(variances, inv_counts)
+
+    def norm(self, unit: int) -> Norm:
+        """What normalises the input of a unit."""
+        mean, var = self.statistics[unit]
+        bn_weight, bn_bias, _ = self.values.parameters[unit]
+        return Norm(mean, var, bn_weight, bn_bias, self.eps[unit])
+
+    def runnable(self, x: Tensor) -> list[bool]:
+        """Whether each block may be part of a run, for the stage's input `x`."""
+        found: list[bool] = []
+        if not hasattr(self.kernels, "block_run_forward"):
+            return [False] * len(self.blocks)
+        shape: Sequence[int] = x.shape
+        previous = None
+        for block in self.blocks:
+            if block is previous and found[-1]:  # blocks of a run keep the shape
+                found.append(True)
+                continue
+            shapes = block.shapes(shape)
+            found.append(self._is_runnable(block, shapes))
+            previous, shape = block, shapes[-1]
+        return found
+
+    def _is_runnable(self, block: Block, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a block may be part of a run.
+
+        Not one with a projection or without a shortcut, with a process group, a stride, statistics
+        of both kinds, or a convolution without a fused kernel.
+        """
+        if block.projection is not None or not block.is_residual:
+            return False
+        for unit, shape in zip(block.units, shapes, strict=False):
+            if unit.process_group is not None or unit.uses_batch != block.units[0].uses_batch:
+                return False
+            if max(unit.conv.stride) > 1:
+                return False
+            if not self.kernels.serves(unit, shape[0] * shape[2] * shape[3]):
+                return False
+        return True
+
+    def spans(
+        self, begin: int, runnable: Sequence[bool], keeps: Sequence[bool], keeps_units: bool
+    ) -> list[Span]:
+        """Consecutive blocks in as few calls as the backend allows.
+
+        Args:
+            begin: first block.
+            runnable: for every block of the stage.
+            keeps: whether the input of each of these blocks is kept.
+            keeps_units: whether the inputs of their other units are kept.
+        """
+        spans: list[Span] = []
+        for index, keep in enumerate(keeps, begin):
+            is_run = runnable[index]
+            if spans and is_run:
+                last = spans[-1]
+                units = self.blocks[index - 1].units
+                if last.is_run and last.keeps_blocks == keep and units == self.blocks[index].units:
+                    spans[-1] = last._replace(end=index + 1)
+                    continue
+            spans.append(Span(index, index + 1, is_run, keep, keeps_units))
+        return spans
+
+    def forward(
+        self, span: Span, x: Tensor, x_statistics: Statistics | None
+    ) -> tuple[Tensor, Statistics | None]:
+        """Runs a span of blocks; fills in statistics, and the inputs that it keeps.
+
+        Args:
+            span: the blocks.
+            x: input of the first block.
+            x_statistics: statistics of `x`, where known.
+
+        Returns:
+            The output, and its statistics where the unit after the span takes them.
+        """
+        if not span.is_run:
+            return self._block_forward(span, x, x_statistics)
+        first, last = self.first_unit[span.begin], self.first_unit[span.end]
+        if self.statistics[first] is None:
+            self.statistics[first] = x_statistics
+            self.inv_counts[first:last] = [inv_count_of(x)] * (last - first)
+        wanted = RunWanted(self._takes_batch(last), span.keeps_blocks, span.keeps_units)
+        output = cast(BlockKernels, self.kernels).block_run_forward(self.run(span), x, wanted)
+        self.statistics[first:last] = output.unit_statistics
+        self.inputs[first:last] = output.inputs
+        return output.y, output.statistics
+
+    def run(self, span: Span) -> BlockRun:
+        """A span as kernels take it."""
+        first, last = self.first_unit[span.begin], self.first_unit[span.end]
+        return BlockRun(
+            self.blocks[span.begin].units,
+            self.values.parameters[first:last],
+            self.eps[first:last],
+            self.statistics[first:last],
+        )
+
+    def _takes_batch(self, unit: int) -> bool:
+        """Whether there is such a unit, and its statistics are those of a batch to come."""
+        return unit < len(self.units) and self.statistics[unit] is None
+
+    def _block_forward(
+        self, span: Span, x: Tensor, x_statistics: Statistics | None
+    ) -> tuple[Tensor, Statistics | None]:
+        """`forward` of one block, unit by unit."""
+        block, first = self.blocks[span.begin], self.first_unit[span.begin]
+        last = first + len(block.units) - 1
+        h = shortcut = x
+        for index, unit in enumerate(block.units, first):
+            is_kept = span.keeps_units if index > first else span.keeps_blocks
+            self.inputs[index] = h if is_kept else None
+            if self.statistics[index] is None:
+                self.statistics[index], fixed = batch_statistics(
+                    self.kernels, h, unit.process_group, x_statistics
+                )
+                self.fixed_inv_counts[index] = fixed
+                self.inv_counts[index] = inv_count_of(h, fixed)
+            norm = self.norm(index)
+            if index == first and block.projection is not None:
+                inputs = Inputs(x, norm, self.values.projections[span.begin])
+                shortcut = self.kernels.bn_relu_conv_forward(block.projection, inputs).y
+            residual = None
+            if index == last and block.is_residual:
+                residual = shortcut.to(unit.y_dtype)
+            epilogue = Epilogue(None, residual, self._takes_batch(index + 1))
+            inputs = Inputs(h, norm, self.values.parameters[index].conv_weight)
+            h, x_statistics = self.kernels.bn_relu_conv_forward(unit, inputs, epilogue)
+        return h, x_statistics
+
+    def rebuilt_input(self, index: int, z: Tensor, y: Tensor) -> Tensor:
+        """The input of a block from its output: `x = y - F(z)`, where F is its last unit.
+
+        One call of the forward's kernel: negating the weights negates each product, and so each sum
+        in the same order, to the bit.
+
+        Args:
+            index: the block.
+            z: input of its last unit.
+            y: output of the block.
+        """
+        last = self.first_unit[index + 1] - 1
+        inputs = Inputs(z, self.norm(last), -self.values.parameters[last].conv_weight)
+        epilogue = Epilogue(residual=y)
+        return self.kernels.bn_relu_conv_forward(self.units[last], inputs, epilogue).y
+
+
+class StageBackward:
+    """The backward of a stage.
+
+    Args:
+        stage: the stage, with all statistics.
+        needed: whether the gradient of each tensor is wanted.
+        needs_x: whether the gradient of the stage's input is wanted.
+
+    Attributes:
+        gradients: the gradients so far.
+        first: the first block with a gradient to compute.
+    """
+
+    def __init__(self, stage: Stage, needed: StageValues, needs_x: bool) -> None:
+        self.stage, self.needed, self.needs_x = stage, needed, needs_x
+        self.gradients = StageValues(
+            [Parameters(None, None, None)] * len(stage.units),  # type: ignore[arg-type]
+            [None] * len(stage.blocks),
+            [None] * len(needed.running),
+        )
+        self.first = 0 if needs_x else self._first_trained()
+
+    def _first_trained(self) -> int:
+        stage = self.stage
+        for index, projection in enumerate(self.needed.projections):
+            first, last = stage.first_unit[index : index + 2]
+            if projection or any(map(any, self.needed.parameters[first:last])):
+                return index
+        raise AssertionError("a backward without a gradient to compute")
+
+    def parts(self, spans: Sequence[Span]) -> list[Span]:
+        """The spans cut into runs of which every gradient is wanted, and single blocks."""
+        parts: list[Span] = []
+        for span in spans:
+            if not span.is_run:
+                parts.append(span)
+                continue
+            own: list[Span] = []
+            for index in range(span.begin, span.end):
+                is_run = self._needs_all(index)
+                if is_run and own and own[-1].is_run:
+                    own[-1] = own[-1]._replace(end=index + 1)
+                else:
+                    own.append(span._replace(begin=index, end=index + 1, is_run=is_run))
+            parts += own
+        return parts
+
+    def _needs_all(self, index: int) -> bool:
+        """Whether every gradient of a block is wanted."""
+        first, last = self.stage.first_unit[index : index + 2]
+        needs_input = self.needs_x or index > self.first
+        return needs_input and all(map(all, self.needed.parameters[first:last]))
+
+    def backward(
+        self, span: Span, y: Tensor | None, dy: Gradient
+    ) -> tuple[Tensor | None, Gradient]:
+        """The gradients of a span.
+
+        Args:
+            span: the blocks.
+            y: output of the last block, where known.
+            dy: gradient of the output.
+
+        Returns:
+            The input of the first block, and its gradient, undefined where that is not wanted.
+        """
+        dtype = self.stage.blocks[span.begin].units[0].dtype
+        if dy.step is not None and dy.g.dtype != dtype:  # no kernel takes such a step
+            dy = Gradient(whole_gradient(self.stage.kernels, dy))
+        found = self._run(span, y, dy) if span.is_run else self._block(span, y, dy)
+        first, last = self.stage.first_unit[span.begin], self.stage.first_unit[span.end]
+        self.stage.inputs[first:last] = [None] * (last - first)
+        return found
+
+    def _run(self, span: Span, y: Tensor | None, dy: Gradient) -> tuple[Tensor, Gradient]:
+        stage = self.stage
+        first, last = stage.first_unit[span.begin], stage.first_unit[span.end]
+        inputs = stage.inputs[first:last]
+        found = cast(BlockKernels, stage.kernels).block_run_backward(
+            stage.run(span), dy, inputs, y if inputs[0] is None else None
+        )
+        for index, results in enumerate(zip(found.conv_weights, found.sums, strict=True), first):
+            self._set_gradients(index, *results)
+        return cast(AffineStep, found.x.step).x, found.x
+
+    def _block(self, span: Span, y: Tensor | None, dy: Gradient) -> tuple[Tensor | None, Gradient]:
+        """Gradients of one block, unit by unit."""
+        stage, kernels = self.stage, self.stage.kernels
+        index = span.begin
+        block, begin, end = stage.blocks[index], *stage.first_unit[index : index + 2]
+        needs_input = self.needs_x or index > self.first
+        needs_projection = bool(self.needed.projections[index])
+        first = begin
+        if not (needs_input or needs_projection):  # begin where there is a gradient to compute
+            first = next(u for u in range(begin, end) if any(self.needed.parameters[u]))
+        inputs = stage.inputs[begin:end]
+        if inputs[0] is None and first == begin:
+            inputs[0] = stage.rebuilt_input(index, inputs[-1], cast(Tensor, y))
+        block_dy = dy.g
+        for i in range(end - 1, first - 1, -1):
+            unit, norm, h = stage.units[i], stage.norm(i), inputs[i - begin]
+            needs_weight, needs_bias, needs_conv_weight = self.needed.parameters[i]
+            needs_g = i > first or needs_input or needs_weight or needs_bias
+            needs_dy = i == end - 1 and block.is_residual and dy.step is not None
+            wanted = Wanted(needs_g, needs_conv_weight, needs_dy)
+            unit_inputs = Inputs(h, norm, stage.values.parameters[i].conv_weight)
+            g, sums, dconv_weight, whole = kernels.bn_relu_conv_backward(
+                unit, dy, unit_inputs, wanted
+            )
+            if whole is not None:
+                block_dy = whole
+            projection = block.projection if i == begin else None
+            if projection is not None and (needs_g or needs_projection):
+                found = kernels.bn_relu_conv_backward(
+                    projection,
+                    Gradient(block_dy.to(projection.y_dtype)),
+                    Inputs(h, norm, stage.values.projections[index]),
+                    Wanted(needs_g, needs_projection),
+                )
+                self.gradients.projections[index] = found.conv_weight
+                if needs_g:
+                    g = cast(Tensor, g).to(h.dtype)  # of a float32 stream: added in float32
+                    g.add_(cast(Tensor, found.g))
+                    cast(Tensor, sums).add_(cast(Tensor, found.sums))
+            self._set_gradients(i, dconv_weight, sums)
+            # Weights take the sums of their own process: only the gradient of `h` needs all.
+            if g is not None and sums is not None and (i > first or needs_input):
+                sums = sums_over_group(sums, unit.process_group)
+                passes_on = i == begin and block.is_residual and block.projection is None
+                skip = block_dy if passes_on else None
+                inv_count = inv_count_of(h, stage.fixed_inv_counts[i])
+                dy = Gradient(g, AffineStep(skip, h, norm, sums, inv_count))
+        return inputs[0], dy
+
+    def _set_gradients(self, unit: int, conv_weight: Tensor | None, sums: Tensor | None) -> None:
+        dbn_bias, dbn_weight = (None, None) if sums is None else sums.unbind()
+        self.gradients.parameters[unit] = Parameters(
+            cast(Tensor, dbn_weight), cast(Tensor, dbn_bias), cast(Tensor, conv_weight)
+        )
+
+
+def differentiable_forward(
+    stage: Stage, h: Tensor, start: tuple[int, int], output: Tensor | None
+) -> Tensor:
+    """The blocks in PyTorch's differentiable operations, for a double backward.
+
+    Args:
+        stage: the stage, with the statistics of all units from `start` on.
+        h: input of the unit with which it begins.
+        start: the block of that unit, and its number in the block.
+        output: output of that block, where it begins behind the first unit and other blocks follow:
+            the shortcut of the block is constant, and not known.
+
+    Returns:
+        The output of the last block.
+    """
+    first, skipped = start
+    for index, block in enumerate(stage.blocks[first:], first):
+        units = list(enumerate(block.units, stage.first_unit[index]))[skipped:]
+        x, skipped = None if skipped else h, 0
+        for i, unit in units:
+            weight = stage.values.parameters[i].conv_weight.to(unit.dtype)
+            a = differentiable_bn_relu(h, stage.norm(i), unit.uses_batch, unit.process_group)
+            a = a.to(unit.dtype)
+            if h is x and block.projection is not None:
+                projection = stage.values.projections[index].to(unit.dtype)
+                x = F.conv2d(a, projection, None, *block.projection.conv)
+            h = F.conv2d(a, weight, None, *unit.conv)
+        y_dtype = block.units[-1].y_dtype
+        h = h.to(y_dtype)
+        if block.is_residual and x is not None:
+            h = x.to(y_dtype) + h
+        elif block.is_residual and index + 1 < len(stage.blocks):
+            h = h + (cast(Tensor, output) - h).detach()
+    return h
