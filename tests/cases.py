@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.blocks import Stage
 
@@ -54,6 +55,27 @@ def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:
         taken.update(cases[best].items())
         missing = [m - c for c, m in zip(combinations[best], missing, strict=True)]
     return chosen
+
+
+def unit_of(
+    weight: Tensor,
+    conv: Conv,
+    dtype: torch.dtype | None = None,
+    x_dtype: torch.dtype | None = None,
+    y_dtype: torch.dtype | None = None,
+) -> Unit:
+    """A unit in training mode.
+
+    Args:
+        weight: of the convolution.
+        conv: geometry.
+        dtype: of the products; by default that of the weight.
+        x_dtype: by default that of the products.
+        y_dtype: by default that of the products.
+    """
+    dtype = dtype or weight.dtype
+    sides = x_dtype or dtype, y_dtype or dtype
+    return Unit(weight.shape, conv, weight.device, dtype, *sides, weight.dtype, 1e-5, True)
 
 
 class ConvCase(NamedTuple):

@@ -4,9 +4,13 @@ In half precision the budget is that of `tests/oracle.py`. In float32 the kernel
 that were rounded to TF32, as eager does on a GPU where it may; so eager here rounds its operands to
 TF32 (to nearest, the tighter of what convolutions on a GPU do), and the truth is float64 of what
 was given, unrounded: the budget stays twice eager's own error and one rounding of float32.
+
+With a float32 residual stream, eager is the reference with the dtypes of the unit: batch norm and
+ReLU in float32, PyTorch's convolution in half precision, the addition in float32.
 """
 
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -14,8 +18,18 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels import cuda, reference
-from preact_kernels.kernels.contract import Conv, Epilogue, Fold, Norm, Wanted
-from tests.cases import device_of
+from preact_kernels.kernels.contract import (
+    AffineStep,
+    Conv,
+    Epilogue,
+    Gradient,
+    Inputs,
+    Kernels,
+    Norm,
+    Unit,
+    Wanted,
+)
+from tests.cases import device_of, unit_of
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_within_budget
@@ -136,8 +150,7 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """The tensors that `bn_relu_conv_backward` takes."""
 
-    dy: Tensor
-    fold: Fold | None
+    dy: Gradient
     x: Tensor
     norm: Norm
     conv_weight: Tensor
@@ -150,17 +163,18 @@ def forward_inputs(case: Case, dtype: torch.dtype, has_residual: bool = True) ->
     return Forward(images(n, c, case, dtype), random_norm(c), weight.to(dtype), residual)
 
 
-def backward_inputs(case: Case, dtype: torch.dtype, fold: str = "skip") -> Backward:
-    """Tensors with a fold that is "none", "evaluation", "z" (without skip) or "skip"."""
+def backward_inputs(case: Case, dtype: torch.dtype, step: str = "skip") -> Backward:
+    """Tensors with a deferred step that is "none", "evaluation", "z" (without skip) or "skip"."""
     n, h, w, _, k, _ = case
     x, norm, conv_weight, _ = forward_inputs(case, dtype)
-    dy, z, skip = (images(n, k, case, dtype) for _ in range(3))
-    if fold == "none":
-        return Backward(dy, None, x, norm, conv_weight)
+    g, z, skip = (images(n, k, case, dtype) for _ in range(3))
+    if step == "none":
+        return Backward(Gradient(g), x, norm, conv_weight)
     sums = torch.randn(2, k, device=DEVICE) * (n * h * w) ** 0.5
-    inv_count = 0.0 if fold == "evaluation" else 1 / (n * h * w)
-    folded = Fold(skip if fold == "skip" else None, z, random_norm(k, 1e-3), sums, inv_count)
-    return Backward(dy, folded, x, norm, conv_weight)
+    inv_count = 0.0 if step == "evaluation" else 1 / (n * h * w)
+    norm_of_z = random_norm(k, 1e-3)
+    deferred = AffineStep(skip if step == "skip" else None, z, norm_of_z, sums, inv_count)
+    return Backward(Gradient(g, deferred), x, norm, conv_weight)
 
 
 def mapped(inputs, change):
@@ -172,22 +186,39 @@ def mapped(inputs, change):
     return inputs
 
 
-def call(backend, case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
+def unit(case: Case, inputs: Forward | Backward, dtype: torch.dtype | None = None) -> Unit:
+    """The unit that takes `inputs`; its products are in `dtype`, or in that of the weight."""
+    if isinstance(inputs, Forward):
+        y = inputs.residual
+    else:
+        y = inputs.dy.g if inputs.dy.step is None else inputs.dy.step.x
+    y_dtype = None if y is None else y.dtype
+    return unit_of(inputs.conv_weight, conv(case), dtype, inputs.x.dtype, y_dtype)
+
+
+def call(
+    backend: Kernels,
+    case: Case,
+    inputs: Forward | Backward,
+    options: bool | Wanted,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
     """The results by name, without those that are None.
 
     Args:
-        backend: `Kernels`.
+        backend: the kernels.
         case: shape.
         inputs: tensors.
-        options: whether statistics are wanted, or a `Wanted`.
+        options: whether statistics are wanted, or which gradients.
+        dtype: see `unit`.
     """
+    given = unit(case, inputs, dtype)
+    tensors = Inputs(inputs.x, inputs.norm, inputs.conv_weight)
     if isinstance(inputs, Backward):
-        found = backend.bn_relu_conv_backward(*inputs, conv(case), options)._asdict()
+        found = backend.bn_relu_conv_backward(given, inputs.dy, tensors, options)._asdict()
     else:
-        x, norm, weight, residual = inputs
-        y, statistics = backend.bn_relu_conv_forward(
-            x, norm, weight, conv(case), Epilogue(None, residual, options)
-        )
+        epilogue = Epilogue(None, inputs.residual, options)
+        y, statistics = backend.bn_relu_conv_forward(given, tensors, epilogue)
         found = {"y": y, **(statistics._asdict() if statistics else {})}
     return {n: t for n, t in found.items() if t is not None}
 
@@ -213,12 +244,14 @@ class RoundedOperands(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def eager(case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
-    """The reference in the dtype of the inputs."""
-    if inputs.x.dtype != torch.float32:
-        return call(reference, case, inputs, options)
-    with RoundedOperands():
-        return call(reference, case, inputs, options)
+def eager(case: Case, inputs: Forward | Backward, options: bool | Wanted) -> dict[str, Tensor]:
+    """The reference in the dtypes of the inputs; as in a fused kernel, `g` is rounded to half."""
+    half = inputs.conv_weight.dtype
+    if half == torch.float32:
+        with RoundedOperands():
+            return call(reference, case, inputs, options)
+    found = call(reference, case, inputs, options)
+    return found | ({"g": found["g"].to(half)} if "g" in found else {})
 
 
 def reversed_batch(inputs):
@@ -238,14 +271,31 @@ def moved(inputs):
 ALL = Wanted(True, True, True)
 
 
-def check_case(case: Case, inputs: Forward | Backward, options) -> dict[str, Tensor]:
-    """Asserts the budget for every result, which has the dtype of eager's; returns the results."""
-    found = call(kernels(), case, inputs, options)
+def check_case(
+    case: Case,
+    inputs: Forward | Backward,
+    options: bool | Wanted,
+    backend: Kernels | None = None,
+    run_eager: Callable[..., dict[str, Tensor]] = eager,
+) -> dict[str, Tensor]:
+    """Asserts the budget for every result, which has the dtype of eager's.
+
+    Args:
+        case: shape.
+        inputs: tensors.
+        options: whether statistics are wanted, or which gradients.
+        backend: under test; by default the CUDA library.
+        run_eager: computes what eager does.
+
+    Returns:
+        The results.
+    """
+    found = call(backend or kernels(), case, inputs, options)
     truth = call(reference, case, mapped(inputs, Tensor.double), options)
     errors = dict.fromkeys(truth, 0.0)
     weight = inputs.conv_weight
     for order in (lambda t: t, reversed_batch):
-        run = eager(case, order(inputs)._replace(conv_weight=weight), options)
+        run = run_eager(case, order(inputs)._replace(conv_weight=weight), options)
         if order is reversed_batch:
             run |= {n: run[n].flip(0) for n in ("y", "g", "dy") if n in run}
         assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in run.items()}

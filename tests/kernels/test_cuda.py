@@ -15,7 +15,7 @@ from torch import Tensor
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
-from preact_kernels.kernels.contract import Fold, Norm, Output
+from preact_kernels.kernels.contract import AffineStep, Gradient, Norm, Output
 from tests.cases import device_of
 from tests.kernels.cuda_conv_cases import kernels, on_host, random_norm, set_schedule
 from tests.kernels.cuda_on_host import build, serve_cpu
@@ -64,15 +64,24 @@ class Given(NamedTuple):
     x: Tensor
     dy: Tensor
     norm: Norm
-    fold: Fold
+    step: AffineStep
+
+    @property
+    def gradient(self):
+        """With the deferred step."""
+        return Gradient(self.dy, self.step)
+
+    @property
+    def gradient_without_skip(self):
+        return Gradient(self.dy, self.step._replace(skip=None))
 
     def to(self, dtype):
         """The same in another dtype."""
-        norm, fold = (
+        norm, step = (
             type(part)(*(v.to(dtype) if isinstance(v, Tensor) else v for v in part))
-            for part in (self.norm, self.fold)
+            for part in (self.norm, self.step)
         )
-        return Given(self.x.to(dtype), self.dy.to(dtype), norm, fold._replace(norm=norm))
+        return Given(self.x.to(dtype), self.dy.to(dtype), norm, step._replace(norm=norm))
 
 
 def arguments(shape, dtype, inv_count=None, offset=0):
@@ -82,24 +91,20 @@ def arguments(shape, dtype, inv_count=None, offset=0):
     norm = random_norm(channels)
     sums = torch.randn(2, channels) * count**0.5
     inv_count = 1 / count if inv_count is None else inv_count
-    return Given(x, dy, norm, Fold(skip, x, norm, sums, inv_count))
-
-
-def without_skip(given):
-    return given.fold._replace(skip=None)
+    return Given(x, dy, norm, AffineStep(skip, x, norm, sums, inv_count))
 
 
 OPS = {
     "bn_stats": lambda k, given: k.bn_stats(given.x),
     "bn_relu_forward": lambda k, given: k.bn_relu_forward(given.x, given.norm),
-    "bn_relu_backward_sums": lambda k, given: k.bn_relu_backward_sums(*given[:3]),
-    "bn_relu_backward_mask": lambda k, given: k.bn_relu_backward_mask(*given[:3]),
-    "bn_relu_backward_input": lambda k, given: k.bn_relu_backward_input(
-        *given[:3], given.fold.sums, given.fold.inv_count
-    ),
-    "bn_input_gradient": lambda k, given: k.bn_input_gradient(given.dy, given.fold),
+    "bn_relu_backward": lambda k, given: k.bn_relu_backward(*given[:3], True),
+    "bn_relu_backward without g": lambda k, given: k.bn_relu_backward(*given[:3], False),
+    "bn_input_gradient": lambda k, given: k.bn_input_gradient(given.gradient),
     "bn_input_gradient without skip": lambda k, given: k.bn_input_gradient(
-        given.dy, without_skip(given)
+        given.gradient_without_skip
+    ),
+    "bn_input_gradient masked": lambda k, given: k.bn_input_gradient(
+        given.gradient_without_skip, masked=True
     ),
     "residual_add_forward": lambda k, given: k.residual_add_forward(given.x, given.dy, True),
     "residual_add_forward without statistics": lambda k, given: k.residual_add_forward(
@@ -109,12 +114,12 @@ OPS = {
 
 
 def run(kernels, op, given):
-    """The results of `op` by its name and a number."""
+    """The results of `op` by its name and a number, without those that are None."""
     found = OPS[op](kernels, given)
     if isinstance(found, Output):
         found = (found.y, *(found.statistics or ()))
     found = found if isinstance(found, tuple) else (found,)
-    return {f"{op} {i}": t for i, t in enumerate(found)}
+    return {f"{op} {i}": t for i, t in enumerate(found) if t is not None}
 
 
 def check_ops(given):
@@ -123,13 +128,15 @@ def check_ops(given):
     wide = given.to(torch.float64)
     # On a kink of the ReLU the mask of float64 is not that of rounded numbers: take the sums and
     # the gradient of what the op's own specification masks, in float64.
-    masked = reference.bn_relu._masked(given.dy, given.x, given.norm).double()
-    sums = reference.bn_relu._sums(masked, wide.x, wide.norm)
+    g = reference.bn_relu._masked(given.dy, given.x, given.norm).double()
+    xhat = reference.bn_relu._normalised(wide.x, wide.norm)
+    sums = torch.stack([g.sum((0, 2, 3)), (g * xhat).sum((0, 2, 3))])
+    gradient = wide._replace(dy=g).gradient_without_skip
     of_masked = {
-        "bn_relu_backward_sums 0": sums,
-        "bn_relu_backward_mask 0": masked,
-        "bn_relu_backward_mask 1": sums,
-        "bn_relu_backward_input 0": reference.bn_input_gradient(masked, without_skip(wide)),
+        "bn_relu_backward 0": g,
+        "bn_relu_backward 1": sums,
+        "bn_relu_backward without g 1": sums,
+        "bn_input_gradient masked 0": reference.bn_input_gradient(gradient),
     }
     for op in OPS:
         found |= run(kernels(), op, given)
@@ -167,16 +174,16 @@ def test_any_number_of_blocks_in_any_order_gives_the_same_bits(multiprocessors):
 def test_in_evaluation_mode_what_is_not_finite_in_x_does_not_spread():
     given = arguments((2, 16, 3, 5), torch.float32, 0.0)
     given.x[0, 3] = float("inf")
-    dx = kernels().bn_input_gradient(given.dy, given.fold)
+    dx = kernels().bn_input_gradient(given.gradient)
     assert dx.isfinite().all()
 
 
 def test_no_gradient_passes_where_the_rounded_pre_activation_is_zero():
     given = arguments((2, 16, 3, 5), torch.float16, 0.0)
     norm = given.norm._replace(weight=torch.full((16,), 1e-9), bias=torch.zeros(16))
-    given = given._replace(norm=norm, fold=given.fold._replace(norm=norm))
-    g, sums = run(kernels(), "bn_relu_backward_mask", given).values()
-    dx = kernels().bn_relu_backward_input(*given[:3], given.fold.sums, 0.0)
+    given = given._replace(norm=norm, step=given.step._replace(norm=norm))
+    g, sums = kernels().bn_relu_backward(*given[:3], True)
+    dx = kernels().bn_input_gradient(given.gradient_without_skip, masked=True)
     assert not g.any() and not sums.any() and not dx.any()
 
 

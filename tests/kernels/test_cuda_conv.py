@@ -7,7 +7,7 @@ from torch import Tensor
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Conv, Wanted
-from tests.cases import in_dtype, random_block, recorded_calls
+from tests.cases import in_dtype, random_block, recorded_calls, unit_of
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.kernels.cuda_conv_cases import (
     ALL,
@@ -22,7 +22,6 @@ from tests.kernels.cuda_conv_cases import (
     call,
     cases_and_dtypes,
     check_case,
-    conv,
     forward_inputs,
     has_kernel,
     kernels,
@@ -75,7 +74,7 @@ def test_forward_with_and_without_residual_and_statistics(residual, stats):
 
 
 @pytest.mark.parametrize(
-    ("case", "fold", "needs"),
+    ("case", "step", "needs"),
     [
         (ONE_BY_ONE, "none", (True, True, False)),
         (THREE_BY_THREE, "none", (False, True, False)),
@@ -91,9 +90,9 @@ def test_forward_with_and_without_residual_and_statistics(residual, stats):
     ],
     ids=str,
 )
-def test_only_what_is_wanted_is_returned(case, fold, needs):
+def test_only_what_is_wanted_is_returned(case, step, needs):
     wanted = Wanted(*needs)
-    found = check_case(case, backward_inputs(case, torch.bfloat16, fold), wanted)
+    found = check_case(case, backward_inputs(case, torch.bfloat16, step), wanted)
     names = ["g", "sums"] * wanted.input + ["conv_weight"] * wanted.weight + ["dy"] * wanted.dy
     assert list(found) == names
 
@@ -129,7 +128,7 @@ def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(name):
     ):
         if name not in inputs._fields:
             continue
-        changed = getattr(inputs, name)
+        changed = inputs.dy.g if name == "dy" else getattr(inputs, name)
         changed.view(torch.int32)[0, 3, 1, 1] = LOW_NAN
         assert changed.isnan().sum() == 1
         found = call(kernels(), case, inputs, options)
@@ -146,13 +145,13 @@ def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(name):
 def test_padding_takes_no_part_in_the_gradient_of_the_weight(case, dtype):
     inputs = backward_inputs(case, dtype, "none")
     inputs.norm.weight.abs_()
-    for tensor, channel in ((inputs.x, 3), (inputs.dy, 7)):
+    for tensor, channel in ((inputs.x, 3), (inputs.dy.g, 7)):
         tensor[-1, channel, 0, 0] = torch.inf
         tensor[0, channel + 2, -1, -1] = torch.nan
     found = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
     wide = mapped(inputs, Tensor.double)
     a = reference.bn_relu_forward(wide.x, wide.norm)
-    expected = weight_gradient_inside_the_image(a, wide.dy)
+    expected = weight_gradient_inside_the_image(a, wide.dy.g)
     for name in ("isnan", "isinf", "isfinite"):
         selected = getattr(expected, name)()
         assert selected.any()
@@ -182,9 +181,10 @@ def test_sums_keep_the_budget_at_any_magnitude(scale):
     inputs.residual.add_(1).mul_(scale)
     check_case(ONE_BY_ONE, inputs, True)
     inputs = backward_inputs(ONE_BY_ONE, torch.float32)
-    for t in (inputs.dy, inputs.fold.skip, inputs.fold.sums):
+    g, step = inputs.dy
+    for t in (g, step.skip, step.sums):
         t.add_(1).mul_(scale)
-    inputs.fold.norm.weight.mul_(1e-3 if abs(scale) > 1 else 0)  # beside which skip counts
+    step.norm.weight.mul_(1e-3 if abs(scale) > 1 else 0)  # beside which skip counts
     check_case(ONE_BY_ONE, inputs, ALL)
 
 
@@ -272,9 +272,10 @@ def test_partial_weight_gradients_are_never_more_bytes_than_what_they_save(case,
     check_case(case, inputs, ALL)
 
 
-def is_served(shape, dtype, **changes):
+def is_served(shape, dtype, pixels=None, **changes):
     same = Conv((1, 1), tuple(side // 2 for side in shape[2:]), (1, 1), 1)
-    return kernels().serves_conv(shape, same._replace(**changes), dtype, torch.device(DEVICE))
+    weight = torch.empty(shape, dtype=dtype, device=DEVICE)
+    return kernels().serves(unit_of(weight, same._replace(**changes)), pixels)
 
 
 SERVED = {
@@ -305,10 +306,9 @@ def test_which_weights_are_served():
 
 def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(monkeypatch):
     monkeypatch.setattr(cuda, "MOST_PIXELS", {(3, 16): 2 * 7 * 6})
-    same = conv(THREE_BY_THREE), torch.bfloat16, torch.device(DEVICE)
-    found = [kernels().serves_conv((16, 16, 3, 3), *same, pixels) for pixels in (84, 85, None)]
+    found = [is_served((16, 16, 3, 3), torch.bfloat16, pixels) for pixels in (84, 85, None)]
     assert found == [True, False, True]
-    assert kernels().serves_conv((32, 32, 3, 3), *same, 10**6)
+    assert is_served((32, 32, 3, 3), torch.bfloat16, 10**6)
     stage = pk.PreActStage([random_block("basic", 16, 16) for _ in range(2)]).to(DEVICE)
     stage = in_dtype(stage, torch.bfloat16)
     for images, is_fused in ((2, True), (3, False)):

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.kernels.contract import BlockRun, Norm, Wanted
-from preact_kernels.ops import block_runs
+from preact_kernels.kernels.contract import (
+    BlockRun,
+    Gradient,
+    Norm,
+    Parameters,
+    Statistics,
+    Wanted,
+)
+from preact_kernels.ops.blocks import Span, Stage
 from tests.cases import in_dtype, random_block, random_stage, recorded_calls, unit_by_unit
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.kernels.cuda_conv_cases import (
@@ -18,12 +25,12 @@ from tests.kernels.cuda_conv_cases import (
     Case,
     backward_inputs,
     call,
-    conv,
     kernels,
     launches,
     nhwc,
     on_host,
     set_schedule,
+    unit,
 )
 from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, evaluate, gradient_like
@@ -176,15 +183,13 @@ def test_other_weight_gradients_of_a_run_do_not_change_its_bits():
     dy = torch.zeros(10, 16, 16, 16).bfloat16()
     for image, value in ((0, 2.0**60), (8, -(2.0**60)), (9, 1.0)):
         dy[image] = value / 256
-    unit = Norm(torch.zeros(16), torch.ones(16), torch.ones(16), torch.zeros(16), 0.0)
-    inputs = inputs._replace(dy=nhwc(dy), x=nhwc(torch.ones_like(dy)), norm=unit)
+    norm = Norm(torch.zeros(16), torch.ones(16), torch.ones(16), torch.zeros(16), 0.0)
+    inputs = inputs._replace(dy=Gradient(nhwc(dy)), x=nhwc(torch.ones_like(dy)), norm=norm)
     alone = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
-    affine = (unit.weight, unit.bias)
-    run = BlockRun((*affine, inputs.conv_weight) * 2, (0.0, 0.0), 2, (conv(case),) * 2)
-    moments = (unit.mean, unit.var) * 2
-    found = kernels().block_run_backward(
-        inputs.dy, None, run, (inputs.x, inputs.x), moments, 1 / 2560, None
-    )
+    units = [unit(case, inputs)._replace(eps=0.0)] * 2
+    parameters = [Parameters(norm.weight, norm.bias, inputs.conv_weight)] * 2
+    run = BlockRun(units, parameters, [Statistics(norm.mean, norm.var)] * 2)
+    found = kernels().block_run_backward(run, inputs.dy, [inputs.x] * 2, None)
     assert torch.equal(found.conv_weights[1], alone)
 
 
@@ -231,7 +236,7 @@ def recomputing_kernels(stage, x):
     with pk.use_backend("cuda"):
         names = launches(lambda: evaluate(stage, {"x": x}))
     counts = collections.Counter(n for n in names if n.startswith("bn_relu_conv_backward"))
-    assert counts.total() == sum(len(list(block.units())) for block in stage)
+    assert counts.total() == sum(len(block.units()) for block in stage)
     return sum(count for name, count in counts.items() if "recomputed" in name)
 
 
@@ -340,7 +345,7 @@ def test_no_gradient_passes_activations_that_are_rounded_to_zero(dtypes):
 )
 def test_the_first_block_of_a_run_and_basic_blocks_store_it(make, expected):
     stage = stage_of(make(), BFLOAT16)
-    channels = next(stage[0].units())[1].in_channels
+    channels = stage[0].units()[0][1].in_channels
     assert recomputing_kernels(stage, images(BFLOAT16, 2, channels, 5, 7)) == expected
 
 
@@ -370,7 +375,14 @@ def test_blocks_of_different_widths_store_it(monkeypatch):
     stage, x = stage_of(blocks, BFLOAT16), images(BFLOAT16, 2, 64, 9, 8)
     with pk.use_backend("cuda"):
         expected = evaluate(stage, {"x": x})
-    monkeypatch.setattr(block_runs, "run_keys", lambda _, blocks, x: [(True,)] * len(blocks.specs))
+
+    def one_span(stage, begin, runnable, keeps, keeps_units):
+        end = begin + len(keeps)
+        return [Span(begin, end, True, keeps[0], keeps_units)] if keeps else []
+
+    monkeypatch.setattr(Stage, "spans", one_span)
+    calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
     with pk.use_backend("cuda"):
         assert_same_bits(evaluate(stage, {"x": x}), expected)
+    assert len(calls) == 1
     assert recomputing_kernels(stage, x) == 0
