@@ -231,7 +231,8 @@ class Kernels(Protocol):
 
         Args:
             gradient: has a deferred step.
-            masked: `gradient.g` is `dy`, and `g = dy * [p > 0]` for the norm of the step.
+            masked: `gradient.g` is `dy`, and `g = dy * [p > 0]` for the norm of the step, without
+                `skip`.
         """
 
     @abstractmethod

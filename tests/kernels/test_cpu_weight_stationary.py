@@ -9,7 +9,7 @@ from torch import nn
 
 import preact_kernels as pk
 from preact_kernels.kernels import cpu, pytorch_conv
-from preact_kernels.kernels.contract import Conv, Epilogue, Norm, Wanted
+from preact_kernels.kernels.contract import Conv, Epilogue, Gradient, Inputs, Norm, Wanted
 from tests.cases import (
     INF,
     NAN,
@@ -20,6 +20,7 @@ from tests.cases import (
     plain_bn_relu_conv2d,
     random_block,
     rounded_conv2d,
+    unit_of,
 )
 from tests.oracle import (
     assert_finite_as_in_eager,
@@ -133,14 +134,11 @@ def test_sums_over_many_pixels(kernel):
     weight = torch.randn_like(inputs["conv_weight"]) * 0.05 + 0.05
     channels = x.shape[1]
     norm = Norm(*(torch.full((channels,), v) for v in (0.0, 1.0, 1.0, 0.0)), 0.0)
-    conv = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
-    output = cpu.kernels().bn_relu_conv_forward(
-        x, norm, weight, conv, Epilogue(None, None, with_stats=True)
-    )
+    unit = unit_of(weight, Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1))
+    given = Inputs(x, norm, weight)
+    output = cpu.kernels().bn_relu_conv_forward(unit, given, Epilogue(with_stats=True))
     dy = torch.randn_like(output.y) + 1
-    gradients = cpu.kernels().bn_relu_conv_backward(
-        dy, None, x, norm, weight, conv, Wanted(True, True)
-    )
+    gradients = cpu.kernels().bn_relu_conv_backward(unit, Gradient(dy), given, Wanted(True, True))
     y, g = output.y.double(), gradients.g.double()
     sums = torch.stack([g.sum((0, 2, 3)), (g * x).sum((0, 2, 3))])
     for found, expected in (
@@ -173,7 +171,7 @@ class RoundedConv2d(nn.Conv2d):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.covering(1)
 def test_stages(dtype, kind):
-    """Gradients of outputs that later batch norms fold, of blocks alone and in a run."""
+    """Gradients of outputs with a deferred step, of blocks alone and in a run."""
     channels, width = (96, 96) if kind == "basic" else (576, 144)
     stage = in_dtype(pk.PreActStage([random_block(kind, channels, width) for _ in range(3)]), dtype)
     plain = plain_copy(stage)

@@ -11,9 +11,9 @@ import math
 import pytest
 import torch
 
-from preact_kernels.kernels.contract import Conv, Epilogue, Norm
+from preact_kernels.kernels.contract import Conv, Epilogue, Inputs, Norm
 from preact_kernels.ops import dispatch as backends
-from tests.cases import device_of
+from tests.cases import device_of, unit_of
 from tests.oracle import unit_roundoff
 
 pytestmark = pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
@@ -66,9 +66,10 @@ def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(backend)
     x = samples(1000, (4, 16, 64, 64)).abs()
     zero, one = torch.zeros(16), torch.ones(16)
     weight = torch.eye(16).view(16, 16, 1, 1)
-    norm, conv = Norm(zero, one, one, zero, 0.0), Conv((1, 1), (0, 0), (1, 1), 1)
+    unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1))
+    inputs = Inputs(x, Norm(zero, one, one, zero, 0.0), weight)
     y, statistics = kernels(backend, x.dtype).bn_relu_conv_forward(
-        x, norm, weight, conv, Epilogue(with_stats=True)
+        unit, inputs, Epilogue(with_stats=True)
     )
     assert relative_error(y, x.double()) <= unit_roundoff(x.dtype) * 2
     assert_are_statistics(statistics, y)
