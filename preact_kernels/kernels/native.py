@@ -137,7 +137,7 @@ class NativeKernels(FlatOps, BlockKernels):
         return gradients(op(*given, *wanted, unit.dtype), wanted)
 
     def block_run_forward(self, run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
-        given = [s for s in run.statistics if s is not None]
+        given = list(filter(None, run.statistics))
         op = self._ops.block_run_forward.default
         y, mean, var, *rest = op(x, *_flat_run(run, given), *wanted)
         count = len(run.parameters)
@@ -153,7 +153,7 @@ class NativeKernels(FlatOps, BlockKernels):
     def block_run_backward(
         self, run: BlockRun, dy: Gradient, inputs: Sequence[Tensor | None], y: Tensor | None
     ) -> BlockRunGradients:
-        statistics = [s for s in run.statistics if s is not None]
+        statistics = list(filter(None, run.statistics))
         count, per_block, first = len(run.parameters), len(run.units), run.parameters[0]
         # Negating the weights of a block's last unit negates each product, and so each sum.
         last = [p.conv_weight for p in run.parameters[per_block - 1 :: per_block]]

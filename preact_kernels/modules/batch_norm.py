@@ -73,7 +73,7 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, upcasts: bool = False) -> BatchNorm
         training,
         momentum,
         bn.eps,
-        process_group(bn),
+        None if type(bn) is nn.BatchNorm2d else process_group(bn),
         batch_count,
         upcasts,
     )

@@ -1,7 +1,7 @@
 """Fused blocks, given as modules, as one autograd node."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,20 +45,6 @@ def _weight_dtype(block: Block) -> torch.dtype:
     return next(iter(block.units()))[1].weight.dtype
 
 
-def apply_blocks(
-    blocks: Iterable[Any], is_fusable: Callable[[Any], bool], x: Tensor, memory: MemoryMode
-) -> Tensor:
-    """Runs consecutive fusable blocks as one autograd node, and calls the others."""
-    fusable: list[Block] = []
-    for block in blocks:
-        if is_fusable(block):
-            fusable.append(block)
-            continue
-        x = block(fused_blocks(fusable, x, memory) if fusable else x)
-        fusable = []
-    return fused_blocks(fusable, x, memory) if fusable else x
-
-
 def fused_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
     """Runs fusable blocks on `x`, and updates their running statistics once.
 
@@ -81,18 +67,24 @@ def fused_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE)
             x = blocks.pop(0).plain_forward(x)
         if not blocks:
             return x
-    arguments = [_arguments(b, dtype != x.dtype) for b in blocks]
-    norms = [bn for b in blocks for bn, _ in b.units()]
-    if x.numel() == 0 and not any(process_group(bn) for bn in norms):
+    arguments: list[BlockArguments] = []
+    norms: list[nn.Module] = []
+    for block in blocks:
+        arguments.append(_arguments(block, dtype != x.dtype, norms))
+    if x.numel() == 0 and not any(map(process_group, norms)):
         for block in blocks:
             x = block.plain_forward(x)
         return x
-    repeats_norms = len(set(map(id, norms))) < len(norms)
+    repeats_norms = len(set(norms)) < len(norms)
     return preact_stage(arguments, x, dtype, memory, repeats_norms)
 
 
-def _arguments(block: Block, upcasts: bool) -> BlockArguments:
-    units = [(batch_norm_arguments(bn, upcasts), conv_arguments(c)) for bn, c in block.units()]
+def _arguments(block: Block, upcasts: bool, norms: list[nn.Module]) -> BlockArguments:
+    """The arguments of a block, of which the batch norms are added to `norms`."""
+    units = []
+    for bn, conv in block.units():
+        norms.append(bn)
+        units.append((batch_norm_arguments(bn, upcasts), conv_arguments(conv)))
     projection = block.projection()
     shortcut = None if projection is None else conv_arguments(projection)
     return BlockArguments(units, shortcut, block.is_residual)

@@ -21,4 +21,8 @@ def has_own_hooks(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling `module` runs more than its `forward`."""
-    return has_own_hooks(module) or torch_compat.has_global_module_hook()
+    return (
+        torch_compat.has_global_module_hook()
+        or torch_compat.has_module_hook(module)
+        or not _CALLED.isdisjoint(module.__dict__)
+    )

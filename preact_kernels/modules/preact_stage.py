@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.modules.blocks import apply_blocks
+from preact_kernels.modules.blocks import fused_blocks
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
@@ -79,7 +79,14 @@ class PreActStage(nn.Sequential):
         if runs_plain(x):
             return super().forward(x)
         memory = MemoryMode(self.memory, self.segments, self.anchor_every)
-        return apply_blocks(self, is_fusable, x, memory)
+        fusable: list[PreActBlock] = []  # consecutive ones: one autograd node
+        for block in self:
+            if is_fusable(block):
+                fusable.append(cast(PreActBlock, block))
+                continue
+            x = block(fused_blocks(fusable, x, memory) if fusable else x)
+            fusable = []
+        return fused_blocks(fusable, x, memory) if fusable else x
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """A block, or a stage that shares some of the blocks, in the same memory mode."""

@@ -21,8 +21,12 @@ class BlockArguments(NamedTuple):
 
     def weights(self) -> list[Tensor]:
         """The weights of the convolutions."""
-        convs = [conv for _, conv in self.units]
-        return [c.weight for c in (*convs, self.projection) if c is not None]
+        weights = []
+        for _, conv in self.units:
+            weights.append(conv.weight)
+        if self.projection is not None:
+            weights.append(self.projection.weight)
+        return weights
 
     def first_recorded_unit(self) -> int | None:
         """The first unit that autograd records on an input without a gradient, if any."""

@@ -215,7 +215,9 @@ class Stage:
         if self.statistics[first] is None:
             self.statistics[first] = x_statistics
             self.inv_counts[first:last] = [inv_count_of(x)] * (last - first)
-        wanted = RunWanted(self._takes_batch(last), span.keeps_blocks, span.keeps_units)
+        wanted = RunWanted(
+            None in self.statistics[last : last + 1], span.keeps_blocks, span.keeps_units
+        )
         output = cast(BlockKernels, self.kernels).block_run_forward(self.run(span), x, wanted)
         self.statistics[first:last] = output.unit_statistics
         self.inputs[first:last] = output.inputs
@@ -230,10 +232,6 @@ class Stage:
             self.eps[first:last],
             self.statistics[first:last],
         )
-
-    def _takes_batch(self, unit: int) -> bool:
-        """Whether there is such a unit, and its statistics are those of a batch to come."""
-        return unit < len(self.units) and self.statistics[unit] is None
 
     def _block_forward(
         self, span: Span, x: Tensor, x_statistics: Statistics | None
@@ -258,7 +256,7 @@ class Stage:
             residual = None
             if index == last and block.is_residual:
                 residual = shortcut.to(unit.y_dtype)
-            epilogue = Epilogue(None, residual, self._takes_batch(index + 1))
+            epilogue = Epilogue(None, residual, None in self.statistics[index + 1 : index + 2])
             inputs = Inputs(h, norm, self.values.parameters[index].conv_weight)
             h, x_statistics = self.kernels.bn_relu_conv_forward(unit, inputs, epilogue)
         return h, x_statistics

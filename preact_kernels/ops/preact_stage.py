@@ -64,7 +64,8 @@ class PreActStageFunction(torch.autograd.Function):
     def forward(ctx, call, x, *tensors):
         kernels, blocks, eps, memory, first, skipped = call
         stage = Stage(kernels, blocks, eps, stage_values(blocks, tensors))
-        stage.use_running_statistics(x)
+        if stage.values.running:
+            stage.use_running_statistics(x)
         runnable = stage.runnable(x)
         h, h_statistics = x, None
         for span in stage.spans(0, runnable, [False] * first, False):
@@ -86,11 +87,8 @@ class PreActStageFunction(torch.autograd.Function):
                 stage.inputs[stage.first_unit[begin]] = segment_input
         saves_y = not checkpoints and not all(keeps[-1:])  # the last block's input is rebuilt
         means, variances = stage.batch_statistics()
-        ctx.call, ctx.device_type, ctx.fixed_inv_counts = (
-            call,
-            x.device.type,
-            stage.fixed_inv_counts,
-        )
+        ctx.call, ctx.device_type = call, x.device.type
+        ctx.fixed_inv_counts = stage.fixed_inv_counts
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*means, *variances)
         unused = stage.first_unit[first] + skipped
@@ -134,7 +132,7 @@ class PreActStageFunction(torch.autograd.Function):
 
         backward = StageBackward(stage, stage_values(blocks, needed), needs_x)
         del saved
-        gradient = Gradient(layout.nhwc(dy))
+        gradient = Gradient(dy.contiguous(memory_format=torch.channels_last))
         for spans in reversed(ctx.segments):
             if spans[-1].end <= backward.first:
                 break
@@ -185,9 +183,13 @@ def preact_stage(
     channels_last = layout.is_channels_last(x)
     for arguments in blocks:
         block, shapes = checked_block(arguments, shape, x_dtype, context)
-        block, weights = _with_served_weights(kernels, block, arguments.weights(), shapes)
+        weights = arguments.weights()
+        is_rounded = False
         for weight in weights:
             channels_last = channels_last or layout.is_channels_last(weight)
+            is_rounded = is_rounded or weight.dtype != dtype
+        if is_rounded:
+            block, weights = _with_served_weights(kernels, block, weights, shapes)
         for (bn, _), shape, weight in zip(arguments.units, shapes, weights, strict=False):
             values.parameters.append(Parameters(*bn.affine(x, shape[1]), weight))
             eps.append(bn.eps)
@@ -205,15 +207,16 @@ def preact_stage(
         skipped = 0
     if memory.name == "rebuild" and first + 1 < len(blocks) and blocks[first].is_residual:
         skipped = 0  # a double backward needs its output, which is not kept
+    x = x.contiguous(memory_format=torch.channels_last)
     call = StageCall(kernels, tuple(checked), tuple(eps), memory, first, skipped)
-    y, *batch = PreActStageFunction.apply(call, layout.nhwc(x), *flat_values(checked, values))
+    y, *batch = PreActStageFunction.apply(call, x, *flat_values(checked, values))
     means, variances = batch[: len(norms)], batch[len(norms) :]
     if repeats_norms:  # in order
         for bn, mean, var in zip(norms, means, variances, strict=True):
             update_running_statistics(kernels, [bn], [mean], [var])
     else:
         update_running_statistics(kernels, norms, means, variances)
-    return layout.restored(y, channels_last)
+    return y if channels_last else y.contiguous()
 
 
 def _with_served_weights(
