@@ -75,7 +75,7 @@ def unit_of(
     """
     dtype = dtype or weight.dtype
     sides = x_dtype or dtype, y_dtype or dtype
-    return Unit(weight.shape, conv, weight.device, dtype, *sides, weight.dtype, 1e-5, True)
+    return Unit(weight.shape, conv, weight.device, dtype, *sides, weight.dtype)
 
 
 class ConvCase(NamedTuple):

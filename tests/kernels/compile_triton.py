@@ -41,11 +41,11 @@ from preact_kernels.kernels.contract import (
     Parameters,
     RunWanted,
     Statistics,
-    Unit,
     Wanted,
 )
 from preact_kernels.kernels.triton.configurations import ConvBlocks
 from preact_kernels.kernels.triton.launch import INTERPRETED, Device
+from tests.cases import unit_of
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
 
@@ -214,18 +214,6 @@ def gradients(
     return Gradient(g, step), Gradient(g, step._replace(inv_count=0.0))
 
 
-def unit_of(
-    weight: torch.Tensor,
-    conv: Conv,
-    dtype: torch.dtype,
-    x_dtype: torch.dtype | None = None,
-    y_dtype: torch.dtype | None = None,
-) -> Unit:
-    """A unit in training mode; `dtype` is that of the products, and of x and y unless given."""
-    sides = x_dtype or dtype, y_dtype or dtype
-    return Unit(weight.shape, conv, weight.device, dtype, *sides, weight.dtype)
-
-
 def images(channels: int, dtype: torch.dtype, side: int = 32) -> torch.Tensor:
     """A batch in NHWC order."""
     x = torch.empty(128, channels, side, side, dtype=dtype, device="meta")
@@ -312,7 +300,7 @@ def launch_run(task: Task) -> None:
         parameters.append(Parameters(norm.weight, norm.bias, weight))
         inputs.append(images(in_channels, dtypes[place], side_of_image))
         statistics.append(Statistics(norm.mean, norm.var))
-    run = BlockRun(units[: len(sides)], parameters, statistics)
+    run = BlockRun(units[: len(sides)], parameters, [1e-5] * len(units), statistics)
     of_batch = run._replace(statistics=[statistics[0], *[None] * (len(statistics) - 1)])
     kernels.block_run_forward(of_batch, x, RunWanted(True, True, True))
     kernels.block_run_backward(run, Gradient(x), inputs, None)

@@ -28,7 +28,8 @@ from preact_kernels.kernels.contract import (
     Statistics,
 )
 from preact_kernels.kernels.triton import block_run, conv, launch, packing, run_units
-from tests.kernels.compile_triton import Driver, replace, unit_of
+from tests.cases import unit_of
+from tests.kernels.compile_triton import Driver, replace
 
 BOTTLENECK, BASIC = [(5, 20, 1), (5, 5, 3), (20, 5, 1)], [(20, 20, 3)] * 2
 SMALL = [(5, 20, 1), (5, 5, 1), (20, 5, 1)]  # two kernels of one grid
@@ -120,14 +121,14 @@ def run_blocks(
         weight = weight.permute(0, 3, 1, 2)
         place = index % len(sides)
         geometry = Conv((1, 1), (side // 2, side // 2), (1, 1), 1)
-        unit = unit_of(weight, geometry, dtype, *dtypes[place : place + 2])
-        units.append(unit if place else unit._replace(eps=1))
+        units.append(unit_of(weight, geometry, dtype, *dtypes[place : place + 2]))
         parameters.append(
             Parameters(*vectors(2, in_channels), weight if is_nhwc else weight.contiguous())
         )
         inputs.append(image(in_channels, dtypes[place]))
         known.append(Statistics(*vectors(2, in_channels)))
-    run = BlockRun(units[: len(sides)], parameters, known)
+    eps = [1, *[1e-5] * (len(units) - 1)]
+    run = BlockRun(units[: len(sides)], parameters, eps, known)
     frozen = run._replace(units=[u._replace(uses_batch=False) for u in run.units])
     of_batch = run._replace(statistics=[known[0], *[None] * (len(known) - 1)])
     for any_run in (of_batch, frozen):

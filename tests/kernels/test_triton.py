@@ -21,6 +21,7 @@ from tests.cases import (
     random_stage,
     recorded_calls,
     unit_by_unit,
+    unit_of,
 )
 from tests.oracle import (
     assert_same_bits,
@@ -57,7 +58,7 @@ from preact_kernels.kernels.triton import (
 from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.input_gradient import InputGradientLaunch
 from preact_kernels.kernels.triton.weight_gradient import WeightGradientLaunch
-from tests.kernels.compile_triton import replace, unit_of
+from tests.kernels.compile_triton import replace
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
