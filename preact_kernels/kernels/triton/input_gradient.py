@@ -70,7 +70,8 @@ def load_tap(
     tile = load_gradient(dy, coefficients, at, mask, IN_TRAINING)
     if whole is not None:
         is_own = (tap == SHAPE.R * SHAPE.S // 2) & (tl.program_id(1) == 0)
-        tl.store(whole + at, tile.to(whole.dtype.element_ty), mask=mask & is_own)
+        stored = tile.to(whole.dtype.element_ty)
+        tl.store(whole + at, stored, mask=mask & is_own)
     return tile.to(dtype), exists
 
 
