@@ -1,7 +1,8 @@
 """Block shapes, warps and stages: as large as registers hold, as found by compiling.
 
-A choice depends only on the shape, the dtype and the compute capability: all processes of a group
-choose alike, and nothing is tuned at run time.
+A choice depends only on the shape, the dtypes and the compute capability: all processes of a group
+choose alike, and nothing is tuned at run time. `LIMITS` lists what differs between GPUs, and a few
+rules lower a limit.
 """
 
 import functools
@@ -13,12 +14,14 @@ import triton
 
 from preact_kernels.kernels.contract import Unit
 
-HOPPER = 90  # wgmma reads operands from shared memory, which leaves registers for more pixels
-BLACKWELL = 100
-SMALL_SHARED_MEMORY = (86, 89)  # 99 KB a program, where others before Hopper have 163
+# Generations of GPUs, by their first compute capability.
+AMPERE, HOPPER, BLACKWELL = GENERATIONS = 80, 90, 100
+# GPUs with 99 KB of shared memory a program, where others before Hopper have 163.
+SMALL_SHARED_MEMORY = (86, 89)
+MAX_BUFFER_BYTES = 32 * 1024  # of weights in these
 
-# Of a pipelined loop: two tiles are copied while a third is computed. Triton 3.6 gives a loop of
-# two stages a single buffer, which is filled and waited for in turn.
+# Stages of a pipelined loop: two tiles are copied while a third is computed. Triton 3.6 gives a
+# loop of two stages a single buffer, which is filled and waited for in turn.
 STAGES = 3
 
 MAX_TAPS = 9
@@ -27,10 +30,8 @@ MAX_TAPS = 9
 MAX_CHANNELS_1X1 = 256
 MAX_CHANNELS_3X3 = 64
 MAX_IEEE_PRODUCTS = 1024  # input channels times output channels
-# Largest weight whose gradient fits in a program's registers beside the gradient of the input.
-MAX_WEIGHTS_1X1 = 8 * 1024
-MAX_WEIGHTS_3X3 = 4 * 1024
-
+# The most weights whose gradients are computed in the pass of g, where there are several taps.
+ONE_PASS_WEIGHTS_TAPS = 4096
 
 # Resident programs per multiprocessor of an elementwise kernel that reduces.
 ELEMENTWISE_RESIDENT = 4
@@ -64,14 +65,39 @@ class BackwardBlocks(NamedTuple):
     both: ConvBlocks | None  # both in one pass; None where registers do not hold it
 
 
+class Limits(NamedTuple):
+    """What differs between generations of GPUs, and between products in half precision and float32.
+
+    `forward` is the kernel of y, `input` of g, `weight` of the weight's gradient; `taps` means more
+    than one tap.
+    """
+
+    forward_pixels: tuple[int, int, int]  # for 1, 2 and more blocks of input channels
+    forward_stages: int
+    wide_cout_channels: int  # most input channels with blocks of 128 output channels, not 64
+    forward_taps_warps: int
+    input_pixels: tuple[int, int, int]  # for up to 2,048, up to 8,192 and more weights; taps: first
+    input_stages: int
+    one_pass_weights: int  # most weights whose gradients are computed in the pass of g, for one tap
+    input_taps_masked: tuple[int, int, int]  # pixels, most input channels, warps
+    weight_stages: int  # Triton 3.6 fails to pipeline the products of this kernel for Blackwell
+    weight_taps_pixels: int  # for more than 2,048 weights per tap
+
+
+# By generation, and bytes of an element of the products.
+LIMITS = {
+    (AMPERE, 2): Limits((64, 64, 64), 3, 128, 4, (32, 32, 32), 1, 2048, (32, 16, 4), 3, 16),
+    (HOPPER, 2): Limits((128, 128, 64), 3, 128, 8, (64, 32, 32), 3, 8192, (16, 16, 4), 3, 32),
+    (BLACKWELL, 2): Limits((64, 64, 64), 1, 64, 8, (32, 32, 32), 1, 2048, (16, 16, 4), 1, 32),
+    (AMPERE, 4): Limits((64, 32, 16), 1, 64, 8, (32, 16, 16), 1, 2048, (32, 16, 4), 3, 16),
+    (HOPPER, 4): Limits((64, 64, 16), 3, 64, 8, (32, 16, 16), 3, 2048, (32, 16, 4), 3, 32),
+    (BLACKWELL, 4): Limits((64, 64, 16), 1, 64, 8, (32, 16, 16), 1, 2048, (16, 64, 8), 1, 32),
+}
+
+
 def _block(channels: int, largest: int) -> int:
     """The smallest power of two that holds the channels, from 16 (tensor cores) to `largest`."""
     return min(max(triton.next_power_of_2(channels), 16), largest)
-
-
-def _is_ragged(channels: int, out_channels: int) -> bool:
-    """Whether masks differ between the elements of a vector load, which takes registers."""
-    return channels % 8 != 0 or out_channels % 8 != 0
 
 
 @functools.cache
@@ -99,95 +125,124 @@ def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> b
     return groups == 1 and taps <= MAX_TAPS and max(channels, out_channels) <= max_channels
 
 
+@functools.lru_cache(maxsize=1024)
+def conv_forward(capability: int, unit: Unit) -> ConvBlocks:
+    """Launch configuration of the forward of a unit."""
+    return (_forward_1x1 if _is_1x1(unit) else _forward_taps)(capability, unit)
+
+
+@functools.lru_cache(maxsize=1024)
+def conv_backward(capability: int, unit: Unit) -> BackwardBlocks:
+    """Launch configurations of the backward of a unit."""
+    return (_backward_1x1 if _is_1x1(unit) else _backward_taps)(capability, unit)
+
+
+def _limits(capability: int, unit: Unit) -> Limits:
+    return LIMITS[max(g for g in GENERATIONS if g <= capability), unit.dtype.itemsize]
+
+
+def _is_1x1(unit: Unit) -> bool:
+    return math.prod(unit.weight_shape[2:]) == 1
+
+
+def _is_half(unit: Unit) -> bool:
+    return unit.dtype.itemsize == 2
+
+
+def _is_masked(unit: Unit) -> bool:
+    """Whether masks differ between the elements of a vector load.
+
+    Masks take registers, and no asynchronous copy has 2 bytes.
+    """
+    return any(channels % 8 for channels in unit.weight_shape[:2])
+
+
 def _has_float32_side(unit: Unit) -> bool:
     """Whether x or y is wider than the products, and takes more registers and memory."""
     return max(unit.x_dtype.itemsize, unit.y_dtype.itemsize) > unit.dtype.itemsize
 
 
-@functools.cache
-def conv_forward(capability: int, unit: Unit) -> ConvBlocks:
-    """Launch configuration of the forward of a unit."""
-    out_channels, channels, *kernel = unit.weight_shape
-    taps = math.prod(kernel)
-    is_half = unit.dtype.itemsize == 2
-    # Buffers hold the weights of all blocks of input channels; on Blackwell, wide blocks spill too.
-    is_wide = taps == 1 and channels > (128 if is_half and capability < BLACKWELL else 64)
-    cin, cout = _block(channels, 64), _block(out_channels, 64 if is_wide else 128)
-    pixels = 128 if capability == HOPPER and is_half and cout <= 64 else 64
-    if taps > 1 and _has_float32_side(unit):
-        pixels = 64
-    takes_registers = _is_ragged(channels, out_channels) or (channels > 64 and capability < HOPPER)
-    is_narrowing = taps > 1 and cin == 64 and cout < 64 and capability != HOPPER
-    if not is_half and (takes_registers or is_narrowing):
+def _forward_1x1(capability: int, unit: Unit) -> ConvBlocks:
+    out_channels, channels = unit.weight_shape[:2]
+    limits = _limits(capability, unit)
+    has_wide_cout = channels <= limits.wide_cout_channels
+    cin, cout = _block(channels, 64), _block(out_channels, 128 if has_wide_cout else 64)
+    blocks = triton.cdiv(channels, cin)  # buffers hold the weights of all of them
+    pixels = limits.forward_pixels[min(blocks, 3) - 1]
+    if cout > 64:
+        pixels = min(pixels, 64)
+    has_float32_x = unit.x_dtype.itemsize > unit.dtype.itemsize
+    is_partly_empty = capability < HOPPER and (cout < 64 or channels % cin != 0)
+    if blocks > 2 and (has_float32_x or is_partly_empty):
+        pixels = min(pixels, 32)
+    if _is_masked(unit) and not _is_half(unit):
+        pixels = min(pixels, 32)
+    buffer_bytes = (STAGES - 1) * 2 * channels * cout
+    has_room = capability not in SMALL_SHARED_MEMORY or buffer_bytes <= MAX_BUFFER_BYTES
+    stages = limits.forward_stages if has_room and not _is_masked(unit) else 1
+    resident = 2 if _is_half(unit) and blocks == 1 and cout == 16 else 1
+    return ConvBlocks(pixels, cin, cout, 8, stages, resident=resident)
+
+
+def _forward_taps(capability: int, unit: Unit) -> ConvBlocks:
+    cin, cout = (_block(channels, 64) for channels in unit.weight_shape[1::-1])
+    limits, is_masked = _limits(capability, unit), _is_masked(unit)
+    pixels, warps, resident = limits.forward_pixels[0], limits.forward_taps_warps, 1
+    if _has_float32_side(unit):
+        pixels = min(pixels, 64)
+    if not _is_half(unit) and (is_masked or (cin == 64 > cout and capability != HOPPER)):
         pixels = 32
-    if channels > 128:  # room for the buffers of all blocks of input channels
-        pixels = min(pixels, 64 if is_half else 16)
-        is_small_or_masked = cout < 64 or channels % cin != 0
-        if is_half and (unit.x_dtype.itemsize == 4 or (capability < HOPPER and is_small_or_masked)):
-            pixels = 32
-    stages = 1 if _is_ragged(channels, out_channels) else STAGES
-    if taps == 1:
-        has_room = capability == HOPPER or (is_half and capability < HOPPER)
-        if capability in SMALL_SHARED_MEMORY and channels * cout > 64 * 128:
-            has_room = False
-        resident = 2 if is_half and cout <= 16 and channels <= 64 else 1
-        return ConvBlocks(pixels, cin, cout, 8, stages if has_room else 1, resident=resident)
-    warps = 4 if is_half and (capability < HOPPER or cin * cout <= 256) else 8
-    widest = max(cin, cout)
-    is_narrow = is_half and widest <= 32 and stages > 1
-    resident = (4 if widest <= 16 else 2) if is_narrow else 1
-    return ConvBlocks(pixels, cin, cout, warps, 1, stages, resident)
+    if _is_half(unit) and cin * cout == 256:
+        warps = 4
+    if _is_half(unit) and not is_masked:
+        resident = {16: 4, 32: 2, 64: 1}[max(cin, cout)]
+    return ConvBlocks(pixels, cin, cout, warps, 1, 1 if is_masked else STAGES, resident)
 
 
-@functools.cache
-def conv_backward(capability: int, unit: Unit) -> BackwardBlocks:
-    """Launch configurations of the backward of a unit.
-
-    A program that holds the weight gradients of all taps in registers has fewer pixels per tile.
-    """
-    out_channels, channels, *kernel = unit.weight_shape
-    taps = math.prod(kernel)
-    dtype = unit.dtype
-    cin = _block(channels, 64)
-    cout = _block(out_channels, 128 if taps == 1 and dtype.itemsize == 2 else 64)
-    weights = taps * cin * cout * triton.cdiv(out_channels, cout)
-    pixels, warps = 64 if capability == HOPPER and dtype.itemsize == 2 else 32, 8
-    weight_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
-    stages = STAGES
-    if taps > 1 and cin * cout > 2048 and _has_float32_side(unit):
-        pixels = 32
-    if _is_ragged(channels, out_channels):  # no asynchronous copies of 2 bytes
-        pixels, stages = 16, 1
-        if dtype.itemsize == 2:
-            weight_warps = 4
-    weight_pixels = pixels if taps == 1 else min(pixels, 32)
-    if taps > 1 and cin * cout > 2048 and capability < HOPPER:
-        weight_pixels = 16
-    # Triton 3.6 fails to pipeline the products of this kernel for Blackwell.
-    weight = ConvBlocks(
-        weight_pixels, cin, min(cout, 64), weight_warps, stages if capability < BLACKWELL else 1
-    )
-    if taps > 1:
-        in_one_pass = weights <= MAX_WEIGHTS_3X3 and unit.y_dtype.itemsize == 2
-        both = ConvBlocks(16, cin, cout, 2, 1, resident=4) if in_one_pass else None
-        input_warps = 4 if cin * cout <= 256 and dtype.itemsize == 2 else warps
-        pixels = pixels if dtype.itemsize == 2 else 16
-        if stages == 1 and (dtype.itemsize == 2 or capability < BLACKWELL):
-            pixels, input_warps = 32 if capability < HOPPER or dtype.itemsize == 4 else 16, 4
-            cin = min(cin, 16)
-        return BackwardBlocks(ConvBlocks(pixels, cin, cout, input_warps, 1, stages), weight, both)
-    is_roomy = capability == HOPPER and dtype.itemsize == 2
-    if capability >= BLACKWELL and dtype.itemsize == 2 and cin == 16 and weights == 2048:
-        pixels = 64  # a tile of 32 spills
-    if weights > 2048:
-        pixels = min(pixels, 32 if dtype.itemsize == 2 else 16)
-    if weights > 8192 and dtype.itemsize == 4:  # no room for two buffers of every block of dy
-        stages = 1
-    most_weights = 8192 if capability == HOPPER else 2048
-    if capability >= HOPPER and unit.y_dtype.itemsize > dtype.itemsize and weights > most_weights:
+def _backward_1x1(capability: int, unit: Unit) -> BackwardBlocks:
+    out_channels, channels = unit.weight_shape[:2]
+    limits = _limits(capability, unit)
+    cin, cout = _block(channels, 64), _block(out_channels, 128 if _is_half(unit) else 64)
+    weights = cin * cout * triton.cdiv(out_channels, cout)
+    in_one_pass = weights <= limits.one_pass_weights
+    holds_several_blocks = in_one_pass and cin > 16 and cout < out_channels
+    has_float32_y = unit.y_dtype.itemsize > unit.dtype.itemsize and capability >= HOPPER
+    pixels = limits.input_pixels[(weights > 2048) + (weights > 8192)]
+    if _is_masked(unit) or holds_several_blocks or (has_float32_y and not in_one_pass):
         pixels = 16
-    max_weights = MAX_WEIGHTS_1X1 if is_roomy else 2048
-    if cin > 16 and cout < out_channels and weights <= max_weights:
-        pixels = 16  # beside the weight gradients of several blocks of output channels
-    one = ConvBlocks(pixels, cin, cout, warps, stages if capability == HOPPER else 1)
-    return BackwardBlocks(one, weight, one if weights <= max_weights else None)
+    if capability >= BLACKWELL and _is_half(unit) and cin == 16 and weights == 2048:
+        pixels = 64  # a tile of 32 spills
+    # Two buffers of every block of dy in float32 exceed shared memory.
+    has_room = _is_half(unit) or weights <= 8192
+    stages = limits.input_stages if has_room and not _is_masked(unit) else 1
+    blocks = ConvBlocks(pixels, cin, cout, 8, stages)
+    weight = _weight_blocks(limits, unit, cin, cout)
+    return BackwardBlocks(blocks, weight, blocks if in_one_pass else None)
+
+
+def _backward_taps(capability: int, unit: Unit) -> BackwardBlocks:
+    cin, cout = (_block(channels, 64) for channels in unit.weight_shape[1::-1])
+    limits, weights = _limits(capability, unit), math.prod(unit.weight_shape[2:]) * cin * cout
+    pixels, max_cin, warps, stages = *limits.input_taps_masked, 1
+    if not _is_masked(unit):
+        pixels, max_cin, stages = limits.input_pixels[0] if _is_half(unit) else 16, 64, STAGES
+        warps = 4 if _is_half(unit) and cin * cout == 256 else 8
+        if _has_float32_side(unit) and cin * cout > 2048:
+            pixels = 32
+    blocks = ConvBlocks(pixels, min(cin, max_cin), cout, warps, 1, stages)
+    # Fewer pixels: a program holds the weight gradients of all taps.
+    both = ConvBlocks(16, cin, cout, 2, 1, resident=4)
+    in_one_pass = weights <= ONE_PASS_WEIGHTS_TAPS and unit.y_dtype.itemsize == 2
+    weight = _weight_blocks(limits, unit, cin, cout)
+    return BackwardBlocks(blocks, weight, both if in_one_pass else None)
+
+
+def _weight_blocks(limits: Limits, unit: Unit, cin: int, cout: int) -> ConvBlocks:
+    """For the gradient of the weight; `cin` and `cout` are the blocks for g."""
+    pixels, stages = limits.input_pixels[0], limits.weight_stages
+    if not _is_1x1(unit):
+        pixels = limits.weight_taps_pixels if cin * cout > 2048 else 32
+    if _is_masked(unit):
+        pixels, stages = 16, 1
+    warps = 4 if _is_half(unit) and (_is_masked(unit) or cin * cout == 256) else 8
+    return ConvBlocks(pixels, cin, min(cout, 64), warps, stages)
