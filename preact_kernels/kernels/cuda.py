@@ -46,10 +46,12 @@ class CUDAKernels(NativeKernels):
         stride, padding, dilation, groups = unit.conv
         kernel_h, kernel_w = unit.weight_shape[2:]
         most_pixels = MOST_PIXELS.get((kernel_h, unit.weight_shape[0]))
+        sides = unit.x_dtype, unit.y_dtype
         with_stream = unit.x_dtype != unit.y_dtype
         return (
             groups == 1
-            and unit.dtype in (unit.x_dtype, unit.y_dtype)
+            and unit.dtype in sides
+            and {*sides, unit.weight_dtype} <= {unit.dtype, torch.float32}
             and stride[0] == stride[1] == 1
             and (dilation[0] == dilation[1] == 1 or kernel_h == kernel_w == 1)
             and kernel_h == 2 * padding[0] + 1

@@ -1,23 +1,31 @@
-"""A float32 residual stream, or float32 weights, beside half precision, on both GPU backends.
+"""A float32 residual stream, or float32 weights, mixed with half precision, on both GPU backends.
 
-Eager beside a stream is what a backend does without such kernels: batch norm and ReLU in float32,
-PyTorch's convolution in half precision, the addition in float32.
+The budget is that of tests/kernels/cuda_conv_cases.py.
 """
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
-from preact_kernels.kernels.mixed_precision import MixedBlockKernels, MixedKernels
-from preact_kernels.ops.block_runs import Blocks, BlockSpec, UnitSpec, run_keys
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
-from preact_kernels.kernels import pytorch_conv, reference
-from preact_kernels.kernels.contract import Wanted
+from preact_kernels.kernels import cuda, pytorch_conv, reference
+from preact_kernels.kernels.contract import Conv, Gradient, Parameters, Wanted
 from preact_kernels.ops import dispatch
-from tests.cases import Autocast, in_dtype, random_block, rebuilt, recorded_calls, unit_by_unit
+from preact_kernels.ops.block_arguments import Block
+from preact_kernels.ops.blocks import Stage, StageValues
+from tests.cases import (
+    Autocast,
+    in_dtype,
+    random_block,
+    rebuilt,
+    recorded_calls,
+    unit_by_unit,
+    unit_of,
+)
 from tests.kernels import cuda_conv_cases as cuda_conv
 from tests.kernels.cuda_conv_cases import (
     ALL,
@@ -28,11 +36,11 @@ from tests.kernels.cuda_conv_cases import (
     Forward,
     backward_inputs,
     call,
-    conv,
     forward_inputs,
     moved,
     nhwc,
     set_schedule,
+    unit,
 )
 from tests.oracle import (
     assert_same_bits,
@@ -79,7 +87,7 @@ HALVES = (torch.bfloat16, torch.float16)
 either_side = pytest.mark.parametrize("side", ["input", "output"])
 
 
-def beside_stream(inputs: Forward | Backward, side: str) -> Forward | Backward:
+def with_stream(inputs: Forward | Backward, side: str) -> Forward | Backward:
     """`inputs` with float32 tensors of the stream, which are no rounded half precision."""
 
     def wide(t):
@@ -91,25 +99,11 @@ def beside_stream(inputs: Forward | Backward, side: str) -> Forward | Backward:
         return inputs._replace(residual=None) if isinstance(inputs, Forward) else inputs
     if isinstance(inputs, Forward):
         return inputs._replace(residual=wide(inputs.residual))
-    fold = inputs.fold
-    if fold is None:
-        return inputs._replace(dy=wide(inputs.dy))
-    skip = None if fold.skip is None else wide(fold.skip)
-    return inputs._replace(fold=fold._replace(x=wide(fold.x), skip=skip))
-
-
-def unfused_kernels() -> MixedKernels:
-    return MixedKernels(reference, reference, torch.float32)
-
-
-def unfused(half: torch.dtype):
-    """Eager beside a float32 stream. As in plain PyTorch, `g` is a result of the convolution."""
-
-    def run(case, inputs, options):
-        found = call(unfused_kernels(), case, inputs, options)
-        return found | ({"g": found["g"].to(half)} if "g" in found else {})
-
-    return run
+    g, step = inputs.dy
+    if step is None:
+        return inputs._replace(dy=Gradient(wide(g)))
+    skip = None if step.skip is None else wide(step.skip)
+    return inputs._replace(dy=Gradient(g, step._replace(x=wide(step.x), skip=skip)))
 
 
 def kernels():
@@ -131,10 +125,8 @@ class Fused:
         return call
 
 
-def check_case(case: Case, inputs: Forward | Backward, options, monkeypatch):
-    monkeypatch.setattr(cuda_conv, "kernels", lambda: Fused(kernels()))
-    monkeypatch.setattr(cuda_conv, "eager", unfused(inputs.conv_weight.dtype))
-    return cuda_conv.check_case(case, inputs, options)
+def check_case(case: Case, inputs: Forward | Backward, options):
+    return cuda_conv.check_case(case, inputs, options, Fused(kernels()))
 
 
 @on_gpu_backends
@@ -144,12 +136,12 @@ def check_case(case: Case, inputs: Forward | Backward, options, monkeypatch):
     dtypes=HALVES,
 )  # fmt: skip
 @either_side
-def test_both_directions_keep_the_budget(case, dtype, side, monkeypatch):
-    inputs = beside_stream(forward_inputs(case, dtype), side)
-    found = check_case(case, inputs, True, monkeypatch)
+def test_both_directions_keep_the_budget(case, dtype, side):
+    inputs = with_stream(forward_inputs(case, dtype), side)
+    found = check_case(case, inputs, True)
     assert found["y"].dtype == (torch.float32 if side == "output" else dtype)
-    inputs = beside_stream(backward_inputs(case, dtype), side)
-    found = check_case(case, inputs, ALL, monkeypatch)
+    inputs = with_stream(backward_inputs(case, dtype), side)
+    found = check_case(case, inputs, ALL)
     assert found["g"].dtype == dtype
     assert found["dy"].dtype == (torch.float32 if side == "output" else dtype)
 
@@ -158,7 +150,7 @@ def test_both_directions_keep_the_budget(case, dtype, side, monkeypatch):
 @pytest.mark.covering(2, triton=1)
 @either_side
 @pytest.mark.parametrize(
-    ("case", "fold", "wanted"),
+    ("case", "step", "wanted"),
     [
         (TYPICAL[1], "none", (True, True)),
         (TYPICAL[0], "evaluation", (True, False)),
@@ -167,18 +159,18 @@ def test_both_directions_keep_the_budget(case, dtype, side, monkeypatch):
     ],
     ids=str,
 )
-def test_every_fold_keeps_the_budget(case, side, fold, wanted, monkeypatch):
+def test_every_deferred_step_keeps_the_budget(case, side, step, wanted):
     set_schedule(multiprocessors=1)  # of the CUDA library
-    inputs = beside_stream(backward_inputs(case, torch.bfloat16, fold), side)
-    check_case(case, inputs, Wanted(*wanted, dy=fold != "none"), monkeypatch)
+    inputs = with_stream(backward_inputs(case, torch.bfloat16, step), side)
+    check_case(case, inputs, Wanted(*wanted, dy=step != "none"))
 
 
 @quick_on_cuda
 @either_side
 def test_neither_schedules_nor_where_tensors_begin_change_a_bit(side):
     case = TYPICAL[1]
-    given = beside_stream(forward_inputs(case, torch.bfloat16), side)
-    arriving = beside_stream(backward_inputs(case, torch.bfloat16), side)
+    given = with_stream(forward_inputs(case, torch.bfloat16), side)
+    arriving = with_stream(backward_inputs(case, torch.bfloat16), side)
     expected = call(kernels(), case, given, True), call(kernels(), case, arriving, ALL)
     set_schedule(1)
     assert_same_bits(call(kernels(), case, moved(given), True), expected[0])
@@ -186,13 +178,39 @@ def test_neither_schedules_nor_where_tensors_begin_change_a_bit(side):
 
 
 @on_cuda
-def test_the_library_names_what_it_does_not_take():
+def test_units_of_other_dtypes_are_left_to_pytorch():
+    f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    served = {  # dtypes of the products, x, y and the weight
+        (bf16, bf16, bf16, bf16): True,
+        (bf16, bf16, bf16, f32): True,
+        (f16, f32, f16, f32): True,
+        (bf16, bf16, f32, bf16): True,
+        (bf16, f32, f32, bf16): False,
+        (bf16, f16, bf16, bf16): False,
+        (bf16, bf16, f64, bf16): False,
+        (bf16, bf16, bf16, f16): False,
+        (f32, f32, f32, f32): True,
+        (f32, f32, f32, bf16): False,
+        (f32, bf16, f32, f32): False,
+    }
+
+    def is_served(dtype, x_dtype, y_dtype, weight_dtype):
+        weight = torch.empty(16, 16, 1, 1, dtype=weight_dtype, device=DEVICE)
+        geometry = Conv((1, 1), (0, 0), (1, 1), 1)
+        return kernels().serves(unit_of(weight, geometry, dtype, x_dtype, y_dtype))
+
+    assert {dtypes: is_served(*dtypes) for dtypes in served} == served
+
+
+@on_cuda
+def test_the_library_names_what_it_does_not_take(monkeypatch):
+    monkeypatch.setattr(cuda.CUDAKernels, "serves", lambda *_: True)
     case = TYPICAL[0]
     forward = forward_inputs(case, torch.bfloat16)
     backward = backward_inputs(case, torch.bfloat16)
     both = forward._replace(x=forward.x.float(), residual=forward.residual.float())
-    float32_g = beside_stream(backward, "output")
-    float32_g = float32_g._replace(dy=float32_g.dy.float())
+    float32_g = with_stream(backward, "output")
+    float32_g = float32_g._replace(dy=float32_g.dy._replace(g=float32_g.dy.g.float()))
     double = forward._replace(residual=forward.residual.double())
     for inputs, options, message in (
         (both, True, "x: expected the dtype of conv_weight where the output is float32"),
@@ -204,7 +222,7 @@ def test_the_library_names_what_it_does_not_take():
 
 
 def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
-    """Blocks without projections, in bfloat16 beside a float32 stream."""
+    """Blocks without projections, in bfloat16 with a float32 stream."""
     blocks = [random_block(kind, CHANNELS[kind], 16) for _ in range(count)]
     stage = pk.PreActStage(blocks, residual_dtype=torch.float32, **options)
     return in_dtype(stage, torch.bfloat16).to(DEVICE)
@@ -296,35 +314,54 @@ def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypat
     assert calls
 
 
-@on_gpu_backends
-def test_the_backward_of_a_projection_is_fused(monkeypatch):
-    """Its dy and x are of the stream, but its output was not."""
-    case = Case(2, 5, 7, 16, 64, 1)
-    both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
-    monkeypatch.setattr(cuda_conv, "kernels", lambda: Fused(both))
-    monkeypatch.setattr(cuda_conv, "eager", unfused(torch.bfloat16))
-    arriving = backward_inputs(case, torch.bfloat16, "none")
-    arriving = beside_stream(beside_stream(arriving, "input"), "output")
-    cuda_conv.check_case(case, arriving, Wanted(True, True, False))
+@quick_on_cuda
+def test_a_block_with_a_projection_is_fused(monkeypatch):
+    """The gradient of the projection's output is of the stream, and rounded as autograd does."""
+    stage = pk.PreActStage([random_block("bottleneck", 16, 16)], residual_dtype=torch.float32)
+    stage = in_dtype(stage, torch.bfloat16).to(DEVICE)
+    problems = [{"x": torch.randn(4, 16, 5, 7, device=DEVICE)} for _ in range(8)]
+    calls = recorded_calls(kernels(), "bn_relu_conv_backward", monkeypatch)
+    with NoConvolution():
+        evaluate(stage, problems[0])
+    projected = [dy.g.dtype for unit, dy, *_ in calls if unit.weight_shape[:2] == (64, 16)]
+    assert projected == [torch.float32, torch.bfloat16]  # the last unit's, and the projection's
+    check(stage, plain_copy(stage), problems)
 
 
-@on_gpu_backends
-def test_a_lone_unit_between_tensors_of_the_stream_runs_around_pytorchs_convolution(monkeypatch):
-    case = Case(2, 5, 7, 32, 32, 1)
-    both = MixedBlockKernels(kernels(), kernels(), torch.bfloat16)
-    monkeypatch.setattr(cuda_conv, "kernels", lambda: both)
-    monkeypatch.setattr(cuda_conv, "eager", lambda *given: call(unfused_kernels(), *given))
+def between_streams(case: Case) -> tuple[tuple[Forward, bool], tuple[Backward, Wanted]]:
+    """What both directions take where x and y are of the stream, and options."""
     given = forward_inputs(case, torch.bfloat16)
     given = given._replace(x=given.x.float(), residual=given.residual.float())
-    cuda_conv.check_case(case, given, True)
-    arriving = backward_inputs(case, torch.bfloat16, "skip")
-    arriving = beside_stream(beside_stream(arriving, "input"), "output")
-    cuda_conv.check_case(case, arriving, Wanted(True, True, True))
-    unit = UnitSpec(1e-5, True, conv(case))
-    blocks = Blocks([BlockSpec((unit,), None)], [*given.norm[2:4], given.conv_weight])
-    assert run_keys(both, blocks, given.x) == [None]
-    blocks = Blocks([BlockSpec((unit, unit), None)], [*given.norm[2:4], given.conv_weight] * 2)
-    assert run_keys(both, blocks, given.x) != [None]
+    arriving = with_stream(backward_inputs(case, torch.bfloat16), "input")
+    return (given, True), (with_stream(arriving, "output"), ALL)
+
+
+@on_gpu_backends
+def test_a_lone_unit_between_tensors_of_the_stream_adds_the_residual_apart():
+    case = Case(2, 5, 7, 32, 32, 1)
+    for inputs, options in between_streams(case):
+        check_case(case, inputs, options)
+
+
+@on_gpu_backends
+def test_a_unit_that_is_not_fused_runs_around_pytorchs_convolution():
+    """Its `g` is in float32."""
+    case = Case(2, 5, 7, 272, 32, 1)
+    for inputs, options in between_streams(case):
+        cuda_conv.check_case(case, inputs, options, kernels(), partial(call, reference))
+
+
+@on_gpu_backends
+def test_blocks_of_two_units_are_in_a_run_and_of_one_are_not():
+    case = Case(2, 5, 7, 32, 32, 1)
+    (given, _), _ = between_streams(case)
+    lone = unit(case, given)
+    halves = lone._replace(y_dtype=lone.dtype), lone._replace(x_dtype=lone.dtype)
+    parameters = Parameters(*given.norm[2:4], given.conv_weight)
+    for units, is_runnable in (((lone,), False), (halves, True)):
+        values = StageValues([parameters] * len(units), [None], [])
+        stage = Stage(kernels(), [Block(units, None)], values)
+        assert stage.runnable(given.x) == [is_runnable]
 
 
 @pytest.mark.covering(1)
@@ -333,13 +370,12 @@ def test_a_lone_unit_between_tensors_of_the_stream_runs_around_pytorchs_convolut
 @pytest.mark.parametrize("half", HALVES, ids=cuda_conv.dtype_name)
 @pytest.mark.parametrize("stream", [None, "input", "output"])
 def test_float32_weights_are_rounded_on_the_way(case, half, stream):
-    backend = MixedBlockKernels(kernels(), kernels(), half) if stream else kernels()
     for inputs, options in ((forward_inputs(case, half), True), (backward_inputs(case, half), ALL)):
-        given = beside_stream(inputs, stream) if stream else inputs
+        given = with_stream(inputs, stream) if stream else inputs
         wide = torch.randn_like(inputs.conv_weight, dtype=torch.float32)
-        expected = call(backend, case, given._replace(conv_weight=wide.to(half)), options)
+        expected = call(kernels(), case, given._replace(conv_weight=wide.to(half)), options)
         for weight in (wide, nhwc(wide)):
-            found = call(backend, case, given._replace(conv_weight=weight), options)
+            found = call(kernels(), case, given._replace(conv_weight=weight), options, half)
             if "conv_weight" in found:
                 assert found["conv_weight"].dtype == torch.float32
                 found["conv_weight"] = found["conv_weight"].to(half)
