@@ -126,7 +126,7 @@ class _Calls:
         function = getattr(self._kernels, name)
         if name == "running_stats_update":  # calls PyTorch's operators, other ones on a CPU
             return lambda *_: None
-        if name == "serves_conv" or not callable(function):
+        if name == "serves" or not callable(function):
             return function
 
         def call(*args, **kwargs):
@@ -249,7 +249,7 @@ def stages(
         height //= model.pool.stride
     for stage in model.stages:
         stage.to_empty(device=device).to(memory_format=torch.channels_last)
-        channels = next(iter(stage[0].units()))[1].in_channels
+        channels = stage[0].units()[0][1].in_channels
         stream = residual_dtype or dtype
         x = torch.empty(batch, channels, height, height, dtype=stream, device=device)
         yield stage, x.contiguous(memory_format=torch.channels_last).requires_grad_()
@@ -343,10 +343,7 @@ def dry_run(
     launches = {"cuda": cuda_launches, "triton": triton_launches}[backend]
     recorder, steps = Recorder(), []
     with contextlib.ExitStack() as stack:
-        backend_kernels = stack.enter_context(launches(recorder, multiprocessors))
-        if residual_dtype not in (None, dtype):
-            backend_kernels = MixedBlockKernels(backend_kernels, backend_kernels, dtype)
-        kernels = _Calls(backend_kernels, recorder)
+        kernels = _Calls(stack.enter_context(launches(recorder, multiprocessors)), recorder)
         stack.enter_context(mock.patch.object(dispatch, "kernels_for", lambda *_: kernels))
         stack.enter_context(recorder)
         on_cpu = stages(network, batch, dtype, memory, residual_dtype, torch.device("cpu"))

@@ -162,7 +162,7 @@ CONTENDERS = {
     FUSED: Contender(fused, nullcontext, "x"),
     "fused-triton": Contender(fused, lambda: pk.use_backend("triton"), "x"),
     "fused-bn-relu": Contender(
-        fused, lambda: mock.patch.object(CUDAKernels, "serves_conv", lambda *_, **__: False), "x"
+        fused, lambda: mock.patch.object(CUDAKernels, "serves", lambda *_: False), "x"
     ),
 }
 

@@ -15,7 +15,9 @@ pytest.importorskip("tqdm")
 from bench import ops, report
 from bench.measure import Ceilings, Timing
 from bench.records import Row
+from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.cuda import CUDAKernels
+from tests.cases import unit_of
 
 CPU = torch.device("cpu")
 CASE = ops.Case("bn_relu", 8, 4)
@@ -116,4 +118,5 @@ def test_ops_on_a_gpu_have_the_contenders_of_the_libraries_that_are_there(monkey
     assert list(bn_relu) == ["eager-channels-last", "fused", "fused-triton"]
     kernels = CUDAKernels(types.SimpleNamespace())
     with ops.CONTENDERS["fused-bn-relu"].context():
-        assert not kernels.serves_conv((16, 16, 3, 3), None, torch.bfloat16, CPU, pixels=1)
+        weight = torch.empty(16, 16, 1, 1, dtype=torch.bfloat16)
+        assert not kernels.serves(unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1)), 1)
