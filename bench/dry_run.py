@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from preact_kernels.kernels.mixed_precision import MixedBlockKernels
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
