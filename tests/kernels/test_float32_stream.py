@@ -340,15 +340,16 @@ def between_streams(case: Case) -> tuple[tuple[Forward, bool], tuple[Backward, W
 def test_a_lone_unit_between_tensors_of_the_stream_adds_the_residual_apart():
     case = Case(2, 5, 7, 32, 32, 1)
     for inputs, options in between_streams(case):
-        check_case(case, inputs, options)
+        found = check_case(case, inputs, options)
+        assert found.get("y", found.get("dy")).dtype == torch.float32
 
 
 @on_gpu_backends
 def test_a_unit_that_is_not_fused_runs_around_pytorchs_convolution():
-    """Its `g` is in float32."""
     case = Case(2, 5, 7, 272, 32, 1)
     for inputs, options in between_streams(case):
-        cuda_conv.check_case(case, inputs, options, kernels(), partial(call, reference))
+        found = cuda_conv.check_case(case, inputs, options, kernels(), partial(call, reference))
+        assert found.get("y", found.get("g")).dtype == torch.float32
 
 
 @on_gpu_backends
