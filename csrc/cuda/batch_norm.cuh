@@ -15,7 +15,7 @@ struct NormPointers {
   double count;          // the number of pixels
 };
 
-// A fold (../args.h): [skip +] A*g + B*(x - mean) + C.
+// A step (../args.h): [skip +] A*g + B*(x - mean) + C.
 struct AffineStepPointers {
   const void* skip;  // or null
   const void* x;     // null where nothing is folded
@@ -119,7 +119,7 @@ struct Normalisation {
   }
 };
 
-// The coefficients of a fold, a*g + b*(x - mean) + c. In evaluation mode b and c are not used.
+// The coefficients of a step, a*g + b*(x - mean) + c. In evaluation mode b and c are not used.
 template <int kWidth>
 struct InputGradient {
   static constexpr int kRows = 4;
@@ -127,17 +127,17 @@ struct InputGradient {
   float a[kWidth], b[kWidth], c[kWidth], mean[kWidth];
 
   // Zeros for a thread without channels.
-  __device__ InputGradient(const AffineStepPointers& fold, int channels, int channel,
+  __device__ InputGradient(const AffineStepPointers& step, int channels, int channel,
                            bool is_channel) {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       a[i] = b[i] = c[i] = mean[i] = 0;
       if (!is_channel) continue;
       const int at = channel + i;
-      const float rstd = reciprocal_std(fold.norm.var[at], fold.norm.eps);
-      a[i] = fold.norm.weight[at] * rstd;
-      set_sums(fold, channels, at, a[i], rstd, b[i], c[i]);
-      mean[i] = fold.norm.mean[at];
+      const float rstd = reciprocal_std(step.norm.var[at], step.norm.eps);
+      a[i] = step.norm.weight[at] * rstd;
+      set_sums(step, channels, at, a[i], rstd, b[i], c[i]);
+      mean[i] = step.norm.mean[at];
     }
   }
 
@@ -149,37 +149,37 @@ struct InputGradient {
   }
 
   // Of `shared` [kRows][channels]: a, b, c, mean.
-  static __device__ void load_parameters(const AffineStepPointers& fold, int channels,
+  static __device__ void load_parameters(const AffineStepPointers& step, int channels,
                                          float* shared) {
     for (int i = threadIdx.x; i < channels; i += kThreads) {
-      const float rstd = reciprocal_std(fold.norm.var[i], fold.norm.eps);
-      shared[i] = fold.norm.weight[i] * rstd;
+      const float rstd = reciprocal_std(step.norm.var[i], step.norm.eps);
+      shared[i] = step.norm.weight[i] * rstd;
       shared[channels + i] = rstd;  // for `read_sums`
-      shared[3 * channels + i] = fold.norm.mean[i];
+      shared[3 * channels + i] = step.norm.mean[i];
     }
   }
-  static __device__ void read_sums(const AffineStepPointers& fold, int channels, float* shared) {
+  static __device__ void read_sums(const AffineStepPointers& step, int channels, float* shared) {
     for (int i = threadIdx.x; i < channels; i += kThreads) {
-      set_sums(fold, channels, i, shared[i], shared[channels + i], shared[channels + i],
+      set_sums(step, channels, i, shared[i], shared[channels + i], shared[channels + i],
                shared[2 * channels + i]);
     }
   }
 
   // The gradient of a vector, in the dtype of x, from vectors[i] of each tensor. Those of x and
-  // skip are read where the fold reads them.
+  // skip are read where the step reads them.
   template <class Y, class G, class X>
-  __device__ Vector<Y, kWidth> unfold(const AffineStepPointers& fold, int i, const G& g, const X& x,
-                                      const X& skip) const {
+  __device__ Vector<Y, kWidth> apply(const AffineStepPointers& step, int i, const G& g, const X& x,
+                                     const X& skip) const {
     float dy[kWidth], more[kWidth];
     g[i].unpack(dy);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) dy[j] *= a[j];
-    if (fold.reads_x()) {
+    if (step.reads_x()) {
       x[i].unpack(more);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) dy[j] += fmaf(more[j] - mean[j], b[j], c[j]);
     }
-    if (fold.skip != nullptr) {
+    if (step.skip != nullptr) {
       skip[i].unpack(more);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) dy[j] += more[j];
@@ -190,10 +190,10 @@ struct InputGradient {
   }
 
  private:
-  static __device__ void set_sums(const AffineStepPointers& fold, int channels, int at, float a,
+  static __device__ void set_sums(const AffineStepPointers& step, int channels, int at, float a,
                                   float rstd, float& b, float& c) {
-    b = -a * rstd * (fold.sum(at, 1, channels) * fold.inv_count);
-    c = -a * (fold.sum(at, 0, channels) * fold.inv_count);
+    b = -a * rstd * (step.sum(at, 1, channels) * step.inv_count);
+    c = -a * (step.sum(at, 0, channels) * step.inv_count);
   }
 };
 

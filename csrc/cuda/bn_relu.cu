@@ -102,7 +102,7 @@ template <class T>
 struct BnInputGradientParams {
   PixelRows rows;
   const T* g;
-  AffineStepPointers fold;  // skip with kHasSkip, the norm's bias with kMask
+  AffineStepPointers step;  // skip with kHasSkip, the norm's bias with kMask
   T* dx;
 };
 
@@ -114,19 +114,19 @@ __global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
     bn_input_gradient_kernel(BnInputGradientParams<T> p) {
   constexpr int kSteps = kInputGradientSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
-  const InputGradient<kWidth> fold(p.fold, p.rows.channels, thread.channel, thread.is_used);
+  const InputGradient<kWidth> coefficients(p.step, p.rows.channels, thread.channel, thread.is_used);
   float bias[kWidth];
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    bias[i] = kMask && thread.is_used ? p.fold.norm.bias[thread.channel + i] : 0.0f;
+    bias[i] = kMask && thread.is_used ? p.step.norm.bias[thread.channel + i] : 0.0f;
   }
-  const bool in_training = p.fold.inv_count != 0;
-  const T* from = static_cast<const T*>(p.fold.x);
+  const bool in_training = p.step.inv_count != 0;
+  const T* from = static_cast<const T*>(p.step.x);
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
     Vector<T, kWidth> x[kSteps], g[kSteps], skip[kSteps];
     load_rows(g, p.g + at, stride, steps);
     if (kMask || in_training) load_rows(x, from + at, stride, steps);
-    if (kHasSkip) load_rows(skip, static_cast<const T*>(p.fold.skip) + at, stride, steps);
+    if (kHasSkip) load_rows(skip, static_cast<const T*>(p.step.skip) + at, stride, steps);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       float value[kWidth], gradient[kWidth], added[kWidth];
@@ -135,10 +135,10 @@ __global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
       if (kHasSkip) skip[s].unpack(added);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float centred = value[i] - fold.mean[i];
-        if (kMask && rounded<T>(centred * fold.a[i] + bias[i]) <= 0) gradient[i] = 0;
-        gradient[i] *= fold.a[i];
-        if (in_training) gradient[i] += centred * fold.b[i] + fold.c[i];
+        const float centred = value[i] - coefficients.mean[i];
+        if (kMask && rounded<T>(centred * coefficients.a[i] + bias[i]) <= 0) gradient[i] = 0;
+        gradient[i] *= coefficients.a[i];
+        if (in_training) gradient[i] += centred * coefficients.b[i] + coefficients.c[i];
         if (kHasSkip) gradient[i] += added[i];
       }
       g[s].pack(gradient);
@@ -205,7 +205,7 @@ void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, 
     constexpr int kWidth = kFullWidth<T>;
     BnInputGradientParams<T> params{{}, data<T>(gradient.g), pointers(step), mutable_data<T>(dx)};
     const bool vectors =
-        fills_vectors<T>(size.channels, params.fold.skip, params.g, params.fold.x, params.dx);
+        fills_vectors<T>(size.channels, params.step.skip, params.g, params.step.x, params.dx);
     const Grid grid =
         grid_for(size, vectors ? kWidth : 1, kInputGradientSteps, 32, kInputGradientBlocks);
     params.rows = grid.rows;

@@ -8,9 +8,37 @@
 
 namespace preact_kernels {
 
+namespace cuda {
+
+// Runs `body(ConvTypes<T, X, Y>{})` for dtypes that `check_conv_is_served` lets through.
+template <class Body>
+auto for_conv_types(const ConvDtypes& dtypes, const Body& body) {
+  return for_dtype(dtypes.products, [&](auto value) {
+    using T = decltype(value);
+    if constexpr (!std::is_same_v<T, float>) {
+      if (dtypes.x != dtypes.products) return body(ConvTypes<T, float, T>{});
+      if (dtypes.y != dtypes.products) return body(ConvTypes<T, T, float>{});
+    }
+    return body(ConvTypes<T, T, T>{});
+  });
+}
+
+BackwardPlan plan_bn_relu_conv_backward(const ConvSizes& conv, const ConvDtypes& dtypes,
+                                        const BackwardTask& task) {
+  return for_conv_types(
+      dtypes, [&](auto types) { return plan_bn_relu_conv_backward<decltype(types)>(conv, task); });
+}
+
+}  // namespace cuda
+
 using namespace cuda;
 
 namespace {
+
+ForwardPlan plan_bn_relu_conv_forward(const ConvSizes& conv, const ConvDtypes& dtypes) {
+  return for_conv_types(
+      dtypes, [&](auto types) { return cuda::plan_bn_relu_conv_forward<decltype(types)>(conv); });
+}
 
 // Why the kernels do not serve a convolution, or null.
 const char* refusal(const ConvSizes& conv, ScalarType dtype) {
@@ -56,13 +84,8 @@ Gradient aligned(Gradient gradient, Workspace& workspace) {
   return gradient;
 }
 
-// Whether the weight gradients of the blocks of `plan`, written and read, are more bytes than x and
-// dy, which a kernel of their own would read again.
-bool costs_less_apart(const ConvSizes& conv, const ConvLaunch& plan, int64_t x_bytes,
-                      int64_t dy_bytes) {
-  const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
-  const int64_t partials = 2 * int64_t(sizeof(float)) * plan.blocks * weights;
-  return partials > x_bytes + dy_bytes;
+int64_t bytes_of(const Activation& size, ScalarType dtype) {
+  return size.pixels() * size.channels * (dtype == ScalarType::Float ? 4 : 2);
 }
 
 }  // namespace
@@ -87,7 +110,7 @@ void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
 }
 
 // Whether the kernels serve such a weight on its device, for stride 1, one group, and the padding
-// that keeps the size of the image; with a float32 stream, beside float32 x or float32 y.
+// that keeps the size of the image; with a float32 stream, mixed with float32 x or float32 y.
 bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   if (conv_weight.dim() != 4) return false;
   const auto size = conv_weight.sizes();
@@ -96,13 +119,10 @@ bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   if (refusal(conv, dtype) != nullptr) return false;
   const OnDeviceOf on(conv_weight);
   const auto fits = [&](const ConvDtypes& dtypes) {
-    return for_conv_types(dtypes, [&](auto types) {
-      using Types = decltype(types);
-      const int bytes =
-          std::max(plan_bn_relu_conv_forward<Types>(conv).shared_bytes,
-                   plan_bn_relu_conv_backward<Types>(conv, 3, true, true).shared_bytes);
-      return bytes <= most_shared_bytes();
-    });
+    const int bytes =
+        std::max(plan_bn_relu_conv_forward(conv, dtypes).shared_bytes,
+                 plan_bn_relu_conv_backward(conv, dtypes, {3, true, true}).shared_bytes);
+    return bytes <= most_shared_bytes();
   };
   if (!float32_stream) return fits({dtype, dtype, dtype});
   return fits({dtype, stream, dtype}) && fits({dtype, dtype, stream});
@@ -116,39 +136,30 @@ void launch_bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
   const OnDeviceOf on(inputs.x);
   const Tensor x = aligned(inputs.x, workspace);
   const std::optional<Tensor> residual = aligned(epilogue.residual, workspace);
-  for_conv_types(unit.dtypes, [&](auto types) {
-    using Types = decltype(types);
-    const ConvLaunch plan = plan_bn_relu_conv_forward<Types>(conv);
-    const BnReluConvForward params{data<char>(x),
-                                   pointers(inputs.norm, conv.pixels()),
-                                   workspace.weights[unit.weight],
-                                   data<char>(residual),
-                                   mutable_data<char>(output.y),
-                                   output.statistics.moments,
-                                   int(conv.in_channels),
-                                   int(conv.out_channels),
-                                   plan.grid,
-                                   workspace.has_launched};
-    launch_bn_relu_conv_forward<Types>(conv, plan, params, on.stream);
-    workspace.has_launched = true;
-  });
+  const ForwardPlan plan = plan_bn_relu_conv_forward(conv, unit.dtypes);
+  const BnReluConvForward params{data<char>(x),
+                                 pointers(inputs.norm, conv.pixels()),
+                                 workspace.weights[unit.weight],
+                                 data<char>(residual),
+                                 mutable_data<char>(output.y),
+                                 output.statistics.moments,
+                                 int(conv.in_channels),
+                                 int(conv.out_channels),
+                                 plan.grid,
+                                 workspace.has_launched};
+  launch("bn_relu_conv_forward", plan.kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream,
+         params, params.is_dependent);
+  workspace.has_launched = true;
 }
 
 bool recomputes_g(const Unit& unit, const Unit& next, const Tensor& x) {
   const ConvSizes& conv = unit.conv;
   if (next.conv.taps() != 1 || next.conv.out_channels != conv.in_channels) return false;
   const OnDeviceOf on(x);
-  return for_conv_types(unit.dtypes, [&](auto types) {
-    using Types = decltype(types);
-    if (!for_recomputed_channels<Types>(conv, [](auto) {})) return false;
-    const auto plan = [&](bool is_recomputed) {
-      return plan_bn_relu_conv_backward<Types>(conv, 3, true, true, is_recomputed);
-    };
-    // Fewer blocks of a multiprocessor would cost more than a stored g does.
-    const ConvLaunch recomputed = plan(true);
-    return recomputed.shared_bytes <= most_shared_bytes() &&
-           recomputed.blocks == plan(false).blocks;
-  });
+  const BackwardPlan plan = plan_bn_relu_conv_backward(conv, unit.dtypes, {3, true, true, true});
+  if (plan.recomputing_kernel == nullptr || plan.shared_bytes > most_shared_bytes()) return false;
+  // Fewer blocks of a multiprocessor would cost more than a stored g does.
+  return plan.blocks == plan_bn_relu_conv_backward(conv, unit.dtypes, {3, true, true}).blocks;
 }
 
 void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const UnitInputs& inputs,
@@ -166,81 +177,80 @@ void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const
     if (wanted.dy) launch_bn_input_gradient(conv.output(), dy, false, *gradients.dy);
     return;
   }
-  for_conv_types(unit.dtypes, [&](auto types) {
-    using Types = decltype(types);
-    using T = typename Types::T;
-    using Y = typename Types::Y;
-    const bool stores_g = wanted.g && wanted.stores_g;
-    BnReluConvBackward params{recomputed.has_value() ? nullptr : data<char>(dy.g),
-                              step.has_value() ? pointers(*step) : AffineStepPointers{},
-                              data<char>(x),
-                              pointers(norm, conv.pixels()),
-                              workspace.weights[unit.weight],
-                              stores_g ? mutable_data<char>(*gradients.g) : nullptr,
-                              wanted.dy ? mutable_data<char>(*gradients.dy) : nullptr,
-                              gradients.accumulated,
-                              nullptr,
-                              int(conv.in_channels),
-                              int(conv.out_channels),
-                              step.has_value() ? 2 + step->skip.has_value() : 1,
-                              {},
-                              workspace.has_launched};
-    const int64_t y_bytes = conv.pixels() * conv.out_channels * int64_t(sizeof(Y));
-    const int64_t g_bytes = conv.pixels() * conv.out_channels * int64_t(sizeof(T));
-    const int64_t x_bytes = conv.pixels() * conv.in_channels * int64_t(sizeof(typename Types::X));
-    // What a kernel of the weight gradient alone reads again: dy as stored, or its fold.
+  BnReluConvBackward params{
+      recomputed.has_value() ? nullptr : data<char>(dy.g),
+      step.has_value() ? pointers(*step) : AffineStepPointers{},
+      data<char>(x),
+      pointers(norm, conv.pixels()),
+      workspace.weights[unit.weight],
+      wanted.g && wanted.stores_g ? mutable_data<char>(*gradients.g) : nullptr,
+      wanted.dy ? mutable_data<char>(*gradients.dy) : nullptr,
+      gradients.accumulated,
+      nullptr,
+      int(conv.in_channels),
+      int(conv.out_channels),
+      step.has_value() ? 2 + step->skip.has_value() : 1,
+      {},
+      workspace.has_launched};
+  const int64_t y_bytes = bytes_of(conv.output(), unit.dtypes.y);
+  const int64_t g_bytes = bytes_of(conv.output(), unit.dtypes.products);
+  const int64_t x_bytes = bytes_of(conv.input(), unit.dtypes.x);
+  const bool stores_dy = wanted.g && wanted.dy;
+  bool is_postponed = wanted.weight && !wanted.g;
+  if (wanted.g) {
+    BackwardTask task{params.tensors, true, wanted.weight, recomputed.has_value()};
+    BackwardPlan plan = plan_bn_relu_conv_backward(conv, unit.dtypes, task);
+    // A kernel for the weight gradient alone reads x and dy again. It costs less where the weight
+    // gradients of the blocks of `plan`, written and read, are more bytes.
     const int64_t dy_bytes =
-        !step || (wanted.g && wanted.dy) ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
-    bool is_postponed = wanted.weight && !wanted.g;
-    if (wanted.g) {
-      ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, wanted.weight,
-                                                          recomputed.has_value());
-      is_postponed = wanted.weight && costs_less_apart(conv, plan, x_bytes, dy_bytes);
-      const bool of_weight = wanted.weight && !is_postponed;
-      if (is_postponed) {
-        plan = plan_bn_relu_conv_backward<Types>(conv, params.tensors, true, false,
-                                                 recomputed.has_value());
-      }
-      params.grid = plan.grid;
-      WeightGradientPartials partials{};
-      std::optional<Tensor> memory;
-      if (of_weight) {
-        memory = allocate_partials(gradients.conv_weight, plan.blocks, partials);
-        params.partials = mutable_data<float>(*memory);
-      }
-      if (recomputed.has_value()) {
-        const bool is_launched = launch_bn_relu_conv_backward_recomputed<Types>(
-            conv, plan,
-            {params,
-             {data<char>(dy.g), pointers(recomputed->step), workspace.weights[recomputed->weight],
-              data<float>(recomputed->bn_bias)}},
-            of_weight, on.stream);
-        STD_TORCH_CHECK(is_launched, "g: expected one that was stored");
-      } else {
-        launch_bn_relu_conv_backward<Types>(conv, plan, params, of_weight, on.stream);
-      }
-      workspace.has_launched = true;
-      if (of_weight) keep_partials(workspace, partials, *memory, on.stream);
-    }
+        stores_dy || !step ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
+    const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
+    const int64_t partials_bytes = 2 * int64_t(sizeof(float)) * plan.blocks * weights;
+    is_postponed = wanted.weight && partials_bytes > x_bytes + dy_bytes;
     if (is_postponed) {
-      std::vector<Tensor> owners{x, dy.g, norm.mean, norm.var, norm.weight, *norm.bias};
-      int64_t bytes = step.has_value() && !(wanted.g && wanted.dy) ? g_bytes : y_bytes;
-      if (unit.is_x_rebuilt) bytes += x_bytes;
-      if (wanted.g && wanted.dy) {  // dy was stored, unfolded
-        params.dy = data<char>(*gradients.dy), params.fold = {}, params.tensors = 1;
-        owners[1] = *gradients.dy;
-      } else if (step.has_value()) {
-        for (const Tensor& t : {step->x, step->norm.mean, step->norm.var, step->norm.weight}) {
-          owners.push_back(t);
-        }
-        owners.push_back(step->sums);
-        if (step->skip.has_value()) owners.push_back(*step->skip);
-      }
-      if (wanted.g) params.unfolded_dy = nullptr;
-      postpone(workspace, {conv, unit.dtypes, params, owners, bytes, gradients.conv_weight},
-               on.stream);
+      task.of_weight = false;
+      plan = plan_bn_relu_conv_backward(conv, unit.dtypes, task);
     }
-  });
+    params.grid = plan.grid;
+    WeightGradientPartials partials{};
+    std::optional<Tensor> memory;
+    if (task.of_weight) {
+      memory = allocate_partials(gradients.conv_weight, plan.blocks, partials);
+      params.partials = mutable_data<float>(*memory);
+    }
+    if (recomputed.has_value()) {
+      STD_TORCH_CHECK(plan.recomputing_kernel != nullptr, "g: expected one that was stored");
+      launch(task.of_weight ? "bn_relu_conv_backward_recomputed"
+                            : "bn_relu_conv_backward_recomputed_input",
+             plan.recomputing_kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream,
+             {params,
+              {data<char>(dy.g), pointers(recomputed->step), workspace.weights[recomputed->weight],
+               data<float>(recomputed->bn_bias)}},
+             params.is_dependent);
+    } else {
+      launch(task.of_weight ? "bn_relu_conv_backward" : "bn_relu_conv_backward_input", plan.kernel,
+             plan.blocks, kThreads, plan.shared_bytes, on.stream, params, params.is_dependent);
+    }
+    workspace.has_launched = true;
+    if (task.of_weight) keep_partials(workspace, partials, *memory, on.stream);
+  }
+  if (!is_postponed) return;
+  std::vector<Tensor> owners{x, norm.mean, norm.var, norm.weight, *norm.bias};
+  int64_t bytes = step.has_value() && !stores_dy ? g_bytes : y_bytes;
+  if (unit.is_x_rebuilt) bytes += x_bytes;
+  if (stores_dy) {
+    params.dy = data<char>(*gradients.dy), params.step = {}, params.tensors = 1;
+    owners.push_back(*gradients.dy);
+  } else {
+    owners.push_back(dy.g);
+    if (step.has_value()) {
+      const Norm& of_step = step->norm;
+      owners.insert(owners.end(), {step->x, of_step.mean, of_step.var, of_step.weight, step->sums});
+      if (step->skip.has_value()) owners.push_back(*step->skip);
+    }
+  }
+  if (wanted.g) params.whole_dy = nullptr;
+  postpone(workspace, {conv, unit.dtypes, params, owners, bytes, gradients.conv_weight}, on.stream);
 }
 
 }  // namespace preact_kernels

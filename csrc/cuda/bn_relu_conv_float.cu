@@ -1,3 +1,2 @@
 #define PK_DTYPE float
-#include "conv_backward_launch.cuh"
-#include "conv_forward_launch.cuh"
+#include "conv_plans.cuh"

@@ -5,19 +5,6 @@
 
 namespace preact_kernels::cuda {
 
-// Activations are dense in NHWC order and aligned to 16 bytes, statistics [channels].
-struct BnReluConvForward {
-  const void* x;
-  NormPointers norm;
-  const void* weight;    // [K][taps][C]
-  const void* residual;  // of the shape of y, or null
-  void* y;
-  Accumulators statistics;  // of y: sums of the values and of their squares; or none
-  int in_channels, out_channels;
-  TileGrid grid;
-  bool is_dependent;  // as `launch` says
-};
-
 // Shared memory of a block, in this order.
 template <class Types, int C>
 struct ForwardShared {

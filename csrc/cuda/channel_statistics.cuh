@@ -3,7 +3,7 @@
 // sums of its values and of their squares to exact sums.
 #pragma once
 
-#include "conv_tile.cuh"
+#include "conv_params.cuh"
 #include "exact_sums.cuh"
 
 namespace preact_kernels::cuda {
@@ -87,6 +87,40 @@ __device__ void add_statistics(const ThreadStatistics<kWidth>& own, const Thread
     double total = 0;
     for (int s = 0; s < slices; ++s) total += scratch[2 * s * channels + i];
     add_exact(sums, i / 2, i % 2, total);
+  }
+}
+
+// Adds the two sums of the threads of a block to `sums`. `shared` has room for those of all
+// threads.
+template <int kWidth>
+__device__ void add_sums(const ThreadColumn& column, int channels, float (&first)[kWidth],
+                         float (&second)[kWidth], const Accumulators& sums, float* shared) {
+  // Where a warp has whole pixels, it adds up theirs and stores one row of sums. Else every lane of
+  // the column stores one.
+  const int lane = threadIdx.x % 32, vectors = channels / kWidth;
+  const bool has_whole_pixels = 32 % vectors == 0;
+  if (has_whole_pixels) {
+    for (int offset = 16; offset >= vectors; offset /= 2) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        first[j] += __shfl_xor_sync(0xffffffffu, first[j], offset);
+        second[j] += __shfl_xor_sync(0xffffffffu, second[j], offset);
+      }
+    }
+  }
+  const int rows = has_whole_pixels ? kWarps : column.lanes;
+  if (has_whole_pixels ? lane < vectors : column.is_active) {
+    const int row = has_whole_pixels ? threadIdx.x / 32 : column.lane;
+    float* to = shared + row * 2 * channels + column.channel;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) to[j] = first[j], to[channels + j] = second[j];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {
+    float sum = 0;
+#pragma unroll 8
+    for (int row = 0; row < rows; ++row) sum += shared[row * 2 * channels + i];
+    add_exact(sums, i % channels, i / channels, sum);
   }
 }
 

@@ -114,6 +114,18 @@ struct ThreadColumn {
     channel = threadIdx.x % vectors * vector;
     is_active = lane < lanes;
   }
+
+  // Calls body(i, pixel) for the thread's vectors of a tile, at most kMost.
+  template <int kMost, int kUnroll = kMost, class Body>
+  __device__ void for_pixels(int pixels, const Body& body) const {
+    if (!is_active) return;
+#pragma unroll(kUnroll)
+    for (int i = 0; i < kMost; ++i) {
+      const int p = lane + i * lanes;
+      if (p >= pixels) break;
+      body(i, p);
+    }
+  }
 };
 
 // The most vectors of a thread, in a tile and in a tile with its border.

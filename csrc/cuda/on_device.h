@@ -46,19 +46,6 @@ auto for_dtype(const Tensor& x, const Body& body) {
   return for_dtype(x.scalar_type(), body);
 }
 
-// Runs `body(ConvTypes<T, X, Y>{})` for dtypes that `check_conv_is_served` lets through.
-template <class Body>
-auto for_conv_types(const ConvDtypes& dtypes, const Body& body) {
-  return for_dtype(dtypes.products, [&](auto value) {
-    using T = decltype(value);
-    if constexpr (!std::is_same_v<T, float>) {
-      if (dtypes.x != dtypes.products) return body(ConvTypes<T, float, T>{});
-      if (dtypes.y != dtypes.products) return body(ConvTypes<T, T, float>{});
-    }
-    return body(ConvTypes<T, T, T>{});
-  });
-}
-
 // Pointers into the tensors of a batch norm over `pixels`; null for a bias that is absent. Only
 // kernels that take part in a run read the moments.
 inline NormPointers pointers(const Norm& norm, int64_t pixels = 0) {

@@ -1,19 +1,11 @@
-// The g of a fold that no kernel stored: g = [p > 0] * dz * weight, where dz is the gradient of the
+// The g of a step that no kernel stored: g = [p > 0] * dz * weight, where dz is the gradient of the
 // output of a 1x1 convolution of relu(p), and is folded itself. The kernel of that convolution
 // computed g by the same operations and added up its sums: both have equal bits of g.
 #pragma once
 
-#include "conv_tile.cuh"
+#include "conv_params.cuh"
 
 namespace preact_kernels::cuda {
-
-// dz has as many channels as the input of the convolution whose kernel recomputes g.
-struct RecomputedGPointers {
-  const void* g;            // that the fold of dz applies to, in the dtype of operands
-  AffineStepPointers fold;  // of dz, without skip
-  const void* weight;       // [channels of dz][channels of g]
-  const float* bn_bias;     // of the batch norm that p is from, which is that of the fold of g
-};
 
 // A kernel that reads g. 0: sizes that the compiler does not know.
 struct StoredG {
@@ -35,14 +27,14 @@ struct RecomputedGShared {
   static constexpr int kWidth = kFullWidth<T>;
   using Ahead = VectorsAhead<T, kWidth>;  // of the fold's g and x
 
-  int weights, fold, bn_bias, ahead;  // where each begins
+  int weights, step, bn_bias, ahead;  // where each begins
   int bytes;
 
   // Of a tile of `pixels`, for dz of `channels` and g of `out_channels`.
   __host__ __device__ RecomputedGShared(int pixels, int channels, int out_channels) {
     weights = 0;
-    fold = weights + channels * (out_channels * int(sizeof(T)) + 16);
-    bn_bias = fold + InputGradient<kWidth>::kRows * channels * 4;
+    step = weights + channels * (out_channels * int(sizeof(T)) + 16);
+    bn_bias = step + InputGradient<kWidth>::kRows * channels * 4;
     ahead = bn_bias + out_channels * 4;
     bytes = ahead + Ahead::bytes(pixels, channels, 2);
   }
@@ -73,31 +65,31 @@ class RecomputedGTiles {
     cuda::load_weights<T, 1>(weight, weights(), kChannels, kOutChannels);
     float* bias = reinterpret_cast<float*>(memory_ + shared_.bn_bias);
     for (int c = threadIdx.x; c < kOutChannels; c += kThreads) bias[c] = pointers_.bn_bias[c];
-    InputGradient<kWidth>::load_parameters(pointers_.fold, kChannels, fold());
+    InputGradient<kWidth>::load_parameters(pointers_.step, kChannels, step());
   }
 
   __device__ void read_sums() const {
-    InputGradient<kWidth>::read_sums(pointers_.fold, kChannels, fold());
+    InputGradient<kWidth>::read_sums(pointers_.step, kChannels, step());
   }
 
   __device__ void copy_ahead(const Tile<0>& tile) const {
     const T* g = static_cast<const T*>(pointers_.g) + own_.channel;
-    const T* x = static_cast<const T*>(pointers_.fold.x) + own_.channel;
+    const T* x = static_cast<const T*>(pointers_.step.x) + own_.channel;
     for_own_pixels([&](int i, int p) {
       const int64_t pixel = tile.pixel(p), at = pixel * kChannels;
       g_ahead().copy(i, g + at, pixel >= 0);
-      if (pointers_.fold.reads_x()) x_ahead().copy(i, x + at, pixel >= 0);
+      if (pointers_.step.reads_x()) x_ahead().copy(i, x + at, pixel >= 0);
     });
   }
 
   // Forms dz [pixels][channels + one vector] of a tile that was copied ahead.
   __device__ void form_dz(const Tile<0>& tile, T* dz) const {
-    const InputGradient<kWidth> gradient(FromShared{}, fold(), kChannels, own_.channel);
+    const InputGradient<kWidth> gradient(FromShared{}, step(), kChannels, own_.channel);
     for_own_pixels([&](int i, int p) {
       FullVector<T> operand{};
       if (tile.pixel(p) >= 0) {
         operand = as_operand<T>(
-            gradient.template unfold<T>(pointers_.fold, i, g_ahead(), x_ahead(), x_ahead()));
+            gradient.template apply<T>(pointers_.step, i, g_ahead(), x_ahead(), x_ahead()));
       }
       operand.store(dz + p * (kChannels + kWidth) + own_.channel);
     });
@@ -116,7 +108,7 @@ class RecomputedGTiles {
 
  private:
   __device__ T* weights() const { return reinterpret_cast<T*>(memory_ + shared_.weights); }
-  __device__ float* fold() const { return reinterpret_cast<float*>(memory_ + shared_.fold); }
+  __device__ float* step() const { return reinterpret_cast<float*>(memory_ + shared_.step); }
   __device__ Ahead g_ahead() const { return Ahead(memory_ + shared_.ahead, 0, 2); }
   __device__ Ahead x_ahead() const { return Ahead(memory_ + shared_.ahead, 1, 2); }
 

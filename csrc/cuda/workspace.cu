@@ -193,22 +193,20 @@ void launch_postponed(Workspace& workspace, cudaStream_t stream) {
       same.push_back(&other);
       tensors = std::max(tensors, other.params.tensors);
     }
-    for_conv_types(dtypes, [&](auto types) {
-      using Types = decltype(types);
-      const ConvLaunch plan = plan_bn_relu_conv_backward<Types>(conv, tensors, false, true);
-      WeightGradients gradients{};
-      for (size_t j = 0; j < same.size(); ++j) {
-        WeightGradientPartials partials{};
-        const Tensor memory = allocate_partials(same[j]->conv_weight, plan.blocks, partials);
-        gradients.of[j] = same[j]->params;
-        gradients.of[j].grid = plan.grid;
-        gradients.of[j].partials = mutable_data<float>(memory);
-        workspace.partials.push_back(partials);
-        workspace.partials_owners.push_back(memory);
-      }
-      gradients.of[0].is_dependent = workspace.has_launched;
-      launch_bn_relu_conv_weight_gradients<Types>(conv, plan, gradients, int(same.size()), stream);
-    });
+    const BackwardPlan plan = plan_bn_relu_conv_backward(conv, dtypes, {tensors, false, true});
+    WeightGradients gradients{};
+    for (size_t j = 0; j < same.size(); ++j) {
+      WeightGradientPartials partials{};
+      const Tensor memory = allocate_partials(same[j]->conv_weight, plan.blocks, partials);
+      gradients.of[j] = same[j]->params;
+      gradients.of[j].grid = plan.grid;
+      gradients.of[j].partials = mutable_data<float>(memory);
+      workspace.partials.push_back(partials);
+      workspace.partials_owners.push_back(memory);
+    }
+    launch("bn_relu_conv_weight_gradients", plan.weight_gradients_kernel,
+           dim3(plan.blocks, unsigned(same.size())), kThreads, plan.shared_bytes, stream, gradients,
+           workspace.has_launched);
     workspace.has_launched = true;
   }
   workspace.postponed.clear();

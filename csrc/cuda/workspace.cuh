@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "bn_relu_conv_backward.cuh"
+#include "conv_params.cuh"
 #include "on_device.h"
 #include "weight_gradient_partials.cuh"
 

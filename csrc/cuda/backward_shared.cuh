@@ -1,0 +1,93 @@
+// Launch limits of the backward: the layout of shared memory, blocks of a multiprocessor.
+#pragma once
+
+#include "recomputed_g.cuh"
+#include "weight_gradient.cuh"
+
+namespace preact_kernels::cuda {
+
+// Shared memory of a block, in this order.
+template <class Types, int C, bool kRecomputesG>
+struct BackwardShared {
+  using T = typename Types::T;
+  static constexpr int kWidth = kFullWidth<T>;
+  // Of two tiles: x is read again when the products are done, while that of the next arrives.
+  static constexpr int kXParts = kParts<typename Types::X, kWidth>;
+  using XAhead = VectorsAhead<typename Types::X, kWidth>;
+  // Each vector of dy, or of x of a step, is followed by those of g, unless that is recomputed, and
+  // skip of the fold.
+  static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
+  static constexpr int kSkip = kDyParts + (kRecomputesG ? 0 : kParts<T, kWidth>);
+  static constexpr int kAllParts = kSkip + kDyParts;
+  using DyAhead = VectorsAhead<typename Types::Y, kWidth>;
+  using GAhead = VectorsAhead<T, kWidth>;
+
+  // Where each begins.
+  int weights, dy, activation, da, norm, step, recomputed_g, x_ahead, dy_ahead;
+  int bytes;
+  int dy_parts;  // of a vector in dy_ahead
+
+  // `tensors` are those that the output's gradient is formed from: g, and x and skip of a fold. The
+  // flags say which gradients are computed.
+  __host__ __device__ BackwardShared(const TileGrid& grid, int in_channels, int out_channels,
+                                     int tensors, bool of_input, bool of_weight) {
+    const int in_row = in_channels * int(sizeof(T)) + 16;
+    const int out_row = out_channels * int(sizeof(T)) + 16;
+    const int pixels = Tile<C>::pixels(grid), halo_pixels = Tile<C>::halo_pixels(grid);
+    weights = 0;
+    dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
+    activation = dy + halo_pixels * out_row;
+    da = activation + pixels * in_row;
+    norm = da + (of_input ? pixels * (in_channels + kSumsPadding) * 4 : 0);
+    step = norm + Normalisation<kWidth>::kRows * in_channels * 4;
+    recomputed_g = step + InputGradient<kWidth>::kRows * out_channels * 4;
+    x_ahead = recomputed_g;
+    if (kRecomputesG) x_ahead += RecomputedGShared<T>(pixels, in_channels, out_channels).bytes;
+    dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels, 2 * kXParts);
+    dy_parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
+    bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, dy_parts);
+    // After the last tile: sums of every thread, or weight gradients of warps that share one.
+    const int groups = out_channels / 16 * (in_channels / 16);
+    const int slices = WeightGradient<T, C, 1>::slices_of(groups);
+    const bool warps_share = of_weight && slices > 1;
+    const int shared_values = slices * Tile<C>::kTaps * in_channels * out_channels;
+    const int thread_sums = of_input ? 2 * kWidth * kThreads : 0;
+    const int least =
+        4 * (warps_share && shared_values > thread_sums ? shared_values : thread_sums);
+    if (bytes < least) bytes = least;
+  }
+};
+
+// Shared memory of a multiprocessor that holds two blocks of a 3x3 convolution of 16 or 32 channels
+// in half precision: that of 9.0 and 10.0. 8.0 has 164 KB, 8.6 and 12.0 have 100 KB.
+constexpr int kLargeSharedBytes = 228 * 1024;
+
+// Blocks of a multiprocessor, which limit the registers. Where shared memory holds one, as for 64
+// channels, that one has them all.
+template <class Types, int C, int GROUPS>
+constexpr int backward_blocks(bool has_large_shared_memory) {
+  if (C == 0) return GROUPS <= 2 ? 2 : 1;
+  if (C == 64) return 1;
+  const bool is_small = sizeof(typename Types::T) == 2 && !Types::kHasStream;
+  return GROUPS == 0 || (is_small && has_large_shared_memory) ? 2 : 1;
+}
+
+// The same of the GPU that code is compiled for; the host asks the GPU that it launches on.
+#if defined(__CUDA_ARCH__)
+constexpr bool kHasLargeSharedMemory = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200;
+#else
+constexpr bool kHasLargeSharedMemory = true;
+#endif
+template <class Types, int C, int GROUPS>
+constexpr int kBackwardBlocks = backward_blocks<Types, C, GROUPS>(kHasLargeSharedMemory);
+
+// The most vectors of a thread in a tile. A 1x1 convolution beside a float32 stream, whose vectors
+// are two, has fewer: so two blocks fit.
+template <class Types, int C, int GROUPS>
+constexpr int kBackwardVectors =
+    C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;
+
+// GROUPS of the convolutions that have kernels that recompute g.
+constexpr int kRecomputedGroups = 2;
+
+}  // namespace preact_kernels::cuda

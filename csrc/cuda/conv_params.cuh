@@ -1,0 +1,58 @@
+// Parameters of the kernels of the convolutions of narrow channels. Activations are dense in NHWC
+// order and aligned to 16 bytes, statistics [channels].
+#pragma once
+
+#include "conv_tile.cuh"
+
+namespace preact_kernels::cuda {
+
+struct BnReluConvForward {
+  const void* x;
+  NormPointers norm;
+  const void* weight;    // [K][taps][C]
+  const void* residual;  // shaped like y, or null
+  void* y;
+  Accumulators statistics;  // of y: sums of the values and of their squares; or none
+  int in_channels, out_channels;
+  TileGrid grid;
+  bool is_dependent;  // see `launch`
+};
+
+struct BnReluConvBackward {
+  const void* dy;  // with a step: the g that it applies to, in the dtype of products
+  AffineStepPointers step;
+  const void* x;
+  NormPointers norm;
+  const void* weight;  // [K][taps][C]
+  void* g;             // in the dtype of products; null where it is not stored
+  void* whole_dy;      // null where it is not wanted
+  Accumulators sums;   // of g: sum(g), sum(g * xhat)
+  float* partials;     // [blocks][taps][K][C]: weight gradients of blocks
+  int in_channels, out_channels;
+  int tensors;  // see BackwardShared
+  TileGrid grid;
+  bool is_dependent;  // see `launch`
+};
+
+// A g that is recomputed, for a step with the gradient dz of the convolution before. dz has as many
+// channels as the input of the convolution whose kernel recomputes g.
+struct RecomputedGPointers {
+  const void* g;            // that the step of dz applies to, in the dtype of products
+  AffineStepPointers step;  // of dz, without skip
+  const void* weight;       // [channels of dz][channels of g]
+  const float* bn_bias;     // of the batch norm that p is from; the rest is in the step of g
+};
+
+struct BnReluConvBackwardRecomputed {
+  BnReluConvBackward conv;  // dy is null
+  RecomputedGPointers recomputed_g;
+};
+
+// Several convolutions, each in a row of the grid.
+constexpr int kMostWeightGradients = 64;
+struct WeightGradients {
+  BnReluConvBackward of[kMostWeightGradients];
+};
+static_assert(sizeof(WeightGradients) <= 32764, "more parameters than a kernel may have");
+
+}  // namespace preact_kernels::cuda
