@@ -26,7 +26,8 @@ def is_bare_conv(conv: nn.Module) -> bool:
 def is_stage_conv(conv: Any) -> bool:
     """Whether a stage may read the weight of `conv` in place of calling it.
 
-    Not one with a bias, or with numbers that are no pairs: PyTorch takes those, or says why not.
+    Not one with a bias, or with numbers that are no pairs of ints: PyTorch takes those, or says why
+    not.
     """
     if not is_bare_conv(conv) or conv.bias is not None:
         return False
@@ -34,6 +35,7 @@ def is_stage_conv(conv: Any) -> bool:
     return (
         type(stride) is type(padding) is type(dilation) is tuple
         and len(stride) == len(padding) == len(dilation) == 2
+        and set(map(type, stride + padding + dilation)) == {int}
         and min(stride + dilation) > 0 <= min(padding)
     )
 

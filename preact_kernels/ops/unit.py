@@ -25,11 +25,11 @@ class ConvArguments(NamedTuple):
 class Passed(dict):
     """Results of checks by the metadata that they read: what has passed is not checked again."""
 
-    _MOST = 4096  # a program with new shapes at every call must not fill the memory
+    MOST = 4096  # a program with new shapes at every call must not fill the memory
 
     def add(self, key, result):
         """Keeps `result`, and returns it."""
-        if len(self) >= self._MOST:
+        if len(self) >= self.MOST:
             self.clear()
         self[key] = result
         return result
@@ -50,7 +50,7 @@ def checked_unit(
     x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None
 ) -> CheckedUnit:
     """Checks the arguments of `pk.bn_relu_conv2d`, and raises the errors that it documents."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or bn.process_group is not None:  # kept alive by no key
         return _check(x, bn, conv, residual)
     weight, bias, *numbers = conv
     parts: list = []
@@ -60,8 +60,8 @@ def checked_unit(
         key = (
             *parts,
             repr((*numbers, bn.training, bn.eps, bn.momentum)),  # tells 1 from True and 1.0
-            bn.process_group,
             bn.batch_count is None,
+            bn.has_any_statistics_dtype,
             compute_dtype(x),
         )
         found = _passed.get(key)

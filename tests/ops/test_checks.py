@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.ops import dispatch as backends
+from preact_kernels.ops.unit import Passed
 from tests.cases import NAN, ConvCase, conv_inputs, random_block, random_stage
 from tests.oracle import assert_same_bits, check, plain_copy
 
@@ -106,6 +107,12 @@ def test_bn_relu_names_what_is_wrong(change, error, message):
     wrong(TypeError, "stride", 1.5, f"{PAIR}, got 1.5"),
     wrong(TypeError, "stride", (1, 1, 1), f"{PAIR}, got (1, 1, 1)"),
     wrong(TypeError, "stride", True, f"{PAIR}, got True"),
+    wrong(TypeError, "stride", (1.0, 1.0), f"{PAIR}, got (1.0, 1.0)"),
+    wrong(TypeError, "padding", (1, True), f"{PAIR}, got (1, True)"),
+    wrong(TypeError, "training", 1, "a bool, got int"),
+    wrong(TypeError, "momentum", None, "a number, got NoneType"),
+    wrong(TypeError, "running_mean", torch.zeros(8).half(), "dtype float32 to match x, got"),
+    wrong(ValueError, "running_var", None, "a tensor beside the other running statistic, got"),
     wrong(ValueError, "dilation", (0, 1), "at least 1, got (0, 1)"),
     wrong(ValueError, "padding", -1, "at least 0, got -1"),
     wrong(ValueError, "padding", "full", "'valid', 'same', an int or a pair, got 'full'"),
@@ -118,8 +125,9 @@ def test_bn_relu_names_what_is_wrong(change, error, message):
     wrong(ValueError, "residual", META_WEIGHT, "device cpu to match x, got meta"),
 )
 def test_bn_relu_conv2d_names_what_is_wrong(change, error, message):
-    arguments = {**conv_inputs(CASE), **CASE.conv, "training": True, **change}
-    assert_op_refuses(pk.bn_relu_conv2d, arguments, error, message)
+    arguments = {**conv_inputs(CASE), **CASE.conv, "training": True}
+    pk.bn_relu_conv2d(**arguments)  # what passes once is remembered
+    assert_op_refuses(pk.bn_relu_conv2d, {**arguments, **change}, error, message)
 
 
 @refuses(
@@ -156,6 +164,7 @@ WRONG_INPUTS = (
 @every_module
 def test_modules_refuse_a_wrong_input_and_keep_their_statistics(module):
     module = module()
+    module(torch.randn(2, 8, 5, 6))  # what passes once is remembered
     for error, x in WRONG_INPUTS:
         assert_refused(error, "expected", lambda x=x: module(x), dict(module.named_buffers()))
 
@@ -192,6 +201,16 @@ BLOCKS = {
         ValueError,
         "x: expected a padded height of at least 11 for the kernel, got 10",
     ),
+    "dtype_of_a_convolution": (
+        lambda block: changed(block, "", conv2=nn.Conv2d(8, 8, 3, 1, 1, bias=False).double()),
+        TypeError,
+        "conv_weight: expected dtype float32 to match x, got float64",
+    ),
+    "eps_is_zero": (
+        lambda block: changed(block, "bn2", eps=0.0),
+        ValueError,
+        "eps: expected a positive number when training, got 0",
+    ),
     "momentum_is_nan": (
         lambda block: changed(block, "bn2", momentum=NAN),
         ValueError,
@@ -207,8 +226,9 @@ BLOCKS = {
 
 @pytest.mark.parametrize(("change", "error", "message"), BLOCKS.values(), ids=BLOCKS)
 def test_a_block_names_what_was_made_wrong_of_it(change, error, message):
-    block = change(random_block("basic", 8, 8))
-    x = torch.randn(2, 8, 8, 6)
+    block, x = random_block("basic", 8, 8), torch.randn(2, 8, 8, 6)
+    block(x)  # what passes once is remembered
+    block = change(block)
     assert_refused(error, message, lambda: block(x), dict(block.named_buffers()))
 
 
@@ -233,6 +253,22 @@ def test_a_stride_of_a_block_may_be_given_as_in_pytorch(stride):
     block = random_block("basic", 8, 8, 2)
     block.shortcut.stride = block.conv1.stride = stride
     check(block, plain_copy(block), {"x": torch.randn(2, 8, 5, 6)})
+
+
+def test_a_stride_of_floats_is_refused_after_one_of_ints():
+    block, x = random_block("basic", 8, 8), torch.randn(2, 8, 5, 6)
+    block(x)
+    block.conv2.stride = (1.0, 1.0)
+    with pytest.raises(TypeError):
+        block(x)
+
+
+def test_results_of_checks_do_not_fill_the_memory():
+    passed = Passed()
+    for key in range(3 * Passed.MOST):
+        assert passed.add(key, "result") == "result"
+        assert passed.get(key) == "result"
+        assert len(passed) <= Passed.MOST
 
 
 KERNELS = backends.select("auto", "cpu", torch.float32)

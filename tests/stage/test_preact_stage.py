@@ -259,6 +259,17 @@ def test_native_runs_of_blocks_give_the_bits_of_their_units(
 
 
 @pytest.mark.calls(FORWARD)
+def test_native_runs_take_rounded_weights_under_autocast(cpu_backend, monkeypatch):
+    stage = direct_stage()
+    calls = recorded_calls(cpu.kernels(), "block_run_forward", monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        stage(images())
+    ((run, *_),) = calls
+    assert {unit.weight_dtype for unit in run.units} == {torch.bfloat16}
+    assert {p.conv_weight.dtype for p in run.parameters} == {torch.bfloat16}
+
+
+@pytest.mark.calls(FORWARD)
 @pytest.mark.covering(1)
 @every_mode
 @pytest.mark.parametrize(
