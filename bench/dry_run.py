@@ -2,7 +2,9 @@
 
 The backends' own code launches kernels on CPU tensors; no kernel reads or writes them. The CUDA
 library is compiled for the host by tests/kernels/cuda_on_host. Stem, head, optimizer and the update
-of running statistics (a few launches per step) do not run.
+of running statistics (a few launches per step) do not run. PyTorch's operators between two calls of
+a backend run, but are not recorded: around a projection, casts to and from a float32 stream and the
+addition of two gradients.
 """
 
 import bisect

@@ -1,7 +1,8 @@
 """Ops with flat arguments under the named arguments of the contract.
 
-`cpu.py` and `cuda.py` load one library each. Convolutions that `serves_conv` refuses are
-PyTorch's, on an activation that the library computes and that is freed at once.
+`FlatOps` is shared by the compiled libraries and the registered ops. `cpu.py` and `cuda.py` load one
+library each. Where `serves` refuses a unit, PyTorch's convolution runs on an activation that the
+library computes and that is freed at once.
 """
 
 import functools

@@ -53,4 +53,4 @@ def test_launches_of_known_kernels_are_those_that_triton_would_choose():
         ]
         first, *_, other, again = lookups
         assert other < first  # some launches are for any number of blocks
-        assert again == 4  # one for each fold of a caller
+        assert again == 4  # one for each affine step of a caller
