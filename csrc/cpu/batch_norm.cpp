@@ -17,21 +17,21 @@ Normalisation<A>::Normalisation(const Norm& norm, int64_t channels)
 }
 
 template <class A>
-InputGradient<A>::InputGradient(const AffineStep& fold, int64_t channels)
+InputGradient<A>::InputGradient(const AffineStep& step, int64_t channels)
     : a(channels),
       b(channels),
       c(channels),
-      mean(data<A>(fold.norm.mean)),
-      in_training(fold.inv_count != 0) {
-  const A *var = data<A>(fold.norm.var), *weight = data<A>(fold.norm.weight);
-  const A* sums = data<A>(fold.sums);
+      mean(data<A>(step.norm.mean)),
+      in_training(step.inv_count != 0) {
+  const A *var = data<A>(step.norm.var), *weight = data<A>(step.norm.weight);
+  const A* sums = data<A>(step.sums);
   for (int64_t i = 0; i < channels; ++i) {
-    const double rstd = 1 / std::sqrt(double(var[i]) + fold.norm.eps);
+    const double rstd = 1 / std::sqrt(double(var[i]) + step.norm.eps);
     const double scale = weight[i] * rstd;
     a[i] = static_cast<A>(scale);
     if (!in_training) continue;
-    b[i] = static_cast<A>(-scale * rstd * sums[channels + i] * fold.inv_count);
-    c[i] = static_cast<A>(-scale * sums[i] * fold.inv_count);
+    b[i] = static_cast<A>(-scale * rstd * sums[channels + i] * step.inv_count);
+    c[i] = static_cast<A>(-scale * sums[i] * step.inv_count);
   }
 }
 

@@ -24,18 +24,18 @@ struct Normalisation {
   Normalisation(const Norm& norm, int64_t channels);
 };
 
-// The coefficients of a fold: A*g + B*(x - mean) + C. In evaluation mode it is A*g, and x is not
-// read, so that a value of x that is not finite does not spread.
+// The coefficients of an affine step: A*g + B*(x - mean) + C. In evaluation mode it is A*g, and x
+// is not read: NaN does not spread.
 template <class A>
 struct InputGradient {
   std::vector<A> a, b, c;
   const A* mean;
   bool in_training;
 
-  InputGradient(const AffineStep& fold, int64_t channels);
+  InputGradient(const AffineStep& step, int64_t channels);
 };
 
-// The tensors of a fold and its result.
+// The tensors of a deferred gradient and its result.
 template <class T>
 struct GradientPointers {
   const T *skip, *g, *x;

@@ -1,5 +1,5 @@
-#include "bn_relu_kernels.h"
 #include "dtypes.h"
+#include "kernels.h"
 #include "parallel.h"
 #include "tiles.h"
 

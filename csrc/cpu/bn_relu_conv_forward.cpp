@@ -1,6 +1,6 @@
-#include "bn_relu_conv_kernels.h"
 #include "conv_weights.h"
 #include "dtypes.h"
+#include "kernels.h"
 #include "parallel.h"
 #include "weight_stationary.h"
 

@@ -1,6 +1,6 @@
 #include "batch_norm.h"
-#include "bn_stats_kernels.h"
 #include "dtypes.h"
+#include "kernels.h"
 #include "parallel.h"
 #include "tiles.h"
 

@@ -209,8 +209,8 @@ struct PackedWeights {
 // Weights are packed in groups of this many input channels: whole squares of words in any vector.
 constexpr int64_t kPackedChannels = 32;
 
-// The gradient of a convolution's output: tensors.g, or, with coefficients, the fold of it, which
-// is stored in tensors.dx where that is given.
+// The gradient of a convolution's output: tensors.g, or, with coefficients, their affine step of
+// it, stored in tensors.dx where that is given.
 template <class T>
 struct OutputGradient {
   GradientPointers<T> tensors;

@@ -1,7 +1,7 @@
 #include "conv_weights.h"
 
 #include "../host/launch.h"
-#include "conv_weights_kernels.h"
+#include "kernels.h"
 #include "parallel.h"
 
 namespace preact_kernels {
@@ -33,7 +33,7 @@ PackedWeights packed_weights(const ConvSizes& conv, const Tensor& conv_weight, b
   A* packed = thread_buffer<A, Use::kWeights>(count);
   const int64_t groups = (in_channels + kPackedChannels - 1) / kPackedChannels;
   for_rows(groups, kPackedChannels * conv.taps() * out_channels, [&](int64_t group) {
-    PK_CALL_PRODUCT(T, pack, weight, conv, in_channels, out_channels, packed,
+    PK_CALL_PRODUCT(T, pack_weights, weight, conv, in_channels, out_channels, packed,
                     group * kPackedChannels);
   });
   // A 1x1 kernel has no border: its products never read these weights outside the image.

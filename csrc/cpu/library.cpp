@@ -27,8 +27,7 @@ static std::vector<int64_t> conv_limits() {
 static bool is_weight_stationary_conv(const Tensor& x, const Tensor& conv_weight,
                                       const std::vector<int64_t>& stride) {
   const ScalarType dtype = x.scalar_type();
-  return is_weight_stationary(
-      entry::one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv);
+  return is_weight_stationary(one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv);
 }
 
 STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {

@@ -1,8 +1,7 @@
 #include "batch_norm.h"
-#include "bn_stats_kernels.h"
 #include "dtypes.h"
+#include "kernels.h"
 #include "parallel.h"
-#include "residual_add_kernels.h"
 #include "tiles.h"
 
 namespace preact_kernels {

@@ -1,8 +1,8 @@
 #include "weight_stationary.h"
 
 #include "conv_weights.h"
+#include "kernels.h"
 #include "parallel.h"
-#include "weight_stationary_kernels.h"
 
 namespace preact_kernels {
 

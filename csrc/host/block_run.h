@@ -50,8 +50,8 @@ inline void check_run(const BlockRun& run) {
 // all units, unless all were given; the inputs of the first units of blocks where
 // `keep_block_inputs`, and of other units where `keep_unit_inputs`. Statistics that were not given
 // are those of the batch.
-inline std::vector<Tensor> block_run_forward(const Tensor& x, const BlockRun& run, bool with_stats,
-                                             bool keep_block_inputs, bool keep_unit_inputs) {
+inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, bool with_stats,
+                                       bool keep_block_inputs, bool keep_unit_inputs) {
   Activation size = check_activation("x", x);  // before memory on its device is written
   check_run(run);
   const bool are_given = run.means.size() == run.units();
@@ -85,8 +85,7 @@ inline std::vector<Tensor> block_run_forward(const Tensor& x, const BlockRun& ru
     norm.moments = statistics.moments;
     const Epilogue epilogue{std::nullopt,
                             run.ends_block(i) ? std::optional(shortcut) : std::nullopt};
-    h = bn_relu_conv_forward(units[i], {h, norm, run.conv_weights[i]}, epilogue,
-                             results.of_outputs[i]);
+    h = unit_forward(units[i], {h, norm, run.conv_weights[i]}, epilogue, results.of_outputs[i]);
     statistics = results.of_outputs[i];
   }
   results.finish();
@@ -107,8 +106,8 @@ struct BlockRunInputs {
 
 // Returns g of the first unit, and dy of the first block, which is the gradient of its shortcut;
 // the input of the first block; dconv_weight of all units; and their sums.
-inline std::vector<Tensor> block_run_backward(Gradient gradient, const BlockRun& run,
-                                              const BlockRunInputs& given, double inv_count) {
+inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
+                                        const BlockRunInputs& given, double inv_count) {
   check_run(run);
   const std::vector<Tensor>& inputs = given.of_units;
   const size_t blocks = run.units() / run.units_per_block;
@@ -144,8 +143,8 @@ inline std::vector<Tensor> block_run_backward(Gradient gradient, const BlockRun&
     const Norm norm = run.norm(i, run.means[i], run.variances[i]);
     if (ends_block && rebuilds) {  // x is the output of this block
       const size_t negated = run.units() + i / run.units_per_block;
-      x = bn_relu_conv_forward(units[negated], {inputs[left - 1], norm, weights[negated]},
-                               {std::nullopt, x}, no_statistics);
+      x = unit_forward(units[negated], {inputs[left - 1], norm, weights[negated]},
+                       {std::nullopt, x}, no_statistics);
     }
     const Tensor h = starts_block && rebuilds ? x : inputs[--left];
     units[i].is_x_rebuilt = starts_block && rebuilds;
@@ -154,7 +153,7 @@ inline std::vector<Tensor> block_run_backward(Gradient gradient, const BlockRun&
     const bool is_recomputed = starts_block && i > 0 && !ends_block &&
                                recomputes_g(units[i - 1], units[i], inputs[left - 1]);
     unit.wanted.stores_g = !is_recomputed;
-    bn_relu_conv_backward(units[i], gradient, {h, norm, weights[i]}, unit);
+    unit_backward(units[i], gradient, {h, norm, weights[i]}, unit);
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : gradient.g;
     if (is_recomputed) {
       gradient.recomputed = {*gradient.step, *norm.bias, i};
@@ -175,6 +174,19 @@ inline std::vector<Tensor> block_run_backward(Gradient gradient, const BlockRun&
   found[1] = block_dy;
   found[2] = rebuilds ? x : inputs[0];
   return found;
+}
+
+inline std::vector<Tensor> block_run_forward(const Tensor& x, PK_RUN_PARAMETERS, bool with_stats,
+                                             bool keep_block_inputs, bool keep_unit_inputs) {
+  return run_forward(x, {PK_RUN_ARGUMENTS}, with_stats, keep_block_inputs, keep_unit_inputs);
+}
+
+inline std::vector<Tensor> block_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMETERS,
+                                              const std::vector<Tensor>& inputs, double inv_count,
+                                              const std::optional<Tensor>& y,
+                                              const std::vector<Tensor>& negated) {
+  return run_backward(gradient_of(PK_GRADIENT_ARGUMENTS), {PK_RUN_ARGUMENTS}, {inputs, y, negated},
+                      inv_count);
 }
 
 }  // namespace preact_kernels

@@ -1,10 +1,10 @@
-// Statistics, batch norm and ReLU, and the residual addition on tensors: checks, allocation,
-// launch.
+// Ops: statistics, batch norm and ReLU, residual addition. Each checks, allocates and launches.
 #pragma once
 
 #include <tuple>
 
 #include "launch.h"
+#include "schema.h"
 
 namespace preact_kernels {
 
@@ -25,7 +25,8 @@ inline std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x,
   return {output.y, output.statistics.mean, output.statistics.var};
 }
 
-inline Tensor bn_relu_forward(const Tensor& x, const Norm& norm) {
+inline Tensor bn_relu_forward(const Tensor& x, PK_NORM_PARAMETERS) {
+  const Norm norm{mean, var, bn_weight, bn_bias, eps};
   const Activation size = check_activation("x", x);
   check_norm(norm, size.channels, x);
   const Tensor y = empty_nhwc(x, size);
@@ -34,8 +35,7 @@ inline Tensor bn_relu_forward(const Tensor& x, const Norm& norm) {
 }
 
 // Sums [2, C] of g = dy * [p > 0] and of g * xhat. Also stores g where it is given.
-inline Tensor bn_relu_backward_mask(const Tensor& dy, const Tensor& x, const Norm& norm,
-                                    const Tensor* g) {
+inline Tensor mask_gradient(const Tensor& dy, const Tensor& x, const Norm& norm, const Tensor* g) {
   const Activation size = check_activation("x", x);
   check_like("dy", dy, size, x);
   check_norm(norm, size.channels, x);
@@ -44,8 +44,19 @@ inline Tensor bn_relu_backward_mask(const Tensor& dy, const Tensor& x, const Nor
   return sums;
 }
 
+inline Tensor bn_relu_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS) {
+  return mask_gradient(dy, x, {mean, var, bn_weight, bn_bias, eps}, nullptr);
+}
+
+// For convolutions that the library leaves to PyTorch.
+inline std::tuple<Tensor, Tensor> bn_relu_backward_mask(const Tensor& dy, const Tensor& x,
+                                                        PK_NORM_PARAMETERS) {
+  const Tensor g = empty_nhwc(x, check_activation("x", x));
+  return {g, mask_gradient(dy, x, {mean, var, bn_weight, bn_bias, eps}, &g)};
+}
+
 // The whole gradient. With `masked`, g is first set to 0 where p <= 0.
-inline Tensor bn_input_gradient(const Gradient& gradient, bool masked) {
+inline Tensor whole_gradient(const Gradient& gradient, bool masked) {
   STD_TORCH_CHECK(gradient.step.has_value(), "step_x: expected a tensor, got none");
   const Tensor& x = gradient.step->x;
   const Activation size = check_activation("x", x);
@@ -54,6 +65,16 @@ inline Tensor bn_input_gradient(const Gradient& gradient, bool masked) {
   const Tensor dx = empty_nhwc(x, size);
   launch_bn_input_gradient(size, gradient, masked, dx);
   return dx;
+}
+
+inline Tensor bn_relu_backward_input(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS,
+                                     const Tensor& sums, double inv_count) {
+  const Norm norm{mean, var, bn_weight, bn_bias, eps};
+  return whole_gradient({dy, AffineStep{std::nullopt, x, norm, sums, inv_count}}, true);
+}
+
+inline Tensor bn_input_gradient(PK_GRADIENT_PARAMETERS) {
+  return whole_gradient(gradient_of(PK_GRADIENT_ARGUMENTS), false);
 }
 
 }  // namespace preact_kernels

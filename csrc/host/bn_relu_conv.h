@@ -1,7 +1,8 @@
-// BN-ReLU-Conv on tensors: checks, allocation, launch.
+// BN-ReLU-Conv: checks, allocation and launch of a unit, and the ops for one unit.
 #pragma once
 
 #include "run_results.h"
+#include "schema.h"
 
 namespace preact_kernels {
 
@@ -12,8 +13,8 @@ inline void check_inputs(const Unit& unit, const UnitInputs& inputs) {
   check_norm(inputs.norm, unit.conv.in_channels, inputs.x);
 }
 
-inline Tensor bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
-                                   const Epilogue& epilogue, const Statistics& statistics) {
+inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epilogue& epilogue,
+                           const Statistics& statistics) {
   const auto& [conv_bias, residual] = epilogue;
   check_inputs(unit, inputs);
   const Output output{empty_nhwc(inputs.x, unit.conv.output(), unit.dtypes.y), statistics};
@@ -29,8 +30,8 @@ inline Tensor bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
 }
 
 // Fills `gradients`, whose parameter gradients are allocated. g is in the dtype of products.
-inline void bn_relu_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
-                                  UnitGradients& gradients) {
+inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
+                          UnitGradients& gradients) {
   const Wanted& wanted = gradients.wanted;
   const Tensor& x = inputs.x;
   const Activation y_size = unit.conv.output();
@@ -48,6 +49,42 @@ inline void bn_relu_conv_backward(const Unit& unit, const Gradient& dy, const Un
                                             : absent(x);
   gradients.dy = wanted.dy ? empty_nhwc(x, y_size, unit.dtypes.y) : absent(x);
   launch_bn_relu_conv_backward(unit, dy, inputs, gradients);
+}
+
+// The unit of a call that has one.
+inline std::vector<Unit> one_unit(const Tensor& x, const Tensor& conv_weight,
+                                  const std::vector<int64_t>& stride, const ConvDtypes& dtypes) {
+  const Activation size = check_activation("x", x);  // before memory on its device is written
+  STD_TORCH_CHECK(stride.size() == 2, "stride: expected 2 values, got ", stride.size());
+  return {{check_conv(size, conv_weight, {stride[0], stride[1]}, dtypes, x), dtypes, 0}};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
+    const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
+    const std::vector<int64_t>& stride, const std::optional<Tensor>& conv_bias,
+    const std::optional<Tensor>& residual, bool with_stats, ScalarType dtype) {
+  const ScalarType y_dtype = residual.has_value() ? residual->scalar_type() : dtype;
+  auto units = one_unit(x, conv_weight, stride, {dtype, x.scalar_type(), y_dtype});
+  RunStatistics results(x, units, {conv_weight}, {with_stats});
+  const Norm norm{mean, var, bn_weight, bn_bias, eps};
+  const Tensor y =
+      unit_forward(units[0], {x, norm, conv_weight}, {conv_bias, residual}, results.of_outputs[0]);
+  results.finish();
+  return {y, results.mean, results.var};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
+    PK_GRADIENT_PARAMETERS, const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
+    const std::vector<int64_t>& stride, bool wants_input, bool wants_weight, bool wants_dy,
+    ScalarType dtype) {
+  const Gradient dy = gradient_of(PK_GRADIENT_ARGUMENTS);
+  auto units = one_unit(x, conv_weight, stride, {dtype, x.scalar_type(), dy.dtype()});
+  RunGradients results(x, units, {conv_weight}, {{wants_input, wants_weight, wants_dy}});
+  UnitGradients& found = results.of_units[0];
+  const Norm norm{mean, var, bn_weight, bn_bias, eps};
+  unit_backward(units[0], dy, {x, norm, conv_weight}, found);
+  results.finish(x);
+  return {*found.g, found.sums, found.conv_weight, *found.dy};
 }
 
 }  // namespace preact_kernels

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../bn_relu_kernels.h"
+#include "../kernels.h"
 #include "normalise.h"
 
 PK_BEGIN_ISA

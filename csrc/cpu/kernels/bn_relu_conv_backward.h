@@ -1,7 +1,7 @@
 // BN-ReLU-Conv over a strip of pixels, backward.
 #pragma once
 
-#include "../bn_relu_conv_kernels.h"
+#include "../kernels.h"
 #include "conv_product.h"
 #include "finish_input_gradient.h"
 #include "weight_gradient.h"
@@ -25,15 +25,15 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   const O* gradient = operands;
   bool in_place = false;  // the product reads dy in the tensor, not in scratch memory
   if constexpr (std::is_same_v<T, O>) {
-    const bool folded = op.dy.coefficients != nullptr;
-    T* unfolded = op.dy.tensors.dx;
-    in_place = conv.taps() == 1 && (!folded || unfolded != nullptr);
+    const bool has_step = op.dy.coefficients != nullptr;
+    T* whole = op.dy.tensors.dx;
+    in_place = conv.taps() == 1 && (!has_step || whole != nullptr);
     if (in_place) {
       const int64_t at = strip.out.first_pixel * outputs;
-      gradient = (folded ? unfolded : op.dy.tensors.g) + at;
-      if (folded) {
-        unfold(op.dy, false, unfolded + at, outputs, strip.out.first_pixel, strip.out.width,
-               outputs);
+      gradient = (has_step ? whole : op.dy.tensors.g) + at;
+      if (has_step) {
+        apply_step(op.dy, false, whole + at, outputs, strip.out.first_pixel, strip.out.width,
+                   outputs);
       }
     }
   }
@@ -43,7 +43,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     fill_bordered(operands, dy_operand, strip.out, strip.images, conv,
                   [&](O* row, int64_t pixel) PK_LAMBDA {
                     const bool stores = pixel >= first && pixel < end;
-                    unfold(op.dy, stores, row, outputs, pixel, strip.out.width, outputs);
+                    apply_step(op.dy, stores, row, outputs, pixel, strip.out.width, outputs);
                   });
     operands += strip.images * dy_operand.values();
   }

@@ -1,7 +1,7 @@
 // BN-ReLU-Conv over a strip of pixels, forward.
 #pragma once
 
-#include "../bn_relu_conv_kernels.h"
+#include "../kernels.h"
 #include "conv_product.h"
 #include "finish_output.h"
 

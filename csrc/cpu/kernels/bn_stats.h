@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../bn_stats_kernels.h"
+#include "../kernels.h"
 #include "simd.h"
 
 PK_BEGIN_ISA

@@ -57,17 +57,17 @@ PK_INLINE void fill_bordered(O* out, const Bordered& operand, const Rows& rows, 
 }
 
 // out = the output gradient of `pixels` pixels, as stored in type T, `step` values apart. With
-// `stores`, also stores the unfolded gradient where it is wanted.
+// `stores`, also stores the whole gradient where it is wanted.
 template <class T, class O>
-PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
-                      int64_t first_pixel, int64_t pixels, int64_t channels) {
+PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
+                          int64_t first_pixel, int64_t pixels, int64_t channels) {
   using A = Accumulate<T>;
   const int64_t offset = first_pixel * channels;
   const T* g = dy.tensors.g + offset;
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
-    const InputGradient<A>* fold = dy.coefficients;
-    if (fold == nullptr) {
+    const InputGradient<A>* coefficients = dy.coefficients;
+    if (coefficients == nullptr) {
       for (int64_t p = 0; p < pixels; ++p) {
         for (int v = 0; v < kVectors; ++v) {
           const int64_t c = first + v * kLanes<A>;
@@ -82,15 +82,16 @@ PK_INLINE void unfold(const OutputGradient<T>& dy, bool stores, O* out, int64_t 
     Vector<A> m[kVectors], a[kVectors], b[kVectors], c[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = first + v * kLanes<A>;
-      m[v] = load(fold->mean + at, lanes);
-      a[v] = load(fold->a.data() + at, lanes);
-      b[v] = load(fold->b.data() + at, lanes);
-      c[v] = load(fold->c.data() + at, lanes);
+      m[v] = load(coefficients->mean + at, lanes);
+      a[v] = load(coefficients->a.data() + at, lanes);
+      b[v] = load(coefficients->b.data() + at, lanes);
+      c[v] = load(coefficients->c.data() + at, lanes);
     }
     for (int64_t p = 0; p < pixels; ++p) {
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = p * channels + first + v * kLanes<A>;
-        const Vector<A> centred = fold->in_training ? load(x + at, lanes) - m[v] : Vector<A>{};
+        const Vector<A> centred =
+            coefficients->in_training ? load(x + at, lanes) - m[v] : Vector<A>{};
         Vector<A> value = a[v] * load(g + at, lanes) + (b[v] * centred + c[v]);
         if (skip != nullptr) value += load(skip + at, lanes);
         if constexpr (std::is_same_v<O, A>) value = as_stored(g, value);

@@ -1,7 +1,7 @@
 // The residual addition over a tile of pixels.
 #pragma once
 
-#include "../residual_add_kernels.h"
+#include "../kernels.h"
 #include "simd.h"
 
 PK_BEGIN_ISA

@@ -1,7 +1,7 @@
 // BN-ReLU-Conv with large weights beside few activations.
 #pragma once
 
-#include "../weight_stationary_kernels.h"
+#include "../kernels.h"
 #include "conv_product.h"
 #include "finish_input_gradient.h"
 #include "finish_output.h"
@@ -82,7 +82,7 @@ void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Str
   const int64_t step = operand.images * operand.step();
   fill_part(static_cast<O*>(memory), operand, conv, strip, strip.out, part,
             [&](O* out, int64_t pixel, int64_t count)
-                PK_LAMBDA { unfold(dy, true, out, step, pixel, count, conv.out_channels); });
+                PK_LAMBDA { apply_step(dy, true, out, step, pixel, count, conv.out_channels); });
 }
 
 // sums[pixel][image][channel] = the product of some of its input channels, or, unless it is the

@@ -1,0 +1,78 @@
+// The kernels, which kernels/ defines for each instruction set.
+#pragma once
+
+#include "image_groups.h"
+#include "isa.h"
+
+namespace preact_kernels {
+
+PK_FOR_EACH_ISA(
+    // bn_stats
+    template <class T>
+    void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics);
+
+    // residual_add
+    template <class T> void tile_residual_add(const T* x, const T* branch, T* y, int64_t values);
+
+    // bn_relu
+    template <class T> void tile_bn_relu(const T* x, T* y, int64_t pixels, int64_t channels,
+                                         const Normalisation<Accumulate<T>>& norm);
+
+    template <class T, bool kStore>
+    void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
+                   int64_t channels, const Normalisation<Accumulate<T>>& norm, double* sums);
+
+    template <class T, bool kMask, bool kHasSkip>
+    void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>,
+                             const GradientPointers<T>& tile, int64_t pixels, int64_t channels,
+                             const Normalisation<Accumulate<T>>& norm,
+                             const InputGradient<Accumulate<T>>& gradient);
+
+    // conv_weights
+    template <class T>
+    void pack_weights(const ConvWeight<T>& weight, const ConvSizes& conv, int64_t in_channels,
+                      int64_t out_channels, void* packed, int64_t first);
+
+    template <class T> bool is_finite(const void* packed, int64_t count);
+
+    // bn_relu_conv
+    template <class T> void strip_forward(const ConvForward<T>& op, const Strip& strip,
+                                          Accumulate<T>* statistics, void* scratch);
+
+    template <class T>
+    void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_sums,
+                        Accumulate<T>* dweight, void* scratch);
+
+    // weight_stationary
+    template <class T> int64_t task_channels(const ConvSizes& conv);
+    template <class T> int64_t gradient_task_channels();
+    template <class T> int64_t packed_channels(const ConvSizes& conv, int64_t in_channels);
+
+    template <class T>
+    void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm,
+                         const ConvSizes& conv, const Strip& strip, const Interleaved& operand,
+                         const RowPart& part, void* memory);
+
+    template <class T>
+    void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Strip& strip,
+                       const Interleaved& operand, const RowPart& part, void* memory);
+
+    template <class T>
+    void fill_row_pairs(const ConvSizes& conv, const Interleaved& operand, const void* gradient,
+                        int64_t width, int64_t row, int64_t first, int64_t count, void* pairs);
+
+    template <class T>
+    void stationary_output(const ConvForward<T>& op, const StationaryTask<T>& task,
+                           Accumulate<T>* statistics);
+
+    template <class T>
+    void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T>& task,
+                                   double* tile_sums);
+
+    template <class T>
+    void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip,
+                                    const Interleaved& input, const Interleaved& output,
+                                    const void* activation, const void* narrow, int64_t tap,
+                                    int64_t channel, int64_t channels, Accumulate<T>* partial);)
+
+}  // namespace preact_kernels
