@@ -161,17 +161,17 @@ class BlockRun(NamedTuple):
     `serves` holds for all their units, which have stride 1 and no process group.
     """
 
-    units: Sequence[Unit]  # of each block
-    parameters: Sequence[Parameters]  # of every unit of every block
+    units: Sequence[Unit]  # the units of each block
+    parameters: Sequence[Parameters]  # one for every unit of every block
     eps: Sequence[float]  # likewise
-    # Of the input of every unit; None where the forward computes those of the batch.
+    # One for the input of every unit; None where the forward computes the statistics of the batch.
     statistics: Sequence[Statistics | None]
 
 
 class RunWanted(NamedTuple):
     """Which results of `block_run_forward` the caller asks for."""
 
-    statistics: bool  # of the output
+    statistics: bool  # the statistics of the output
     block_inputs: bool  # the inputs of the first units of the blocks
     unit_inputs: bool  # the inputs of all other units
 
@@ -180,17 +180,17 @@ class BlockRunOutput(NamedTuple):
     """Results of `block_run_forward`."""
 
     y: Tensor
-    statistics: Statistics | None  # of y
-    unit_statistics: list[Statistics]  # of the input of every unit
-    inputs: list[Tensor | None]  # of every unit; None where not wanted
+    statistics: Statistics | None  # statistics of y
+    unit_statistics: list[Statistics]  # one for the input of every unit
+    inputs: list[Tensor | None]  # the input of every unit; None where not wanted
 
 
 class BlockRunGradients(NamedTuple):
     """Results of `block_run_backward`."""
 
-    x: Gradient  # of the input of the first block, with a deferred step
-    conv_weights: list[Tensor]  # of every unit
-    sums: list[Tensor]  # of every unit
+    x: Gradient  # gradient of the first block's input, with a deferred step
+    conv_weights: list[Tensor]  # one gradient for every unit
+    sums: list[Tensor]  # one for every unit
 
 
 class Kernels(Protocol):

@@ -23,7 +23,7 @@ from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 MOST_PIXELS = {(3, 64): 2**16}
 
 LIBRARY = "_cuda.so"
-OLDEST_CAPABILITY = (8, 0)  # of those that setup.py compiles for
+OLDEST_CAPABILITY = (8, 0)  # the oldest that setup.py compiles for
 
 
 def _may_round_to_tf32() -> bool:

@@ -1,6 +1,6 @@
 """Ops with flat arguments under the named arguments of the contract.
 
-`FlatOps` is shared by the compiled libraries and the registered ops. `cpu.py` and `cuda.py` load one
+The compiled libraries and the registered ops share `FlatOps`. `cpu.py` and `cuda.py` load one
 library each. Where `serves` refuses a unit, PyTorch's convolution runs on an activation that the
 library computes and that is freed at once.
 """

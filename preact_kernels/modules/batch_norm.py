@@ -89,7 +89,7 @@ def plain_batch_norm(bn: nn.Module, x: Tensor, residual_dtype: torch.dtype | Non
     Args:
         bn: the child.
         x: `[N, C, H, W]`.
-        residual_dtype: of the residual stream, where that is set.
+        residual_dtype: dtype of the residual stream, if it is set.
     """
     is_bare = is_transformed() and is_bare_norm(bn)
     if is_bare and has_mixed_dtypes(x, *bn.parameters(), *bn.buffers()):
@@ -98,7 +98,7 @@ def plain_batch_norm(bn: nn.Module, x: Tensor, residual_dtype: torch.dtype | Non
 
 
 def float32_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
-    """`bn(x)` for a float32 `x`, in float32 beside half-precision parameters too."""
+    """`bn(x)` for a float32 `x`, in float32 also where parameters are in half precision."""
     tensors = {**dict(bn.named_parameters()), **dict(bn.named_buffers())}
     wide = {n: t.float() for n, t in tensors.items() if t.dtype in HALVES}
     if not wide:
@@ -117,7 +117,7 @@ def float32_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
 
 
 def _traced_float32_batch_norm(bn: nn.Module, x: Any) -> Any:
-    """A call in the graph that gets the module, as its mode and the dtype of `x` are a run's.
+    """A call in the graph that gets the module: only at run time are its mode and x's dtype known.
 
     `fx.wrap` would not do: no argument of a wrapped function may be a module.
     """

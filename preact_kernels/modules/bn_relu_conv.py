@@ -23,14 +23,14 @@ class BNReLUConv2d(nn.Module):
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        kernel_size: of the convolution.
-        stride: of the convolution.
-        padding: of the convolution: an int, a pair, `"same"` or `"valid"`.
-        dilation: of the convolution.
-        groups: of the convolution.
+        kernel_size: height and width of the kernel, or an int for both.
+        stride: stride of the convolution.
+        padding: padding of the convolution: an int, a pair, `"same"` or `"valid"`.
+        dilation: dilation of the convolution.
+        groups: number of groups of the convolution.
         bias: whether the convolution has a bias.
-        eps: of the batch norm.
-        momentum: of the batch norm.
+        eps: added to the variance.
+        momentum: weight of a batch in the running statistics; None for their cumulative average.
 
     Raises:
         TypeError: a number has the wrong type.

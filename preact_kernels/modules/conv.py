@@ -48,11 +48,11 @@ def conv_arguments(conv: nn.Conv2d) -> ConvArguments:
 
 
 def plain_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """`conv(x)` in place of kernels, under transforms also with float32 weights beside halves."""
+    """`conv(x)` in place of kernels; transforms may have a float32 weight and `x` in half."""
     if not (is_transformed() and is_bare_conv(conv)) or is_autocast(x):
         return conv(x)
     if x.dtype not in HALVES or conv.weight.dtype != torch.float32:
         return conv(x)
     bias = None if conv.bias is None else conv.bias.to(x.dtype)
-    geometry: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return F.conv2d(x, conv.weight.to(x.dtype), bias, *geometry)
+    numbers: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    return F.conv2d(x, conv.weight.to(x.dtype), bias, *numbers)

@@ -103,7 +103,7 @@ class PreActBasicBlock(PreActBlock):
     Args:
         in_channels: channels of the input.
         channels: channels of the output (expansion 1).
-        stride: of `conv1` and `shortcut`.
+        stride: stride of `conv1` and `shortcut`.
     """
 
     expansion = 1
@@ -128,8 +128,8 @@ class PreActBottleneck(PreActBlock):
     Args:
         in_channels: channels of the input.
         channels: a quarter of the channels of the output (expansion 4).
-        stride: of `conv2` (or `conv1`) and `shortcut`.
-        groups: of `conv2` (ResNeXt).
+        stride: stride of `conv2` (or `conv1`) and `shortcut`.
+        groups: number of groups of `conv2` (ResNeXt).
         base_width: inner channels a group when `channels` is 64 (ResNeXt).
         stride_on: `"conv2"`, or `"conv1"` as in the authors' released network.
     """

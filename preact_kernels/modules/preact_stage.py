@@ -35,7 +35,7 @@ class PreActStage(nn.Sequential):
             too; 1 rebuilds nothing. None takes 8 if the residual stream is bfloat16 or float16,
             and saves no more in wider dtypes.
         residual_dtype: `torch.float32` keeps the residual stream, and so the output, in float32
-            beside convolutions in bfloat16 or float16 (the dtype of the weights, or of autocast):
+            with convolutions in bfloat16 or float16 (the dtype of the weights, or of autocast):
             `x + F(x).float()`. With None the stream has the dtype of the convolutions.
 
     Raises:

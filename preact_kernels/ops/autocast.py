@@ -21,5 +21,5 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a convolution of `x` runs: that of autocast if it is on, else of `x`."""
+    """The dtype in which a convolution of `x` multiplies: autocast's if it is on, else `x.dtype`."""
     return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype

@@ -23,7 +23,7 @@ class BatchNorm(NamedTuple):
     eps: float
     process_group: object = None
     batch_count: Tensor | None = None  # `num_batches_tracked`, incremented in training mode
-    has_any_statistics_dtype: bool = False  # of the running ones: half precision with a float32 x
+    has_any_statistics_dtype: bool = False  # running statistics may differ in dtype from x
 
     def check(self, x: Any) -> None:
         """Raises the errors that `pk.bn_relu` documents."""

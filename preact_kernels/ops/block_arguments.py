@@ -65,8 +65,8 @@ class StageContext(NamedTuple):
     """What all blocks of a stage share."""
 
     device: torch.device
-    stream_dtype: torch.dtype  # of the residual stream
-    dtype: torch.dtype  # of the products
+    stream_dtype: torch.dtype  # the residual stream's
+    dtype: torch.dtype  # what the convolutions multiply in
     is_autocast: bool
 
 

@@ -399,7 +399,7 @@ class StageBackward:
                 )
                 self.gradients.projections[index] = found.conv_weight
                 if needs_g:
-                    g = cast(Tensor, g).to(h.dtype)  # of a float32 stream: added in float32
+                    g = cast(Tensor, g).to(h.dtype)  # in a float32 stream, add in float32
                     g.add_(cast(Tensor, found.g))
                     cast(Tensor, sums).add_(cast(Tensor, found.sums))
             self._set_gradients(i, dconv_weight, sums)

@@ -19,11 +19,11 @@ from preact_kernels.ops.plain_operators import (
 
 
 class BNReLUCall(NamedTuple):
-    """What a call passes to its autograd function beside tensors."""
+    """Arguments of the autograd function that are no tensors."""
 
     kernels: Kernels
     eps: float
-    training: bool  # the statistics are those of the batch
+    training: bool  # normalise with the statistics of the batch
     process_group: object
     fixed_inv_count: float | None  # see `inv_count_of`
 

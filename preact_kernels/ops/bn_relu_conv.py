@@ -29,7 +29,7 @@ from preact_kernels.ops.unit import ConvArguments, checked_unit, with_served_wei
 
 
 class BNReLUConvCall(NamedTuple):
-    """What a call passes to its autograd function beside tensors."""
+    """Arguments of the autograd function that are no tensors."""
 
     kernels: Kernels
     unit: Unit
@@ -113,7 +113,7 @@ def bn_relu_conv2d(
 
     Equals `F.conv2d(F.relu(F.batch_norm(x, running_mean, running_var, bn_weight, bn_bias,
     training, momentum, eps)), conv_weight, conv_bias, stride, padding, dilation, groups)`,
-    `+ residual` where given. The unit is that of He et al., "Identity Mappings in Deep Residual
+    `+ residual` where given. The unit is from He et al., "Identity Mappings in Deep Residual
     Networks" (arXiv 1603.05027).
 
     Args:
@@ -125,10 +125,10 @@ def bn_relu_conv2d(
         running_mean: `[C]`, updated in place once in training mode; needed in evaluation mode.
         running_var: `[C]`, unbiased, likewise.
         conv_bias: `[K]` or None.
-        stride: of the convolution, pixels.
+        stride: stride of the convolution, pixels.
         padding: zeros on each side, pixels, added after the activation; or `"same"`, `"valid"`.
-        dilation: of the convolution, pixels.
-        groups: of the convolution.
+        dilation: dilation of the convolution, pixels.
+        groups: number of groups of the convolution.
         residual: `[N, K, H', W']`, added to the result.
         training: normalise with the statistics of the batch.
         momentum: weight of the batch in the running statistics.
@@ -158,8 +158,8 @@ def plain_bn_relu_conv2d(
 ) -> Tensor:
     """`bn_relu_conv2d` in PyTorch's own operators, which check the arguments."""
     a = plain_bn_relu(x, bn)
-    weight, bias, *geometry = cast(Any, conv)
-    y = F.conv2d(a, weight.to(a.dtype), None if bias is None else bias.to(a.dtype), *geometry)
+    weight, bias, *numbers = cast(Any, conv)
+    y = F.conv2d(a, weight.to(a.dtype), None if bias is None else bias.to(a.dtype), *numbers)
     return y if residual is None else y + residual
 
 
@@ -177,8 +177,8 @@ def bn_relu_conv2d_of(
         or (x.numel() == 0 and bn.process_group is None)
     ):
         a, statistics, fixed = normalise(kernels, x, bn)
-        geometry: Any = conv[2:]
-        y = F.conv2d(a.to(dtype), conv.weight.to(dtype), conv_bias, *geometry)
+        numbers: Any = conv[2:]
+        y = F.conv2d(a.to(dtype), conv.weight.to(dtype), conv_bias, *numbers)
         y = y if residual is None else y + residual
         bn.update(kernels, x, statistics, fixed)
         return y

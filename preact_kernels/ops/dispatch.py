@@ -221,7 +221,7 @@ _registered = schema.RegisteredKernels(_serves)
 
 
 def kernels_for(x: Tensor) -> Kernels:
-    """The kernels that serve `x`: those of a backend, or the registered ops while tracing.
+    """The kernels that serve `x`: a backend's, or the registered ops while tracing.
 
     Raises:
         BackendError: the backend that was named cannot serve the device or the dtype.
@@ -253,12 +253,12 @@ def backend_for(
 
     Args:
         conv_weight: `[K, C / groups, R, S]`; its values are not read.
-        stride: of the convolution, pixels.
-        padding: of the convolution, pixels; or `"same"`, `"valid"`.
-        dilation: of the convolution, pixels.
-        groups: of the convolution.
-        dtype: of the activations; None takes that of `conv_weight`.
-        device: of the activations; None takes that of `conv_weight`.
+        stride: stride of the convolution, pixels.
+        padding: zeros on each side, pixels; or `"same"`, `"valid"`.
+        dilation: dilation of the convolution, pixels.
+        groups: number of groups of the convolution.
+        dtype: dtype of the activations; None takes the dtype of `conv_weight`.
+        device: device of the activations; None takes the device of `conv_weight`.
 
     Returns:
         For example `"cpu: fused convolution"` or `"cpu: PyTorch convolution"`. In the second case

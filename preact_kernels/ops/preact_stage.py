@@ -39,11 +39,11 @@ from preact_kernels.ops.unit import with_served_weight
 
 
 class StageCall(NamedTuple):
-    """What a call of a stage passes to `PreActStageFunction` beside tensors."""
+    """Arguments of `PreActStageFunction` that are no tensors."""
 
     kernels: Kernels
     blocks: Sequence[Block]
-    eps: Sequence[float]  # of every unit
+    eps: Sequence[float]  # one for every unit
     memory: MemoryMode
     first: int = 0  # block: those before it want no gradient, and save nothing
     skipped: int = 0  # its first units, of which the same holds
@@ -176,7 +176,7 @@ def preact_stage(
     checked: list[Block] = []
     values = StageValues([], [], [])
     eps: list[float] = []
-    norms: list[BatchNorm] = []  # those that use their batch
+    norms: list[BatchNorm] = []  # the batch norms that use their batch
     context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
     shape: Sequence[int] = x.shape
     x_dtype = x.dtype
