@@ -21,5 +21,5 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a convolution of `x` multiplies: autocast's if it is on, else `x.dtype`."""
+    """The dtype in which convolutions of `x` multiply: autocast's if it is on, else `x.dtype`."""
     return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype
