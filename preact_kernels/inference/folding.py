@@ -20,7 +20,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from preact_kernels.conversion.convert import OWN, convert, is_converted, revert
 from preact_kernels.conversion.hooks import CONVERSION, is_norm
 from preact_kernels.inference.tracing import Refusal, original_class, trace
-from preact_kernels.modules.hooks import has_hooks, has_own_hooks
+from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.modules.norm_act import has_activation, is_norm_act
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -184,7 +184,7 @@ def _graph(module: nn.Module) -> fx.Graph | None:
     """Returns the graph of a module's forward; None: one graph does not describe every call."""
     kind = original_class(module)
     is_graph = issubclass(kind, fx.GraphModule)
-    if kind.forward is nn.Module.forward or has_own_hooks(module):
+    if kind.forward is nn.Module.forward or has_hooks(module, own_alone=True):
         return None
     if kind.__call__ is not nn.Module.__call__ and not is_graph:
         return None
