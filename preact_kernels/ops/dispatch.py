@@ -214,6 +214,9 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
 
 
 def _serves(unit: Unit, pixels: int | None) -> bool:
+    """Whether the backend that will run a traced op fuses it; unknown on the meta device."""
+    if unit.device.type == "meta":
+        return False
     return select(_current, unit.device.type, unit.dtype).serves(unit, pixels)
 
 

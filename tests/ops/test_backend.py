@@ -117,6 +117,13 @@ def test_a_backward_runs_on_the_backend_of_its_forward(monkeypatch):
     assert ran == ["reference"]
 
 
+@pytest.mark.backends("cpu")
+def test_a_named_backend_leaves_the_meta_device_to_the_registered_ops(backend):
+    unit = pk.BNReLUConv2d(16, 16, 1).to("meta")  # a float32 weight, which the CPU's kernels refuse
+    y = unit(torch.empty(2, 16, 5, 6, dtype=torch.bfloat16, device="meta"))
+    assert y.is_meta and y.dtype == torch.bfloat16
+
+
 @every_backend
 def test_a_named_backend_serves_its_dtypes_and_refuses_the_others(name):
     for dtype in DTYPES:
