@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import NO_EPILOGUE, Conv, Epilogue, Inputs, Output, Unit
 from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
@@ -80,8 +81,9 @@ def _fits_shared_memory(
     device: torch.device,
     with_stream: bool,
 ) -> bool:
-    weight = torch.empty(shape, dtype=dtype, device=device)
-    return ops.bn_relu_conv_is_served.default(weight, with_stream)
+    with torch_compat.without_dispatch_modes_above(0):  # fake tensors among them
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        return ops.bn_relu_conv_is_served.default(weight, with_stream)
 
 
 def lacks_shared_memory() -> bool:

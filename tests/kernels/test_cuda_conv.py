@@ -7,6 +7,7 @@ from torch import Tensor
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Conv, Wanted
+from preact_kernels.torch_compat import FakeTensorMode
 from tests.cases import in_dtype, random_block, recorded_calls, unit_of
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.kernels.cuda_conv_cases import (
@@ -302,6 +303,14 @@ def test_which_weights_are_served():
             assert is_served(shape, dtype) == (expected and has_room), (shape, dtype)
     for change in ({"stride": (2, 2)}, {"groups": 2}, {"padding": (2, 2)}):
         assert not is_served((16, 16, 3, 3), torch.bfloat16, **change), change
+
+
+def test_fake_tensors_are_served_as_others():
+    weight = torch.empty((16, 16, 3, 3), dtype=torch.bfloat16, device=DEVICE)
+    unit = unit_of(weight, Conv((1, 1), (1, 1), (1, 1), 1))
+    cuda._fits_shared_memory.cache_clear()
+    with FakeTensorMode():
+        assert kernels().serves(unit)
 
 
 def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(monkeypatch):
