@@ -1,6 +1,5 @@
-// The arguments of every kernel, named once, as in preact_kernels/kernels/contract.py. Those that
-// hold tensors are in tensor_args.h: kernels get pointers, and compile faster without torch's
-// headers.
+// Arguments of the kernels, with the names of preact_kernels/kernels/contract.py. Those with
+// tensors are in tensor_args.h: kernels get pointers, and compile faster without torch's headers.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +12,15 @@ struct Activation {
   int64_t pixels() const { return images * height * width; }
 };
 
-// Two sums per channel that kernels of a run add up, in the words of csrc/cuda/exact_sums.cuh. The
-// tensors that they belong to get their values at the end of the run.
+// Two exact sums per channel (csrc/cuda/exact_sums.cuh), which the launches of a native call add
+// up. Its end writes them to tensors.
 struct Accumulators {
-  uint64_t* words = nullptr;  // null where those tensors have their values already
+  uint64_t* words = nullptr;  // null if kernels write the tensors themselves
   int64_t second = 0;         // from a channel's first sum to its second
   int64_t stride = 0;         // from a word to the next
 };
 
-// Pixels from one output of a convolution to the next, in the input.
+// Strides of a convolution, in pixels.
 struct Stride {
   int64_t h = 1, w = 1;
 };
@@ -41,11 +40,11 @@ struct ConvSizes {
   Activation output() const { return {images, out_channels, out_height(), out_width()}; }
 };
 
-// Which gradients of bn_relu_conv the caller asks for.
+// The results of a unit's backward that the caller wants.
 struct Wanted {
   bool g;                // with its sums
   bool weight;           // of the convolution
-  bool dy;               // the gradient of the convolution's output, unfolded
+  bool dy;               // the whole gradient of the output
   bool stores_g = true;  // else only the sums of g
 };
 

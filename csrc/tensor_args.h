@@ -33,7 +33,7 @@ struct AffineStep {
 // A g that was not stored: [p > 0] * dz * weight for a 1x1 convolution of relu(p).
 struct RecomputedG {
   AffineStep step;  // computes dz; has no skip
-  Tensor bn_bias;   // of the batch norm that computes p; its other values are in the step of g
+  Tensor bn_bias;   // of the batch norm that computes p; the step of g has the rest
   size_t weight;    // its index in the workspace
 };
 
@@ -46,8 +46,7 @@ struct Gradient {
   ScalarType dtype() const { return (step.has_value() ? step->x : g).scalar_type(); }
 };
 
-// The dtypes of a convolution: of its products, and of its tensors. In a backward, y stands for its
-// gradient.
+// The dtypes of a convolution: of products, of x, and of y or its gradient.
 struct ConvDtypes {
   ScalarType products, x, y;
 };

@@ -1,6 +1,7 @@
-// Coefficients of a batch norm for each channel, and sums over tiles.
+// Coefficients of a batch norm for each channel, tiles of pixels, and sums over tiles.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -12,8 +13,8 @@ namespace preact_kernels {
 struct Norm;
 struct AffineStep;
 
-// p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where the mean is
-// large compared with the deviation.
+// p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where it is large
+// compared with the deviation.
 template <class A>
 struct Normalisation {
   const A* mean;
@@ -46,10 +47,23 @@ struct GradientPointers {
   }
 };
 
-// Sums of each channel over tiles of pixels, for mean and variance. A tile sums d = x - pivot,
-// where the pivot is the mean of its first k pixels. The pivot is close to the mean of all n
-// pixels: sum(d)^2 / n, which is subtracted at the end, is usually 1 / k of the difference, and
-// never more than n / k times the difference.
+// Tiles of pixels, `channels` values each: they fit in the first-level cache and are much larger
+// than their sums.
+struct PixelTiles {
+  int64_t pixels, size, count;
+
+  PixelTiles(int64_t pixels, int64_t channels) : pixels(pixels) {
+    constexpr int64_t kTileValues = 4096;
+    size = std::clamp<int64_t>(kTileValues / channels, 64, 512);
+    count = (pixels + size - 1) / size;
+  }
+  int64_t first(int64_t tile) const { return tile * size; }
+  int64_t length(int64_t tile) const { return std::min(size, pixels - first(tile)); }
+};
+
+// Sums per channel over tiles of pixels, for mean and variance. A tile sums d = x - pivot, where
+// the pivot is the mean of its first k pixels. Usually sum(d)^2 / n, which is subtracted at the
+// end, is 1 / k of the difference, and never more than n / k times the difference.
 template <class A>
 struct TileStatistics {
   int64_t channels;
@@ -95,8 +109,8 @@ struct TileStatistics {
   }
 };
 
-// Sums of g and of g * (x - mean) over tiles, [tiles, 2, channels]. In float64, because rounding
-// here would round the result.
+// Sums of g and of g * (x - mean) over tiles, [tiles, 2, channels]. float64: rounding here would
+// round the result.
 template <class A>
 struct TileSums {
   int64_t tiles, channels;

@@ -1,7 +1,6 @@
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
-#include "tiles.h"
 
 namespace preact_kernels {
 
@@ -22,7 +21,7 @@ void launch_bn_relu_forward(const Activation& size, const Tensor& x, const Norm&
 
 void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
                                   const Norm& norm, const Tensor* g, const Tensor& sums) {
-  const auto run = [&](auto stores_g, auto value) {
+  const auto launch_as = [&](auto stores_g, auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(norm, size.channels);
@@ -39,14 +38,14 @@ void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, cons
     partial.merge(normalisation, mutable_data<A>(sums));
   };
   for_dtype(x.scalar_type(), [&](auto value) {
-    g != nullptr ? run(std::true_type{}, value) : run(std::false_type{}, value);
+    g != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
   });
 }
 
 void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, bool masked,
                               const Tensor& dx) {
   const AffineStep& step = *gradient.step;
-  const auto run = [&](auto masks, auto has_skip, auto value) {
+  const auto launch_as = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(step.norm, size.channels);
@@ -61,11 +60,11 @@ void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, 
   };
   for_dtype(step.x.scalar_type(), [&](auto value) {
     if (masked) {
-      run(std::true_type{}, std::false_type{}, value);
+      launch_as(std::true_type{}, std::false_type{}, value);
     } else if (step.skip.has_value()) {
-      run(std::false_type{}, std::true_type{}, value);
+      launch_as(std::false_type{}, std::true_type{}, value);
     } else {
-      run(std::false_type{}, std::false_type{}, value);
+      launch_as(std::false_type{}, std::false_type{}, value);
     }
   });
 }

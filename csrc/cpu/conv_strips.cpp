@@ -19,8 +19,8 @@ Strips::Strips(const ConvSizes& conv) : conv(conv), images(1) {
     return;
   }
   const int64_t height = conv.out_height();
-  const int64_t row_values = std::max(bordered_input(conv, 1, conv.width).pitch() * conv.stride.h,
-                                      bordered_output(conv, 1, conv.out_width()).pitch());
+  const int64_t row_values = std::max(haloed_input(conv, 1, conv.width).pitch() * conv.stride.h,
+                                      haloed_output(conv, 1, conv.out_width()).pitch());
   const int64_t most = std::max<int64_t>(1, values / row_values - 2 * conv.halo_h());
   const int64_t wanted =
       std::max((height + most - 1) / most, std::min(height, kLeastImageStrips / conv.images));

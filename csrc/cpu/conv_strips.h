@@ -15,8 +15,8 @@ struct Rows {
   int64_t image_rows, width;
 };
 
-// Some rows of one image, or some whole images, of a convolution's output, and `stride` times as
-// many rows of its input. Sums over pixels are per tile: a strip's part of one image.
+// Rows of one image, or whole images, of a convolution's output, and `stride` times as many rows of
+// its input. Sums over pixels are per tile: a strip's part of one image.
 struct Strip {
   Rows in, out;
   int64_t first_tile, images;
@@ -24,8 +24,8 @@ struct Strip {
   int64_t tile_pixels() const { return out.rows * out.width; }
 };
 
-// The memory of an operand with its border, for one image.
-struct Bordered {
+// The memory of an operand with its halo, for one image.
+struct Haloed {
   int64_t rows, width, channels;
 
   int64_t pitch() const { return width * channels; }
@@ -33,22 +33,22 @@ struct Bordered {
   int64_t offset(int64_t row, int64_t column) const { return row * pitch() + column * channels; }
 };
 
-// The activation that `rows` rows of the output read; a row of the input has `width` pixels.
-inline Bordered bordered_input(const ConvSizes& conv, int64_t rows, int64_t width) {
+// The activation that `rows` rows of the output read. A row of the input has `width` pixels.
+inline Haloed haloed_input(const ConvSizes& conv, int64_t rows, int64_t width) {
   return {(rows - 1) * conv.stride.h + conv.kernel_h, width + 2 * conv.halo_w(), conv.in_channels};
 }
 
-// The gradient of `rows` rows of the output, and of the rows beside them that the input gradient
-// also reads; a row of the output has `width` pixels.
-inline Bordered bordered_output(const ConvSizes& conv, int64_t rows, int64_t width) {
+// The gradient of `rows` rows of the output with the halo that the input gradient reads. A row of
+// the output has `width` pixels.
+inline Haloed haloed_output(const ConvSizes& conv, int64_t rows, int64_t width) {
   return {rows + 2 * conv.halo_h(), width + 2 * conv.halo_w(), conv.out_channels};
 }
 
 // All strips of a batch. For a 1x1 kernel the batch is one long row.
 //
-// A strip reads all weights, and its weight gradient is added to a whole partial gradient: strips
-// grow with the weights, as far as their operands stay in a second-level cache. Only the number of
-// images of a strip depends on the number of threads, because tiles must not.
+// A strip reads all weights and adds to a whole partial weight gradient: strips grow with the
+// weights while their operands fit a second-level cache. Only the number of images per strip
+// depends on the number of threads: tiles must not.
 struct Strips {
   ConvSizes conv;
   int64_t length;  // of a strip, in rows, or in pixels for a 1x1 kernel
@@ -60,17 +60,17 @@ struct Strips {
 
   int64_t tiles() const { return conv.taps() == 1 ? count : conv.images * per_image; }
 
-  // Values of the operands of a strip, with their borders.
+  // Values of the operands of a strip, with halos.
   int64_t input_values() const {
     if (conv.taps() == 1) return length * conv.in_channels;
-    return images * bordered_input(conv, length, conv.width).values();
+    return images * haloed_input(conv, length, conv.width).values();
   }
   int64_t output_values() const {
     if (conv.taps() == 1) return length * conv.out_channels;
-    return images * bordered_output(conv, length, conv.out_width()).values();
+    return images * haloed_output(conv, length, conv.out_width()).values();
   }
 
-  // Values of one operand, an output's, in pairs of pixels.
+  // Values of an operand in pairs of pixels.
   int64_t pair_values(int64_t channels) const {
     const int64_t rows = conv.taps() == 1 ? 1 : images * length;
     const int64_t width = conv.taps() == 1 ? length : conv.out_width();
@@ -78,8 +78,8 @@ struct Strips {
   }
 };
 
-// Taps of a product. For each: its row and column in a bordered operand, for the first pixel, and
-// its place in the packed weights.
+// Taps of a product: row and column in the operand with its halo, for the first pixel, and place in
+// the packed weights.
 struct Taps {
   static constexpr int64_t kMost = 49;
   int64_t count = 0;
@@ -95,9 +95,9 @@ struct Taps {
     place[count++] = index;
   }
 
-  // The taps that fall inside an image of this size for any of some pixels in a row. The tap at row
-  // 0 and column 0 of the first would read the pixel of the image at `first_row` and
-  // `first_column`, that of the last the pixel at `first_row` and `last_column`.
+  // The taps inside an image of this size for any of some pixels in a row. Tap (0, 0) of the first
+  // pixel reads the image at `first_row` and `first_column`, of the last at `first_row` and
+  // `last_column`.
   Taps inside(int64_t first_row, int64_t first_column, int64_t last_column, int64_t height,
               int64_t width) const {
     Taps taps;
@@ -112,7 +112,7 @@ struct Taps {
   }
 };
 
-// The pixels of a strip that a product computes, and its steps over its operand and its result.
+// The pixels of a strip that a product computes, with its steps over operand and result.
 template <class Operand>
 struct ProductPixels {
   int64_t rows, width;  // in each image
@@ -131,7 +131,7 @@ struct ProductPixels {
   }
 };
 
-// The pixels of the output, from the input.
+// All pixels of the output, computed from the input.
 template <class Operand>
 ProductPixels<Operand> output_pixels(const ConvSizes& conv, const Strip& strip,
                                      const Operand& operand) {
@@ -153,8 +153,8 @@ ProductPixels<Operand> output_pixels(const ConvSizes& conv, const Strip& strip,
   return pixels;
 }
 
-// Every stride-th pixel of the input from `row` and `column` on, from the gradient of the output:
-// pixel i reads o = (i + halo - r) / stride for each tap r where that is a whole number.
+// Every stride-th pixel of the input from `row` and `column` on, computed from the output gradient:
+// pixel i reads o = (i + halo - r) / stride for each tap r where o is an integer.
 template <class Operand>
 ProductPixels<Operand> input_pixels(const ConvSizes& conv, const Strip& strip,
                                     const Operand& operand, int64_t row, int64_t column) {
@@ -199,25 +199,25 @@ struct ConvWeight {
   }
 };
 
-// Weights in the order in which products read them, in the type of their operands.
+// Packed weights, in the order and type that products read.
 struct PackedWeights {
   const void* values;
   int64_t in_channels, out_channels;
   bool finite;  // none is NaN or infinite
 };
 
-// Weights are packed in groups of this many input channels: whole squares of words in any vector.
+// Input channels in a group of packed weights: whole squares of words for any vector size.
 constexpr int64_t kPackedChannels = 32;
 
-// The gradient of a convolution's output: tensors.g, or, with coefficients, their affine step of
-// it, stored in tensors.dx where that is given.
+// The gradient of a convolution's output: tensors.g. With coefficients, its affine step, stored in
+// tensors.dx if that is given.
 template <class T>
 struct OutputGradient {
   GradientPointers<T> tensors;
   const InputGradient<Accumulate<T>>* coefficients;
 };
 
-// The arguments of a forward that all its strips share.
+// The arguments that all strips of a forward share.
 template <class T>
 struct ConvForward {
   const ConvSizes& conv;
@@ -228,7 +228,7 @@ struct ConvForward {
   T* y;
 };
 
-// The arguments of a backward that all its strips share.
+// The arguments that all strips of a backward share.
 template <class T>
 struct ConvBackward {
   const ConvSizes& conv;

@@ -36,7 +36,7 @@ PackedWeights packed_weights(const ConvSizes& conv, const Tensor& conv_weight, b
     PK_CALL_PRODUCT(T, pack_weights, weight, conv, in_channels, out_channels, packed,
                     group * kPackedChannels);
   });
-  // A 1x1 kernel has no border: its products never read these weights outside the image.
+  // A 1x1 kernel has no halo: its products never read these weights outside the image.
   const bool finite = conv.taps() == 1 || PK_CALL_PRODUCT(T, is_finite<T>, packed, count);
   return {packed, in_channels, out_channels, finite};
 }

@@ -8,7 +8,7 @@
 
 namespace preact_kernels {
 
-// The memory of a weight, or, `transposed`, of the weight of the transposed convolution: channels
+// The memory of a weight, or, `transposed`, of the transposed convolution's weight: channels
 // swapped, taps reversed.
 template <class T>
 ConvWeight<T> memory_of(const Tensor& t, bool transposed) {
@@ -26,14 +26,13 @@ ConvWeight<T> memory_of(const Tensor& t, bool transposed) {
 template <class T>
 void store_weights(T* to, int64_t stride, const Accumulate<T>* values, int64_t count) {
   if (stride == 1) {
-    for (int64_t c = 0; c < count; ++c) to[c] = narrowed<T>(values[c]);
+    for (int64_t c = 0; c < count; ++c) to[c] = rounded_to<T>(values[c]);
   } else {
-    for (int64_t c = 0; c < count; ++c) to[c * stride] = narrowed<T>(values[c]);
+    for (int64_t c = 0; c < count; ++c) to[c * stride] = rounded_to<T>(values[c]);
   }
 }
 
-// Packs a weight [K, C, R, S] of any strides, or its transpose, into a buffer of the calling
-// thread.
+// Packs a weight [K, C, R, S] of any strides, or its transpose, into a buffer of this thread.
 template <class T>
 PackedWeights packed_weights(const ConvSizes& conv, const Tensor& conv_weight, bool transposed);
 

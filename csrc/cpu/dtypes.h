@@ -1,4 +1,4 @@
-// From the dtype of a tensor to the storage type of a kernel.
+// Storage types for dtypes.
 #pragma once
 
 #include "../host/launch.h"
@@ -6,7 +6,7 @@
 
 namespace preact_kernels {
 
-// Runs `body(T{})` for the storage type T of `dtype`, one that is accumulated in float32.
+// Calls body(T{}) for the storage type T of a dtype that is accumulated in float32.
 template <class Body>
 auto for_single_dtype(ScalarType dtype, const Body& body) {
   if (dtype == ScalarType::Float) return body(float{});
@@ -16,7 +16,7 @@ auto for_single_dtype(ScalarType dtype, const Body& body) {
   return body(BFloat16{});
 }
 
-// Runs `body(T{})` for the storage type T of `dtype`.
+// Calls body(T{}) for the storage type T of a dtype.
 template <class Body>
 auto for_dtype(ScalarType dtype, const Body& body) {
   if (dtype == ScalarType::Double) return body(double{});

@@ -1,27 +1,24 @@
-// The plan of a convolution with large weights beside few activations.
+// The plan of a weight-stationary convolution: large weights, few activations.
 //
-// Strips would read all weights, and add to all of their gradient, for every few pixels. Here a
-// task takes some output channels, for a group of images: it packs a part of their weights that a
-// second-level cache holds, multiplies all pixels with it, and goes on to the next part. A task of
-// the weight gradient computes its part of it over all pixels, so that no partial gradients are
-// merged.
+// Strips would read all weights, and add to their whole gradient, for every few pixels. Here a task
+// computes some output channels for a group of images: it packs the part of their weights that fits
+// a second-level cache, multiplies all pixels with it, and continues with the next part. A task of
+// the weight gradient computes its part over all pixels: no partial gradients are merged.
 #pragma once
 
 #include "conv_strips.h"
-#include "tiles.h"
 
 namespace preact_kernels {
 
-// The operand of such a product: the pixels of several images in the order [row][column][image],
-// with the border of Bordered. Neighbours in that order are the same pixel of several images, so
-// that tiles are full where images are narrow. The border beside an image is zero. Its rows above
-// and below are never written, and must not be read: taps in them are left out. Where the
-// convolution has a stride, columns are grouped by their remainder, so that those of one tap are
+// The operand of such a product: pixels of several images with a halo, in the order
+// [row][column][image]. Neighbours are the same pixel of several images: tiles are full also where
+// images are narrow. The columns of the halo are zero. Its rows are not written, and not read: taps
+// in them are left out. With a stride, columns are grouped by their remainder: those of one tap are
 // neighbours.
 struct Interleaved {
   int64_t rows, columns, column_step, images, channels;
 
-  // From an image to the next, in values. Not a power of two: a cache would hold few of the pixels.
+  // Values from an image to the next. Not a power of two: a cache would hold few of the pixels.
   int64_t step() const {
     const int64_t padded = channels + kPadding;
     return (padded & (padded - 1)) == 0 ? padded + kPadding : padded;
@@ -37,24 +34,24 @@ struct Interleaved {
   static constexpr int64_t kPadding = 32;
 };
 
-// The activation that the pixels of a strip of whole images read. Images beyond the strip's are
-// zero: dot products need an even number.
+// The activation that a strip of whole images reads. Further images are zero: dot products need an
+// even number.
 inline Interleaved interleaved_input(const ConvSizes& conv, const Strip& strip, int64_t images) {
   const int64_t width = strip.in.width + 2 * conv.halo_w(), step = conv.stride.w;
   return {strip.in.rows + 2 * conv.halo_h(), (width + step - 1) / step * step, step, images,
           conv.in_channels};
 }
 
-// The gradient of their output.
+// The gradient of the strip's output.
 inline Interleaved interleaved_output(const ConvSizes& conv, const Strip& strip, int64_t images) {
   return {strip.out.rows + 2 * conv.halo_h(), strip.out.width + 2 * conv.halo_w(), 1, images,
           conv.out_channels};
 }
 
-// All groups of images of a batch; for a 1x1 kernel the batch is one long row, and a group some of
-// its pixels, as one image.
+// All groups of images of a batch. For a 1x1 kernel the batch is one image of one row, and a group
+// some of its pixels.
 struct ImageGroups {
-  // Tiles stay in one column where a column has whole tiles of this many images.
+  // Tiles stay in one column if a column has whole tiles of this many images.
   static constexpr int64_t kWholeTile = 8;
 
   ConvSizes conv;
@@ -84,13 +81,13 @@ struct ImageGroups {
   }
 
   int64_t length() const { return conv.taps() == 1 ? conv.pixels() : conv.images; }
-  // Images of an operand: an even number for dot products, which read pairs of pixels.
+  // The images of an operand: an even number for dot products, which read pairs of pixels.
   int64_t images(const Strip& strip, bool pairs) const {
     return pairs && conv.taps() > 1 ? (strip.images + 1) / 2 * 2 : strip.images;
   }
 };
 
-// Statistics and sums are those of tiles: some pixels of one image.
+// Tiles of statistics and sums: some pixels of one image.
 struct ImageTiles {
   const ImageGroups& groups;
   Rows Strip::* side;  // the input or the output
@@ -109,7 +106,7 @@ struct RowPart {
   int64_t image, row, first, count;
 };
 
-// The products of some output channels, from `channel` on, with all pixels of a group of images.
+// The products of output channels from `channel` on with all pixels of a group of images.
 template <class T>
 struct StationaryTask {
   const ConvSizes& conv;

@@ -1,4 +1,4 @@
-// Instruction sets. Every kernel is compiled for each of them; the choice is made at run time.
+// Instruction sets. Every kernel is compiled for each; the choice is made at run time.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,10 @@ int64_t vector_bytes();
 
 }  // namespace preact_kernels
 
-// PK_FOR_EACH_ISA declares kernels in the namespace of every instruction set. They are defined in
-// kernels/, which units in the folders of that name compile.
+// PK_FOR_EACH_ISA declares kernels in the namespace of every instruction set.
 //
-// PK_CALL calls `function(...)` in the namespace of the chosen instruction set. avx512_bf16 has
-// products of bfloat16 only, and is avx512 in everything else.
+// PK_CALL calls `function(...)` for the chosen instruction set. avx512_bf16 has only products of
+// bfloat16, and is avx512 in everything else.
 #if defined(__x86_64__)
 #define PK_FOR_EACH_ISA(...) \
   namespace avx512_bf16 {    \
@@ -56,7 +55,7 @@ int64_t vector_bytes();
 #define PK_CALL_DOT(function, ...) generic::function(__VA_ARGS__)
 #endif
 
-// The same for a part of a convolution in storage type T.
+// The same for products in storage type T.
 #define PK_CALL_PRODUCT(T, function, ...)        \
   [&] {                                          \
     if constexpr (std::is_same_v<T, BFloat16>) { \

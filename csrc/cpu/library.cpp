@@ -15,7 +15,7 @@ using namespace preact_kernels;
 // The name of the chosen `Isa`.
 static std::string instruction_set() { return isa_name(); }
 
-// Direct convolutions need channels that are multiples of this.
+// The channels of direct convolutions are multiples of this.
 static int64_t channel_multiple() { return vector_bytes() / static_cast<int64_t>(sizeof(float)); }
 
 // The limits of direct convolutions, as `ConvLimits` in kernels/cpu.py names them.

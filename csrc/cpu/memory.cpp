@@ -1,9 +1,8 @@
 // Memory of activations.
 //
 // PyTorch's CPU allocator calls posix_memalign, which asks glibc's heap for more than it keeps: the
-// hole that a freed tensor leaves is too small for the next tensor of its size. The heap of a
-// network whose tensors come and go then grows to several times what is in use. Memory from malloc
-// fits the holes of its own size.
+// hole that a freed tensor leaves is too small for the next tensor of its size, and the heap grows
+// to several times what is in use. Memory from malloc fits its holes.
 
 #include <cstdlib>
 #include <memory>
@@ -14,15 +13,15 @@ namespace preact_kernels {
 
 namespace {
 
-constexpr size_t kAlignment = 64;  // as of PyTorch's allocator
+constexpr size_t kAlignment = 64;  // as in PyTorch's allocator
 
-// For tests: an output that a kernel does not write is then NaN in every dtype.
+// For tests: outputs that a kernel does not write are then NaN in every dtype.
 bool is_poisoned() {
   static const char* value = std::getenv("PREACT_KERNELS_POISON");
   return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
-// Where the start of the allocation is kept, in front of the first value.
+// The start of the allocation, kept in front of the first value.
 void*& start_of(void* values) { return static_cast<void**>(values)[-1]; }
 
 void* allocate(size_t bytes) {

@@ -8,9 +8,9 @@
 
 namespace preact_kernels {
 
-// Runs body(tile) for every tile on PyTorch's threads. A thread takes the tiles of its own range in
-// order, so that its last results are still in its cache, and then tiles of other ranges, because
-// threads are not equally fast on a shared machine.
+// Calls body(tile) for every tile on PyTorch's threads. A thread takes the tiles of its own range
+// in order, with the last results still in its cache, then tiles of other ranges: threads are not
+// equally fast on a shared machine.
 template <class Body>
 void for_tiles(int64_t count, const Body& body) {
   constexpr int64_t kMostRanges = 64;
@@ -43,7 +43,7 @@ void for_tiles(int64_t count, const Body& body) {
   });
 }
 
-// Runs body(row) for every row of `values` values, on several threads where there are enough rows.
+// Calls body(row) for every row of `values` values, on several threads if there are enough rows.
 template <class Body>
 void for_rows(int64_t rows, int64_t values, const Body& body) {
   constexpr int64_t kLeastValues = 8 * 1024;

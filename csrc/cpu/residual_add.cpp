@@ -2,7 +2,6 @@
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
-#include "tiles.h"
 
 namespace preact_kernels {
 

@@ -11,7 +11,7 @@
 
 #define PK_INLINE inline __attribute__((always_inline))
 #define PK_LAMBDA __attribute__((always_inline))
-// Not inlined: the time to compile a function grows faster than the function.
+// Not inlined: compile time grows faster than the function.
 #define PK_OUTLINE __attribute__((noinline))
 
 // The values of two vectors of type `type` at the given indices.
@@ -47,16 +47,16 @@ struct AccumulateOf<Float16> {
 template <class T>
 using Accumulate = typename AccumulateOf<T>::type;
 
-inline float widened(float value) { return value; }
-inline double widened(double value) { return value; }
-inline float widened(BFloat16 value) {
+inline float upcast(float value) { return value; }
+inline double upcast(double value) { return value; }
+inline float upcast(BFloat16 value) {
   const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
   float result;
   std::memcpy(&result, &bits, sizeof result);
   return result;
 }
 
-inline float widened(Float16 value) {
+inline float upcast(Float16 value) {
   const uint32_t sign = (value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;
   uint32_t bits = rest << 13;
   if (rest >= 0x7c00) {  // infinite or NaN
@@ -75,7 +75,7 @@ inline float widened(Float16 value) {
 
 // Rounds to nearest even. NaN stays NaN.
 template <class T>
-T narrowed(Accumulate<T> value) {
+T rounded_to(Accumulate<T> value) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);

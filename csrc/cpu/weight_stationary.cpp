@@ -10,12 +10,12 @@ namespace {
 
 int64_t parts_of(int64_t length, int64_t part) { return (length + part - 1) / part; }
 
-// Which operands a launch needs.
+// The operands that a launch needs.
 struct Needs {
   bool input, output, pairs;
 };
 
-// The operands of all groups, in memory of the calling thread.
+// The operands of all groups, in memory of this thread.
 template <class T>
 struct Operands {
   using A = Accumulate<T>;
@@ -24,7 +24,7 @@ struct Operands {
   const bool pairs;  // products are dot products
   const int64_t value_bytes;
 
-  // Of a group.
+  // Per group.
   int64_t input_bytes = 0, output_bytes = 0, pair_bytes = 0;
   // Of all groups.
   char *inputs = nullptr, *outputs = nullptr, *output_pairs = nullptr;
@@ -49,7 +49,7 @@ struct Operands {
 
   int64_t aligned_bytes(int64_t values) const { return parts_of(values * value_bytes, 64) * 64; }
   int64_t images(const Strip& strip) const { return groups.images(strip, pairs); }
-  // Pixels of the images in a row of the output.
+  // Pixels of all images in a row of the output.
   int64_t neighbours(const Strip& strip) const { return strip.out.width * images(strip); }
 
   Interleaved input(const Strip& strip) const {
@@ -61,10 +61,9 @@ struct Operands {
   char* input_of(int64_t group) const { return inputs + group * input_bytes; }
   char* output_of(int64_t group) const { return outputs + group * output_bytes; }
   char* pairs_of(int64_t group) const { return output_pairs + group * pair_bytes; }
-  // The operand of a weight gradient that is not a vector of channels.
+  // The narrow operand of a weight gradient.
   char* narrow_of(int64_t group) const { return pairs ? pairs_of(group) : output_of(group); }
 
-  // The activation.
   template <class N>
   void fill_inputs(const T* x, const N& norm) const {
     for_row_parts(&Strip::in, [&](int64_t group, const Strip& strip, const RowPart& part) {
@@ -73,14 +72,13 @@ struct Operands {
     });
   }
 
-  // The gradient of the output.
   void fill_outputs(const OutputGradient<T>& dy) const {
     for_row_parts(&Strip::out, [&](int64_t group, const Strip& strip, const RowPart& part) {
       PK_CALL_PRODUCT(T, fill_gradient, dy, conv, strip, output(strip), part, output_of(group));
     });
   }
 
-  // Pairs of pixels of that, where products are dot products.
+  // Pairs of pixels of the output gradient, for dot products.
   void fill_pairs() const {
     constexpr int64_t kPart = 64;  // an even number
     if (!pairs) return;
@@ -97,7 +95,7 @@ struct Operands {
   }
 
  private:
-  // Runs body(group, strip, part) for parts of the rows of all images of the operands.
+  // Calls body(group, strip, part) for parts of the rows of all images.
   template <class Body>
   void for_row_parts(Rows Strip::* side, const Body& body) const {
     constexpr int64_t kPart = 32;
@@ -115,7 +113,7 @@ struct Operands {
   }
 };
 
-// Memory for the weights that a task packs at a time.
+// Memory for packed weights.
 template <class T>
 void* packed_memory(const ConvSizes& conv, int64_t in_channels) {
   const int64_t channels = PK_CALL_PRODUCT(T, packed_channels<T>, conv, in_channels);

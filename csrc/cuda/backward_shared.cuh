@@ -1,4 +1,4 @@
-// Launch limits of the backward: the layout of shared memory, blocks of a multiprocessor.
+// Launch limits of the backward: shared memory and blocks per multiprocessor.
 #pragma once
 
 #include "recomputed_g.cuh"
@@ -6,29 +6,27 @@
 
 namespace preact_kernels::cuda {
 
-// Shared memory of a block, in this order.
+// The layout of a block's shared memory.
 template <class Types, int C, bool kRecomputesG>
 struct BackwardShared {
   using T = typename Types::T;
   static constexpr int kWidth = kFullWidth<T>;
-  // Of two tiles: x is read again when the products are done, while that of the next arrives.
+  // x of two tiles: it is read again after the products, while the next arrives.
   static constexpr int kXParts = kParts<typename Types::X, kWidth>;
   using XAhead = VectorsAhead<typename Types::X, kWidth>;
-  // Each vector of dy, or of x of a step, is followed by those of g, unless that is recomputed, and
-  // skip of the fold.
+  // Vectors in this order: dy, or x of the step; g, unless it is recomputed; skip.
   static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
   static constexpr int kSkip = kDyParts + (kRecomputesG ? 0 : kParts<T, kWidth>);
   static constexpr int kAllParts = kSkip + kDyParts;
   using DyAhead = VectorsAhead<typename Types::Y, kWidth>;
   using GAhead = VectorsAhead<T, kWidth>;
 
-  // Where each begins.
+  // Offsets in bytes.
   int weights, dy, activation, da, norm, step, recomputed_g, x_ahead, dy_ahead;
   int bytes;
   int dy_parts;  // of a vector in dy_ahead
 
-  // `tensors` are those that the output's gradient is formed from: g, and x and skip of a fold. The
-  // flags say which gradients are computed.
+  // `tensors` counts what dy is computed from: g, and x and skip of the step.
   __host__ __device__ BackwardShared(const TileGrid& grid, int in_channels, int out_channels,
                                      int tensors, bool of_input, bool of_weight) {
     const int in_row = in_channels * int(sizeof(T)) + 16;
@@ -46,7 +44,8 @@ struct BackwardShared {
     dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels, 2 * kXParts);
     dy_parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
     bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, dy_parts);
-    // After the last tile: sums of every thread, or weight gradients of warps that share one.
+    // After the last tile: the sums of every thread, or the weight gradients of warps that share a
+    // group.
     const int groups = out_channels / 16 * (in_channels / 16);
     const int slices = WeightGradient<T, C, 1>::slices_of(groups);
     const bool warps_share = of_weight && slices > 1;
@@ -58,12 +57,11 @@ struct BackwardShared {
   }
 };
 
-// Shared memory of a multiprocessor that holds two blocks of a 3x3 convolution of 16 or 32 channels
-// in half precision: that of 9.0 and 10.0. 8.0 has 164 KB, 8.6 and 12.0 have 100 KB.
+// Bytes per multiprocessor that fit two blocks of a 3x3 convolution of 16 or 32 channels in half
+// precision. 9.0 and 10.0 have them; 8.0 has 164 KB, 8.6 and 12.0 have 100 KB.
 constexpr int kLargeSharedBytes = 228 * 1024;
 
-// Blocks of a multiprocessor, which limit the registers. Where shared memory holds one, as for 64
-// channels, that one has them all.
+// Blocks per multiprocessor, which limits the registers. 64 channels leave shared memory for one.
 template <class Types, int C, int GROUPS>
 constexpr int backward_blocks(bool has_large_shared_memory) {
   if (C == 0) return GROUPS <= 2 ? 2 : 1;
@@ -72,7 +70,7 @@ constexpr int backward_blocks(bool has_large_shared_memory) {
   return GROUPS == 0 || (is_small && has_large_shared_memory) ? 2 : 1;
 }
 
-// The same of the GPU that code is compiled for; the host asks the GPU that it launches on.
+// The same for the GPU that this is compiled for. The host asks the GPU.
 #if defined(__CUDA_ARCH__)
 constexpr bool kHasLargeSharedMemory = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200;
 #else
@@ -81,13 +79,13 @@ constexpr bool kHasLargeSharedMemory = true;
 template <class Types, int C, int GROUPS>
 constexpr int kBackwardBlocks = backward_blocks<Types, C, GROUPS>(kHasLargeSharedMemory);
 
-// The most vectors of a thread in a tile. A 1x1 convolution beside a float32 stream, whose vectors
-// are two, has fewer: so two blocks fit.
+// The most vectors of a thread in a tile. Fewer for a 1x1 convolution with a float32 stream, whose
+// vectors have two parts: two blocks fit.
 template <class Types, int C, int GROUPS>
 constexpr int kBackwardVectors =
     C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;
 
-// GROUPS of the convolutions that have kernels that recompute g.
+// GROUPS of the kernels that recompute g.
 constexpr int kRecomputedGroups = 2;
 
 }  // namespace preact_kernels::cuda

@@ -9,20 +9,20 @@ namespace preact_kernels::cuda {
 // A batch norm; every pointer is to [C] float32.
 struct NormPointers {
   const float *mean, *var, *weight;
-  const float* bias;  // null where only the input gradient is computed
+  const float* bias;  // null in an affine step
   float eps;
-  Accumulators moments;  // where there are some, mean and var follow from these and from
+  Accumulators moments;  // if any, mean and var are computed from these and
   double count;          // the number of pixels
 };
 
-// A step (../args.h): [skip +] A*g + B*(x - mean) + C.
+// An AffineStep: [skip +] A*g + B*(x - mean) + C.
 struct AffineStepPointers {
   const void* skip;  // or null
-  const void* x;     // null where nothing is folded
+  const void* x;     // null where there is no step
   NormPointers norm;
-  const float* sums;  // [2, C]: sum(g), sum(g * xhat)
-  float inv_count;    // 0 in evaluation mode: x is then not read, so that NaN does not spread
-  Accumulators accumulated;  // where there are some, `sums` follow from these
+  const float* sums;         // [2, C]: sum(g), sum(g * xhat)
+  float inv_count;           // 0 in evaluation mode: x is not read, and NaN does not spread
+  Accumulators accumulated;  // if any, `sums` are computed from these
 
   __host__ __device__ bool reads_x() const { return inv_count != 0; }
   __device__ float sum(int channel, int value, int channels) const {
@@ -36,14 +36,13 @@ __device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqr
 // 0 where p <= 0. NaN stays NaN, as in PyTorch.
 __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
 
-// Marks a constructor that reads values which `load_parameters` and then `read_sums` wrote to
-// shared memory, each with all threads of a block. The first reads what no kernel of a run writes,
-// so that a kernel may call it before it waits for the one before it.
+// Marks a constructor that reads from shared memory what all threads wrote there, first in
+// `load_parameters`, which reads nothing that a kernel of this call writes, then in `read_sums`. A
+// kernel may call the first before `wait_for_predecessors`.
 struct FromShared {};
 
-// p = (x - mean) * scale + bias: one rounding after the difference, wherever it is computed.
-// Subtracting the mean first avoids cancellation where the mean is large compared with the
-// deviation.
+// p = (x - mean) * scale + bias, always with one rounding after the difference. Subtracting the
+// mean first avoids cancellation where it is large compared with the deviation.
 template <int kWidth>
 struct Normalisation {
   static constexpr int kRows = 4;
@@ -75,7 +74,7 @@ struct Normalisation {
     for (int i = 0; i < kWidth; ++i) mean[i] = mean_[i], scale[i] = scale_[i];
   }
 
-  // Of `shared` [kRows][channels]: mean, scale, bias, 1 / standard deviation.
+  // Fills `shared` [kRows][channels]: mean, scale, bias, 1 / standard deviation.
   static __device__ void load_parameters(const NormPointers& norm, int channels, float* shared) {
     for (int c = threadIdx.x; c < channels; c += kThreads) {
       shared[channels + c] = norm.weight[c];
@@ -100,7 +99,7 @@ struct Normalisation {
 
   __device__ float operator()(float x, int i) const { return fmaf(x - mean[i], scale[i], bias[i]); }
 
-  // relu(p) of a vector of x, as operands: rounded as PyTorch stores it.
+  // relu(p) of a vector of x as an operand, rounded as PyTorch stores it.
   template <class T, class X>
   __device__ FullVector<T> activation(const Vector<X, kWidth>& x) const {
     float p[kWidth];
@@ -148,7 +147,7 @@ struct InputGradient {
     load_floats(mean, shared + 3 * channels + first);
   }
 
-  // Of `shared` [kRows][channels]: a, b, c, mean.
+  // Fills `shared` [kRows][channels]: a, b, c, mean.
   static __device__ void load_parameters(const AffineStepPointers& step, int channels,
                                          float* shared) {
     for (int i = threadIdx.x; i < channels; i += kThreads) {
@@ -165,8 +164,7 @@ struct InputGradient {
     }
   }
 
-  // The gradient of a vector, in the dtype of x, from vectors[i] of each tensor. Those of x and
-  // skip are read where the step reads them.
+  // The gradient of vector i in the dtype of x. x and skip are read only where the step has them.
   template <class Y, class G, class X>
   __device__ Vector<Y, kWidth> apply(const AffineStepPointers& step, int i, const G& g, const X& x,
                                      const X& skip) const {

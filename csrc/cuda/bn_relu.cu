@@ -169,11 +169,11 @@ void launch_bn_relu_forward(const Activation& size, const Tensor& x, const Norm&
   });
 }
 
-// A block has few channels, so that the last block has few partial sums to add.
+// A block has few channels: the last block adds few partial sums.
 void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
                                   const Norm& norm, const Tensor* g, const Tensor& sums) {
   const OnDeviceOf on(x);
-  const auto run = [&](auto stores_g, auto value) {
+  const auto launch_as = [&](auto stores_g, auto value) {
     using T = decltype(value);
     constexpr bool kStore = decltype(stores_g)::value;
     constexpr int kWidth = kFullWidth<T>;
@@ -191,7 +191,7 @@ void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, cons
            grid.blocks, kThreads, kBlockSumBytes * 2 * (vectors ? kWidth : 1), on.stream, params);
   };
   for_dtype(x, [&](auto value) {
-    g != nullptr ? run(std::true_type{}, value) : run(std::false_type{}, value);
+    g != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
   });
 }
 
@@ -199,7 +199,7 @@ void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, 
                               const Tensor& dx) {
   const AffineStep& step = *gradient.step;
   const OnDeviceOf on(step.x);
-  const auto run = [&](auto masks, auto has_skip, auto value) {
+  const auto launch_as = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);
     constexpr bool kMask = decltype(masks)::value, kHasSkip = decltype(has_skip)::value;
     constexpr int kWidth = kFullWidth<T>;
@@ -216,11 +216,11 @@ void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, 
   };
   for_dtype(step.x, [&](auto value) {
     if (masked) {
-      run(std::true_type{}, std::false_type{}, value);
+      launch_as(std::true_type{}, std::false_type{}, value);
     } else if (step.skip.has_value()) {
-      run(std::false_type{}, std::true_type{}, value);
+      launch_as(std::false_type{}, std::true_type{}, value);
     } else {
-      run(std::false_type{}, std::false_type{}, value);
+      launch_as(std::false_type{}, std::false_type{}, value);
     }
   });
 }

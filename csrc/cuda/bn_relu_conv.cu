@@ -1,4 +1,4 @@
-// BN-ReLU-Conv of narrow channels on tensors: which weights are served, and the launches.
+// Launchers of BN-ReLU-Conv of narrow channels, and the weights that they serve.
 
 // No kernels: nvcc's passes for each architecture have nothing to compile.
 #if !defined(__CUDA_ARCH__)
@@ -10,7 +10,7 @@ namespace preact_kernels {
 
 namespace cuda {
 
-// Runs `body(ConvTypes<T, X, Y>{})` for dtypes that `check_conv_is_served` lets through.
+// Calls body(ConvTypes<T, X, Y>{}) for dtypes that `check_conv_is_served` accepts.
 template <class Body>
 auto for_conv_types(const ConvDtypes& dtypes, const Body& body) {
   return for_dtype(dtypes.products, [&](auto value) {
@@ -63,7 +63,7 @@ const char* refusal(const ConvSizes& conv, ScalarType dtype) {
   return nullptr;
 }
 
-// The tensor, or a copy of it where its memory is not aligned to 16 bytes.
+// The tensor, or a copy if its memory is not aligned to 16 bytes.
 Tensor aligned(const Tensor& t, Workspace& workspace) {
   if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0) return t;
   workspace.has_launched = false;  // the last launch is PyTorch's
@@ -109,8 +109,8 @@ void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
                   " pixels, got ", conv.pixels());
 }
 
-// Whether the kernels serve such a weight on its device, for stride 1, one group, and the padding
-// that keeps the size of the image; with a float32 stream, mixed with float32 x or float32 y.
+// Whether the kernels serve this weight on its device, for stride 1, one group and padding of half
+// the kernel; with a float32 stream, mixed with float32 x or float32 y.
 bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   if (conv_weight.dim() != 4) return false;
   const auto size = conv_weight.sizes();
@@ -200,8 +200,8 @@ void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const
   if (wanted.g) {
     BackwardTask task{params.tensors, true, wanted.weight, recomputed.has_value()};
     BackwardPlan plan = plan_bn_relu_conv_backward(conv, unit.dtypes, task);
-    // A kernel for the weight gradient alone reads x and dy again. It costs less where the weight
-    // gradients of the blocks of `plan`, written and read, are more bytes.
+    // A separate kernel for the weight gradient reads x and dy again. It is cheaper where partial
+    // weight gradients, written and read, are more bytes.
     const int64_t dy_bytes =
         stores_dy || !step ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
     const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;

@@ -1,5 +1,5 @@
-// BN-ReLU-Conv of narrow channels, backward: the gradients of input and weight in one pass over dy,
-// or each in a kernel of its own.
+// BN-ReLU-Conv of narrow channels, backward: the gradients of input and weight in one kernel, or
+// each in its own.
 #pragma once
 
 #include "backward_shared.cuh"
@@ -29,7 +29,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
   constexpr int kVectors = kBackwardVectors<Types, C, GROUPS>;
   constexpr int kOutVectors = C == 0 ? kVectors : kHaloVectors<T, C>;
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
-  // Two blocks of a multiprocessor leave few registers beside those of nine taps.
+  // With two blocks per multiprocessor, the sums of nine taps leave few registers.
   constexpr bool kFewRegisters = kMayMask && kBackwardBlocks<Types, C, GROUPS> == 2;
   constexpr int kUnroll = kFewRegisters ? 1 : kVectors;
   constexpr int kChannels = C ? C : StepG::kChannels;
@@ -55,7 +55,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
                                             shared.dy_parts);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
-  // The thread's channel is added where they are used: pointers to it would take registers.
+  // Without the thread's channel: pointers to it would take registers.
   const X* x = static_cast<const X*>(conv.x);
   T* g = static_cast<T*>(conv.g);
   const bool has_step = kRecomputesG || conv.step.x != nullptr;
@@ -85,16 +85,26 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
     if (index >= conv.grid.tiles) return;
     const auto x_ahead = x_ahead_of(turn);
     const Tile<C> tile(conv.grid, index);
-    in.for_pixels<kVectors, kUnroll>(pixels, [&](int i, int p) {
-      const int64_t pixel = tile.pixel(p);
-      x_ahead.copy(i, x + (pixel * channels + in.channel), pixel >= 0);
-    });
-    out.for_pixels<kOutVectors, kFewRegisters ? 1 : kOutVectors>(halo_pixels, [&](int i, int p) {
-      const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels + out.channel;
-      if (reads_dy_or_x) dy_ahead.copy(i, dy_or_x + at, pixel >= 0);
-      if (!kRecomputesG && has_step) g_ahead.copy(i, step_g + at, pixel >= 0);
-      if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
-    });
+    if (in.is_active) {
+#pragma unroll(kUnroll)
+      for (int i = 0; i < kVectors; ++i) {
+        const int p = in.lane + i * in.lanes;
+        if (p >= pixels) break;
+        const int64_t pixel = tile.pixel(p);
+        x_ahead.copy(i, x + (pixel * channels + in.channel), pixel >= 0);
+      }
+    }
+    if (out.is_active) {
+#pragma unroll(kFewRegisters ? 1 : kOutVectors)
+      for (int i = 0; i < kOutVectors; ++i) {
+        const int p = out.lane + i * out.lanes;
+        if (p >= halo_pixels) break;
+        const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels + out.channel;
+        if (reads_dy_or_x) dy_ahead.copy(i, dy_or_x + at, pixel >= 0);
+        if (!kRecomputesG && has_step) g_ahead.copy(i, step_g + at, pixel >= 0);
+        if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
+      }
+    }
     if constexpr (kRecomputesG) g_tiles.copy_ahead(tile);
     cp_async_commit();
   };
@@ -137,8 +147,10 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
       }
     }
     const auto form_dy = [&](auto form) {
-      constexpr int kUnrollDy = kFewRegisters ? 1 : C == 0 || kOutVectors > 4 ? 2 : 4;
-      out.for_pixels<kOutVectors, kUnrollDy>(halo_pixels, [&](int i, int p) {
+#pragma unroll(kFewRegisters ? 1 : C == 0 || kOutVectors > 4 ? 2 : 4)
+      for (int i = 0; i < kOutVectors; ++i) {
+        const int p = out.lane + i * out.lanes;
+        if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p);
         FullVector<T> operand{};
         if (pixel >= 0) {
@@ -151,7 +163,7 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
           }
         }
         operand.store(dy_tile + p * dy_pitch + out.channel);
-      });
+      }
     };
     const auto coefficients = [&] {
       return InputGradient<kWidth>(FromShared{}, step, out_channels, out.channel);
@@ -246,8 +258,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
   bn_relu_conv_backward<Types, C, GROUPS, true>(conv);
 }
 
-// The same of the last convolution of a bottleneck of the inner width CHANNELS, where the g of its
-// step is recomputed.
+// The same for the last convolution of a bottleneck of inner width CHANNELS, with a recomputed g.
 template <class Types, int CHANNELS, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, 0, GROUPS>)
     bn_relu_conv_backward_recomputed_kernel(

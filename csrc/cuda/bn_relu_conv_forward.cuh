@@ -5,7 +5,7 @@
 
 namespace preact_kernels::cuda {
 
-// Shared memory of a block, in this order.
+// The layout of a block's shared memory.
 template <class Types, int C>
 struct ForwardShared {
   using T = typename Types::T;
@@ -13,7 +13,7 @@ struct ForwardShared {
   using XAhead = VectorsAhead<typename Types::X, kWidth>;
   using ResidualAhead = VectorsAhead<typename Types::Y, kWidth>;
 
-  int weights, activation, sums, norm, x_ahead, residual_ahead;  // where each begins
+  int weights, activation, sums, norm, x_ahead, residual_ahead;  // offsets in bytes
   int bytes;
 
   __host__ __device__ ForwardShared(const TileGrid& grid, int in_channels, int out_channels) {
@@ -31,14 +31,13 @@ struct ForwardShared {
   }
 };
 
-// Blocks of a multiprocessor. Shared memory is the limit for 64 channels, registers for others.
+// Blocks per multiprocessor. Shared memory is the limit for 64 channels, registers for others.
 template <int C>
 constexpr int kForwardBlocks = C == 64 ? 1 : 2;
 
 // y[p][k] = the sum over taps and c of relu(p)[p at tap][c] * weight[k][c][tap] [+ residual[p][k]].
 // A block owns every gridDim.x-th tile of pixels with all channels. The weight stays in shared
-// memory. The x of the next tile arrives while a tile is multiplied, and its residual while the
-// next tile is.
+// memory. While a tile is multiplied, the x of the next tile is copied, and its own residual.
 template <class Types, int C>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     bn_relu_conv_forward_kernel(const __grid_constant__ BnReluConvForward conv) {
@@ -70,27 +69,21 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   // Each starts a group of copies, which may be empty.
   const auto copy_x = [&](int index) {
     const Tile<C> tile(conv.grid, index);
-    if (index < conv.grid.tiles && in.is_active) {
-#pragma unroll
-      for (int i = 0; i < kHaloVectors<T, C>; ++i) {
-        const int p = in.lane + i * in.lanes;
-        if (p >= halo_pixels) break;
+    if (index < conv.grid.tiles) {
+      in.for_pixels<kHaloVectors<T, C>>(halo_pixels, [&](int i, int p) {
         const int64_t pixel = tile.halo_pixel(p);
         x_ahead.copy(i, x + pixel * channels, pixel >= 0);
-      }
+      });
     }
     cp_async_commit();
   };
   const auto copy_residual = [&](int index) {
     const Tile<C> tile(conv.grid, index);
-    if (has_residual && index < conv.grid.tiles && out.is_active) {
-#pragma unroll
-      for (int i = 0; i < kTileVectors<T, C>; ++i) {
-        const int p = out.lane + i * out.lanes;
-        if (p >= pixels) break;
+    if (has_residual && index < conv.grid.tiles) {
+      out.for_pixels<kTileVectors<T, C>>(pixels, [&](int i, int p) {
         const int64_t pixel = tile.pixel(p);
         residual_ahead.copy(i, residual + pixel * out_channels, pixel >= 0);
-      }
+      });
     }
     cp_async_commit();
   };

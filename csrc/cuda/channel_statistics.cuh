@@ -1,6 +1,5 @@
-// Statistics of the channels of a kernel's output: mean and M2, the sum of squares around the mean,
-// of the values that a thread stored, then of a block, merged in a fixed order. Each block adds the
-// sums of its values and of their squares to exact sums.
+// Sums over the pixels of a convolution's output for each channel, which blocks add to exact sums:
+// for mean and variance, and for the gradients of a batch norm.
 #pragma once
 
 #include "conv_params.cuh"
@@ -8,10 +7,10 @@
 
 namespace preact_kernels::cuda {
 
-// Statistics of the channels of one thread, merged tile by tile (Chan, Golub and LeVeque, 1979).
-// A mean is stored as its distance from the thread's first value, which avoids rounding where the
-// mean is large compared with the deviation. A tile sums distances from its own first value, so
-// that a constant is exact and at most a few times M2 cancels.
+// Mean and M2, the sum of squares around the mean, of a thread's channels, merged tile by tile
+// (Chan, Golub and LeVeque, 1979). A mean is stored as its distance from the thread's first value,
+// which avoids rounding where the mean is large compared with the deviation. A tile sums distances
+// from its own first value: a constant is exact, and at most a few times M2 cancels.
 template <int kWidth>
 struct ThreadStatistics {
   float count = 0, pivot[kWidth] = {}, mean[kWidth] = {}, m2[kWidth] = {};
@@ -90,13 +89,12 @@ __device__ void add_statistics(const ThreadStatistics<kWidth>& own, const Thread
   }
 }
 
-// Adds the two sums of the threads of a block to `sums`. `shared` has room for those of all
-// threads.
+// Adds the two sums of a block's threads to `sums`. `shared` has room for all of them.
 template <int kWidth>
 __device__ void add_sums(const ThreadColumn& column, int channels, float (&first)[kWidth],
                          float (&second)[kWidth], const Accumulators& sums, float* shared) {
-  // Where a warp has whole pixels, it adds up theirs and stores one row of sums. Else every lane of
-  // the column stores one.
+  // A warp with whole pixels adds them up and stores one row. Else every lane of the column stores
+  // one.
   const int lane = threadIdx.x % 32, vectors = channels / kWidth;
   const bool has_whole_pixels = 32 % vectors == 0;
   if (has_whole_pixels) {

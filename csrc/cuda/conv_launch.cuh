@@ -31,14 +31,13 @@ struct BackwardTask {
 struct BackwardPlan {
   TileGrid grid;
   int blocks, shared_bytes;
-  // The kernel of the task, or null: not every convolution has one that recomputes g.
+  // The task's kernel is set, if there is one: few convolutions have one that recomputes g.
   void (*kernel)(BnReluConvBackward) = nullptr;
   void (*recomputing_kernel)(BnReluConvBackwardRecomputed) = nullptr;
   void (*weight_gradients_kernel)(WeightGradients) = nullptr;
 };
 
-// Defined for BFloat16, Half and float, and for half precision mixed with a float32 stream, each in
-// its own file.
+// Defined for each dtype, and for half precision with a float32 stream, in files of their own.
 template <class Types>
 ForwardPlan plan_bn_relu_conv_forward(const ConvSizes& conv);
 template <class Types>

@@ -22,8 +22,8 @@ constexpr int kStep = 32 / sizeof(T);
 template <class T>
 using FullVector = Vector<T, kFullWidth<T>>;
 
-// The dtypes of a convolution: of its operands and of what stays within a block, of x, and of y or
-// its gradient. One of x and y may be of a residual stream, float32 beside a half precision.
+// The dtypes of a convolution: of products and of what stays within a block, of x, and of y or its
+// gradient. One of x and y may be a float32 stream mixed with half precision.
 template <class Operand, class Input, class Output>
 struct ConvTypes {
   using T = Operand;
@@ -64,7 +64,7 @@ __device__ T as_operand(T value) {
   if constexpr (sizeof(T) == 4) return __uint_as_float(to_tf32(value));
   return value;
 }
-// As many values as fill 16 bytes of T, rounded to it.
+// Values that fill 16 bytes of T, rounded to it.
 template <class T, class E>
 __device__ FullVector<T> as_operand(const Vector<E, kFullWidth<T>>& v) {
   if constexpr (sizeof(T) == 4) {
@@ -135,8 +135,7 @@ __device__ void mask_depth(uint32_t (&a)[4], uint32_t (&b)[2][2], Keeps keeps) {
   }
 }
 
-// Finds values that are NaN or infinite: all bits of their exponent are set, so that adding one to
-// the exponent carries into the sign bit.
+// Finds NaN and infinity: adding one to an exponent with all bits set carries into the sign bit.
 template <class T>
 struct NonFinite {
   uint32_t carries = 0;

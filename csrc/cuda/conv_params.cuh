@@ -1,5 +1,5 @@
-// Parameters of the kernels of the convolutions of narrow channels. Activations are dense in NHWC
-// order and aligned to 16 bytes, statistics [channels].
+// Parameters of the convolution kernels of narrow channels. Activations are dense in NHWC order and
+// aligned to 16 bytes, statistics [channels].
 #pragma once
 
 #include "conv_tile.cuh"
@@ -34,13 +34,13 @@ struct BnReluConvBackward {
   bool is_dependent;  // see `launch`
 };
 
-// A g that is recomputed, for a step with the gradient dz of the convolution before. dz has as many
-// channels as the input of the convolution whose kernel recomputes g.
+// Computes the g of a step again: [p > 0] * dz * weight for the 1x1 convolution of relu(p) that
+// follows, whose output has the gradient dz.
 struct RecomputedGPointers {
-  const void* g;            // that the step of dz applies to, in the dtype of products
+  const void* g;            // what the step of dz applies to, in the dtype of products
   AffineStepPointers step;  // of dz, without skip
   const void* weight;       // [channels of dz][channels of g]
-  const float* bn_bias;     // of the batch norm that p is from; the rest is in the step of g
+  const float* bn_bias;     // of the batch norm that computes p; the step of g has the rest
 };
 
 struct BnReluConvBackwardRecomputed {

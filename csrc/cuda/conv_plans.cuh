@@ -1,5 +1,5 @@
-// The plans of conv_launch.cuh for the dtype PK_DTYPE of the file that includes this; for that
-// dtype mixed with a float32 stream where PK_FLOAT32_STREAM is defined.
+// The plans of conv_launch.cuh for PK_DTYPE, which the including file defines; with a float32
+// stream if it defines PK_FLOAT32_STREAM.
 #pragma once
 
 #include <algorithm>
@@ -65,10 +65,10 @@ auto for_weight_groups(const ConvSizes& conv, const Body& body) {
   });
 }
 
-// Calls `body` with the template argument CHANNELS of the kernel that recomputes g, if there is one
-// for a convolution: the last of a bottleneck, which reads x in the dtype of products. There is
-// none for inner width 64, whose blocks have a tile or two and would load one more weight for them,
-// nor for 32 in float32, where one block would fit a multiprocessor in place of two.
+// Calls `body` with the template argument CHANNELS of the kernel that recomputes g, if the
+// convolution has one: the last of a bottleneck, with x in the dtype of products. Inner width 64
+// has none: its blocks have a tile or two and would load another weight for them. Nor has 32 in
+// float32: one block per multiprocessor would fit instead of two.
 template <class Types, class Body>
 void for_recomputed_channels(const ConvSizes& conv, const Body& body) {
   if constexpr (std::is_same_v<typename Types::X, typename Types::T>) {
@@ -93,8 +93,8 @@ ForwardPlan plan_bn_relu_conv_forward(const ConvSizes& conv) {
   });
 }
 
-// Tiles of pixels of a block that computes the gradient of a weight alone: more blocks would write
-// more partial gradients. There are at least so many blocks, as far as there are tiles.
+// Tiles per block of a kernel for the weight gradient alone: more blocks write more partial
+// gradients. At least this many blocks, if there are tiles for them.
 constexpr int kTilesOfWeightGradient = 16, kLeastBlocksOfWeightGradient = 8;
 
 template <class Types>

@@ -1,10 +1,9 @@
-// Tiles of pixels in shared memory: their pixels, their weights, their products.
+// Tiles of pixels in shared memory, weights, and products.
 //
-// A tile is [pixels, channels], in the dtype of the activations (float32 as TF32). Each row is 16
-// bytes longer than its values, so that the eight rows of an ldmatrix use different banks. A 1x1
-// convolution takes a run of pixels of the batch, a 3x3 convolution (stride 1, padding 1) a
-// rectangle of one image. The tile that the taps of a 3x3 convolution read has a border of one
-// pixel, the halo.
+// A tile is [pixels, channels] in the dtype of products (float32 as TF32). Rows are padded by 16
+// bytes: the eight rows of an ldmatrix are then in different banks. A tile of a 1x1 convolution is
+// consecutive pixels of the batch, of a 3x3 convolution (stride 1, padding 1) a rectangle of one
+// image with a halo of one pixel.
 #pragma once
 
 #include "batch_norm.cuh"
@@ -14,27 +13,27 @@ namespace preact_kernels::cuda {
 
 constexpr int kWarps = kThreads / 32;
 
-// The template argument C is the number of channels of a 3x3 convolution (in and out), or 0 for a
-// 1x1 convolution, whose channels are function arguments.
+// C is the number of channels of a 3x3 convolution (in and out), or 0 for a 1x1 convolution, whose
+// channels are function arguments.
 
 // The tiles of pixels of a batch. A 1x1 convolution treats the batch as one row.
 struct TileGrid {
   int height, width;
   int tiles_down, tiles_across;  // of one image
   int tiles;
-  int block_pixels;  // pixels of a tile without its border; a multiple of 16
+  int block_pixels;  // pixels in a tile without its halo; a multiple of 16
   Divisor tiles_of_image, tiles_of_row;
 };
 
-// One tile, and the positions of its pixels in the tensor: 32 bits, as a batch has at most 2^30
-// pixels. To address memory, a caller widens them.
+// One tile, and the indices of its pixels in the tensor: 32 bits, as a batch has at most 2^30
+// pixels. Callers convert to 64 bits to address memory.
 template <int C>
 struct Tile {
-  static constexpr int kTaps = 9, kBorder = 1;
+  static constexpr int kTaps = 9, kHalo = 1;
   static constexpr int kWidth = C == 64 ? 8 : 16, kHeight = C == 16 ? 16 : 8;
-  static constexpr int kHaloWidth = kWidth + 2 * kBorder;
+  static constexpr int kHaloWidth = kWidth + 2 * kHalo;
   static constexpr int kPixels = kHeight * kWidth;
-  static constexpr int kHaloPixels = (kHeight + 2 * kBorder) * kHaloWidth;
+  static constexpr int kHaloPixels = (kHeight + 2 * kHalo) * kHaloWidth;
 
   int image;        // first pixel of the image
   int row, column;  // of the tile's first pixel
@@ -60,12 +59,12 @@ struct Tile {
   }
   __device__ int pixel(int i) const { return at(i / kWidth, i % kWidth); }
   __device__ int halo_pixel(int i) const {
-    return at(i / kHaloWidth - kBorder, i % kHaloWidth - kBorder);
+    return at(i / kHaloWidth - kHalo, i % kHaloWidth - kHalo);
   }
   // Whether a pixel of the halo tile is inside the tile.
   static __device__ bool is_interior(int i) {
-    return unsigned(i / kHaloWidth - kBorder) < unsigned(kHeight) &&
-           unsigned(i % kHaloWidth - kBorder) < unsigned(kWidth);
+    return unsigned(i / kHaloWidth - kHalo) < unsigned(kHeight) &&
+           unsigned(i % kHaloWidth - kHalo) < unsigned(kWidth);
   }
   // The row of the halo tile that tap r, s of pixel i reads.
   static __device__ int halo_row(int i, int r, int s) {
@@ -101,8 +100,8 @@ __host__ __device__ inline int lanes_of(int channels, int width) {
   return kThreads / (channels / width);
 }
 
-// The vectors of a thread in a tile: one column of vectors, and every `lanes`-th pixel. Threads
-// after the last full lane have none.
+// The vectors of a thread in a tile: one column, every `lanes`-th pixel. Threads after the last
+// full lane have none.
 struct ThreadColumn {
   int lanes, lane, channel;
   bool is_active;
@@ -115,11 +114,11 @@ struct ThreadColumn {
     is_active = lane < lanes;
   }
 
-  // Calls body(i, pixel) for the thread's vectors of a tile, at most kMost.
-  template <int kMost, int kUnroll = kMost, class Body>
+  // Calls body(i, pixel) for the thread's vectors in a tile, at most kMost.
+  template <int kMost, class Body>
   __device__ void for_pixels(int pixels, const Body& body) const {
     if (!is_active) return;
-#pragma unroll(kUnroll)
+#pragma unroll
     for (int i = 0; i < kMost; ++i) {
       const int p = lane + i * lanes;
       if (p >= pixels) break;
@@ -128,7 +127,7 @@ struct ThreadColumn {
   }
 };
 
-// The most vectors of a thread, in a tile and in a tile with its border.
+// The most vectors of a thread, in a tile without and with halo.
 template <class T, int C>
 constexpr int kTileVectors = C == 0 ? 4 : sizeof(T);
 template <class T, int C>
@@ -137,16 +136,16 @@ constexpr int kHaloVectors =
 template <class T>
 constexpr int kHaloVectors<T, 0> = kTileVectors<T, 0>;
 
-// Pixels of a tile of a 1x1 convolution with at most `channels` on either side: as many as keep
-// `vectors` of each thread, of either tensor, in registers.
+// Pixels in a tile of a 1x1 convolution with at most `channels` in or out: a thread has at most
+// `vectors`.
 template <class T>
 __host__ __device__ constexpr int pixels_of_tile(int channels, int vectors) {
   const int pixels = kThreads / (channels / kFullWidth<T>)*vectors / 16 * 16;
   return pixels < 256 ? pixels : 256;
 }
 
-// Vectors of a thread that are copied to shared memory while it works on something else. Only the
-// thread that copies a vector reads it, so no barrier is needed. A vector has parts of 16 bytes.
+// Vectors that a thread copies to shared memory in the background. Only the same thread reads them:
+// no barrier is needed. A vector has parts of 16 bytes.
 template <class T, int kWidth>
 constexpr int kParts = kWidth * int(sizeof(T)) / 16;
 template <class T, int kWidth>
@@ -154,13 +153,13 @@ class VectorsAhead {
   static constexpr int kParts = cuda::kParts<T, kWidth>, kPartBytes = kThreads * 16;
 
  public:
-  // Of a tile of `pixels`, where vectors of several tensors alternate: `parts` of all of them.
+  // Bytes for a tile. Vectors of several tensors alternate, with `parts` in all.
   static __host__ __device__ int bytes(int pixels, int channels, int parts = kParts) {
     const int lanes = lanes_of(channels, kWidth);
     return (pixels + lanes - 1) / lanes * parts * kPartBytes;
   }
 
-  // `first` is the number of parts ahead of this tensor's.
+  // `first` counts the parts of the tensors before this one.
   __device__ explicit VectorsAhead(unsigned char* shared, int first = 0, int parts = kParts)
       : own_(shared + first * kPartBytes + threadIdx.x * 16), pitch_(parts * kPartBytes) {}
 
@@ -216,7 +215,7 @@ __device__ void multiply_weights(const T* tile, const T* weights, int block_pixe
   const int weight_pitch = (IS_GRADIENT ? columns : depth) + kFullWidth<T>;
   const int weight_rows = IS_GRADIENT ? depth : columns;
   const int row_blocks = block_pixels / 16;
-  // Fewer columns where there would be less than a task for each warp.
+  // Fewer columns if there are fewer tasks than warps.
   const int step = row_blocks * ((columns + kColumns - 1) / kColumns) < kWarps ? 16 : kColumns;
   const int tasks = row_blocks * ((columns + step - 1) / step);
   for (int task = warp; task < tasks; task += kWarps) {

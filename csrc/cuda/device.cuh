@@ -117,8 +117,8 @@ __device__ inline void wait_for_predecessors() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Lets the next kernel start where it is dependent and finds room. To be called after
-// `wait_for_predecessors`, so that when a kernel starts, the one two before it has ended.
+// Lets a dependent kernel start if there is room. Called after `wait_for_predecessors`: when a
+// kernel starts, the one two before it has ended.
 __device__ inline void let_dependents_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -180,9 +180,9 @@ inline int multiprocessor_shared_bytes() {
 }
 inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Prepares a kernel for its first launch on a device: lets it have as much shared memory as a block
-// may. Returns whether it may be launched as dependent: whether its code, which may be PTX for an
-// older GPU, has the instruction of `wait_for_predecessors`.
+// Lets a kernel use all shared memory of a block, before its first launch on a device. Returns
+// whether it may be launched as dependent: whether its code, perhaps PTX for an older GPU, has the
+// instruction of `wait_for_predecessors`.
 inline bool prepare_kernel(const char* name, const void* kernel) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, bool> prepared;  // kernels and devices

@@ -1,10 +1,10 @@
-// Sums over the blocks of a grid as exact integers: the order of the additions changes no bit, so
-// no block waits for the others. The kernel that reads a sum rounds it.
+// Sums over the blocks of a grid as exact integers: the order of additions changes no bit, and no
+// block waits for others. The kernel that reads a sum rounds it.
 //
 // A sum is six words. Words 0 to 4 count units of 2^-96, 2^-48, ... 2^96: a float64 is split into
 // integers of 48 bits, and each is added to its word with wraparound, which leaves 15 bits for the
-// number of additions. What is smaller than the lowest unit (1e-29) is lost; 2^143 and above, which
-// squares of float32 do not reach, counts as infinite. Word 5 counts additions that are not finite.
+// number of additions. Values below the lowest unit (1e-29) are lost; 2^143 and above, which
+// squares of float32 do not reach, is infinite. Word 5 counts additions that are not finite.
 #pragma once
 
 #include "../args.h"
@@ -55,7 +55,7 @@ __device__ inline double read_exact(const Accumulators& sums, int channel, int v
     parts[w] = static_cast<int64_t>(__ldcg(words + w * sums.stride));
   }
   const uint64_t counts = __ldcg(words + kSumParts * sums.stride);
-  // The parts of a negative sum would cancel each other: take those of its opposite.
+  // The parts of a negative sum cancel each other: negate it.
   carry(parts);
   const bool is_negative = parts[kSumParts - 1] < 0;
   if (is_negative) {

@@ -1,11 +1,11 @@
 // Mean and biased variance of each channel, in one pass.
 //
-// A tile is the few pixels that a thread holds at a time. Its mean and its M2, the sum of squares
-// around that mean, are computed in two passes over registers. Tiles are merged in float64, as sums
-// of n*d and of M2 + n*d*d for d = (mean of the tile) - pivot. All tiles share the pivot of a
-// channel, the mean of some pixels that are far apart: so a large mean causes no cancellation, and
-// an outlier among those pixels has little effect. Convolutions use channel_statistics.cuh: their
-// blocks own all channels, and their threads have no registers for float64 accumulators.
+// A tile is the few pixels that a thread holds at a time. Its mean and M2, the sum of squares
+// around the mean, are computed in two passes over registers. Tiles are merged in float64, as sums
+// of n*d and of M2 + n*d*d for d = (mean of the tile) - pivot. The pivot of a channel is the mean
+// of some distant pixels: a large mean causes no cancellation, and an outlier among them has little
+// effect. Convolutions use channel_statistics.cuh: their threads have no registers for float64
+// sums.
 #pragma once
 
 #include "reduction.cuh"
@@ -15,7 +15,7 @@ namespace preact_kernels::cuda {
 constexpr int kStatisticsSteps = 4;   // pixels of a tile
 constexpr int kStatisticsBlocks = 2;  // a multiprocessor
 
-// A block has few channels, so that the last block has few partial sums to add.
+// A block has few channels: the last block adds few partial sums.
 inline Grid grid_of_statistics(const Activation& size, int width) {
   return grid_for(size, width, kStatisticsSteps, 8, kStatisticsBlocks);
 }
@@ -74,7 +74,7 @@ struct GridStatistics {
         rest += centred;
         squares += centred * centred;
       }
-      // The rounding error of the mean; none where the mean is infinite, which would give NaN.
+      // The rounding error of the mean; 0 for an infinite mean, which would give NaN.
       const float correction = isinf(mean) ? 0.0f : rest * inv_n;
       const float d = (mean - pivot[i]) + correction;
       sums[i] += n * d;

@@ -2,7 +2,7 @@
 
 #include "../host/library.h"
 
-// For which GPUs the kernels were compiled, as in "sm_80_sm_90_compute_90"; read with ctypes.
+// GPUs that the kernels were compiled for, as in "sm_80_sm_90_compute_90"; read with ctypes.
 #if defined(PREACT_KERNELS_TARGETS)
 #define PK_TEXT(name) #name
 #define PK_TEXT_OF(name) PK_TEXT(name)

@@ -1,5 +1,4 @@
-// Parts of every launch: the device and stream of a tensor, storage types, pointers, and memory
-// that the blocks of a grid share.
+// What launches share: the device and stream of a tensor, types, pointers, memory of a grid.
 #pragma once
 
 #include "../host/launch.h"
@@ -10,7 +9,7 @@
 
 namespace preact_kernels::cuda {
 
-// Makes the device of `x` the current one during its lifetime. `stream` is its current stream.
+// Makes the device of `x` current during its lifetime. `stream` is its current stream.
 class OnDeviceOf {
  public:
 #if defined(PK_CUDA_ON_HOST)
@@ -32,7 +31,7 @@ class OnDeviceOf {
   cudaStream_t stream;
 };
 
-// Runs `body(T{})` for the storage type T of `x`, or of a dtype.
+// Calls body(T{}) for the storage type T.
 template <class Body>
 auto for_dtype(ScalarType dtype, const Body& body) {
   if (dtype == ScalarType::Float) return body(float{});
@@ -46,8 +45,7 @@ auto for_dtype(const Tensor& x, const Body& body) {
   return for_dtype(x.scalar_type(), body);
 }
 
-// Pointers into the tensors of a batch norm over `pixels`; null for a bias that is absent. Only
-// kernels that take part in a run read the moments.
+// Pointers into the tensors of a batch norm over `pixels`. Only convolutions read the moments.
 inline NormPointers pointers(const Norm& norm, int64_t pixels = 0) {
   return {data<float>(norm.mean),     data<float>(norm.var),        data<float>(norm.weight),
           data<float>(norm.bias),     static_cast<float>(norm.eps), norm.moments,
@@ -63,13 +61,12 @@ inline AffineStepPointers pointers(const AffineStep& step) {
           step.accumulated};
 }
 
-// Memory of `count` bytes. torch's caching allocator reuses it in the order of the stream.
+// Bytes that torch's caching allocator reuses in the order of the stream.
 inline Tensor empty_bytes(const Tensor& like, int64_t count) {
   return torch::stable::empty({&count, 1}, ScalarType::Byte, std::nullopt, like.device());
 }
 
-// `GridSums` for a grid of `blocks`, and the tensor that owns the memory, which may be freed after
-// the launch.
+// `GridSums` and the tensor that owns the memory, which may be freed after the launch.
 struct OwnedGridSums {
   Tensor owner;
   GridSums sums;

@@ -1,8 +1,8 @@
-// Work distribution of the memory-bound kernels over a matrix [pixels, channels]. An access is 16
-// bytes where the channels are a multiple of that, else one number.
+// Work distribution of memory-bound kernels over a matrix [pixels, channels]. An access is 16 bytes
+// where the channels are a multiple of that, else one number.
 //
-// A thread keeps its channels and loops over pixels, so that the coefficients of its channels stay
-// in registers. Neighbouring threads take neighbouring vectors of a pixel, then the next pixel. The
+// A thread keeps its channels and loops over pixels: the coefficients of its channels stay in
+// registers. Neighbouring threads take neighbouring vectors of a pixel, then the next pixel. The
 // number of blocks, and so the order of sums, depends only on the shape and the device.
 #pragma once
 
@@ -153,7 +153,7 @@ inline Grid grid_for(const Activation& size, int width, int steps, int most_colu
           dim3(static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y))};
 }
 
-// Whether accesses may be 16 bytes: channels are a multiple, and memory is aligned (null is).
+// Whether accesses may be 16 bytes: the channels are a multiple, and memory is aligned or null.
 template <class T, class... Pointers>
 bool fills_vectors(int64_t channels, const Pointers*... pointers) {
   const bool aligned[] = {reinterpret_cast<uintptr_t>(pointers) % 16 == 0 ...};

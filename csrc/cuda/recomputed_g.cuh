@@ -1,19 +1,19 @@
-// The g of a step that no kernel stored: g = [p > 0] * dz * weight, where dz is the gradient of the
-// output of a 1x1 convolution of relu(p), and is folded itself. The kernel of that convolution
-// computed g by the same operations and added up its sums: both have equal bits of g.
+// The g of a step that was not stored: g = [p > 0] * dz * weight, where dz is the gradient of the
+// output of a 1x1 convolution of relu(p), and has a step itself. The kernel of that convolution
+// computed g by the same operations and added up its sums: the bits are equal.
 #pragma once
 
 #include "conv_params.cuh"
 
 namespace preact_kernels::cuda {
 
-// A kernel that reads g. 0: sizes that the compiler does not know.
+// The kernel reads g. 0: a size that is not constant.
 struct StoredG {
   static constexpr int kChannels = 0, kOutChannels = 0, kPixels = 0;
 };
 
-// A kernel that recomputes g, for the last convolution of bottlenecks of one inner width: CHANNELS
-// are those of dz, PIXELS those of a tile. With constant sizes its addresses take few instructions.
+// The kernel recomputes g, for the last convolution of bottlenecks of one inner width. dz has
+// CHANNELS, a tile PIXELS: with constant sizes, addresses take few instructions.
 template <int CHANNELS, int PIXELS>
 struct RecomputedGOfWidth {
   static constexpr int kChannels = CHANNELS, kOutChannels = 4 * CHANNELS, kPixels = PIXELS;
@@ -21,16 +21,16 @@ struct RecomputedGOfWidth {
   const RecomputedGPointers& pointers;
 };
 
-// What a kernel that recomputes g adds to its shared memory, in this order.
+// What this adds to the shared memory of a block.
 template <class T>
 struct RecomputedGShared {
   static constexpr int kWidth = kFullWidth<T>;
-  using Ahead = VectorsAhead<T, kWidth>;  // of the fold's g and x
+  using Ahead = VectorsAhead<T, kWidth>;  // g and x of the step of dz
 
-  int weights, step, bn_bias, ahead;  // where each begins
+  int weights, step, bn_bias, ahead;  // offsets in bytes
   int bytes;
 
-  // Of a tile of `pixels`, for dz of `channels` and g of `out_channels`.
+  // For dz of `channels` and g of `out_channels`.
   __host__ __device__ RecomputedGShared(int pixels, int channels, int out_channels) {
     weights = 0;
     step = weights + channels * (out_channels * int(sizeof(T)) + 16);
@@ -51,7 +51,7 @@ class RecomputedGTiles {
   using Ahead = typename Shared::Ahead;
 
  public:
-  // The thread's vectors of dz are those of `own`.
+  // `own` are the thread's vectors of dz.
   __device__ RecomputedGTiles(const RecomputedGPointers& pointers, unsigned char* memory,
                               const ThreadColumn& own)
       : pointers_(pointers),
@@ -59,7 +59,7 @@ class RecomputedGTiles {
         own_(own),
         shared_(kPixels, kChannels, kOutChannels) {}
 
-  // What no kernel ahead of this one writes.
+  // Loads what no kernel of this call writes.
   __device__ void load_parameters() const {
     const T* weight = static_cast<const T*>(pointers_.weight);
     cuda::load_weights<T, 1>(weight, weights(), kChannels, kOutChannels);
@@ -101,7 +101,6 @@ class RecomputedGTiles {
                                  kOutChannels + kWidth);
   }
 
-  // [out_channels]
   __device__ const float* bn_bias() const {
     return reinterpret_cast<const float*>(memory_ + shared_.bn_bias);
   }
@@ -128,8 +127,8 @@ class RecomputedGTiles {
   Shared shared_;
 };
 
-// Vectors of g: of the products, which are `stride` apart, where the activation is not zero. It is
-// computed and rounded as in the kernel that added up the sums, so that both have the same mask.
+// Vectors of g: the products, `stride` apart, masked. relu(p) is computed and rounded as in the
+// kernel that added up the sums: the masks are equal.
 template <class T, class XAhead>
 struct RecomputedGVectors {
   static constexpr int kWidth = kFullWidth<T>;

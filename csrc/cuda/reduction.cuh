@@ -15,8 +15,8 @@ struct GridSums {
   unsigned* counter;  // [blocks in y], zeros before the kernel
 };
 
-// Whether this block is the last of its column of the grid to call this. It then sees all that the
-// other blocks wrote before. Every thread of the block must call it.
+// Whether this block is the last of its column of the grid to call this. It then sees all writes of
+// the others. Every thread must call it.
 __device__ inline bool is_last_block(unsigned* counter) {
   __threadfence();  // writes of this thread come before the count
   __syncthreads();
@@ -54,7 +54,7 @@ __device__ inline void sum_over_block(double (&values)[kValues], const PixelRows
 }
 
 // Adds two numbers of each channel over the grid: values[i] and values[kWidth + i] for channel i of
-// the thread. Returns true in the threads that get the sums: one a column, in the last block.
+// the thread. Returns true in the threads that get the sums: one per column, in the last block.
 template <int kWidth, int kSteps>
 __device__ inline bool sum_over_grid(double (&values)[2 * kWidth],
                                      const ThreadRows<kWidth, kSteps>& thread,

@@ -62,7 +62,7 @@ void launch_residual_add_forward(const Activation& size, const Tensor& x, const 
                                  const Output& output) {
   const Statistics& of_y = output.statistics;
   const OnDeviceOf on(x);
-  const auto run = [&](auto with_stats, auto value) {
+  const auto launch_as = [&](auto with_stats, auto value) {
     using T = decltype(value);
     constexpr bool kStats = decltype(with_stats)::value;
     constexpr int kWidth = kFullWidth<T>;
@@ -83,7 +83,7 @@ void launch_residual_add_forward(const Activation& size, const Tensor& x, const 
            on.stream, params);
   };
   for_dtype(x, [&](auto value) {
-    of_y.are_wanted ? run(std::true_type{}, value) : run(std::false_type{}, value);
+    of_y.are_wanted ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
   });
 }
 

@@ -1,4 +1,4 @@
-// The phase of the backward that multiplies for the gradient of the weight:
+// The products of the backward for the weight:
 // dweight[k][c][tap] = the sum over pixels p of dy[p at the opposite tap][k] * relu(p)[p][c].
 #pragma once
 
@@ -6,13 +6,12 @@
 
 namespace preact_kernels::cuda {
 
-// The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, all taps or
-// some of nine. With fewer groups than warps, several warps share a group, and each takes a slice
-// of the pixels.
+// The weight gradient of one warp: GROUPS groups of 16 output by 16 input channels, and all or some
+// of their taps. If there are fewer groups than warps, warps share a group and split its pixels.
 template <class T, int C, int GROUPS>
 struct WeightGradient {
   static constexpr int kTaps = Tile<C>::kTaps, kSide = kTaps == 1 ? 1 : 3;
-  // Where a warp has one group, two share its taps, so that a thread has fewer registers of sums.
+  // If a warp has one group, two warps share its taps: fewer registers for sums.
   static constexpr int kTapParts = C == 16 || C == 32 ? 2 : 1;
   static constexpr int kOwnTaps = (kTaps + kTapParts - 1) / kTapParts;
 
@@ -37,13 +36,13 @@ struct WeightGradient {
   }
 
   // d[tap][k][c] += the sum over the tile's pixels p of dy[p at the opposite tap][k] * a[p][c].
-  // Only dy has a border. Operands are zero outside the image, and 0 * NaN is NaN: kMasks leaves
-  // out all pairs with a pixel outside the image.
+  // Only dy has a halo. Operands are zero outside the image, but 0 * NaN is NaN: kMasks leaves out
+  // pairs with a pixel outside.
   template <bool kMasks>
   __device__ void add(const Tile<C>& tile, const T* dy, const T* activation, int pixels,
                       int out_channels, int channels) {
     const int dy_pitch = out_channels + kFullWidth<T>, pitch = channels + kFullWidth<T>;
-    // The groups of a warp share the second operand where they lie below each other.
+    // A warp's groups in one column share the second operand.
     const bool is_column = kWarps % in_groups == 0;
 #pragma unroll 1
     for (int p = slice * kStep<T>; p < pixels; p += slices * kStep<T>) {

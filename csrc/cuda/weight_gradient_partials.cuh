@@ -19,9 +19,9 @@ struct WeightGradientPartials {
 constexpr int kPartialsBytes =
     kThreads * 4 * sizeof(double);  // of shared memory that `add_up` uses
 
-// Stores the sum over rows, with all blocks of the grid and kThreads threads each. A block owns
+// Stores the sum over rows. All threads of a grid of kThreads must call this. A block owns
 // neighbouring columns, a thread four of them in every `slices`-th row. The order of additions does
-// not depend on the grid. All threads must call this.
+// not depend on the grid.
 template <class T>
 __device__ void add_up(const WeightGradientPartials& p, double* shared) {
   if (p.partials == nullptr) return;

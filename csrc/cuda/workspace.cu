@@ -1,4 +1,4 @@
-// The workspace of a native call: packs weights, allocates sums, and stores results in float32.
+// The workspace of a native call: packs weights, allocates sums, stores results.
 
 #include "conv_launch.cuh"
 #include "workspace.cuh"
@@ -60,8 +60,7 @@ struct FinishGradientsParams {
   WeightGradientPartials partials[kMostWeightGradients];
 };
 
-// A row of the grid owns one weight gradient, as `add_up` says; the first row also the sums, a
-// thread each.
+// A row of the grid owns one weight gradient; the first row also the sums, one per thread.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     finish_gradients_kernel(const __grid_constant__ FinishGradientsParams p) {
@@ -80,7 +79,7 @@ using namespace cuda;
 
 namespace {
 
-// Whether a weight is stored as `pack_weights_kernel` would store it.
+// Whether a weight needs no packing.
 bool is_packed(const Tensor& weight, ScalarType dtype) {
   const auto size = weight.sizes(), stride = weight.strides();
   int64_t expected = 1;
@@ -117,7 +116,7 @@ void pack_weights(Workspace& workspace, const Tensor& like, const std::vector<Te
     if (is_packed(weight, workspace.dtype)) continue;
     const auto size = weight.sizes(), stride = weight.strides();
     places.push_back(workspace.weights.size() - 1);
-    // Channels are multiples of 16, so that each begins at a multiple of 16 bytes.
+    // Channels are multiples of 16: each begins at a multiple of 16 bytes.
     unpacked.push_back({weight.const_data_ptr(), reinterpret_cast<void*>(bytes), stride[0],
                         stride[1], stride[2], stride[3], int(weight.numel()), int(size[1]),
                         int(size[2] * size[3]), int(size[3]),
@@ -172,8 +171,7 @@ void launch_finish_gradients(Workspace& workspace, const Tensor* sums, cudaStrea
   workspace.partials_bytes = 0;
 }
 
-// Launches the kernels of the postponed weight gradients, whose blocks' parts join
-// workspace.partials.
+// Launches the postponed weight gradients. Their partial sums join workspace.partials.
 void launch_postponed(Workspace& workspace, cudaStream_t stream) {
   std::vector<bool> is_launched(workspace.postponed.size());
   for (size_t i = 0; i < workspace.postponed.size(); ++i) {
@@ -266,8 +264,8 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks, WeightGradientPa
   return memory;
 }
 
-// The most that a workspace keeps of partial sums of one-pass kernels, and of what postponed weight
-// gradients read. Partial sums of the latter are added up as soon as they are computed.
+// The most bytes kept of partial sums, and of what postponed weight gradients read. The latter's
+// partial sums are added up at once.
 constexpr int64_t kMostBytes = 64 << 20;
 
 void keep_partials(Workspace& workspace, const WeightGradientPartials& partials,
@@ -281,8 +279,8 @@ void keep_partials(Workspace& workspace, const WeightGradientPartials& partials,
 }
 
 void postpone(Workspace& workspace, const PostponedWeightGradient& postponed, cudaStream_t stream) {
-  // Of 16 bottlenecks: for each of their convolutions 16 x 8 blocks or more are launched at once,
-  // about as many as the 132 multiprocessors of an H100.
+  // The convolutions of 16 bottlenecks: 16 x 8 blocks or more for each of three shapes, about as
+  // many as the 132 multiprocessors of an H100.
   constexpr size_t kEnough = 48;
   static_assert(kEnough <= kMostWeightGradients);
   workspace.postponed.push_back(postponed);

@@ -9,13 +9,13 @@
 
 namespace preact_kernels {
 
-// A weight gradient that is computed apart from that of the input, with others of the call.
+// A weight gradient that is computed later, together with others.
 struct PostponedWeightGradient {
   ConvSizes conv;
   ConvDtypes dtypes;
   cuda::BnReluConvBackward params;  // without partials
   std::vector<Tensor> owners;       // of the memory that they point to
-  int64_t bytes;                    // of owners that only the workspace keeps
+  int64_t bytes;                    // of owners that only this keeps alive
   Tensor conv_weight;               // the gradient
 };
 
@@ -25,7 +25,7 @@ struct Workspace {
   std::vector<Tensor> owners;        // of that memory and of the sums
   Accumulators sums;                 // of all units
   // Whether the last launch on the stream is a kernel of this call that calls
-  // `wait_for_predecessors`, so that weights were packed and sums zeroed before it began.
+  // `wait_for_predecessors`: weights were packed and sums zeroed before it began.
   bool has_launched = false;
   std::vector<cuda::WeightGradientPartials> partials;  // not added up yet
   std::vector<Tensor> partials_owners;                 // of their memory
@@ -34,7 +34,7 @@ struct Workspace {
   int64_t postponed_bytes = 0;
 };
 
-// Memory for the weight gradients of `blocks` blocks, whose sum goes to `conv_weight`.
+// Memory for the partial weight gradients of `blocks` blocks. Their sum goes to `conv_weight`.
 Tensor allocate_partials(const Tensor& conv_weight, int blocks,
                          cuda::WeightGradientPartials& partials);
 
@@ -42,8 +42,7 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks,
 void keep_partials(Workspace& workspace, const cuda::WeightGradientPartials& partials,
                    const Tensor& memory, cudaStream_t stream);
 
-// Keeps what a weight gradient is computed from until there are enough for a launch, or too much
-// memory waits.
+// Keeps the inputs of a weight gradient until there are enough for a launch, or too many bytes.
 void postpone(Workspace& workspace, const PostponedWeightGradient& postponed, cudaStream_t stream);
 
 }  // namespace preact_kernels

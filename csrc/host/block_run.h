@@ -6,10 +6,10 @@
 
 namespace preact_kernels {
 
-// A run of blocks, as kernels/contract.py describes it; every list has an entry for each unit.
+// A BlockRun of kernels/contract.py. Lists have an entry per unit.
 struct BlockRun {
   const std::vector<Tensor>&bn_weights, &bn_biases, &conv_weights;
-  const std::vector<Tensor>&means, &variances;  // or those of x alone, or none
+  const std::vector<Tensor>&means, &variances;  // or of x alone, or none
   const std::vector<double>& eps;
   size_t units_per_block;
   ScalarType dtype;  // of products
@@ -46,10 +46,9 @@ inline void check_run(const BlockRun& run) {
   check_count("variances", run.variances, run.means.size());
 }
 
-// Returns y, its mean and var (without values unless `with_stats`); the means and the variances of
-// all units, unless all were given; the inputs of the first units of blocks where
-// `keep_block_inputs`, and of other units where `keep_unit_inputs`. Statistics that were not given
-// are those of the batch.
+// Returns y, its mean and var (without values unless `with_stats`); means and variances of all
+// units, unless all were given; inputs of the first units of blocks if `keep_block_inputs`, of
+// other units if `keep_unit_inputs`. Statistics that were not given are computed.
 inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, bool with_stats,
                                        bool keep_block_inputs, bool keep_unit_inputs) {
   Activation size = check_activation("x", x);  // before memory on its device is written
@@ -96,16 +95,16 @@ inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, boo
   return found;
 }
 
-// What a backward reads of the forward.
+// Tensors that the forward kept.
 struct BlockRunInputs {
-  // Of all units; where blocks are rebuilt, of all but the first of each.
+  // Inputs of all units; if blocks are rebuilt, of all but the first of each.
   const std::vector<Tensor>& of_units;
-  const std::optional<Tensor>& y;      // the output: each block's input is rebuilt as y - F(x)
+  const std::optional<Tensor>& y;      // the output, if each block's input is rebuilt as y - F(x)
   const std::vector<Tensor>& negated;  // with y: the last weight of each block, times -1
 };
 
-// Returns g of the first unit, and dy of the first block, which is the gradient of its shortcut;
-// the input of the first block; dconv_weight of all units; and their sums.
+// Returns g of the first unit; dy of the first block, the gradient of its shortcut; the first
+// block's input; dconv_weight of all units; their sums.
 inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
                                         const BlockRunInputs& given, double inv_count) {
   check_run(run);

@@ -29,14 +29,14 @@ inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epi
   return output.y;
 }
 
-// Fills `gradients`, whose parameter gradients are allocated. g is in the dtype of products.
+// Fills `gradients`; parameter gradients are allocated. g is in the dtype of products.
 inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
                           UnitGradients& gradients) {
   const Wanted& wanted = gradients.wanted;
   const Tensor& x = inputs.x;
   const Activation y_size = unit.conv.output();
   check_inputs(unit, inputs);
-  // The g of `recomputed` was checked as a gradient of the unit after this one.
+  // The g of `recomputed` was checked with the unit after this one.
   if (!dy.recomputed.has_value()) check_sizes("g", dy.g, y_size, x);
   STD_TORCH_CHECK(dy.dtype() == unit.dtypes.y, "g, step_x: expected the dtype of y");
   if (dy.step.has_value()) {
@@ -51,7 +51,7 @@ inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs
   launch_bn_relu_conv_backward(unit, dy, inputs, gradients);
 }
 
-// The unit of a call that has one.
+// A unit without workspace.
 inline std::vector<Unit> one_unit(const Tensor& x, const Tensor& conv_weight,
                                   const std::vector<int64_t>& stride, const ConvDtypes& dtypes) {
   const Activation size = check_activation("x", x);  // before memory on its device is written

@@ -20,8 +20,8 @@ constexpr const char* kDevice = "CPU";
 inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif
 
-// Throws unless the library has direct kernels for a convolution of these dtypes with this weight.
-// Each library defines it.
+// Throws unless the library serves a convolution of these dtypes with this weight. Each library
+// defines it.
 void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
                           const Tensor& conv_weight);
 
@@ -78,7 +78,7 @@ inline void check_statistics(const char* name, const Tensor& t, int64_t count, c
   check_same_device(name, t, x);
   STD_TORCH_CHECK(t.numel() == count, name, ": expected ", count, " values, got ", t.numel());
   STD_TORCH_CHECK(t.scalar_type() == statistics_dtype(x.scalar_type()), name,
-                  ": expected the statistics dtype (float32, or float64 beside float64)");
+                  ": expected the statistics dtype (float32, or float64 with float64)");
 }
 
 // Checks the batch norm of `x`.
@@ -106,7 +106,7 @@ inline ConvSizes check_conv(const Activation& size, const Tensor& conv_weight, S
   const auto shape = conv_weight.sizes();
   STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
                   " to match x, got ", shape[1]);
-  // A longer stride than the image reads the same pixels.
+  // A stride longer than the image reads the same pixels.
   stride = {std::min(stride.h, size.height), std::min(stride.w, size.width)};
   const ConvSizes conv{size.images, size.height, size.width, shape[1],
                        shape[0],    shape[2],    shape[3],   stride};

@@ -1,23 +1,23 @@
-// The launchers that each library defines for its device: csrc/cpu/*.cpp and csrc/cuda/*.cu.
-// Arguments were checked and outputs allocated by the caller.
+// Launchers, which each library defines: csrc/cpu/*.cpp and csrc/cuda/*.cu. The caller checks
+// arguments and allocates outputs.
 #pragma once
 
 #include "workspace.h"
 
 namespace preact_kernels {
 
-// What the launch of a unit needs beside tensors.
+// What a launch needs to know of a unit, except tensors.
 struct Unit {
   ConvSizes conv;
   ConvDtypes dtypes;
   size_t weight;  // its index in the workspace
   Workspace* workspace = nullptr;
-  bool is_x_rebuilt = false;  // nothing but a postponed weight gradient keeps x alive
+  bool is_x_rebuilt = false;  // only a postponed weight gradient keeps x alive
 };
 
 void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x);
 
-// y = x + branch, and the statistics of y where they are wanted.
+// y = x + branch, and the statistics of y if they are wanted.
 void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
                                  const Output& output);
 
@@ -34,17 +34,15 @@ void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, cons
 void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, bool masked,
                               const Tensor& dx);
 
-// y = conv(relu(p)) [+ conv_bias] [+ residual], and the statistics of y where they are wanted.
+// y = conv(relu(p)) [+ conv_bias] [+ residual], and the statistics of y if they are wanted.
 void launch_bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
                                  const Epilogue& epilogue, const Output& output);
 
-// g = dgrad(dy) * [p > 0] with its sums, the gradient of the weight, and the whole dy: each where
-// it is wanted.
+// g = dgrad(dy) * [p > 0] with its sums, the gradient of the weight, and the whole dy, if wanted.
 void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
                                   const UnitGradients& gradients);
 
-// Whether the backward of `unit`, whose input is `x`, recomputes the g that the backward of `next`,
-// the unit after it, would store.
+// Whether the backward of `unit` with input `x` recomputes the g of `next`, the unit after it.
 bool recomputes_g(const Unit& unit, const Unit& next, const Tensor& x);
 
 }  // namespace preact_kernels

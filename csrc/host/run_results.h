@@ -1,7 +1,5 @@
-// The small results of the units of a native call: parts of a few tensors.
-//
-// They are allocated ahead of large results, which would otherwise leave holes of awkward sizes
-// between those that stay.
+// Statistics and gradients of the units of a native call: parts of a few tensors, allocated before
+// large results. Small tensors between large ones would leave holes of awkward sizes.
 #pragma once
 
 #include "launch.h"
@@ -13,7 +11,7 @@ inline Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
   return torch::stable::narrow(self, 0, first, count);
 }
 
-// A workspace with a number of sums for these units; conv_weights[i] has index i.
+// Gives these units a workspace with `sums` sums. conv_weights[i] has index i.
 inline std::shared_ptr<Workspace> share_workspace(const Tensor& like, std::vector<Unit>& units,
                                                   const std::vector<Tensor>& conv_weights,
                                                   int64_t sums) {
@@ -22,7 +20,7 @@ inline std::shared_ptr<Workspace> share_workspace(const Tensor& like, std::vecto
   return workspace;
 }
 
-// The statistics of units' outputs, which have the same number of pixels.
+// Statistics of the outputs of units, which have the same number of pixels.
 struct RunStatistics {
   std::shared_ptr<Workspace> workspace;
   Tensor mean, var;                    // of all units
@@ -52,7 +50,7 @@ struct RunStatistics {
     }
   }
 
-  // Fills mean and var where kernels have added up their sums only.
+  // Fills mean and var if kernels have only added up sums.
   void finish() { finish_statistics(*workspace, mean, var, pixels); }
 };
 
@@ -85,7 +83,7 @@ struct RunGradients {
     }
   }
 
-  // Fills sums and weight gradients where kernels have added up parts only.
+  // Fills sums and weight gradients if kernels have only added up parts.
   void finish(const Tensor& like) { finish_gradients(*workspace, like, sums); }
 };
 

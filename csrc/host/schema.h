@@ -1,5 +1,4 @@
-// The parameters that native ops share, in schemas and in signatures. An op takes what the
-// dispatcher passes, one positional argument after the other.
+// Parameters that native ops share, in schemas and in signatures.
 #pragma once
 
 #include "checks.h"
@@ -39,7 +38,7 @@ inline Gradient gradient_of(PK_GRADIENT_PARAMETERS) {
   }
   STD_TORCH_CHECK(step_mean.has_value() && step_var.has_value() && step_weight.has_value() &&
                       step_sums.has_value(),
-                  "step: expected mean, var, weight and sums beside x");
+                  "step: expected mean, var, weight and sums with x");
   const Norm norm{*step_mean, *step_var, *step_weight, std::nullopt, step_eps};
   return {g, AffineStep{skip, *step_x, norm, *step_sums, step_inv_count}};
 }

@@ -1,7 +1,7 @@
-// What both libraries use of torch's stable ABI; the first of torch's headers in every unit.
+// The headers of torch's stable ABI that both libraries use, before any other of torch.
 //
-// Under nvcc, torch's headers include Thrust for its complex numbers: half of all that a unit
-// reads. No kernel uses a type of torch, so they are read as a C++ compiler reads them.
+// Under nvcc, torch's headers include Thrust for complex numbers: half of what a file reads.
+// Kernels use no types of torch: these are read as by a C++ compiler.
 #pragma once
 
 #if defined(__NVCC__)

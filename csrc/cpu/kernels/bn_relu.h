@@ -15,35 +15,35 @@ void tile_bn_relu(const T* x, T* y, int64_t pixels, int64_t channels,
   normalise(x, y, channels, pixels, channels, norm);
 }
 
-// g = dy * [p > 0], stored with kStore, and the sums (TileSums) of g as stored. Sums of short runs
-// of pixels are in vectors, sums of runs in float64.
+// g = dy * [p > 0], stored with kStore, and the sums (TileSums) of g as stored: sums of few pixels
+// in vectors, their sums in float64.
 template <class T, bool kStore>
 void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
                int64_t channels, const Normalisation<Accumulate<T>>& norm, double* sums) {
   using A = Accumulate<T>;
-  constexpr int64_t kRun = 16;
+  constexpr int64_t kShortSum = 16;
   std::fill(sums, sums + 2 * channels, 0.0);
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     const NormVectors<A, kVectors> n(norm, c, lanes, true);
-    for (int64_t first = 0; first < pixels; first += kRun) {
-      Vector<A> run_sum[kVectors] = {}, run_product[kVectors] = {};
-      for (int64_t p = first; p < std::min(first + kRun, pixels); ++p) {
+    for (int64_t first = 0; first < pixels; first += kShortSum) {
+      Vector<A> short_sum[kVectors] = {}, short_product[kVectors] = {};
+      for (int64_t p = first; p < std::min(first + kShortSum, pixels); ++p) {
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = p * channels + c + v * kLanes<A>;
           const Vector<A> d = load(x + at, lanes) - n.mean[v];
           const Vector<A> masked =
               as_stored(x, where_active(d * n.scale[v] + n.bias[v], load(dy + at, lanes)));
           if constexpr (kStore) store(g + at, masked, lanes);
-          run_sum[v] += masked;
-          run_product[v] += masked * d;
+          short_sum[v] += masked;
+          short_product[v] += masked * d;
         }
       }
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = c + v * kLanes<A>;
         for (int i = 0; i < lanes; ++i) {
-          sums[at + i] += run_sum[v][i];
-          sums[channels + at + i] += run_product[v][i];
+          sums[at + i] += short_sum[v][i];
+          sums[channels + at + i] += short_product[v][i];
         }
       }
     }

@@ -3,13 +3,13 @@
 
 #include "../kernels.h"
 #include "conv_product.h"
-#include "finish_input_gradient.h"
+#include "finish_tile.h"
 #include "weight_gradient.h"
 
 PK_BEGIN_ISA
 
-// One strip of the backward: g = dgrad(dy) * [p > 0] with its sums where op.g is given, and the
-// strip's part of the weight gradient where `dweight` is given.
+// g = dgrad(dy) * [p > 0] with its sums where op.g is given, and the strip's part of the weight
+// gradient where `dweight` is given.
 template <class T>
 void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_sums,
                     Accumulate<T>* dweight, void* scratch) {
@@ -18,8 +18,8 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   const ConvSizes& conv = op.conv;
   const T* x = op.x;
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
-  const Bordered dy_operand = bordered_output(conv, strip.out.rows, strip.out.width);
-  const Bordered a_operand = bordered_input(conv, strip.out.rows, strip.in.width);
+  const Haloed dy_operand = haloed_output(conv, strip.out.rows, strip.out.width);
+  const Haloed a_operand = haloed_input(conv, strip.out.rows, strip.in.width);
   A* sums = static_cast<A*>(scratch);
   O* operands = reinterpret_cast<O*>(sums + strip.images * 2 * channels);
   const O* gradient = operands;
@@ -40,11 +40,11 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   if (!in_place) {
     const int64_t first = strip.out.first_pixel;
     const int64_t end = first + strip.images * strip.tile_pixels();
-    fill_bordered(operands, dy_operand, strip.out, strip.images, conv,
-                  [&](O* row, int64_t pixel) PK_LAMBDA {
-                    const bool stores = pixel >= first && pixel < end;
-                    apply_step(op.dy, stores, row, outputs, pixel, strip.out.width, outputs);
-                  });
+    fill_haloed(operands, dy_operand, strip.out, strip.images, conv,
+                [&](O* row, int64_t pixel) PK_LAMBDA {
+                  const bool stores = pixel >= first && pixel < end;
+                  apply_step(op.dy, stores, row, outputs, pixel, strip.out.width, outputs);
+                });
     operands += strip.images * dy_operand.values();
   }
   // The epilogue of a 1x1 kernel computes every p, and stores relu(p) here.
@@ -70,14 +70,14 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   }
   if (dweight == nullptr) return;
   if (!normalised) {
-    fill_bordered(
-        activation, a_operand, strip.in, strip.images, conv, [&](O* row, int64_t pixel) PK_LAMBDA {
-          normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm);
-        });
+    fill_haloed(activation, a_operand, strip.in, strip.images, conv,
+                [&](O* row, int64_t pixel) PK_LAMBDA {
+                  normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm);
+                });
   }
   O* pairs = activation + strip.images * a_operand.values();
-  const PixelRows<O> a(activation, a_operand), dy_bordered(gradient, dy_operand);
-  const PixelRows<O> dy = dy_bordered.from(conv.halo_h(), conv.halo_w());
+  const PixelRows<O> a(activation, a_operand), dy_haloed(gradient, dy_operand);
+  const PixelRows<O> dy = dy_haloed.from(conv.halo_h(), conv.halo_w());
   strip_weight_gradient(a, dy, strip, conv, op.input_last, pairs, dweight);
 }
 

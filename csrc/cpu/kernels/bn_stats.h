@@ -8,17 +8,17 @@
 
 PK_BEGIN_ISA
 
-// statistics = [pivot, sum(d), sum(d^2)] of each channel, for d = x - pivot (TileStatistics). Adds
-// runs of pixels first and then the sums of runs, because the error grows with the length of a sum.
-// The pivot is the mean of the first run.
+// statistics = [pivot, sum(d), sum(d^2)] of each channel, for d = x - pivot (TileStatistics). Sums
+// few pixels first, then these sums: the error grows with the length of a sum. The pivot is the
+// mean of the first pixels.
 template <class T>
 void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics) {
   using A = Accumulate<T>;
-  constexpr int64_t kRun = 16;
+  constexpr int64_t kShortSum = 16;
   for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     Vector<A> pivot[kVectors], sum[kVectors] = {}, square[kVectors] = {};
-    const int64_t leading = std::min(kRun, pixels);
+    const int64_t leading = std::min(kShortSum, pixels);
     for (int v = 0; v < kVectors; ++v) {
       pivot[v] = Vector<A>{};
       for (int64_t p = 0; p < leading; ++p) {
@@ -26,9 +26,9 @@ void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>
       }
       pivot[v] = finite_or_zero(pivot[v] * (A(1) / A(leading)));
     }
-    for (int64_t first = 0; first < pixels; first += kRun) {
+    for (int64_t first = 0; first < pixels; first += kShortSum) {
       Vector<A> s[kVectors] = {}, q[kVectors] = {};
-      for (int64_t p = first; p < std::min(first + kRun, pixels); ++p) {
+      for (int64_t p = first; p < std::min(first + kShortSum, pixels); ++p) {
         for (int v = 0; v < kVectors; ++v) {
           const Vector<A> d = load(x + p * channels + c + v * kLanes<A>, lanes) - pivot[v];
           s[v] += d;

@@ -1,9 +1,8 @@
-// Parts of the direct convolutions.
+// Products of the direct convolutions.
 //
-// A strip is some rows of one image (for a 1x1 kernel: some pixels of the batch). Its operand is
-// written to a scratch buffer, normalised once, with a border of zeros where the kernel reaches
-// beyond the image. The products then read the buffer with a tile of pixels by channels in
-// registers. One operand of each product is a vector of channels, the other a broadcast value:
+// The operand of a strip is normalised once into a scratch buffer, with a halo of zeros outside the
+// image. Products read the buffer, with a tile of pixels by channels in registers. One operand is a
+// vector of channels, the other a broadcast value:
 //   forward   y[p][k]       += a[p + tap][c]  * w[tap][c][k]
 //   dgrad     da[p][c]      += dy[p - tap][k] * w[tap][k][c]
 //   wgrad     dw[tap][c][k] += a[p + tap][c]  * dy[p][k]
@@ -19,11 +18,11 @@
 PK_BEGIN_ISA
 
 constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
-// The most rows of accumulators that fit beside `vectors` vectors of the other operand and a
-// broadcast value.
+// The most rows of accumulators that fit in registers with `vectors` vectors of the other operand
+// and a broadcast value.
 constexpr int max_tile_rows(int vectors) { return (kRegisters - vectors - 1) / vectors; }
 
-// The most pixels of a product_tile: with more addresses, more of them are read from the stack.
+// The most pixels of a product_tile: more addresses would be read from the stack.
 constexpr int kMostAddresses = 14;
 
 // The address of the next pixel. The empty asm hides it from the optimiser, which would compute the
@@ -35,11 +34,10 @@ PK_INLINE T* next_pixel(T* pixel, int64_t channels) {
   return pixel;
 }
 
-// Fills the operand `out` of some images: fill(row, pixel) writes the rows of images, and the
-// border is zero.
+// Fills the operand `out` of some images: fill(row, pixel) writes rows of images, the halo is zero.
 template <class O, class Fill>
-PK_INLINE void fill_bordered(O* out, const Bordered& operand, const Rows& rows, int64_t images,
-                             const ConvSizes& conv, const Fill& fill) {
+PK_INLINE void fill_haloed(O* out, const Haloed& operand, const Rows& rows, int64_t images,
+                           const ConvSizes& conv, const Fill& fill) {
   const int64_t pitch = operand.pitch(), side = conv.halo_w() * operand.channels;
   for (int64_t image = 0; image < images; ++image) {
     const int64_t first_pixel = rows.first_pixel + image * rows.image_rows * rows.width;
@@ -57,7 +55,7 @@ PK_INLINE void fill_bordered(O* out, const Bordered& operand, const Rows& rows, 
 }
 
 // out = the output gradient of `pixels` pixels, as stored in type T, `step` values apart. With
-// `stores`, also stores the whole gradient where it is wanted.
+// `stores`, also stores the whole gradient in dx if that is given.
 template <class T, class O>
 PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
                           int64_t first_pixel, int64_t pixels, int64_t channels) {
@@ -102,26 +100,26 @@ PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int6
   });
 }
 
-// The most channels that a tile adds up before it adds their sum to those before: the error grows
-// with the length of a sum. Without FMA, where every product is rounded, runs are short. 0 is all.
+// The most channels in one partial sum: the error grows with the length of a sum. Without FMA every
+// product is rounded, and partial sums are short. 0: all channels.
 template <class O>
-constexpr int64_t kRunChannels = kDepth<O> > 1 ? 0
+constexpr int64_t kSumChannels = kDepth<O> > 1 ? 0
                                  : kHasFma     ? 256
                                                : 32;
 
 // Channels per partial sum; 0: all channels and taps in one sum.
 template <class O>
-PK_INLINE int64_t channels_of_run(const Taps& taps, int64_t channels) {
+PK_INLINE int64_t sum_channels_of(const Taps& taps, int64_t channels) {
   constexpr int64_t kWhole = 640;
-  return kHasFma && taps.count * channels <= kWhole ? 0 : kRunChannels<O>;
+  return kHasFma && taps.count * channels <= kWhole ? 0 : kSumChannels<O>;
 }
 
 // One tile of accumulators: kRows pixels by kVectors vectors of output channels.
 //   acc[i][v] = sum over taps and channels of in[at(i) + tap + c] * w[tap][c][v]
-// in runs of at most `run` channels of a tap, or, if `run` is 0, in one sum.
+// in partial sums of at most `sum_channels` channels of a tap, or in one sum if that is 0.
 template <class O, int kRows, int kVectors, class At, class Finish>
 PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t channels,
-                            int64_t run, const O* weights, const Finish& finish) {
+                            int64_t sum_channels, const O* weights, const Finish& finish) {
   using A = Accumulate<O>;
   constexpr int kWidth = kVectors * kLanes<A>;
   Vector<A> acc[kRows][kVectors] = {}, sum[kRows][kVectors];
@@ -129,8 +127,8 @@ PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t
   for (int64_t t = 0; t < taps.count; ++t) {
     const O* from = in + taps.offset[t];
     const O* w = weights + taps.place[t] * channels * kWidth;
-    for (int64_t first = 0; first < channels; first += run) {
-      const int64_t end = run == 0 ? channels : std::min(first + run, channels);
+    for (int64_t first = 0; first < channels; first += sum_channels) {
+      const int64_t end = sum_channels == 0 ? channels : std::min(first + sum_channels, channels);
       for (int64_t c = first; c < end; c += kDepth<O>) {
         Wide<O> wide[kVectors];
 #pragma GCC unroll 4
@@ -144,7 +142,7 @@ PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t
           }
         }
       }
-      if (run == 0) break;
+      if (sum_channels == 0) break;
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -166,14 +164,14 @@ PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t
   finish(acc);
 }
 
-// In product_tile with one vector, every multiplication loads a value of its own, and loads are the
-// bottleneck. For kernels of this width, shared_tile loads a value once for the taps of a row.
+// With one vector, product_tile loads a value for every multiplication, which is the bottleneck.
+// For kernels of this width, shared_tile loads a value once for the taps of a row.
 constexpr int kSharedTaps = 3;
 template <int kVectors>
 constexpr bool kSharesValues = kRegisters >= 32 && kVectors == 1;
 
-// As product_tile for kRows neighbours in a row of the image and one vector, in one sum whose order
-// is row, channel, tap.
+// Like product_tile, for kRows neighbours in a row of the image and one vector, in one sum in the
+// order row, channel, tap.
 template <class O, int kRows, class Finish>
 PK_INLINE void shared_tile(const O* in, int64_t pitch, int64_t kernel_h, int64_t channels,
                            const O* weights, const Finish& finish) {
@@ -201,7 +199,7 @@ PK_INLINE void shared_tile(const O* in, int64_t pitch, int64_t kernel_h, int64_t
   finish(acc);
 }
 
-// The numbers of rows that tiles are compiled for, largest first.
+// The numbers of rows of compiled tiles, largest first.
 template <int kCount>
 struct TileRows;
 template <>
@@ -216,14 +214,14 @@ static constexpr auto& kTileRows = TileRows<kRegisters>::values;
 
 static_assert(kTileRows[std::size(kTileRows) - 1] == 1, "any number of rows must be reached");
 
-// The largest number of rows that tiles are compiled for, at most kMost.
+// The largest number of rows of a compiled tile, at most kMost.
 template <int kMost, int kIndex = 0>
 constexpr int largest_tile() {
   if constexpr (kTileRows[kIndex] > kMost) return largest_tile<kMost, kIndex + 1>();
   return kTileRows[kIndex];
 }
 
-// Rows of the next tile where `left` rows are left: equal parts as far as kTileRows allows.
+// Rows of the next tile if `left` rows are left: equal parts, as near as kTileRows allows.
 template <int kMost>
 PK_INLINE int64_t next_rows(int64_t left) {
   constexpr int kLargest = largest_tile<kMost>();
@@ -235,7 +233,7 @@ PK_INLINE int64_t next_rows(int64_t left) {
   return 1;
 }
 
-// Calls body(rows) with `rows` as a constant: one of kTileRows, at most kMost.
+// Calls body(rows) with `rows`, one of kTileRows up to kMost, as a constant.
 template <int kMost, int kIndex = 0, class Body>
 PK_INLINE void with_rows(int64_t rows, const Body& body) {
   if constexpr (kIndex < std::size(kTileRows)) {
@@ -272,22 +270,22 @@ PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
   }
 }
 
-// Vectors of output channels in a tile. Kernels larger than 1x1 use two: every tile reads all their
+// Vectors of output channels in a tile. Two for kernels larger than 1x1: every tile reads all their
 // weights through the first-level cache.
 PK_INLINE int tile_vectors(const ConvSizes& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
 
-// A product prefetches operands of the tile this far ahead.
+// Tiles from a product to the operands that it prefetches.
 constexpr int kAhead = 4;
 
-// Whether a tile may begin in one row of the image and end in the next. Each pixel then needs its
-// own address, and registers are free for that only where accumulators are few.
+// Whether a tile may continue in the next row of the image. Each pixel then needs its own address,
+// for which only small tiles leave registers.
 constexpr bool kTilesCrossRows = kRegisters < 32;
 
-// strip_product for the output channels of kVectors vectors from k on, with kShares by shared_tile.
+// strip_product for kVectors vectors of output channels from k on, with kShares by shared_tile.
 template <class O, int kVectors, bool kShares, class Finish>
-PK_OUTLINE void block_product(const O* in, const ProductPixels<Bordered>& pixels, int64_t images,
-                              const ConvSizes& conv, const PackedWeights& packed, int64_t run,
-                              int64_t k, const Finish finish) {
+PK_OUTLINE void block_product(const O* in, const ProductPixels<Haloed>& pixels, int64_t images,
+                              const ConvSizes& conv, const PackedWeights& packed,
+                              int64_t sum_channels, int64_t k, const Finish finish) {
   constexpr int kMost =
       kShares ? max_tile_rows(kVectors) : std::min(max_tile_rows(kVectors), kMostAddresses);
   const int64_t in_channels = packed.in_channels, rows = pixels.rows, width = pixels.width;
@@ -346,35 +344,37 @@ PK_OUTLINE void block_product(const O* in, const ProductPixels<Bordered>& pixels
         shared_tile<O, kRows>(first, operand_pitch, conv.kernel_h, in_channels, w, finish_tile);
       } else {
         product_tile<O, kRows, kVectors>(
-            first, [&](int i) PK_LAMBDA { return at[i]; }, *taps, in_channels, run, w, finish_tile);
+            first, [&](int i) PK_LAMBDA { return at[i]; }, *taps, in_channels, sum_channels, w,
+            finish_tile);
       }
     });
   }
 }
 
-// Computes out[p][k] for some pixels of a strip from its bordered operand, and calls
-// finish(accumulators, image, pixel, k) for the rows of a tile, which are pixels of the result from
-// `pixel` on, `result_step` apart. 0 * NaN is NaN: where a weight is not finite, taps outside the
-// image are left out.
+// Computes out[p][k] for some pixels of a strip from its operand, and calls finish(accumulators,
+// image, pixel, k) for the rows of a tile: pixels of the result from `pixel` on, `result_step`
+// apart. 0 * NaN is NaN: if a weight is not finite, taps outside the image are left out.
 template <class O, class Finish>
-PK_INLINE void strip_product(const O* in, const ProductPixels<Bordered>& pixels, int64_t images,
+PK_INLINE void strip_product(const O* in, const ProductPixels<Haloed>& pixels, int64_t images,
                              const ConvSizes& conv, const PackedWeights& packed,
                              const Finish& finish) {
   const int64_t in_channels = packed.in_channels;
-  const int64_t run = channels_of_run<O>(pixels.taps, in_channels);
+  const int64_t sum_channels = sum_channels_of<O>(pixels.taps, in_channels);
   if (pixels.rows <= 0 || pixels.width <= 0) return;
-  const bool shares = packed.finite && conv.kernel_w == kSharedTaps && run == 0 &&
+  const bool shares = packed.finite && conv.kernel_w == kSharedTaps && sum_channels == 0 &&
                       pixels.taps.count == conv.taps() && pixels.step.w == 1;
   for_vector_blocks<Accumulate<O>>(
       packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
         constexpr int kVectors = decltype(vectors)::value;
         if constexpr (kSharesValues<kVectors>) {
           if (shares) {
-            block_product<O, kVectors, true>(in, pixels, images, conv, packed, run, k, finish);
+            block_product<O, kVectors, true>(in, pixels, images, conv, packed, sum_channels, k,
+                                             finish);
             return;
           }
         }
-        block_product<O, kVectors, false>(in, pixels, images, conv, packed, run, k, finish);
+        block_product<O, kVectors, false>(in, pixels, images, conv, packed, sum_channels, k,
+                                          finish);
       });
 }
 

@@ -1,14 +1,14 @@
-// The instruction set that a unit is compiled for: every avx2/*.cpp and its like names its own, and
-// includes the kernels of an op. All kernels are in the namespace of that instruction set, between
+// The instruction set of a translation unit: every avx2/*.cpp and its like names its own, and
+// includes the kernels of an op. Kernels are in the namespace of that instruction set, between
 // PK_BEGIN_ISA and PK_END_ISA.
 //
-// Other headers are included before PK_BEGIN_ISA: of an inline function, such as those of the
-// standard library, the linker keeps one copy, which must run on every machine.
+// Other headers are included before PK_BEGIN_ISA: the linker keeps one copy of an inline function,
+// such as in the standard library, which must run on every machine.
 #pragma once
 
 #include "../types.h"
 
-// Calls macro(T) for the storage types that kernels are compiled for, and those of convolutions.
+// Calls macro(T) for the storage types of all kernels, and of convolutions.
 #define PK_FOR_DTYPES(macro) macro(double) PK_FOR_CONV_DTYPES(macro)
 #define PK_FOR_CONV_DTYPES(macro) macro(float) macro(BFloat16) macro(Float16)
 

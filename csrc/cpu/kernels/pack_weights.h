@@ -1,4 +1,4 @@
-// Weights in the order in which products read them.
+// Weights in the order that products read.
 #pragma once
 
 #include "conv_product.h"
@@ -13,7 +13,7 @@ PK_INLINE bool all_finite(const O* values, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes<A> <= count; i += kLanes<A>) sum += load(values + i) * A(0);
   A total = 0;
-  for (; i < count; ++i) total += widened(values[i]) * A(0);
+  for (; i < count; ++i) total += upcast(values[i]) * A(0);
   for (int lane = 0; lane < kLanes<A>; ++lane) total += sum[lane];
   return total == 0;
 }
@@ -24,8 +24,8 @@ PK_INLINE bool has_rows_of_words(const ConvWeight<T>& weight) {
   return std::is_same_v<T, O> && weight.stride_c == 1;
 }
 
-// packed[block of k][tap][c / depth][k in block][c % depth] = weight[k][c][tap], where `depth` is
-// that of products, for the input channels c of a group: kPackedChannels or fewer from `first` on.
+// packed[block of k][tap][c / depth][k in block][c % depth] = weight[k][c][tap], with the depth of
+// products, for a group of input channels: at most kPackedChannels from `first` on.
 template <class T>
 void pack(const ConvWeight<T>& weight, const ConvSizes& conv, int64_t in_channels,
           int64_t out_channels, void* packed, int64_t first) {
@@ -60,7 +60,7 @@ void pack(const ConvWeight<T>& weight, const ConvSizes& conv, int64_t in_channel
         O* row = to + c / kDepth<O> * kDepth<O> * kWidth + c % kDepth<O>;
         for (int i = 0; i < kWidth; ++i) {
           const T value = from[i * weight.stride_k + c * weight.stride_c];
-          row[i * kDepth<O>] = narrowed<O>(widened(value));
+          row[i * kDepth<O>] = rounded_to<O>(upcast(value));
         }
       }
     }

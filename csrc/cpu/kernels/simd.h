@@ -52,7 +52,7 @@ PK_INLINE void store(Float16* to, Vector<float> v) {
 #else
 typedef int32_t SignedBits __attribute__((vector_size(kVectorBytes)));
 
-// As `widened`.
+// As `upcast`.
 PK_INLINE Vector<float> load(const Float16* from) {
   HalfBits half;
   __builtin_memcpy(&half, from, sizeof half);
@@ -65,7 +65,7 @@ PK_INLINE Vector<float> load(const Float16* from) {
   return reinterpret_cast<Vector<float>>(found | (bits & 0x8000) << 16);
 }
 
-// As `narrowed`.
+// As `rounded_to`.
 PK_INLINE void store(Float16* to, Vector<float> v) {
   const FullBits bits = reinterpret_cast<FullBits>(v), rest = bits & 0x7fffffff;
   const SignedBits size = reinterpret_cast<SignedBits>(rest);

@@ -1,8 +1,7 @@
 // The gradient of a convolution's weight: a product over pixels.
 //
 // One operand is `wide`, a vector of channels, the other `narrow`, broadcast. Dot products read
-// pairs of pixels: those of `narrow` are copied side by side, those of `wide` are interleaved in
-// registers.
+// pairs of pixels: copied side by side for `narrow`, interleaved in registers for `wide`.
 #pragma once
 
 #include "../image_groups.h"
@@ -17,13 +16,13 @@ struct PixelRows {
   const O* values;
   int64_t image_pitch, pitch, step, channels;
 
-  PixelRows(const O* values, const Bordered& operand)
+  PixelRows(const O* values, const Haloed& operand)
       : values(values),
         image_pitch(operand.values()),
         pitch(operand.pitch()),
         step(operand.channels),
         channels(operand.channels) {}
-  // All images are one, whose pixels are those of the images.
+  // All images as one.
   PixelRows(const O* values, const Interleaved& operand)
       : values(values),
         image_pitch(0),
@@ -48,11 +47,11 @@ struct PixelRows {
   }
 };
 
-// The pairs of pixels, in `memory`, of `rows` rows of an image, `width` pixels of each.
+// Pairs of pixels in `memory`: `rows` rows of an image, `width` pixels each.
 template <class O>
 PK_INLINE PixelRows<O> paired_rows(const O* memory, int64_t rows, int64_t width,
                                    const PixelRows<O>& narrow) {
-  return {memory, Bordered{rows, (width + 1) / 2 * 2, narrow.channels}};
+  return {memory, Haloed{rows, (width + 1) / 2 * 2, narrow.channels}};
 }
 
 // The pixels of both operands that one tap of the kernel multiplies.
@@ -88,8 +87,8 @@ PK_INLINE FullHalves load_16(const BFloat16* from) {
   return reinterpret_cast<FullHalves>(_mm512_castsi256_si512(reinterpret_cast<__m256i>(half)));
 }
 
-// pairs[image][row][p / 2][n][p % 2] = narrow[image][row][p][n], with 0 beside the last pixel of an
-// odd width.
+// pairs[image][row][p / 2][n][p % 2] = narrow[image][row][p][n]. The last pixel of an odd width is
+// paired with 0.
 PK_INLINE void fill_pairs(const PixelRows<BFloat16>& narrow, const TapRange& range,
                           BFloat16* pairs) {
   const int64_t channels = narrow.channels;
@@ -179,10 +178,9 @@ PK_INLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, con
   });
 }
 
-// As add_tap for each of the taps of a row of a kernel, by one vector: partial[s][n][w] += sum over
-// pixels of narrow[p][n] * wide[p + s][w]. `wide` is bordered by one pixel, which is not read: the
-// first pixel of a row has no first tap, and the last pixel no last tap. Rows have two pixels or
-// more.
+// Like add_tap for the taps of a row of a kernel, with one vector: partial[s][n][w] += sum over
+// pixels of narrow[p][n] * wide[p + s][w]. The halo of one pixel of `wide` is not read: the first
+// pixel of a row has no first tap, and the last pixel no last tap. Rows have two pixels or more.
 template <class A>
 PK_INLINE void add_shared_taps(const PixelRows<A>& narrow, const PixelRows<A>& wide,
                                const TapRange& range, A* partial) {
@@ -242,8 +240,8 @@ struct PixelRange {
   int64_t first, count;
 };
 
-// Those of `count` pixels from `first` on, in the output of a convolution, for which a tap reads a
-// pixel of an image of `size`: 0 <= pixel * stride + shift < size.
+// The pixels, of `count` output pixels from `first` on, for which a tap reads a pixel of an image
+// of `size`: 0 <= pixel * stride + shift < size.
 PK_INLINE PixelRange inside(int64_t shift, int64_t stride, int64_t size, int64_t first,
                             int64_t count) {
   const int64_t begin = shift < 0 ? (stride - 1 - shift) / stride : 0;
@@ -252,8 +250,8 @@ PK_INLINE PixelRange inside(int64_t shift, int64_t stride, int64_t size, int64_t
   return {from - first, std::min(end, first + count) - from};
 }
 
-// dweight[tap][narrow][wide] += the part of a strip. `a` is bordered, `dy` is not; the input
-// channels are wide if `input_last`. `pairs` is memory for the narrow operand of the strip.
+// dweight[tap][narrow][wide] += the part of a strip. `a` has a halo, `dy` has none. The input
+// channels are wide if `input_last`. `pairs` is memory for the strip's narrow operand.
 template <class O>
 PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& dy,
                                      const Strip& strip, const ConvSizes& conv, bool input_last,

@@ -1,10 +1,9 @@
-// BN-ReLU-Conv with large weights beside few activations.
+// Weight-stationary BN-ReLU-Conv: see image_groups.h.
 #pragma once
 
 #include "../kernels.h"
 #include "conv_product.h"
-#include "finish_input_gradient.h"
-#include "finish_output.h"
+#include "finish_tile.h"
 #include "pack_weights.h"
 #include "weight_gradient.h"
 
@@ -22,8 +21,8 @@ int64_t gradient_task_channels() {
   return kMaxVectors * kLanes<Accumulate<T>>;
 }
 
-// Input channels whose weights a task packs at a time: equal parts of at most 320 KiB in float32,
-// or of kPackedChannels.
+// Input channels that a task packs at a time: equal parts of at most 320 KiB in float32, at least
+// kPackedChannels.
 template <class T>
 int64_t packed_channels(const ConvSizes& conv, int64_t in_channels) {
   constexpr int64_t kMostValues = 80 * 1024;
@@ -34,7 +33,7 @@ int64_t packed_channels(const ConvSizes& conv, int64_t in_channels) {
   return (groups + parts - 1) / parts * kPackedChannels;
 }
 
-// Writes a part of a row of an image to an operand, and the border beside it. fill(out, pixel,
+// Writes a part of a row of an image to an operand, and the halo next to it. fill(out, pixel,
 // count) writes pixels of the batch, `operand.images * operand.step()` values apart.
 template <class O, class Fill>
 PK_INLINE void fill_part(O* out, const Interleaved& operand, const ConvSizes& conv,
@@ -74,7 +73,7 @@ void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const
                 PK_LAMBDA { normalise(x + pixel * channels, out, step, count, channels, norm); });
 }
 
-// A part of the gradient of the output, which is also stored where that is wanted.
+// A part of the gradient of the output, also stored if it is wanted.
 template <class T>
 void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Strip& strip,
                    const Interleaved& operand, const RowPart& part, void* memory) {
@@ -85,8 +84,8 @@ void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Str
                 PK_LAMBDA { apply_step(dy, true, out, step, pixel, count, conv.out_channels); });
 }
 
-// sums[pixel][image][channel] = the product of some of its input channels, or, unless it is the
-// first, is increased by that. The channels are those of kVectors vectors.
+// sums[pixel][image][channel] = (`is_first`) or += the product of some input channels, for kVectors
+// vectors of output channels.
 template <class O, int kVectors>
 PK_OUTLINE void add_stationary_product(const O* in, const ProductPixels<Interleaved>& pixels,
                                        const ConvSizes& conv, int64_t channels, const O* weights,
@@ -96,8 +95,7 @@ PK_OUTLINE void add_stationary_product(const O* in, const ProductPixels<Interlea
   constexpr int64_t kWidth = kVectors * kLanes<A>;
   const Interleaved& operand = pixels.operand;
   const int64_t images = operand.images, step = operand.step(), neighbours = pixels.width * images;
-  // 0 * NaN is NaN: where a weight is not finite, a tap outside the image is left out for every
-  // pixel.
+  // 0 * NaN is NaN: if a weight is not finite, taps outside the image are left out for every pixel.
   const bool in_column = images % ImageGroups::kWholeTile == 0 || !finite;
   for (int64_t row = 0; row < pixels.rows; ++row) {
     const O* line = in + row * pixels.step.h * operand.pitch();
@@ -129,7 +127,7 @@ PK_OUTLINE void add_stationary_product(const O* in, const ProductPixels<Interlea
         };
         product_tile<O, kRows, kVectors>(
             line + p * step, [&](int i) PK_LAMBDA { return i * step; }, taps, channels,
-            kRunChannels<O>, weights, store_sums);
+            kSumChannels<O>, weights, store_sums);
       });
       p += rows;
     }
@@ -137,8 +135,8 @@ PK_OUTLINE void add_stationary_product(const O* in, const ProductPixels<Interlea
 }
 
 // Computes the products of a task, and calls finish(accumulators, tile, first, pixel, channel) for
-// pixels of the strip from `pixel` on, in the tile of this number, whose first pixel is `first`.
-// for_pixels(body) calls body(pixels) for sets of pixels that together cover the result.
+// pixels of the strip from `pixel` on; `first` is the first pixel of their tile. for_pixels(body)
+// calls body(pixels) for sets of pixels that cover the result.
 template <class T, class ForPixels, class Finish>
 PK_INLINE void stationary_products(const StationaryTask<T>& task, const ForPixels& for_pixels,
                                    const Finish& finish) {
@@ -239,7 +237,7 @@ void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T
   }
 }
 
-// The pairs of pixels of a part of a row of the output's gradient, for dot products.
+// Pairs of pixels of a part of a row of the output gradient, for dot products.
 template <class T>
 void fill_row_pairs(const ConvSizes& conv, const Interleaved& operand, const void* gradient,
                     int64_t width, int64_t row, int64_t first, int64_t count, void* pairs) {
@@ -255,8 +253,8 @@ void fill_row_pairs(const ConvSizes& conv, const Interleaved& operand, const voi
 #endif
 }
 
-// partial[k][c] += the weight gradient of one tap and of input channels c from `channel` on, over
-// the pixels of a group of images. `narrow` is the output's gradient, in dot products its pairs.
+// partial[k][c] += the gradient of one tap's weights for input channels c from `channel` on, over a
+// group of images. `narrow` is the output gradient, in pairs for dot products.
 template <class T>
 void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip, const Interleaved& input,
                                 const Interleaved& output, const void* activation,
@@ -283,7 +281,7 @@ void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip, const
   } else {
     dy.values += output.offset(rows.first + conv.halo_h(), columns.first + conv.halo_w());
   }
-  // In sums of few pixels: the error grows with the length of a sum.
+  // Sums of few pixels: the error grows with the length of a sum.
   constexpr int64_t kMostPixels = 256;
   const int64_t neighbours = columns.count * images;
   const int64_t width = std::min(neighbours, kMostPixels), height = kMostPixels / width;

@@ -1,12 +1,11 @@
-// The end of a forward: what happens to a tile of sums.
+// The ends of the products of a forward and of an input gradient: from a tile of sums to memory.
 #pragma once
 
 #include "conv_product.h"
 
 PK_BEGIN_ISA
 
-// Begins the statistics of a tile of y: of some channels of its first pixels, `channels` values
-// apart in memory.
+// Begins the statistics of a tile of y with its first pixels, `channels` values apart.
 template <class T, int kVectors>
 PK_OUTLINE void begin_statistics(const T* y, int pixels, int64_t channels,
                                  Accumulate<T>* statistics) {
@@ -27,8 +26,8 @@ PK_OUTLINE void begin_statistics(const T* y, int pixels, int64_t channels,
   }
 }
 
-// y = acc [+ conv_bias] [+ residual] for pixels of a strip. Where `statistics` are given, writes
-// those of y as stored in the strip's tiles (TileStatistics), whose first pixels come first.
+// y = acc [+ conv_bias] [+ residual] for pixels of a strip. Where `statistics` are given, also the
+// statistics of y as stored (TileStatistics). The first pixels of a tile come first.
 template <class T, class A>
 struct FinishOutput {
   const ConvForward<T>& op;
@@ -45,8 +44,8 @@ struct FinishOutput {
     out = op.y + first;
   }
 
-  // For the channels of some vectors from k on, and kRows pixels from `pixel` of the strip on, in
-  // the image of this number.
+  // For some vectors of channels from k on, and kRows pixels from `pixel` of the strip on, in this
+  // image.
   template <int kRows, int kVectors>
   PK_INLINE void operator()(Vector<A> (&acc)[kRows][kVectors], int64_t image, int64_t pixel,
                             int64_t k) const {
@@ -113,5 +112,48 @@ struct FinishOutput {
     }
   }
 };
+
+// g = acc * [p > 0] for some vectors of channels from c on, and kRows pixels of x and g from
+// `pixel` on, `step` values apart. Adds the sums of g as stored and of g * (x - mean) to
+// sums[2][channels]. Stores relu(p) in `activation`, an Operand<T>* or nullptr_t, if
+// `is_activation_stored`.
+template <class T, class Activation, class A, int kRows, int kVectors>
+PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], const T* x, T* g,
+                                     int64_t pixel, int64_t c, int64_t channels, int64_t step,
+                                     const Normalisation<A>& norm, A* sums,
+                                     bool is_activation_stored, Activation activation) {
+  constexpr bool kHasActivation = !std::is_null_pointer_v<Activation>;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = c + v * kLanes<A>;
+    const int64_t first = pixel * channels + at, ahead = kAhead * kRows * step;
+    const T* x_pixel = x + first;
+    T* g_pixel = g + first;
+    Activation relu_pixel = activation;
+    if constexpr (kHasActivation) relu_pixel += first;
+    const Vector<A> m = load(norm.mean + at), b = load(norm.bias + at),
+                    s = load(norm.scale.data() + at);
+    Vector<A> sum = {}, product = {};
+#pragma GCC unroll 32
+    for (int i = 0; i < kRows; ++i) {
+      __builtin_prefetch(x_pixel + ahead);
+      __builtin_prefetch(g_pixel + ahead, 1);
+      const Vector<A> d = load(x_pixel) - m;
+      const Vector<A> p = d * s + b;
+      if constexpr (kHasActivation) {
+        if (is_activation_stored) store(relu_pixel, relu(p));
+        relu_pixel = next_pixel(relu_pixel, step);
+      }
+      const Vector<A> masked = stored(g_pixel, where_active(p, acc[i][v]));
+      sum += masked;
+      product += masked * d;
+      x_pixel = next_pixel(x_pixel, step);
+      g_pixel = next_pixel(g_pixel, step);
+    }
+    A* to_product = sums + channels;
+    store(sums + at, load(sums + at) + sum);
+    store(to_product + at, load(to_product + at) + product);
+  }
+}
 
 PK_END_ISA

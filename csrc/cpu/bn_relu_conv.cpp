@@ -10,17 +10,17 @@ namespace preact_kernels {
 
 namespace {
 
-// The gradient of a weight [K, C, R, S]. Each run of strips adds into a partial gradient
-// [tap][narrow][wide]. `wide` are the input channels for a kernel with several taps, whose output
-// gradient must stay in place while the input is shifted, and where they fill the vectors of a
-// tile: rows are then contiguous in an NHWC weight. Else they are the output channels.
+// The gradient of a weight [K, C, R, S], from partial gradients [tap][narrow][wide], each over a
+// part of the strips. `wide` are the input channels for a kernel with several taps, where dy stays
+// in place and the input is shifted, and where they fill the vectors of a tile: rows are then
+// contiguous in an NHWC weight. Else they are the output channels.
 template <class T>
 struct WeightGradient {
   using A = Accumulate<T>;
   const ConvSizes& conv;
   const Tensor& out;
   const bool input_last;
-  const int64_t weights, runs;
+  const int64_t weights, parts;
   A* partials;
 
   WeightGradient(const ConvSizes& conv, const Tensor& out, int64_t strips)
@@ -29,23 +29,23 @@ struct WeightGradient {
         input_last(conv.taps() > 1 || conv.in_channels >= conv.out_channels ||
                    conv.in_channels * int64_t(sizeof(A)) >= 4 * vector_bytes()),
         weights(conv.taps() * conv.in_channels * conv.out_channels),
-        runs(run_count(strips)),
-        partials(thread_buffer<A, Use::kWeightGradients>(runs * weights)) {}
+        parts(part_count(strips)),
+        partials(thread_buffer<A, Use::kWeightGradients>(parts * weights)) {}
 
-  // More runs than threads, for an even load, as long as the partials stay in the caches.
-  int64_t run_count(int64_t strips) const {
+  // More parts than threads, for an even load, if the partials stay in the caches.
+  int64_t part_count(int64_t strips) const {
     constexpr int64_t kMostValues = 128 * 1024;
     const int64_t threads = torch::stable::get_num_threads();
     return std::min(strips, threads * std::clamp<int64_t>(kMostValues / (weights * threads), 1, 4));
   }
 
-  A* cleared(int64_t run) const {
-    A* partial = partials + run * weights;
+  A* cleared(int64_t part) const {
+    A* partial = partials + part * weights;
     std::memset(partial, 0, weights * sizeof(A));
     return partial;
   }
 
-  // out = the sum over runs, in order.
+  // out = the sum over parts, in order.
   void merge() const {
     const int64_t columns = input_last ? conv.in_channels : conv.out_channels;
     const int64_t rows = input_last ? conv.out_channels : conv.in_channels;
@@ -54,8 +54,8 @@ struct WeightGradient {
     for_rows(conv.taps() * rows, columns, [&](int64_t row) {
       const int64_t tap = row / rows;
       A* sum = partials + row * columns;
-      for (int64_t run = 1; run < runs; ++run) {
-        const A* partial = sum + run * weights;
+      for (int64_t part = 1; part < parts; ++part) {
+        const A* partial = sum + part * weights;
         for (int64_t c = 0; c < columns; ++c) sum[c] += partial[c];
       }
       T* to = first + layout.taps[input_last ? tap : conv.taps() - 1 - tap] +
@@ -66,6 +66,40 @@ struct WeightGradient {
 };
 
 }  // namespace
+
+void launch_bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
+                                 const Epilogue& epilogue, const Output& output) {
+  const ConvSizes& conv = unit.conv;
+  const Statistics& of_y = output.statistics;
+  for_single_dtype(unit.dtypes.products, [&](auto value) {
+    using T = decltype(value);
+    using A = Accumulate<T>;
+    const Normalisation<A> normalisation(inputs.norm, conv.in_channels);
+    const bool stationary = is_weight_stationary(conv);
+    const ConvForward<T> op{
+        conv,
+        data<T>(inputs.x),
+        normalisation,
+        stationary ? PackedWeights{} : packed_weights<T>(conv, inputs.conv_weight, false),
+        data<T>(epilogue.conv_bias),
+        data<T>(epilogue.residual),
+        mutable_data<T>(output.y)};
+    if (stationary) return stationary_forward(op, inputs.conv_weight, of_y);
+    const Strips strips(conv);
+    TileStatistics<A> statistics(of_y.are_wanted ? strips.tiles() : 0, conv.out_channels);
+    for_tiles(strips.count, [&](int64_t index) {
+      const Strip strip = strips[index];
+      if (of_y.are_wanted) {
+        std::fill_n(statistics.pixels.begin() + strip.first_tile, strip.images,
+                    strip.tile_pixels());
+      }
+      PK_CALL_PRODUCT(T, strip_forward, op, strip,
+                      of_y.are_wanted ? statistics.tile(strip.first_tile) : nullptr,
+                      thread_buffer<A, Use::kScratch>(strips.input_values()));
+    });
+    if (of_y.are_wanted) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));
+  });
+}
 
 void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
                                   const UnitGradients& gradients) {
@@ -99,11 +133,11 @@ void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& dy, const Un
     const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
     const int64_t scratch = strips.input_values() + strips.output_values() +
                             strips.pair_values(narrow) + strips.images * 2 * conv.in_channels;
-    // Each run of strips has its own partial weight gradient.
-    const int64_t runs = wanted.weight ? dweight.runs : strips.count;
-    for_tiles(runs, [&](int64_t run) {
-      A* partial = wanted.weight ? dweight.cleared(run) : nullptr;
-      for (int64_t i = run * strips.count / runs; i < (run + 1) * strips.count / runs; ++i) {
+    // Each part has its own partial weight gradient.
+    const int64_t parts = wanted.weight ? dweight.parts : strips.count;
+    for_tiles(parts, [&](int64_t part) {
+      A* partial = wanted.weight ? dweight.cleared(part) : nullptr;
+      for (int64_t i = part * strips.count / parts; i < (part + 1) * strips.count / parts; ++i) {
         const Strip strip = strips[i];
         PK_CALL_PRODUCT(T, strip_backward, op, strip,
                         wanted.g ? partial_sums.tile(strip.first_tile) : nullptr, partial,
