@@ -199,8 +199,7 @@ def on_one_stream(x):
 
 # Each must be found: what is replaced, and by what.
 FAULTS = {
-    "parameters not aligned": (run_units, "all_aligned", lambda tensors: tensors),
-    "statistics not aligned": (block_run, "all_aligned", lambda tensors: tensors),
+    "tensors not aligned": (run_units, "all_aligned", lambda tensors: tensors),
     "inputs not aligned": (block_run, "aligned", lambda t: t),
     "packed weights not aligned": (packing, "aligned_rows", unaligned_rows),
     "precision": (run_units, "precision", lambda dtype: ""),

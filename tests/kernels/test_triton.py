@@ -56,7 +56,7 @@ from preact_kernels.kernels.triton import (
     run_weight_gradients,
 )
 from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
-from preact_kernels.kernels.triton.input_gradient import InputGradientLaunch
+from preact_kernels.kernels.triton.input_gradient import input_grid
 from preact_kernels.kernels.triton.weight_gradient import WeightGradientLaunch
 from tests.kernels.compile_triton import replace
 
@@ -449,15 +449,16 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     geometry = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
     unit = unit_of(weight, geometry, torch.bfloat16)
     shapes = [(images, c, side, side) for c in (channels, out_channels)]
-    found = BackwardLaunch(unit, shapes[0], Wanted(True, True), dy_is_whole)
+    sizes = conv.unit_sizes(unit, shapes[0])
+    found = BackwardLaunch(sizes, Wanted(True, True), dy_is_whole)
     assert found.in_one_pass == in_one_pass
-    assert not BackwardLaunch(unit, shapes[0], Wanted(True, False), dy_is_whole).in_one_pass
-    both = InputGradientLaunch(unit, shapes[0], configurations.conv_backward(90, unit).both)
+    assert not BackwardLaunch(sizes, Wanted(True, False), dy_is_whole).in_one_pass
+    both_programs, *_ = input_grid(sizes, configurations.conv_backward(90, unit).both)
     # Partial results are written and read; x and dy are read, dy is written where it is not whole.
     partial = 8 * weight.numel()
     x_bytes, dy_bytes = (2 * math.prod(shape) for shape in shapes)
     apart = x_bytes + (2 - dy_is_whole) * dy_bytes + partial * found.weight.programs
-    assert in_one_pass == (partial * both.programs <= apart)
+    assert in_one_pass == (partial * both_programs <= apart)
 
 
 def test_properties_are_those_of_the_device(monkeypatch):

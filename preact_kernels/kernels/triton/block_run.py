@@ -27,10 +27,9 @@ from preact_kernels.kernels.contract import (
     pixels_of,
 )
 from preact_kernels.kernels.triton.bn_stats import bn_stats
-from preact_kernels.kernels.triton.conv import NONE
-from preact_kernels.kernels.triton.launch import aligned, all_aligned, on_device_of
+from preact_kernels.kernels.triton.launch import aligned, on_device_of
 from preact_kernels.kernels.triton.reduction import WORDS, finished_statistics, finished_sums
-from preact_kernels.kernels.triton.run_units import run_units
+from preact_kernels.kernels.triton.run_units import run_norms, run_units
 from preact_kernels.kernels.triton.run_weight_gradients import RunWeightGradients
 
 
@@ -59,12 +58,11 @@ def _forward(run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
     units = run_units(run, x)
     count, total = len(units), len(run.parameters)
     blocks = total // count
-    # All statistics, or those of x, or none.
+    # Statistics are given of all inputs, of x, or of none.
     statistics = [s for s in run.statistics if s is not None] or [bn_stats(x)]
-    given = len(statistics)
-    means, variances = (all_aligned(tensors) for tensors in zip(*statistics, strict=True))
+    given, norms = len(statistics), run_norms(run, statistics)
     is_summing = given < total or wanted.statistics
-    sums = _Accumulators(x, [u.forward.shape[1] for u in units], blocks if is_summing else 0)
+    sums = _Accumulators(x, [u.forward.sizes.shape.K for u in units], blocks if is_summing else 0)
     inputs: list[Tensor | None] = []
     h, h_sums = x, None
     for block in range(blocks):
@@ -72,19 +70,17 @@ def _forward(run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
         for index, unit in enumerate(units):
             inputs.append(h if (wanted.unit_inputs if index else wanted.block_inputs) else None)
             position = block * count + index
-            mean = var = NONE
-            if position < given:
-                mean, var, h_sums = means[position], variances[position], None
+            h_sums = None if position < given else h_sums
             is_summed = wanted.statistics if position + 1 == total else position + 1 >= given
             y_sums = sums.by_unit[index][block] if is_summed else None
             epilogue = Epilogue(residual=shortcut) if index + 1 == count else NO_EPILOGUE
-            unit_inputs = Inputs(h, unit.norm(block, mean, var), unit.packed[block])
+            unit_inputs = Inputs(h, norms[position], unit.packed[block])
             h = unit.forward(unit_inputs, h_sums, epilogue, y_sums)
             h_sums = y_sums
     y_statistics = None
     if is_summing:
         finished = [
-            finished_statistics(s, unit.forward.pixels, unit.forward.prepared)
+            finished_statistics(s, unit.forward.sizes.y_pixels, unit.forward.prepared)
             for s, unit in zip(sums.units, units, strict=True)
         ]
         per_unit = [list(map(Statistics, mean.unbind(), var.unbind())) for mean, var in finished]
@@ -113,19 +109,17 @@ def _backward(
     if y is not None:
         # Negating the weights of a block's last unit negates each product, and so each sum.
         negated = torch_compat.foreach_neg(units[-1].packed)
-    statistics = cast(Sequence[Statistics], run.statistics)
-    means, variances = (all_aligned(tensors) for tensors in zip(*statistics, strict=True))
+    norms = run_norms(run, cast(Sequence[Statistics], run.statistics))
     inv_count = 1 / pixels_of(x) if run.units[0].uses_batch else 0.0
     kept = [None if t is None else aligned(t) for t in inputs]
     weight_gradients = [RunWeightGradients(unit, blocks, x) for unit in units]
-    sums = _Accumulators(x, [u.backward.unit.weight_shape[1] for u in units], blocks)
+    sums = _Accumulators(x, [u.backward.sizes.shape.C for u in units], blocks)
     gradient = Gradient(aligned(dy.g), dy.step)
     block_dy: Tensor | None = None
     for position in reversed(range(total)):
         block, index = divmod(position, count)
         unit, ends_block = units[index], index + 1 == count
-        norm = unit.norm(block, means[position], variances[position])
-        g_sums = sums.by_unit[index][block]
+        norm, g_sums = norms[position], sums.by_unit[index][block]
         if ends_block and y is not None:  # x is the output of this block
             last = Inputs(cast(Tensor, kept[position]), norm, negated[block])
             x = unit.forward(last, None, Epilogue(residual=x), None)

@@ -1,7 +1,6 @@
 """Backward of batch norm, ReLU and convolution: one launch for all gradients, or two."""
 
 import math
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 from preact_kernels.kernels.contract import Gradient, Gradients, Inputs, Unit, Wanted
 from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
 from preact_kernels.kernels.triton.configurations import conv_backward
-from preact_kernels.kernels.triton.input_gradient import InputGradientLaunch
+from preact_kernels.kernels.triton.conv import UnitSizes, unit_sizes
+from preact_kernels.kernels.triton.input_gradient import InputGradientLaunch, input_grid
 from preact_kernels.kernels.triton.launch import PreparedLaunches, capability_of, on_device_of
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -42,14 +42,13 @@ class BackwardLaunch:
     """The backward of a unit for inputs of one shape, which may be called often.
 
     Args:
-        unit: its convolution has one group.
-        x_shape: shape of the input.
+        sizes: of the unit's tensors.
         wanted: the results that are computed.
         dy_is_whole: whether dy has no deferred step, or is stored in any case.
         prepared: see `InputGradientLaunch`.
 
     Attributes:
-        unit, prepared: as given.
+        sizes, prepared: as given.
         in_one_pass: whether one kernel computes g and the gradient of the weight.
         input: launch for g, and in one pass for the gradient of the weight.
         weight: separate launch for the gradient of the weight, for several units at once.
@@ -58,29 +57,24 @@ class BackwardLaunch:
 
     def __init__(
         self,
-        unit: Unit,
-        x_shape: Sequence[int],
+        sizes: UnitSizes,
         wanted: Wanted,
         dy_is_whole: bool,
         prepared: PreparedLaunches | None = None,
     ) -> None:
-        self.unit, self.prepared = unit, prepared
-        blocks = conv_backward(capability_of(unit.device), unit)
-        self.weight = WeightGradientLaunch(unit, x_shape, blocks.weight, prepared)
-        self.in_one_pass = False
+        self.sizes, self.prepared = sizes, prepared
+        blocks = conv_backward(capability_of(sizes.unit.device), sizes.unit)
+        self.weight = WeightGradientLaunch(sizes, blocks.weight, prepared)
+        input_blocks, self.in_one_pass = blocks.input, False
         if blocks.both is not None and wanted.input and wanted.weight:
-            self.input = InputGradientLaunch(unit, x_shape, blocks.both, prepared)
-            y_shape = unit.conv.output_shape(x_shape, unit.weight_shape)
-            x_bytes = math.prod(x_shape) * unit.x_dtype.itemsize
-            dy_bytes = math.prod(y_shape) * unit.y_dtype.itemsize
             self.in_one_pass = not costs_less_apart(
-                self.input.programs,
+                input_grid(sizes, blocks.both)[0],
                 self.weight.programs,
-                math.prod(unit.weight_shape),
-                x_bytes + (1 if dy_is_whole else 2) * dy_bytes,
+                math.prod(sizes.unit.weight_shape),
+                sizes.x_bytes + (1 if dy_is_whole else 2) * sizes.y_bytes,
             )
-        if not self.in_one_pass:
-            self.input = InputGradientLaunch(unit, x_shape, blocks.input, prepared)
+            input_blocks = blocks.both if self.in_one_pass else blocks.input
+        self.input = InputGradientLaunch(sizes, input_blocks, prepared)
         self.programs = self.input.programs if self.in_one_pass else self.weight.programs
 
 
@@ -89,7 +83,7 @@ def launch_bn_relu_conv_backward(
 ) -> Gradients:
     """See `Kernels.bn_relu_conv_backward`; for one group."""
     x, norm, conv_weight = inputs
-    launch = BackwardLaunch(unit, x.shape, wanted, dy.step is None or wanted.dy)
+    launch = BackwardLaunch(unit_sizes(unit, x.shape), wanted, dy.step is None or wanted.dy)
     g = sums = dconv_weight = partials = None
     with on_device_of(x):
         if wanted.weight:

@@ -1,8 +1,5 @@
 """Batch norm, ReLU and convolution in one kernel: neither p nor relu(p) is stored in memory."""
 
-import math
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,19 +14,17 @@ from preact_kernels.kernels.triton.batch_norm import (
 )
 from preact_kernels.kernels.triton.configurations import conv_forward
 from preact_kernels.kernels.triton.conv import (
-    Sizes,
-    conv_shape,
+    UnitSizes,
     dot,
     input_pixels,
     load_weight,
-    precision,
+    unit_sizes,
 )
 from preact_kernels.kernels.triton.launch import (
     PreparedLaunches,
     capability_of,
     ceil_div,
     launch_kernel,
-    needs_int64,
     nhwc_strides,
     on_device_of,
     persistent_programs,
@@ -58,9 +53,9 @@ def bn_relu_conv_forward_kernel(
     pixels,
     count,
     SHAPE: tl.constexpr,
-    BLOCKS: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """y `[pixels, K]` = conv(relu(p)) [+ conv_bias] [+ residual].
 
@@ -128,37 +123,25 @@ class ForwardLaunch:
     A program owns every `programs`-th tile of a block of output channels.
 
     Args:
-        unit: its convolution has one group.
-        x_shape: shape of the input.
+        sizes: of the unit's tensors.
         prepared: see `launch_kernel`; {} if all tensors of all calls are aligned.
 
     Attributes:
-        unit, prepared: as given.
-        shape: of the output.
-        pixels: of the output.
+        sizes, prepared: as given.
     """
 
-    def __init__(
-        self, unit: Unit, x_shape: Sequence[int], prepared: PreparedLaunches | None = None
-    ) -> None:
-        self.unit, self.prepared = unit, prepared
-        shape = conv_shape(unit)
-        self.shape = unit.conv.output_shape(x_shape, unit.weight_shape)
-        self._strides = nhwc_strides(self.shape)
-        self.pixels = self.shape[0] * self.shape[2] * self.shape[3]
+    def __init__(self, sizes: UnitSizes, prepared: PreparedLaunches | None = None) -> None:
+        self.sizes, self.prepared = sizes, prepared
+        unit = sizes.unit
         blocks = conv_forward(capability_of(unit.device), unit)
-        columns = ceil_div(shape.K, blocks.block_cout)
-        tiles = ceil_div(self.pixels, blocks.block_pixels)
+        columns = ceil_div(sizes.shape.K, blocks.block_cout)
+        tiles = ceil_div(sizes.y_pixels, blocks.block_pixels)
         self._grid = persistent_programs(unit.device, tiles, columns, blocks.resident), columns, 1
         self._num_warps = blocks.num_warps
-        self._constants = {
-            "SHAPE": shape,
-            "BLOCKS": blocks,
-            "INT64": needs_int64(math.prod(x_shape), math.prod(self.shape)),
-            "PRECISION": precision(unit.dtype),
-        }
-        sizes = Sizes(*x_shape[2:], *self.shape[2:])
-        self._numbers = sizes, self.pixels, x_shape[0] * x_shape[2] * x_shape[3]
+        self._constants = {**sizes.constants, "BLOCKS": blocks}
+        self._numbers = sizes.images, sizes.y_pixels, sizes.x_pixels
+        self._y = sizes.y_shape, nhwc_strides(sizes.y_shape)
+        self._y_dtype = unit.y_dtype
 
     def __call__(
         self,
@@ -177,7 +160,7 @@ class ForwardLaunch:
         """
         x, norm, conv_weight = inputs
         conv_bias, residual, _ = epilogue
-        y = x.new_empty_strided(self.shape, self._strides, dtype=self.unit.y_dtype)
+        y = x.new_empty_strided(*self._y, dtype=self._y_dtype)
         launch_kernel(
             bn_relu_conv_forward_kernel,
             self._grid,
@@ -193,12 +176,13 @@ class ForwardLaunch:
 def launch_bn_relu_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
     """See `Kernels.bn_relu_conv_forward`; for one group."""
     x = inputs.x
-    launch = ForwardLaunch(unit, x.shape)
+    sizes = unit_sizes(unit, x.shape)
+    launch = ForwardLaunch(sizes)
     with on_device_of(x):
         sums = new_sums(x, unit.weight_shape[0]) if epilogue.with_stats else None
         weight = packed_weight(inputs.conv_weight, unit.dtype)
         y = launch(inputs._replace(conv_weight=weight), None, epilogue, sums)
         if sums is None:
             return Output(y, None)
-        mean, var = finished_statistics(sums, launch.pixels)
+        mean, var = finished_statistics(sums, sizes.y_pixels)
         return Output(y, Statistics(mean[0], var[0]))

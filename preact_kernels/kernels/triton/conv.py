@@ -5,6 +5,7 @@ A convolution is a sum over taps, the positions of the kernel: for each tap, the
 index. Padding counts as zero after the activation.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from preact_kernels.kernels.contract import AffineStep, Norm, Unit
 from preact_kernels.kernels.triton.batch_norm import load_whole_gradient
-from preact_kernels.kernels.triton.launch import INTERPRETED
+from preact_kernels.kernels.triton.launch import INTERPRETED, needs_int64
 
 # The interpreter multiplies bfloat16 operands incorrectly, and float32 operands correctly.
 _UPCAST = tl.constexpr(INTERPRETED)
@@ -56,11 +57,41 @@ class Sizes(NamedTuple):
     out_width: int
 
 
-def conv_shape(unit: Unit) -> ConvShape:
-    """The shape of a unit's convolution, which has one group."""
+class UnitSizes(NamedTuple):
+    """A unit with inputs of one shape, as its launches need it."""
+
+    unit: Unit
+    shape: ConvShape
+    y_shape: Sequence[int]
+    images: Sizes
+    x_pixels: int  # over the batch
+    y_pixels: int
+    constants: dict[str, Any]  # the first compile-time arguments of the kernels
+
+    @property
+    def x_bytes(self) -> int:
+        return self.x_pixels * self.shape.C * self.unit.x_dtype.itemsize
+
+    @property
+    def y_bytes(self) -> int:
+        return self.y_pixels * self.shape.K * self.unit.y_dtype.itemsize
+
+
+def unit_sizes(unit: Unit, x_shape: Sequence[int]) -> UnitSizes:
+    """The sizes of a unit whose convolution has one group."""
     stride, padding, dilation, _ = unit.conv
     fields: Any = (*unit.weight_shape, *stride, *padding, *dilation)
-    return ConvShape(*fields)
+    shape = ConvShape(*fields)
+    y_shape = unit.conv.output_shape(x_shape, unit.weight_shape)
+    images = Sizes(*x_shape[2:], *y_shape[2:])
+    x_pixels = x_shape[0] * images.height * images.width
+    y_pixels = x_shape[0] * images.out_height * images.out_width
+    constants = {
+        "SHAPE": shape,
+        "INT64": needs_int64(x_pixels * shape.C, y_pixels * shape.K),
+        "PRECISION": precision(unit.dtype),
+    }
+    return UnitSizes(unit, shape, y_shape, images, x_pixels, y_pixels, constants)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -68,9 +99,10 @@ def precision(dtype: torch.dtype) -> str:
 
     Triton ignores it for fp16 and bf16.
     """
+    if dtype != torch.float32:
+        return "tf32"
     cudnn: Any = torch.backends.cudnn
-    allows_tf32 = cudnn.conv.fp32_precision == "tf32"
-    return "ieee" if dtype == torch.float32 and not allows_tf32 else "tf32"
+    return "tf32" if cudnn.conv.fp32_precision == "tf32" else "ieee"
 
 
 @triton.jit

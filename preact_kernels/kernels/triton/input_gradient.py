@@ -4,15 +4,14 @@ Recomputes the activation from x. May compute the gradient of the convolution's 
 pass.
 """
 
-import math
-from collections.abc import Sequence
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Gradient, Inputs, Unit
+from preact_kernels.kernels.contract import AffineStep, Gradient, Inputs
 from preact_kernels.kernels.triton.batch_norm import (
     load_affine_step,
     load_norm,
@@ -25,19 +24,16 @@ from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
 from preact_kernels.kernels.triton.configurations import ConvBlocks
 from preact_kernels.kernels.triton.conv import (
     NO_STEP,
-    Sizes,
-    conv_shape,
+    UnitSizes,
     dot,
     load_gradient,
     load_weight,
     output_pixels,
-    precision,
 )
 from preact_kernels.kernels.triton.launch import (
     PreparedLaunches,
     ceil_div,
     launch_kernel,
-    needs_int64,
     persistent_programs,
 )
 from preact_kernels.kernels.triton.reduction import add_two_sums, column_sums
@@ -197,14 +193,20 @@ def bn_relu_conv_backward_kernel(
                 tl.store(own + w_at, dweights[tap * COUT_BLOCKS + block], mask=w_mask)
 
 
+def input_grid(sizes: UnitSizes, blocks: ConvBlocks) -> tuple[int, int, int]:
+    """The grid of a launch: programs, blocks of input channels."""
+    columns = ceil_div(sizes.shape.C, blocks.block_cin)
+    tiles = ceil_div(sizes.x_pixels, blocks.block_pixels)
+    return persistent_programs(sizes.unit.device, tiles, columns, blocks.resident), columns, 1
+
+
 class InputGradientLaunch:
     """g and its sums for inputs of one shape, which may be called often.
 
     A program owns every `programs`-th tile of a block of input channels.
 
     Args:
-        unit: its convolution has one group.
-        x_shape: shape of the input.
+        sizes: of the unit's tensors.
         blocks: of the kernel.
         prepared: see `launch_kernel`; {} if all tensors of all calls are aligned, except those of a
             step without accumulators.
@@ -214,29 +216,16 @@ class InputGradientLaunch:
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        x_shape: Sequence[int],
-        blocks: ConvBlocks,
-        prepared: PreparedLaunches | None = None,
+        self, sizes: UnitSizes, blocks: ConvBlocks, prepared: PreparedLaunches | None = None
     ) -> None:
-        self._unit, self._prepared = unit, prepared
-        shape = conv_shape(unit)
-        y_shape = unit.conv.output_shape(x_shape, unit.weight_shape)
-        self._keeps_size = shape.keeps_size()
-        self._sizes = Sizes(*x_shape[2:], *y_shape[2:])
-        self._pixels = math.prod(x_shape) // shape.C
-        columns = ceil_div(shape.C, blocks.block_cin)
-        tiles = ceil_div(self._pixels, blocks.block_pixels)
-        self.programs = persistent_programs(unit.device, tiles, columns, blocks.resident)
-        self._grid = self.programs, columns, 1
+        self._prepared = prepared
+        self._g_dtype, self._y_dtype = sizes.unit.dtype, sizes.unit.y_dtype
+        self._keeps_size = sizes.shape.keeps_size()
+        self._numbers = sizes.images, sizes.x_pixels
+        self._grid = input_grid(sizes, blocks)
+        self.programs = self._grid[0]
         self._num_warps = blocks.num_warps
-        constants = {
-            "SHAPE": shape,
-            "INT64": needs_int64(math.prod(x_shape), math.prod(y_shape)),
-            "PRECISION": precision(unit.dtype),
-            "BLOCKS": blocks,
-        }
+        constants = {**sizes.constants, "BLOCKS": blocks}
         self._constants = [{**constants, "IN_TRAINING": flag} for flag in (False, True)]
 
     def __call__(
@@ -257,42 +246,25 @@ class InputGradientLaunch:
             needs_whole: return the whole dy.
         """
         x, norm, conv_weight = inputs
-        stored = None
-        if dy.step is not None and needs_whole:
-            if self._keeps_size:
-                stored = torch.empty_like(dy.g, dtype=self._unit.y_dtype)
-            else:  # the kernel does not read each pixel of dy exactly once
-                dy = Gradient(bn_input_gradient(dy))
-        whole = dy.g if dy.step is None else stored
-        step = dy.step or NO_STEP
-        g = torch.empty_like(x, dtype=self._unit.dtype)
+        if dy.step is not None and needs_whole and not self._keeps_size:
+            dy = Gradient(bn_input_gradient(dy))  # the kernel does not read each pixel exactly once
+        is_whole = dy.step is None
+        if is_whole:
+            whole, stored, dy = dy.g, None, Gradient(dy.g, NO_STEP)
+        else:
+            whole = stored = torch.empty_like(dy.g, dtype=self._y_dtype) if needs_whole else None
+        step = cast(AffineStep, dy.step)
+        g = torch.empty_like(x, dtype=self._g_dtype)
         in_training = step.inv_count != 0
         # Only a run has steps with accumulators. Tensors of a caller's step may be unaligned.
-        is_aligned = dy.step is None or dy.step.sums.dtype == torch.int64
+        is_aligned = is_whole or step.sums.dtype == torch.int64
         launch_kernel(
             bn_relu_conv_backward_kernel,
             self._grid,
-            (
-                Gradient(dy.g, step),
-                stored,
-                x,
-                norm,
-                conv_weight,
-                g,
-                sums,
-                partials,
-                self._sizes,
-                self._pixels,
-            ),
+            (dy, stored, x, norm, conv_weight, g, sums, partials, *self._numbers),
             self._constants[in_training],
             self._num_warps,
             self._prepared if is_aligned else None,
-            (
-                in_training,
-                dy.step is None,
-                step.skip is None,
-                stored is None,
-                partials is None,
-            ),
+            (in_training, is_whole, step.skip is None, stored is None, partials is None),
         )
         return g, whole

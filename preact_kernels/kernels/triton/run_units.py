@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from preact_kernels.kernels.contract import BlockRun, Norm, Unit, Wanted
+from preact_kernels.kernels.contract import BlockRun, Norm, Statistics, Unit, Wanted
 from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.bn_relu_conv_forward import ForwardLaunch
-from preact_kernels.kernels.triton.conv import precision
+from preact_kernels.kernels.triton.conv import NONE, precision, unit_sizes
 from preact_kernels.kernels.triton.launch import LaunchContext, all_aligned, launch_context
 from preact_kernels.kernels.triton.packing import is_packed, pack_weights
 
@@ -19,40 +19,40 @@ class RunUnit(NamedTuple):
 
     conv_weights: Sequence[Tensor]  # as given
     packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the products
-    bn_weights: Sequence[Tensor]
-    bn_biases: Sequence[Tensor]
-    eps: Sequence[float]
     forward: ForwardLaunch
     backward: BackwardLaunch
-
-    def norm(self, block: int, mean: Tensor, var: Tensor) -> Norm:
-        """What normalises the input of the unit in a block."""
-        return Norm(mean, var, self.bn_weights[block], self.bn_biases[block], self.eps[block])
 
 
 def run_units(run: BlockRun, x: Tensor) -> list[RunUnit]:
     """The units of a block; `x` is an input of a block."""
     count = len(run.units)
-    bn_weights, bn_biases, conv_weights = zip(*run.parameters, strict=True)
-    bn_weights, bn_biases = all_aligned(bn_weights), all_aligned(bn_biases)
-    launches = _launches(_run_key(run, x))
+    conv_weights = [p.conv_weight for p in run.parameters]
     return [
-        RunUnit(
-            conv_weights[i::count],
-            _packed(conv_weights[i::count], forward),
-            bn_weights[i::count],
-            bn_biases[i::count],
-            list(map(float, run.eps[i::count])),  # Triton compiles another kernel for an int
-            forward,
-            backward,
-        )
-        for i, (forward, backward) in enumerate(launches)
+        RunUnit(conv_weights[i::count], _packed(conv_weights[i::count], forward), forward, backward)
+        for i, (forward, backward) in enumerate(_launches(_run_key(run, x)))
     ]
+
+
+def run_norms(run: BlockRun, statistics: Sequence[Statistics]) -> list[Norm]:
+    """The norms of all units. Units after the given statistics have none."""
+    missing = [NONE] * (len(run.parameters) - len(statistics))
+    means, variances = (all_aligned(tensors) for tensors in zip(*statistics, strict=True))
+    bn_weights, bn_biases, _ = zip(*run.parameters, strict=True)
+    return list(
+        map(
+            Norm,
+            (*means, *missing),
+            (*variances, *missing),
+            all_aligned(bn_weights),
+            all_aligned(bn_biases),
+            map(float, run.eps),  # Triton compiles another kernel for an int
+        )
+    )
 
 
 def _packed(conv_weights: Sequence[Tensor], launch: ForwardLaunch) -> list[Tensor]:
     """The weights as `launch` takes them: those given, or copies."""
-    dtype = launch.unit.dtype
+    dtype = launch.sizes.unit.dtype
     if all(is_packed(w, dtype) for w in conv_weights):
         return list(all_aligned(conv_weights))
     return pack_weights(conv_weights, dtype, launch.prepared)
@@ -77,9 +77,10 @@ def _launches(key: _RunKey) -> list[tuple[ForwardLaunch, BackwardLaunch]]:
     launches = []
     shape = key.x_shape
     for index, unit in enumerate(key.units):
-        forward = ForwardLaunch(unit, shape, {})
+        sizes = unit_sizes(unit, shape)
         ends_block = index + 1 == len(key.units)  # the next block adds its whole dy
         everything = Wanted(input=True, weight=True, dy=ends_block)
-        launches.append((forward, BackwardLaunch(unit, shape, everything, ends_block, {})))
-        shape = forward.shape
+        backward = BackwardLaunch(sizes, everything, ends_block, {})
+        launches.append((ForwardLaunch(sizes, {}), backward))
+        shape = sizes.y_shape
     return launches

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Norm, Unit
+from preact_kernels.kernels.contract import Norm
 from preact_kernels.kernels.triton.batch_norm import (
     load_scale,
     pixel_indices,
@@ -22,13 +22,12 @@ from preact_kernels.kernels.triton.batch_norm import (
     tiles_of,
 )
 from preact_kernels.kernels.triton.configurations import ConvBlocks
-from preact_kernels.kernels.triton.conv import Sizes, conv_shape, dot, input_pixels, precision
+from preact_kernels.kernels.triton.conv import UnitSizes, dot, input_pixels
 from preact_kernels.kernels.triton.launch import (
     INTERPRETED,
     PreparedLaunches,
     ceil_div,
     launch_kernel,
-    needs_int64,
     persistent_programs,
 )
 
@@ -139,29 +138,22 @@ class WeightGradientLaunch:
     unit.
 
     Args:
-        unit: its convolution has one group.
-        x_shape: shape of the input.
+        sizes: of the units' tensors.
         blocks: of the kernel.
         prepared: see `launch_kernel`; {} if all tensors of all calls are aligned.
 
     Attributes:
-        unit: as given.
+        unit: of `sizes`.
         programs: partial results for each unit.
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        x_shape: Sequence[int],
-        blocks: ConvBlocks,
-        prepared: PreparedLaunches | None = None,
+        self, sizes: UnitSizes, blocks: ConvBlocks, prepared: PreparedLaunches | None = None
     ) -> None:
-        self.unit, self._prepared = unit, prepared
-        shape = conv_shape(unit)
-        y_shape = unit.conv.output_shape(x_shape, unit.weight_shape)
-        x_size, y_size = math.prod(x_shape), math.prod(y_shape)
-        self._sizes = Sizes(*x_shape[2:], *y_shape[2:])
-        self._pixels = y_size // shape.K
+        self._prepared = prepared
+        unit, shape = sizes.unit, sizes.shape
+        self.unit = unit
+        self._numbers = sizes.images, sizes.y_pixels
         taps_per_program = shape.S if shape.S <= 3 else 1  # a row, if registers hold it
         self._columns = (
             shape.R
@@ -170,18 +162,15 @@ class WeightGradientLaunch:
             * ceil_div(shape.C, blocks.block_cin)
             * ceil_div(shape.K, blocks.block_cout)
         )
-        tiles = ceil_div(self._pixels, blocks.block_pixels)
-        read_bytes = x_size * unit.x_dtype.itemsize + y_size * unit.y_dtype.itemsize
+        tiles = ceil_div(sizes.y_pixels, blocks.block_pixels)
         self.programs = min(
             persistent_programs(unit.device, tiles, self._columns, blocks.resident),
             ceil_div(tiles, _TILES_PER_PROGRAM),
-            max(1, read_bytes // (4 * math.prod(unit.weight_shape))),
+            max(1, (sizes.x_bytes + sizes.y_bytes) // (4 * math.prod(unit.weight_shape))),
         )
         self._num_warps = blocks.num_warps
         self._constants = {
-            "SHAPE": shape,
-            "INT64": needs_int64(x_size, y_size),
-            "PRECISION": precision(unit.dtype),
+            **sizes.constants,
             "BLOCKS": blocks,
             "TAPS_PER_PROGRAM": taps_per_program,
         }
@@ -195,7 +184,7 @@ class WeightGradientLaunch:
         launch_kernel(
             bn_relu_conv_backward_weight_kernel,
             (self.programs, self._columns, len(units)),
-            (filled, partials, self._sizes, self._pixels),
+            (filled, partials, *self._numbers),
             {**self._constants, "UNITS": slots},
             self._num_warps,
             self._prepared,
