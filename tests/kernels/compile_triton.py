@@ -100,7 +100,7 @@ class Task(NamedTuple):
 
 
 def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
-    """Every dtype for every GPU, except float16: once, as its blocks are those of bfloat16.
+    """Every dtype for every GPU; float16 for one GPU, as it has the blocks of bfloat16.
 
     Args:
         capabilities: of the GPUs; None for `CAPABILITIES`, and for all of `SHARED_BYTES` where
@@ -280,7 +280,7 @@ def launch_conv(task: Task) -> None:
 def launch_run(task: Task) -> None:
     """A run of two blocks in training mode, forward and backward, with and without rebuilding.
 
-    Weights are float32 beside a float32 stream, as under autocast.
+    With a float32 stream weights are float32 too, as under autocast.
     """
     channels, width = task.shape
     side_of_image = 512 // width  # as in networks for CIFAR
@@ -409,7 +409,8 @@ def buffers(ttgir: str) -> int:
 def resident_programs(capability: int, warps: int, registers: int, shared_bytes: int) -> int:
     """How many programs are resident on a multiprocessor at once.
 
-    A warp is given registers in units of 256, and a program 1 KB of shared memory beside its own.
+    Warps take registers in units of 256. Each program takes 1 KB of shared memory more than it asks
+    for.
     """
     most_warps, shared = {80: (64, 164), 89: (48, 100), 120: (48, 100)}.get(capability, (64, 228))
     by_registers = 65536 // (-(-32 * registers // 256) * 256 * warps)

@@ -197,7 +197,7 @@ def on_one_stream(x):
     return launch.launch_context(x)._replace(stream=0)
 
 
-# Each must be found: what is replaced, and by what.
+# Faults that must be found: the name to replace, and its replacement.
 FAULTS = {
     "tensors not aligned": (run_units, "all_aligned", lambda tensors: tensors),
     "inputs not aligned": (block_run, "aligned", lambda t: t),

@@ -186,7 +186,7 @@ def test_a_stage_with_deferred_steps_keeps_the_budget(kind):
 
 
 def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
-    """Blocks without projections, every batch norm with an eps of its own."""
+    """Blocks without projections. Every batch norm has another eps."""
     width = channels // 4 if kind == "bottleneck" else channels
     if kind == "bottleneck":
         channels = 4 * width
@@ -206,7 +206,7 @@ def no_prepared_launches():
 
 
 # 17 channels do not fill vectors, and no 3x3 convolution of 17 channels is in one pass, nor one in
-# float32. Apart: numbers of taps of the convolutions whose gradients of weights are launched apart.
+# float32. Apart: the numbers of taps of convolutions with a separate launch for the weight.
 @pytest.mark.parametrize(
     ("kind", "dtype", "memory", "training", "is_nhwc", "in_one_pass", "apart"),
     [
@@ -276,7 +276,7 @@ def exact_sums(values):
 def test_exact_sums_do_not_depend_on_the_order_of_programs():
     exponents = torch.randint(-60, 120, (50, 2, 13), dtype=torch.float64)
     values = torch.randn(50, 2, 13, dtype=torch.float64) * 2.0**exponents
-    values = torch.cat([values, -values[:30]])  # what is left is far smaller than what was added
+    values = torch.cat([values, -values[:30]])  # the sum is far smaller than its terms
     expected, words = exact_sums(values)
     found, other_words = exact_sums(values[torch.randperm(80)])
     assert torch.equal(words, other_words)

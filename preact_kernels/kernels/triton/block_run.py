@@ -34,7 +34,7 @@ from preact_kernels.kernels.triton.run_weight_gradients import RunWeightGradient
 
 
 class _Accumulators:
-    """Zeros `[blocks, 2, 6, channels]` for every unit of a block, in one piece of memory."""
+    """Zeros `[blocks, 2, 6, channels]` for every unit of a block, in one allocation."""
 
     def __init__(self, x: Tensor, channels: Sequence[int], blocks: int) -> None:
         sizes = [blocks * 2 * WORDS * c for c in channels]
@@ -44,7 +44,7 @@ class _Accumulators:
 
 
 def _in_order(per_unit: Sequence[Sequence]) -> list:
-    """The values of all units in the order of a run, from those of each unit of a block."""
+    """Flattens `[unit of the block][block]` into the order of the units of a run."""
     return [value for block in zip(*per_unit, strict=True) for value in block]
 
 

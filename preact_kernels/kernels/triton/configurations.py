@@ -66,25 +66,26 @@ class BackwardBlocks(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What differs between generations of GPUs, and between products in half precision and float32.
+    """What differs between generations of GPUs, or between half precision and float32.
 
-    `forward` is the kernel of y, `input` of g, `weight` of the weight's gradient; `taps` means more
-    than one tap.
+    The first word is the kernel: `forward` computes y, `input` g, `weight` the weight's gradient.
+    Names with `taps` are for more than one tap, other names for 1x1.
     """
 
     forward_pixels: tuple[int, int, int]  # for 1, 2 and more blocks of input channels
     forward_stages: int
     wide_cout_channels: int  # most input channels with blocks of 128 output channels, not 64
     forward_taps_warps: int
-    input_pixels: tuple[int, int, int]  # for up to 2,048, up to 8,192 and more weights; taps: first
+    input_pixels: tuple[int, int, int]  # for up to 2,048, up to 8,192 and more weights
     input_stages: int
-    one_pass_weights: int  # most weights whose gradients are computed in the pass of g, for one tap
-    input_taps_masked: tuple[int, int, int]  # pixels, most input channels, warps
+    one_pass_weights: int  # most weights whose gradients are computed in the pass of g
+    input_taps_masked: tuple[int, int, int]  # pixels, most input channels of a block, warps
     weight_stages: int  # Triton 3.6 fails to pipeline the products of this kernel for Blackwell
     weight_taps_pixels: int  # for more than 2,048 weights per tap
 
 
-# By generation, and bytes of an element of the products.
+# By generation, and bytes of an element of the products. On Hopper wgmma reads operands from shared
+# memory, which leaves registers for more pixels.
 LIMITS = {
     (AMPERE, 2): Limits((64, 64, 64), 3, 128, 4, (32, 32, 32), 1, 2048, (32, 16, 4), 3, 16),
     (HOPPER, 2): Limits((128, 128, 64), 3, 128, 8, (64, 32, 32), 3, 8192, (16, 16, 4), 3, 32),

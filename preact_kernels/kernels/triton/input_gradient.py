@@ -55,8 +55,8 @@ def load_tap(
     """The output's gradient, `[pixels, out channels]`, that a tap passes to x; rounded to `dtype`.
 
     `tile_pixels` are pixels of x, and which of them exist. The second result says to which of them
-    the tap passes a gradient: no pixel of the padding may meet an infinite activation. The middle
-    tap stores the tile in `whole` unless None: it reads each output pixel once.
+    the tap passes a gradient. The middle tap, which reads each output pixel once, stores the tile
+    in `whole` unless None.
     """
     pixel, is_pixel = tile_pixels
     out_pixel, exists = output_pixels(pixel, is_pixel, tap, sizes, SHAPE)
@@ -154,6 +154,7 @@ def bn_relu_conv_backward_kernel(
                     )
                     da = dot(dy_tile, weight, da, dtype, PRECISION)
                     dweight = dweights[tap * COUT_BLOCKS + block]
+                    # Without a gradient dy is 0, and 0 * inf would be NaN: a is 0 there too.
                     tap_a = tl.where(exists[:, None], a, 0.0) if TAPS > 1 else a
                     added = added + (dot(tl.trans(dy_tile), tap_a, dweight, dtype, PRECISION),)
             dweights = added

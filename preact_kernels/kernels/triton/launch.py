@@ -18,12 +18,12 @@ _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the 
 
 
 class PreparedLaunch(NamedTuple):
-    """A compiled kernel, and what surrounds its arguments at a launch."""
+    """A compiled kernel, and what its launcher takes before and after the kernel's arguments."""
 
     compiled: Any  # Triton 3.9 unloads the code of a kernel that nothing refers to
     run: Callable
-    before: tuple  # what precedes the arguments: grid, stream, function, metadata, no hooks
-    after: tuple  # what follows them: compile-time constants
+    before: tuple  # grid, stream, function, metadata, no hooks
+    after: tuple  # compile-time constants
 
 
 PreparedLaunches = dict[tuple, PreparedLaunch]
@@ -38,7 +38,7 @@ def launch_kernel(
     prepared: PreparedLaunches | None = None,
     key: Hashable = None,
 ) -> None:
-    """Launches a kernel on the current stream. Every launch of the package is a call of this.
+    """Launches a kernel on the current stream. Every launch of the package calls this.
 
     Args:
         kernel: a `triton.jit` function.
@@ -46,9 +46,9 @@ def launch_kernel(
         args: tensors, numbers, and tuples of them, in the order of the kernel's parameters.
         constants: the parameters that follow, by name and in order.
         num_warps: warps of a program.
-        prepared: launches in one `LaunchContext`, which save looking the kernel up: 12 us of
-            Triton's. One that is not there is added, but not under the interpreter, nor where a
-            profiler has set hooks, which no prepared launch calls. None: looks the kernel up.
+        prepared: known launches in one `LaunchContext`, which save Triton's lookup of the kernel:
+            12 us. A missing launch is added, except under the interpreter or where a profiler has
+            set hooks, which prepared launches do not call. None: look the kernel up.
         key: launches of a kernel with one grid and one key have the same constants, warps and
             types, integers that Triton specializes alike, and tensors that all begin at multiples
             of 16 bytes.
@@ -86,7 +86,7 @@ class LaunchContext(NamedTuple):
     device: torch.device
     properties: Device
     stream: int
-    options: tuple  # those of Triton that select a kernel
+    options: tuple  # Triton's options that select a kernel
 
 
 def launch_context(x: Tensor) -> LaunchContext:
@@ -98,7 +98,7 @@ def launch_context(x: Tensor) -> LaunchContext:
 
 
 def has_launch_hooks() -> bool:
-    """Whether a profiler, say, wants to know of launches and their arguments."""
+    """Whether something, such as a profiler, has set hooks that Triton calls at launches."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -123,17 +123,17 @@ def nhwc_strides(shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def needs_int64(*sizes: int) -> bool:
-    """Whether a tensor of any of these sizes has elements that a 32-bit index does not reach."""
+    """Whether a tensor of one of these sizes has elements beyond the range of 32-bit indices."""
     return max(sizes) > _MAX_INT32_INDEX
 
 
 def aligned(t: Tensor) -> Tensor:
-    """The tensor, beginning at a multiple of 16 bytes, if need be as a copy."""
+    """The tensor, or a copy if it does not begin at a multiple of 16 bytes."""
     return t if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.preserve_format)
 
 
 def all_aligned(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors, each beginning at a multiple of 16 bytes."""
+    """The tensors, with a copy of each that does not begin at a multiple of 16 bytes."""
     if any(address % 16 for address in map(Tensor.data_ptr, tensors)):
         return [aligned(t) for t in tensors]
     return tensors

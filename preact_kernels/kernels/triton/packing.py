@@ -1,7 +1,7 @@
 """Weights of convolutions as kernels read them: dense in the order K, R, S, C, in one dtype.
 
-Weights that are stored so are read where they are. Others are copied, once for a run of blocks:
-those in the default layout, and float32 weights beside products in half precision.
+Weights stored like this are read in place. Others are copied, once for a run of blocks: weights in
+the default layout, and float32 weights for products in half precision.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from preact_kernels.kernels.triton.launch import (
     launch_kernel,
 )
 
-_WEIGHTS_PER_LAUNCH = 64  # pointers are arguments of a launch, of which there are some 4 KB
+_WEIGHTS_PER_LAUNCH = 64  # pointers are launch arguments, which take about 4 KB at most
 
 
 @triton.jit(
@@ -42,7 +42,7 @@ def pack_weights_kernel(
     WEIGHTS: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
-    """`packed [weights, K, R, S, C]` = a tuple of weights `[K, C, R, S]` of the strides given.
+    """`packed [weights, K, R, S, C]` = a tuple of weights `[K, C, R, S]` with the given strides.
 
     `size` is K * taps * C, and rows of `packed` begin `row` elements apart. Grid: blocks of
     elements, weights.
@@ -61,7 +61,7 @@ def pack_weights_kernel(
 
 
 def is_packed(conv_weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether kernels can read a weight where it is."""
+    """Whether kernels can read a weight in place."""
     is_dense = conv_weight.is_contiguous(memory_format=torch.channels_last)
     return is_dense and conv_weight.dtype == dtype
 
@@ -69,7 +69,7 @@ def is_packed(conv_weight: Tensor, dtype: torch.dtype) -> bool:
 def pack_weights(
     conv_weights: Sequence[Tensor], dtype: torch.dtype, prepared: PreparedLaunches | None = None
 ) -> list[Tensor]:
-    """Copies of weights of one shape and dtype, `[K, R, S, C]`. A program owns a block of one.
+    """Copies of weights of one shape and dtype, `[K, R, S, C]`. A program owns a block of a weight.
 
     For `prepared` see `launch_kernel`; use one for each shape and dtypes of weights.
     """
@@ -80,7 +80,7 @@ def pack_weights(
     K, C, R, S = first.shape
     rows = aligned_rows(first, count, first.numel(), dtype)
     row = rows.stride(0)
-    slots = 1 if count == 1 else _WEIGHTS_PER_LAUNCH  # as many launches as these share a kernel
+    slots = 1 if count == 1 else _WEIGHTS_PER_LAUNCH  # launches with equal slots share a kernel
     block = 2**14 if INTERPRETED else 1024
     for begin in range(0, count, slots):
         part = conv_weights[begin : begin + slots]

@@ -1,14 +1,14 @@
-"""Sums over the programs of a grid: the same bits in every run, whatever the order of programs.
+"""Sums over the programs of a grid, with the same bits in every run.
 
-Statistics and the two sums of batch norm's backward go into exact integer accumulators, by atomic
-additions whose results nobody waits for. The kernel that needs a sum reads it there. Sums over
-programs of the gradients of a convolution's weight have many more elements; each program stores its
-own, and a launch of its own adds them in a fixed order.
+Statistics and the two sums of batch norm's backward are added to exact integer accumulators by
+atomic operations, so the order of programs does not matter. The next kernel reads its sums there.
+The gradient of a convolution's weight has many more elements: each program stores a partial result,
+and a separate launch adds these in a fixed order.
 
 Accumulators are `[2, 6, channels]` int64 zeros, for two sums a channel. A float64 value is split
 into five words of 48 bits with the units 2^-96, 2^-48, 1, 2^48 and 2^96. A word is the sum of what
-up to 2^15 programs add; all that is lost is what a value has below 2^-96. The sixth word counts
-NaN, +inf and -inf in three fields of 21 bits; a value of 2^143 or more counts as infinite.
+up to 2^15 programs add; only the part of a value below 2^-96 is lost. The sixth word counts NaN,
++inf and -inf in three fields of 21 bits; a value of 2^143 or more counts as infinite.
 """
 
 import torch
@@ -35,7 +35,7 @@ _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 def column_sums(tile):
     """Sums over the pixels of a float32 tile `[pixels, channels]`.
 
-    A GPU adds in a tree. The interpreter adds row by row, and here in float64 to be as accurate.
+    A GPU adds in a tree. The interpreter adds row by row, so it uses float64 to be as accurate.
     """
     if _IS_INTERPRETED:
         return tl.sum(tile.to(tl.float64), 0).to(tl.float32)
@@ -87,7 +87,7 @@ def add_tile(moments, tile, is_row, rows):
 def one_per_thread(values):
     """The same values, spread over the threads of the program.
 
-    In a tile each value of a row is held by many threads, and each thread holds many.
+    After a reduction of a tile, many threads hold each value, and each thread holds many values.
     """
     return tl.gather(values, tl.arange(0, values.shape[0]), 0)
 
@@ -129,7 +129,7 @@ def load_exact(sums, channel, is_channel, CHANNELS):
     words = ()
     for word in tl.static_range(5):
         words = words + (tl.load(sums + word * CHANNELS + channel, mask=is_channel, other=0),)
-    # The words of a negative sum would cancel each other: take those of its opposite.
+    # The words of a negative sum would cancel each other: use the words of its negation.
     words = carry(words)
     is_negative = words[4] < 0
     magnitudes = ()
@@ -163,7 +163,7 @@ def add_moments(moments, sums, channel, is_channel, CHANNELS: tl.constexpr):
 def load_statistics(sums, count, channel, is_channel, CHANNELS):
     """Mean and biased variance in float32 of `count` pixels.
 
-    E[x^2] - mean^2 loses nothing that float32 would keep: both are exact to float64.
+    E[x^2] - mean^2 is accurate enough for float32: both terms are exact to float64.
     """
     mean = load_exact(sums, channel, is_channel, CHANNELS) / count
     squares = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS) / count
@@ -182,7 +182,7 @@ def add_two_sums(first, second, sums, channel, is_channel, CHANNELS: tl.constexp
 
 @triton.jit
 def load_two_sums(sums, channel, is_channel, CHANNELS):
-    """Two float32 sums a channel: `[2, CHANNELS]` as they are, or of accumulators."""
+    """Two float32 sums a channel, from float32 `[2, CHANNELS]` or from accumulators."""
     if sums.dtype.element_ty == tl.int64:
         first = load_exact(sums, channel, is_channel, CHANNELS).to(tl.float32)
         second = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS)

@@ -15,7 +15,7 @@ from preact_kernels.kernels.triton.packing import is_packed, pack_weights
 
 
 class RunUnit(NamedTuple):
-    """The units at one place in each block, say all first units: lists have a value per block."""
+    """The units at one place in each block, such as all first units. Lists are over blocks."""
 
     conv_weights: Sequence[Tensor]  # as given
     packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the products
@@ -34,7 +34,7 @@ def run_units(run: BlockRun, x: Tensor) -> list[RunUnit]:
 
 
 def run_norms(run: BlockRun, statistics: Sequence[Statistics]) -> list[Norm]:
-    """The norms of all units. Units after the given statistics have none."""
+    """The norms of all units; mean and variance are None after the given statistics."""
     missing = [NONE] * (len(run.parameters) - len(statistics))
     means, variances = (all_aligned(tensors) for tensors in zip(*statistics, strict=True))
     bn_weights, bn_biases, _ = zip(*run.parameters, strict=True)
@@ -73,7 +73,7 @@ def _run_key(run: BlockRun, x: Tensor) -> _RunKey:
 
 @functools.lru_cache(maxsize=256)
 def _launches(key: _RunKey) -> list[tuple[ForwardLaunch, BackwardLaunch]]:
-    """The launches of a block of runs with this key, which share prepared launches."""
+    """The launches of a block, forward and backward. Runs with equal keys share them."""
     launches = []
     shape = key.x_shape
     for index, unit in enumerate(key.units):

@@ -51,7 +51,7 @@ class RunWeightGradients:
         return self._slots[block - self._begin] if self._launch.in_one_pass else None
 
     def add(self, block: int, dy: Tensor | None, x: Tensor, norm: Norm) -> None:
-        """Call after each block's input kernel; launches what ends a group."""
+        """Adds a block after its input kernel. The last block of a group launches the sums."""
         if not self._launch.in_one_pass:
             self._inputs.append(WeightInputs(cast(Tensor, dy), x, norm))
         if block > self._begin:

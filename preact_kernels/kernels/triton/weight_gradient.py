@@ -45,7 +45,7 @@ class WeightInputs(NamedTuple):
 
 
 @triton.jit
-def unit_of(units, index, UNITS: tl.constexpr):
+def select_unit(units, index, UNITS: tl.constexpr):
     """dy, x, and the mean, var, weight, bias and eps of the norm, of one of the `WeightInputs`."""
     dy, x, norm = units[0].dy, units[0].x, units[0].norm
     mean, var, weight, bias, eps = norm.mean, norm.var, norm.weight, norm.bias, norm.eps
@@ -74,7 +74,7 @@ def bn_relu_conv_backward_weight_kernel(
     TAPS_PER_PROGRAM: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """dconv_weight alone, over the pixels of the output, of several units at once.
+    """The gradients of the weights of several units, over the pixels of the output.
 
     `partials` is `[units, programs, R, S, K, C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks
     of output channels * blocks of input channels, units.
@@ -87,7 +87,7 @@ def bn_relu_conv_backward_weight_kernel(
     CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
     IS_PADDED: tl.constexpr = SHAPE.PAD_H + SHAPE.PAD_W > 0
-    dy, x, mean, var, weight, bias, eps = unit_of(units, tl.program_id(2), UNITS)
+    dy, x, mean, var, weight, bias, eps = select_unit(units, tl.program_id(2), UNITS)
     x_dtype: tl.constexpr = x.dtype.element_ty
     dtype: tl.constexpr = dy.dtype.element_ty if x_dtype == tl.float32 else x_dtype  # the narrower
     column = tl.program_id(1)
@@ -120,7 +120,7 @@ def bn_relu_conv_backward_weight_kernel(
             at = in_pixel[:, None] * C + channel[None, :]
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
             a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, x_dtype)), 0.0)
-            # No pixel of the padding may meet an infinite gradient.
+            # In the padding a is 0, and 0 * inf would be NaN: dy is 0 there too.
             tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
             added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
         dweights = added
@@ -178,7 +178,7 @@ class WeightGradientLaunch:
     def __call__(self, units: Sequence[WeightInputs], partials: Tensor, slots: int = 1) -> None:
         """Stores partial gradients of the weights `[units, programs, R, S, K, C]`.
 
-        `slots` is at least the number of units: launches of as many share a kernel.
+        `slots` is at least the number of units. Launches with equal slots share a kernel.
         """
         filled = *units, *itertools.repeat(units[0], slots - len(units))
         launch_kernel(
