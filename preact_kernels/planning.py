@@ -1,12 +1,11 @@
 """The cheapest memory mode of every stage that fits a budget."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -15,16 +14,13 @@ from torch import Tensor, nn
 from preact_kernels.conversion.execution import MEMORY
 from preact_kernels.conversion.hooks import CONVERSION, is_norm
 from preact_kernels.memory import check_model_and_input, saved_storages
-from preact_kernels.modules.blocks import in_stream
+from preact_kernels.modules.blocks import fused_blocks
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage, is_fusable
-from preact_kernels.ops import layout
-from preact_kernels.ops.autocast import compute_dtype, is_autocast
-from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.block_arguments import BlockArguments, first_recorded, geometry_of
+from preact_kernels.ops.block_arguments import Block, BlockArguments
+from preact_kernels.ops.blocks import stage_values
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
-from preact_kernels.ops.preact_stage import preact_stage
-from preact_kernels.ops.unit import ConvArguments
+from preact_kernels.ops.preact_stage import StageCall, preact_stage
 from preact_kernels.torch_compat import BatchNormBase, FakeTensor, FakeTensorMode, storage_id
 
 _MIB = 2**20
@@ -86,7 +82,8 @@ class MemoryPlan:
             if stage.is_converted:
                 norms[stage.name].__dict__[MEMORY] = memory
             else:
-                _set_mode(cast(PreActStage, model.get_submodule(stage.name)), memory)
+                module = cast(PreActStage, model.get_submodule(stage.name))
+                module.memory, module.segments, module.anchor_every = memory, None, None
         return model
 
     def __str__(self) -> str:
@@ -109,55 +106,14 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-class _ConvertedStage(nn.Module):
-    """Blocks in a row of a converted model, with the attributes of a `PreActStage`."""
-
-    def __init__(self, blocks: Sequence[BlockArguments], dtype: torch.dtype) -> None:
-        super().__init__()
-        self.blocks, self.dtype = tuple(blocks), dtype
-        self.memory = "store"
-        self.segments: int | None = None
-        self.anchor_every: int | None = None
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The tensors that the blocks read, which no forward saves for itself."""
-        for block in self.blocks:
-            yield from cast("list[nn.Parameter]", block.weights())
-            for bn, _ in block.units:
-                yield from cast("list[nn.Parameter]", [t for t in bn[:4] if t is not None])
-
-    def copy_of_shapes(self, device: torch.device) -> "_ConvertedStage":
-        """A copy on `device` whose tensors have no values."""
-
-        def empty(value):
-            if isinstance(value, Tensor):
-                return _shape_of(value, device).requires_grad_(value.requires_grad)
-            if isinstance(value, BlockArguments | BatchNorm | ConvArguments):
-                return type(value)(*map(empty, value))
-            return type(value)(map(empty, value)) if isinstance(value, list | tuple) else value
-
-        return _ConvertedStage([empty(b) for b in self.blocks], self.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The output of the last block."""
-        memory = MemoryMode(self.memory, self.segments, self.anchor_every)
-        return preact_stage(self.blocks, x, self.dtype, memory)
-
-
-_Stage = PreActStage | _ConvertedStage
-
-
-def _set_mode(stage: _Stage, memory: str) -> None:
-    stage.memory, stage.segments, stage.anchor_every = memory, None, None
-
-
 def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     """Chooses the memory mode of each stage: the fastest combination that fits in `budget` bytes.
 
     Runs a copy of the model on shapes alone, in its present mode (training or evaluation, with or
     without autocast), and counts saved bytes as `pk.saved_bytes` does. Nothing is computed, and
     `model` does not change. Modes have their default numbers of segments and anchors. Stages are
-    `PreActStage`s, and the residual blocks in a row of a converted model (`pk.convert`).
+    `PreActStage`s, and the residual blocks in a row of a converted model (`pk.convert`). Blocks of
+    a stage that do not run fused, such as those with hooks, count as outside it.
 
     The cost of a mode is the memory traffic that it adds to `"store"`: `"rebuild"` reads y and z
     and writes x for each block whose input it rebuilds; `"checkpoint"` also runs the forward
@@ -193,8 +149,9 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
         dataclasses.replace(stage, chosen=choice)
         for stage, choice in zip(stages, chosen, strict=True)
     ]
-    predicted = other_bytes + _saved(chosen)
-    return MemoryPlan(budget, predicted, other_bytes, _extra(chosen), tuple(stages))
+    predicted = other_bytes + sum(o.saved_bytes for o in chosen)
+    extra = sum(o.extra_bytes for o in chosen)
+    return MemoryPlan(budget, predicted, other_bytes, extra, tuple(stages))
 
 
 def _cheapest(
@@ -220,184 +177,192 @@ def _cheapest(
     return best[0][2] if best else None
 
 
-def _saved(options: Iterable[StageOption]) -> int:
-    return sum(o.saved_bytes for o in options)
+class _BlockBytes(NamedTuple):
+    """Bytes of the tensors of a block that a forward computes."""
+
+    inputs: list[int]  # of every unit
+    statistics: list[int]  # of every unit, beside the buffers in evaluation mode
+    output: int
 
 
-def _extra(options: Iterable[StageOption]) -> int:
-    return sum(o.extra_bytes for o in options)
+class _Call(NamedTuple):
+    """A call of blocks that run fused: a stage, or its blocks between others that do not."""
+
+    arguments: StageCall
+    x: Tensor  # dense NHWC
+    tensors: Sequence[Tensor]  # that the blocks read
+    y: Tensor  # dense NHWC
+    blocks: list[_BlockBytes]
+
+
+class _Ends(torch.autograd.Function):
+    """In place of a stage: saves what every memory mode does, and returns a tensor like its output.
+
+    That is an input with a gradient, and the tensors that the blocks read.
+    """
+
+    @staticmethod
+    def forward(ctx, blocks, x, *tensors):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, *tensors)
+        shape = x.shape
+        for block in blocks:
+            shape = block.shapes(shape)[-1]
+        y = x.new_empty(shape, dtype=blocks[-1].units[-1].y_dtype)
+        return y.contiguous(memory_format=torch.channels_last)
+
+
+class _Stages:
+    """Runs `_Ends` in place of the stages of a model, and records their calls by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: dict[str, list[_Call]] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        for module in self._names:
+            if isinstance(module, PreActStage):
+                run = functools.partial(self._run, module)
+                module.forward = run  # type: ignore[method-assign]
+            if (conversion := vars(module).get(CONVERSION)) is not None:
+                conversion.extra_types = (FakeTensor,)
+                conversion.run_stage = self._run_converted
+
+    def _run(self, stage: PreActStage, x: Tensor) -> Tensor:
+        memory = self._recording(stage)
+        for is_fused, blocks in itertools.groupby(stage, is_fusable):
+            if is_fused:
+                x = fused_blocks(cast(list[PreActBlock], list(blocks)), x, memory)
+            else:
+                for block in blocks:
+                    x = block(x)
+        return x
+
+    def _run_converted(
+        self,
+        blocks: Sequence[BlockArguments],
+        x: Tensor,
+        first_norm: nn.Module | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if first_norm is None:  # no mode can be set
+            return preact_stage(blocks, x, dtype)
+        return preact_stage(blocks, x, dtype, self._recording(first_norm))
+
+    def _recording(self, module: nn.Module) -> MemoryMode:
+        """A memory mode whose calls are recorded under the name of a module."""
+        name = self._names[module]
+        if name in self.calls:
+            kind = "PreActStage" if isinstance(module, PreActStage) else "stage"
+            raise ValueError(f"model: expected each {kind} to run once, {name!r} runs again")
+        calls = self.calls[name] = []
+
+        def record(arguments: StageCall, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+            y = _Ends.apply(arguments.blocks, x, *tensors)
+            sizes = _block_bytes(arguments.blocks, x, tensors)
+            calls.append(_Call(arguments, x, tensors, y, sizes))
+            return y
+
+        return MemoryMode(record=record)
 
 
 def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
     """Bytes saved outside the stages, and the options of each stage, from shapes alone.
 
-    Every mode saves an input of the stage that requires a gradient, and some save its output. To
-    count no tensor twice, the rest of the model runs with each stage replaced by a function that
-    saves only such an input; other inputs and outputs that the rest saves are then left out of the
-    stage's own bytes.
+    Runs the model with `_Ends` in place of its stages. No tensor counts twice: an input with a
+    gradient, and what the blocks read, count for the stage; other inputs, and outputs, that the
+    rest of the model saves too count for the rest.
     """
-    ends: dict[str, _EndsOfStage] = {}
-    fake_mode = FakeTensorMode()
-    with fake_mode:
+    with FakeTensorMode():
         rest = _copy_of_shapes(model)
-        names = {m: name for name, m in rest.named_modules()}
-        for name, module in rest.named_modules():
-            if isinstance(module, PreActStage):
-                run = functools.partial(_ends_of_stage, ends, name, module)
-                module.forward = run  # type: ignore[method-assign]
-            if (conversion := vars(module).get(CONVERSION)) is not None:
-                conversion.extra_types = (FakeTensor,)
-                conversion.run_stage = functools.partial(_ends_of_converted_stage, ends, names)
+        stages = _Stages(rest)
         outside, _ = saved_storages(rest, _shape_of(x).requires_grad_(x.requires_grad))
-    other_bytes = sum(size for size, _ in outside.values())
     for name, module in model.named_modules():
-        if isinstance(module, PreActStage) and name not in ends:
+        if isinstance(module, PreActStage) and name not in stages.calls:
             raise ValueError(f"model: expected each PreActStage to run once, {name!r} did not run")
-    plans = []
-    for name, (run_stage, x, y) in ends.items():
-        is_converted = isinstance(run_stage, _ConvertedStage)
-        own = run_stage if is_converted else cast(PreActStage, model.get_submodule(name))
-        # In another layout the rest saves a copy of the output, not the output itself.
-        is_nhwc = y.is_contiguous(memory_format=torch.channels_last)
-        is_shared = is_nhwc and storage_id(y) in outside
-        is_saved = not x.requires_grad and storage_id(x) in outside
-        options = _options_of_stage(own, x, fake_mode, (is_saved, is_shared))
-        if y.requires_grad and x.requires_grad:
-            other_bytes -= x.numel() * x.element_size()
-        plans.append(StagePlan(name, len(_sizes_of(own)), options, options[0], is_converted))
+    plans, other_bytes = [], 0
+    for name, calls in stages.calls.items():
+        read = sum(outside.pop(storage_id(t), (0,))[0] for call in calls for t in call.tensors)
+        options = []
+        for memory in MEMORY_MODES:
+            saved, extra = read, 0
+            for call in calls:
+                more_saved, more_extra = _bytes_of(call, memory, outside)
+                saved, extra = saved + more_saved, extra + more_extra
+            options.append(StageOption(memory, saved, extra))
+        stage = model.get_submodule(name)
+        is_converted = not isinstance(stage, PreActStage)
+        count = sum(len(c.blocks) for c in calls) if is_converted else len(cast(PreActStage, stage))
+        plans.append(StagePlan(name, count, tuple(options), options[0], is_converted))
+        other_bytes -= sum(c.x.nbytes for c in calls if c.x.requires_grad and c.y.requires_grad)
+    other_bytes += sum(size for size, _ in outside.values())
     return other_bytes, plans
 
 
-def _options_of_stage(
-    stage: _Stage, x: Tensor, fake_mode: FakeTensorMode, are_saved: tuple[bool, bool]
-) -> tuple[StageOption, ...]:
-    """What a stage saves in each mode.
-
-    Args:
-        stage: the stage.
-        x: a fake tensor like its input.
-        fake_mode: that of `x`.
-        are_saved: whether the rest of the model saves the input, and the output.
-    """
-    # The meta device is much faster. It has no autocast, and other memory formats than real
-    # devices in plain convolutions.
-    is_plain = isinstance(stage, PreActStage) and not all(map(is_fusable, stage))
-    device = x.device if is_plain or is_autocast(x) else torch.device("meta")
-    options = []
-    with contextlib.nullcontext() if device.type == "meta" else fake_mode:
-        shapes: _Stage
-        if isinstance(stage, _ConvertedStage):
-            shapes = stage.copy_of_shapes(device)
-        else:
-            shapes = _copy_of_shapes(stage, device)
-        own = _shape_of(x, device).requires_grad_(x.requires_grad)
-        for memory in MEMORY_MODES:
-            _set_mode(shapes, memory)
-            kept, found = saved_storages(shapes, own)
-            for t, is_saved in zip((own, found), are_saved, strict=True):
-                if is_saved:
-                    kept.pop(storage_id(t), None)
-            size = sum(size for size, _ in kept.values())
-            options.append(StageOption(memory, size, _extra_bytes(shapes, own, memory)))
-    return tuple(options)
-
-
-class _Ends(torch.autograd.Function):
-    """In place of a stage: saves an input with a gradient, and returns a tensor like its output."""
-
-    @staticmethod
-    def forward(ctx, x, parameter, shape, channels_last):
-        ctx.save_for_backward(x if ctx.needs_input_grad[0] else None)
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
-
-
-class _EndsOfStage(NamedTuple):
-    """A stage of a copy of shapes, its input and its output."""
-
-    stage: _Stage
-    x: Tensor
-    y: Tensor
-
-
-def _ends_of_stage(
-    ends: dict[str, _EndsOfStage], name: str, stage: PreActStage, x: Tensor
-) -> Tensor:
-    x = in_stream(_blocks(stage)[0], x)
-    return _ends_of(ends, name, stage, x, list(stage.parameters()))
-
-
-def _ends_of_converted_stage(
-    ends: dict[str, _EndsOfStage],
-    names: dict[nn.Module, str],
-    blocks: Sequence[BlockArguments],
-    x: Tensor,
-    first_norm: nn.Module | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    stage = _ConvertedStage(blocks, dtype)
-    if first_norm is None:  # no mode can be set
-        return stage(x)
-    return _ends_of(ends, names[first_norm], stage, x, list(stage.parameters()))
-
-
-def _ends_of(
-    ends: dict[str, _EndsOfStage],
-    name: str,
-    stage: _Stage,
-    x: Tensor,
-    parameters: Sequence[Tensor],
-) -> Tensor:
-    """The output of `_Ends` for a stage."""
-    if name in ends:
-        kind = "PreActStage" if isinstance(stage, PreActStage) else "stage"
-        raise ValueError(f"model: expected each {kind} to run once, {name!r} runs again")
-    channels_last = any(map(layout.is_channels_last, (x, *_weights(stage))))
-    shape = _sizes_of(stage, x.shape)[-1][-1]
-    trained = next((p for p in parameters if p.requires_grad), None)
-    x = layout.nhwc(x)
-    y = _Ends.apply(x, trained, shape, channels_last)
-    ends[name] = _EndsOfStage(stage, x, y)
-    return y
-
-
-def _blocks(stage: PreActStage) -> list[PreActBlock]:
-    return cast(list[PreActBlock], list(stage))
-
-
-def _weights(stage: _Stage) -> list[Tensor]:
-    if isinstance(stage, PreActStage):
-        return [m.weight for m in stage.modules() if isinstance(m, nn.Conv2d)]
-    return [w for b in stage.blocks for w in b.weights()]
-
-
-def _sizes_of(stage: _Stage, shape: Sequence[int] = (1, 1, 64, 64)) -> list[list[Sequence[int]]]:
-    """Output shapes of the convolutions of each block, for an input of `shape`."""
-    sizes: list[list[Sequence[int]]] = []
-    for block in stage.blocks if isinstance(stage, _ConvertedStage) else _blocks(stage):
-        if isinstance(block, BlockArguments):
-            convs: list = [conv for _, conv in block.units]
-        else:
-            convs = [conv for _, conv in block.units()]
-        sizes.append([])
-        for conv in convs:
-            shape = geometry_of(conv).output_shape(shape, conv.weight.shape)
-            sizes[-1].append(shape)
+def _block_bytes(
+    blocks: Sequence[Block], x: Tensor, tensors: Sequence[Tensor]
+) -> list[_BlockBytes]:
+    """Sizes for the input `x` of the first block, and the tensors that the blocks read."""
+    values = stage_values(blocks, tensors)
+    parameters, running = iter(values.parameters), iter(values.running)
+    shape: Sequence[int] = x.shape
+    sizes = []
+    for block in blocks:
+        *shapes, shape = block.shapes(shape)
+        inputs, statistics = [], []
+        for unit, unit_shape in zip(block.units, shapes, strict=True):
+            inputs.append(math.prod(unit_shape) * unit.x_dtype.itemsize)
+            bn_weight = next(parameters).bn_weight  # in the statistics dtype, as mean and variance
+            count = 2
+            if not unit.uses_batch:
+                of_unit = next(running), next(running)
+                count = sum(t.dtype != bn_weight.dtype or not t.is_contiguous() for t in of_unit)
+            statistics.append(count * bn_weight.nbytes)
+        output = math.prod(shape) * block.units[-1].y_dtype.itemsize
+        sizes.append(_BlockBytes(inputs, statistics, output))
     return sizes
 
 
-def _shape_of(t: Tensor, device: torch.device | None = None) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)
+def _bytes_of(call: _Call, memory: str, outside: Container[int]) -> tuple[int, int]:
+    """Bytes that a call saves beside what the blocks read, and moves beyond mode `"store"`.
+
+    Args:
+        call: the call.
+        memory: the memory mode.
+        outside: ids of the storages that the rest of the model saves.
+    """
+    _, blocks, _, _, first, skipped = call.arguments
+    kept = MemoryMode(memory).kept_inputs(blocks, first, skipped, call.x.dtype)
+    saved = extra = 0
+    for begin, keeps in kept.segments:
+        for index, keeps_input in enumerate(keeps, begin):
+            inputs, statistics, output = call.blocks[index]
+            skipped = kept.skipped if index == first else 0
+            saved += sum(statistics[skipped:])
+            if memory == "checkpoint":
+                saved += inputs[0] if index == begin else 0
+                extra += 2 * sum(inputs) + output
+            else:
+                saved += sum(inputs[skipped if keeps_input else 1 :])
+            if not keeps_input:
+                extra += inputs[-1] + inputs[0] + output
+    saves_x = first + kept.skipped == 0
+    if saves_x and not call.x.requires_grad and storage_id(call.x) in outside:
+        saved -= call.x.nbytes
+    if kept.saves_y and storage_id(call.y) not in outside:
+        saved += call.y.nbytes
+    return saved, extra
+
+
+def _shape_of(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def _copy_of_shapes(model: _Model, device: torch.device | None = None) -> _Model:
+def _copy_of_shapes(model: _Model) -> _Model:
     """A copy whose tensors have no values, and whose batch norms read none."""
     fakes = {}
     for t in (*model.parameters(), *model.buffers()):
-        fake = _shape_of(t, device)
+        fake = _shape_of(t)
         is_parameter = isinstance(t, nn.Parameter)
         fakes[id(t)] = nn.Parameter(fake, t.requires_grad) if is_parameter else fake
     model = copy.deepcopy(model, fakes)
@@ -407,41 +372,3 @@ def _copy_of_shapes(model: _Model, device: torch.device | None = None) -> _Model
             if isinstance(module, nn.SyncBatchNorm):  # without communication
                 module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
     return model
-
-
-def _first_recorded(stage: _Stage, x: Tensor) -> int:
-    """The first block that autograd records on an input `x`: those before it save nothing."""
-    if isinstance(stage, _ConvertedStage):
-        return first_recorded(stage.blocks, x)[0]
-    if x.requires_grad:
-        return 0
-    trained = (i for i, b in enumerate(stage) if any(p.requires_grad for p in b.parameters()))
-    return next(trained, len(stage))
-
-
-def _extra_bytes(stage: _Stage, x: Tensor, memory: str) -> int:
-    """Memory traffic of a step beyond that of mode `"store"`, bytes."""
-    mode = MemoryMode(memory)
-    itemsize = x.element_size()
-    inner_size = compute_dtype(x).itemsize if is_autocast(x) else _weights(stage)[0].itemsize
-    shape: Sequence[int] = x.shape
-    wide, inner = [x.numel() * itemsize], []
-    for shapes in _sizes_of(stage, shape):
-        shape = shapes.pop()
-        wide.append(math.prod(shape) * itemsize)
-        inner.append([math.prod(s) * inner_size for s in shapes])
-    if isinstance(stage, _ConvertedStage):
-        can_rebuild = [b.is_residual and b.projection is None for b in stage.blocks]
-    else:
-        can_rebuild = [b.is_residual and b.projection() is None for b in _blocks(stage)]
-    first = _first_recorded(stage, x)
-    starts = [first + start for start in mode.segment_starts(len(can_rebuild) - first)]
-    extra = 0
-    for start, end in itertools.pairwise([*starts, len(can_rebuild)]):
-        keeps = mode.keeps_input(can_rebuild[start:end], x.dtype)
-        for i, is_kept in enumerate(keeps, start):
-            if memory == "checkpoint":
-                extra += 2 * wide[i] + 2 * sum(inner[i]) + wide[i + 1]
-            if not is_kept:
-                extra += inner[i][-1] + wide[i] + wide[i + 1]
-    return extra

@@ -48,11 +48,6 @@ class Block(NamedTuple):
     projection: Unit | None  # None: the shortcut is the input
     is_residual: bool = True  # False: the units alone, `y = F(x)`
 
-    @property
-    def can_rebuild(self) -> bool:
-        """Whether the block's input follows from its output and the input of its last unit."""
-        return self.is_residual and self.projection is None and len(self.units) > 1
-
     def shapes(self, shape: Sequence[int]) -> list[Sequence[int]]:
         """Shapes of the inputs of all units, and of the output, for an input of `shape`."""
         shapes = [shape]

@@ -46,7 +46,7 @@ class StageCall(NamedTuple):
     eps: Sequence[float]  # one for every unit
     memory: MemoryMode
     first: int = 0  # block: those before it want no gradient, and save nothing
-    skipped: int = 0  # its first units, of which the same holds
+    skipped: int = 0  # its first units, which want none; `MemoryMode.kept_inputs`: what they save
 
 
 class PreActStageFunction(torch.autograd.Function):
@@ -71,11 +71,9 @@ class PreActStageFunction(torch.autograd.Function):
         for span in stage.spans(0, runnable, [False] * first, False):
             h, h_statistics = stage.forward(span, h, h_statistics)
         checkpoints = memory.name == "checkpoint"
-        starts = [first + start for start in memory.segment_starts(len(blocks) - first)]
-        keeps: list[bool] = []
+        ctx.skipped, segments, saves_y = memory.kept_inputs(blocks, first, skipped, x.dtype)
         ctx.segments = []  # the spans of each
-        for begin, end in itertools.pairwise([*starts, len(blocks)]):
-            keeps = memory.keeps_input([b.can_rebuild for b in blocks[begin:end]], x.dtype)
+        for begin, keeps in segments:
             spans = stage.spans(begin, runnable, keeps, True)
             ctx.segments.append(spans)
             segment_input = h
@@ -85,13 +83,12 @@ class PreActStageFunction(torch.autograd.Function):
                 h, h_statistics = stage.forward(span, h, h_statistics)
             if checkpoints:
                 stage.inputs[stage.first_unit[begin]] = segment_input
-        saves_y = not checkpoints and not all(keeps[-1:])  # the last block's input is rebuilt
         means, variances = stage.batch_statistics()
         ctx.call, ctx.device_type = call, x.device.type
         ctx.fixed_inv_counts = stage.fixed_inv_counts
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*means, *variances)
-        unused = stage.first_unit[first] + skipped
+        unused = stage.first_unit[first] + ctx.skipped
         saved = [(None, None, None)] * unused
         for h_in, statistics in zip(stage.inputs[unused:], stage.statistics[unused:], strict=True):
             saved.append((h_in, *statistics))
@@ -108,7 +105,8 @@ class PreActStageFunction(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, dy):
         y, *saved = ctx.saved_tensors
-        kernels, blocks, eps, memory, first, skipped = ctx.call
+        kernels, blocks, eps, memory, first, _ = ctx.call
+        skipped = ctx.skipped
         count = 3 * len(ctx.fixed_inv_counts)
         tensors = saved[count:]
         if dy is None:
@@ -203,13 +201,12 @@ def preact_stage(
         shape, x_dtype = shapes[-1], block.units[-1].y_dtype
 
     first, skipped = first_recorded(blocks, x)
-    if memory.name == "checkpoint":  # whole blocks run again
-        skipped = 0
-    if memory.name == "rebuild" and first + 1 < len(blocks) and blocks[first].is_residual:
-        skipped = 0  # a double backward needs its output, which is not kept
     x = x.contiguous(memory_format=torch.channels_last)
     call = StageCall(kernels, tuple(checked), tuple(eps), memory, first, skipped)
-    y, *batch = PreActStageFunction.apply(call, x, *flat_values(checked, values))
+    tensors = flat_values(checked, values)
+    if memory.record is not None:
+        return layout.restored(memory.record(call, x, tensors), channels_last)
+    y, *batch = PreActStageFunction.apply(call, x, *tensors)
     means, variances = batch[: len(norms)], batch[len(norms) :]
     if repeats_norms:  # in order
         for bn, mean, var in zip(norms, means, variances, strict=True):

@@ -1,5 +1,6 @@
 """Plans predict to the byte, and choose the cheapest combination that fits."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -11,10 +12,12 @@ from torch import nn
 import preact_kernels as pk
 from preact_kernels import planning
 from preact_kernels.ops.memory_mode import MEMORY_MODES
-from tests.cases import in_dtype, random_stage
+from tests.cases import in_dtype, random_block, random_stage
+from tests.convert.published_models import FunctionalBottleneck, FunctionalNet
 from tests.oracle import same_bits
 
 PLENTY = 10**15
+FLOAT = torch.float32
 
 
 def images(channels=3):
@@ -26,7 +29,7 @@ NETWORKS = {
     "basic": lambda: pk.preact_resnet(26),
     "imagenet": lambda: pk.preact_resnet(18, variant="imagenet"),
     "evaluation": lambda: pk.preact_resnet(29).eval(),
-    "wide_stream": lambda: in_bfloat16(pk.preact_resnet(47, residual_dtype=torch.float32)),
+    "wide_stream": lambda: in_bfloat16(pk.preact_resnet(47, residual_dtype=FLOAT)),
     "bfloat16": lambda: in_bfloat16(pk.preact_resnet(47)),
     "cumulative_average": lambda: with_momentum(pk.preact_resnet(20), None),
     "frozen": lambda: pk.preact_resnet(29).requires_grad_(False),
@@ -38,8 +41,24 @@ NETWORKS = {
     "frozen_blocks": lambda: frozen_blocks(pk.preact_resnet(47)),
     "frozen_blocks_beside_a_head": lambda: Headed(frozen_blocks(pk.preact_resnet(47))),
     "frozen_stage_beside_a_head": lambda: Headed(frozen_stage(pk.preact_resnet(29))),
+    "frozen_units": lambda: frozen_units(pk.preact_resnet(29)),
+    "without_affine_parameters": lambda: without_affine_parameters(pk.preact_resnet(29)),
+    "half_precision_norms": lambda: pk.preact_resnet(47).bfloat16(),
+    "half_precision_norms_of_both_modes": lambda: of_both_modes(pk.preact_resnet(29).bfloat16()),
+    "half_precision_norms_and_frozen_blocks": lambda: frozen_blocks(wide_stream(47)).eval(),
+    "without_gradients": lambda: WithoutGradients(),
+    "a_block_used_twice": lambda: block_used_twice(),
     "hooked": lambda: hooked(pk.preact_resnet(29)),
+    "autocast_with_a_wide_stream": lambda: Autocast(pk.preact_resnet(29, residual_dtype=FLOAT)),
+    "converted": lambda: converted(),
+    "converted_in_evaluation_mode": lambda: converted().eval(),
+    "converted_half_precision": lambda: converted().bfloat16(),
+    "converted_under_autocast": lambda: Autocast(converted()),
 }
+
+
+def wide_stream(depth):
+    return pk.preact_resnet(depth, residual_dtype=FLOAT).bfloat16()
 
 
 def in_bfloat16(model):
@@ -69,6 +88,60 @@ def frozen_blocks(model):
     return frozen_stage(model)
 
 
+def frozen_units(model):
+    """Frozen up to the last unit of a block."""
+    frozen_stage(model).stages[1].requires_grad_(False)
+    model.stages[1][1].conv3.requires_grad_(True)
+    return model
+
+
+def without_affine_parameters(model):
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.weight = m.bias = None
+    return model
+
+
+def of_both_modes(model):
+    model.eval().stages[1][1].train()
+    return model
+
+
+def block_used_twice():
+    block = random_block("basic", 10, 10)
+    return pk.PreActStage([block, block, random_block("basic", 10, 10)]).bfloat16()
+
+
+def converted():
+    return pk.convert(FunctionalNet(FunctionalBottleneck, (3, 3), 8))
+
+
+class WithoutGradients(nn.Module):
+    """A stage under `torch.no_grad`, on an input with a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.stage = nn.Conv2d(10, 10, 1), random_stage()
+
+    def forward(self, x):
+        x = self.conv(x).contiguous(memory_format=torch.channels_last)  # not copied by the stage
+        with torch.no_grad():
+            y = self.stage(x)
+        return y.mean() + x.square().mean()
+
+
+class Autocast(nn.Module):
+    """A model under autocast."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x)
+
+
 class Headed(nn.Module):
     """A network, and a trained convolution that reads the input of its second stage."""
 
@@ -84,7 +157,8 @@ class Headed(nn.Module):
 
 
 def hooked(model):
-    model.stages[1][1].register_forward_hook(lambda module, args, y: None)
+    for block in (model.stages[1][1], *model.stages[2]):
+        block.register_forward_hook(lambda module, args, y: None)
     return model
 
 
@@ -96,11 +170,12 @@ def test_predicted_bytes_are_what_a_forward_keeps(build, memory):
     weight = next(p for p in model.parameters() if p.dim() == 4)
     x = images(weight.shape[1]).to(weight.dtype)
     plan = pk.plan_memory(model, x, PLENTY)
-    options = {s.name: o for s in plan.stages for o in s.options if o.memory == memory}
-    for name, stage in model.named_modules():
-        if name in options:
-            stage.memory = memory
-    predicted = plan.other_bytes + sum(o.saved_bytes for o in options.values())
+    stages = []
+    for stage in plan.stages:
+        option = next(o for o in stage.options if o.memory == memory)
+        stages.append(dataclasses.replace(stage, chosen=option))
+    dataclasses.replace(plan, stages=tuple(stages)).apply(model)
+    predicted = plan.other_bytes + sum(s.chosen.saved_bytes for s in stages)
     assert predicted == pk.saved_bytes(model, x)
 
 
