@@ -3,8 +3,7 @@
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,39 +39,21 @@ class Site(NamedTuple):
     conv: str = ""
 
 
-class ConversionReport(Sequence[Site]):
+class ConversionReport(tuple[Site, ...]):
     """The sites of a model, in order; prints as a table."""
-
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._sites = tuple(sites)
-
-    @overload
-    def __getitem__(self, index: int) -> Site: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Site]: ...
-
-    def __getitem__(self, index: int | slice) -> Site | Sequence[Site]:
-        return self._sites[index]
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self._sites)
 
     @property
     def fused(self) -> tuple[Site, ...]:
         """The sites that ran fused."""
-        return tuple(s for s in self._sites if s.fused)
+        return tuple(s for s in self if s.fused)
 
     def __repr__(self) -> str:
         return f"<ConversionReport: {len(self.fused)} of {len(self)} batch norms fused>"
 
     def __str__(self) -> str:
-        width = max([len("batch norm"), *(len(s.name) for s in self._sites)])
+        width = max([len("batch norm"), *(len(s.name) for s in self)])
         rows = [f"{'batch norm':{width}}  fused"]
-        for s in self._sites:
+        for s in self:
             text = ", ".join(filter(None, (s.into, s.conv, s.reason)))
             rows.append(f"{s.name:{width}}  {'yes' if s.fused else 'no '}    {text}".rstrip())
         return "\n".join([*rows, f"{len(self.fused)} of {len(self)} batch norms are fused"])
