@@ -10,8 +10,6 @@ from preact_kernels import torch_compat
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.autocast import has_autocast
 
-SavedTensorHooks = tuple[Callable, Callable] | None
-
 
 class Context(NamedTuple):
     """Modes that change what an operation computes or saves for backward."""
@@ -20,7 +18,7 @@ class Context(NamedTuple):
     has_grad: bool
     is_inference: bool
     autocast_dtype: torch.dtype | None  # None: autocast is off
-    saved_tensor_hooks: SavedTensorHooks  # set by `torch.autograd.graph.saved_tensors_hooks`
+    saved_tensor_hooks: tuple[Callable, Callable] | None  # of `saved_tensors_hooks`
     backend: str
     stream: Any  # CUDA stream; None on a CPU
 

@@ -132,7 +132,9 @@ class Deferred(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Computes the arguments, then calls `func`; used where no region is active."""
-        return call_computed(func, args, kwargs or {})
+        given = args
+        args, kwargs = computed_arguments((args, kwargs or {}), func)
+        return returned_argument(func(*args, **kwargs), given)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -311,13 +313,6 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
     result.preact_node = node
     node.reference = Reference(result)
     return result
-
-
-def call_computed(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Calls `func` with every deferred argument computed."""
-    given = args
-    args, kwargs = computed_arguments((args, kwargs), func)
-    return returned_argument(func(*args, **kwargs), given)
 
 
 def returned_argument(result: Any, given: tuple) -> Any:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, become_plain
-from preact_kernels.conversion.matching import Match, Unit, match
+from preact_kernels.conversion.matching import Match, Matcher, Unit
 from preact_kernels.conversion.operations import CONV, NORM, tracked_statistics, updating_norm
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.ops import layout
+from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.bn_relu import bn_relu_of
 from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d_of
@@ -46,7 +47,7 @@ def execute(region: Any, nodes: Sequence[Node], reader: object) -> None:
     """
     for node in nodes:
         node.check_inputs()
-    matches, refused = match(nodes)
+    matches, refused = Matcher(nodes).match()
     steps = _steps(nodes, matches)
     _note(region, matches, refused, reader)
     _Execution(region, nodes, steps).run()
@@ -90,7 +91,6 @@ class _Execution:
         self._in_nhwc = any(not isinstance(s, Node) for s in steps)
 
     def run(self) -> None:
-        """Runs the steps."""
         try:
             for step in self._steps:
                 inputs = [self._input(i, step) for i in _inputs(step)]
@@ -139,7 +139,7 @@ class _Execution:
         x, *residual = inputs
         first = step.nodes[0]
         if not step.units:
-            return bn_relu_of(x, first.settings.arguments(_affine(first)))
+            return bn_relu_of(x, first.settings.arguments(first.inputs[1:]))
         if not step.blocks:
             unit = step.units[0]
             return bn_relu_conv2d_of(x, *_arguments(unit), residual[0] if residual else None)
@@ -206,17 +206,13 @@ def _inputs(step: Match | Node) -> Sequence[Any]:
     return step.inputs
 
 
-def _affine(node: Node) -> Sequence[Any]:
-    return node.inputs[1:]
-
-
-def _arguments(unit: Unit) -> tuple[Any, ConvArguments]:
+def _arguments(unit: Unit) -> tuple[BatchNorm, ConvArguments]:
     bn, conv = unit.bn, unit.conv
-    arguments = conv.settings.arguments(*_affine(conv))
-    if unit.pads:
-        more = zip(arguments.padding, unit.padding, strict=True)
-        arguments = arguments._replace(padding=tuple(a + b for a, b in more))
-    return bn.settings.arguments(_affine(bn)), arguments
+    weight, *bias = cast(Sequence[Tensor], conv.inputs[1:])
+    stride, padding, dilation, groups = conv.settings.conv
+    padding = (padding[0] + unit.padding[0], padding[1] + unit.padding[1])
+    arguments = ConvArguments(weight, bias[0] if bias else None, stride, padding, dilation, groups)
+    return bn.settings.arguments(bn.inputs[1:]), arguments
 
 
 def _is_unsafe(conv: Node) -> bool:
@@ -225,7 +221,7 @@ def _is_unsafe(conv: Node) -> bool:
     return (
         not conv.channels_last
         and weight.shape[1] < _FEW_CHANNELS
-        and max(conv.settings.stride) > 1
+        and max(conv.settings.conv.stride) > 1
         and weight.device.type == "cpu"
     )
 

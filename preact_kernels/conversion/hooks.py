@@ -5,7 +5,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -122,7 +122,9 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         region = Region(conversion.memory, owners, conversion.run_stage, conversion.extra_types)
         region.__enter__()
         region.frame = frame
-    norms = list(_sync_norms(module)) if region.is_distributed else []
+    norms: list[nn.SyncBatchNorm] = []
+    if region.is_distributed:
+        norms = [m for m in module._modules.values() if type(m) is nn.SyncBatchNorm]
     for norm in norms:
         norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
     handles = _hook_children(module)
@@ -335,10 +337,3 @@ def _make_plain(value: Any, reader: str) -> None:
     for t in torch_compat.tree_leaves(value):
         if type(t) is Deferred:
             compute(t, reader)
-
-
-def _sync_norms(module: nn.Module) -> Iterator[nn.SyncBatchNorm]:
-    """Yields the children that get a `SyncForward` while a region is open."""
-    for child in module._modules.values():
-        if type(child) is nn.SyncBatchNorm:
-            yield child

@@ -60,16 +60,6 @@ class Match(NamedTuple):
     reason: str = ""
 
 
-def _unit_match(
-    unit: Unit, residual: Node | Tensor | None = None, add: Node | None = None
-) -> Match:
-    """Returns the match of a single unit, with the addition of `residual` to its output."""
-    x = unit.bn.inputs[0]
-    if add is None or residual is None:
-        return Match("BN-ReLU-Conv", unit.nodes, unit.conv, (x,), (unit,))
-    return Match("BN-ReLU-Conv and residual add", (*unit.nodes, add), add, (x, residual), (unit,))
-
-
 def _block_match(*blocks: Block) -> Match:
     """Returns the match of a residual block, or of units as blocks without a shortcut."""
     projections = tuple(b.projection for b in blocks if b.projection is not None)
@@ -96,22 +86,12 @@ def _row_matches(units: list[Unit]) -> list[Match]:
     """Returns the match of consecutive units without a shortcut."""
     if len(units) > 1:
         return [_block_match(*(Block((u,), None, None) for u in units))]
-    return [_unit_match(u) for u in units]
+    return [Match("BN-ReLU-Conv", u.nodes, u.conv, (u.bn.inputs[0],), (u,)) for u in units]
 
 
-def match(nodes: Sequence[Node]) -> tuple[list[Match], dict[Node, str]]:
-    """Finds the nodes that run fused when `nodes` are computed.
+class Matcher:
+    """Finds which of `nodes`, in the order of their recording, run fused."""
 
-    Args:
-        nodes: nodes in the order of their recording.
-
-    Returns:
-        The matches, and for each other batch norm the reason why it is in no match.
-    """
-    return _Matcher(nodes).match()
-
-
-class _Matcher:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._order = {n: i for i, n in enumerate(nodes)}
         self._relus: dict[Node, Node] = {}  # batch norm -> ReLU, if both run fused
@@ -119,6 +99,7 @@ class _Matcher:
         self._added: set[Node] = set()  # additions that are part of a match
 
     def match(self) -> tuple[list[Match], dict[Node, str]]:
+        """Returns the matches, and for each other batch norm the reason why it is in no match."""
         for node in self._order:
             if node.operation is NORM:
                 relu = self._relu(node)
@@ -217,18 +198,19 @@ class _Matcher:
             return [_block_match(Block(tuple(chain), None, add))]
         if other.dtype != last.dtype:
             return _row_matches(chain)
-        return [*_row_matches(chain[:-1]), _unit_match(chain[-1], other, add)]
+        unit = chain[-1]
+        nodes, inputs = (*unit.nodes, add), (unit.bn.inputs[0], other)
+        last_match = Match("BN-ReLU-Conv and residual add", nodes, add, inputs, (unit,))
+        return [*_row_matches(chain[:-1]), last_match]
 
     def _projecting_block(self, chain: list[Unit], projection: Unit) -> Block | None:
         last = chain[-1].conv
         add = self._only_reader(last)
         if add is None or add.operation is not ADD or add in self._added:
             return None
-        if not projection.fits_stage:
+        if not projection.fits_stage or self._only_reader(projection.conv) is not add:
             return None
         if set(add.inputs) != {last, projection.conv} or not all(u.fits_stage for u in chain):
-            return None
-        if self._only_reader(projection.conv) is not add:
             return None
         return Block(tuple(chain), projection, add)
 

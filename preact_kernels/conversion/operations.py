@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, Operation
 from preact_kernels.conversion.owners import Owner
+from preact_kernels.kernels.contract import Conv
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.unit import ConvArguments
 
 
 class NormSettings(NamedTuple):
@@ -19,41 +19,22 @@ class NormSettings(NamedTuple):
 
     has_weight: bool
     has_bias: bool
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    training: bool
-    momentum: float
-    eps: float
-    process_group: object = None  # processes that share the batch statistics
-    owner: Owner | None = None  # the module that called it, if known
+    bn: BatchNorm  # without weight and bias
+    owner: Owner | None  # the module that called it, if known
 
     def arguments(self, affine: Sequence[Tensor]) -> BatchNorm:
         """Returns arguments of the fused ops; `affine`: the node's inputs after the first."""
         rest = list(affine)
-        return BatchNorm(
-            rest.pop(0) if self.has_weight else None,
-            rest.pop(0) if self.has_bias else None,
-            self.running_mean,
-            self.running_var,
-            self.training,
-            self.momentum,
-            self.eps,
-            self.process_group,
-        )
+        weight = rest.pop(0) if self.has_weight else None
+        bias = rest.pop(0) if self.has_bias else None
+        return BatchNorm(weight, bias, *self.bn[2:])
 
 
 class ConvSettings(NamedTuple):
     """Arguments of a convolution other than its input, weight and bias."""
 
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    groups: int
-    owner: Owner | None = None  # the module that called it, if known
-
-    def arguments(self, weight: Tensor, bias: Tensor | None = None) -> ConvArguments:
-        """Returns arguments of the fused ops."""
-        return ConvArguments(weight, bias, *self[:4])
+    conv: Conv
+    owner: Owner | None  # the module that called it, if known
 
 
 class CallSettings(NamedTuple):
@@ -91,7 +72,7 @@ def _plain_norm(bn: BatchNorm, x: Tensor, updates: bool) -> Tensor:
 
 
 def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.conv2d(x, weight, bias, *s[:4])
+    return F.conv2d(x, weight, bias, *s.conv)
 
 
 NORM = Operation("batch norm", _norm, precedes_relu=True)
@@ -105,13 +86,15 @@ POOL = Operation("pooling", lambda s, x: s.func(x, *s.args, **s.kwargs))
 
 def tracked_statistics(node: Node) -> list[Tensor]:
     """Returns the running statistics that a node updates."""
-    if node.operation is not NORM or not node.settings.training:
-        return []
-    return [t for t in (node.settings.running_mean, node.settings.running_var) if t is not None]
+    return _running_statistics(node, True)
 
 
 def constants(node: Node) -> list[Tensor]:
     """Returns tensors other than its inputs that a node reads."""
-    if node.operation is not NORM or node.settings.training:
+    return _running_statistics(node, False)
+
+
+def _running_statistics(node: Node, training: bool) -> list[Tensor]:
+    if node.operation is not NORM or node.settings.bn.training != training:
         return []
-    return [t for t in (node.settings.running_mean, node.settings.running_var) if t is not None]
+    return [t for t in node.settings.bn[2:4] if t is not None]

@@ -57,8 +57,7 @@ class Owners:
             return None
         self._may_look = False
         self._look()
-        owner = self._by_id.get(id(t))
-        return owner if owner is not None and owner.has(t) else None
+        return self.find(t)
 
     def is_batch_count(self, t: Tensor) -> bool:
         """Whether `t` is the `num_batches_tracked` of a batch norm."""

@@ -29,6 +29,7 @@ from preact_kernels.conversion.operations import (
     ConvSettings,
     NormSettings,
 )
+from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import batch_norm_arguments
 from preact_kernels.ops import checks, layout
 from preact_kernels.ops.batch_norm import BatchNorm
@@ -41,24 +42,21 @@ FIRST = {F.batch_norm, Tensor.add_, Tensor.__iadd__}
 RULES: dict[Callable, Any] = dict.fromkeys(METADATA_FUNCTIONS, METADATA)
 
 
-def _rule(*functions: Callable | None) -> Callable:
+def _rule(*functions: Callable, arguments: Callable) -> Callable:
+    """Registers a rule for `functions`; `arguments` has their signature, and returns the rule's."""
+
     def add(rule: Callable) -> Callable:
-        RULES.update({f: rule for f in functions if f is not None})
+        def bound_rule(region: Any, args: tuple, kwargs: dict) -> Any:
+            try:
+                given = arguments(*args, **kwargs)
+            except TypeError:
+                return NotImplemented
+            return rule(region, *given)
+
+        RULES.update(dict.fromkeys(functions, bound_rule))
         return rule
 
     return add
-
-
-def _bound(names: Sequence[str], args: tuple, kwargs: dict) -> dict[str, Any] | None:
-    """Returns arguments by name; None if they do not fit `names`."""
-    if len(args) > len(names):
-        return None
-    given = dict(zip(names, args, strict=False))
-    if kwargs:
-        given.update(kwargs)
-        if not given.keys() <= set(names):
-            return None
-    return given
 
 
 def _is_pending(t: object) -> bool:
@@ -92,18 +90,9 @@ def _norm_arguments(
     return input, BatchNorm(weight, bias, running_mean, running_var, training, momentum, eps)
 
 
-@_rule(F.batch_norm)
-def _record_norm(region: Any, args: tuple, kwargs: dict) -> Any:
-    try:
-        x, bn = _norm_arguments(*args, **kwargs)
-    except TypeError:
-        return NotImplemented
-    return record_norm(region, x, bn)
-
-
+@_rule(F.batch_norm, arguments=_norm_arguments)
 def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
     """Defers a batch norm."""
-    tensors = bn[:4]
     weight, bias = bn.weight, bn.bias
     owner = region.owners.find(weight if weight is not None else bn.running_mean)
     if not isinstance(x, Tensor):
@@ -118,27 +107,17 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
     elif channels_last is not None and x.numel() <= x.shape[1]:
         channels_last = None  # empty, or one value per channel
     if channels_last is None:
-        reason = "its input is no image, or has unusual strides"
-        region.note(owner, reason)
+        region.note(owner, "its input is no image, or has unusual strides")
         return NotImplemented
     # The weight's dtype and device represent all parameters: they change together.
     like = None if owner is None or weight is None else (weight.dtype, weight.device)
-    key = (x.dtype, x.device, x.shape[1], like, *map(id, tensors), *bn[4:8])
+    key = (x.dtype, x.device, x.shape[1], like, *map(id, bn[:4]), *bn[4:8])
     settings = None
     if owner is not None and owner.key == key:
         settings = owner.found
     elif not (reason := _norm_refusal(region, x, bn)):
-        settings = NormSettings(
-            bn.weight is not None,
-            bn.bias is not None,
-            bn.running_mean,
-            bn.running_var,
-            bn.training,
-            cast(float, bn.momentum),
-            bn.eps,
-            bn.process_group,
-            owner,
-        )
+        rest = bn._replace(weight=None, bias=None, batch_count=None)
+        settings = NormSettings(weight is not None, bias is not None, rest, owner)
         if owner is not None:
             owner.key, owner.found = key, settings
     if owner is not None and settings is not None and _has_hooks(owner.module):
@@ -148,10 +127,7 @@ def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
         return NotImplemented
     running = [t for t in bn[2:4] if t is not None]
     region.before_statistics(running, bn.training)
-    if weight is None or bias is None:
-        inputs = (x, *(t for t in (weight, bias) if t is not None))
-    else:
-        inputs = (x, weight, bias)
+    inputs = [t for t in (x, weight, bias) if t is not None]
     result = region.record(NORM, inputs, settings, x.shape, x.dtype, channels_last)
     (region.updated if bn.training else region.evaluated).update(map(id, running))
     result.preact_node.memory = region.memory
@@ -210,15 +186,19 @@ def _norm_refusal(region: Any, x: Tensor, bn: BatchNorm) -> str:
         return "its arguments are no plain numbers"
     if type(bn.momentum) not in (float, int) or bn.momentum != bn.momentum:
         return "its momentum is no plain number"
-    if not (bn.training or bn.running_mean is not None) or not bn.eps >= 0:
-        return "PyTorch refuses its arguments"
-    if bn.training and bn.eps == 0:
+    has_statistics = bn.training or bn.running_mean is not None
+    if not has_statistics or not bn.eps >= 0 or (bn.training and bn.eps == 0):
         return "PyTorch refuses its arguments"
     return ""
 
 
-def _record_relu(region: Any, x: Any, in_place: bool) -> Any:
-    if not _is_pending(x):
+@_rule(F.relu_, torch.relu_, Tensor.relu_, arguments=lambda input, /: (input, True))
+@_rule(
+    *(F.relu, torch.relu, Tensor.relu),
+    arguments=lambda input, inplace=False: (input, inplace),
+)
+def _record_relu(region: Any, x: Any, in_place: object) -> Any:
+    if not _is_pending(x) or type(in_place) is not bool:
         return NotImplemented
     node = x.preact_node
     if region.context_for(node.context.device) is None:
@@ -226,34 +206,12 @@ def _record_relu(region: Any, x: Any, in_place: bool) -> Any:
     return region.record(RELU, (x,), None, node.shape, node.dtype, node.channels_last, in_place)
 
 
-def _relu_arguments(input, inplace=False):
-    return input, inplace
-
-
-@_rule(F.relu, torch.relu, Tensor.relu)
-def _relu(region: Any, args: tuple, kwargs: dict) -> Any:
-    try:
-        x, in_place = _relu_arguments(*args, **kwargs)
-    except TypeError:
-        return NotImplemented
-    return _record_relu(region, x, in_place) if type(in_place) is bool else NotImplemented
-
-
-@_rule(F.relu_, torch.relu_, Tensor.relu_)
-def _relu_in_place(region: Any, args: tuple, kwargs: dict) -> Any:
-    return _record_relu(region, args[0], True) if len(args) == 1 and not kwargs else NotImplemented
-
-
 def _conv_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     return input, weight, bias, (stride, padding, dilation, groups)
 
 
-@_rule(F.conv2d)
-def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
-    try:
-        x, weight, bias, numbers = _conv_arguments(*args, **kwargs)
-    except TypeError:
-        return NotImplemented
+@_rule(F.conv2d, arguments=_conv_arguments)
+def _record_conv(region: Any, x: Any, weight: Any, bias: Any, numbers: tuple) -> Any:
     if not _is_pending(x) or type(weight) not in region.tensor_types:
         return NotImplemented
     if bias is not None and type(bias) not in region.tensor_types:
@@ -274,10 +232,10 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
     else:
         dtype = _conv_dtype(node, affine, context.autocast_dtype)
         bias_shape = None if bias is None else bias.shape
-        settings, shape = _geometry(node.shape, weight.shape, bias_shape, *map(_hashable, numbers))
-        if dtype is None or settings is None:
+        conv, shape = _geometry(node.shape, weight.shape, bias_shape, *map(_hashable, numbers))
+        if dtype is None or conv is None:
             return NotImplemented
-        settings = settings._replace(owner=owner)
+        settings = ConvSettings(conv, owner)
         weight_is_channels_last = layout.is_channels_last(weight)
         if owner is not None:
             owner.key, owner.found = key, (settings, shape, dtype, weight_is_channels_last)
@@ -289,7 +247,7 @@ def _record_conv(region: Any, args: tuple, kwargs: dict) -> Any:
 
 def _calling_conv() -> nn.Module | None:
     """Returns the `nn.Conv2d` that called the function of the current rule, if one did."""
-    frame = sys._getframe(3)  # the caller of the region, which called the rule
+    frame = sys._getframe(4)  # the caller of the region, which called the bound rule
     is_conv = frame.f_code is nn.Conv2d._conv_forward.__code__
     return frame.f_locals["self"] if is_conv else None
 
@@ -327,8 +285,8 @@ def _cached(function: Callable) -> Callable:
 @_cached
 def _geometry(
     shape: tuple, weight_shape: tuple, bias_shape: tuple | None, stride, padding, dilation, groups
-) -> tuple[ConvSettings | None, tuple[int, ...]]:
-    """Returns arguments and result shape of a convolution; None: it must be called."""
+) -> tuple[Conv | None, tuple[int, ...]]:
+    """Returns geometry and result shape of a convolution; None: it must be called."""
     try:
         x, weight = (torch.empty(s, device="meta") for s in (shape, weight_shape))
         bias = None if bias_shape is None else torch.empty(bias_shape, device="meta")
@@ -337,7 +295,7 @@ def _geometry(
         conv = checks.geometry(weight_shape[2:], pairs[0], pairs[1], pairs[2], groups)
     except (RuntimeError, TypeError, ValueError):
         return None, ()
-    return (None, ()) if conv is None else (ConvSettings(*conv), tuple(result.shape))
+    return conv, tuple(result.shape)
 
 
 def _paired(value: Any) -> Any:
@@ -345,10 +303,11 @@ def _paired(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
-def _record_add(region: Any, args: tuple, kwargs: dict, in_place: bool) -> Any:
-    if len(args) != 2 or kwargs:
-        return NotImplemented
-    a, b = args
+@_rule(
+    *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
+    arguments=lambda input, other, /: (input, other),
+)
+def _record_add(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
     if not (_is_pending(a) or (_is_pending(b) and not in_place)):
         return NotImplemented
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
@@ -364,51 +323,45 @@ def _record_add(region: Any, args: tuple, kwargs: dict, in_place: bool) -> Any:
     return region.record(ADD, (a, b), None, tuple(a.shape), dtype, channels_last, in_place)
 
 
-@_rule(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
-def _add(region: Any, args: tuple, kwargs: dict) -> Any:
-    return _record_add(region, args, kwargs, False)
-
-
-@_rule(Tensor.add_, Tensor.__iadd__)
-def _add_in_place(region: Any, args: tuple, kwargs: dict) -> Any:
-    x = args[0]
+@_rule(Tensor.add_, Tensor.__iadd__, arguments=lambda input, other, /: (input, other))
+def _add_in_place(region: Any, x: Any, other: Any) -> Any:
     if type(x) is not Deferred:  # a checkpoint's recomputation must not count a batch again
         is_counted = torch_compat.is_in_backward() and region.owners.is_batch_count(x)
         return x if is_counted else NotImplemented
-    return _record_add(region, args, kwargs, True)
+    return _record_add(region, x, other, in_place=True)
 
 
 _ZEROS = ("None", "0", "0.0")  # not -0.0
 
 
-@_rule(F.pad)
-def _pad(region: Any, args: tuple, kwargs: dict) -> Any:
-    given = _bound(("input", "pad", "mode", "value"), args, kwargs)
-    if given is None or not _is_pending(given.get("input")):
-        return NotImplemented
-    sizes = given.get("pad")
-    if given.get("mode", "constant") != "constant" or str(given.get("value")) not in _ZEROS:
+def _pad_arguments(input, pad, mode="constant", value=None):
+    return input, pad, mode, value
+
+
+@_rule(F.pad, arguments=_pad_arguments)
+def _record_pad(region: Any, x: Any, sizes: Any, mode: object, value: object) -> Any:
+    if not _is_pending(x) or mode != "constant" or str(value) not in _ZEROS:
         return NotImplemented
     if not isinstance(sizes, list | tuple) or len(sizes) != 4:
         return NotImplemented
     if not all(type(s) is int and s >= 0 for s in sizes):
         return NotImplemented
-    node = given["input"].preact_node
+    node = x.preact_node
     n, c, h, w = node.shape
     left, right, top, bottom = sizes
     shape = (n, c, h + top + bottom, w + left + right)
-    x = given["input"]
     if region.context_for(node.context.device) is None:
         return NotImplemented
     return region.record(PAD, (x,), tuple(sizes), shape, node.dtype, node.channels_last)
 
 
-@_rule(torch.cat, torch.concat, torch.concatenate)
-def _cat(region: Any, args: tuple, kwargs: dict) -> Any:
-    given = _bound(("tensors", "dim"), args, kwargs)
-    if given is None or given.get("dim", 0) not in (1, -3):
+@_rule(
+    *(torch.cat, torch.concat, torch.concatenate),
+    arguments=lambda tensors, dim=0: (tensors, dim),
+)
+def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
+    if dim not in (1, -3):
         return NotImplemented
-    tensors = given.get("tensors")
     if not isinstance(tensors, list | tuple) or not any(map(_is_pending, tensors)):
         return NotImplemented
     first = next(t for t in tensors if _is_pending(t)).preact_node
@@ -426,17 +379,15 @@ def _cat(region: Any, args: tuple, kwargs: dict) -> Any:
     return region.record(CAT, tuple(tensors), None, shape, first.dtype, first.channels_last)
 
 
-@_rule(F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout)
-def _dropout(region: Any, args: tuple, kwargs: dict) -> Any:
+@_rule(
+    *(F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout),
+    arguments=lambda input, p=0.5, training=True, inplace=False: (input, p, training),
+)
+def _dropout(region: Any, x: Any, p: Any, training: object) -> Any:
     """Returns the input if nothing is dropped, as PyTorch does."""
-    given = _bound(("input", "p", "training", "inplace"), args, kwargs)
-    if given is None or not _is_pending(given.get("input")):
+    if not _is_pending(x) or type(p) not in (float, int) or not 0 <= p <= 1:
         return NotImplemented
-    p = given.get("p", 0.5)
-    if type(p) not in (float, int) or not 0 <= p <= 1:
-        return NotImplemented
-    is_off = p == 0 or given.get("training", True) is False
-    return given["input"] if is_off else NotImplemented
+    return x if p == 0 or training is False else NotImplemented
 
 
 def _pool(func: Callable) -> Callable:
