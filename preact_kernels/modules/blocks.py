@@ -1,51 +1,98 @@
-"""Fused blocks, given as modules, as one autograd node."""
+"""`PreActBlock`, and consecutive blocks as one autograd node."""
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import batch_norm_arguments, process_group
-from preact_kernels.modules.conv import conv_arguments
+from preact_kernels.modules.batch_norm import (
+    batch_norm_arguments,
+    is_bare_norm,
+    plain_batch_norm,
+    process_group,
+)
+from preact_kernels.modules.conv import conv_arguments, is_stage_conv, plain_conv
 from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
+from preact_kernels.ops.plain_operators import runs_plain
 from preact_kernels.ops.preact_stage import preact_stage
 
 
-class Block(Protocol):
-    """BN-ReLU-Conv units in a row, and a shortcut: a `PreActBlock`, or modules of another class."""
+class PreActBlock(nn.Module):
+    """`y = shortcut(x) + F(x)` with F a chain of BN-ReLU-Conv units.
 
-    residual_dtype: torch.dtype | None  # see PreActStage
-    is_residual: bool  # False: no shortcut is added
+    The children are `bn1`, `conv1`, `bn2`, ... and, where the shape changes, `shortcut`: a
+    bias-free 1x1 convolution of the first unit's activation. Elsewhere the shortcut is x itself.
+    """
 
-    def units(self) -> Iterable[tuple[nn.BatchNorm2d, nn.Conv2d]]:
+    fused = True
+    residual_dtype: torch.dtype | None = None  # see PreActStage, which sets it
+    is_residual = True
+    expansion: int
+    unit_count: int
+
+    def units(self) -> list[tuple[nn.BatchNorm2d, nn.Conv2d]]:
         """The pairs of batch norm and convolution, in order."""
+        children = cast(dict[str, Any], self._modules)
+        return [(children[f"bn{i}"], children[f"conv{i}"]) for i in range(1, self.unit_count + 1)]
 
     def projection(self) -> nn.Conv2d | None:
         """The convolution of the shortcut; None where the shortcut is the input."""
+        return cast("nn.Conv2d | None", self._modules.get("shortcut"))
 
     def is_fusable(self) -> bool:
-        """Whether the parameters of its modules may be read in place of calling them."""
+        """Whether the fused block may read the children's parameters in place of calling them."""
+        if not self.fused:
+            return False
+        for bn, conv in self.units():
+            if not (is_bare_norm(bn) and is_stage_conv(conv)):
+                return False
+        projection = self.projection()
+        return projection is None or is_stage_conv(projection)
 
     def plain_forward(self, x: Tensor) -> Tensor:
-        """Calls the modules."""
+        """Calls the children; the fused block computes the same."""
+        x = in_stream(self, x)
+        h, shortcut, projection = x, x, self.projection()
+        for index, (bn, conv) in enumerate(self.units()):
+            normalised = plain_batch_norm(bn, h, self.residual_dtype)
+            a = F.relu(normalised, inplace=is_bare_norm(bn))
+            if self.residual_dtype is not None:
+                a = _rounded(a, conv.weight)
+            if index == 0 and projection is not None:
+                shortcut = plain_conv(projection, a)
+            h = plain_conv(conv, a)
+        return in_stream(self, shortcut) + h
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""
+        if not self.is_fusable() or runs_plain(x):
+            return self.plain_forward(x)
+        return fused_blocks([self], x)
 
 
-def in_stream(block: Block, x: Tensor) -> Tensor:
+@fx.wrap  # as a symbolic trace runs with autocast or without
+def _rounded(a: Tensor, weight: Tensor) -> Tensor:
+    """An activation of a residual stream in the dtype of a convolution, which autocast chooses."""
+    return a if is_autocast(a) else a.to(weight.dtype)
+
+
+def in_stream(block: PreActBlock, x: Tensor) -> Tensor:
     """`x` in the dtype of the residual stream."""
     if block.residual_dtype is None:
         return x
     return x.to(torch.promote_types(block.residual_dtype, _weight_dtype(block)))
 
 
-def _weight_dtype(block: Block) -> torch.dtype:
-    return next(iter(block.units()))[1].weight.dtype
+def _weight_dtype(block: PreActBlock) -> torch.dtype:
+    return block.units()[0][1].weight.dtype
 
 
-def fused_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
+def fused_blocks(blocks: Sequence[PreActBlock], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
     """Runs fusable blocks on `x`, and updates their running statistics once.
 
     Args:
@@ -79,7 +126,7 @@ def fused_blocks(blocks: Sequence[Block], x: Tensor, memory: MemoryMode = STORE)
     return preact_stage(arguments, x, dtype, memory, repeats_norms)
 
 
-def _arguments(block: Block, upcasts: bool, norms: list[nn.Module]) -> BlockArguments:
+def _arguments(block: PreActBlock, upcasts: bool, norms: list[nn.Module]) -> BlockArguments:
     """The arguments of a block, of which the batch norms are added to `norms`."""
     units = []
     for bn, conv in block.units():

@@ -1,78 +1,9 @@
 """The residual blocks of "Identity Mappings in Deep Residual Networks" (arXiv 1603.05027)."""
 
-from typing import Any, cast
+from torch import nn
 
-import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
-
-from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
-from preact_kernels.modules.blocks import fused_blocks, in_stream
-from preact_kernels.modules.conv import is_stage_conv, plain_conv
-from preact_kernels.ops.autocast import is_autocast
+from preact_kernels.modules.blocks import PreActBlock
 from preact_kernels.ops.checks import check_count
-from preact_kernels.ops.plain_operators import runs_plain
-
-
-class PreActBlock(nn.Module):
-    """`y = shortcut(x) + F(x)` with F a chain of BN-ReLU-Conv units.
-
-    The children are `bn1`, `conv1`, `bn2`, ... and, where the shape changes, `shortcut`: a
-    bias-free 1x1 convolution of the first unit's activation. Elsewhere the shortcut is x itself.
-    """
-
-    fused = True
-    residual_dtype: torch.dtype | None = None  # see PreActStage, which sets it
-    is_residual = True
-    expansion: int
-    unit_count: int
-
-    def units(self) -> list[tuple[nn.BatchNorm2d, nn.Conv2d]]:
-        """The pairs of batch norm and convolution, in order."""
-        children, units = cast(dict[str, Any], self._modules), []
-        for i in range(1, self.unit_count + 1):
-            units.append((children[f"bn{i}"], children[f"conv{i}"]))
-        return units
-
-    def projection(self) -> nn.Conv2d | None:
-        """The convolution of the shortcut; None where the shortcut is the input."""
-        return cast("nn.Conv2d | None", self._modules.get("shortcut"))
-
-    def is_fusable(self) -> bool:
-        """Whether the fused block may read the children's parameters in place of calling them."""
-        if not self.fused:
-            return False
-        for bn, conv in self.units():
-            if not (is_bare_norm(bn) and is_stage_conv(conv)):
-                return False
-        projection = self.projection()
-        return projection is None or is_stage_conv(projection)
-
-    def plain_forward(self, x: Tensor) -> Tensor:
-        """Calls the children; the fused block computes the same."""
-        x = in_stream(self, x)
-        h, shortcut, projection = x, x, self.projection()
-        for index, (bn, conv) in enumerate(self.units()):
-            normalised = plain_batch_norm(bn, h, self.residual_dtype)
-            a = F.relu(normalised, inplace=is_bare_norm(bn))
-            if self.residual_dtype is not None:
-                a = _rounded(a, conv.weight)
-            if index == 0 and projection is not None:
-                shortcut = plain_conv(projection, a)
-            h = plain_conv(conv, a)
-        return in_stream(self, shortcut) + h
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""
-        if not self.is_fusable() or runs_plain(x):
-            return self.plain_forward(x)
-        return fused_blocks([self], x)
-
-
-@fx.wrap  # as a symbolic trace runs with autocast or without
-def _rounded(a: Tensor, weight: Tensor) -> Tensor:
-    """An activation of a residual stream in the dtype of a convolution, which autocast chooses."""
-    return a if is_autocast(a) else a.to(weight.dtype)
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:

@@ -6,9 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.modules.blocks import fused_blocks
+from preact_kernels.modules.blocks import PreActBlock, fused_blocks
 from preact_kernels.modules.hooks import has_hooks
-from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -105,7 +104,6 @@ class PreActStage(nn.Sequential):
         )
 
     def extra_repr(self) -> str:
-        """Memory mode and options."""
         names = ("segments", "anchor_every", "residual_dtype")
         given = [f", {n}={getattr(self, n)}" for n in names if getattr(self, n)]
         return f"memory={self.memory!r}{''.join(given)}"
