@@ -60,7 +60,6 @@ def not_compiled(function: _Function) -> _Function:
 # Whether hooks are registered for all modules: a fused module must then call its children.
 has_global_module_hook = _has_any_global_hook
 
-
 # Hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`; None: there are none.
 top_saved_tensor_hooks = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
@@ -69,14 +68,13 @@ top_saved_tensor_hooks = functools.partial(
 # Whether autocast is on for any device. There is no public function.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
-
 # The number of `TorchDispatchMode`s on this thread.
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 
 
-def has_dual_level() -> bool:
-    """Whether forward-mode differentiation is on. There is no public function."""
-    return forward_ad._current_level >= 0
+def is_transformed() -> bool:
+    """Whether a `torch.func` transform or forward-mode differentiation is running."""
+    return has_functorch_transform() or forward_ad._current_level >= 0
 
 
 def current_modes() -> tuple[object, ...]:
@@ -257,15 +255,6 @@ def is_exporting() -> bool:
     Dynamo of torch 2.11 makes `torch.compiler.is_exporting()` true under `torch.compile` too.
     """
     return torch.compiler._is_exporting_flag
-
-
-def is_transformed_or_exporting() -> bool:
-    """Whether a transform, forward-mode differentiation or `torch.export` is running."""
-    return (
-        has_functorch_transform()
-        or forward_ad._current_level >= 0
-        or torch.compiler._is_exporting_flag
-    )
 
 
 def is_batch_of_gradients(dy: Tensor) -> bool:

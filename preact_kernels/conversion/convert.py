@@ -176,11 +176,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     """
     _check_model(model)
     own: dict[int, str] = {}
+    given_back: dict[int, str] = {}
     for module in model.modules():
         if isinstance(module, OWN):
             own.update((id(m), type(module).__name__) for m in module.modules())
-    given_back: dict[int, str] = {}
-    for module in model.modules():
         if (why := module.__dict__.get(GIVEN_BACK)) is not None:
             given_back.update((id(m), why) for m in module.modules())
     is_converted = any(CONVERSION in m.__dict__ for m in model.modules())
@@ -208,11 +207,6 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 def _joined(texts: Iterable[str]) -> str:
     return ", ".join(filter(None, dict.fromkeys(texts)))
-
-
-def is_converted(module: nn.Module) -> bool:
-    """Whether `convert` changed a module."""
-    return CONVERSION in module.__dict__
 
 
 def _check_model(model: object) -> None:

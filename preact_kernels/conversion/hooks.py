@@ -19,7 +19,6 @@ from preact_kernels.conversion.execution import StageRunner
 from preact_kernels.conversion.owners import Owners
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import Outcome
-from preact_kernels.ops.plain_operators import is_transformed
 
 _KEY: Any = "preact_kernels"  # key of the hooks in a module's dictionaries
 CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
@@ -92,7 +91,7 @@ def is_inert() -> bool:
     return (
         torch.jit.is_tracing()
         or torch_compat.is_exporting()
-        or is_transformed()
+        or torch_compat.is_transformed()
         or torch_compat.has_global_module_hook()
         or torch_compat.has_function_mode(Region)
     )
@@ -263,7 +262,6 @@ def _suspend(module: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def _resume(module: nn.Module, args: tuple, output: Any) -> None:
-    """Undoes `_suspend`."""
     if _calls.stack:
         _calls.stack[-1].region.resume(module)
 
@@ -281,18 +279,15 @@ class CompiledCall:
 
     @staticmethod
     def replace(module: nn.Module) -> None:
-        """Replaces the call of a compiled module."""
         if not isinstance(module._compiled_call_impl, CompiledCall):
             module._compiled_call_impl = CompiledCall(module)
 
     @staticmethod
     def restore(module: nn.Module) -> None:
-        """Undoes `replace`."""
         if isinstance(module._compiled_call_impl, CompiledCall):
             module._compiled_call_impl = module._compiled_call_impl.call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
         module = self._module()
         if module is None or torch.compiler.is_compiling():
             return self.call(*args, **kwargs)

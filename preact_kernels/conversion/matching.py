@@ -20,7 +20,6 @@ class Unit(NamedTuple):
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes of the unit."""
         return (self.bn, self.relu, *self.pads, self.conv)
 
     @property

@@ -31,10 +31,7 @@ from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.liveness import unread
 from preact_kernels.conversion.owners import Owner, Owners
 from preact_kernels.conversion.report import Outcome
-from preact_kernels.torch_compat import (
-    disable_torch_function,
-    storage_id,
-)
+from preact_kernels.torch_compat import disable_torch_function, storage_id
 
 
 class Region(TorchFunctionMode):
@@ -116,8 +113,6 @@ class Region(TorchFunctionMode):
         if self._is_suspended and not self._suspended_for:
             self._is_suspended = False
             super().__enter__()
-
-    # Recording.
 
     @torch_compat.not_compiled
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -218,8 +213,6 @@ class Region(TorchFunctionMode):
             if id(t) in self.updated or (is_updated and id(t) in self.evaluated):
                 self.flush("a second call of the batch norm")
 
-    # Calls that are not deferred.
-
     def _call(self, func: Callable, types: Sequence[type], args: tuple, kwargs: dict) -> Any:
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
@@ -234,8 +227,6 @@ class Region(TorchFunctionMode):
                 if ids and self._storages.concern(self.pending, ids, is_write(func, args, kwargs)):
                     self.flush(func)
         return returned_argument(func(*args, **kwargs), given)
-
-    # Computing.
 
     def compute(self, targets: Sequence[Node], reader: object) -> None:
         """Computes nodes and the pending nodes that they read.

@@ -150,7 +150,6 @@ class SyncForward:
         self._region, self._module = region, module
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Defers the batch norm."""
         module, result = self._module, NotImplemented
         if self._region.is_recording():
             with torch_compat.disable_torch_function():

@@ -17,11 +17,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from preact_kernels.conversion.convert import OWN, convert, is_converted, revert
+from preact_kernels.conversion.convert import OWN, convert, revert
 from preact_kernels.conversion.hooks import CONVERSION, is_norm
 from preact_kernels.inference.tracing import Refusal, original_class, trace
 from preact_kernels.modules.hooks import has_hooks
-from preact_kernels.modules.norm_act import has_activation, is_norm_act
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -96,7 +95,7 @@ def _stay_in_evaluation_mode(model: nn.Module, mode: bool = True) -> nn.Module:
 
 def _converted(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the outermost converted modules of a model."""
-    if is_converted(module):
+    if CONVERSION in vars(module):
         yield module
     else:
         for child in module.children():
@@ -228,7 +227,7 @@ def _pairs(
 
 def _precedes_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:
     """Whether only a ReLU reads the output of the batch norm `node`."""
-    if is_norm_act(modules[str(node.target)]):
+    if _ends_with_relu(modules[str(node.target)]):
         return True
     while len(node.users) == 1:
         node = next(iter(node.users))
@@ -244,7 +243,7 @@ def _fold(root: nn.Module, conv_path: str, bn_path: str) -> None:
     conv, bn = root.get_submodule(conv_path), cast(nn.BatchNorm2d, root.get_submodule(bn_path))
     if type(conv) is not nn.Conv2d or type(conv.weight) is not nn.Parameter or has_hooks(conv):
         return
-    has_act = has_activation(bn)
+    has_act = _has_activation(bn)
     if not (has_act or type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)) or has_hooks(bn):
         return
     if has_act and not _does_nothing(cast(nn.Module, bn.drop)):
@@ -277,7 +276,22 @@ def _is_in_range(exact: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return bool((error <= allowed).all() and bias.isfinite().all())
 
 
-# Nodes of a graph.
+def _has_activation(module: nn.Module) -> bool:
+    """Whether `module` is timm's batch norm with an activation `act` behind a dropout `drop`."""
+    kind = type(module)
+    is_named = kind.__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
+    return is_named and kind.__module__.startswith("timm.")
+
+
+def _ends_with_relu(module: nn.Module) -> bool:
+    """Whether a call of the batch norm `module` is a batch norm and a ReLU, and nothing else."""
+    return (
+        _has_activation(module)
+        and type(module.drop) is nn.Identity
+        and type(module.act) is nn.ReLU
+        and (module.running_mean is None) == (module.running_var is None)
+        and not any(map(has_hooks, (module, module.drop, module.act)))
+    )
 
 
 def _is_relu(modules: Mapping[str, nn.Module], node: fx.Node) -> bool:

@@ -28,7 +28,6 @@ from preact_kernels import torch_compat
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.torch_compat import TorchDispatchMode
 
-_PLAIN_CONTAINERS = (nn.Sequential,)
 _lock = threading.RLock()
 
 IN_PLACE_OPERATORS: dict[str, Callable] = {
@@ -185,7 +184,7 @@ class _Tracer(fx.Tracer):
         if self._is_leaf(m):
             return True
         kind = original_class(m)
-        return kind.__module__.startswith("torch.nn") and kind not in _PLAIN_CONTAINERS
+        return kind.__module__.startswith("torch.nn") and kind is not nn.Sequential
 
     def call_module(self, m, forward, args, kwargs):
         if threading.get_ident() != self._thread:

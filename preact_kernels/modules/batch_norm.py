@@ -11,11 +11,8 @@ from torch import Tensor, fx, nn
 
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.plain_operators import (
-    has_mixed_dtypes,
-    has_served_parameters,
-    is_transformed,
-)
+from preact_kernels.ops.plain_operators import has_mixed_dtypes, has_served_parameters
+from preact_kernels.torch_compat import is_distributed, is_transformed
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -30,16 +27,9 @@ def is_bare_norm(bn: nn.Module) -> bool:
     )
 
 
-def has_both_statistics_or_none(bn: Any) -> bool:
-    """Whether PyTorch takes the running statistics of `bn`; a call of `bn` raises its error."""
-    return (bn.running_mean is None) == (bn.running_var is None)
-
-
 def process_group(bn: nn.Module):
     """The group over which a child shares the statistics of its batch, or None."""
-    if not (isinstance(bn, nn.SyncBatchNorm) and bn.training):
-        return None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not (isinstance(bn, nn.SyncBatchNorm) and bn.training and is_distributed()):
         return None
     group = bn.process_group or torch.distributed.group.WORLD
     return group if torch.distributed.get_world_size(group) > 1 else None

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from preact_kernels.modules.batch_norm import HALVES
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.autocast import is_autocast
-from preact_kernels.ops.plain_operators import has_served_parameters, is_transformed
+from preact_kernels.ops.plain_operators import has_served_parameters
 from preact_kernels.ops.unit import ConvArguments
+from preact_kernels.torch_compat import is_transformed
 
 
 def is_bare_conv(conv: nn.Module) -> bool:
@@ -42,8 +43,7 @@ def is_stage_conv(conv: Any) -> bool:
 
 def conv_arguments(conv: nn.Conv2d) -> ConvArguments:
     """The arguments of a child's call."""
-    stride, padding, dilation = conv.stride, conv.padding, conv.dilation
-    numbers: Any = stride, padding, dilation, conv.groups
+    numbers: Any = conv.stride, conv.padding, conv.dilation, conv.groups
     return ConvArguments(conv.weight, conv.bias, *numbers)
 
 

@@ -4,13 +4,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from preact_kernels import torch_compat
+from preact_kernels.torch_compat import (
+    FakeTensor,
+    FunctionalTensor,
+    is_batch_of_gradients,
+    is_exporting,
+    is_transformed,
+)
 
 # Kernels read the memory of these; other subclasses of Tensor define what an operator does.
 # AOTAutograd traces with functional tensors.
-_SERVED_TYPES = frozenset(
-    (Tensor, nn.Parameter, torch_compat.FakeTensor, torch_compat.FunctionalTensor)
-)
+_SERVED_TYPES = frozenset((Tensor, nn.Parameter, FakeTensor, FunctionalTensor))
 _TENSOR_LIKE = (Tensor, Proxy)
 
 
@@ -28,12 +32,7 @@ def runs_plain(*tensors: Tensor | Proxy | None) -> bool:
     for t in tensors:
         if type(t) not in _SERVED_TYPES and isinstance(t, _TENSOR_LIKE):
             return True
-    return torch_compat.is_transformed_or_exporting() or torch.jit.is_tracing()
-
-
-def is_transformed() -> bool:
-    """Whether a `torch.func` transform or forward-mode differentiation is running."""
-    return torch_compat.has_functorch_transform() or torch_compat.has_dual_level()
+    return is_transformed() or is_exporting() or torch.jit.is_tracing()
 
 
 def has_mixed_dtypes(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -56,7 +55,7 @@ def runs_plain_backward(dy: Tensor) -> bool:
     Args:
         dy: the incoming gradient.
     """
-    return torch.is_grad_enabled() or runs_plain(dy) or torch_compat.is_batch_of_gradients(dy)
+    return torch.is_grad_enabled() or runs_plain(dy) or is_batch_of_gradients(dy)
 
 
 def has_served_parameters(module: nn.Module) -> bool:
