@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBlock, PreActBottleneck
-from preact_kernels.modules.preact_stage import (
-    PreActStage,
-    check_memory,
-    check_residual_dtype,
-)
+from preact_kernels.modules.preact_stage import PreActStage, check_memory, check_residual_dtype
 from preact_kernels.ops.plain_operators import runs_plain
 
 _BLOCKS = ("basic", "bottleneck")
@@ -41,10 +37,7 @@ _FOUR_STAGES = {
     152: ("bottleneck", (3, 8, 36, 3)),
     200: ("bottleneck", (3, 24, 36, 3)),
 }
-_DEPTHS = {
-    "cifar-wide-stem": (18, 34, 50, 101, 152),
-    "imagenet": tuple(_FOUR_STAGES),
-}
+_DEPTHS = {"cifar-wide-stem": (18, 34, 50, 101, 152), "imagenet": tuple(_FOUR_STAGES)}
 _DEEPEST_BASIC = 110  # deeper networks have bottlenecks if their depth fits both, as in the paper
 
 
@@ -89,7 +82,6 @@ class PreActResNet(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def extra_repr(self) -> str:
-        """Whether the blocks run fused."""
         return f"fused={self.fused}"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,8 +177,7 @@ class ResNetLayout(NamedTuple):
     block: str  # "basic" or "bottleneck"
     counts: tuple[int, ...]  # blocks of each stage
     channels: tuple[int, ...]  # inner channels of each stage
-    stem_channels: int
-    has_large_stem: bool  # a strided 7x7 convolution and a max pool; False: a 3x3 convolution
+    variant: _Variant
 
     @property
     def expansion(self) -> int:
@@ -200,7 +191,7 @@ class ResNetLayout(NamedTuple):
 
     def stages(self) -> Iterator[list[tuple[int, int, int]]]:
         """Yields for each stage (input channels, inner channels, stride) of its blocks."""
-        in_channels = self.stem_channels
+        in_channels = self.variant.stem_channels
         for index, (count, channels) in enumerate(zip(self.counts, self.channels, strict=True)):
             blocks = []
             for i in range(count):
@@ -210,10 +201,10 @@ class ResNetLayout(NamedTuple):
 
     def stem(self) -> tuple[nn.Conv2d, nn.Module]:
         """Returns the first convolution and the pool after it."""
-        if self.has_large_stem:
-            conv = nn.Conv2d(3, self.stem_channels, 7, 2, 3, bias=False)
-            return conv, nn.MaxPool2d(3, 2, 1)
-        return nn.Conv2d(3, self.stem_channels, 3, 1, 1, bias=False), nn.Identity()
+        channels = self.variant.stem_channels
+        if self.variant.has_large_stem:
+            return nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.MaxPool2d(3, 2, 1)
+        return nn.Conv2d(3, channels, 3, 1, 1, bias=False), nn.Identity()
 
 
 def resnet_layout(
@@ -254,8 +245,7 @@ def resnet_layout(
             if value != default:
                 raise ValueError(f"{name}: expected {default} beside basic blocks, got {value}")
     family = _VARIANTS[variant]
-    channels = tuple(c * width for c in family.channels)
-    return ResNetLayout(block, counts, channels, family.stem_channels, family.has_large_stem)
+    return ResNetLayout(block, counts, tuple(c * width for c in family.channels), family)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
