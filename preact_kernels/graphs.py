@@ -32,7 +32,6 @@ class _Step:
         return loss.detach()
 
     def update(self) -> None:
-        """Runs the optimizer."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -52,7 +51,6 @@ class _Step:
                     raise ValueError(f"{name}: expected {what} {expected} as captured, got {got}")
 
     def __call__(self, input: Tensor, target: Tensor) -> Tensor:
-        """Runs one step on a batch; returns its loss."""
         self.check(input=input, target=target)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.gradients(input, target)
@@ -145,7 +143,6 @@ class _CapturedStep(_Step):
                     )
 
     def __call__(self, input: Tensor, target: Tensor) -> Tensor:
-        """Runs one step on a batch; returns its loss."""
         self.check(input=input, target=target)
         if self.model.training != self.is_training:
             raise ValueError(
@@ -314,16 +311,13 @@ def graphed_step(
         ValueError: model and examples are on different devices, the step cannot be captured, or,
             from the step, a batch has another shape or dtype or a captured option has changed.
     """
-    for name, value, kind in (
-        ("model", model, nn.Module),
-        ("optimizer", optimizer, Optimizer),
-        ("example_input", example_input, Tensor),
-        ("example_target", example_target, Tensor),
+    for name, value, kind, expected in (
+        ("model", model, nn.Module, "an nn.Module"),
+        ("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer"),
+        ("example_input", example_input, Tensor, "a torch.Tensor"),
+        ("example_target", example_target, Tensor, "a torch.Tensor"),
     ):
         if not isinstance(value, kind):
-            expected = {nn.Module: "an nn.Module", Tensor: "a torch.Tensor"}.get(
-                kind, "a torch.optim.Optimizer"
-            )
             raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
