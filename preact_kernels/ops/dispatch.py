@@ -35,7 +35,6 @@ class Backend(NamedTuple):
     yields: Callable[[], bool] = lambda: False  # "auto" takes a later one before it, if there is
 
     def is_available(self) -> bool:
-        """Whether this machine can run the backend."""
         return not self.load_error()
 
 
@@ -69,14 +68,7 @@ _TRITON_DEVICE = "cpu" if _IS_TRITON_INTERPRETED else "cuda"
 
 # In order of preference: "auto" takes the first that is available and serves the call.
 BACKENDS = (
-    Backend(
-        "cpu",
-        cpu.kernels,
-        ("cpu",),
-        _FLOATS,
-        cpu.load_error,
-        library_error=cpu.load_error,
-    ),
+    Backend("cpu", cpu.kernels, ("cpu",), _FLOATS, cpu.load_error, library_error=cpu.load_error),
     # Ahead of Triton, with less work on the host, where its tiles fit in shared memory.
     Backend(
         "cuda",
@@ -163,8 +155,8 @@ def _refusal(backend: Backend, device_type: str, dtype: torch.dtype) -> str | No
     if backend.device_types and device_type not in backend.device_types:
         return f"x: expected a tensor on {' or '.join(backend.device_types)}, got {device_type}"
     if dtype not in backend.dtypes:
-        names = ", ".join(str(d).removeprefix("torch.") for d in backend.dtypes)
-        return f"x: expected dtype {names}, got {str(dtype).removeprefix('torch.')}"
+        names = ", ".join(map(checks.dtype_name, backend.dtypes))
+        return f"x: expected dtype {names}, got {checks.dtype_name(dtype)}"
     return None
 
 
