@@ -44,16 +44,13 @@ def saved_storages(
     The result holds the storages, so that no id is used twice.
     """
     state = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
-    storages: dict[int, torch.UntypedStorage] = {}
-    saved: dict[int, dict[tuple, int]] = {}  # storage id -> view -> bytes
+    saved: dict[int, tuple[torch.UntypedStorage, dict[tuple, int]]] = {}  # storage, view -> bytes
 
     def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
         key = storage_id(t)
         if key not in state:
-            storages[key] = storage
-            part = (t.storage_offset(), t.shape, t.stride())
-            saved.setdefault(key, {})[part] = t.numel() * t.element_size()
+            _, parts = saved.setdefault(key, (t.untyped_storage(), {}))
+            parts[t.storage_offset(), t.shape, t.stride()] = t.numel() * t.element_size()
         return t
 
     buffers = [(b, b.clone()) for b in model.buffers()]
@@ -70,7 +67,7 @@ def saved_storages(
             for buffer, before in buffers:
                 buffer.copy_(before)
     kept = {
-        key: (min(storages[key].nbytes(), sum(parts.values())), storages[key])
-        for key, parts in saved.items()
+        key: (min(storage.nbytes(), sum(parts.values())), storage)
+        for key, (storage, parts) in saved.items()
     }
     return kept, y
