@@ -11,6 +11,11 @@ from preact_kernels.ops import dispatch
 from preact_kernels.ops.autocast import has_autocast
 
 
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else None
+
+
 class Context(NamedTuple):
     """Modes that change what an operation computes or saves for backward."""
 
@@ -25,16 +30,14 @@ class Context(NamedTuple):
     @staticmethod
     def current(device: torch.device) -> "Context":
         """Returns the modes of this thread for tensors on `device`."""
-        kind = device.type
-        is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
         return Context(
             device,
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.get_autocast_dtype(kind) if is_cast else None,
+            _autocast_dtype(device.type),
             torch_compat.top_saved_tensor_hooks(),
             dispatch.current(),
-            torch.cuda.current_stream(device) if kind == "cuda" else None,
+            torch.cuda.current_stream(device) if device.type == "cuda" else None,
         )
 
     def is_current(self) -> bool:
@@ -45,11 +48,9 @@ class Context(NamedTuple):
             or dispatch.current() != self.backend
         ):
             return False
-        if torch_compat.is_any_autocast_enabled() or self.autocast_dtype is not None:
-            kind = self.device.type
-            is_cast = has_autocast(kind) and torch.is_autocast_enabled(kind)
-            if (torch.get_autocast_dtype(kind) if is_cast else None) != self.autocast_dtype:
-                return False
+        may_cast = torch_compat.is_any_autocast_enabled() or self.autocast_dtype is not None
+        if may_cast and _autocast_dtype(self.device.type) != self.autocast_dtype:
+            return False
         return self.stream is None or torch.cuda.current_stream(self.device) == self.stream
 
     def entered_in_backward(self) -> contextlib.AbstractContextManager:

@@ -79,10 +79,9 @@ def convert(model: _Model, *, memory: str = "store", example_inputs: object = No
 def _convert(model: nn.Module, memory: str) -> None:
     conversion = Conversion(memory)
     for module in model.modules():
-        if not _opens_region(module):
-            continue
-        module.__dict__[CONVERSION] = conversion
-        add_hooks(module)
+        if _opens_region(module):
+            module.__dict__[CONVERSION] = conversion
+            add_hooks(module)
 
 
 def _give_back(module: nn.Module, reason: str) -> None:
@@ -220,9 +219,7 @@ def _opens_region(module: nn.Module) -> bool:
         return False
     if kind.forward is nn.Module.forward or kind.__module__.startswith("torch.nn.parallel"):
         return False
-    if torch_compat.is_compiled_module(module):
-        return False
-    return any(is_norm(m) for m in module.modules())
+    return not torch_compat.is_compiled_module(module) and any(map(is_norm, module.modules()))
 
 
 @contextlib.contextmanager

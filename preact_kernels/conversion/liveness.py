@@ -135,12 +135,11 @@ def _following(
     instructions: Sequence[dis.Instruction], i: int, at: dict[int, int]
 ) -> Iterable[int]:
     """Returns the instructions that may run after instruction `i`, unless it raises."""
-    name = instructions[i].opname
-    following = []
-    if i + 1 < len(instructions) and not _ends(name):
+    own, following = instructions[i], []
+    if i + 1 < len(instructions) and not _ends(own.opname):
         following.append(i + 1)
-    if _jumps(instructions[i]):
-        following.append(at[instructions[i].argval])
+    if own.opcode in dis.hasjrel or own.opcode in dis.hasjabs:
+        following.append(at[own.argval])
     return following
 
 
@@ -151,14 +150,8 @@ def _ends(name: str) -> bool:
     )
 
 
-def _jumps(instruction: dis.Instruction) -> bool:
-    return instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
-
-
 def _handlers(
-    instructions: Sequence[dis.Instruction],
-    following: Sequence[Iterable[int]],
-    at: dict[int, int],
+    instructions: Sequence[dis.Instruction], following: Sequence[Iterable[int]], at: dict[int, int]
 ) -> Iterator[int]:
     """Yields the instructions where exception handlers begin: no other instruction leads there."""
     reached, waiting = {0}, [0]

@@ -53,10 +53,16 @@ class Owners:
         owner = self._by_id.get(id(t))
         if owner is not None and owner.has(t):  # type: ignore[arg-type]
             return owner
-        if t is None or self._root is None or not self._may_look:
+        root = None if self._root is None else self._root()
+        if t is None or root is None or not self._may_look:
             return None
         self._may_look = False
-        self._look()
+        for module in root.modules():
+            owner = Owner(module)
+            own = (*module._parameters.values(), *module._buffers.values())
+            for tensor in (*own, module.__dict__.get("weight")):
+                if tensor is not None:
+                    self._by_id[id(tensor)] = owner
         return self.find(t)
 
     def is_batch_count(self, t: Tensor) -> bool:
@@ -66,12 +72,3 @@ class Owners:
         owner = self.find(t)
         module = None if owner is None else owner.module
         return module is not None and module._buffers.get("num_batches_tracked") is t
-
-    def _look(self) -> None:
-        root = self._root() if self._root is not None else None
-        for module in root.modules() if root is not None else ():
-            own = (*module._parameters.values(), *module._buffers.values())
-            owner = Owner(module)
-            for t in (*own, module.__dict__.get("weight")):
-                if t is not None:
-                    self._by_id[id(t)] = owner

@@ -400,15 +400,8 @@ def _pool(func: Callable) -> Callable:
             return NotImplemented
         args = tuple(map(_hashable, rest))
         kwargs = {k: _hashable(v) for k, v in kwargs.items()}
-        found = _pooled(
-            func,
-            args,
-            tuple(kwargs.items()),
-            node.shape[2:],
-            node.dtype,
-            context.device,
-            context.autocast_dtype,
-        )
+        modes = context.device, context.autocast_dtype
+        found = _pooled(func, args, tuple(kwargs.items()), node.shape[2:], node.dtype, *modes)
         if found is None:
             return NotImplemented
         size, dtype = found

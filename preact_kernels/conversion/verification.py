@@ -31,11 +31,7 @@ class Example(NamedTuple):
 
     @staticmethod
     def of(example_inputs: Any) -> "Example":
-        """Creates an example from the argument of `pk.convert`.
-
-        Raises:
-            TypeError: it is not a tensor, tuple, list or dictionary.
-        """
+        """Creates an example from the argument of `pk.convert`."""
         if isinstance(example_inputs, Tensor):
             return Example((example_inputs,), {})
         if isinstance(example_inputs, tuple | list):
@@ -272,9 +268,8 @@ def unchanged(model: nn.Module) -> Iterator[list[str]]:
     try:
         yield found
     finally:
-        is_same = all(map(torch.equal, tensors, before))
-        is_same = is_same and all(p.grad is gradient for p, gradient in gradients)
-        if not is_same:
+        has_same_gradients = all(p.grad is gradient for p, gradient in gradients)
+        if not (has_same_gradients and all(map(torch.equal, tensors, before))):
             found.append("its copies refer to the model itself, and cannot be compared with it")
             for t, value in zip(tensors, before, strict=True):
                 t.data.copy_(value)
@@ -284,11 +279,7 @@ def unchanged(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _same_random_numbers(devices: Sequence[int]) -> Iterator[None]:
-    """Seeds the generators of Python, NumPy and torch; restores their state at the end.
-
-    Args:
-        devices: CUDA devices to include.
-    """
+    """Seeds Python, NumPy and torch (CPU and CUDA `devices`); restores their state at the end."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices):
