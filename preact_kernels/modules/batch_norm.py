@@ -55,17 +55,9 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, upcasts: bool = False) -> BatchNorm
         weight, bias = _upcast(weight), _upcast(bias)
         if not training:
             mean, var = _upcast(mean), _upcast(var)
+    group = None if type(bn) is nn.BatchNorm2d else process_group(bn)
     return BatchNorm(
-        weight,
-        bias,
-        mean,
-        var,
-        training,
-        momentum,
-        bn.eps,
-        None if type(bn) is nn.BatchNorm2d else process_group(bn),
-        batch_count,
-        upcasts,
+        weight, bias, mean, var, training, momentum, bn.eps, group, batch_count, upcasts
     )
 
 

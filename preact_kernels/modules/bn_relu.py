@@ -4,11 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import (
-    batch_norm_arguments,
-    is_bare_norm,
-    plain_batch_norm,
-)
+from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm, plain_batch_norm
 from preact_kernels.ops.bn_relu import bn_relu_of
 from preact_kernels.ops.checks import check_count, check_norm_numbers
 from preact_kernels.ops.plain_operators import runs_plain

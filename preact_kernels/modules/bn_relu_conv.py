@@ -3,11 +3,7 @@
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import (
-    batch_norm_arguments,
-    is_bare_norm,
-    plain_batch_norm,
-)
+from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import conv_arguments, is_bare_conv, plain_conv
 from preact_kernels.ops import checks
 from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d_of
