@@ -218,12 +218,7 @@ def resnet_layout(
     groups: int,
     base_width: int,
 ) -> ResNetLayout:
-    """Checks arguments of `preact_resnet`, and returns the layout of the network.
-
-    Raises:
-        TypeError: a number is not an int.
-        ValueError: an argument is unknown or out of range, or no network has that depth.
-    """
+    """Checks arguments of `preact_resnet` as it documents; returns the layout of the network."""
     for name, value in (
         ("depth", depth),
         ("num_classes", num_classes),

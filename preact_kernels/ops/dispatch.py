@@ -197,11 +197,7 @@ def _warn_of_missing_library(backend: Backend) -> None:
 
 @functools.lru_cache(maxsize=256)
 def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
-    """The functions of the backend that serves `name`, a device and a dtype.
-
-    Raises:
-        BackendError: the backend that was named cannot serve the device or the dtype.
-    """
+    """The functions of the backend that `_serving` gives."""
     return _serving(name, device_type, dtype).kernels()
 
 
