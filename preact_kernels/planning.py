@@ -20,7 +20,7 @@ from preact_kernels.modules.preact_stage import PreActStage, is_fusable
 from preact_kernels.ops.block_arguments import Block, BlockArguments
 from preact_kernels.ops.blocks import stage_values
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
-from preact_kernels.ops.preact_stage import StageCall, preact_stage
+from preact_kernels.ops.preact_stage import Recorder, StageCall, preact_stage
 from preact_kernels.torch_compat import BatchNormBase, FakeTensor, FakeTensorMode, storage_id
 
 _MIB = 2**20
@@ -226,10 +226,10 @@ class _Stages:
                 conversion.run_stage = self._run_converted
 
     def _run(self, stage: PreActStage, x: Tensor) -> Tensor:
-        memory = self._recording(stage)
+        record = self._recorder(stage)
         for is_fused, blocks in itertools.groupby(stage, is_fusable):
             if is_fused:
-                x = fused_blocks(cast(list[PreActBlock], list(blocks)), x, memory)
+                x = fused_blocks(cast(list[PreActBlock], list(blocks)), x, record=record)
             else:
                 for block in blocks:
                     x = block(x)
@@ -244,10 +244,10 @@ class _Stages:
     ) -> Tensor:
         if first_norm is None:  # no mode can be set
             return preact_stage(blocks, x, dtype)
-        return preact_stage(blocks, x, dtype, self._recording(first_norm))
+        return preact_stage(blocks, x, dtype, record=self._recorder(first_norm))
 
-    def _recording(self, module: nn.Module) -> MemoryMode:
-        """A memory mode whose calls are recorded under the name of a module."""
+    def _recorder(self, module: nn.Module) -> Recorder:
+        """Records calls under the name of a module."""
         name = self._names[module]
         if name in self.calls:
             kind = "PreActStage" if isinstance(module, PreActStage) else "stage"
@@ -260,7 +260,7 @@ class _Stages:
             calls.append(_Call(arguments, x, tensors, y, sizes))
             return y
 
-        return MemoryMode(record=record)
+        return record
 
 
 def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:

@@ -19,7 +19,7 @@ from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
 from preact_kernels.ops.plain_operators import runs_plain
-from preact_kernels.ops.preact_stage import preact_stage
+from preact_kernels.ops.preact_stage import Recorder, preact_stage
 
 
 class PreActBlock(nn.Module):
@@ -92,13 +92,19 @@ def _weight_dtype(block: PreActBlock) -> torch.dtype:
     return block.units()[0][1].weight.dtype
 
 
-def fused_blocks(blocks: Sequence[PreActBlock], x: Tensor, memory: MemoryMode = STORE) -> Tensor:
+def fused_blocks(
+    blocks: Sequence[PreActBlock],
+    x: Tensor,
+    memory: MemoryMode = STORE,
+    record: Recorder | None = None,
+) -> Tensor:
     """Runs fusable blocks on `x`, and updates their running statistics once.
 
     Args:
         blocks: blocks with one residual dtype; `is_fusable()` holds for each.
         x: `[N, C, H, W]`, any strides.
         memory: what is saved for backward.
+        record: see `preact_stage`.
 
     Returns:
         The output of the last block, in the dtype of the residual stream.
@@ -123,7 +129,7 @@ def fused_blocks(blocks: Sequence[PreActBlock], x: Tensor, memory: MemoryMode = 
             x = block.plain_forward(x)
         return x
     repeats_norms = len(set(norms)) < len(norms)
-    return preact_stage(arguments, x, dtype, memory, repeats_norms)
+    return preact_stage(arguments, x, dtype, memory, repeats_norms, record)
 
 
 def _arguments(block: PreActBlock, upcasts: bool, norms: list[nn.Module]) -> BlockArguments:

@@ -2,11 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from preact_kernels.ops.block_arguments import Block
 
@@ -17,7 +16,7 @@ _HALF_PRECISION_ANCHORS = 8
 
 
 class KeptInputs(NamedTuple):
-    """What a stage saves for backward, beside statistics and the tensors that it reads."""
+    """What a stage saves for backward, apart from statistics and the tensors that it reads."""
 
     skipped: int  # first units of the first recorded block that save neither input nor statistics
     # For each segment: its first block, and whether the input of each of its blocks is kept. In
@@ -38,7 +37,6 @@ class MemoryMode(NamedTuple):
     name: str = "store"
     segments: int | None = None  # None: `segment_starts` chooses
     anchor_every: int | None = None  # save x of one block in so many; None: by dtype
-    record: Callable[..., Tensor] | None = None  # runs in place of the blocks, for planning
 
     def segment_starts(self, count: int) -> list[int]:
         """Index of the first block of each segment. Lengths differ by at most one block.
@@ -85,7 +83,7 @@ class MemoryMode(NamedTuple):
             blocks: the blocks.
             first: the first block that autograd records.
             skipped: the number of its units ahead of the first that autograd records.
-            dtype: of the residual stream.
+            dtype: dtype of the residual stream.
         """
         starts = [first + start for start in self.segment_starts(len(blocks) - first)]
         segments: list[tuple[int, list[bool]]] = []

@@ -6,7 +6,7 @@ The only place that knows what each memory mode (`memory_mode.py`) saves and wha
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,10 @@ class StageCall(NamedTuple):
     memory: MemoryMode
     first: int = 0  # block: those before it want no gradient, and save nothing
     skipped: int = 0  # its first units, which want none; `MemoryMode.kept_inputs`: what they save
+
+
+# From a call, its input and its other tensors to a tensor like the output.
+Recorder = Callable[[StageCall, Tensor, Sequence[Tensor]], Tensor]
 
 
 class PreActStageFunction(torch.autograd.Function):
@@ -156,6 +160,7 @@ def preact_stage(
     dtype: torch.dtype,
     memory: MemoryMode = STORE,
     repeats_norms: bool = False,
+    record: Recorder | None = None,
 ) -> Tensor:
     """Runs blocks on `x`, and updates their running statistics once.
 
@@ -166,6 +171,7 @@ def preact_stage(
         dtype: dtype of the products.
         memory: what is saved for backward.
         repeats_norms: whether a batch norm is used more than once.
+        record: called in place of the blocks, on shapes; no running statistics are updated.
 
     Returns:
         The output of the last block, in the dtype of the residual stream.
@@ -204,8 +210,8 @@ def preact_stage(
     x = x.contiguous(memory_format=torch.channels_last)
     call = StageCall(kernels, tuple(checked), tuple(eps), memory, first, skipped)
     tensors = flat_values(checked, values)
-    if memory.record is not None:
-        return layout.restored(memory.record(call, x, tensors), channels_last)
+    if record is not None:
+        return layout.restored(record(call, x, tensors), channels_last)
     y, *batch = PreActStageFunction.apply(call, x, *tensors)
     means, variances = batch[: len(norms)], batch[len(norms) :]
     if repeats_norms:  # in order
