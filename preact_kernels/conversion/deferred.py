@@ -91,7 +91,6 @@ class Node:
 
     @property
     def users(self) -> "tuple[Node, ...]":
-        """The nodes that read the result."""
         return () if self.user is None else (self.user, *self.other_users)
 
     def release(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, become_plain
 from preact_kernels.conversion.matching import Match, Matcher, Unit
-from preact_kernels.conversion.operations import CONV, NORM, tracked_statistics, updating_norm
+from preact_kernels.conversion.operations import CONV, NORM, plain_norm, tracked_statistics
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.ops import layout
 from preact_kernels.ops.batch_norm import BatchNorm
@@ -53,11 +53,17 @@ def execute(region: Any, nodes: Sequence[Node], reader: object) -> None:
     _Execution(region, nodes, steps).run()
 
 
-def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match | Node]:
-    """Returns matches and other nodes, ordered by dependencies."""
+def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match]:
+    """Returns all matches, also those of single nodes that run plain, ordered by dependencies."""
     ends = {m.end: m for m in matches}
     replaced = {n for m in matches for n in m.nodes}
-    return [ends.get(n, n) for n in nodes if n in ends or n not in replaced]
+    left = [n for n in nodes if n in ends or n not in replaced]
+    return [ends.get(n) or Match("", (n,), n, _images(n)) for n in left]
+
+
+def _images(node: Node) -> tuple[Node | Tensor, ...]:
+    """Returns the images that a node reads."""
+    return tuple(node.inputs[:1] if node.operation in (NORM, CONV) else node.inputs)
 
 
 def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reader: object) -> None:
@@ -81,37 +87,39 @@ def _module(node: Node | None) -> nn.Module | None:
 
 
 class _Execution:
-    def __init__(self, region: Any, nodes: Sequence[Node], steps: Sequence[Match | Node]) -> None:
+    def __init__(self, region: Any, nodes: Sequence[Node], steps: Sequence[Match]) -> None:
         self._region, self._steps = region, steps
         self._own = set(nodes)
         self._values: dict[Node, Tensor] = {}  # results of this execution
         self._converted: dict[Node | Tensor, Tensor] = {}  # NHWC copies of inputs
-        self._reads = Counter(i for s in steps for i in _inputs(s))
+        self._reads = Counter(i for s in steps for i in s.inputs)
         self._saves_output = False  # whether the last step may have saved its result
-        self._in_nhwc = any(not isinstance(s, Node) for s in steps)
+        self._in_nhwc = any(s.name for s in steps)
 
     def run(self) -> None:
         try:
             for step in self._steps:
-                inputs = [self._input(i, step) for i in _inputs(step)]
-                end = step if isinstance(step, Node) else step.end
-                with torch_compat.without_new_version(tuple(_tracked_statistics(step))):
-                    y = self._values[end] = self._result(step, inputs)
-                for node in (step,) if isinstance(step, Node) else step.nodes:
+                inputs = [self._input(i, step) for i in step.inputs]
+                # PyTorch does not bump the versions of running statistics that it updates.
+                statistics = tuple(t for n in step.nodes for t in tracked_statistics(n))
+                with torch_compat.without_new_version(statistics):
+                    y = self._values[step.end] = self._result(step, inputs)
+                for node in step.nodes:
                     node.is_done = True
                 del inputs
-                for i in _inputs(step):
+                for i in step.inputs:
                     self._release(i)
-                self._store(end, y)
+                self._store(step.end, y)
                 del y
         except BaseException:
             for node, value in self._values.items():  # for a later attempt
                 node.value = value
             raise
 
-    def _input(self, value: Node | Tensor, step: Match | Node) -> Tensor:
+    def _input(self, value: Node | Tensor, step: Match) -> Tensor:
         if isinstance(value, Node):
-            if value.value is not None and isinstance(step, Node) and step.operation is CONV:
+            is_plain_conv = not step.name and step.end.operation is CONV
+            if value.value is not None and is_plain_conv:
                 return value.value  # a copy in NHWC would be saved in addition
             if value in self._values:
                 return self._values[value]
@@ -132,10 +140,10 @@ class _Execution:
             if isinstance(value, Node):
                 self._values.pop(value, None)
 
-    def _result(self, step: Match | Node, inputs: list[Tensor]) -> Tensor:
+    def _result(self, step: Match, inputs: list[Tensor]) -> Tensor:
         self._saves_output = False
-        if isinstance(step, Node):
-            return self._plain(step, inputs)
+        if not step.name:
+            return self._plain(step.end, inputs)
         x, *residual = inputs
         first = step.nodes[0]
         if not step.units:
@@ -161,7 +169,9 @@ class _Execution:
     def _plain(self, node: Node, inputs: list[Tensor]) -> Tensor:
         rest: Sequence[Any] = node.inputs[len(inputs) :]
         if node.operation is NORM:
-            return updating_norm(node.settings, inputs[0], *rest)
+            # A backward that runs the forward again does not update statistics a second time.
+            updates = not torch_compat.is_in_backward()
+            return plain_norm(node.settings, inputs[0], *rest, updates=updates)
         if node.operation is CONV and _is_unsafe(node):
             inputs = [inputs[0].contiguous()]
         return node.operation.run(node.settings, *inputs, *rest)
@@ -191,19 +201,6 @@ class _Execution:
             self._values[node] = (
                 _ToChannelsLast.apply(node.value, inside) if is_nchw else node.value
             )
-
-
-def _tracked_statistics(step: Match | Node) -> Sequence[Tensor]:
-    """Returns running statistics that a step updates; PyTorch does not bump their versions."""
-    nodes = (step,) if isinstance(step, Node) else step.nodes
-    return [t for n in nodes for t in tracked_statistics(n)]
-
-
-def _inputs(step: Match | Node) -> Sequence[Any]:
-    """Returns the images that a step reads."""
-    if isinstance(step, Node):
-        return step.inputs[:1] if step.operation in (NORM, CONV) else step.inputs
-    return step.inputs
 
 
 def _arguments(unit: Unit) -> tuple[BatchNorm, ConvArguments]:

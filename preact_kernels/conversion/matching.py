@@ -38,11 +38,11 @@ class Block(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Nodes that run fused.
+    """Nodes that run fused, or one node that runs plain.
 
     Attributes:
-        name: name in the report.
-        nodes: all nodes that run fused; the first one is a batch norm.
+        name: name in the report; empty: the node runs plain.
+        nodes: all nodes; if they run fused, the first one is a batch norm.
         end: the node of the output.
         inputs: images that the match reads.
         units: all units, projections included; empty for a BN-ReLU alone.

@@ -45,28 +45,16 @@ class CallSettings(NamedTuple):
     kwargs: dict
 
 
-def _norm(s: NormSettings, x: Tensor, *affine: Tensor) -> Tensor:
-    """Batch norm; does not update the running statistics."""
-    return _plain_norm(s.arguments(affine), x, updates=False)
-
-
-def updating_norm(s: NormSettings, x: Tensor, *affine: Tensor) -> Tensor:
-    """Batch norm in PyTorch's own operators; updates the running statistics.
-
-    A backward that runs the forward again does not update them a second time.
-    """
-    return _plain_norm(s.arguments(affine), x, updates=not torch_compat.is_in_backward())
-
-
-def _plain_norm(bn: BatchNorm, x: Tensor, updates: bool) -> Tensor:
+def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = False) -> Tensor:
+    """Batch norm; `updates`: whether it updates the running statistics in training."""
+    bn = s.arguments(affine)
     mean, var = bn.running_mean, bn.running_var
     if bn.training and not updates and mean is not None and var is not None:
         mean, var = mean.clone(), var.clone()  # checkpoints expect the same saved tensors
     momentum: Any = bn.momentum
     if bn.process_group is not None:
-        affine = (bn.weight, bn.bias)
         return torch_compat.sync_batch_norm(
-            x, *affine, mean, var, momentum, bn.eps, bn.process_group
+            x, bn.weight, bn.bias, mean, var, momentum, bn.eps, bn.process_group
         )
     return F.batch_norm(x, mean, var, bn.weight, bn.bias, bn.training, momentum, bn.eps)
 
@@ -75,7 +63,7 @@ def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None
     return F.conv2d(x, weight, bias, *s.conv)
 
 
-NORM = Operation("batch norm", _norm, precedes_relu=True)
+NORM = Operation("batch norm", plain_norm, precedes_relu=True)
 RELU = Operation("relu", lambda _, x: F.relu(x), is_relu=True)
 CONV = Operation("conv2d", _conv)
 ADD = Operation("add", lambda _, a, b: a + b, is_sum=True)

@@ -184,9 +184,11 @@ def _kind(t: Tensor | None, has_strides: bool) -> str:
 def _results(model: nn.Module, example: Example) -> Results:
     """Runs a forward and a backward of a copy, in training and in evaluation."""
     results: Results = {}
+    tensors = (*model.parameters(), *model.buffers(), *_tensors(tuple(example)))
+    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     for mode in ("training", "evaluation"):
         with (
-            _same_random_numbers(_devices(model, example)),
+            _same_random_numbers(devices),
             torch.enable_grad(),
             warnings.catch_warnings(),
         ):
@@ -224,12 +226,6 @@ def _in_float64(model: nn.Module) -> nn.Module:
 
 def _real(t: Tensor) -> Tensor:
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-
-
-def _devices(model: nn.Module, example: Example) -> list[int]:
-    """Returns the CUDA devices of the tensors."""
-    tensors = (*model.parameters(), *model.buffers(), *_tensors(tuple(example)))
-    return sorted({t.device.index for t in tensors if t.device.type == "cuda"})
 
 
 def _errors(results: Results) -> str:
