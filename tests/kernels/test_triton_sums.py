@@ -1,0 +1,107 @@
+"""Sums over programs in the Triton kernels: exact accumulators and statistics."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from tests.cases import device_of
+
+if "triton" not in pk.available_backends():
+    pytest.skip("neither a GPU nor the interpreter of Triton", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from preact_kernels.kernels import reference
+from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels.triton import reduction
+
+
+@pytest.fixture(autouse=True)
+def on_device(poisoned_memory):
+    with torch.device(device_of("triton")):
+        yield
+
+
+@triton.jit
+def sum_exactly_kernel(values, sums, results, COUNT: tl.constexpr):
+    """Adds a row of float64 `values [programs, 2, COUNT]`, or reads the sums if there are none."""
+    channel = tl.arange(0, 16)
+    is_channel = channel < COUNT
+    if results is None:
+        row = values + tl.program_id(0) * 2 * COUNT + channel
+        for i in tl.static_range(2):
+            value = tl.load(row + i * COUNT, mask=is_channel, other=0.0)
+            reduction.add_exact(sums + i * 6 * COUNT, value, channel, is_channel, COUNT)
+    else:
+        for i in tl.static_range(2):
+            value = reduction.load_exact(sums + i * 6 * COUNT, channel, is_channel, COUNT)
+            tl.store(results + i * COUNT + channel, value, mask=is_channel)
+
+
+def exact_sums(values):
+    """The sums over the first axis, and their accumulators."""
+    sums = reduction.new_sums(values, values.shape[2])
+    sum_exactly_kernel[(len(values),)](values, sums, None, values.shape[2])
+    results = torch.empty_like(values[0])
+    sum_exactly_kernel[(1,)](values, sums, results, values.shape[2])
+    return results, sums
+
+
+def test_exact_sums_do_not_depend_on_the_order_of_programs():
+    exponents = torch.randint(-60, 120, (50, 2, 13), dtype=torch.float64)
+    values = torch.randn(50, 2, 13, dtype=torch.float64) * 2.0**exponents
+    values = torch.cat([values, -values[:30]])  # the sum is far smaller than its terms
+    expected, words = exact_sums(values)
+    found, other_words = exact_sums(values[torch.randperm(80)])
+    assert torch.equal(words, other_words)
+    assert torch.equal(found, expected)
+    for index in itertools.product(range(2), range(13)):
+        truth = math.fsum(values[(slice(None), *index)].tolist())
+        assert abs(found[index].item() - truth) <= 2**-52 * abs(truth)
+
+
+def test_exact_sums_of_values_of_one_size():
+    largest = 2.0**143 - 2.0**90
+    values = torch.zeros(100, 2, 5, dtype=torch.float64)
+    values[:, 0, 0] = largest
+    values[:, 0, 1] = -largest
+    values[:99, 0, 2] = 2.0**96 - 2.0**48  # 99 times 48 ones in a word, which float64 does not hold
+    values[99, 0, 2] = -99 * 2.0**96
+    values[:, 0, 3] = 2.0**-96
+    values[:, 0, 4] = -(2.0**-90)
+    found, _ = exact_sums(values)
+    for channel in range(5):
+        assert found[0, channel].item() == math.fsum(values[:, 0, channel].tolist())
+
+
+def test_exact_sums_of_infinities_and_nan():
+    values = torch.ones(3, 2, 16, dtype=torch.float64)
+    inf, nan = torch.inf, torch.nan
+    cases = ((inf, 1, 1), (1, -inf, 1), (inf, -inf, 1), (nan, 1, inf), (2e43, 1, 1), (-1e43, 1, 1))
+    for channel, case in enumerate(cases):
+        values[:, 0, channel] = torch.tensor(case, dtype=torch.float64)
+    found, _ = exact_sums(values)
+    expected = [inf, -inf, nan, nan, inf, -1e43]
+    torch.testing.assert_close(found[0, :6].tolist(), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[0, 6:], torch.full((10,), 3.0, dtype=torch.float64))
+
+
+def test_statistics_of_large_means():
+    deviation = torch.randn(8, 16, 33, 31)
+    x = (deviation + 1000).contiguous(memory_format=torch.channels_last)
+    mean, var = kernels.bn_stats(x)
+    truth = reference.bn_stats(x.double())
+    torch.testing.assert_close(mean.double(), truth.mean, rtol=1e-7, atol=0)
+    torch.testing.assert_close(var.double(), truth.var, rtol=1e-6, atol=0)
+
+
+def test_the_mean_of_a_constant_is_that_constant():
+    values = torch.tensor([3.0, 0.1, -1e4])
+    x = values.view(1, 3, 1, 1).repeat(5, 1, 19, 17).contiguous(memory_format=torch.channels_last)
+    mean, var = kernels.bn_stats(x)
+    assert torch.equal(mean, values)
+    assert (var.sqrt() <= 1e-7 * values.abs()).all()
