@@ -42,6 +42,7 @@ KERNEL_TESTS = (
     (
         "stage/test_resnet_1001",
         "kernels/test_triton",
+        "kernels/test_triton_sums",
         "kernels/test_float32_stream",
         "stage/test_graphs",
     ),

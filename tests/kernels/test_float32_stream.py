@@ -361,7 +361,7 @@ def test_blocks_of_two_units_are_in_a_run_and_of_one_are_not():
     parameters = Parameters(*given.norm[2:4], given.conv_weight)
     for units, is_runnable in (((lone,), False), (halves, True)):
         values = StageValues([parameters] * len(units), [None], [])
-        stage = Stage(kernels(), [Block(units, None)], values)
+        stage = Stage(kernels(), [Block(units, None)], [1e-5] * len(units), values)
         assert stage.runnable(given.x) == [is_runnable]
 
 

@@ -79,6 +79,7 @@ class UnitSizes(NamedTuple):
 
 def unit_sizes(unit: Unit, x_shape: Sequence[int]) -> UnitSizes:
     """The sizes of a unit whose convolution has one group."""
+    unit = unit._replace(process_group=None)  # kept alive by no cache
     stride, padding, dilation, _ = unit.conv
     fields: Any = (*unit.weight_shape, *stride, *padding, *dilation)
     shape = ConvShape(*fields)
