@@ -181,7 +181,7 @@ class _BlockBytes(NamedTuple):
     """Bytes of the tensors of a block that a forward computes."""
 
     inputs: list[int]  # of every unit
-    statistics: list[int]  # of every unit, beside the buffers in evaluation mode
+    statistics: list[int]  # saved statistics of every unit that are no buffers
     output: int
 
 
@@ -271,7 +271,7 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
     rest of the model saves too count for the rest.
     """
     with FakeTensorMode():
-        rest = _copy_of_shapes(model)
+        rest = _copy_of_shapes(model, x.device if x.is_meta else None)
         stages = _Stages(rest)
         outside, _ = saved_storages(rest, _shape_of(x).requires_grad_(x.requires_grad))
     for name, module in model.named_modules():
@@ -321,7 +321,7 @@ def _block_bytes(
 
 
 def _bytes_of(call: _Call, memory: str, outside: Container[int]) -> tuple[int, int]:
-    """Bytes that a call saves beside what the blocks read, and moves beyond mode `"store"`.
+    """Bytes that a call saves, without what the blocks read, and moves beyond mode `"store"`.
 
     Args:
         call: the call.
@@ -351,18 +351,18 @@ def _bytes_of(call: _Call, memory: str, outside: Container[int]) -> tuple[int, i
     return saved, extra
 
 
-def _shape_of(t: Tensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+def _shape_of(t: Tensor, device: torch.device | None = None) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)
 
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def _copy_of_shapes(model: _Model) -> _Model:
-    """A copy whose tensors have no values, and whose batch norms read none."""
+def _copy_of_shapes(model: _Model, device: torch.device | None) -> _Model:
+    """A copy without values, on its own device or another; its batch norms read none."""
     fakes = {}
     for t in (*model.parameters(), *model.buffers()):
-        fake = _shape_of(t)
+        fake = _shape_of(t, device)
         is_parameter = isinstance(t, nn.Parameter)
         fakes[id(t)] = nn.Parameter(fake, t.requires_grad) if is_parameter else fake
     model = copy.deepcopy(model, fakes)

@@ -117,7 +117,7 @@ template <class Operand>
 struct ProductPixels {
   int64_t rows, width;  // in each image
   Operand operand;
-  Rows read;    // that the operand holds, without the border
+  Rows read;    // rows of the operand, without the halo
   Stride step;  // in the operand
   Taps taps;
   int64_t first;  // in the result

@@ -80,7 +80,7 @@ class Norm(NamedTuple):
     mean: Tensor
     var: Tensor  # biased
     weight: Tensor
-    bias: Tensor | None  # None in an affine step, which does not read it
+    bias: Tensor | None  # None only in an affine step, which reads it only to mask
     eps: float
 
 

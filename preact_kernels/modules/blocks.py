@@ -37,8 +37,10 @@ class PreActBlock(nn.Module):
 
     def units(self) -> list[tuple[nn.BatchNorm2d, nn.Conv2d]]:
         """The pairs of batch norm and convolution, in order."""
-        children = cast(dict[str, Any], self._modules)
-        return [(children[f"bn{i}"], children[f"conv{i}"]) for i in range(1, self.unit_count + 1)]
+        children, units = cast(dict[str, Any], self._modules), []
+        for i in range(1, self.unit_count + 1):
+            units.append((children[f"bn{i}"], children[f"conv{i}"]))
+        return units
 
     def projection(self) -> nn.Conv2d | None:
         """The convolution of the shortcut; None where the shortcut is the input."""

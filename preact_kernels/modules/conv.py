@@ -36,7 +36,7 @@ def is_stage_conv(conv: Any) -> bool:
     return (
         type(stride) is type(padding) is type(dilation) is tuple
         and len(stride) == len(padding) == len(dilation) == 2
-        and set(map(type, stride + padding + dilation)) == {int}
+        and set(map(type, (*stride, *padding, *dilation, conv.groups))) == {int}
         and min(stride + dilation) > 0 <= min(padding)
     )
 

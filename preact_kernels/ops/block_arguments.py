@@ -1,7 +1,7 @@
 """The arguments of residual blocks, and the `Block`s that they make once they are checked."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.ops import checks
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.unit import ConvArguments, Passed
+from preact_kernels.ops.unit import ConvArguments, Passed, described
 
 
 class BlockArguments(NamedTuple):
@@ -105,25 +105,18 @@ def checked_block(
         x_dtype: dtype of the input of the block.
         context: the stage's.
     """
-    if torch.compiler.is_compiling():
-        return _check(arguments, shape, x_dtype, context)
+    key = found = None
     units, projection, is_residual = arguments
-    parts: list = [*shape, x_dtype, context, is_residual]
-    has_group = False
-    for bn, conv in units:
-        for t in (conv.weight, *bn[:4]):
-            parts.append(t if t is None else (t.shape, t.dtype, t.device))
-        parts += (*bn[4:7], bn.batch_count is None, *conv[2:])
-        has_group = has_group or bn.process_group is not None
-    if projection is not None:
-        weight, _, *numbers = projection
-        parts += (weight.shape, weight.dtype, weight.device, *numbers)
-    if has_group:  # kept alive by no key
-        return _check(arguments, shape, x_dtype, context)
-    key = tuple(parts)
-    try:
-        found = _passed.get(key)
-    except TypeError:  # symbolic sizes
+    if not torch.compiler.is_compiling():
+        values: list[Any] = list(projection or ())
+        for bn, conv in units:
+            values += (*bn, *conv)
+        try:
+            key = (*shape, x_dtype, context, is_residual, *described(values))
+            found = _passed.get(key)
+        except (TypeError, RuntimeError):  # symbolic sizes
+            key = None
+    if key is None:
         return _check(arguments, shape, x_dtype, context)
     return found or _passed.add(key, _check(arguments, shape, x_dtype, context))
 

@@ -91,7 +91,7 @@ class Stage:
         eps: eps of every unit.
         values: the tensors that the caller passed.
         statistics: statistics of the input of every unit; None until a forward computes them.
-        fixed_inv_counts: see `inv_count_of`; of every unit.
+        fixed_inv_counts: one for every unit; see `inv_count_of`.
         inv_counts: one over the samples per channel of every unit that used its batch.
         inputs: input of every unit; None where it is not kept.
     """

@@ -188,11 +188,11 @@ def preact_stage(
     for arguments in blocks:
         block, shapes = checked_block(arguments, shape, x_dtype, context)
         weights = arguments.weights()
-        is_rounded = False
+        has_other_dtype = False
         for weight in weights:
             channels_last = channels_last or layout.is_channels_last(weight)
-            is_rounded = is_rounded or weight.dtype != dtype
-        if is_rounded:
+            has_other_dtype = has_other_dtype or weight.dtype != dtype
+        if has_other_dtype:
             block, weights = _with_served_weights(kernels, block, weights, shapes)
         for (bn, _), shape, weight in zip(arguments.units, shapes, weights, strict=False):
             values.parameters.append(Parameters(*bn.affine(x, shape[1]), weight))
@@ -225,7 +225,7 @@ def preact_stage(
 def _with_served_weights(
     kernels: Kernels, block: Block, weights: list[Tensor], shapes: Sequence[Sequence[int]]
 ) -> tuple[Block, list[Tensor]]:
-    """A block and its weights, float32 ones rounded where the kernels then serve their unit."""
+    """A block and its weights, each in a dtype that the kernels take."""
     units, projection, is_residual = block
     rounded = list(units)
     for index, unit in enumerate(units):

@@ -1,5 +1,6 @@
 """The arguments of a BN-ReLU-Conv, and the `Unit` that they make once they are checked."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class ConvArguments(NamedTuple):
 
 
 class Passed(dict):
-    """Results of checks by the metadata that they read: what has passed is not checked again."""
+    """Results of checks by what they read (`described`): what has passed is not checked again."""
 
     MOST = 4096  # a program with new shapes at every call must not fill the memory
 
@@ -33,6 +34,29 @@ class Passed(dict):
             self.clear()
         self[key] = result
         return result
+
+
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
+def described(values: Iterable) -> list:
+    """What checks read of arguments: metadata of tensors, types and values of plain numbers.
+
+    Raises:
+        TypeError: an argument is none of these. No key keeps such an object, a process group say,
+            or relies on its equality.
+        RuntimeError: a tensor has no strides.
+    """
+    parts: list = []
+    for v in values:
+        if isinstance(v, Tensor):
+            parts.append((v.shape, v.stride(), v.dtype, v.device))
+            continue
+        kinds = tuple(map(type, v)) if type(v) is tuple else (type(v),)
+        if not _PLAIN.issuperset(kinds):
+            raise TypeError
+        parts += (kinds, v)
+    return parts
 
 
 class CheckedUnit(NamedTuple):
@@ -50,22 +74,14 @@ def checked_unit(
     x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None
 ) -> CheckedUnit:
     """Checks the arguments of `pk.bn_relu_conv2d`, and raises the errors that it documents."""
-    if torch.compiler.is_compiling() or bn.process_group is not None:  # kept alive by no key
-        return _check(x, bn, conv, residual)
-    weight, bias, *numbers = conv
-    parts: list = []
-    try:
-        for t in (x, weight, bias, residual, *bn[:4]):
-            parts.append(t if t is None else (t.shape, t.stride(), t.dtype, t.device))
-        key = (
-            *parts,
-            repr((*numbers, bn.training, bn.eps, bn.momentum)),  # tells 1 from True and 1.0
-            bn.batch_count is None,
-            bn.has_any_statistics_dtype,
-            compute_dtype(x),
-        )
-        found = _passed.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # no tensors; sparse; symbolic sizes
+    key = found = None
+    if not torch.compiler.is_compiling():
+        try:
+            key = (*described((x, residual, *bn, *conv)), compute_dtype(x))
+            found = _passed.get(key)
+        except (AttributeError, TypeError, RuntimeError):  # x is no tensor; symbolic sizes
+            key = None
+    if key is None:
         return _check(x, bn, conv, residual)
     return found or _passed.add(key, _check(x, bn, conv, residual))
 
@@ -91,15 +107,12 @@ def _check(x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | Non
 def with_served_weight(
     kernels: Kernels, unit: Unit, conv_weight: Tensor, pixels: int
 ) -> tuple[Unit, Tensor]:
-    """The unit with its weight in a dtype that the kernels take.
+    """The unit and its weight, which is rounded unless the kernels serve the unit without that.
 
-    A float32 weight stays as it is, unless rounding it makes the kernels serve the unit. A compiler
-    merges the rounding with other operations.
+    Autograd records the rounding. A compiler merges it with other operations.
     """
-    if unit.weight_dtype != unit.dtype:
-        rounded = unit._replace(weight_dtype=unit.dtype)
-        if torch.compiler.is_compiling() or (
-            kernels.serves(rounded, pixels) and not kernels.serves(unit, pixels)
-        ):
-            return rounded, conv_weight.to(unit.dtype)
-    return unit, conv_weight
+    if unit.weight_dtype == unit.dtype or (
+        not torch.compiler.is_compiling() and kernels.serves(unit, pixels)
+    ):
+        return unit, conv_weight
+    return unit._replace(weight_dtype=unit.dtype), conv_weight.to(unit.dtype)

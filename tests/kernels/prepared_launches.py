@@ -95,7 +95,7 @@ def at_any_address(shape, dtype=torch.float32):
     return whole[any_offset.randrange(2) :][: whole.numel() - 1].view(shape)
 
 
-def run_blocks(
+def launch_blocks(
     launches, blocks, sides, is_nhwc=True, weight_dtype=torch.bfloat16, dtype=torch.bfloat16,
     stream=None,
 ):  # fmt: skip
@@ -167,21 +167,21 @@ def run_all(is_apart: bool, fault: tuple = ()) -> tuple[set, list[int]]:
             patch.setattr(*fault)
         for blocks in (1, 2, 5, 65, 6, 5):
             before = launches.lookups
-            run_blocks(launches, blocks, BOTTLENECK, **float32)
+            launch_blocks(launches, blocks, BOTTLENECK, **float32)
             lookups.append(launches.lookups - before)
         for sides in (BOTTLENECK, BASIC, BASIC[:1], SMALL):
             for is_nhwc in (True, False):
                 for weight_dtype in (torch.bfloat16, torch.float32):
-                    run_blocks(launches, 5, sides, is_nhwc, weight_dtype)
-            run_blocks(launches, 5, sides, **float32, stream=torch.float32)
+                    launch_blocks(launches, 5, sides, is_nhwc, weight_dtype)
+            launch_blocks(launches, 5, sides, **float32, stream=torch.float32)
             for allow_tf32 in (True, False, True):
                 torch.backends.cudnn.allow_tf32 = allow_tf32
-                run_blocks(launches, 5, sides, **float32, dtype=torch.float32)
+                launch_blocks(launches, 5, sides, **float32, dtype=torch.float32)
         for stream in (1, 0):
             driver.get_current_stream = lambda device, stream=stream: stream
-            run_blocks(launches, 5, BOTTLENECK)
+            launch_blocks(launches, 5, BOTTLENECK)
         for triton.knobs.runtime.debug in (True, False):
-            run_blocks(launches, 5, BOTTLENECK)
+            launch_blocks(launches, 5, BOTTLENECK)
     return launches.reused, lookups
 
 

@@ -1,4 +1,4 @@
-"""Convolutions of the CPU library with large weights beside few activations."""
+"""Convolutions of the CPU library with large weights and few activations."""
 
 import math
 from functools import partial

@@ -145,7 +145,7 @@ CPU_CASES = (
 
 @pytest.fixture
 def every_weight_is_fused(monkeypatch):
-    """The CPU backend fuses large weights beside small activations too."""
+    """The CPU backend fuses large weights with small activations too."""
     for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
         monkeypatch.delattr(pytorch_conv, name)
     monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
@@ -203,7 +203,7 @@ def test_long_sums_are_sums_of_short_ones(channels, out_channels, every_weight_i
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_infinity_at_the_end_of_an_odd_row(dtype):
-    """Dot products read pairs of pixels: no 0 * infinity beside the last one."""
+    """Dot products read pairs of pixels: no 0 * infinity after the last one."""
     inputs = conv_inputs(ConvCase("odd", (2, 16, 3, 5), 16, padding=1), dtype)
     inputs["x"][0, :, 1, 4] = INF
     inputs["bn_weight"].abs_()

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,8 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.ops import dispatch as backends
-from preact_kernels.ops.unit import Passed
+from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.unit import ConvArguments, Passed, described
 from tests.cases import NAN, ConvCase, conv_inputs, random_block, random_stage
 from tests.oracle import assert_same_bits, check, plain_copy
 
@@ -39,6 +41,7 @@ def assert_refused(error, message, function, buffers):
     with pytest.raises(error, match=re.escape(message)) as raised:
         function()
     assert raised.type is error
+    assert raised.value.__context__ is None
     assert_same_bits(buffers, before)
 
 
@@ -255,12 +258,41 @@ def test_a_stride_of_a_block_may_be_given_as_in_pytorch(stride):
     check(block, plain_copy(block), {"x": torch.randn(2, 8, 5, 6)})
 
 
-def test_a_stride_of_floats_is_refused_after_one_of_ints():
+@pytest.mark.parametrize(("name", "value"), [("stride", (1.0, 1.0)), ("groups", True)])
+def test_a_number_of_another_type_is_served_as_in_pytorch_after_an_equal_one(name, value):
     block, x = random_block("basic", 8, 8), torch.randn(2, 8, 5, 6)
     block(x)
-    block.conv2.stride = (1.0, 1.0)
-    with pytest.raises(TypeError):
-        block(x)
+    setattr(block.conv2, name, value)
+    plain = plain_copy(block)
+    try:
+        expected = plain(x)
+    except TypeError:
+        with pytest.raises(TypeError):
+            block(x)
+    else:
+        assert torch.equal(block(x), expected)
+
+
+def test_every_argument_is_part_of_what_checks_are_remembered_by():
+    norm, conv = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    bn = BatchNorm(*tensors, True, 0.1, 1e-5, None, norm.num_batches_tracked, False)
+    arguments = ConvArguments(conv.weight, conv.bias, (1, 1), (0, 0), (1, 1), 1)
+    for given in (bn, arguments):
+        keys = {tuple(described(given))}
+        for name, value in given._asdict().items():
+            if name == "process_group":
+                with pytest.raises(TypeError):
+                    described(given._replace(process_group=object()))
+                continue
+            other = value.double() if isinstance(value, torch.Tensor) else "other"
+            keys.add(tuple(described(given._replace(**{name: other}))))
+        assert len(keys) == 1 + len(given) - ("process_group" in given._fields)
+    for equal in ((1.0, 1), (True, 1), 1):
+        assert described([equal]) != described([(1, 1)])
+    for value in ([1, 1], np.int64(1)):
+        with pytest.raises(TypeError):
+            described([value])
 
 
 def test_results_of_checks_do_not_fill_the_memory():

@@ -27,7 +27,7 @@ def channels_last(t):
     return t.contiguous(memory_format=torch.channels_last)
 
 
-def widened(t, axis):
+def with_gaps(t, axis):
     """Every other element along an axis of a larger tensor: no dimension is dense."""
     larger = torch.full([n * 2 if i == axis else n for i, n in enumerate(t.shape)], torch.nan)
     larger = larger.to(t)
@@ -41,8 +41,8 @@ LAYOUTS = {
     "channels_last": channels_last,
     "transposed_image": lambda t: t.mT.contiguous().mT,
     "batch_innermost": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0),
-    "every_other_channel": lambda t: widened(t, 1),
-    "every_other_column": lambda t: widened(t, 3),
+    "every_other_channel": lambda t: with_gaps(t, 1),
+    "every_other_column": lambda t: with_gaps(t, 3),
     "channels_last_slice_of_channels": lambda t: channels_last(torch.cat([t, t.neg()], 1))[
         :, : t.shape[1]
     ],

@@ -48,6 +48,20 @@ def test_units_keep_their_inputs_and_the_statistics_of_their_batch(
         assert pk.saved_bytes(module, x) == expected
 
 
+@pytest.mark.parametrize("size", [1, 5])  # a fused convolution, and PyTorch's
+def test_a_float32_weight_is_kept_rounded(size, backend):
+    unit = in_dtype(pk.BNReLUConv2d(16, 16, size), torch.float32)
+    unit.bn.track_running_stats = False
+    unit.bn.running_mean = unit.bn.running_var = None
+    x = channels_last(torch.randn(2, 16, 8, 6).bfloat16())
+    statistics = 2 * 16 * FLOAT
+    assert pk.saved_bytes(unit, x) == (x.numel() + 16 * 16 * size**2) * 2 + statistics
+    y = unit(x)
+    with torch.no_grad():
+        unit.conv.weight.add_(1)
+    y.sum().backward()  # which autocast allows too, as it rounds a copy
+
+
 def test_modes_keep_inner_tensors_and_the_inputs_of_some_blocks(backend):
     stage = pk.PreActStage([pk.PreActBottleneck(64, 16) for _ in range(18)], memory="checkpoint")
     x = channels_last(torch.randn(2, 64, 4, 4))

@@ -162,6 +162,14 @@ def hooked(model):
     return model
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_input_on_the_meta_device_gives_the_same_plan(dtype):
+    model, x = random_stage(width=16), images(10).to(dtype)  # float32 weights
+    found = [pk.plan_memory(model, t, PLENTY) for t in (x, x.to("meta"))]
+    assert found[0] == found[1]
+    assert found[0].predicted_bytes == pk.saved_bytes(found[0].apply(model), x)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("memory", MEMORY_MODES)
 @pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS)

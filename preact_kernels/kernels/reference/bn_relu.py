@@ -41,6 +41,7 @@ def bn_input_gradient(gradient: Gradient, masked: bool = False) -> Tensor:
     g, step = gradient
     assert step is not None
     skip, x, norm, sums, inv_count = step
+    assert not masked or skip is None
     wide = statistics_dtype(x.dtype)
     centred = _masked(g, x, norm) if masked else g.to(wide)
     if inv_count:  # else mean and variance are constants, and x is not read
