@@ -322,12 +322,15 @@ def _record_add(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
     return region.record(ADD, (a, b), None, tuple(a.shape), dtype, channels_last, in_place)
 
 
-@_rule(Tensor.add_, Tensor.__iadd__, arguments=lambda input, other, /: (input, other))
-def _add_in_place(region: Any, x: Any, other: Any) -> Any:
+@_rule(
+    *(Tensor.add_, Tensor.__iadd__),
+    arguments=lambda input, other, *, alpha=None: (input, other, alpha),
+)
+def _add_in_place(region: Any, x: Any, other: Any, alpha: Any) -> Any:
     if type(x) is not Deferred:  # a checkpoint's recomputation must not count a batch again
         is_counted = torch_compat.is_in_backward() and region.owners.is_batch_count(x)
         return x if is_counted else NotImplemented
-    return _record_add(region, x, other, in_place=True)
+    return NotImplemented if alpha is not None else _record_add(region, x, other, in_place=True)
 
 
 _ZEROS = ("None", "0", "0.0")  # not -0.0
