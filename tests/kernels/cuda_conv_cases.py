@@ -1,21 +1,23 @@
 """Cases and checks of the fused convolutions for narrow channels of the CUDA library.
 
-In half precision the budget is that of `tests/oracle.py`. In float32 the kernels multiply operands
-that were rounded to TF32, as eager does on a GPU where it may; so eager here rounds its operands to
-TF32 (to nearest, the tighter of what convolutions on a GPU do), and the truth is float64 of what
-was given, unrounded: the budget stays twice eager's own error and one rounding of float32.
+The budget is that of `tests/oracle.py`: twice eager's own error and one rounding. Eager, and in
+float64 the truth, are PyTorch's own operators and autograd: `F.batch_norm`, `F.relu`, `F.conv2d`
+and casts. With a float32 residual stream or float32 weights, eager computes
+`F.conv2d(F.relu(bn(x)).to(half), conv_weight.to(half)) + residual`.
 
-With a float32 residual stream, eager is the reference with the dtypes of the unit: batch norm and
-ReLU in float32, PyTorch's convolution in half precision, the addition in float32.
+In float32 the kernels round the operands of a convolution to TF32, as PyTorch may do on a GPU. So
+eager rounds them too (to nearest, the more accurate way of convolutions on a GPU); the truth rounds
+nothing.
 """
 
 import itertools
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import (
@@ -56,7 +58,7 @@ class Case(NamedTuple):
 
 
 TYPICAL = (Case(3, 5, 7, 64, 16, 1), Case(2, 17, 9, 16, 16, 3))
-# Each channel class of the kernels, tiles that are not full, images of one pixel.
+# Every channel class of the kernels, partial tiles, images of one pixel.
 QUICK = (
     *TYPICAL,
     Case(1, 6, 7, 64, 256, 1),
@@ -88,7 +90,7 @@ def is_slow(case: Case, dtype: torch.dtype) -> bool:
 
 
 def cases_and_dtypes(*cases, dtypes=DTYPES):
-    """All that have a kernel."""
+    """Parametrises a test by the cases and dtypes that have a kernel."""
     return pytest.mark.parametrize(
         ("case", "dtype"),
         [
@@ -178,7 +180,7 @@ def backward_inputs(case: Case, dtype: torch.dtype, step: str = "skip") -> Backw
 
 
 def mapped(inputs, change):
-    """The same named tuple, with `change` of every tensor inside."""
+    """The same named tuple, with `change` applied to every tensor."""
     if isinstance(inputs, Tensor):
         return change(inputs)
     if isinstance(inputs, tuple):
@@ -187,7 +189,7 @@ def mapped(inputs, change):
 
 
 def unit(case: Case, inputs: Forward | Backward, dtype: torch.dtype | None = None) -> Unit:
-    """The unit that takes `inputs`; its products are in `dtype`, or in that of the weight."""
+    """The unit that takes `inputs`; its products are in `dtype`, by default the weight's."""
     if isinstance(inputs, Forward):
         y = inputs.residual
     else:
@@ -203,7 +205,7 @@ def call(
     options: bool | Wanted,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The results by name, without those that are None.
+    """The results by name, except None.
 
     Args:
         backend: the kernels.
@@ -223,18 +225,18 @@ def call(
     return {n: t for n, t in found.items() if t is not None}
 
 
-LOW_NAN = 0x7F800001  # infinite without the low bits that TF32 does not have
+LOW_NAN = 0x7F800001  # infinity without the low bits, which TF32 drops
 
 
 def as_tf32(t: Tensor) -> Tensor:
-    """To nearest, ties away from zero, of what is no NaN."""
+    """Rounds to TF32, to nearest, ties away from zero. `t` has no NaN."""
     bits = t.contiguous().view(torch.int32)
     is_infinite = (bits & 0x7FFFFFFF) == 0x7F800000
     return torch.where(is_infinite, bits, (bits + 0x1000) & ~0x1FFF).view(torch.float32).view_as(t)
 
 
 class RoundedOperands(torch.utils._python_dispatch.TorchDispatchMode):
-    """Convolutions of float32 see operands that are rounded to TF32."""
+    """Rounds the operands of float32 convolutions to TF32."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.convolution_backward.default:
@@ -244,14 +246,39 @@ class RoundedOperands(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def eager(case: Case, inputs: Forward | Backward, options: bool | Wanted) -> dict[str, Tensor]:
-    """The reference in the dtypes of the inputs; as in a fused kernel, `g` is rounded to half."""
-    half = inputs.conv_weight.dtype
-    if half == torch.float32:
-        with RoundedOperands():
-            return call(reference, case, inputs, options)
-    found = call(reference, case, inputs, options)
-    return found | ({"g": found["g"].to(half)} if "g" in found else {})
+def whole_gradient(gradient: Gradient) -> Tensor:
+    """`[skip +] A*g + B*x + C`, in the dtype of `x`; `g` itself without a step."""
+    g, step = gradient
+    if step is None:
+        return g
+    skip, x, norm, sums, inv_count = step
+    mean, weight, sum_g, sum_product = (
+        t.view(-1, 1, 1) for t in (norm.mean, norm.weight, *(sums * inv_count))
+    )
+    rstd = torch.rsqrt(norm.var + norm.eps).view(-1, 1, 1)
+    dx = weight * rstd * (g - sum_g - (x - mean) * rstd * sum_product)
+    return (dx if skip is None else dx + skip).to(x.dtype)
+
+
+def eager(
+    case: Case, inputs: Forward | Backward, options: bool | Wanted, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The results of `call` in PyTorch's own operators and autograd, with products in `dtype`."""
+    norm, padding = inputs.norm, conv(case).padding
+    bn_weight, bn_bias, conv_weight = (
+        t.detach().requires_grad_() for t in (norm.weight, norm.bias, inputs.conv_weight)
+    )
+    p = F.batch_norm(inputs.x, norm.mean, norm.var, bn_weight, bn_bias, eps=norm.eps)
+    y = F.conv2d(F.relu(p).to(dtype), conv_weight.to(dtype), padding=padding)
+    if isinstance(inputs, Forward):
+        y = y.detach() if inputs.residual is None else y.detach() + inputs.residual
+        return {"y": y} | (reference.bn_stats(y)._asdict() if options else {})
+    dy = whole_gradient(inputs.dy)
+    leaves = p, bn_bias, bn_weight, conv_weight
+    g, sum_g, sum_product, dconv_weight = torch.autograd.grad(y, leaves, dy.to(dtype))
+    found = {"g": g, "sums": torch.stack([sum_g, sum_product])} if options.input else {}
+    found |= {"conv_weight": dconv_weight} if options.weight else {}
+    return found | ({"dy": dy} if options.dy else {})
 
 
 def reversed_batch(inputs):
@@ -259,7 +286,7 @@ def reversed_batch(inputs):
 
 
 def moved(inputs):
-    """Activations that begin one element behind where memory is aligned."""
+    """`inputs` with activations that begin one element past an aligned address."""
 
     def move(t):
         memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
@@ -276,33 +303,39 @@ def check_case(
     inputs: Forward | Backward,
     options: bool | Wanted,
     backend: Kernels | None = None,
-    run_eager: Callable[..., dict[str, Tensor]] = eager,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Asserts the budget for every result, which has the dtype of eager's.
+    """Asserts the budget for every result, and that it has the dtype of eager's.
+
+    The dtype of `g` may also be `dtype`, as in a fused kernel: eager's `g` has its values.
 
     Args:
         case: shape.
         inputs: tensors.
         options: whether statistics are wanted, or which gradients.
         backend: under test; by default the CUDA library.
-        run_eager: computes what eager does.
+        dtype: of products; by default the dtype of the weight.
 
     Returns:
         The results.
     """
-    found = call(backend or kernels(), case, inputs, options)
-    truth = call(reference, case, mapped(inputs, Tensor.double), options)
-    errors = dict.fromkeys(truth, 0.0)
     weight = inputs.conv_weight
+    dtype = dtype or weight.dtype
+    found = call(backend or kernels(), case, inputs, options, dtype)
+    truth = eager(case, mapped(inputs, Tensor.double), options, torch.float64)
+    errors = dict.fromkeys(truth, 0.0)
     for order in (lambda t: t, reversed_batch):
-        run = run_eager(case, order(inputs)._replace(conv_weight=weight), options)
+        with RoundedOperands() if dtype == torch.float32 else nullcontext():
+            run = eager(case, order(inputs)._replace(conv_weight=weight), options, dtype)
         if order is reversed_batch:
             run |= {n: run[n].flip(0) for n in ("y", "g", "dy") if n in run}
+        if "g" in found and found["g"].dtype == dtype:
+            run["g"] = run["g"].to(dtype)
         assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in run.items()}
         for name in truth:
             error = float((run[name].double() - truth[name]).norm())
             errors[name] = max(errors[name], error)
-    if "mean" in found:  # statistics are of y as stored
+    if "mean" in found:  # the statistics of the stored y
         truth |= reference.bn_stats(found["y"].double())._asdict()
         plain = reference.bn_stats(found["y"])._asdict()
         errors |= {n: float((t.double() - truth[n]).norm()) for n, t in plain.items()}
@@ -311,7 +344,7 @@ def check_case(
 
 
 def launches(run) -> list[str]:
-    """The names of what `run()` launches, which does not run."""
+    """The names of the kernels that `run()` launches; they do not run."""
     found = []
     with serve_cpu.without_running(lambda launch: found.append(launch.name)):
         run()

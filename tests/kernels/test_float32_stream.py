@@ -5,14 +5,13 @@ The budget is that of tests/kernels/cuda_conv_cases.py.
 
 import copy
 import os
-from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
-from preact_kernels.kernels import cuda, pytorch_conv, reference
+from preact_kernels.kernels import cuda, pytorch_conv
 from preact_kernels.kernels.contract import Conv, Gradient, Parameters, Wanted
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.block_arguments import Block
@@ -71,11 +70,11 @@ on_cuda = _backends("cuda")
 _NAMES = ("cuda",) if os.environ.get("PK_SANITIZER") else ("cuda", "triton")
 on_gpu_backends = _backends(*_NAMES)
 quick_on_cuda = _backends(*_NAMES, slow="triton")
-CHANNELS = {"basic": 16, "bottleneck": 64}  # of blocks with 3x3 convolutions of 16 channels
+CHANNELS = {"basic": 16, "bottleneck": 64}  # their 3x3 convolutions have 16 channels
 
 
 class NoConvolution(TorchDispatchMode):
-    """Convolutions of PyTorch are errors."""
+    """Fails on PyTorch's convolutions."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert "convolution" not in function._schema.name
@@ -83,12 +82,12 @@ class NoConvolution(TorchDispatchMode):
 
 
 HALVES = (torch.bfloat16, torch.float16)
-# Whether the input of the convolution is of the stream, or its output.
+# The side of the unit that is float32.
 either_side = pytest.mark.parametrize("side", ["input", "output"])
 
 
 def with_stream(inputs: Forward | Backward, side: str) -> Forward | Backward:
-    """`inputs` with float32 tensors of the stream, which are no rounded half precision."""
+    """`inputs` in float32 on one side, with values that half precision does not have."""
 
     def wide(t):
         noise = torch.rand_like(t, dtype=torch.float32) - 0.5
@@ -107,12 +106,12 @@ def with_stream(inputs: Forward | Backward, side: str) -> Forward | Backward:
 
 
 def kernels():
-    """Of the backend under test."""
+    """The kernels of the backend under test."""
     return dispatch.select(dispatch.current(), torch.device(DEVICE).type, torch.bfloat16)
 
 
 class Fused:
-    """The kernels of a backend, in which convolutions of PyTorch are errors."""
+    """The kernels of a backend, which fail on PyTorch's convolutions."""
 
     def __init__(self, backend):
         self.backend = backend
@@ -160,7 +159,7 @@ def test_both_directions_keep_the_budget(case, dtype, side):
     ids=str,
 )
 def test_every_deferred_step_keeps_the_budget(case, side, step, wanted):
-    set_schedule(multiprocessors=1)  # of the CUDA library
+    set_schedule(multiprocessors=1)  # read by the CUDA library alone
     inputs = with_stream(backward_inputs(case, torch.bfloat16, step), side)
     check_case(case, inputs, Wanted(*wanted, dy=step != "none"))
 
@@ -280,7 +279,7 @@ def training_step(module, x) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("half", HALVES, ids=cuda_conv.dtype_name)
 def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypatch):
-    """That of the output, and its own: what is subtracted is what was added, to the bit."""
+    """The forward rounds y, the rebuild x; it subtracts what was added, to the bit."""
     stage = in_dtype(bare_stage(kind, 2, memory="rebuild"), half)
     x = torch.randn(3, CHANNELS[kind], 7, 6, device=DEVICE)
     with NoConvolution():
@@ -299,7 +298,7 @@ def test_a_rebuilt_input_is_off_by_two_roundings_of_float32(kind, half, monkeypa
     [("bottleneck", "rebuild"), pytest.param("basic", "checkpoint", marks=pytest.mark.slow)],
 )
 def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypatch):
-    """Whose first unit is PyTorch's in the basic block: its `g` is float32."""
+    """The basic projection block's first unit is not fused: its `g` is float32."""
     width, wider = (8, 16) if kind == "bottleneck" else (32, 32)
     blocks = [
         random_block(kind, 32, width),
@@ -316,7 +315,7 @@ def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypat
 
 @quick_on_cuda
 def test_a_block_with_a_projection_is_fused(monkeypatch):
-    """The gradient of the projection's output is of the stream, and rounded as autograd does."""
+    """The gradient of the projection's output is float32 and rounded as in autograd."""
     stage = pk.PreActStage([random_block("bottleneck", 16, 16)], residual_dtype=torch.float32)
     stage = in_dtype(stage, torch.bfloat16).to(DEVICE)
     problems = [{"x": torch.randn(4, 16, 5, 7, device=DEVICE)} for _ in range(8)]
@@ -328,12 +327,21 @@ def test_a_block_with_a_projection_is_fused(monkeypatch):
     check(stage, plain_copy(stage), problems)
 
 
-def between_streams(case: Case) -> tuple[tuple[Forward, bool], tuple[Backward, Wanted]]:
-    """What both directions take where x and y are of the stream, and options."""
-    given = forward_inputs(case, torch.bfloat16)
-    given = given._replace(x=given.x.float(), residual=given.residual.float())
-    arriving = with_stream(backward_inputs(case, torch.bfloat16), "input")
-    return (given, True), (with_stream(arriving, "output"), ALL)
+def between_streams(
+    case: Case, half: torch.dtype = torch.bfloat16
+) -> tuple[tuple[Forward, bool], tuple[Backward, Wanted]]:
+    """Inputs and options for both directions, with x and y in float32.
+
+    The residual, and the mean of x, are so large that rounding them exceeds the budget.
+    """
+    given, arriving = forward_inputs(case, half), backward_inputs(case, half)
+    residual = 64 * with_stream(given, "output").residual
+    given = with_stream(given, "input")._replace(residual=residual)
+    arriving = with_stream(with_stream(arriving, "input"), "output")
+    for inputs in (given, arriving):
+        inputs.x.add_(64)
+        inputs.norm.mean.add_(64)
+    return (given, True), (arriving, ALL)
 
 
 @on_gpu_backends
@@ -345,10 +353,17 @@ def test_a_lone_unit_between_tensors_of_the_stream_adds_the_residual_apart():
 
 
 @on_gpu_backends
-def test_a_unit_that_is_not_fused_runs_around_pytorchs_convolution():
-    case = Case(2, 5, 7, 272, 32, 1)
-    for inputs, options in between_streams(case):
-        found = cuda_conv.check_case(case, inputs, options, kernels(), partial(call, reference))
+@pytest.mark.parametrize(
+    ("half", "weight_dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)],
+    ids=cuda_conv.dtype_name,
+)
+def test_a_unit_that_is_not_fused_runs_around_pytorchs_convolution(half, weight_dtype):
+    case = Case(2, 5, 7, 272, 32, 1)  # too many channels
+    for inputs, options in between_streams(case, half):
+        weight = torch.randn_like(inputs.conv_weight, dtype=weight_dtype) / 16
+        inputs = inputs._replace(conv_weight=weight)
+        found = cuda_conv.check_case(case, inputs, options, kernels(), half)
         assert found.get("y", found.get("g")).dtype == torch.float32
 
 
@@ -384,7 +399,7 @@ def test_float32_weights_are_rounded_on_the_way(case, half, stream):
 
 
 class Casts(TorchDispatchMode):
-    """Counts the casts of weights, and of gradients of their shape."""
+    """Counts casts of weights and weight gradients, by shape."""
 
     def __init__(self, weights):
         super().__init__()
