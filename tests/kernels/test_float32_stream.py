@@ -4,7 +4,9 @@ The budget is that of tests/kernels/cuda_conv_cases.py.
 """
 
 import copy
+import itertools
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -218,6 +220,26 @@ def test_the_library_names_what_it_does_not_take(monkeypatch):
     ):
         with pytest.raises(RuntimeError, match=message):
             call(kernels(), case, inputs, options)
+
+
+@on_cuda
+@pytest.mark.parametrize("side", [1, 3])
+def test_the_library_refuses_the_dtypes_that_are_not_served(side, monkeypatch):
+    serves = cuda.CUDAKernels.serves
+    monkeypatch.setattr(cuda.CUDAKernels, "serves", lambda *_: True)
+    case = Case(1, 2, 3, 16, 16, side)
+    given = forward_inputs(case, torch.float32)
+    for x_dtype, y_dtype, dtype, weight_dtype in itertools.product(cuda_conv.DTYPES, repeat=4):
+        x, weight, y = given.x.to(x_dtype), given.conv_weight.to(weight_dtype), nhwc(given.residual)
+        y = y.to(y_dtype)
+        for inputs, options in (
+            (Forward(x, given.norm, weight, y), False),
+            (Backward(Gradient(y), x, given.norm, weight), Wanted(True, True)),
+        ):
+            is_served = serves(kernels(), unit(case, inputs, dtype))
+            refusal = pytest.raises(RuntimeError, match=r"check_conv_is_served.*expected the dtype")
+            with nullcontext() if is_served else refusal:
+                call(kernels(), case, inputs, options, dtype)
 
 
 def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
