@@ -66,11 +66,13 @@ auto for_weight_groups(const ConvSizes& conv, const Body& body) {
 }
 
 // Calls `body` with the template argument CHANNELS of the kernel that recomputes g, if the
-// convolution has one: the last of a bottleneck, with x in the dtype of products. Inner width 64
-// has none: its blocks have a tile or two and would load another weight for them. Nor has 32 in
-// float32: one block per multiprocessor would fit instead of two.
+// convolution has one: the last of a bottleneck. Inner width 64 has none: its blocks have a tile or
+// two and would load another weight for them. Nor has 32 in float32: one block per multiprocessor
+// would fit instead of two.
 template <class Types, class Body>
 void for_recomputed_channels(const ConvSizes& conv, const Body& body) {
+  // In a run, only the first unit of a block can have dtypes X and T that differ, and it never
+  // recomputes g. The condition keeps kernels that nothing calls out of the library.
   if constexpr (std::is_same_v<typename Types::X, typename Types::T>) {
     if (conv.taps() != 1 || conv.out_channels != 4 * conv.in_channels) return;
     if (conv.in_channels == 16) body(std::integral_constant<int, 16>());

@@ -1,4 +1,4 @@
-"""Runs of blocks in one call of the CUDA library, which give the bits of their units one by one.
+"""A run of blocks in one call of the CUDA library gives the same bits as its units one by one.
 
 In a run, g of a block's first unit is recomputed where it is read; unit by unit, every g is stored.
 """
@@ -66,7 +66,7 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     ids=str,
 )
 def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large, width, stream):
-    """And some for the whole run, which large weight gradients do not add to."""
+    """The whole run has some more launches; large weight gradients do not add to them."""
     set_schedule(multiprocessors=1)
     blocks = [random_block("bottleneck", 4 * width, width) for _ in range(3)]
     stage = in_dtype(pk.PreActStage(blocks, residual_dtype=stream), torch.bfloat16)
@@ -95,11 +95,12 @@ def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large, 
 @pytest.mark.parametrize(
     ("blocks", "side", "apart", "finished"),
     [
-        # All weight gradients are apart: launched when there are 48, and at the end.
+        # All weight gradients have their own launches, when there are 48 and at the end.
         (17, 3, 6, 2),
-        # Those of 3x3 are: launched at the end. Parts of others are added up when there are 64.
+        # The 3x3 weight gradients have a launch, at the end. Partial sums of the 1x1 weight
+        # gradients are added up when there are 64.
         (33, 8, 1, 2),
-        # Parts of those launched when there are 48 join 31 others: two launches add them up.
+        # The partial sums of a launch for 48 join 31 others: two launches add them up.
         pytest.param(48, 8, 1, 4, marks=pytest.mark.slow),
     ],
 )
@@ -121,10 +122,11 @@ def test_weight_gradients_of_a_long_run_are_computed_now_and_then(blocks, side, 
     [
         # Weight gradients keep each dy of 8 MiB: they are launched when there are eight.
         ("store", 2000, 2, 3),
-        # And x of a block's first unit, which is rebuilt: when there are six, and at the end. The
-        # first block, whose x is stored, is a run of its own.
+        # They also keep the rebuilt x of a block's first unit: they are launched when there are
+        # six, and at the end. The first block stores its x and is a run on its own.
         ("rebuild", 2000, 4, 4),
-        # None are apart. Their parts, 7.9 MiB each, are added up when there are nine.
+        # None have their own launch. Their partial sums, 7.9 MiB each, are added up when there
+        # are nine.
         ("store", 56, 0, 2),
     ],
 )
@@ -141,7 +143,7 @@ def test_what_a_run_keeps_for_later_is_never_much(memory, multiprocessors, apart
 
 @on_host
 def test_all_dependent_launches_of_a_run_start_early_on_the_host():
-    """Or no test would see what a kernel reads before it waits."""
+    """Otherwise no test would see what a kernel reads before it waits."""
     stage = in_dtype(pk.PreActStage([random_block("bottleneck", 64, 16)] * 2), torch.bfloat16)
     inputs = {"x": torch.randn(2, 64, 5, 7).bfloat16()}
     dependent = []
@@ -155,7 +157,7 @@ def test_all_dependent_launches_of_a_run_start_early_on_the_host():
 
 @on_host
 def test_kernels_are_dependent_behind_kernels_of_their_run_alone():
-    """Not behind PyTorch's, which copy tensors that are not aligned."""
+    """A kernel after PyTorch's copy of an unaligned tensor is not dependent."""
     stage = in_dtype(pk.PreActStage([random_block("bottleneck", 64, 16)] * 2), torch.bfloat16)
     memory = torch.randn(2 * 5 * 7 * 64 + 1, device=DEVICE).bfloat16()
     found = []
@@ -176,7 +178,7 @@ def test_kernels_are_dependent_behind_kernels_of_their_run_alone():
 
 @on_host
 def test_other_weight_gradients_of_a_run_do_not_change_its_bits():
-    """Of partial sums that no order but one adds up to the same."""
+    """The partial sums add up to other bits in any other order."""
     set_schedule(multiprocessors=5)
     case = Case(10, 16, 16, 16, 16, 1)
     inputs = backward_inputs(case, torch.bfloat16, "none")
@@ -193,7 +195,7 @@ def test_other_weight_gradients_of_a_run_do_not_change_its_bits():
     assert torch.equal(found.conv_weights[1], alone)
 
 
-# Dtype of the products, and of the residual stream.
+# Dtypes of the products and of the residual stream.
 DTYPES = {
     "bfloat16": (torch.bfloat16, None),
     "float16": (torch.float16, None),
@@ -232,7 +234,7 @@ def assert_bits_of_a_stored_gradient(stage, x, dy=None):
 
 
 def recomputing_kernels(stage, x):
-    """How many kernels of a step recompute g."""
+    """How many kernels of a training step recompute g."""
     with pk.use_backend("cuda"):
         names = launches(lambda: evaluate(stage, {"x": x}))
     counts = collections.Counter(n for n in names if n.startswith("bn_relu_conv_backward"))
@@ -241,7 +243,7 @@ def recomputing_kernels(stage, x):
 
 
 def shared_bytes(run):
-    """The most of a block, by the names of what `run()` launches, which does not run."""
+    """Most shared bytes per block, by names of kernels that `run()` launches; they do not run."""
     found = collections.Counter()
 
     def listen(launch):
@@ -257,7 +259,7 @@ def shared_bytes(run):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("memory", ["store", "rebuild"])
 def test_the_bits_are_those_of_a_gradient_that_is_stored(dtypes, training, memory):
-    """Of several tiles a block of threads, the last of them not full."""
+    """A block of threads has several tiles; the last is partial."""
     set_schedule(multiprocessors=1)
     stage = stage_of(bottlenecks(16), dtypes, memory=memory).train(training)
     x = images(dtypes, 3, 64, 17, 11)
@@ -279,7 +281,7 @@ def test_the_bits_are_those_of_a_gradient_that_is_stored(dtypes, training, memor
     ],
 )
 def test_stages_of_other_sizes_give_those_bits(name, width, shape):
-    """Those of inner width 64, and of 32 in float32, store it."""
+    """Bottlenecks of inner width 64, and of 32 in float32, store g."""
     dtypes = DTYPES[name]
     count, *size = shape
     stage, x = stage_of(bottlenecks(width, 2), dtypes), images(dtypes, count, 4 * width, *size)
@@ -305,7 +307,7 @@ def test_schedules_change_no_bit():
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "dy"])
 def test_what_is_not_finite_gives_those_bits(dtypes, value, where):
-    """In evaluation mode, where it spreads to its neighbours alone."""
+    """In evaluation mode a value that is not finite spreads to its neighbours alone."""
     stage = stage_of(bottlenecks(16), dtypes).eval()
     x = images(dtypes, 2, 64, 9, 11)
     given = {"x": x, "dy": gradient_like(x)}
@@ -318,12 +320,12 @@ def test_what_is_not_finite_gives_those_bits(dtypes, value, where):
 
 @pytest.mark.parametrize("dtypes", [*DTYPES.values()][:3], ids=[*DTYPES][:3])
 def test_no_gradient_passes_activations_that_are_rounded_to_zero(dtypes):
-    """And passes the next greater ones: of a batch norm whose output is its bias."""
+    """It passes the next greater ones. The output of the batch norm is its bias."""
     stage = stage_of(bottlenecks(16, 2), dtypes).eval()
     info = torch.finfo(dtypes[0])
     least = info.smallest_normal * info.eps
     if dtypes[0] == torch.float32:
-        least *= 2**13  # operands are TF32, which has so many fewer bits
+        least *= 2**13  # TF32 operands have 13 bits fewer
     bn = stage[1].bn1
     with torch.no_grad():
         stage[0].conv3.weight.zero_()
@@ -355,7 +357,7 @@ def test_it_is_stored_where_fewer_blocks_of_threads_would_fit(name):
     set_schedule(multiprocessors=1)
     stage = stage_of(bottlenecks(32, 2), DTYPES[name])
     x = images(DTYPES[name], 2, 128, 9, 8)
-    reserved = 1024  # of each block
+    reserved = 1024  # bytes per block
     sizes = shared_bytes(lambda: evaluate(stage, {"x": x}))
     (most,) = (count for kernel, count in sizes.items() if "recomputed" in kernel)
     suffices = 2 * (most + reserved) - reserved
@@ -370,7 +372,7 @@ def test_it_is_stored_where_fewer_blocks_of_threads_would_fit(name):
 
 @on_host
 def test_blocks_of_different_widths_store_it(monkeypatch):
-    """Which are not in one run: one that is given them is right none the less."""
+    """They are not planned as one run; the library runs them correctly as one."""
     blocks = [random_block("bottleneck", 64, 16, base_width=w) for w in (64, 128, 64)]
     stage, x = stage_of(blocks, BFLOAT16), images(BFLOAT16, 2, 64, 9, 8)
     with pk.use_backend("cuda"):
