@@ -185,7 +185,7 @@ def test_sums_keep_the_budget_at_any_magnitude(scale):
     g, step = inputs.dy
     for t in (g, step.skip, step.sums):
         t.add_(1).mul_(scale)
-    step.norm.weight.mul_(1e-3 if abs(scale) > 1 else 0)  # beside which skip counts
+    step.norm.weight.mul_(1e-3 if abs(scale) > 1 else 0)  # not to hide skip
     check_case(ONE_BY_ONE, inputs, ALL)
 
 
@@ -262,7 +262,7 @@ def test_weights_stored_nhwc_and_tensors_that_begin_anywhere(case, dtype):
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize("case", [Case(1, 17, 33, 64, 256, 1), Case(2, 17, 33, 32, 32, 3)], ids=str)
 def test_partial_weight_gradients_are_never_more_bytes_than_what_they_save(case, is_large):
-    """Of a large image both gradients come from one kernel, of a small one each from its own."""
+    """Large images: one kernel computes both gradients. Small images: one kernel for each."""
     set_schedule(multiprocessors=1)
     case = case if is_large else case._replace(images=1, height=3, width=5)
     inputs = backward_inputs(case, torch.bfloat16)
