@@ -60,10 +60,11 @@ class StageValues(NamedTuple):
 def stage_values(blocks: Sequence[Block], flat: Sequence) -> StageValues:
     """The values that `flat_values` flattened."""
     values = iter(flat)
+    rows = zip(values, values, values, strict=False)
     parameters, projections = [], []
     for block in blocks:
         for _ in block.units:
-            parameters.append(Parameters(next(values), next(values), next(values)))
+            parameters.append(Parameters(*next(rows)))
         projections.append(None if block.projection is None else next(values))
     return StageValues(parameters, projections, list(values))
 
@@ -359,8 +360,11 @@ class StageBackward:
         found = cast(BlockKernels, stage.kernels).block_run_backward(
             stage.run(span), dy, inputs, y if inputs[0] is None else None
         )
-        for index, results in enumerate(zip(found.conv_weights, found.sums, strict=True), first):
-            self._set_gradients(index, *results)
+        gradients = []
+        for conv_weight, sums in zip(found.conv_weights, found.sums, strict=True):
+            dbn_bias, dbn_weight = sums.unbind()
+            gradients.append(Parameters(dbn_weight, dbn_bias, conv_weight))
+        self.gradients.parameters[first:last] = gradients
         return cast(AffineStep, found.x.step).x, found.x
 
     def _block(self, span: Span, y: Tensor | None, dy: Gradient) -> tuple[Tensor | None, Gradient]:
