@@ -82,7 +82,7 @@ class CPUKernels(NativeKernels):
             return True
         activations = None
         if pixels is not None:
-            computed = pixels // (stride[0] * stride[1])  # about
+            computed = pixels // (stride[0] * stride[1])  # approximately
             read = pixels if taps > 1 else computed
             activations = read * in_channels + computed * out_channels
         return self._is_faster(weights, activations, dtype)

@@ -48,7 +48,7 @@ def conv_arguments(conv: nn.Conv2d) -> ConvArguments:
 
 
 def plain_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """`conv(x)` in place of kernels; transforms may have a float32 weight and `x` in half."""
+    """`conv(x)` in place of kernels; under transforms, casts a float32 weight to a half `x`."""
     if not (is_transformed() and is_bare_conv(conv)) or is_autocast(x):
         return conv(x)
     if x.dtype not in HALVES or conv.weight.dtype != torch.float32:

@@ -24,7 +24,7 @@ def has_hooks(module: nn.Module, own_alone: bool = False) -> bool:
     if not own_alone and torch_compat.has_global_module_hook():
         return True
     own = module.__dict__
-    for name in _CALLED:  # noqa: SIM110 - a loop: this runs for every child at every call
+    for name in _CALLED:  # noqa: SIM110 - for speed: runs for every child at every call
         if name in own:
             return True
     return False

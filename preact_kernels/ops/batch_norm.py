@@ -190,7 +190,7 @@ def update_running_statistics(
         if not means or bn.running_mean is None or bn.running_var is None:
             continue
         running, batch = [bn.running_mean, bn.running_var], [means[index], variances[index]]
-        if bn.momentum is None:  # traced: a number that is not known, and so no key
+        if bn.momentum is None:  # when traced, the number is symbolic: it cannot be a key
             momentum = 1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0)
             kernels.running_stats_update(running, batch, momentum)
             continue

@@ -33,7 +33,7 @@ def gradients(
         views = [None if t is None else t.view_as(t) for t in inputs]
         wanted = [cast(Tensor, v) for v, n in zip(views, needed, strict=True) if n]
         for v in wanted:
-            if not v.requires_grad:  # any more
+            if not v.requires_grad:  # the tensor was frozen after the forward
                 v.requires_grad_()
         y = forward(*views)
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=is_recorded, allow_unused=True))

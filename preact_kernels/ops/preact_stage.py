@@ -46,7 +46,7 @@ class StageCall(NamedTuple):
     eps: Sequence[float]  # one for every unit
     memory: MemoryMode
     first: int = 0  # block: those before it want no gradient, and save nothing
-    skipped: int = 0  # its first units, which want none; `MemoryMode.kept_inputs`: what they save
+    skipped: int = 0  # number of its first units that want no gradient
 
 
 # From a call, its input and its other tensors to a tensor like the output.

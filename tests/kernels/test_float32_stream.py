@@ -178,7 +178,7 @@ def test_neither_schedules_nor_where_tensors_begin_change_a_bit(side):
     assert_same_bits(call(kernels(), case, moved(arriving), ALL), expected[1])
 
 
-@on_cuda
+@on_gpu_backends
 def test_units_of_other_dtypes_are_left_to_pytorch():
     f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
     served = {  # dtypes of the products, x, y and the weight
@@ -193,6 +193,7 @@ def test_units_of_other_dtypes_are_left_to_pytorch():
         (f32, f32, f32, f32): True,
         (f32, f32, f32, bf16): False,
         (f32, bf16, f32, f32): False,
+        (f64, f64, f64, f64): False,
     }
 
     def is_served(dtype, x_dtype, y_dtype, weight_dtype):

@@ -295,30 +295,6 @@ def test_streams_do_not_disturb_one_another():
     assert all(torch.equal(y, expected) for y in found)
 
 
-def test_units_of_other_dtypes_are_left_to_pytorch():
-    f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-    served = {  # dtypes of the products, x, y and the weight
-        (bf16, bf16, bf16, bf16): True,
-        (bf16, bf16, bf16, f32): True,
-        (f16, f32, f16, f32): True,
-        (bf16, bf16, f32, bf16): True,
-        (bf16, f32, f32, bf16): False,
-        (bf16, f16, bf16, bf16): False,
-        (bf16, bf16, bf16, f16): False,
-        (f32, f32, f32, f32): True,
-        (f32, f32, f32, bf16): False,
-        (f32, bf16, f32, f32): False,
-        (f64, f64, f64, f64): False,
-    }
-
-    def is_served(dtype, x_dtype, y_dtype, weight_dtype):
-        weight = torch.empty(16, 16, 1, 1, dtype=weight_dtype)
-        geometry = Conv((1, 1), (0, 0), (1, 1), 1)
-        return kernels.serves(unit_of(weight, geometry, dtype, x_dtype, y_dtype))
-
-    assert {dtypes: is_served(*dtypes) for dtypes in served} == served
-
-
 def test_wide_grouped_and_large_convolutions_are_left_to_pytorch():
     fused = {
         ((64, 256, 1, 1), 1): True,
