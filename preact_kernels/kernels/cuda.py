@@ -52,6 +52,7 @@ class CUDAKernels(NativeKernels):
         return (
             groups == 1
             and unit.dtype in sides
+            and unit.dtype != torch.float64
             and {*sides, unit.weight_dtype} <= {unit.dtype, torch.float32}
             and stride[0] == stride[1] == 1
             and (dilation[0] == dilation[1] == 1 or kernel_h == kernel_w == 1)
