@@ -12,6 +12,28 @@ struct Activation {
   int64_t pixels() const { return images * height * width; }
 };
 
+// The activations of preact_kernels/kernels/contract.py, in its order.
+enum class ActivationKind {
+  kRelu,
+  kLeakyRelu,
+  kIdentity,
+  kRelu6,
+  kSilu,
+  kGelu,
+  kGeluTanh,
+  kElu,
+  kHardswish,
+  kMish,
+  kSoftplus,
+  kSigmoid,
+  kTanh
+};
+
+struct ActivationFunction {
+  ActivationKind kind = ActivationKind::kRelu;
+  double parameter = 0;  // the slope of leaky_relu, alpha of elu, beta of softplus
+};
+
 // Two exact sums per channel (csrc/cuda/exact_sums.cuh), which the launches of a native call add
 // up. Its end writes them to tensors.
 struct Accumulators {

@@ -11,22 +11,30 @@ namespace preact_kernels {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A batch norm. Every tensor is [C], in the statistics dtype.
+// A norm and the activation after it. Every tensor is [C], or [N, C] with a row for each image, in
+// the statistics dtype.
 struct Norm {
   Tensor mean, var, weight;
   std::optional<Tensor> bias;  // absent in an AffineStep, which does not read it
   double eps;
+  ActivationFunction activation = {};
   Accumulators moments = {};  // of mean and var: the sums of the values and of their squares
+
+  // Whether a tensor has a row for each image.
+  bool has_rows() const {
+    return mean.dim() == 2 || var.dim() == 2 || weight.dim() == 2 ||
+           (bias.has_value() && bias->dim() == 2);
+  }
 };
 
 // The deferred affine step of a gradient: [skip +] A*g + B*(x - mean) + C turns g, the gradient
-// behind a ReLU mask, into the gradient of the batch norm's input. The consumer computes it.
+// behind an activation, into the gradient of the norm's input. The consumer computes it.
 struct AffineStep {
   std::optional<Tensor> skip;
   Tensor x;  // the input of the batch norm
   Norm norm;
-  Tensor sums;                    // [2, C]: sum(g), sum(g * xhat)
-  double inv_count;               // 1 / (N*H*W), or 0 in evaluation mode: B and C are then 0
+  Tensor sums;       // [2, C]: sum(g), sum(g * xhat); pooled [2, N, C] if the norm has rows
+  double inv_count;  // 1 / (N*H*W), or 0 in evaluation mode: B and C are then 0
   Accumulators accumulated = {};  // of sums
 };
 
@@ -79,7 +87,7 @@ struct UnitGradients {
   Wanted wanted;
   Tensor conv_weight, sums;
   Accumulators accumulated;     // of sums
-  std::optional<Tensor> g, dy;  // allocated by bn_relu_conv_backward
+  std::optional<Tensor> g, dy;  // allocated by norm_act_conv_backward
 };
 
 }  // namespace preact_kernels

@@ -20,6 +20,8 @@ from preact_kernels.ops.dispatch import (
     set_backend,
     use_backend,
 )
+from preact_kernels.ops.norm_act import batch_norm_act, group_norm_act
+from preact_kernels.ops.norm_act_conv import batch_norm_act_conv, group_norm_act_conv
 from preact_kernels.ops.residual_add import residual_add
 from preact_kernels.planning import MemoryPlan, plan_memory
 
@@ -37,6 +39,8 @@ __all__ = [
     "PreActStage",
     "available_backends",
     "backend_for",
+    "batch_norm_act",
+    "batch_norm_act_conv",
     "bn_relu",
     "bn_relu_conv2d",
     "conversion_report",
@@ -44,6 +48,8 @@ __all__ = [
     "fuse",
     "fuse_for_inference",
     "graphed_step",
+    "group_norm_act",
+    "group_norm_act_conv",
     "plan_memory",
     "preact_resnet",
     "residual_add",

@@ -21,6 +21,10 @@ void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& 
   });
 }
 
+void launch_group_stats(const Activation&, const Tensor&, int64_t, const Statistics&) {
+  STD_TORCH_CHECK(false, "group_stats");
+}
+
 // running = (1 - momentum) * running + momentum * batch, contiguous float32, for many vectors.
 void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
                           double momentum) {

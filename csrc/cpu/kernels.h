@@ -14,9 +14,9 @@ PK_FOR_EACH_ISA(
     // residual_add
     template <class T> void tile_residual_add(const T* x, const T* branch, T* y, int64_t values);
 
-    // bn_relu
-    template <class T> void tile_bn_relu(const T* x, T* y, int64_t pixels, int64_t channels,
-                                         const Normalisation<Accumulate<T>>& norm);
+    // norm_act
+    template <class T> void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
+                                          const Normalisation<Accumulate<T>>& norm);
 
     template <class T, bool kStore>
     void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
@@ -35,7 +35,7 @@ PK_FOR_EACH_ISA(
 
     template <class T> bool is_finite(const void* packed, int64_t count);
 
-    // bn_relu_conv
+    // norm_act_conv
     template <class T> void strip_forward(const ConvForward<T>& op, const Strip& strip,
                                           Accumulate<T>* statistics, void* scratch);
 

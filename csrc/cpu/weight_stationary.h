@@ -15,12 +15,12 @@ constexpr int64_t kFewActivationsPerWeight = 4;
 
 bool is_weight_stationary(const ConvSizes& conv);
 
-// Like launch_bn_relu_conv_forward, without packed weights.
+// Like launch_norm_act_conv_forward, without packed weights.
 template <class T>
 void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
                         const Statistics& of_y);
 
-// Like launch_bn_relu_conv_backward, without packed weights.
+// Like launch_norm_act_conv_backward, without packed weights.
 template <class T>
 void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
                          const UnitGradients& gradients);

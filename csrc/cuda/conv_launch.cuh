@@ -18,7 +18,7 @@ constexpr int kMostChannels3x3 = sizeof(T) == 4 ? 32 : 64;
 struct ForwardPlan {
   TileGrid grid;
   int blocks, shared_bytes;
-  void (*kernel)(BnReluConvForward);
+  void (*kernel)(NormActConvForward);
 };
 
 // What a kernel of the backward computes.
@@ -32,19 +32,19 @@ struct BackwardPlan {
   TileGrid grid;
   int blocks, shared_bytes;
   // The task's kernel is set, if there is one: few convolutions have one that recomputes g.
-  void (*kernel)(BnReluConvBackward) = nullptr;
-  void (*recomputing_kernel)(BnReluConvBackwardRecomputed) = nullptr;
+  void (*kernel)(NormActConvBackward) = nullptr;
+  void (*recomputing_kernel)(NormActConvBackwardRecomputed) = nullptr;
   void (*weight_gradients_kernel)(WeightGradients) = nullptr;
 };
 
 // Defined for each dtype, and for half precision with a float32 stream, in files of their own.
 template <class Types>
-ForwardPlan plan_bn_relu_conv_forward(const ConvSizes& conv);
+ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv);
 template <class Types>
-BackwardPlan plan_bn_relu_conv_backward(const ConvSizes& conv, const BackwardTask& task);
+BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTask& task);
 
 // The plan for the types of these dtypes.
-BackwardPlan plan_bn_relu_conv_backward(const ConvSizes& conv, const ConvDtypes& dtypes,
-                                        const BackwardTask& task);
+BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const ConvDtypes& dtypes,
+                                         const BackwardTask& task);
 
 }  // namespace preact_kernels::cuda

@@ -6,7 +6,7 @@
 
 namespace preact_kernels::cuda {
 
-struct BnReluConvForward {
+struct NormActConvForward {
   const void* x;
   NormPointers norm;
   const void* weight;    // [K][taps][C]
@@ -18,7 +18,7 @@ struct BnReluConvForward {
   bool is_dependent;  // see `launch`
 };
 
-struct BnReluConvBackward {
+struct NormActConvBackward {
   const void* dy;  // with a step: the g that it applies to, in the dtype of products
   AffineStepPointers step;
   const void* x;
@@ -43,15 +43,15 @@ struct RecomputedGPointers {
   const float* bn_bias;     // of the batch norm that computes p; the step of g has the rest
 };
 
-struct BnReluConvBackwardRecomputed {
-  BnReluConvBackward conv;  // dy is null
+struct NormActConvBackwardRecomputed {
+  NormActConvBackward conv;  // dy is null
   RecomputedGPointers recomputed_g;
 };
 
 // Several convolutions, each in a row of the grid.
 constexpr int kMostWeightGradients = 64;
 struct WeightGradients {
-  BnReluConvBackward of[kMostWeightGradients];
+  NormActConvBackward of[kMostWeightGradients];
 };
 static_assert(sizeof(WeightGradients) <= 32764, "more parameters than a kernel may have");
 

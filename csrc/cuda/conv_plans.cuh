@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "bn_relu_conv_backward.cuh"
-#include "bn_relu_conv_forward.cuh"
 #include "conv_launch.cuh"
+#include "norm_act_conv_backward.cuh"
+#include "norm_act_conv_forward.cuh"
 
 namespace preact_kernels::cuda {
 
@@ -83,14 +83,14 @@ void for_recomputed_channels(const ConvSizes& conv, const Body& body) {
 }
 
 template <class Types>
-ForwardPlan plan_bn_relu_conv_forward(const ConvSizes& conv) {
+ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv) {
   return for_channel_class<typename Types::T>(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
     ForwardPlan plan{tile_grid<typename Types::T, C>(conv)};
     plan.shared_bytes =
         ForwardShared<Types, C>(plan.grid, conv.in_channels, conv.out_channels).bytes;
     plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes, kForwardBlocks<C>);
-    plan.kernel = bn_relu_conv_forward_kernel<Types, C>;
+    plan.kernel = norm_act_conv_forward_kernel<Types, C>;
     return plan;
   });
 }
@@ -100,7 +100,7 @@ ForwardPlan plan_bn_relu_conv_forward(const ConvSizes& conv) {
 constexpr int kTilesOfWeightGradient = 16, kLeastBlocksOfWeightGradient = 8;
 
 template <class Types>
-BackwardPlan plan_bn_relu_conv_backward(const ConvSizes& conv, const BackwardTask& task) {
+BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTask& task) {
   return for_weight_groups<Types>(conv, [&](auto c, auto groups) {
     constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
     BackwardPlan plan{tile_grid<typename Types::T, C, kBackwardVectors<Types, 0, GROUPS>>(conv)};
@@ -118,7 +118,7 @@ BackwardPlan plan_bn_relu_conv_backward(const ConvSizes& conv, const BackwardTas
       const int few = (tiles + kTilesOfWeightGradient - 1) / kTilesOfWeightGradient;
       plan.blocks = std::clamp(few, std::min(tiles, kLeastBlocksOfWeightGradient),
                                std::max(multiprocessors(), kLeastBlocksOfWeightGradient));
-      plan.weight_gradients_kernel = bn_relu_conv_weight_gradients_kernel<Types, C, GROUPS>;
+      plan.weight_gradients_kernel = norm_act_conv_weight_gradients_kernel<Types, C, GROUPS>;
       return plan;
     }
     const bool is_large = multiprocessor_shared_bytes() >= kLargeSharedBytes;
@@ -130,21 +130,21 @@ BackwardPlan plan_bn_relu_conv_backward(const ConvSizes& conv, const BackwardTas
         constexpr int CHANNELS = decltype(channels)::value;
         plan.recomputing_kernel =
             task.of_weight
-                ? bn_relu_conv_backward_recomputed_kernel<Types, CHANNELS, kRecomputedGroups>
-                : bn_relu_conv_backward_recomputed_kernel<Types, CHANNELS, 0>;
+                ? norm_act_conv_backward_recomputed_kernel<Types, CHANNELS, kRecomputedGroups>
+                : norm_act_conv_backward_recomputed_kernel<Types, CHANNELS, 0>;
       });
     } else {
-      plan.kernel = task.of_weight ? bn_relu_conv_backward_kernel<Types, C, GROUPS>
-                                   : bn_relu_conv_backward_kernel<Types, C, 0>;
+      plan.kernel = task.of_weight ? norm_act_conv_backward_kernel<Types, C, GROUPS>
+                                   : norm_act_conv_backward_kernel<Types, C, 0>;
     }
     return plan;
   });
 }
 
-#define PK_INSTANTIATE(...)                                                                  \
-  template ForwardPlan plan_bn_relu_conv_forward<ConvTypes<__VA_ARGS__>>(const ConvSizes&);  \
-  template BackwardPlan plan_bn_relu_conv_backward<ConvTypes<__VA_ARGS__>>(const ConvSizes&, \
-                                                                           const BackwardTask&);
+#define PK_INSTANTIATE(...)                                                                   \
+  template ForwardPlan plan_norm_act_conv_forward<ConvTypes<__VA_ARGS__>>(const ConvSizes&);  \
+  template BackwardPlan plan_norm_act_conv_backward<ConvTypes<__VA_ARGS__>>(const ConvSizes&, \
+                                                                            const BackwardTask&);
 #if defined(PK_FLOAT32_STREAM)
 PK_INSTANTIATE(PK_DTYPE, float, PK_DTYPE)
 PK_INSTANTIATE(PK_DTYPE, PK_DTYPE, float)

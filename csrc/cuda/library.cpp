@@ -12,7 +12,7 @@ extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cud
 #endif
 
 namespace preact_kernels {
-bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // bn_relu_conv.cu
+bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // norm_act_conv.cu
 
 Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
   const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
@@ -26,10 +26,10 @@ using namespace preact_kernels;
 
 STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   define_ops(m);
-  m.def("bn_relu_conv_is_served(Tensor conv_weight, bool float32_stream) -> bool");
+  m.def("norm_act_conv_is_served(Tensor conv_weight, bool float32_stream) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, PK_DISPATCH_KEY, m) {
   implement_ops(m);
-  m.impl("bn_relu_conv_is_served", TORCH_BOX(&bn_relu_conv_is_served));
+  m.impl("norm_act_conv_is_served", TORCH_BOX(&norm_act_conv_is_served));
 }

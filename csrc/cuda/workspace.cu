@@ -191,7 +191,7 @@ void launch_postponed(Workspace& workspace, cudaStream_t stream) {
       same.push_back(&other);
       tensors = std::max(tensors, other.params.tensors);
     }
-    const BackwardPlan plan = plan_bn_relu_conv_backward(conv, dtypes, {tensors, false, true});
+    const BackwardPlan plan = plan_norm_act_conv_backward(conv, dtypes, {tensors, false, true});
     WeightGradients gradients{};
     for (size_t j = 0; j < same.size(); ++j) {
       WeightGradientPartials partials{};
@@ -202,7 +202,7 @@ void launch_postponed(Workspace& workspace, cudaStream_t stream) {
       workspace.partials.push_back(partials);
       workspace.partials_owners.push_back(memory);
     }
-    launch("bn_relu_conv_weight_gradients", plan.weight_gradients_kernel,
+    launch("norm_act_conv_weight_gradients", plan.weight_gradients_kernel,
            dim3(plan.blocks, unsigned(same.size())), kThreads, plan.shared_bytes, stream, gradients,
            workspace.has_launched);
     workspace.has_launched = true;

@@ -13,10 +13,10 @@ namespace preact_kernels {
 struct PostponedWeightGradient {
   ConvSizes conv;
   ConvDtypes dtypes;
-  cuda::BnReluConvBackward params;  // without partials
-  std::vector<Tensor> owners;       // of the memory that they point to
-  int64_t bytes;                    // of owners that only this keeps alive
-  Tensor conv_weight;               // the gradient
+  cuda::NormActConvBackward params;  // without partials
+  std::vector<Tensor> owners;        // of the memory that they point to
+  int64_t bytes;                     // of owners that only this keeps alive
+  Tensor conv_weight;                // the gradient
 };
 
 struct Workspace {

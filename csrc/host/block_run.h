@@ -1,8 +1,8 @@
 // Residual blocks in a row with identity shortcuts, in one native call.
 #pragma once
 
-#include "bn_relu.h"
-#include "bn_relu_conv.h"
+#include "norm_act.h"
+#include "norm_act_conv.h"
 
 namespace preact_kernels {
 

@@ -81,20 +81,29 @@ inline void check_statistics(const char* name, const Tensor& t, int64_t count, c
                   ": expected the statistics dtype (float32, or float64 with float64)");
 }
 
-// Checks the batch norm of `x`.
-inline void check_norm(const Norm& norm, int64_t channels, const Tensor& x) {
-  check_statistics("mean", norm.mean, channels, x);
-  check_statistics("var", norm.var, channels, x);
-  check_statistics("bn_weight", norm.weight, channels, x);
-  if (norm.bias.has_value()) check_statistics("bn_bias", *norm.bias, channels, x);
+// Checks for [C] or [N, C], contiguous, in the statistics dtype of `x`.
+inline void check_table(const char* name, const Tensor& t, const Activation& size,
+                        const Tensor& x) {
+  STD_TORCH_CHECK(t.dim() == 1 || (t.dim() == 2 && t.sizes()[0] == size.images), name,
+                  ": expected [C], or [N, C] with a row for each image");
+  check_statistics(name, t, t.dim() == 1 ? size.channels : size.images * size.channels, x);
+}
+
+// Checks the norm of `x`.
+inline void check_norm(const Norm& norm, const Activation& size, const Tensor& x) {
+  check_table("mean", norm.mean, size, x);
+  check_table("var", norm.var, size, x);
+  check_table("bn_weight", norm.weight, size, x);
+  if (norm.bias.has_value()) check_table("bn_bias", *norm.bias, size, x);
 }
 
 // Checks the step of a gradient of these sizes, on the device of `like`.
 inline void check_step(const AffineStep& step, const Activation& size, const Tensor& like) {
   check_sizes("step_x", step.x, size, like);
   if (step.skip.has_value()) check_like("skip", *step.skip, size, step.x);
-  check_norm(step.norm, size.channels, step.x);
-  check_statistics("step_sums", step.sums, 2 * size.channels, step.x);
+  check_norm(step.norm, size, step.x);
+  const int64_t rows = step.norm.has_rows() ? size.images : 1;
+  check_statistics("step_sums", step.sums, 2 * rows * size.channels, step.x);
 }
 
 // Checks that the library serves a convolution of activations on the device of `like`.

@@ -17,30 +17,35 @@ struct Unit {
 
 void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x);
 
+// Mean and variance of each image and group of channels, [N, C]: equal for the channels of a group.
+void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+                        const Statistics& of_x);
+
 // y = x + branch, and the statistics of y if they are wanted.
 void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
                                  const Output& output);
 
-// y = relu(p) for p = (x - mean) * scale + bias.
-void launch_bn_relu_forward(const Activation& size, const Tensor& x, const Norm& norm,
-                            const Tensor& y);
+// y = act(p) for p = (x - mean) * scale + bias.
+void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+                             const Tensor& y);
 
-// g = dy * [p > 0] where `g` is given, and sums [2, C] of g and of g * xhat.
-void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
-                                  const Norm& norm, const Tensor* g, const Tensor& sums);
+// g = dy * act'(p), stored where `g` is given, and sums [2, C] of g and of g * xhat, or [2, N, C]
+// of each image if the norm has rows.
+void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+                                   const Norm& norm, const Tensor* g, const Tensor& sums);
 
-// dx = [skip +] A*g + B*(x - mean) + C for a gradient with a step. With `masked`, g is first set to
-// 0 where p <= 0, and there is no skip.
-void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, bool masked,
-                              const Tensor& dx);
+// dx = [skip +] A*g + B*(x - mean) + C for a gradient with a step. If `activated`, g is first
+// multiplied by act'(p), and there is no skip.
+void launch_norm_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+                                const Tensor& dx);
 
 // y = conv(relu(p)) [+ conv_bias] [+ residual], and the statistics of y if they are wanted.
-void launch_bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
-                                 const Epilogue& epilogue, const Output& output);
+void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
+                                  const Epilogue& epilogue, const Output& output);
 
 // g = dgrad(dy) * [p > 0] with its sums, the gradient of the weight, and the whole dy, if wanted.
-void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
-                                  const UnitGradients& gradients);
+void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
+                                   const UnitGradients& gradients);
 
 // Whether the backward of `unit` with input `x` recomputes the g of `next`, the unit after it.
 bool recomputes_g(const Unit& unit, const Unit& next, const Tensor& x);

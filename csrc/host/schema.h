@@ -1,9 +1,13 @@
 // Parameters that native ops share, in schemas and in signatures.
 #pragma once
 
+#include <string>
+
 #include "checks.h"
 
-#define PK_NORM "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps"
+#define PK_NORM                                                            \
+  "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps, " \
+  "str activation, float parameter"
 #define PK_GRADIENT                                                               \
   "Tensor g, Tensor? skip, Tensor? step_x, Tensor? step_mean, Tensor? step_var, " \
   "Tensor? step_weight, float step_eps, Tensor? step_sums, float step_inv_count"
@@ -11,8 +15,10 @@
   "Tensor[] bn_weights, Tensor[] bn_biases, Tensor[] conv_weights, Tensor[] means, " \
   "Tensor[] variances, float[] eps, int units_per_block, ScalarType dtype"
 
-#define PK_NORM_PARAMETERS \
-  const Tensor &mean, const Tensor &var, const Tensor &bn_weight, const Tensor &bn_bias, double eps
+#define PK_NORM_PARAMETERS                                                               \
+  const Tensor &mean, const Tensor &var, const Tensor &bn_weight, const Tensor &bn_bias, \
+      double eps, const std::string &activation, double parameter
+#define PK_NORM_ARGUMENTS mean, var, bn_weight, bn_bias, eps, activation, parameter
 #define PK_GRADIENT_PARAMETERS                                                           \
   const Tensor &g, const std::optional<Tensor>&skip, const std::optional<Tensor>&step_x, \
       const std::optional<Tensor>&step_mean, const std::optional<Tensor>&step_var,       \
@@ -29,6 +35,23 @@
   bn_weights, bn_biases, conv_weights, means, variances, eps, size_t(units_per_block), dtype
 
 namespace preact_kernels {
+
+// The activation with a name of contract.py.
+inline ActivationFunction activation_of(const std::string& name, double parameter) {
+  static constexpr const char* kNames[] = {
+      "relu", "leaky_relu", "identity", "relu6",    "silu",    "gelu", "gelu_tanh",
+      "elu",  "hardswish",  "mish",     "softplus", "sigmoid", "tanh"};
+  int kind = 0;
+  for (const char* known : kNames) {
+    if (name == known) return {static_cast<ActivationKind>(kind), parameter};
+    ++kind;
+  }
+  STD_TORCH_CHECK(false, "activation: expected a known name, got ", name);
+}
+
+inline Norm norm_of(PK_NORM_PARAMETERS) {
+  return {mean, var, bn_weight, bn_bias, eps, activation_of(activation, parameter)};
+}
 
 // A gradient; whole where `step_x` is absent.
 inline Gradient gradient_of(PK_GRADIENT_PARAMETERS) {

@@ -32,10 +32,22 @@ inline Tensor empty_statistics(const Tensor& like, int64_t count) {
                               like.device());
 }
 
-inline Tensor empty_sums(const Tensor& like, int64_t channels) {
-  const int64_t sizes[] = {2, channels};
-  return torch::stable::empty({sizes, 2}, statistics_dtype(like.scalar_type()), std::nullopt,
-                              like.device());
+// Sums [2, C], or [2, N, C] where the norm has rows.
+inline Tensor empty_sums(const Tensor& like, const Activation& size, bool has_rows) {
+  const int64_t rows[] = {2, size.images, size.channels}, one_row[] = {2, size.channels};
+  const auto dtype = statistics_dtype(like.scalar_type());
+  if (has_rows) return torch::stable::empty({rows, 3}, dtype, std::nullopt, like.device());
+  return torch::stable::empty({one_row, 2}, dtype, std::nullopt, like.device());
+}
+
+// Statistics of each image, [N, C].
+inline Statistics new_image_statistics(const Tensor& like, const Activation& size) {
+  const int64_t sizes[] = {size.images, size.channels};
+  const auto dtype = statistics_dtype(like.scalar_type());
+  const auto table = [&] {
+    return torch::stable::empty({sizes, 2}, dtype, std::nullopt, like.device());
+  };
+  return {table(), table(), true};
 }
 
 // A tensor without values, for an output that is not wanted.

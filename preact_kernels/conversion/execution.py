@@ -17,12 +17,13 @@ from preact_kernels.conversion.deferred import Node, become_plain
 from preact_kernels.conversion.matching import Match, Matcher, Unit
 from preact_kernels.conversion.operations import CONV, NORM, plain_norm, tracked_statistics
 from preact_kernels.conversion.report import Outcome, described
+from preact_kernels.kernels.contract import RELU
 from preact_kernels.ops import layout
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments
-from preact_kernels.ops.bn_relu import bn_relu_of
-from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d_of
 from preact_kernels.ops.memory_mode import MemoryMode
+from preact_kernels.ops.norm_act import norm_act_of
+from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.preact_stage import preact_stage
 from preact_kernels.ops.unit import ConvArguments
 
@@ -147,10 +148,11 @@ class _Execution:
         x, *residual = inputs
         first = step.nodes[0]
         if not step.units:
-            return bn_relu_of(x, first.settings.arguments(first.inputs[1:]))
+            return norm_act_of(x, first.settings.arguments(first.inputs[1:]))
         if not step.blocks:
             unit = step.units[0]
-            return bn_relu_conv2d_of(x, *_arguments(unit), residual[0] if residual else None)
+            bn, conv = _arguments(unit)
+            return norm_act_conv_of(x, bn, RELU, conv, residual[0] if residual else None)
         blocks = [
             BlockArguments(
                 [_arguments(u) for u in b.units],

@@ -3,16 +3,22 @@
 Names and shapes, here and in every backend:
 
 - `x`, `y`, `dy`, `g` are `[N, C, H, W]`, dense in NHWC order (`torch.channels_last`). `dy` is the
-  gradient of an output, `g` the gradient behind the ReLU mask.
-- Statistics, batch-norm parameters and sums are in the statistics dtype (`statistics_dtype`).
-- `xhat = (x - mean) * rsqrt(var + eps)`, `p = xhat * weight + bias`, `a = relu(p)`, and
-  `g = da * [p > 0]`. A NaN in `p` passes the gradient, as in PyTorch.
-- `sums` is `[2, C]`: `sum(g)` and `sum(g * xhat)` over all pixels. They are the gradients of the
-  batch norm's bias and weight.
-- The gradient of a batch norm's input is the affine step `A*g + B*x + C`, per channel, with
+  gradient of an output, `g` the gradient of `p`.
+- Statistics, parameters of norms and sums are in the statistics dtype (`statistics_dtype`).
+- `xhat = (x - mean) * rsqrt(var + eps)`, `p = xhat * weight + bias`, rounded to the dtype of `x`,
+  `a = act(p)`, and `g = da * act'(p)`. PyTorch's formula of each activation decides what becomes of
+  a NaN in `p`.
+- Mean, variance, weight and bias are `[C]`, the same for all images, or `[N, C]`, a row for each
+  image. Each of the four may be either. A norm *has rows* if any of them is `[N, C]`.
+- `sums` is `[2, C]`: `sum(g)` and `sum(g * xhat)` over all pixels; `[2, N, C]` over the pixels of
+  each image if the norm has rows. They are the gradients of bias and weight.
+- The gradient of a norm's input is the affine step `A*g + B*x + C`, per channel, with
   `A = weight * rstd`, `B = -A * rstd * sums[1] * inv_count` and
   `C = -A * sums[0] * inv_count - B * mean`. `inv_count` is one over the samples per channel. It
   is 0 in evaluation mode, where mean and variance are constants and `x` is not read.
+- The sums of an affine step with rows, `[2, N, C]`, are *pooled*: those of `weight * g`, averaged
+  over what shares the statistics. There `B = -rstd^2 * sums[1] * inv_count` and
+  `C = -rstd * sums[0] * inv_count - B * mean`.
 """
 
 from abc import abstractmethod
@@ -29,28 +35,68 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pixels_of(x: Tensor) -> int:
-    """Pixels of `[N, C, H, W]`, over the batch: the samples of each channel."""
-    return x.shape[0] * x.shape[2] * x.shape[3]
+    """Pixels of `[N, C, ...]`, over the batch: the samples of each channel."""
+    return samples_of(x.shape)
+
+
+def samples_of(shape: Sequence[int]) -> int:
+    """Samples of each channel of an activation of this shape `[N, C, ...]`."""
+    count = shape[0]
+    for size in shape[2:]:
+        count = count * size
+    return count
+
+
+class Activation(NamedTuple):
+    """An elementwise function, by the name of `ACTIVATIONS`."""
+
+    name: str
+    parameter: float = 0.0  # see `ACTIVATIONS`
+
+
+# The activations, with the default of their parameter: the negative slope of leaky_relu, alpha of
+# elu, beta of softplus (threshold 20). The others have none. gelu_tanh is `F.gelu` with
+# `approximate="tanh"`.
+ACTIVATIONS = {
+    "relu": 0.0,
+    "leaky_relu": 0.01,
+    "identity": 0.0,
+    "relu6": 0.0,
+    "silu": 0.0,
+    "gelu": 0.0,
+    "gelu_tanh": 0.0,
+    "elu": 1.0,
+    "hardswish": 0.0,
+    "mish": 0.0,
+    "softplus": 1.0,
+    "sigmoid": 0.0,
+    "tanh": 0.0,
+}
+RELU = Activation("relu")
 
 
 class Conv(NamedTuple):
-    """Geometry of a convolution, in pixels."""
+    """Geometry of a convolution, in pixels: height and width, or depth, height and width."""
 
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
 
     def output_shape(self, shape: Sequence[int], weight_shape: Sequence[int]) -> list[int]:
-        """`[N, K, H', W']` for an input of `shape` and a weight `[K, C / groups, R, S]`."""
-        stride, padding, dilation, _ = self
-        rows = shape[2] + 2 * padding[0] - dilation[0] * (weight_shape[2] - 1) - 1
-        columns = shape[3] + 2 * padding[1] - dilation[1] * (weight_shape[3] - 1) - 1
-        return [shape[0], weight_shape[0], rows // stride[0] + 1, columns // stride[1] + 1]
+        """`[N, K, H', W']` for an input of `shape` and a weight `[K, C / groups, R, S]`.
+
+        Likewise with three dimensions of an image.
+        """
+        sizes = []
+        for axis, (stride, padding, dilation) in enumerate(zip(*self[:3], strict=True), 2):
+            read = shape[axis] + 2 * padding - dilation * (weight_shape[axis] - 1) - 1
+            sizes.append(read // stride + 1)
+        return [shape[0], weight_shape[0], *sizes]
 
 
 class Unit(NamedTuple):
-    """Everything about `y = conv(relu(norm(x))) [+ conv_bias] [+ residual]` but its values.
+    """Everything about `y = conv(act(norm(x))) [+ conv_bias] [+ residual]` but its values.
 
     `dtype` is what the convolution multiplies in, and the dtype of `g`. The other dtypes differ
     from it where the residual stream or the weights are float32 and the products in half precision.
@@ -65,23 +111,37 @@ class Unit(NamedTuple):
     weight_dtype: torch.dtype
     uses_batch: bool = True  # normalise with the statistics of the batch
     process_group: object = None  # spreads the batch; kernels do not read it
+    activation: Activation = RELU
+    has_rows: bool = False  # whether the norm has rows
 
 
 class Statistics(NamedTuple):
-    """Mean and biased variance per channel, `[C]` each."""
+    """Mean and biased variance per channel, `[C]` each, or `[N, C]` for each image."""
 
     mean: Tensor
     var: Tensor
 
 
 class Norm(NamedTuple):
-    """What normalises a tensor: every field but `eps` is `[C]` in the statistics dtype."""
+    """What normalises and activates a tensor.
+
+    The tensors are `[C]`, or `[N, C]` with a row for each image, contiguous, in the statistics
+    dtype.
+    """
 
     mean: Tensor
     var: Tensor  # biased
     weight: Tensor
-    bias: Tensor | None  # None only in an affine step, which reads it only to mask
+    bias: Tensor | None  # None only in an affine step that does not differentiate the activation
     eps: float
+    activation: str = "relu"  # a name of `ACTIVATIONS`
+    parameter: float = 0.0  # of the activation
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a tensor has a row for each image."""
+        mean, _, weight, bias, *_ = self
+        return mean.dim() == 2 or weight.dim() == 2 or (bias is not None and bias.dim() == 2)
 
 
 class AffineStep(NamedTuple):
@@ -90,7 +150,7 @@ class AffineStep(NamedTuple):
     skip: Tensor | None  # a gradient to add, shaped like x
     x: Tensor  # the input of the batch norm
     norm: Norm
-    sums: Tensor
+    sums: Tensor  # pooled if the norm has rows
     inv_count: float
 
 
@@ -113,7 +173,7 @@ class Inputs(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What `bn_relu_conv_forward` does with the result of the convolution, in this order."""
+    """What `norm_act_conv_forward` does with the result of the convolution, in this order."""
 
     conv_bias: Tensor | None = None  # [K], added
     residual: Tensor | None = None  # shaped like y, added
@@ -131,7 +191,7 @@ class Output(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which results of `bn_relu_conv_backward` the caller asks for."""
+    """Which results of `norm_act_conv_backward` the caller asks for."""
 
     input: bool  # g and its sums
     weight: bool  # the gradient of the convolution's weight
@@ -139,7 +199,7 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Results of `bn_relu_conv_backward`; None where `Wanted` says no."""
+    """Results of `norm_act_conv_backward`; None where `Wanted` says no."""
 
     g: Tensor | None
     sums: Tensor | None
@@ -198,7 +258,7 @@ class Kernels(Protocol):
 
     @abstractmethod
     def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        """Whether `bn_relu_conv_*` run a fused kernel, not PyTorch's convolution.
+        """Whether `norm_act_conv_*` run a fused kernel, not PyTorch's convolution.
 
         Args:
             unit: the unit.
@@ -216,36 +276,45 @@ class Kernels(Protocol):
         """`running = (1 - momentum) * running + momentum * batch`, in place, for many vectors."""
 
     @abstractmethod
-    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
-        """`relu(p)`, in the dtype of `x`."""
+    def group_stats(self, x: Tensor, groups: int) -> Statistics:
+        """Mean and variance of each image and group of `C / groups` channels.
+
+        Returns:
+            `[N, C]` each, equal for the channels of a group. Of a constant group the mean is its
+            value, exactly. A row depends on its image alone, bit for bit.
+        """
 
     @abstractmethod
-    def bn_relu_backward(
+    def norm_act_forward(self, x: Tensor, norm: Norm) -> Tensor:
+        """`act(p)`, in the dtype of `x`."""
+
+    @abstractmethod
+    def norm_act_backward(
         self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
     ) -> tuple[Tensor | None, Tensor]:
-        """`g = dy * [p > 0]` in the dtype of `x`, None unless `with_g`; and its sums."""
+        """`g = dy * act'(p)` in the dtype of `x`, None unless `with_g`; and its sums."""
 
     @abstractmethod
-    def bn_input_gradient(self, gradient: Gradient, masked: bool = False) -> Tensor:
+    def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:
         """The whole gradient, in the dtype of the step's `x`.
 
         Args:
             gradient: has a deferred step.
-            masked: `gradient.g` is `dy`, and `g = dy * [p > 0]` for the norm of the step, without
-                `skip`.
+            activated: `gradient.g` is `dy`, and `g = dy * act'(p)` for the norm of the step,
+                without `skip`.
         """
 
     @abstractmethod
-    def bn_relu_conv_forward(
+    def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
-        """`y = conv(relu(p)) [+ conv_bias] [+ residual]`."""
+        """`y = conv(act(p)) [+ conv_bias] [+ residual]`."""
 
     @abstractmethod
-    def bn_relu_conv_backward(
+    def norm_act_conv_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
     ) -> Gradients:
-        """`g = conv_transpose(dy) * [p > 0]`, its sums, and the gradient of `conv_weight`.
+        """`g = conv_transpose(dy) * act'(p)`, its sums, and the gradient of `conv_weight`.
 
         `g` is in the dtype of the products, or in that of `x` where PyTorch's convolution runs.
         `dy` is in the dtype of `y`; with a deferred step its `g` is in the dtype of the products.

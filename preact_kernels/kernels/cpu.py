@@ -16,6 +16,7 @@ from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
+    RELU,
     Epilogue,
     Gradient,
     Gradients,
@@ -67,7 +68,9 @@ class CPUKernels(NativeKernels):
         taps = kernel_h * kernel_w
         dtype = unit.dtype
         if not (
-            groups == 1
+            unit.activation == RELU
+            and not unit.has_rows
+            and groups == 1
             and dtype == unit.x_dtype == unit.y_dtype == unit.weight_dtype != torch.float64
             and dilation[0] == dilation[1] == 1
             and kernel_h == 2 * padding[0] + 1
@@ -100,27 +103,27 @@ class CPUKernels(NativeKernels):
         least = _ACTIVATIONS_PER_WEIGHT[dtype] * weights * torch.get_num_threads()
         return self._channel_multiple >= 16 and activations >= least
 
-    def bn_relu_conv_forward(
+    def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
         """See `Kernels`."""
         if max(unit.conv.stride) > 1 and _skips_pixels(unit):
             unit, inputs = _read_pixels(unit, inputs)
-        return super().bn_relu_conv_forward(unit, inputs, epilogue)
+        return super().norm_act_conv_forward(unit, inputs, epilogue)
 
-    def bn_relu_conv_backward(
+    def norm_act_conv_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
     ) -> Gradients:
         """See `Kernels`."""
         if max(unit.conv.stride) == 1 or not _skips_pixels(unit):
-            return super().bn_relu_conv_backward(unit, dy, inputs, wanted)
+            return super().norm_act_conv_backward(unit, dy, inputs, wanted)
         x, norm, _ = inputs
         # A pixel that is not read adds 0 * xhat to the gradient of bn_weight: NaN where x is not
         # finite. PyTorch's convolution then computes all terms.
         if wanted.input and not math.isfinite(x.sum(dtype=norm.mean.dtype)):
-            return pytorch_conv.bn_relu_conv_backward(self, unit, dy, inputs, wanted)
+            return pytorch_conv.norm_act_conv_backward(self, unit, dy, inputs, wanted)
         dense, read = _read_pixels(unit, inputs)
-        found = super().bn_relu_conv_backward(dense, dy, read, wanted)
+        found = super().norm_act_conv_backward(dense, dy, read, wanted)
         if found.g is None:
             return found
         g = torch.zeros_like(x)

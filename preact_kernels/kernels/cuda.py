@@ -14,7 +14,7 @@ import torch
 
 from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv
-from preact_kernels.kernels.contract import NO_EPILOGUE, Conv, Epilogue, Inputs, Output, Unit
+from preact_kernels.kernels.contract import NO_EPILOGUE, RELU, Conv, Epilogue, Inputs, Output, Unit
 from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 
 # The most pixels of a batch for which a convolution is fused, by side of the kernel and channels;
@@ -50,7 +50,9 @@ class CUDAKernels(NativeKernels):
         sides = unit.x_dtype, unit.y_dtype
         with_stream = unit.x_dtype != unit.y_dtype
         return (
-            groups == 1
+            unit.activation == RELU
+            and not unit.has_rows
+            and groups == 1
             and unit.dtype in sides
             and unit.dtype != torch.float64
             and {*sides, unit.weight_dtype} <= {unit.dtype, torch.float32}
@@ -65,13 +67,13 @@ class CUDAKernels(NativeKernels):
             )
         )
 
-    def bn_relu_conv_forward(
+    def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
         """See `Kernels`. The fused kernels add no bias."""
         if epilogue.conv_bias is not None:
-            return pytorch_conv.bn_relu_conv_forward(self, unit, inputs, epilogue)
-        return super().bn_relu_conv_forward(unit, inputs, epilogue)
+            return pytorch_conv.norm_act_conv_forward(self, unit, inputs, epilogue)
+        return super().norm_act_conv_forward(unit, inputs, epilogue)
 
 
 @functools.cache
@@ -84,7 +86,7 @@ def _fits_shared_memory(
 ) -> bool:
     with torch_compat.without_dispatch_modes_above(0):  # fake tensors among them
         weight = torch.empty(shape, dtype=dtype, device=device)
-        return ops.bn_relu_conv_is_served.default(weight, with_stream)
+        return ops.norm_act_conv_is_served.default(weight, with_stream)
 
 
 def lacks_shared_memory() -> bool:

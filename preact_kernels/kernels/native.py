@@ -75,23 +75,26 @@ class FlatOps(Kernels):
     def bn_stats(self, x: Tensor) -> Statistics:
         return Statistics(*self._ops.bn_stats.default(x))
 
-    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
-        return self._ops.bn_relu_forward.default(x, *norm)
+    def group_stats(self, x: Tensor, groups: int) -> Statistics:
+        return Statistics(*self._ops.group_stats.default(x, groups))
 
-    def bn_relu_backward(
+    def norm_act_forward(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._ops.norm_act_forward.default(x, *norm)
+
+    def norm_act_backward(
         self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
     ) -> tuple[Tensor | None, Tensor]:
         if with_g:
-            return self._ops.bn_relu_backward_mask.default(dy, x, *norm)
-        return None, self._ops.bn_relu_backward_sums.default(dy, x, *norm)
+            return self._ops.norm_act_backward_mask.default(dy, x, *norm)
+        return None, self._ops.norm_act_backward_sums.default(dy, x, *norm)
 
-    def bn_input_gradient(self, gradient: Gradient, masked: bool = False) -> Tensor:
-        if not masked:
-            return self._ops.bn_input_gradient.default(*flat_gradient(gradient))
+    def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:
+        if not activated:
+            return self._ops.norm_input_gradient.default(*flat_gradient(gradient))
         dy, step = gradient
         assert step is not None
         _, x, norm, sums, inv_count = step
-        return self._ops.bn_relu_backward_input.default(dy, x, *norm, sums, inv_count)
+        return self._ops.norm_act_backward_input.default(dy, x, *norm, sums, inv_count)
 
     def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         y, mean, var = self._ops.residual_add_forward.default(x, branch, with_stats)
@@ -117,23 +120,23 @@ class NativeKernels(FlatOps, BlockKernels):
     ) -> None:
         running_stats.fast_running_stats_update(running, batch, momentum)
 
-    def bn_relu_conv_forward(
+    def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
         x, norm, conv_weight = inputs
         if not self.serves(unit, x.numel() // x.shape[1]):
-            return pytorch_conv.bn_relu_conv_forward(self, unit, inputs, epilogue)
-        op = self._ops.bn_relu_conv_forward.default
+            return pytorch_conv.norm_act_conv_forward(self, unit, inputs, epilogue)
+        op = self._ops.norm_act_conv_forward.default
         y, mean, var = op(x, *norm, conv_weight, unit.conv.stride, *epilogue, unit.dtype)
         return Output(y, Statistics(mean, var) if epilogue.with_stats else None)
 
-    def bn_relu_conv_backward(
+    def norm_act_conv_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
     ) -> Gradients:
         x, norm, conv_weight = inputs
         if not self.serves(unit, x.numel() // x.shape[1]):
-            return pytorch_conv.bn_relu_conv_backward(self, unit, dy, inputs, wanted)
-        op = self._ops.bn_relu_conv_backward.default
+            return pytorch_conv.norm_act_conv_backward(self, unit, dy, inputs, wanted)
+        op = self._ops.norm_act_conv_backward.default
         given = *flat_gradient(dy), x, *norm, conv_weight, unit.conv.stride
         return gradients(op(*given, *wanted, unit.dtype), wanted)
 

@@ -1,8 +1,8 @@
-"""BN-ReLU-Conv around PyTorch's convolution, for units without a fused kernel.
+"""Norm, activation and convolution around PyTorch's convolution, for units without a fused kernel.
 
 The backend computes the activation, which is freed as soon as the convolution has read it. Every
 cast is here: with a float32 residual stream or float32 weights and products in half precision,
-this computes `F.conv2d(F.relu(bn(x)).to(half), weight.to(half)) [+ residual in float32]`, as plain
+this computes `F.conv2d(act(norm(x)).to(half), weight.to(half)) [+ residual in float32]`, as plain
 PyTorch does. Rounding the weight, or adding the residual on its own, may leave a unit that the
 backend serves.
 
@@ -14,19 +14,52 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import (
+    Conv,
     Epilogue,
     Gradient,
     Gradients,
     Inputs,
     Kernels,
+    Norm,
     Output,
     Unit,
     Wanted,
 )
 
 
+def _memory_format(t: Tensor) -> torch.memory_format:
+    return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+
+
 def _nhwc(t: Tensor) -> Tensor:
-    return t.contiguous(memory_format=torch.channels_last)
+    return t.contiguous(memory_format=_memory_format(t))
+
+
+def _image(t: Tensor) -> Tensor:
+    """Dense `[N, C, D, H, W]` as `[N, C, D * H, W]`, which kernels take."""
+    if t.dim() == 4:
+        return t
+    n, c, d, h, w = t.shape
+    return t.permute(0, 2, 3, 4, 1).view(n, d * h, w, c).permute(0, 3, 1, 2)
+
+
+def _like(y: Tensor, x: Tensor) -> Tensor:
+    """Undoes `_image` for a tensor of the size of `x`."""
+    if x.dim() == 4:
+        return y
+    n, c, d, h, w = x.shape
+    return y.permute(0, 2, 3, 1).view(n, d, h, w, c).permute(0, 4, 1, 2, 3)
+
+
+def _activated(kernels: Kernels, x: Tensor, norm: Norm, noise: Tensor | None) -> Tensor:
+    a = _like(kernels.norm_act_forward(_image(x), norm), x)
+    return a if noise is None else a.mul_(noise)
+
+
+def _convolve(a: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Tensor:
+    stride, padding, dilation, groups = conv
+    none = [0] * len(stride)
+    return torch.convolution(a, weight, bias, stride, padding, dilation, False, none, groups)
 
 
 def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
@@ -38,7 +71,7 @@ def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
     return (
         is_large
         and x.device.type == "cpu"
-        and not conv_weight.is_contiguous(memory_format=torch.channels_last)
+        and not conv_weight.is_contiguous(memory_format=_memory_format(conv_weight))
     )
 
 
@@ -47,56 +80,82 @@ def whole_gradient(kernels: Kernels, gradient: Gradient) -> Tensor:
     g, step = gradient
     if step is None:
         return g
-    return kernels.bn_input_gradient(Gradient(g.to(step.x.dtype), step))
+    return kernels.norm_input_gradient(Gradient(g.to(step.x.dtype), step))
 
 
-def bn_relu_conv_forward(
-    kernels: Kernels, unit: Unit, inputs: Inputs, epilogue: Epilogue
+def norm_act_conv_forward(
+    kernels: Kernels,
+    unit: Unit,
+    inputs: Inputs,
+    epilogue: Epilogue,
+    noise: Tensor | None = None,
 ) -> Output:
-    """`Kernels.bn_relu_conv_forward`; `kernels` does everything but the convolution."""
+    """`Kernels.norm_act_conv_forward`; `kernels` does everything but the convolution.
+
+    Args:
+        kernels: the backend's functions.
+        unit: the unit; also one of volumes `[N, C, D, H, W]`.
+        inputs: its tensors.
+        epilogue: what follows the convolution.
+        noise: shaped like x, in its dtype: multiplies the activation.
+    """
     x, norm, conv_weight = inputs
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))
-        return kernels.bn_relu_conv_forward(
-            unit._replace(weight_dtype=unit.dtype), inputs, epilogue
-        )
+        unit = unit._replace(weight_dtype=unit.dtype)
+        if noise is None and x.dim() == 4:
+            return kernels.norm_act_conv_forward(unit, inputs, epilogue)
+        return norm_act_conv_forward(kernels, unit, inputs, epilogue, noise)
     conv_bias, residual, with_stats = epilogue
     if unit.y_dtype != unit.dtype:
         narrow = unit._replace(y_dtype=unit.dtype)
-        y = kernels.bn_relu_conv_forward(narrow, inputs, Epilogue(conv_bias)).y
+        y = kernels.norm_act_conv_forward(narrow, inputs, Epilogue(conv_bias)).y
     else:
-        a = kernels.bn_relu_forward(x, norm).to(unit.dtype)
+        a = _activated(kernels, x, norm, noise).to(unit.dtype)
         if _converts_activation(x, conv_weight):
             a = a.contiguous()
-        y = _nhwc(torch.conv2d(a, conv_weight, conv_bias, *unit.conv))
+        y = _nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
         del a
     if residual is not None:
-        return kernels.residual_add_forward(y.to(residual.dtype), residual, with_stats)
+        y, statistics = kernels.residual_add_forward(
+            _image(y.to(residual.dtype)), _image(residual), with_stats
+        )
+        return Output(_like(y, residual), statistics)
     return Output(y, kernels.bn_stats(y) if with_stats else None)
 
 
-def bn_relu_conv_backward(
-    kernels: Kernels, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+def norm_act_conv_backward(
+    kernels: Kernels,
+    unit: Unit,
+    dy: Gradient,
+    inputs: Inputs,
+    wanted: Wanted,
+    noise: Tensor | None = None,
 ) -> Gradients:
-    """`Kernels.bn_relu_conv_backward`; `kernels` does everything but the convolution."""
+    """`Kernels.norm_act_conv_backward`; `kernels` does everything but the convolution.
+
+    For `noise` and volumes see `norm_act_conv_forward`. g of volumes is `[N, C, D * H, W]`.
+    """
     x, norm, conv_weight = inputs
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))
-        found = kernels.bn_relu_conv_backward(
-            unit._replace(weight_dtype=unit.dtype), dy, inputs, wanted
-        )
+        unit = unit._replace(weight_dtype=unit.dtype)
+        if noise is None and x.dim() == 4:
+            found = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
+        else:
+            found = norm_act_conv_backward(kernels, unit, dy, inputs, wanted, noise)
         if found.conv_weight is None:
             return found
-        return found._replace(conv_weight=found.conv_weight.to(unit.weight_dtype))
+        return found._replace(conv_weight=found.conv_weight.to(conv_weight.dtype))
     whole = whole_gradient(kernels, dy)
     if unit.y_dtype != unit.dtype:
         narrow = unit._replace(y_dtype=unit.dtype)
-        found = kernels.bn_relu_conv_backward(
+        found = kernels.norm_act_conv_backward(
             narrow, Gradient(whole.to(unit.dtype)), inputs, wanted._replace(dy=False)
         )
         return found._replace(dy=whole if wanted.dy else None)
     if wanted.weight:
-        a = kernels.bn_relu_forward(x, norm).to(unit.dtype)
+        a = _activated(kernels, x, norm, noise).to(unit.dtype)
     else:  # only its shape and dtype are read
         a = x if x.dtype == unit.dtype else torch.empty_like(x, dtype=unit.dtype)
     conv_dy = whole
@@ -104,13 +163,17 @@ def bn_relu_conv_backward(
         a, conv_dy = a.contiguous(), conv_dy.contiguous()
     mask = [wanted.input, wanted.weight, False]
     stride, padding, dilation, groups = unit.conv
+    none = [0] * len(stride)
     da, dconv_weight, _ = torch.ops.aten.convolution_backward(
-        conv_dy, a, conv_weight, None, stride, padding, dilation, False, [0, 0], groups, mask
+        conv_dy, a, conv_weight, None, stride, padding, dilation, False, none, groups, mask
     )
     del a
     g = sums = None
     if wanted.input:
-        g, sums = kernels.bn_relu_backward(_nhwc(da.to(x.dtype)), x, norm, True)
+        da = _nhwc(da.to(x.dtype))
+        if noise is not None:
+            da = da * noise
+        g, sums = kernels.norm_act_backward(_image(da), _image(x), norm, True)
     if not wanted.weight:
         dconv_weight = None
     elif dconv_weight.stride() != conv_weight.stride():

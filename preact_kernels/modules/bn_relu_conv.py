@@ -1,12 +1,15 @@
 """`BNReLUConv2d`: batch norm, ReLU and convolution."""
 
+from typing import cast
+
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from preact_kernels.kernels.contract import RELU
 from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import conv_arguments, is_bare_conv, plain_conv
 from preact_kernels.ops import checks
-from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d_of
+from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.plain_operators import runs_plain
 
 
@@ -59,11 +62,18 @@ class BNReLUConv2d(nn.Module):
                 f"{out_channels}, got {groups}"
             )
         checks.check_norm_numbers(eps, momentum)
-        kernel_size = checks.pair("kernel_size", kernel_size, minimum=1)
-        checks.geometry(kernel_size, stride, padding, dilation, groups)
+        size = checks.pair("kernel_size", kernel_size, minimum=1)
+        checks.geometry(size, stride, padding, dilation, groups)
         self.bn = nn.BatchNorm2d(in_channels, eps, momentum)
         self.conv = nn.Conv2d(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias
+            in_channels,
+            out_channels,
+            cast(tuple[int, int], size),
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
         )
 
     @classmethod
@@ -95,7 +105,9 @@ class BNReLUConv2d(nn.Module):
         if not is_fusable or runs_plain(x, residual):
             y = plain_conv(conv, F.relu(plain_batch_norm(bn, x), inplace=is_bare_norm(bn)))
             return y if residual is None else _add_residual(y, residual)
-        return bn_relu_conv2d_of(x, batch_norm_arguments(bn), conv_arguments(conv), residual)
+        checks.check_activation("x", x)
+        arguments = batch_norm_arguments(bn), RELU, conv_arguments(conv)
+        return norm_act_conv_of(x, *arguments, residual, prefix="bn_")
 
 
 @fx.wrap  # as `residual` may be None when a symbolic trace runs

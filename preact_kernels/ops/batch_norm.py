@@ -5,10 +5,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from preact_kernels import torch_compat
-from preact_kernels.kernels.contract import Kernels, Statistics, pixels_of, statistics_dtype
-from preact_kernels.ops import checks
+from preact_kernels.kernels.contract import (
+    Kernels,
+    Norm,
+    Statistics,
+    pixels_of,
+    statistics_dtype,
+)
+from preact_kernels.ops import checks, layout
+from preact_kernels.ops.plain_operators import has_mixed_dtypes, is_transformed
 
 
 class BatchNorm(NamedTuple):
@@ -25,15 +33,25 @@ class BatchNorm(NamedTuple):
     batch_count: Tensor | None = None  # `num_batches_tracked`, incremented in training mode
     has_any_statistics_dtype: bool = False  # running statistics may differ in dtype from x
 
-    def check(self, x: Any) -> None:
-        """Raises the errors that `pk.bn_relu` documents."""
-        checks.check_activation("x", x)
+    @property
+    def groups(self) -> None:
+        """Statistics are per channel."""
+        return None
+
+    def check(self, x: Any, prefix: str = "") -> None:
+        """Raises the errors that the functions document.
+
+        Args:
+            x: `[N, C, ...]`.
+            prefix: of the names of weight and bias in messages.
+        """
+        checks.check_activation("x", x, None)
         if not isinstance(self.training, bool):
             raise TypeError(f"training: expected a bool, got {type(self.training).__name__}")
         self.check_numbers()
         for name, value in (
-            ("bn_weight", self.weight),
-            ("bn_bias", self.bias),
+            (f"{prefix}weight", self.weight),
+            (f"{prefix}bias", self.bias),
             ("running_mean", self.running_mean),
             ("running_var", self.running_var),
         ):
@@ -62,15 +80,31 @@ class BatchNorm(NamedTuple):
         if self.training and self.process_group is None:
             checks.check_samples(shape)
 
+    def result_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype of PyTorch's result."""
+        return x.dtype
+
+    def is_channels_last(self, x: Tensor) -> bool:
+        """Whether PyTorch's result is channels_last."""
+        return layout.is_channels_last(x)
+
     def affine(self, x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
         """Weight and bias in the statistics dtype of `x`."""
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        weight, bias = self.weight, self.bias
-        if weight is None:
-            weight = torch.ones(channels, dtype=dtype, device=x.device)
-        if bias is None:
-            bias = torch.zeros(channels, dtype=dtype, device=x.device)
-        return weight.to(dtype).contiguous(), bias.to(dtype).contiguous()
+        return affine(x, self.weight, self.bias, channels)
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The norm in PyTorch's own operators, with these parameters."""
+        running = (self.running_mean, self.running_var)
+        momentum = cast(float, self.momentum)
+        if self.process_group is not None and self.training:
+            raise NotImplementedError(
+                "process_group: expected None when training under a tracer or a transform"
+            )
+        if is_transformed() and has_mixed_dtypes(x, *running, weight, bias):
+            weight, bias = (None if t is None else t.float() for t in (weight, bias))
+            y = F.batch_norm(x.float(), *running, weight, bias, self.training, momentum, self.eps)
+            return y.to(x.dtype)
+        return F.batch_norm(x, *running, weight, bias, self.training, momentum, self.eps)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
         """What normalises `x`, dense NHWC, and its fixed `inv_count` (see `inv_count_of`)."""
@@ -95,6 +129,18 @@ class BatchNorm(NamedTuple):
             update_running_statistics(kernels, [self], [statistics.mean], variances)
 
 
+def affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int
+) -> tuple[Tensor, Tensor]:
+    """Weight and bias `[C]`, or ones and zeros, in the statistics dtype of `x`."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if weight is None:
+        weight = torch.ones(channels, dtype=dtype, device=x.device)
+    if bias is None:
+        bias = torch.zeros(channels, dtype=dtype, device=x.device)
+    return weight.to(dtype).contiguous(), bias.to(dtype).contiguous()
+
+
 def inv_count_of(x: Tensor, fixed: float | None = None) -> float:
     """One over the samples per channel of `x`, unless fixed.
 
@@ -102,7 +148,7 @@ def inv_count_of(x: Tensor, fixed: float | None = None) -> float:
     the samples of a process group. Dynamo compiles a number that is passed to a backward for one
     batch size alone, so a backward computes the others from `x`.
     """
-    return 1.0 / (x.shape[0] * x.shape[2] * x.shape[3]) if fixed is None else fixed
+    return 1.0 / pixels_of(x) if fixed is None else fixed
 
 
 def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Statistics:
@@ -150,6 +196,29 @@ def sums_over_group(sums: Tensor, process_group) -> Tensor:
     sums = sums.clone()
     torch.distributed.all_reduce(sums, group=process_group)
     return sums
+
+
+def step_sums(sums: Tensor, norm: Norm, groups: int | None, process_group) -> Tensor:
+    """The sums of an affine step: pooled if the norm has rows (see `contract`).
+
+    Args:
+        sums: of the unit's backward.
+        norm: what normalised the input.
+        groups: groups of channels that share the statistics of an image; None: the images of the
+            batch, and of the process group, share those of a channel.
+        process_group: spreads the batch.
+    """
+    if not norm.has_rows:
+        return sums_over_group(sums, process_group)
+    weighted = sums * norm.weight
+    if groups is None:
+        shared = sums_over_group(weighted.sum(1, keepdim=True), process_group)
+    else:
+        shape = weighted.shape
+        weighted = weighted.view(2, shape[1], groups, -1)
+        shared = weighted.mean(3, keepdim=True).expand(weighted.shape)
+        return shared.reshape(shape)
+    return shared.expand_as(weighted).contiguous()
 
 
 def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tensor]:

@@ -36,7 +36,7 @@ from preact_kernels.ops.batch_norm import (
     unbiased,
 )
 from preact_kernels.ops.block_arguments import Block
-from preact_kernels.ops.double_backward import differentiable_bn_relu
+from preact_kernels.ops.double_backward import differentiable_norm_act
 
 
 class Span(NamedTuple):
@@ -253,13 +253,13 @@ class Stage:
             norm = self.norm(index)
             if index == first and block.projection is not None:
                 inputs = Inputs(x, norm, self.values.projections[span.begin])
-                shortcut = self.kernels.bn_relu_conv_forward(block.projection, inputs).y
+                shortcut = self.kernels.norm_act_conv_forward(block.projection, inputs).y
             residual = None
             if index == last and block.is_residual:
                 residual = shortcut.to(unit.y_dtype)
             epilogue = Epilogue(None, residual, None in self.statistics[index + 1 : index + 2])
             inputs = Inputs(h, norm, self.values.parameters[index].conv_weight)
-            h, x_statistics = self.kernels.bn_relu_conv_forward(unit, inputs, epilogue)
+            h, x_statistics = self.kernels.norm_act_conv_forward(unit, inputs, epilogue)
         return h, x_statistics
 
     def rebuilt_input(self, index: int, z: Tensor, y: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class Stage:
         last = self.first_unit[index + 1] - 1
         inputs = Inputs(z, self.norm(last), -self.values.parameters[last].conv_weight)
         epilogue = Epilogue(residual=y)
-        return self.kernels.bn_relu_conv_forward(self.units[last], inputs, epilogue).y
+        return self.kernels.norm_act_conv_forward(self.units[last], inputs, epilogue).y
 
 
 class StageBackward:
@@ -388,14 +388,14 @@ class StageBackward:
             needs_dy = i == end - 1 and block.is_residual and dy.step is not None
             wanted = Wanted(needs_g, needs_conv_weight, needs_dy)
             unit_inputs = Inputs(h, norm, stage.values.parameters[i].conv_weight)
-            g, sums, dconv_weight, whole = kernels.bn_relu_conv_backward(
+            g, sums, dconv_weight, whole = kernels.norm_act_conv_backward(
                 unit, dy, unit_inputs, wanted
             )
             if whole is not None:
                 block_dy = whole
             projection = block.projection if i == begin else None
             if projection is not None and (needs_g or needs_projection):
-                found = kernels.bn_relu_conv_backward(
+                found = kernels.norm_act_conv_backward(
                     projection,
                     Gradient(block_dy.to(projection.y_dtype)),
                     Inputs(h, norm, stage.values.projections[index]),
@@ -444,7 +444,7 @@ def differentiable_forward(
         x, skipped = None if skipped else h, 0
         for i, unit in units:
             weight = stage.values.parameters[i].conv_weight.to(unit.dtype)
-            a = differentiable_bn_relu(h, stage.norm(i), unit.uses_batch, unit.process_group)
+            a = differentiable_norm_act(h, stage.norm(i), None, unit.uses_batch, unit.process_group)
             a = a.to(unit.dtype)
             if h is x and block.projection is not None:
                 projection = stage.values.projections[index].to(unit.dtype)

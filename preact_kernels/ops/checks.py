@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv
+from preact_kernels.kernels.contract import Conv, samples_of
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -28,11 +28,21 @@ def check_tensor(name: str, value: Any) -> None:
         )
 
 
-def check_activation(name: str, x: Any) -> None:
-    """Checks for a floating point tensor `[N, C, H, W]`."""
+_AXES = {3: "[N, C, L]", 4: "[N, C, H, W]", 5: "[N, C, D, H, W]"}
+
+
+def check_activation(name: str, x: Any, dims: int | None = 4) -> None:
+    """Checks for a floating point tensor `[N, C, ...]` of `dims` dimensions; None: 2 to 5."""
     check_tensor(name, x)
-    if x.dim() != 4:
-        raise ValueError(f"{name}: expected 4 dimensions [N, C, H, W], got shape {list(x.shape)}")
+    if dims is None:
+        if not 2 <= x.dim() <= 5:
+            raise ValueError(
+                f"{name}: expected 2 to 5 dimensions [N, C, ...], got shape {list(x.shape)}"
+            )
+    elif x.dim() != dims:
+        raise ValueError(
+            f"{name}: expected {dims} dimensions {_AXES[dims]}, got shape {list(x.shape)}"
+        )
     if x.shape[1] == 0:
         raise ValueError(f"{name}: expected at least 1 channel, got shape {list(x.shape)}")
 
@@ -97,7 +107,7 @@ def check_count(name: str, value: Any) -> None:
 
 def check_samples(shape: Sequence[int]) -> None:
     """Checks for more than one value per channel, as eager does in training mode."""
-    if shape[0] * shape[2] * shape[3] == 1:
+    if samples_of(shape) == 1:
         raise ValueError(
             f"x: expected more than 1 value per channel when training, got input size {shape}"
         )
@@ -108,23 +118,33 @@ def _as_int(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else value
 
 
-def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
-    """Converts an int or a pair to two ints of at least `minimum`."""
-    values = value if isinstance(value, list | tuple) else [value, value]
+_COUNTS = {1: "a tuple of one", 2: "a pair of ints", 3: "three ints"}
+
+
+def pair(name: str, value: Any, *, minimum: int, axes: int = 2) -> tuple[int, ...]:
+    """Converts an int or a tuple to ints of at least `minimum`, one for each of the `axes`."""
+    values = value if isinstance(value, list | tuple) else [value] * axes
     values = [v if isinstance(v, int) else _as_int(v) for v in values]
-    if len(values) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        raise TypeError(f"{name}: expected an int or a pair of ints, got {value!r}")
+    are_ints = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+    if len(values) != axes or not are_ints:
+        raise TypeError(f"{name}: expected an int or {_COUNTS[axes]}, got {value!r}")
     if min(values) < minimum:
         raise ValueError(f"{name}: expected at least {minimum}, got {value!r}")
     return tuple(values)
 
 
-def check_conv_weight(conv_weight: Tensor, groups: Any, channels: int | None = None) -> None:
-    """Checks a weight `[K, C / groups, R, S]` and its groups, for an input of C `channels`."""
-    if conv_weight.dim() != 4:
+def check_conv_weight(
+    conv_weight: Tensor, groups: Any, channels: int | None = None, dims: int = 4
+) -> None:
+    """Checks a weight `[K, C / groups, R, S]` and its groups, for an input of C `channels`.
+
+    The weight has as many dimensions `dims` as the input.
+    """
+    if conv_weight.dim() != dims:
+        kernel = {3: "R", 4: "R, S", 5: "Q, R, S"}[dims]
         raise ValueError(
-            "conv_weight: expected 4 dimensions [out_channels, in_channels / groups, R, S], "
-            f"got shape {list(conv_weight.shape)}"
+            f"conv_weight: expected {dims} dimensions [out_channels, in_channels / groups, "
+            f"{kernel}], got shape {list(conv_weight.shape)}"
         )
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise TypeError(f"groups: expected an int, got {type(groups).__name__}")
@@ -142,7 +162,8 @@ def check_conv_weight(conv_weight: Tensor, groups: Any, channels: int | None = N
             f"got {out_channels}"
         )
     if min(kernel_size) < 1:
-        raise ValueError(f"conv_weight: expected a kernel of at least 1x1, got {kernel_size}")
+        least = "x".join("1" for _ in kernel_size)
+        raise ValueError(f"conv_weight: expected a kernel of at least {least}, got {kernel_size}")
 
 
 def geometry(
@@ -153,19 +174,23 @@ def geometry(
     Returns:
         None for padding `"same"` that differs between the two sides of an axis.
     """
-    stride = pair("stride", stride, minimum=1)
-    dilation = pair("dilation", dilation, minimum=1)
+    axes = len(kernel_size)
+    stride = pair("stride", stride, minimum=1, axes=axes)
+    dilation = pair("dilation", dilation, minimum=1, axes=axes)
     if isinstance(padding, str):
         extents = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
         padding = _named_padding(padding, stride, extents)
     else:
-        padding = pair("padding", padding, minimum=0)
+        padding = pair("padding", padding, minimum=0, axes=axes)
     return None if padding is None else Conv(stride, padding, dilation, groups)
 
 
 def check_image_size(shape: Sequence[int], kernel_size: Sequence[int], conv: Conv) -> None:
-    """Checks that padded images `[N, C, H, W]` are no smaller than the kernel."""
-    for axis, name in ((0, "height"), (1, "width")):
+    """Checks that padded images `[N, C, ...]` are no smaller than the kernel."""
+    names = (
+        ("depth", "height", "width")[-len(kernel_size) :] if len(kernel_size) > 1 else ["length"]
+    )
+    for axis, name in enumerate(names):
         padded = shape[2 + axis] + 2 * conv.padding[axis]
         extent = conv.dilation[axis] * (kernel_size[axis] - 1)
         if padded <= extent:
@@ -189,7 +214,7 @@ def check_conv(
         The geometry; None for padding `"same"` that differs between the two sides of an axis.
     """
     check_like("conv_weight", conv_weight, "x", x)
-    check_conv_weight(conv_weight, groups, x.shape[1])
+    check_conv_weight(conv_weight, groups, x.shape[1], x.dim())
     out_channels, _, *kernel_size = conv_weight.shape
     check_parameter_dtype("conv_weight", conv_weight, x.dtype)
     if conv_bias is not None:
@@ -211,17 +236,17 @@ def check_conv(
 
 
 def _named_padding(
-    padding: str, stride: tuple[int, int], extents: list[int]
-) -> tuple[int, int] | None:
+    padding: str, stride: tuple[int, ...], extents: list[int]
+) -> tuple[int, ...] | None:
     if padding == "valid":
-        return (0, 0)
+        return (0,) * len(stride)
     if padding != "same":
         raise ValueError(f"padding: expected 'valid', 'same', an int or a pair, got {padding!r}")
-    if stride != (1, 1):
+    if max(stride) > 1:
         raise ValueError(f"padding: expected stride 1 beside 'same', got stride {list(stride)}")
     if any(e % 2 for e in extents):
         return None
-    return (extents[0] // 2, extents[1] // 2)
+    return tuple(e // 2 for e in extents)
 
 
 def check_residual(residual: Any, name: str, shape: Sequence[int], like: Tensor) -> None:

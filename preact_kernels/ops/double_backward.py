@@ -7,15 +7,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from preact_kernels.kernels.contract import Norm
+from preact_kernels.kernels.contract import Activation, Norm
+from preact_kernels.kernels.reference.activations import activate
 
 
-def differentiable_bn_relu(x: Tensor, norm: Norm, training: bool, process_group) -> Tensor:
-    """relu(bn(x)) in PyTorch's differentiable operations."""
+def differentiable_norm_act(
+    x: Tensor, norm: Norm, groups: int | None, training: bool, process_group
+) -> Tensor:
+    """act(norm(x)) in PyTorch's differentiable operations.
+
+    Args:
+        x: `[N, C, H, W]`.
+        norm: parameters, and the statistics of evaluation mode.
+        groups: groups of channels with statistics of each image; None: statistics per channel.
+        training: normalise with the statistics of the input.
+        process_group: spreads the batch.
+    """
     if process_group is not None:
         raise NotImplementedError("double backward through a SyncBatchNorm is not supported")
+    weight, bias, eps = norm.weight, norm.bias, norm.eps
     mean, var = (None, None) if training else (norm.mean, norm.var)
-    return F.relu(F.batch_norm(x, mean, var, norm.weight, norm.bias, training, 0.0, norm.eps))
+    if groups is None and not norm.has_rows:
+        h = F.batch_norm(x, mean, var, weight, bias, training, 0.0, eps)
+    else:
+        if groups is None:
+            h = F.batch_norm(x, mean, var, None, None, training, 0.0, eps)
+        else:
+            h = F.group_norm(x, groups, None, None, eps)
+        scale, shift = (t.view(-1, t.shape[-1], 1, 1) for t in cast(list[Tensor], (weight, bias)))
+        h = (h * scale + shift).to(x.dtype)
+    return activate(h, Activation(norm.activation, norm.parameter))
 
 
 def gradients(

@@ -3,17 +3,19 @@
 import torch
 from torch import Tensor
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def is_channels_last(t: Tensor) -> bool:
     """Whether PyTorch, when it chooses an output format, treats `t` as channels_last."""
-    if t.dim() != 4:
+    if t.dim() not in _CHANNELS_LAST:
         return False
-    if t.shape[1] == 1 and not t.is_contiguous(memory_format=torch.channels_last):
+    if t.shape[1] == 1 and not t.is_contiguous(memory_format=_CHANNELS_LAST[t.dim()]):
         return False  # both formats match; PyTorch's batch norm chooses contiguous
     smallest = 0
     if t.stride(1) == 0:
         return False
-    for axis in (1, 3, 2, 0):
+    for axis in (1, *range(t.dim() - 1, 1, -1), 0):
         if t.shape[axis] == 0 or t.stride(axis) < smallest:
             return False
         if axis == 0 and smallest == t.stride(1):
@@ -23,10 +25,34 @@ def is_channels_last(t: Tensor) -> bool:
 
 
 def nhwc(t: Tensor) -> Tensor:
-    """`t` dense in NHWC order; `t` itself if it is already."""
-    return t.contiguous(memory_format=torch.channels_last)
+    """`t` dense in NHWC (or NDHWC) order; `t` itself if it is already."""
+    return t.contiguous(memory_format=_CHANNELS_LAST[t.dim()])
 
 
 def restored(y: Tensor, channels_last: bool) -> Tensor:
     """Converts `y` from NHWC to the memory format of the result."""
     return y if channels_last else y.contiguous()
+
+
+def as_image(t: Tensor) -> Tensor:
+    """`[N, C, ...]` of any number of dimensions as dense NHWC `[N, C, H, W]`.
+
+    Volumes `[N, C, D, H, W]` become `[N, C, D * H, W]`, sequences `[N, C, L]` `[N, C, 1, L]`.
+    """
+    if t.dim() == 4:
+        return nhwc(t)
+    if t.dim() == 5:
+        t = nhwc(t)
+        n, c, d, h, w = t.shape
+        return t.permute(0, 2, 3, 4, 1).reshape(n, d * h, w, c).permute(0, 3, 1, 2)
+    return nhwc(t.reshape(*t.shape[:2], 1, t.shape[2] if t.dim() == 3 else 1))
+
+
+def from_image(y: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
+    """Undoes `as_image` for a result of this shape and memory format."""
+    if len(shape) == 5:
+        n, c, d, h, w = shape
+        y = y.permute(0, 2, 3, 1).reshape(n, d, h, w, c).permute(0, 4, 1, 2, 3)
+    elif len(shape) < 4:
+        y = y.reshape(shape)
+    return restored(y, channels_last)

@@ -32,7 +32,10 @@ from preact_kernels.kernels.contract import (
 )
 from preact_kernels.kernels.native import FlatOps, flat_gradient, gradients
 
-_NORM = "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps"
+_NORM = (
+    "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps, str activation, "
+    "float parameter"
+)
 _CONV = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups"
 _GRADIENT = (
     "Tensor g, Tensor? skip, Tensor? step_x, Tensor? step_mean, Tensor? step_var, "
@@ -41,19 +44,20 @@ _GRADIENT = (
 
 SCHEMAS = {
     "bn_stats": "(Tensor x) -> (Tensor, Tensor)",
+    "group_stats": "(Tensor x, SymInt groups) -> (Tensor, Tensor)",
     "running_stats_update": "(Tensor(a!)[] running, Tensor[] batch, Scalar momentum) -> ()",
-    "bn_relu_forward": f"(Tensor x, {_NORM}) -> Tensor",
-    "bn_relu_backward_sums": f"(Tensor dy, Tensor x, {_NORM}) -> Tensor",
-    "bn_relu_backward_mask": f"(Tensor dy, Tensor x, {_NORM}) -> (Tensor, Tensor)",
-    "bn_relu_backward_input": (
+    "norm_act_forward": f"(Tensor x, {_NORM}) -> Tensor",
+    "norm_act_backward_sums": f"(Tensor dy, Tensor x, {_NORM}) -> Tensor",
+    "norm_act_backward_mask": f"(Tensor dy, Tensor x, {_NORM}) -> (Tensor, Tensor)",
+    "norm_act_backward_input": (
         f"(Tensor dy, Tensor x, {_NORM}, Tensor sums, Scalar inv_count) -> Tensor"
     ),
-    "bn_input_gradient": f"({_GRADIENT}) -> Tensor",
-    "bn_relu_conv_forward": (
+    "norm_input_gradient": f"({_GRADIENT}) -> Tensor",
+    "norm_act_conv_forward": (
         f"(Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, Tensor? conv_bias, Tensor? residual, "
         "bool with_stats, ScalarType dtype) -> (Tensor, Tensor, Tensor)"
     ),
-    "bn_relu_conv_backward": (
+    "norm_act_conv_backward": (
         f"({_GRADIENT}, Tensor x, {_NORM}, Tensor conv_weight, {_CONV}, bool wants_input, "
         "bool wants_weight, bool wants_dy, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
@@ -89,30 +93,30 @@ def _flat_output(output: Output) -> tuple[Tensor, ...]:
 
 def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
     """Calls a function of `kernels` with the arguments of a schema, and flattens its results."""
-    if name == "bn_relu_forward":
-        return kernels.bn_relu_forward(arguments[0], Norm(*arguments[1:]))
-    if name in ("bn_relu_backward_sums", "bn_relu_backward_mask"):
+    if name == "norm_act_forward":
+        return kernels.norm_act_forward(arguments[0], Norm(*arguments[1:]))
+    if name in ("norm_act_backward_sums", "norm_act_backward_mask"):
         dy, x, *norm = arguments
-        g, sums = kernels.bn_relu_backward(dy, x, Norm(*norm), name.endswith("mask"))
+        g, sums = kernels.norm_act_backward(dy, x, Norm(*norm), name.endswith("mask"))
         return sums if g is None else (g, sums)
-    if name == "bn_relu_backward_input":
+    if name == "norm_act_backward_input":
         dy, x, *norm, sums, inv_count = arguments
         step = AffineStep(None, x, Norm(*norm), sums, inv_count)
-        return kernels.bn_input_gradient(Gradient(dy, step), True)
-    if name == "bn_input_gradient":
-        return kernels.bn_input_gradient(_gradient(*arguments))
-    if name == "bn_relu_conv_forward":
+        return kernels.norm_input_gradient(Gradient(dy, step), True)
+    if name == "norm_input_gradient":
+        return kernels.norm_input_gradient(_gradient(*arguments))
+    if name == "norm_act_conv_forward":
         x, *rest, dtype = arguments
-        inputs, epilogue = Inputs(x, Norm(*rest[:5]), rest[5]), Epilogue(*rest[10:])
+        inputs, epilogue = Inputs(x, Norm(*rest[:7]), rest[7]), Epilogue(*rest[12:])
         y_dtype = dtype if epilogue.residual is None else epilogue.residual.dtype
-        unit = _unit(rest[6:10], inputs, y_dtype, dtype)
-        return _flat_output(kernels.bn_relu_conv_forward(unit, inputs, epilogue))
-    if name == "bn_relu_conv_backward":
+        unit = _unit(rest[8:12], inputs, y_dtype, dtype)
+        return _flat_output(kernels.norm_act_conv_forward(unit, inputs, epilogue))
+    if name == "norm_act_conv_backward":
         dy, (x, *rest, dtype) = _gradient(*arguments[:9]), arguments[9:]
-        inputs, wanted = Inputs(x, Norm(*rest[:5]), rest[5]), Wanted(*rest[10:])
+        inputs, wanted = Inputs(x, Norm(*rest[:7]), rest[7]), Wanted(*rest[12:])
         y_dtype = (dy.g if dy.step is None else dy.step.x).dtype
-        unit = _unit(rest[6:10], inputs, y_dtype, dtype)
-        g, *others = kernels.bn_relu_conv_backward(unit, dy, inputs, wanted)
+        unit = _unit(rest[8:12], inputs, y_dtype, dtype)
+        g, *others = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
         # In float32 where PyTorch's convolution computed it for a float32 stream.
         return _present(x, g if g is None else g.to(dtype), *others)
     if name == "residual_add_forward":
@@ -139,19 +143,19 @@ class RegisteredKernels(FlatOps):
     ) -> None:
         self._ops.running_stats_update.default(running, batch, momentum)
 
-    def bn_relu_conv_forward(
+    def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
         x, norm, conv_weight = inputs
-        op = self._ops.bn_relu_conv_forward.default
+        op = self._ops.norm_act_conv_forward.default
         y, mean, var = op(x, *norm, conv_weight, *unit.conv, *epilogue, unit.dtype)
         return Output(y, Statistics(mean, var) if epilogue.with_stats else None)
 
-    def bn_relu_conv_backward(
+    def norm_act_conv_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
     ) -> Gradients:
         x, norm, conv_weight = inputs
-        op = self._ops.bn_relu_conv_backward.default
+        op = self._ops.norm_act_conv_backward.default
         given = *flat_gradient(dy), x, *norm, conv_weight, *unit.conv
         return gradients(op(*given, *wanted, unit.dtype), wanted)
 
@@ -160,13 +164,14 @@ def _nhwc_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last)
 
 
-def _sums_like(x: Tensor) -> Tensor:
-    return x.new_empty((2, x.shape[1]), dtype=statistics_dtype(x.dtype))
+def _sums_like(x: Tensor, norm: Norm) -> Tensor:
+    rows = x.shape[:1] if norm.has_rows else ()
+    return x.new_empty((2, *rows, x.shape[1]), dtype=statistics_dtype(x.dtype))
 
 
-def _statistics_like(x: Tensor) -> Statistics:
-    mean, var = (x.new_empty(x.shape[1], dtype=statistics_dtype(x.dtype)) for _ in range(2))
-    return Statistics(mean, var)
+def _statistics_like(x: Tensor, *rows: int) -> Statistics:
+    shape, dtype = (*rows, x.shape[1]), statistics_dtype(x.dtype)
+    return Statistics(x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype))
 
 
 def _output(y: Tensor, with_stats: bool) -> Output:
@@ -182,24 +187,27 @@ class FakeKernels(Kernels):
     def bn_stats(self, x: Tensor) -> Statistics:
         return _statistics_like(x)
 
+    def group_stats(self, x: Tensor, groups: int) -> Statistics:
+        return _statistics_like(x, x.shape[0])
+
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
         pass
 
-    def bn_relu_forward(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm_act_forward(self, x: Tensor, norm: Norm) -> Tensor:
         return _nhwc_like(x)
 
-    def bn_relu_backward(
+    def norm_act_backward(
         self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
     ) -> tuple[Tensor | None, Tensor]:
-        return _nhwc_like(x) if with_g else None, _sums_like(x)
+        return _nhwc_like(x) if with_g else None, _sums_like(x, norm)
 
-    def bn_input_gradient(self, gradient: Gradient, masked: bool = False) -> Tensor:
+    def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:
         assert gradient.step is not None
         return _nhwc_like(gradient.step.x)
 
-    def bn_relu_conv_forward(
+    def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
         shape = unit.conv.output_shape(inputs.x.shape, unit.weight_shape)
@@ -211,13 +219,13 @@ class FakeKernels(Kernels):
         )
         return _output(y, epilogue.with_stats)
 
-    def bn_relu_conv_backward(
+    def norm_act_conv_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
     ) -> Gradients:
-        x, _, conv_weight = inputs
+        x, norm, conv_weight = inputs
         return Gradients(
             _nhwc_like(x).to(unit.dtype) if wanted.input else None,
-            _sums_like(x) if wanted.input else None,
+            _sums_like(x, norm) if wanted.input else None,
             torch.empty_like(conv_weight) if wanted.weight else None,
             _nhwc_like(dy.g if dy.step is None else dy.step.x) if wanted.dy else None,
         )

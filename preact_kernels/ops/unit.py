@@ -1,19 +1,20 @@
-"""The arguments of a BN-ReLU-Conv, and the `Unit` that they make once they are checked."""
+"""The arguments of a unit, and the `Unit` that they make once they are checked."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from preact_kernels.kernels.contract import Kernels, Unit
+from preact_kernels.kernels.contract import Activation, Kernels, Unit
 from preact_kernels.ops import checks, layout
 from preact_kernels.ops.autocast import compute_dtype
-from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShift
 
 
 class ConvArguments(NamedTuple):
-    """The arguments of one convolution, as `F.conv2d` takes them."""
+    """The arguments of one convolution, as `F.conv1d`, `F.conv2d` and `F.conv3d` take them."""
 
     weight: Tensor
     bias: Tensor | None
@@ -21,6 +22,28 @@ class ConvArguments(NamedTuple):
     padding: int | tuple[int, ...] | str
     dilation: int | tuple[int, ...]
     groups: int
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """PyTorch's convolution of these dimensions."""
+        return (F.conv1d, F.conv2d, F.conv3d)[self.weight.dim() - 3]
+
+    def of_image(self) -> "ConvArguments":
+        """The convolution of sequences `[N, C, L]` as one of images `[N, C, 1, L]`."""
+        stride, padding, dilation = (
+            _padded(v, n) for v, n in zip(self[2:5], (1, 0, 1), strict=True)
+        )
+        return ConvArguments(
+            self.weight.unsqueeze(2), self.bias, stride, padding, dilation, self.groups
+        )
+
+
+def _padded(value: Any, first: int) -> Any:
+    """The value of a second axis in front of that of the axis of sequences."""
+    if isinstance(value, str):
+        return value
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return (first, *values)
 
 
 class Passed(dict):
@@ -71,23 +94,43 @@ _passed = Passed()
 
 
 def checked_unit(
-    x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation,
+    conv: ConvArguments,
+    residual: Tensor | None,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    prefix: str = "",
 ) -> CheckedUnit:
-    """Checks the arguments of `pk.bn_relu_conv2d`, and raises the errors that it documents."""
+    """Checks the arguments of a unit, and raises the errors that the functions document.
+
+    Args:
+        x: `[N, C, ...]`.
+        norm: the arguments of the norm.
+        activation: the activation.
+        conv: the arguments of the convolution.
+        residual: added to the result.
+        scale_shift: a scale and a shift of each image.
+        prefix: of the names of the norm's weight and bias in messages.
+    """
+    arguments = x, norm, activation, conv, residual, scale_shift, prefix
     key = found = None
     if not torch.compiler.is_compiling():
         try:
-            key = (*described((x, residual, *bn, *conv)), compute_dtype(x))
+            values = x, residual, *norm, *activation, *conv, *scale_shift, prefix
+            key = (type(norm), *described(values), compute_dtype(x))
             found = _passed.get(key)
         except (AttributeError, TypeError, RuntimeError):  # x is no tensor; symbolic sizes
             key = None
     if key is None:
-        return _check(x, bn, conv, residual)
-    return found or _passed.add(key, _check(x, bn, conv, residual))
+        return _check(*arguments)
+    return found or _passed.add(key, _check(*arguments))
 
 
-def _check(x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | None) -> CheckedUnit:
-    bn.check(x)
+def _check(x, norm, activation, conv, residual, scale_shift, prefix) -> CheckedUnit:
+    norm.check(x, prefix)
+    scale_shift.check(x)
+    x = scale_shift.promoted(x)
     geometry = checks.check_conv(x, *conv)
     weight, dtype = conv.weight, compute_dtype(x)
     if residual is not None:
@@ -96,11 +139,13 @@ def _check(x: Tensor, bn: BatchNorm, conv: ConvArguments, residual: Tensor | Non
         else:
             shape = geometry.output_shape(x.shape, weight.shape)
         checks.check_residual(residual, "residual", shape, x)
-    channels_last = layout.is_channels_last(x) or layout.is_channels_last(weight)
+    channels_last = norm.is_channels_last(x) or layout.is_channels_last(weight)
     if geometry is None:
         return CheckedUnit(None, dtype, channels_last)
     dtypes = dtype, x.dtype, dtype, weight.dtype
-    unit = Unit(weight.shape, geometry, x.device, *dtypes, bn.training, bn.process_group)
+    has_rows = norm.groups is not None or any(t is not None for t in scale_shift)
+    rest = norm.training, norm.process_group, activation, has_rows
+    unit = Unit(weight.shape, geometry, x.device, *dtypes, *rest)
     return CheckedUnit(unit, dtype, channels_last)
 
 

@@ -158,7 +158,7 @@ def kernel_arguments(dtype):
     x, y = images(2, 8, 5, 6), images(2, 16, 5, 6)
     vectors = [torch.rand(8, dtype=wide) + 0.5 for _ in range(4)]
     behind = [torch.rand(16, dtype=wide) + 0.5 for _ in range(3)]
-    norm = (*vectors, 1e-5)
+    norm = (*vectors, 1e-5, "relu", 0.0)
     sums, sums_behind = torch.randn(2, 8, dtype=wide), torch.randn(2, 16, dtype=wide)
     weight, bias = torch.randn(16, 8, 3, 3).to(dtype), torch.randn(16).to(dtype)
     conv = ([1, 1], [1, 1], [1, 1], 1)
@@ -169,22 +169,22 @@ def kernel_arguments(dtype):
     return {
         "bn_stats": [(x,)],
         "running_stats_update": [([vectors[0], vectors[1]], [vectors[2], vectors[3]], 0.1)],
-        "bn_relu_forward": [(x, *norm)],
-        "bn_relu_backward_sums": [(x, x, *norm)],
-        "bn_relu_backward_mask": [(x, x, *norm)],
-        "bn_relu_backward_input": [(x, x, *norm, sums, 1 / 60)],
-        "bn_input_gradient": [
+        "norm_act_forward": [(x, *norm)],
+        "norm_act_backward_sums": [(x, x, *norm)],
+        "norm_act_backward_mask": [(x, x, *norm)],
+        "norm_act_backward_input": [(x, x, *norm, sums, 1 / 60)],
+        "norm_input_gradient": [
             (x, None, x.clone(), *vectors[:3], 1e-5, sums, 1 / 60),
             (x, x.clone(), x.clone(), *vectors[:3], 1e-5, sums, 0.0),
         ],
-        "bn_relu_conv_forward": [
+        "norm_act_conv_forward": [
             (x, *norm, weight, *conv, None, None, False, dtype),
             (x, *norm, weight, *strided, bias, None, True, dtype),
             # Beside a float32 stream: on the side of the input, and on that of the output.
             (x.to(wide), *norm, weight, *conv, None, None, True, dtype),
             (x, *norm, weight, *conv, None, y.to(wide), True, dtype),
         ],
-        "bn_relu_conv_backward": [
+        "norm_act_conv_backward": [
             (y, *whole, *backward, True, True, False, dtype),
             (y, None, *step, *backward, True, False, False, dtype),
             (y, y.clone(), *step, *backward, False, True, True, dtype),

@@ -98,7 +98,7 @@ def test_resnet_1001_has_its_launches_and_bytes():
     # multiprocessors write partial weight gradients, which are read once.
     partials = 2 * 4 * 264 * (2 * 64 * 16 + 9 * 16 * 16) / (128 * 32 * 32 * 16 * 2)
     assert 26 < units(first, BACKWARD) < 26.1 + partials
-    recomputed = [r for r in rows if r.kernel.startswith("B3 bn_relu_conv_backward_recomputed")]
+    recomputed = [r for r in rows if r.kernel.startswith("B3 norm_act_conv_backward_recomputed")]
     assert {r.stage for r in recomputed} == {"1", "2"}
     assert all(r.launches_per_block * r.blocks == pytest.approx(109) for r in recomputed)
     last = [r for r in rows if r.stage == "3" and "sum" not in r.kernel]
@@ -112,17 +112,17 @@ def test_what_runs_again_is_listed():
         by_mode[memory] = {
             r.kernel: r.launches_per_block
             for r in rows
-            if (r.stage, r.direction) == ("2", BACKWARD) and "bn_relu_conv_forward" in r.kernel
+            if (r.stage, r.direction) == ("2", BACKWARD) and "norm_act_conv_forward" in r.kernel
         }
     assert by_mode["store"] == {}
-    assert set(by_mode["rebuild"]) == {"B3 bn_relu_conv_forward"}
-    assert {"B1 bn_relu_conv_forward", "B2 bn_relu_conv_forward"} < set(by_mode["checkpoint"])
+    assert set(by_mode["rebuild"]) == {"B3 norm_act_conv_forward"}
+    assert {"B1 norm_act_conv_forward", "B2 norm_act_conv_forward"} < set(by_mode["checkpoint"])
 
 
 def test_grids_are_those_of_a_gpu_with_so_many_multiprocessors():
     def largest(multiprocessors):
         rows = cuda_rows("--network", "resnet-29", "--multiprocessors", str(multiprocessors))
-        return max(int(r.grid) for r in rows if r.kernel.endswith("bn_relu_conv_forward"))
+        return max(int(r.grid) for r in rows if r.kernel.endswith("norm_act_conv_forward"))
 
     assert 0 < largest(10) <= 40 < largest(100)
 
@@ -130,7 +130,7 @@ def test_grids_are_those_of_a_gpu_with_so_many_multiprocessors():
 def test_networks_with_convolutions_of_pytorch_run_none_of_them():
     rows = cuda_rows("--network", "imagenet-resnet-50", "--batch", "64")
     names = {row.kernel.split()[-1] for row in rows}
-    assert {"aten::convolution", "aten::convolution_backward", "bn_relu_backward_mask"} < names
+    assert {"aten::convolution", "aten::convolution_backward", "norm_act_backward_mask"} < names
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
@@ -243,24 +243,24 @@ PROFILED = [
     Kernel("void preact_kernels::cuda::bn_stats_kernel<float, 4>(Params)", 1.0),
     Kernel("void at::native::vectorized_elementwise_kernel<4, F>(int)", 2.0),
     Kernel("Memset (Device)", 3.0),
-    Kernel("bn_relu_conv_forward_kernel", 4.0),
+    Kernel("norm_act_conv_forward_kernel", 4.0),
 ]
 
 
 def test_measured_kernels_are_those_that_were_recorded():
-    names = "bn_stats", "aten::zeros", "fill_zeros", "bn_relu_conv_forward"
+    names = "bn_stats", "aten::zeros", "fill_zeros", "norm_act_conv_forward"
     stats, zeros, fill, conv = (placed(name) for name in names)
-    known = {"bn_stats", "bn_relu_conv_forward", "bn_relu_conv_forward_rare"}
+    known = {"bn_stats", "norm_act_conv_forward", "norm_act_conv_forward_rare"}
 
     def times_of(*launches_of_step):
         return launches.times_of(launches_of_step, PROFILED, known)
 
     assert times_of(stats, zeros, fill, conv) == [1.0, None, None, 4.0]
-    variant = conv._replace(name="bn_relu_conv_forward_rare")  # a variant of the same kernel
+    variant = conv._replace(name="norm_act_conv_forward_rare")  # a variant of the same kernel
     assert times_of(stats, variant) == [1.0, 4.0]
-    with pytest.raises(RuntimeError, match="kernel 1: expected None, the GPU ran bn_relu_conv"):
+    with pytest.raises(RuntimeError, match="kernel 1: expected None, the GPU ran norm_act_conv"):
         times_of(stats, zeros, fill)
-    with pytest.raises(RuntimeError, match="kernel 0: expected bn_relu_conv_forward"):
+    with pytest.raises(RuntimeError, match="kernel 0: expected norm_act_conv_forward"):
         times_of(conv)
 
 

@@ -225,12 +225,12 @@ def launch_others(dtype: torch.dtype) -> None:
     for channels in (16, 64, 256, 17):
         x, norm = images(channels, dtype), empty_norm(channels)
         kernels.bn_stats(x)
-        kernels.bn_relu_forward(x, norm)
-        kernels.bn_relu_backward(x, x, norm, with_g=False)
-        kernels.bn_relu_backward(x, x, norm, with_g=True)
+        kernels.norm_act_forward(x, norm)
+        kernels.norm_act_backward(x, x, norm, with_g=False)
+        kernels.norm_act_backward(x, x, norm, with_g=True)
         for masked, skip in ((True, None), (False, x)):
             for gradient in gradients(x, skip, x):
-                kernels.bn_input_gradient(gradient, masked)
+                kernels.norm_input_gradient(gradient, masked)
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
     launch_rare_convs(dtype)
@@ -245,17 +245,17 @@ def launch_rare_convs(dtype: torch.dtype) -> None:
     unit = unit_of(weight, Conv((2, 2), (2, 2), (2, 2), 1), dtype)
     inputs = Inputs(x, norm, weight)
     batch, running = gradients(y, None, y)
-    kernels.bn_relu_conv_forward(unit, inputs, Epilogue(bias))
+    kernels.norm_act_conv_forward(unit, inputs, Epilogue(bias))
     for dy, wanted in (
         (batch, Wanted(input=True, weight=True)),
         (running, Wanted(input=True, weight=False)),
         (running, Wanted(input=False, weight=True)),
     ):
-        kernels.bn_relu_conv_backward(unit, dy, inputs, wanted)
+        kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
     with pytest.MonkeyPatch.context() as patch:
         replace(patch, "needs_int64", lambda *_: True)
-        kernels.bn_relu_conv_forward(unit, inputs, Epilogue(bias, with_stats=True))
-        kernels.bn_relu_conv_backward(unit, batch, inputs, Wanted(input=True, weight=True))
+        kernels.norm_act_conv_forward(unit, inputs, Epilogue(bias, with_stats=True))
+        kernels.norm_act_conv_backward(unit, batch, inputs, Wanted(input=True, weight=True))
 
 
 def launch_conv(task: Task) -> None:
@@ -268,13 +268,13 @@ def launch_conv(task: Task) -> None:
     unit, inputs = unit_of(weight, conv, task.dtype), Inputs(x, empty_norm(channels), weight)
     widens = out_channels > channels  # the last convolution of a bottleneck
     skip = y if widens else None
-    kernels.bn_relu_conv_forward(unit, inputs, Epilogue(None, skip, True))
+    kernels.norm_act_conv_forward(unit, inputs, Epilogue(None, skip, True))
     dy, _ = gradients(y, skip, y)
     wanted = Wanted(input=True, weight=True, dy=widens)
-    kernels.bn_relu_conv_backward(unit, dy, inputs, wanted)
+    kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
     if task.dtype == torch.bfloat16:  # each gradient alone, from a whole dy
         for wanted in (Wanted(input=True, weight=False), Wanted(input=False, weight=True)):
-            kernels.bn_relu_conv_backward(unit, Gradient(y), inputs, wanted)
+            kernels.norm_act_conv_backward(unit, Gradient(y), inputs, wanted)
 
 
 def launch_run(task: Task) -> None:

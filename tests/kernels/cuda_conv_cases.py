@@ -141,7 +141,7 @@ def images(n: int, c: int, case: Case, dtype: torch.dtype) -> Tensor:
 
 
 class Forward(NamedTuple):
-    """The tensors that `bn_relu_conv_forward` takes."""
+    """The tensors that `norm_act_conv_forward` takes."""
 
     x: Tensor
     norm: Norm
@@ -150,7 +150,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The tensors that `bn_relu_conv_backward` takes."""
+    """The tensors that `norm_act_conv_backward` takes."""
 
     dy: Gradient
     x: Tensor
@@ -217,10 +217,10 @@ def call(
     given = unit(case, inputs, dtype)
     tensors = Inputs(inputs.x, inputs.norm, inputs.conv_weight)
     if isinstance(inputs, Backward):
-        found = backend.bn_relu_conv_backward(given, inputs.dy, tensors, options)._asdict()
+        found = backend.norm_act_conv_backward(given, inputs.dy, tensors, options)._asdict()
     else:
         epilogue = Epilogue(None, inputs.residual, options)
-        y, statistics = backend.bn_relu_conv_forward(given, tensors, epilogue)
+        y, statistics = backend.norm_act_conv_forward(given, tensors, epilogue)
         found = {"y": y, **(statistics._asdict() if statistics else {})}
     return {n: t for n, t in found.items() if t is not None}
 

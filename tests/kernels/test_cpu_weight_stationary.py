@@ -69,7 +69,7 @@ CASES = (
 @pytest.fixture(autouse=True)
 def is_fused(monkeypatch):
     """On every instruction set: a convolution of PyTorch fails."""
-    for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
+    for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
         monkeypatch.delattr(pytorch_conv, name)
     monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
 
@@ -136,9 +136,9 @@ def test_sums_over_many_pixels(kernel):
     norm = Norm(*(torch.full((channels,), v) for v in (0.0, 1.0, 1.0, 0.0)), 0.0)
     unit = unit_of(weight, Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1))
     given = Inputs(x, norm, weight)
-    output = cpu.kernels().bn_relu_conv_forward(unit, given, Epilogue(with_stats=True))
+    output = cpu.kernels().norm_act_conv_forward(unit, given, Epilogue(with_stats=True))
     dy = torch.randn_like(output.y) + 1
-    gradients = cpu.kernels().bn_relu_conv_backward(unit, Gradient(dy), given, Wanted(True, True))
+    gradients = cpu.kernels().norm_act_conv_backward(unit, Gradient(dy), given, Wanted(True, True))
     y, g = output.y.double(), gradients.g.double()
     sums = torch.stack([g.sum((0, 2, 3)), (g * x).sum((0, 2, 3))])
     for found, expected in (

@@ -96,14 +96,14 @@ def arguments(shape, dtype, inv_count=None, offset=0):
 
 OPS = {
     "bn_stats": lambda k, given: k.bn_stats(given.x),
-    "bn_relu_forward": lambda k, given: k.bn_relu_forward(given.x, given.norm),
-    "bn_relu_backward": lambda k, given: k.bn_relu_backward(*given[:3], True),
-    "bn_relu_backward without g": lambda k, given: k.bn_relu_backward(*given[:3], False),
-    "bn_input_gradient": lambda k, given: k.bn_input_gradient(given.gradient),
-    "bn_input_gradient without skip": lambda k, given: k.bn_input_gradient(
+    "norm_act_forward": lambda k, given: k.norm_act_forward(given.x, given.norm),
+    "norm_act_backward": lambda k, given: k.norm_act_backward(*given[:3], True),
+    "norm_act_backward without g": lambda k, given: k.norm_act_backward(*given[:3], False),
+    "norm_input_gradient": lambda k, given: k.norm_input_gradient(given.gradient),
+    "norm_input_gradient without skip": lambda k, given: k.norm_input_gradient(
         given.gradient_without_skip
     ),
-    "bn_input_gradient masked": lambda k, given: k.bn_input_gradient(
+    "norm_input_gradient masked": lambda k, given: k.norm_input_gradient(
         given.gradient_without_skip, masked=True
     ),
     "residual_add_forward": lambda k, given: k.residual_add_forward(given.x, given.dy, True),
@@ -128,15 +128,15 @@ def check_ops(given):
     wide = given.to(torch.float64)
     # On a kink of the ReLU the mask of float64 is not that of rounded numbers: take the sums and
     # the gradient of what the op's own specification masks, in float64.
-    g = reference.bn_relu._masked(given.dy, given.x, given.norm).double()
-    xhat = reference.bn_relu._normalised(wide.x, wide.norm)
+    g = reference.norm_act._masked(given.dy, given.x, given.norm).double()
+    xhat = reference.norm_act._normalised(wide.x, wide.norm)
     sums = torch.stack([g.sum((0, 2, 3)), (g * xhat).sum((0, 2, 3))])
     gradient = wide._replace(dy=g).gradient_without_skip
     of_masked = {
-        "bn_relu_backward 0": g,
-        "bn_relu_backward 1": sums,
-        "bn_relu_backward without g 1": sums,
-        "bn_input_gradient masked 0": reference.bn_input_gradient(gradient),
+        "norm_act_backward 0": g,
+        "norm_act_backward 1": sums,
+        "norm_act_backward without g 1": sums,
+        "norm_input_gradient masked 0": reference.norm_input_gradient(gradient),
     }
     for op in OPS:
         found |= run(kernels(), op, given)
@@ -174,7 +174,7 @@ def test_any_number_of_blocks_in_any_order_gives_the_same_bits(multiprocessors):
 def test_in_evaluation_mode_what_is_not_finite_in_x_does_not_spread():
     given = arguments((2, 16, 3, 5), torch.float32, 0.0)
     given.x[0, 3] = float("inf")
-    dx = kernels().bn_input_gradient(given.gradient)
+    dx = kernels().norm_input_gradient(given.gradient)
     assert dx.isfinite().all()
 
 
@@ -182,8 +182,8 @@ def test_no_gradient_passes_where_the_rounded_pre_activation_is_zero():
     given = arguments((2, 16, 3, 5), torch.float16, 0.0)
     norm = given.norm._replace(weight=torch.full((16,), 1e-9), bias=torch.zeros(16))
     given = given._replace(norm=norm, step=given.step._replace(norm=norm))
-    g, sums = kernels().bn_relu_backward(*given[:3], True)
-    dx = kernels().bn_input_gradient(given.gradient_without_skip, masked=True)
+    g, sums = kernels().norm_act_backward(*given[:3], True)
+    dx = kernels().norm_input_gradient(given.gradient_without_skip, masked=True)
     assert not g.any() and not sums.any() and not dx.any()
 
 
@@ -225,7 +225,7 @@ def test_what_the_kernels_cannot_read_is_refused():
     with pytest.raises(RuntimeError, match="branch: expected the dtype of x"):
         kernels().residual_add_forward(given.x, given.x.half(), False)
     with pytest.raises(RuntimeError, match="mean: expected 16 values, got 8"):
-        kernels().bn_relu_forward(given.x, given.norm._replace(mean=given.norm.mean[:8]))
+        kernels().norm_act_forward(given.x, given.norm._replace(mean=given.norm.mean[:8]))
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):
@@ -302,7 +302,7 @@ def test_tensors_of_more_than_two_to_the_31_elements_are_addressed_right():
     x = torch.empty(2**17 + 3, 16, 32, 32, dtype=torch.bfloat16, memory_format=torch.channels_last)
     x.normal_()
     zero, one = torch.zeros(16), torch.ones(16)
-    y = kernels().bn_relu_forward(x, Norm(zero, one, one, zero, 0.0))
+    y = kernels().norm_act_forward(x, Norm(zero, one, one, zero, 0.0))
     for part in (slice(0, 5), slice(-5, None)):
         assert torch.equal(y[part], x[part].relu())
     mean, var = kernels().bn_stats(x)

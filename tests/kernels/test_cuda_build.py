@@ -28,7 +28,7 @@ COLUMNS = (
 
 needs_nvcc = pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed")
 SOURCES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
-WITHOUT_KERNELS = {"bn_relu_conv"}
+WITHOUT_KERNELS = {"norm_act_conv"}
 ENTRY = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)' for '(?P<architecture>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -119,7 +119,7 @@ def test_no_kernel_uses_local_memory(rows):
     [
         pytest.param(source, marks=[pytest.mark.slow] * (not source.endswith("_bfloat16")))
         for source in SOURCES
-        if source.startswith("bn_relu_conv_")
+        if source.startswith("norm_act_conv_")
     ],
 )
 def test_on_hopper_a_kernel_waits_for_those_before_it_and_copies_tiles_after_that(

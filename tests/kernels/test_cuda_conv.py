@@ -42,7 +42,7 @@ ONE_BY_ONE, THREE_BY_THREE = TYPICAL
 
 
 @pytest.mark.calls(
-    "preact_kernels_cuda::bn_relu_conv_forward", "preact_kernels_cuda::bn_relu_conv_backward"
+    "preact_kernels_cuda::norm_act_conv_forward", "preact_kernels_cuda::norm_act_conv_backward"
 )
 @cases_and_dtypes(*QUICK, *SLOW)
 def test_both_directions_keep_the_budget(case, dtype):
@@ -151,7 +151,7 @@ def test_padding_takes_no_part_in_the_gradient_of_the_weight(case, dtype):
         tensor[0, channel + 2, -1, -1] = torch.nan
     found = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
     wide = mapped(inputs, Tensor.double)
-    a = reference.bn_relu_forward(wide.x, wide.norm)
+    a = reference.norm_act_forward(wide.x, wide.norm)
     expected = weight_gradient_inside_the_image(a, wide.dy.g)
     for name in ("isnan", "isinf", "isfinite"):
         selected = getattr(expected, name)()
@@ -267,9 +267,9 @@ def test_partial_weight_gradients_are_never_more_bytes_than_what_they_save(case,
     case = case if is_large else case._replace(images=1, height=3, width=5)
     inputs = backward_inputs(case, torch.bfloat16)
     names = launches(lambda: call(kernels(), case, inputs, ALL))
-    apart = ["bn_relu_conv_backward_input", "bn_relu_conv_weight_gradients"]
-    kernel_names = ["bn_relu_conv_backward"] if is_large else apart
-    assert [n for n in names if n.startswith("bn_relu_conv")] == kernel_names
+    apart = ["norm_act_conv_backward_input", "norm_act_conv_weight_gradients"]
+    kernel_names = ["norm_act_conv_backward"] if is_large else apart
+    assert [n for n in names if n.startswith("norm_act_conv")] == kernel_names
     check_case(case, inputs, ALL)
 
 
@@ -370,7 +370,7 @@ def test_the_library_names_what_it_does_not_take_before_a_kernel_reads_it():
         def call_op(given=given, stride=stride or (1, 1), message=message):
             x, norm, weight, residual = given
             with pytest.raises(RuntimeError, match=message):
-                torch.ops.preact_kernels_cuda.bn_relu_conv_forward(
+                torch.ops.preact_kernels_cuda.norm_act_conv_forward(
                     x, *norm, weight, stride, None, residual, True, x.dtype
                 )
 

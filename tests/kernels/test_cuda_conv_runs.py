@@ -75,19 +75,19 @@ def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large, 
         names = launches(lambda: evaluate(stage, inputs))
         assert_same_bits(evaluate(stage, inputs), unit_by_unit(evaluate, stage, inputs))
     counts = collections.Counter(names)
-    assert counts.pop("bn_relu_conv_forward") == 9
+    assert counts.pop("norm_act_conv_forward") == 9
     suffix = "" if is_large else "_input"
-    assert counts.pop(f"bn_relu_conv_backward{suffix}") == 7
-    assert counts.pop(f"bn_relu_conv_backward_recomputed{suffix}") == 2  # below another block
+    assert counts.pop(f"norm_act_conv_backward{suffix}") == 7
+    assert counts.pop(f"norm_act_conv_backward_recomputed{suffix}") == 2  # below another block
     weight_gradients = 0 if is_large else 3  # shapes of convolutions in a block
-    assert counts.pop("bn_relu_conv_weight_gradients", 0) == weight_gradients
+    assert counts.pop("norm_act_conv_weight_gradients", 0) == weight_gradients
     assert counts == {
         "bn_stats": 1,
         "fill_zeros": 3,  # for bn_stats, and sums in each direction
         "pack_weights": 2,
         "finish_statistics": 1,
         "finish_gradients": 1,
-        "bn_input_gradient": 1,  # dx
+        "norm_input_gradient": 1,  # dx
     }
 
 
@@ -112,7 +112,7 @@ def test_weight_gradients_of_a_long_run_are_computed_now_and_then(blocks, side, 
     with pk.use_backend("cuda"):
         counts = collections.Counter(launches(lambda: evaluate(stage, inputs)))
         assert_same_bits(evaluate(stage, inputs), unit_by_unit(evaluate, stage, inputs))
-    assert counts["bn_relu_conv_weight_gradients"] == apart
+    assert counts["norm_act_conv_weight_gradients"] == apart
     assert counts["finish_gradients"] == finished
 
 
@@ -137,7 +137,7 @@ def test_what_a_run_keeps_for_later_is_never_much(memory, multiprocessors, apart
     inputs = {"x": torch.zeros(4, 64, 128, 128).bfloat16()}
     with pk.use_backend("cuda"):
         counts = collections.Counter(launches(lambda: evaluate(stage, inputs)))
-    assert counts["bn_relu_conv_weight_gradients"] == apart
+    assert counts["norm_act_conv_weight_gradients"] == apart
     assert counts["finish_gradients"] == finished
 
 
@@ -166,7 +166,7 @@ def test_kernels_are_dependent_behind_kernels_of_their_run_alone():
         are_dependent = []
 
         def listen(launch, to=are_dependent):
-            if launch.name == "bn_relu_conv_forward":
+            if launch.name == "norm_act_conv_forward":
                 to.append(launch.is_dependent)
 
         with pk.use_backend("cuda"), torch.no_grad(), serve_cpu.without_running(listen):
@@ -237,7 +237,7 @@ def recomputing_kernels(stage, x):
     """How many kernels of a training step recompute g."""
     with pk.use_backend("cuda"):
         names = launches(lambda: evaluate(stage, {"x": x}))
-    counts = collections.Counter(n for n in names if n.startswith("bn_relu_conv_backward"))
+    counts = collections.Counter(n for n in names if n.startswith("norm_act_conv_backward"))
     assert counts.total() == sum(len(block.units()) for block in stage)
     return sum(count for name, count in counts.items() if "recomputed" in name)
 

@@ -282,7 +282,7 @@ def test_a_compiled_stage_calls_no_convolution_of_pytorch(kind, memory, monkeypa
     def refuse(*_):
         raise AssertionError("a convolution of PyTorch")
 
-    for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
+    for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
         monkeypatch.setattr(pytorch_conv, name, refuse)
     found = training_step(compiled, x)
     assert found["y"].dtype == torch.float32
@@ -342,7 +342,7 @@ def test_a_block_with_a_projection_is_fused(monkeypatch):
     stage = pk.PreActStage([random_block("bottleneck", 16, 16)], residual_dtype=torch.float32)
     stage = in_dtype(stage, torch.bfloat16).to(DEVICE)
     problems = [{"x": torch.randn(4, 16, 5, 7, device=DEVICE)} for _ in range(8)]
-    calls = recorded_calls(kernels(), "bn_relu_conv_backward", monkeypatch)
+    calls = recorded_calls(kernels(), "norm_act_conv_backward", monkeypatch)
     with NoConvolution():
         evaluate(stage, problems[0])
     projected = [dy.g.dtype for unit, dy, *_ in calls if unit.weight_shape[:2] == (64, 16)]

@@ -52,8 +52,8 @@ from preact_kernels.kernels.triton import (
     run_units,
     run_weight_gradients,
 )
-from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.input_gradient import input_grid
+from preact_kernels.kernels.triton.norm_act_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.weight_gradient import WeightGradientLaunch
 from tests.kernels.compile_triton import replace
 
@@ -143,9 +143,9 @@ def test_a_deferred_step_gives_the_bits_of_the_whole_gradient(
     rest = Inputs(x, random_norm(channels), weight), Wanted(True, True, dy=True)
     sums = torch.randn(2, out_channels)
     dy = Gradient(g, AffineStep(skip, z, random_norm(out_channels), sums, 0.1))
-    whole = Gradient(kernels.bn_input_gradient(dy))
-    found = kernels.bn_relu_conv_backward(unit, dy, *rest)
-    expected = kernels.bn_relu_conv_backward(unit, whole, *rest)
+    whole = Gradient(kernels.norm_input_gradient(dy))
+    found = kernels.norm_act_conv_backward(unit, dy, *rest)
+    expected = kernels.norm_act_conv_backward(unit, whole, *rest)
     assert_same_bits(found._asdict(), expected._asdict())
 
 
@@ -163,9 +163,9 @@ def test_padding_takes_no_part_in_the_gradient_of_the_weight(dtype, monkeypatch)
     weight = torch.randn(16, 16, 3, 3).to(dtype)
     unit = unit_of(weight, Conv((1, 1), (1, 1), (1, 1), 1), dtype)
     inputs = Inputs(x, norm, weight)
-    found = kernels.bn_relu_conv_backward(unit, Gradient(dy), inputs, Wanted(True, True))
+    found = kernels.norm_act_conv_backward(unit, Gradient(dy), inputs, Wanted(True, True))
     wide = Norm(*(t.double() for t in norm[:4]), norm.eps)
-    a = reference.bn_relu_forward(x.double(), wide)
+    a = reference.norm_act_forward(x.double(), wide)
     expected = weight_gradient_inside_the_image(a, dy.double())
     assert not expected.isfinite().all()
     assert expected.isfinite().any()

@@ -47,7 +47,7 @@ def test_the_reference_comes_first_and_every_backend_is_known_to_these_tests():
 
 @every_backend
 def test_calls_run_on_the_backend_that_was_chosen(name, monkeypatch):
-    ran = record_calls(monkeypatch, "bn_relu_forward")
+    ran = record_calls(monkeypatch, "norm_act_forward")
     with pk.use_backend(name):
         assert backends.current() == name
         call(device=device_of(name))
@@ -93,7 +93,7 @@ def test_auto_takes_the_first_of_the_table_that_serves_the_call(rows, expected, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted without a GPU")
 def test_auto_never_interprets_triton(monkeypatch):
-    ran = record_calls(monkeypatch, "bn_relu_forward")
+    ran = record_calls(monkeypatch, "norm_act_forward")
     call()
     assert ran == ["reference" if cpu.load_error() else "cpu"]
     assert backends._by_name["triton"].only_by_name
@@ -109,7 +109,7 @@ def test_contexts_nest_and_end_with_an_exception():
 
 
 def test_a_backward_runs_on_the_backend_of_its_forward(monkeypatch):
-    ran = record_calls(monkeypatch, "bn_relu_backward")
+    ran = record_calls(monkeypatch, "norm_act_backward")
     x = torch.randn(2, 4, 3, 3, requires_grad=True)
     with pk.use_backend("reference"):
         y = pk.bn_relu(x, None, None, training=True)
@@ -169,13 +169,13 @@ UNITS = {
 @pytest.mark.parametrize("name", ["auto", *pk.available_backends()])
 def test_backend_for_says_which_convolution_runs(name, monkeypatch):
     calls = []
-    function = pytorch_conv.bn_relu_conv_forward
+    function = pytorch_conv.norm_act_conv_forward
 
     def counted(*arguments):
         calls.append(arguments)
         return function(*arguments)
 
-    monkeypatch.setattr(pytorch_conv, "bn_relu_conv_forward", counted)
+    monkeypatch.setattr(pytorch_conv, "norm_act_conv_forward", counted)
     for unit, (shape, options) in UNITS.items():
         weight = torch.randn(shape, device=device_of(name) if name != "auto" else "cpu")
         channels = shape[1] * options.get("groups", 1)

@@ -146,7 +146,7 @@ CPU_CASES = (
 @pytest.fixture
 def every_weight_is_fused(monkeypatch):
     """The CPU backend fuses large weights with small activations too."""
-    for name in ("bn_relu_conv_forward", "bn_relu_conv_backward"):
+    for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
         monkeypatch.delattr(pytorch_conv, name)
     monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
 
@@ -179,8 +179,8 @@ def test_the_cpu_library_names_the_strides_that_it_refuses(kernel, stride, messa
     x = torch.ones(1, 16, 4, 4).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(16, 16, kernel, kernel)
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.preact_kernels_cpu.bn_relu_conv_forward(
-            x, *torch.ones(4, 16), 1e-5, weight, stride, None, None, False, x.dtype
+        torch.ops.preact_kernels_cpu.norm_act_conv_forward(
+            x, *torch.ones(4, 16), 1e-5, "relu", 0.0, weight, stride, None, None, False, x.dtype
         )
 
 

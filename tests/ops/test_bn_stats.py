@@ -68,7 +68,7 @@ def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(backend)
     weight = torch.eye(16).view(16, 16, 1, 1)
     unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1))
     inputs = Inputs(x, Norm(zero, one, one, zero, 0.0), weight)
-    y, statistics = kernels(backend, x.dtype).bn_relu_conv_forward(
+    y, statistics = kernels(backend, x.dtype).norm_act_conv_forward(
         unit, inputs, Epilogue(with_stats=True)
     )
     assert relative_error(y, x.double()) <= unit_roundoff(x.dtype) * 2

@@ -309,8 +309,8 @@ KERNELS = backends.select("auto", "cpu", torch.float32)
 @pytest.mark.parametrize(
     ("module", "functions", "name"),
     [
-        (pk.BNReLU2d(8), KERNELS, "bn_relu_forward"),
-        (pk.BNReLUConv2d(8, 4, 3), KERNELS, "bn_relu_conv_forward"),
+        (pk.BNReLU2d(8), KERNELS, "norm_act_forward"),
+        (pk.BNReLUConv2d(8, 4, 3), KERNELS, "norm_act_conv_forward"),
         (pk.BNReLUConv2d(8, 4, 2, padding="same"), F, "conv2d"),
     ],
 )

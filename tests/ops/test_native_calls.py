@@ -35,9 +35,14 @@ def stage(dtype):
 
 
 CALLS = {
-    bn_relu: ["bn_stats", "bn_relu_forward", "bn_relu_backward_sums", "bn_relu_backward_input"],
-    fused_conv: ["bn_stats", "bn_relu_conv_forward", "bn_relu_conv_backward", "bn_input_gradient"],
-    pytorch_conv: ["bn_relu_forward", "residual_add_forward", "bn_relu_backward_mask"],
+    bn_relu: ["bn_stats", "norm_act_forward", "norm_act_backward_sums", "norm_act_backward_input"],
+    fused_conv: [
+        "bn_stats",
+        "norm_act_conv_forward",
+        "norm_act_conv_backward",
+        "norm_input_gradient",
+    ],
+    pytorch_conv: ["norm_act_forward", "residual_add_forward", "norm_act_backward_mask"],
     residual_add: ["residual_add_forward"],
     stage: ["block_run_forward", "block_run_backward"],
 }

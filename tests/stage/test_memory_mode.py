@@ -296,7 +296,7 @@ def test_a_backward_that_fails_midway_can_be_run_again(options, backend, monkeyp
         def fails(*arguments):
             raise MemoryError
 
-        patch.setattr(kernels, "bn_input_gradient", fails)
+        patch.setattr(kernels, "norm_input_gradient", fails)
         with pytest.raises(MemoryError):
             torch.autograd.grad(y.sum(), parameters, retain_graph=True)
     found = torch.autograd.grad(y.sum(), parameters)

@@ -123,7 +123,7 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other(memory, frozen, b
 def test_blocks_ahead_of_the_first_trained_one_run_no_backward(memory, backend, monkeypatch):
     stage = random_stage(**memory)
     stage[:2].requires_grad_(False)
-    calls = count_calls(backend, "bn_relu_conv_backward", monkeypatch)
+    calls = count_calls(backend, "norm_act_conv_backward", monkeypatch)
     stage(images()).sum().backward()
     assert len(calls) == 2 * 3  # two bottlenecks with bare shortcuts
 
@@ -133,7 +133,7 @@ def test_frozen_weights_run_no_weight_gradient(backend, monkeypatch):
     stage = random_stage()
     for block in stage:
         block.conv2.requires_grad_(False)
-    calls = count_calls(backend, "bn_relu_conv_backward", monkeypatch)
+    calls = count_calls(backend, "norm_act_conv_backward", monkeypatch)
     stage(images()).sum().backward()
     assert sum(not arguments[-1].weight for arguments in calls) == 4
 
@@ -192,7 +192,7 @@ def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, mo
     stage = random_stage(**memory)
     before = {n: t.clone() for n, t in stage.named_buffers()}
     kernels = backends.select(backend, device_of(backend), torch.float32)
-    function, calls = kernels.bn_relu_conv_forward, []
+    function, calls = kernels.norm_act_conv_forward, []
 
     def fails_at_the_sixth(*arguments, **options):
         calls.append(arguments)
@@ -200,7 +200,7 @@ def test_running_statistics_stay_when_a_forward_fails_midway(memory, backend, mo
             raise MemoryError
         return function(*arguments, **options)
 
-    monkeypatch.setattr(kernels, "bn_relu_conv_forward", fails_at_the_sixth)
+    monkeypatch.setattr(kernels, "norm_act_conv_forward", fails_at_the_sixth)
     with pytest.raises(MemoryError):
         stage(images())
     assert_same_bits(dict(stage.named_buffers()), before)

@@ -69,7 +69,7 @@ def test_steps_on_the_cpu_kernels_in_float32_keep_the_budget(monkeypatch):
     truth = trained(plain, *problem, torch.float64)
     runs = [trained(plain, *problem, torch.float32, shift) for shift in range(4)]
     errors = {name: max(distance(run[name], truth[name]) for run in runs) for name in truth}
-    names = ("bn_relu_conv_forward", "bn_relu_conv_backward")
+    names = ("norm_act_conv_forward", "norm_act_conv_backward")
     calls = [recorded_calls(cpu.kernels(), name, monkeypatch) for name in names]
     with pk.use_backend("cpu"):
         found = trained(network, *problem, torch.float32)

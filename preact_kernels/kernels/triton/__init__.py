@@ -10,28 +10,28 @@ from preact_kernels.kernels.running_stats import (
     fast_running_stats_update as running_stats_update,
 )
 from preact_kernels.kernels.triton.block_run import block_run_backward, block_run_forward
-from preact_kernels.kernels.triton.bn_relu import (
-    bn_input_gradient,
-    bn_relu_backward,
-    bn_relu_forward,
+from preact_kernels.kernels.triton.bn_stats import bn_stats
+from preact_kernels.kernels.triton.norm_act import (
+    norm_act_backward,
+    norm_act_forward,
+    norm_input_gradient,
 )
-from preact_kernels.kernels.triton.bn_relu_conv import (
-    bn_relu_conv_backward,
-    bn_relu_conv_forward,
+from preact_kernels.kernels.triton.norm_act_conv import (
+    norm_act_conv_backward,
+    norm_act_conv_forward,
     serves,
 )
-from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
 __all__ = [
     "block_run_backward",
     "block_run_forward",
-    "bn_input_gradient",
-    "bn_relu_backward",
-    "bn_relu_conv_backward",
-    "bn_relu_conv_forward",
-    "bn_relu_forward",
     "bn_stats",
+    "norm_act_backward",
+    "norm_act_conv_backward",
+    "norm_act_conv_forward",
+    "norm_act_forward",
+    "norm_input_gradient",
     "residual_add_forward",
     "running_stats_update",
     "serves",

@@ -20,7 +20,6 @@ from preact_kernels.kernels.triton.batch_norm import (
     relu,
     tiles_of,
 )
-from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
 from preact_kernels.kernels.triton.configurations import ConvBlocks
 from preact_kernels.kernels.triton.conv import (
     NO_STEP,
@@ -36,6 +35,7 @@ from preact_kernels.kernels.triton.launch import (
     launch_kernel,
     persistent_programs,
 )
+from preact_kernels.kernels.triton.norm_act import norm_input_gradient
 from preact_kernels.kernels.triton.reduction import add_two_sums, column_sums
 
 
@@ -72,7 +72,7 @@ def load_tap(
 
 
 @triton.jit(do_not_specialize=["pixels"])
-def bn_relu_conv_backward_kernel(
+def norm_act_conv_backward_kernel(
     dy,
     whole,
     x,
@@ -248,7 +248,9 @@ class InputGradientLaunch:
         """
         x, norm, conv_weight = inputs
         if dy.step is not None and needs_whole and not self._keeps_size:
-            dy = Gradient(bn_input_gradient(dy))  # the kernel does not read each pixel exactly once
+            dy = Gradient(
+                norm_input_gradient(dy)
+            )  # the kernel does not read each pixel exactly once
         is_whole = dy.step is None
         if is_whole:
             whole, stored, dy = dy.g, None, Gradient(dy.g, NO_STEP)
@@ -260,7 +262,7 @@ class InputGradientLaunch:
         # Only a run has steps with accumulators. Tensors of a caller's step may be unaligned.
         is_aligned = is_whole or step.sums.dtype == torch.int64
         launch_kernel(
-            bn_relu_conv_backward_kernel,
+            norm_act_conv_backward_kernel,
             self._grid,
             (dy, stored, x, norm, conv_weight, g, sums, partials, *self._numbers),
             self._constants[in_training],

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from preact_kernels.kernels.contract import BlockRun, Norm, Statistics, Unit, Wanted
-from preact_kernels.kernels.triton.bn_relu_conv_backward import BackwardLaunch
-from preact_kernels.kernels.triton.bn_relu_conv_forward import ForwardLaunch
 from preact_kernels.kernels.triton.conv import NONE, precision, unit_sizes
 from preact_kernels.kernels.triton.launch import LaunchContext, all_aligned, launch_context
+from preact_kernels.kernels.triton.norm_act_conv_backward import BackwardLaunch
+from preact_kernels.kernels.triton.norm_act_conv_forward import ForwardLaunch
 from preact_kernels.kernels.triton.packing import is_packed, pack_weights
 
 

@@ -62,7 +62,7 @@ def select_unit(units, index, UNITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pixels"])
-def bn_relu_conv_backward_weight_kernel(
+def norm_act_conv_backward_weight_kernel(
     units,
     partials,
     sizes,
@@ -182,7 +182,7 @@ class WeightGradientLaunch:
         """
         filled = *units, *itertools.repeat(units[0], slots - len(units))
         launch_kernel(
-            bn_relu_conv_backward_weight_kernel,
+            norm_act_conv_backward_weight_kernel,
             (self.programs, self._columns, len(units)),
             (filled, partials, *self._numbers),
             {**self._constants, "UNITS": slots},

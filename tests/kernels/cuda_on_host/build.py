@@ -33,7 +33,7 @@ OF_KERNELS = ["-Og", "-fsanitize=alignment"]
 # The harness is quick to run. The rest has no kernels.
 OF_OTHERS = {
     **{name: ["-O2"] for name in ("grid", "instructions")},
-    **{name: ["-O0"] for name in ("bn_relu_conv", "torch_calls", "addresses")},
+    **{name: ["-O0"] for name in ("norm_act_conv", "torch_calls", "addresses")},
     "library": ["-O0", "-include", "ops.h"],
 }
 SANITIZE = ["-g1", "-fsanitize=address", "-fno-omit-frame-pointer"]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Gradient, Gradients, Inputs, Unit, Wanted
-from preact_kernels.kernels.triton.bn_relu import bn_input_gradient
 from preact_kernels.kernels.triton.configurations import conv_backward
 from preact_kernels.kernels.triton.conv import UnitSizes, unit_sizes
 from preact_kernels.kernels.triton.input_gradient import InputGradientLaunch, input_grid
 from preact_kernels.kernels.triton.launch import PreparedLaunches, capability_of, on_device_of
+from preact_kernels.kernels.triton.norm_act import norm_input_gradient
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
     finished_sums,
@@ -78,10 +78,10 @@ class BackwardLaunch:
         self.programs = self.input.programs if self.in_one_pass else self.weight.programs
 
 
-def launch_bn_relu_conv_backward(
+def launch_norm_act_conv_backward(
     unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
 ) -> Gradients:
-    """See `Kernels.bn_relu_conv_backward`; for one group."""
+    """See `Kernels.norm_act_conv_backward`; for one group."""
     x, norm, conv_weight = inputs
     launch = BackwardLaunch(unit_sizes(unit, x.shape), wanted, dy.step is None or wanted.dy)
     g = sums = dconv_weight = partials = None
@@ -100,7 +100,7 @@ def launch_bn_relu_conv_backward(
             )
             sums = finished_sums(accumulators)[0]
         else:
-            whole = dy.g if dy.step is None else bn_input_gradient(dy)
+            whole = dy.g if dy.step is None else norm_input_gradient(dy)
         if partials is not None:
             if not launch.in_one_pass:
                 launch.weight([WeightInputs(cast(Tensor, whole), x, norm)], partials)

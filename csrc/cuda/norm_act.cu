@@ -7,20 +7,20 @@ namespace preact_kernels {
 namespace cuda {
 
 template <class T>
-struct BnReluParams {
+struct NormActParams {
   PixelRows rows;
   const T* x;
   NormPointers norm;
   T* y;
 };
 
-constexpr int kBnReluSteps = 4, kBnReluBlocks = 3;  // pixels at a time, blocks a multiprocessor
+constexpr int kNormActSteps = 4, kNormActBlocks = 3;  // pixels at a time, blocks a multiprocessor
 
 // y = relu(p), p rounded to T first.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, kBnReluBlocks)
-    bn_relu_forward_kernel(BnReluParams<T> p) {
-  constexpr int kSteps = kBnReluSteps;
+__global__ void __launch_bounds__(kThreads, kNormActBlocks)
+    norm_act_forward_kernel(NormActParams<T> p) {
+  constexpr int kSteps = kNormActSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
   const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, kBnReluBlocks)
 }
 
 template <class T>
-struct BnReluMaskParams {
+struct NormActMaskParams {
   PixelRows rows;
   const T* dy;
   const T* x;
@@ -54,7 +54,7 @@ constexpr int kMaskSteps = 3, kMaskBlocks = 2;  // limited by registers
 // g = dy * [p > 0], stored with kStore, and its sums.
 template <class T, int kWidth, bool kStore>
 __global__ void __launch_bounds__(kThreads, kMaskBlocks)
-    bn_relu_backward_mask_kernel(BnReluMaskParams<T> p) {
+    norm_act_backward_mask_kernel(NormActMaskParams<T> p) {
   constexpr int kSteps = kMaskSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
   const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks)
 }
 
 template <class T>
-struct BnInputGradientParams {
+struct NormInputGradientParams {
   PixelRows rows;
   const T* g;
   AffineStepPointers step;  // skip with kHasSkip, the norm's bias with kMask
@@ -111,7 +111,7 @@ constexpr int kInputGradientSteps = 4, kInputGradientBlocks = 2;
 // dx = [skip +] A*g + B*(x - mean) + C; with kMask, g is first masked by [p > 0].
 template <class T, int kWidth, bool kMask, bool kHasSkip>
 __global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
-    bn_input_gradient_kernel(BnInputGradientParams<T> p) {
+    norm_input_gradient_kernel(NormInputGradientParams<T> p) {
   constexpr int kSteps = kInputGradientSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
   const InputGradient<kWidth> coefficients(p.step, p.rows.channels, thread.channel, thread.is_used);
@@ -153,41 +153,41 @@ using namespace cuda;
 
 // In each launch a block owns some channels and every gridDim.x-th tile of pixels.
 
-void launch_bn_relu_forward(const Activation& size, const Tensor& x, const Norm& norm,
-                            const Tensor& y) {
+void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+                             const Tensor& y) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
     constexpr int kWidth = kFullWidth<T>;
-    BnReluParams<T> params{{}, data<T>(x), pointers(norm), mutable_data<T>(y)};
+    NormActParams<T> params{{}, data<T>(x), pointers(norm), mutable_data<T>(y)};
     const bool vectors = fills_vectors<T>(size.channels, params.x, params.y);
-    const Grid grid = grid_for(size, vectors ? kWidth : 1, kBnReluSteps, 32, kBnReluBlocks);
+    const Grid grid = grid_for(size, vectors ? kWidth : 1, kNormActSteps, 32, kNormActBlocks);
     params.rows = grid.rows;
-    launch("bn_relu_forward",
-           vectors ? bn_relu_forward_kernel<T, kWidth> : bn_relu_forward_kernel<T, 1>, grid.blocks,
-           kThreads, 0, on.stream, params);
+    launch("norm_act_forward",
+           vectors ? norm_act_forward_kernel<T, kWidth> : norm_act_forward_kernel<T, 1>,
+           grid.blocks, kThreads, 0, on.stream, params);
   });
 }
 
 // A block has few channels: the last block adds few partial sums.
-void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
-                                  const Norm& norm, const Tensor* g, const Tensor& sums) {
+void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+                                   const Norm& norm, const Tensor* g, const Tensor& sums) {
   const OnDeviceOf on(x);
   const auto launch_as = [&](auto stores_g, auto value) {
     using T = decltype(value);
     constexpr bool kStore = decltype(stores_g)::value;
     constexpr int kWidth = kFullWidth<T>;
     T* stored = kStore ? mutable_data<T>(*g) : nullptr;
-    BnReluMaskParams<T> params{
+    NormActMaskParams<T> params{
         {}, data<T>(dy), data<T>(x), pointers(norm), stored, {}, mutable_data<float>(sums)};
     const bool vectors = fills_vectors<T>(size.channels, params.dy, params.x, params.g);
     const Grid grid = grid_for(size, vectors ? kWidth : 1, kMaskSteps, 8, kMaskBlocks);
     const OwnedGridSums memory(x, grid.blocks, size.channels, on.stream);
     params.rows = grid.rows;
     params.memory = memory.sums;
-    launch("bn_relu_backward_mask",
-           vectors ? bn_relu_backward_mask_kernel<T, kWidth, kStore>
-                   : bn_relu_backward_mask_kernel<T, 1, kStore>,
+    launch("norm_act_backward_mask",
+           vectors ? norm_act_backward_mask_kernel<T, kWidth, kStore>
+                   : norm_act_backward_mask_kernel<T, 1, kStore>,
            grid.blocks, kThreads, kBlockSumBytes * 2 * (vectors ? kWidth : 1), on.stream, params);
   };
   for_dtype(x, [&](auto value) {
@@ -195,27 +195,27 @@ void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, cons
   });
 }
 
-void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, bool masked,
-                              const Tensor& dx) {
+void launch_norm_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+                                const Tensor& dx) {
   const AffineStep& step = *gradient.step;
   const OnDeviceOf on(step.x);
   const auto launch_as = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);
     constexpr bool kMask = decltype(masks)::value, kHasSkip = decltype(has_skip)::value;
     constexpr int kWidth = kFullWidth<T>;
-    BnInputGradientParams<T> params{{}, data<T>(gradient.g), pointers(step), mutable_data<T>(dx)};
+    NormInputGradientParams<T> params{{}, data<T>(gradient.g), pointers(step), mutable_data<T>(dx)};
     const bool vectors =
         fills_vectors<T>(size.channels, params.step.skip, params.g, params.step.x, params.dx);
     const Grid grid =
         grid_for(size, vectors ? kWidth : 1, kInputGradientSteps, 32, kInputGradientBlocks);
     params.rows = grid.rows;
-    launch("bn_input_gradient",
-           vectors ? bn_input_gradient_kernel<T, kWidth, kMask, kHasSkip>
-                   : bn_input_gradient_kernel<T, 1, kMask, kHasSkip>,
+    launch("norm_input_gradient",
+           vectors ? norm_input_gradient_kernel<T, kWidth, kMask, kHasSkip>
+                   : norm_input_gradient_kernel<T, 1, kMask, kHasSkip>,
            grid.blocks, kThreads, 0, on.stream, params);
   };
   for_dtype(step.x, [&](auto value) {
-    if (masked) {
+    if (activated) {
       launch_as(std::true_type{}, std::false_type{}, value);
     } else if (step.skip.has_value()) {
       launch_as(std::false_type{}, std::true_type{}, value);

@@ -23,10 +23,10 @@ auto for_conv_types(const ConvDtypes& dtypes, const Body& body) {
   });
 }
 
-BackwardPlan plan_bn_relu_conv_backward(const ConvSizes& conv, const ConvDtypes& dtypes,
-                                        const BackwardTask& task) {
+BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const ConvDtypes& dtypes,
+                                         const BackwardTask& task) {
   return for_conv_types(
-      dtypes, [&](auto types) { return plan_bn_relu_conv_backward<decltype(types)>(conv, task); });
+      dtypes, [&](auto types) { return plan_norm_act_conv_backward<decltype(types)>(conv, task); });
 }
 
 }  // namespace cuda
@@ -35,9 +35,9 @@ using namespace cuda;
 
 namespace {
 
-ForwardPlan plan_bn_relu_conv_forward(const ConvSizes& conv, const ConvDtypes& dtypes) {
+ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv, const ConvDtypes& dtypes) {
   return for_conv_types(
-      dtypes, [&](auto types) { return cuda::plan_bn_relu_conv_forward<decltype(types)>(conv); });
+      dtypes, [&](auto types) { return cuda::plan_norm_act_conv_forward<decltype(types)>(conv); });
 }
 
 // Why the kernels do not serve a convolution, or null.
@@ -111,7 +111,7 @@ void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
 
 // Whether the kernels serve this weight on its device, for stride 1, one group and padding of half
 // the kernel; with a float32 stream, mixed with float32 x or float32 y.
-bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
+bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   if (conv_weight.dim() != 4) return false;
   const auto size = conv_weight.sizes();
   const ConvSizes conv{1, 1, 1, size[1], size[0], size[2], size[3]};
@@ -120,34 +120,34 @@ bool bn_relu_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   const OnDeviceOf on(conv_weight);
   const auto fits = [&](const ConvDtypes& dtypes) {
     const int bytes =
-        std::max(plan_bn_relu_conv_forward(conv, dtypes).shared_bytes,
-                 plan_bn_relu_conv_backward(conv, dtypes, {3, true, true}).shared_bytes);
+        std::max(plan_norm_act_conv_forward(conv, dtypes).shared_bytes,
+                 plan_norm_act_conv_backward(conv, dtypes, {3, true, true}).shared_bytes);
     return bytes <= most_shared_bytes();
   };
   if (!float32_stream) return fits({dtype, dtype, dtype});
   return fits({dtype, stream, dtype}) && fits({dtype, dtype, stream});
 }
 
-void launch_bn_relu_conv_forward(const Unit& unit, const UnitInputs& inputs,
-                                 const Epilogue& epilogue, const Output& output) {
+void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
+                                  const Epilogue& epilogue, const Output& output) {
   STD_TORCH_CHECK(!epilogue.conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
   const ConvSizes& conv = unit.conv;
   Workspace& workspace = *unit.workspace;
   const OnDeviceOf on(inputs.x);
   const Tensor x = aligned(inputs.x, workspace);
   const std::optional<Tensor> residual = aligned(epilogue.residual, workspace);
-  const ForwardPlan plan = plan_bn_relu_conv_forward(conv, unit.dtypes);
-  const BnReluConvForward params{data<char>(x),
-                                 pointers(inputs.norm, conv.pixels()),
-                                 workspace.weights[unit.weight],
-                                 data<char>(residual),
-                                 mutable_data<char>(output.y),
-                                 output.statistics.moments,
-                                 int(conv.in_channels),
-                                 int(conv.out_channels),
-                                 plan.grid,
-                                 workspace.has_launched};
-  launch("bn_relu_conv_forward", plan.kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream,
+  const ForwardPlan plan = plan_norm_act_conv_forward(conv, unit.dtypes);
+  const NormActConvForward params{data<char>(x),
+                                  pointers(inputs.norm, conv.pixels()),
+                                  workspace.weights[unit.weight],
+                                  data<char>(residual),
+                                  mutable_data<char>(output.y),
+                                  output.statistics.moments,
+                                  int(conv.in_channels),
+                                  int(conv.out_channels),
+                                  plan.grid,
+                                  workspace.has_launched};
+  launch("norm_act_conv_forward", plan.kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream,
          params, params.is_dependent);
   workspace.has_launched = true;
 }
@@ -156,14 +156,14 @@ bool recomputes_g(const Unit& unit, const Unit& next, const Tensor& x) {
   const ConvSizes& conv = unit.conv;
   if (next.conv.taps() != 1 || next.conv.out_channels != conv.in_channels) return false;
   const OnDeviceOf on(x);
-  const BackwardPlan plan = plan_bn_relu_conv_backward(conv, unit.dtypes, {3, true, true, true});
+  const BackwardPlan plan = plan_norm_act_conv_backward(conv, unit.dtypes, {3, true, true, true});
   if (plan.recomputing_kernel == nullptr || plan.shared_bytes > most_shared_bytes()) return false;
   // Fewer blocks of a multiprocessor would cost more than a stored g does.
-  return plan.blocks == plan_bn_relu_conv_backward(conv, unit.dtypes, {3, true, true}).blocks;
+  return plan.blocks == plan_norm_act_conv_backward(conv, unit.dtypes, {3, true, true}).blocks;
 }
 
-void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const UnitInputs& inputs,
-                                  const UnitGradients& gradients) {
+void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given,
+                                   const UnitInputs& inputs, const UnitGradients& gradients) {
   const Wanted& wanted = gradients.wanted;
   const ConvSizes& conv = unit.conv;
   const Norm& norm = inputs.norm;
@@ -174,10 +174,10 @@ void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const
   const std::optional<AffineStep>& step = dy.step;
   const std::optional<RecomputedG>& recomputed = dy.recomputed;
   if (!wanted.g && !wanted.weight) {
-    if (wanted.dy) launch_bn_input_gradient(conv.output(), dy, false, *gradients.dy);
+    if (wanted.dy) launch_norm_input_gradient(conv.output(), dy, false, *gradients.dy);
     return;
   }
-  BnReluConvBackward params{
+  NormActConvBackward params{
       recomputed.has_value() ? nullptr : data<char>(dy.g),
       step.has_value() ? pointers(*step) : AffineStepPointers{},
       data<char>(x),
@@ -199,7 +199,7 @@ void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const
   bool is_postponed = wanted.weight && !wanted.g;
   if (wanted.g) {
     BackwardTask task{params.tensors, true, wanted.weight, recomputed.has_value()};
-    BackwardPlan plan = plan_bn_relu_conv_backward(conv, unit.dtypes, task);
+    BackwardPlan plan = plan_norm_act_conv_backward(conv, unit.dtypes, task);
     // A separate kernel for the weight gradient reads x and dy again. It is cheaper where partial
     // weight gradients, written and read, are more bytes.
     const int64_t dy_bytes =
@@ -209,7 +209,7 @@ void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const
     is_postponed = wanted.weight && partials_bytes > x_bytes + dy_bytes;
     if (is_postponed) {
       task.of_weight = false;
-      plan = plan_bn_relu_conv_backward(conv, unit.dtypes, task);
+      plan = plan_norm_act_conv_backward(conv, unit.dtypes, task);
     }
     params.grid = plan.grid;
     WeightGradientPartials partials{};
@@ -220,16 +220,17 @@ void launch_bn_relu_conv_backward(const Unit& unit, const Gradient& given, const
     }
     if (recomputed.has_value()) {
       STD_TORCH_CHECK(plan.recomputing_kernel != nullptr, "g: expected one that was stored");
-      launch(task.of_weight ? "bn_relu_conv_backward_recomputed"
-                            : "bn_relu_conv_backward_recomputed_input",
+      launch(task.of_weight ? "norm_act_conv_backward_recomputed"
+                            : "norm_act_conv_backward_recomputed_input",
              plan.recomputing_kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream,
              {params,
               {data<char>(dy.g), pointers(recomputed->step), workspace.weights[recomputed->weight],
                data<float>(recomputed->bn_bias)}},
              params.is_dependent);
     } else {
-      launch(task.of_weight ? "bn_relu_conv_backward" : "bn_relu_conv_backward_input", plan.kernel,
-             plan.blocks, kThreads, plan.shared_bytes, on.stream, params, params.is_dependent);
+      launch(task.of_weight ? "norm_act_conv_backward" : "norm_act_conv_backward_input",
+             plan.kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream, params,
+             params.is_dependent);
     }
     workspace.has_launched = true;
     if (task.of_weight) keep_partials(workspace, partials, *memory, on.stream);

@@ -40,7 +40,7 @@ from preact_kernels.kernels.triton.reduction import (
 
 
 @triton.jit(do_not_specialize=["pixels", "count"])
-def bn_relu_conv_forward_kernel(
+def norm_act_conv_forward_kernel(
     x,
     norm,
     x_sums,
@@ -162,7 +162,7 @@ class ForwardLaunch:
         conv_bias, residual, _ = epilogue
         y = x.new_empty_strided(*self._y, dtype=self._y_dtype)
         launch_kernel(
-            bn_relu_conv_forward_kernel,
+            norm_act_conv_forward_kernel,
             self._grid,
             (x, norm, x_sums, conv_weight, conv_bias, residual, y, sums, *self._numbers),
             self._constants,
@@ -173,8 +173,8 @@ class ForwardLaunch:
         return y
 
 
-def launch_bn_relu_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
-    """See `Kernels.bn_relu_conv_forward`; for one group."""
+def launch_norm_act_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
+    """See `Kernels.norm_act_conv_forward`; for one group."""
     x = inputs.x
     sizes = unit_sizes(unit, x.shape)
     launch = ForwardLaunch(sizes)

@@ -31,7 +31,7 @@ from preact_kernels.kernels.triton.reduction import (
 
 
 @triton.jit(do_not_specialize=["pixels"])
-def bn_relu_forward_kernel(
+def norm_act_forward_kernel(
     x,
     norm,
     y,
@@ -55,7 +55,7 @@ def bn_relu_forward_kernel(
 
 
 @triton.jit(do_not_specialize=["pixels"])
-def bn_relu_backward_kernel(
+def norm_act_backward_kernel(
     dy,
     x,
     norm,
@@ -92,7 +92,7 @@ def bn_relu_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["pixels"])
-def bn_input_gradient_kernel(
+def norm_input_gradient_kernel(
     gradient,
     dx,
     pixels,
@@ -125,13 +125,13 @@ def bn_input_gradient_kernel(
     tl.store(dx + at, whole.to(dx.dtype.element_ty), mask=mask)
 
 
-def bn_relu_forward(x: Tensor, norm: Norm) -> Tensor:
-    """See `Kernels.bn_relu_forward`. A program owns one tile."""
+def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
+    """See `Kernels.norm_act_forward`. A program owns one tile."""
     launch = elementwise_launch(x)
     y = torch.empty_like(x, memory_format=torch.channels_last)
     with on_device_of(x):
         launch_kernel(
-            bn_relu_forward_kernel,
+            norm_act_forward_kernel,
             launch.grid,
             (x, norm, y, launch.pixels),
             launch.constants,
@@ -140,10 +140,10 @@ def bn_relu_forward(x: Tensor, norm: Norm) -> Tensor:
     return y
 
 
-def bn_relu_backward(
+def norm_act_backward(
     dy: Tensor, x: Tensor, norm: Norm, with_g: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """See `Kernels.bn_relu_backward`.
+    """See `Kernels.norm_act_backward`.
 
     A program owns every `programs`-th tile of a block of channels.
     """
@@ -152,7 +152,7 @@ def bn_relu_backward(
     with on_device_of(x):
         sums = new_sums(x, launch.channels)
         launch_kernel(
-            bn_relu_backward_kernel,
+            norm_act_backward_kernel,
             launch.persistent_grid(),
             (dy, x, norm, g, sums, launch.pixels),
             launch.constants,
@@ -161,15 +161,15 @@ def bn_relu_backward(
         return g, finished_sums(sums)[0]
 
 
-def bn_input_gradient(gradient: Gradient, masked: bool = False) -> Tensor:
-    """See `Kernels.bn_input_gradient`. A program owns one tile."""
+def norm_input_gradient(gradient: Gradient, masked: bool = False) -> Tensor:
+    """See `Kernels.norm_input_gradient`. A program owns one tile."""
     step = cast(AffineStep, gradient.step)
     launch = elementwise_launch(step.x)
     dx = torch.empty_like(step.x, memory_format=torch.channels_last)
     flags = {"MASKED": masked, "IN_TRAINING": step.inv_count != 0}
     with on_device_of(step.x):
         launch_kernel(
-            bn_input_gradient_kernel,
+            norm_input_gradient_kernel,
             launch.grid,
             (gradient, dx, launch.pixels),
             {**flags, **launch.constants},

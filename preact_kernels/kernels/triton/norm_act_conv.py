@@ -6,6 +6,7 @@ from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
+    RELU,
     Epilogue,
     Gradient,
     Gradients,
@@ -14,10 +15,10 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-from preact_kernels.kernels.triton.bn_relu_conv_backward import launch_bn_relu_conv_backward
-from preact_kernels.kernels.triton.bn_relu_conv_forward import launch_bn_relu_conv_forward
 from preact_kernels.kernels.triton.configurations import is_fused
 from preact_kernels.kernels.triton.conv import precision
+from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act_conv_backward
+from preact_kernels.kernels.triton.norm_act_conv_forward import launch_norm_act_conv_forward
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,22 +30,24 @@ def serves(unit: Unit, pixels: int | None = None) -> bool:
     """
     sides = unit.x_dtype, unit.y_dtype
     return (
-        unit.dtype in _DTYPES
+        unit.activation == RELU
+        and not unit.has_rows
+        and unit.dtype in _DTYPES
         and unit.dtype in sides
         and {*sides, unit.weight_dtype} <= {unit.dtype, torch.float32}
         and is_fused(unit.weight_shape, unit.conv.groups, precision(unit.dtype))
     )
 
 
-def bn_relu_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE) -> Output:
-    """See `Kernels.bn_relu_conv_forward`."""
+def norm_act_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE) -> Output:
+    """See `Kernels.norm_act_conv_forward`."""
     if serves(unit):
-        return launch_bn_relu_conv_forward(unit, inputs, epilogue)
-    return pytorch_conv.bn_relu_conv_forward(kernels, unit, inputs, epilogue)
+        return launch_norm_act_conv_forward(unit, inputs, epilogue)
+    return pytorch_conv.norm_act_conv_forward(kernels, unit, inputs, epilogue)
 
 
-def bn_relu_conv_backward(unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted) -> Gradients:
-    """See `Kernels.bn_relu_conv_backward`."""
+def norm_act_conv_backward(unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted) -> Gradients:
+    """See `Kernels.norm_act_conv_backward`."""
     if serves(unit):
-        return launch_bn_relu_conv_backward(unit, dy, inputs, wanted)
-    return pytorch_conv.bn_relu_conv_backward(kernels, unit, dy, inputs, wanted)
+        return launch_norm_act_conv_backward(unit, dy, inputs, wanted)
+    return pytorch_conv.norm_act_conv_backward(kernels, unit, dy, inputs, wanted)

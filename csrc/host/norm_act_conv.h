@@ -10,7 +10,7 @@ inline void check_inputs(const Unit& unit, const UnitInputs& inputs) {
   check_sizes("x", inputs.x, unit.conv.input(), inputs.x);
   STD_TORCH_CHECK(inputs.x.scalar_type() == unit.dtypes.x,
                   "inputs: expected the dtype of the convolutions, or that of g for first units");
-  check_norm(inputs.norm, unit.conv.in_channels, inputs.x);
+  check_norm(inputs.norm, unit.conv.input(), inputs.x);
 }
 
 inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epilogue& epilogue,
@@ -25,7 +25,7 @@ inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epi
                         conv_bias->scalar_type() == inputs.x.scalar_type(),
                     "conv_bias: expected ", unit.conv.out_channels, " values in the dtype of x");
   }
-  launch_bn_relu_conv_forward(unit, inputs, epilogue, output);
+  launch_norm_act_conv_forward(unit, inputs, epilogue, output);
   return output.y;
 }
 
@@ -48,7 +48,7 @@ inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs
   gradients.g = wanted.g && wanted.stores_g ? empty_nhwc(x, unit.conv.input(), unit.dtypes.products)
                                             : absent(x);
   gradients.dy = wanted.dy ? empty_nhwc(x, y_size, unit.dtypes.y) : absent(x);
-  launch_bn_relu_conv_backward(unit, dy, inputs, gradients);
+  launch_norm_act_conv_backward(unit, dy, inputs, gradients);
 }
 
 // A unit without workspace.
@@ -59,21 +59,21 @@ inline std::vector<Unit> one_unit(const Tensor& x, const Tensor& conv_weight,
   return {{check_conv(size, conv_weight, {stride[0], stride[1]}, dtypes, x), dtypes, 0}};
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> bn_relu_conv_forward(
+inline std::tuple<Tensor, Tensor, Tensor> norm_act_conv_forward(
     const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
     const std::vector<int64_t>& stride, const std::optional<Tensor>& conv_bias,
     const std::optional<Tensor>& residual, bool with_stats, ScalarType dtype) {
   const ScalarType y_dtype = residual.has_value() ? residual->scalar_type() : dtype;
   auto units = one_unit(x, conv_weight, stride, {dtype, x.scalar_type(), y_dtype});
   RunStatistics results(x, units, {conv_weight}, {with_stats});
-  const Norm norm{mean, var, bn_weight, bn_bias, eps};
+  const Norm norm = norm_of(PK_NORM_ARGUMENTS);
   const Tensor y =
       unit_forward(units[0], {x, norm, conv_weight}, {conv_bias, residual}, results.of_outputs[0]);
   results.finish();
   return {y, results.mean, results.var};
 }
 
-inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_conv_backward(
     PK_GRADIENT_PARAMETERS, const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
     const std::vector<int64_t>& stride, bool wants_input, bool wants_weight, bool wants_dy,
     ScalarType dtype) {
@@ -81,7 +81,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> bn_relu_conv_backward(
   auto units = one_unit(x, conv_weight, stride, {dtype, x.scalar_type(), dy.dtype()});
   RunGradients results(x, units, {conv_weight}, {{wants_input, wants_weight, wants_dy}});
   UnitGradients& found = results.of_units[0];
-  const Norm norm{mean, var, bn_weight, bn_bias, eps};
+  const Norm norm = norm_of(PK_NORM_ARGUMENTS);
   unit_backward(units[0], dy, {x, norm, conv_weight}, found);
   results.finish(x);
   return {*found.g, found.sums, found.conv_weight, *found.dy};

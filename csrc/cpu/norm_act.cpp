@@ -4,8 +4,8 @@
 
 namespace preact_kernels {
 
-void launch_bn_relu_forward(const Activation& size, const Tensor& x, const Norm& norm,
-                            const Tensor& y) {
+void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+                             const Tensor& y) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     const Normalisation<Accumulate<T>> normalisation(norm, size.channels);
@@ -14,13 +14,13 @@ void launch_bn_relu_forward(const Activation& size, const Tensor& x, const Norm&
     const PixelTiles tiles(size.pixels(), size.channels);
     for_tiles(tiles.count, [&](int64_t tile) {
       const int64_t at = tiles.first(tile) * size.channels;
-      PK_CALL(tile_bn_relu, from + at, to + at, tiles.length(tile), size.channels, normalisation);
+      PK_CALL(tile_norm_act, from + at, to + at, tiles.length(tile), size.channels, normalisation);
     });
   });
 }
 
-void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
-                                  const Norm& norm, const Tensor* g, const Tensor& sums) {
+void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+                                   const Norm& norm, const Tensor* g, const Tensor& sums) {
   const auto launch_as = [&](auto stores_g, auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -42,8 +42,8 @@ void launch_bn_relu_backward_mask(const Activation& size, const Tensor& dy, cons
   });
 }
 
-void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, bool masked,
-                              const Tensor& dx) {
+void launch_norm_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+                                const Tensor& dx) {
   const AffineStep& step = *gradient.step;
   const auto launch_as = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);
@@ -59,7 +59,7 @@ void launch_bn_input_gradient(const Activation& size, const Gradient& gradient, 
     });
   };
   for_dtype(step.x.scalar_type(), [&](auto value) {
-    if (masked) {
+    if (activated) {
       launch_as(std::true_type{}, std::false_type{}, value);
     } else if (step.skip.has_value()) {
       launch_as(std::false_type{}, std::true_type{}, value);

@@ -15,8 +15,8 @@ namespace preact_kernels::cuda {
 // g and its sums are computed if kInput, dweight of the block's tiles if GROUPS > 0. StepG says
 // whether the g of the step is read or recomputed.
 template <class Types, int C, int GROUPS, bool kInput, class StepG = StoredG>
-__device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
-                                      const StepG& recomputed_g = {}) {
+__device__ void norm_act_conv_backward(const NormActConvBackward& conv,
+                                       const StepG& recomputed_g = {}) {
   using T = typename Types::T;
   using X = typename Types::X;
   using Y = typename Types::Y;
@@ -254,26 +254,26 @@ __device__ void bn_relu_conv_backward(const BnReluConvBackward& conv,
 // One convolution: g, and dweight if GROUPS > 0.
 template <class Types, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
-    bn_relu_conv_backward_kernel(const __grid_constant__ BnReluConvBackward conv) {
-  bn_relu_conv_backward<Types, C, GROUPS, true>(conv);
+    norm_act_conv_backward_kernel(const __grid_constant__ NormActConvBackward conv) {
+  norm_act_conv_backward<Types, C, GROUPS, true>(conv);
 }
 
 // The same for the last convolution of a bottleneck of inner width CHANNELS, with a recomputed g.
 template <class Types, int CHANNELS, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, 0, GROUPS>)
-    bn_relu_conv_backward_recomputed_kernel(
-        const __grid_constant__ BnReluConvBackwardRecomputed p) {
+    norm_act_conv_backward_recomputed_kernel(
+        const __grid_constant__ NormActConvBackwardRecomputed p) {
   constexpr int kVectors = kBackwardVectors<Types, 0, kRecomputedGroups>;
   constexpr int kPixels = pixels_of_tile<typename Types::T>(4 * CHANNELS, kVectors);
-  bn_relu_conv_backward<Types, 0, GROUPS, true>(
+  norm_act_conv_backward<Types, 0, GROUPS, true>(
       p.conv, RecomputedGOfWidth<CHANNELS, kPixels>{p.recomputed_g});
 }
 
 // The weight gradients of several convolutions.
 template <class Types, int C, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
-    bn_relu_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
-  bn_relu_conv_backward<Types, C, GROUPS, false>(convs.of[blockIdx.y]);
+    norm_act_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
+  norm_act_conv_backward<Types, C, GROUPS, false>(convs.of[blockIdx.y]);
 }
 
 }  // namespace preact_kernels::cuda

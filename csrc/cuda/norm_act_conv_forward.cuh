@@ -40,7 +40,7 @@ constexpr int kForwardBlocks = C == 64 ? 1 : 2;
 // memory. While a tile is multiplied, the x of the next tile is copied, and its own residual.
 template <class Types, int C>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
-    bn_relu_conv_forward_kernel(const __grid_constant__ BnReluConvForward conv) {
+    norm_act_conv_forward_kernel(const __grid_constant__ NormActConvForward conv) {
   using T = typename Types::T;
   using X = typename Types::X;
   using Y = typename Types::Y;

@@ -10,8 +10,8 @@ PK_BEGIN_ISA
 
 // y = relu(p).
 template <class T>
-void tile_bn_relu(const T* x, T* y, int64_t pixels, int64_t channels,
-                  const Normalisation<Accumulate<T>>& norm) {
+void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
+                   const Normalisation<Accumulate<T>>& norm) {
   normalise(x, y, channels, pixels, channels, norm);
 }
 
@@ -85,7 +85,7 @@ void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>
 }
 
 #define PK_INSTANTIATE(T)                                                                     \
-  template decltype(tile_bn_relu<T>) tile_bn_relu<T>;                                         \
+  template decltype(tile_norm_act<T>) tile_norm_act<T>;                                       \
   template decltype(tile_mask<T, true>) tile_mask<T, true>;                                   \
   template decltype(tile_mask<T, false>) tile_mask<T, false>;                                 \
   template decltype(tile_input_gradient<T, true, false>) tile_input_gradient<T, true, false>; \

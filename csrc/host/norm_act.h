@@ -1,0 +1,90 @@
+// Ops: statistics, norm and activation, residual addition. Each checks, allocates and launches.
+#pragma once
+
+#include <tuple>
+
+#include "launch.h"
+#include "schema.h"
+
+namespace preact_kernels {
+
+inline std::tuple<Tensor, Tensor> bn_stats(const Tensor& x) {
+  const Activation size = check_activation("x", x);
+  const Statistics statistics = new_statistics(x, true, size.channels);
+  launch_bn_stats(size, x, statistics);
+  return {statistics.mean, statistics.var};
+}
+
+inline std::tuple<Tensor, Tensor> group_stats(const Tensor& x, int64_t groups) {
+  const Activation size = check_activation("x", x);
+  STD_TORCH_CHECK(groups > 0 && size.channels % groups == 0,
+                  "groups: expected a divisor of the channels ", size.channels, ", got ", groups);
+  const Statistics statistics = new_image_statistics(x, size);
+  launch_group_stats(size, x, groups, statistics);
+  return {statistics.mean, statistics.var};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x,
+                                                               const Tensor& branch,
+                                                               bool with_stats) {
+  const Activation size = check_activation("x", x);
+  check_like("branch", branch, size, x);
+  const Output output{empty_nhwc(x, size), new_statistics(x, with_stats, size.channels)};
+  launch_residual_add_forward(size, x, branch, output);
+  return {output.y, output.statistics.mean, output.statistics.var};
+}
+
+inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS) {
+  const Norm norm = norm_of(PK_NORM_ARGUMENTS);
+  const Activation size = check_activation("x", x);
+  check_norm(norm, size, x);
+  const Tensor y = empty_nhwc(x, size);
+  launch_norm_act_forward(size, x, norm, y);
+  return y;
+}
+
+// Sums of g = dy * act'(p) and of g * xhat. Also stores g where it is given.
+inline Tensor activation_gradient(const Tensor& dy, const Tensor& x, const Norm& norm,
+                                  const Tensor* g) {
+  const Activation size = check_activation("x", x);
+  check_like("dy", dy, size, x);
+  check_norm(norm, size, x);
+  const Tensor sums = empty_sums(x, size, norm.has_rows());
+  launch_norm_act_backward_mask(size, dy, x, norm, g, sums);
+  return sums;
+}
+
+inline Tensor norm_act_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS) {
+  return activation_gradient(dy, x, norm_of(PK_NORM_ARGUMENTS), nullptr);
+}
+
+// For convolutions that the library leaves to PyTorch.
+inline std::tuple<Tensor, Tensor> norm_act_backward_mask(const Tensor& dy, const Tensor& x,
+                                                         PK_NORM_PARAMETERS) {
+  const Tensor g = empty_nhwc(x, check_activation("x", x));
+  return {g, activation_gradient(dy, x, norm_of(PK_NORM_ARGUMENTS), &g)};
+}
+
+// The whole gradient. If `activated`, g is first multiplied by act'(p).
+inline Tensor whole_gradient(const Gradient& gradient, bool activated) {
+  STD_TORCH_CHECK(gradient.step.has_value(), "step_x: expected a tensor, got none");
+  const Tensor& x = gradient.step->x;
+  const Activation size = check_activation("x", x);
+  check_like("g", gradient.g, size, x);
+  check_step(*gradient.step, size, x);
+  const Tensor dx = empty_nhwc(x, size);
+  launch_norm_input_gradient(size, gradient, activated, dx);
+  return dx;
+}
+
+inline Tensor norm_act_backward_input(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS,
+                                      const Tensor& sums, double inv_count) {
+  const Norm norm = norm_of(PK_NORM_ARGUMENTS);
+  return whole_gradient({dy, AffineStep{std::nullopt, x, norm, sums, inv_count}}, true);
+}
+
+inline Tensor norm_input_gradient(PK_GRADIENT_PARAMETERS) {
+  return whole_gradient(gradient_of(PK_GRADIENT_ARGUMENTS), false);
+}
+
+}  // namespace preact_kernels

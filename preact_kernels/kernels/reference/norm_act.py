@@ -1,0 +1,72 @@
+"""Normalisation and activation, and the gradient of a norm's input."""
+
+import torch
+from torch import Tensor
+
+from preact_kernels.kernels.contract import Activation, Gradient, Norm, statistics_dtype
+from preact_kernels.kernels.reference.activations import activate, activation_gradient
+
+
+def _image(t: Tensor) -> Tensor:
+    """A vector `[C]` or rows `[N, C]`, to broadcast over `[N, C, H, W]`."""
+    return t.view(-1, t.shape[-1], 1, 1)
+
+
+def _normalised(x: Tensor, norm: Norm) -> Tensor:
+    x = x.to(statistics_dtype(x.dtype))
+    return (x - _image(norm.mean)) * _image(torch.rsqrt(norm.var + norm.eps))
+
+
+def _pre_activation(x: Tensor, norm: Norm) -> Tensor:
+    """p, rounded to the dtype of `x`, in the statistics dtype."""
+    assert norm.bias is not None
+    p = _normalised(x, norm) * _image(norm.weight) + _image(norm.bias)
+    return p.to(x.dtype).to(p.dtype)
+
+
+def _activation(norm: Norm) -> Activation:
+    return Activation(norm.activation, norm.parameter)
+
+
+def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
+    """`act(p)`, in the dtype of `x`."""
+    return activate(_pre_activation(x, norm), _activation(norm)).to(x.dtype)
+
+
+def norm_act_backward(
+    dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+) -> tuple[Tensor | None, Tensor]:
+    """`g = dy * act'(p)` in the dtype of `x`, and its sums `[sum(g), sum(g * xhat)]`."""
+    g = _gradient(dy, x, norm).to(x.dtype).contiguous(memory_format=torch.channels_last)
+    wide = g.to(statistics_dtype(x.dtype))
+    axes = (2, 3) if norm.has_rows else (0, 2, 3)
+    sums = torch.stack([wide.sum(axes), (wide * _normalised(x, norm)).sum(axes)])
+    return g if with_g else None, sums
+
+
+def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
+    """`[skip +] A*g + B*x + C`, in the dtype of `x`; if `activated`, `gradient.g` is `dy`."""
+    g, step = gradient
+    assert step is not None
+    skip, x, norm, sums, inv_count = step
+    assert not activated or skip is None
+    wide = statistics_dtype(x.dtype)
+    dx = _gradient(g, x, norm) if activated else g.to(wide)
+    scale = torch.rsqrt(norm.var + norm.eps)
+    if norm.has_rows:  # the weight is in the pooled sums
+        dx = dx * _image(norm.weight)
+    else:
+        scale = norm.weight * scale
+    if inv_count:  # else mean and variance are constants, and x is not read
+        mean_g, mean_product = (_image(s * inv_count) for s in sums)
+        dx = dx - mean_g - _normalised(x, norm) * mean_product
+    dx = dx * _image(scale)
+    if skip is not None:
+        dx = dx + skip.to(wide)
+    return dx.to(x.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def _gradient(dy: Tensor, x: Tensor, norm: Norm) -> Tensor:
+    """`dy * act'(p)` in the statistics dtype."""
+    wide = dy.to(statistics_dtype(x.dtype))
+    return activation_gradient(wide, _pre_activation(x, norm), _activation(norm))

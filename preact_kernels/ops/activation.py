@@ -1,0 +1,31 @@
+"""The argument `activation` of public functions."""
+
+from typing import Any
+
+from preact_kernels.kernels.contract import ACTIVATIONS, Activation
+from preact_kernels.ops import checks
+
+
+def activation_of(value: Any) -> Activation:
+    """Checks the name of an activation, or a name and its parameter.
+
+    Raises:
+        TypeError: `value` is neither.
+        ValueError: the name is unknown, or the activation takes no parameter.
+    """
+    if isinstance(value, Activation):
+        return value
+    name, *parameter = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"activation: expected a name, or a name and its parameter, got {type(value).__name__}"
+        )
+    if name not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation: expected one of {known}, got {name!r}")
+    if not parameter:
+        return Activation(name, ACTIVATIONS[name])
+    if not ACTIVATIONS[name]:
+        raise ValueError(f"activation: expected no parameter of {name!r}, got {parameter[0]!r}")
+    checks.check_number("activation", parameter[0])
+    return Activation(name, float(parameter[0]))

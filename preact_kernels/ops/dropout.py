@@ -1,0 +1,58 @@
+"""Dropout between activation and convolution: PyTorch's own mask, kept as one bit an element."""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from preact_kernels.ops import checks, layout
+
+# Eight bytes of 0 or 1 as one integer: the product has their bits in its highest byte, in order.
+_GATHER = 0x0102040810204080
+# A byte of bits eight times, and in each of them one bit.
+_REPEAT, _SELECT = 0x0101010101010101, 0x8040201008040201 - 2**64
+if sys.byteorder == "big":
+    raise ImportError("preact_kernels needs a little-endian machine")
+
+
+def check_dropout(p: Any) -> None:
+    """Checks for a probability."""
+    checks.check_number("dropout", p)
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: expected a probability in [0, 1], got {p}")
+
+
+class Mask(NamedTuple):
+    """Which elements of an activation dropout keeps, and what it multiplies them by."""
+
+    bits: Tensor  # uint8, of the elements in NHWC order
+    factor: float
+
+    def noise(self, x: Tensor) -> Tensor:
+        """The factor where dropout keeps, else 0; in the dtype and strides of `x`, dense NHWC."""
+        kept = ((self.bits.to(torch.int64) * _REPEAT) & _SELECT).view(torch.uint8) != 0
+        noise = kept[: x.numel()].to(x.dtype).mul_(self.factor)
+        return noise.as_strided(x.shape, x.stride())
+
+
+def drawn(shape: torch.Size, x: Tensor, channels_last: bool, p: float) -> Tensor:
+    """Which elements `F.dropout` keeps of an activation; draws the same random numbers.
+
+    Args:
+        shape: of the activation, `[N, C, ...]`.
+        x: has its device and dtype.
+        channels_last: its memory format in plain PyTorch.
+        p: probability of dropping an element, more than 0.
+    """
+    ones = torch.ones(shape, dtype=x.dtype, device=x.device)
+    return F.dropout(layout.nhwc(ones) if channels_last else ones, p, True) != 0
+
+
+def packed(kept: Tensor, p: float) -> Mask:
+    """The mask of the elements to keep, `[N, C, ...]`, for dropout with probability `p`."""
+    flat = kept.permute(0, *range(2, kept.dim()), 1).reshape(-1)
+    flat = F.pad(flat.view(torch.uint8), (0, -flat.numel() % 8))
+    bits = ((flat.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
+    return Mask(bits, 1 / (1 - p) if p < 1 else 0.0)

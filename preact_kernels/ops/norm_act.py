@@ -1,0 +1,334 @@
+"""Norm and activation in one operation; saves only the input for backward.
+
+`pk.bn_relu`, `pk.batch_norm_act` and `pk.group_norm_act` are cases of `norm_act_of`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from preact_kernels.kernels.contract import (
+    RELU,
+    Activation,
+    AffineStep,
+    Gradient,
+    Kernels,
+    Norm,
+    Statistics,
+)
+from preact_kernels.kernels.reference.activations import activate
+from preact_kernels.ops import checks, dispatch, layout
+from preact_kernels.ops.activation import activation_of
+from preact_kernels.ops.batch_norm import BatchNorm, step_sums
+from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
+from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm
+from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
+
+NormArguments = BatchNorm | GroupNorm | InstanceNorm
+
+
+class ScaleShift(NamedTuple):
+    """A scale and a shift of each image behind a norm: `h * (1 + scale) + shift`."""
+
+    scale: Tensor | None = None  # [N, C], or with ones behind
+    shift: Tensor | None = None  # likewise
+
+    def check(self, x: Tensor) -> None:
+        """Raises unless both fit the images `x`."""
+        for name, t in zip(self._fields, self, strict=True):
+            if t is None:
+                continue
+            checks.check_like(name, t, "x", x)
+            n, c = x.shape[:2]
+            if t.dim() not in (2, x.dim()) or t.shape != (n, c, *[1] * (t.dim() - 2)):
+                expected = f"[{n}, {c}]"
+                if x.dim() > 2:
+                    expected += f" or {[n, c, *[1] * (x.dim() - 2)]}"
+                raise ValueError(
+                    f"{name}: expected shape {expected} to match x, got {list(t.shape)}"
+                )
+            checks.check_parameter_dtype(name, t, x.dtype)
+
+    def promoted(self, x: Tensor) -> Tensor:
+        """`x` in the dtype that PyTorch gives `norm(x) * (1 + scale) + shift`."""
+        dtype = x.dtype
+        for t in self:
+            if t is not None:
+                dtype = torch.promote_types(dtype, t.dtype)
+        return x.to(dtype)
+
+    def of(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight and bias `[N, C]` that contain scale and shift; as they are without these."""
+        scale, shift = (None if t is None else t.flatten(1).to(weight.dtype) for t in self)
+        if scale is not None:
+            weight, bias = weight * (1 + scale), bias * (1 + scale)
+        if shift is not None:
+            bias = bias + shift
+        return weight.contiguous(), bias.contiguous()
+
+    def plain(self, h: Tensor) -> Tensor:
+        """`h * (1 + scale) + shift` in PyTorch's own operators."""
+        shape = (*h.shape[:2], *[1] * (h.dim() - 2))
+        if self.scale is not None:
+            h = h * (1 + self.scale.reshape(shape))
+        return h if self.shift is None else h + self.shift.reshape(shape)
+
+
+NO_SCALE_SHIFT = ScaleShift()
+
+
+class NormActCall(NamedTuple):
+    """Arguments of the autograd function that are no tensors."""
+
+    kernels: Kernels
+    eps: float
+    activation: Activation
+    groups: int | None  # that share the statistics of an image; None: per channel
+    training: bool  # normalise with the statistics of the input
+    process_group: object
+    fixed_inv_count: float | None  # see `inv_count_of`
+
+
+def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
+    """One over the samples that the sums of an affine step are of, unless fixed.
+
+    Sums with statistics of each image are averaged over the channels of a group, and so are of the
+    pixels of an image. See `inv_count_of` for why it is computed from `x`.
+    """
+    if fixed is not None:
+        return fixed
+    return 1.0 / ((x.shape[0] if groups is None else 1) * x.shape[2] * x.shape[3])
+
+
+def parameter_gradients(
+    sums: Tensor, weight: Tensor, bias: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, `[C]` or `[N, C]` as these are."""
+    found = []
+    for total, parameter, is_needed in ((sums[1], weight, needed[0]), (sums[0], bias, needed[1])):
+        if is_needed and total.dim() > parameter.dim():
+            total = total.sum(0)
+        found.append(total if is_needed else None)
+    return found[0], found[1]
+
+
+class NormActFunction(torch.autograd.Function):
+    """y = act(norm(x)) for given statistics."""
+
+    @staticmethod
+    def forward(ctx, call, x, weight, bias, mean, var):
+        ctx.call = call
+        ctx.save_for_backward(x, weight, bias, mean, var)
+        norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
+        return call.kernels.norm_act_forward(x, norm)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, mean, var = ctx.saved_tensors
+        call = ctx.call
+        needs_x, *needs = ctx.needs_input_grad[1:4]
+        norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
+        if runs_plain_backward(dy):
+
+            def forward(x, weight, bias):
+                norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
+                shared = call.groups, call.training, call.process_group
+                return differentiable_norm_act(x, norm, *shared)
+
+            grads = gradients(forward, (x, weight, bias), ctx.needs_input_grad[1:4], dy)
+            return None, *grads, None, None
+        dy = layout.nhwc(dy)
+        if call.training or any(needs):
+            _, sums = call.kernels.norm_act_backward(dy, x, norm, False)
+        else:  # mean and variance are constants: dx does not need the sums
+            sums = zero_sums(x, norm)
+        dx = None
+        if needs_x:
+            shared = step_sums(sums, norm, call.groups, call.process_group)
+            inv_count = inv_count_in(x, call.groups, call.fixed_inv_count)
+            step = AffineStep(None, x, norm, shared, inv_count)
+            dx = call.kernels.norm_input_gradient(Gradient(dy, step), True)
+        return None, dx, *parameter_gradients(sums, weight, bias, needs), None, None
+
+
+def zero_sums(x: Tensor, norm: Norm) -> Tensor:
+    """The sums of a unit's backward as zeros."""
+    rows = x.shape[:1] if norm.has_rows else ()
+    return norm.mean.new_zeros((2, *rows, x.shape[1]))
+
+
+def norm_act_of(
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation = RELU,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    prefix: str = "",
+) -> Tensor:
+    """`act(norm(x) * (1 + scale) + shift)`.
+
+    Args:
+        x: `[N, C, ...]`.
+        norm: the arguments of the norm.
+        activation: the activation.
+        scale_shift: a scale and a shift of each image.
+        prefix: of the names of the norm's weight and bias in messages.
+    """
+    norm.check(x, prefix)
+    if any(t is not None for t in scale_shift):
+        scale_shift.check(x)
+        x = scale_shift.promoted(x)
+    dtype = norm.result_dtype(x)
+    kernels = dispatch.kernels_for(x)
+    y, statistics, fixed = normalise(kernels, x.to(dtype), norm, activation, scale_shift)
+    norm.update(kernels, x, statistics, fixed)
+    return y
+
+
+def normalise(
+    kernels: Kernels,
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation = RELU,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+) -> tuple[Tensor, Statistics | None, float | None]:
+    """`norm_act_of` for checked arguments, without the update of running statistics.
+
+    Returns:
+        The result, and what `norm.statistics` returned; no statistics for an empty batch.
+    """
+    if x.numel() == 0 and norm.process_group is None:
+        return _of_empty_batch(x, norm, activation, scale_shift), None, None
+    shape, channels_last = x.shape, norm.is_channels_last(x)
+    x = layout.as_image(x)
+    weight, bias = scale_shift.of(*norm.affine(x, x.shape[1]))
+    statistics, fixed = norm.statistics(kernels, x.detach())
+    call = NormActCall(
+        kernels, norm.eps, activation, norm.groups, norm.training, norm.process_group, fixed
+    )
+    y = NormActFunction.apply(call, x, weight, bias, *statistics)
+    return layout.from_image(y, shape, channels_last), statistics, fixed
+
+
+def _of_empty_batch(
+    x: Tensor, norm: NormArguments, activation: Activation, scale_shift: ScaleShift
+) -> Tensor:
+    weight, bias = norm.affine(x, x.shape[1])
+    if isinstance(norm, BatchNorm):
+        mean, var = (None, None) if norm.training else (norm.running_mean, norm.running_var)
+        y = F.batch_norm(x, mean, var, weight, bias, norm.training, 0.0, norm.eps)
+    else:  # keeps the gradients of all arguments
+        y = x * weight.to(x.dtype).sum() + bias.to(x.dtype).sum()
+    return activate(scale_shift.plain(y).to(x.dtype), activation)
+
+
+def plain_norm_act(
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation = RELU,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+) -> Tensor:
+    """`norm_act_of` in PyTorch's own operators, which check the arguments."""
+    h = norm.plain(x, norm.weight, norm.bias)
+    return activate(scale_shift.plain(h), activation)
+
+
+def group_norm_act(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    activation: str | tuple[str, float] = "relu",
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Group norm and activation in one operation that saves only `x` for backward.
+
+    Equals `act(F.group_norm(x, num_groups, weight, bias, eps) * (1 + scale) + shift)`. With
+    `num_groups` equal to the channels it is an instance norm, with 1 a layer norm of whole images.
+    Group norm: Wu and He, "Group Normalization" (arXiv 1803.08494). An image's result does not
+    depend on the others, bit for bit.
+
+    Args:
+        x: `[N, C, ...]` of 2 to 5 dimensions, float32, float64, bfloat16 or float16; any strides.
+        num_groups: groups of channels; each is normalised with its own statistics in each image.
+        weight: `[C]` in the dtype of `x` or float32, or None for ones.
+        bias: `[C]` in the dtype of `x` or float32, or None for zeros.
+        activation: `"relu"`, `"leaky_relu"`, `"identity"`, `"relu6"`, `"silu"`, `"gelu"`,
+            `"gelu_tanh"`, `"elu"`, `"hardswish"`, `"mish"`, `"softplus"`, `"sigmoid"` or `"tanh"`;
+            or a tuple of the name and its parameter: the slope of leaky_relu, alpha of elu, beta
+            of softplus.
+        scale: `[N, C]`, or with ones behind, in the dtype of `x` or float32; None for zeros.
+        shift: likewise.
+        eps: added to the variance.
+
+    Returns:
+        The shape of `x`, in the dtype and memory format that PyTorch gives.
+
+    Raises:
+        TypeError: an argument is not a tensor, or has a dtype that is not served.
+        ValueError: a shape or a device does not match `x`, `num_groups` does not divide the
+            channels, the activation is unknown, or there is one value per group.
+        BackendError: the backend that was named cannot serve `x`.
+    """
+    norm, function = GroupNorm(num_groups, weight, bias, eps), activation_of(activation)
+    scale_shift = ScaleShift(scale, shift)
+    if runs_plain(x, weight, bias, scale, shift):
+        return plain_norm_act(x, norm, function, scale_shift)
+    return norm_act_of(x, norm, function, scale_shift)
+
+
+def batch_norm_act(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    *,
+    activation: str | tuple[str, float] = "relu",
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    process_group: Any = None,
+) -> Tensor:
+    """Batch norm and activation in one operation that saves only `x` for backward.
+
+    Equals `act(F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps) *
+    (1 + scale) + shift)`.
+
+    Args:
+        x: `[N, C, ...]` of 2 to 5 dimensions, float32, float64, bfloat16 or float16; any strides.
+        weight: `[C]` in the dtype of `x` or float32, or None for ones.
+        bias: `[C]` in the dtype of `x` or float32, or None for zeros.
+        running_mean: `[C]`, updated in place once in training mode; needed in evaluation mode.
+        running_var: `[C]`, unbiased, likewise.
+        activation: as in `pk.group_norm_act`.
+        scale: `[N, C]`, or with ones behind, in the dtype of `x` or float32; None for zeros.
+        shift: likewise.
+        training: normalise with the statistics of the batch.
+        momentum: weight of the batch in the running statistics.
+        eps: added to the variance.
+        process_group: a `torch.distributed` group over which the batch is spread, as in
+            `torch.nn.SyncBatchNorm`.
+
+    Returns:
+        The shape of `x`, in the dtype and memory format that PyTorch gives.
+
+    Raises:
+        TypeError: an argument is not a tensor, or has a dtype that is not served.
+        ValueError: a shape or a device does not match `x`, the activation is unknown, or there is
+            one value per channel in training mode.
+        BackendError: the backend that was named cannot serve `x`.
+    """
+    running = (running_mean, running_var)
+    norm = BatchNorm(weight, bias, *running, training, momentum, eps, process_group)
+    function, scale_shift = activation_of(activation), ScaleShift(scale, shift)
+    if runs_plain(x, weight, bias, *running, scale, shift):
+        return plain_norm_act(x, norm, function, scale_shift)
+    return norm_act_of(x, norm, function, scale_shift)

@@ -1,0 +1,379 @@
+"""Norm, activation, convolution and residual add; saves only the input for backward.
+
+`pk.bn_relu_conv2d`, `pk.batch_norm_act_conv` and `pk.group_norm_act_conv` are cases of
+`norm_act_conv_of`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from preact_kernels.kernels import pytorch_conv
+from preact_kernels.kernels.contract import (
+    Activation,
+    AffineStep,
+    Epilogue,
+    Gradient,
+    Gradients,
+    Inputs,
+    Kernels,
+    Norm,
+    Unit,
+    Wanted,
+)
+from preact_kernels.ops import dispatch, layout
+from preact_kernels.ops.activation import activation_of
+from preact_kernels.ops.batch_norm import BatchNorm, step_sums
+from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
+from preact_kernels.ops.dropout import Mask, check_dropout, drawn, packed
+from preact_kernels.ops.group_norm import GroupNorm
+from preact_kernels.ops.norm_act import (
+    NO_SCALE_SHIFT,
+    NormArguments,
+    ScaleShift,
+    inv_count_in,
+    normalise,
+    parameter_gradients,
+    plain_norm_act,
+)
+from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
+from preact_kernels.ops.unit import ConvArguments, checked_unit, with_served_weight
+
+
+class UnitCall(NamedTuple):
+    """Arguments of the autograd function that are no tensors."""
+
+    kernels: Kernels
+    unit: Unit
+    eps: float
+    groups: int | None  # that share the statistics of an image; None: per channel
+    fixed_inv_count: float | None  # see `inv_count_of`
+    dropout: float = 1.0  # what dropout multiplies the elements by that it keeps
+
+    def noise(self, x: Tensor, bits: Tensor | None) -> Tensor | None:
+        """What multiplies the activation."""
+        return None if bits is None else Mask(bits, self.dropout).noise(x)
+
+    def forward(self, inputs: Inputs, epilogue: Epilogue, bits: Tensor | None) -> Tensor:
+        """The unit's result."""
+        if bits is None and inputs.x.dim() == 4:
+            return self.kernels.norm_act_conv_forward(self.unit, inputs, epilogue).y
+        noise = self.noise(inputs.x, bits)
+        run = pytorch_conv.norm_act_conv_forward
+        return run(self.kernels, self.unit, inputs, epilogue, noise).y
+
+    def backward(
+        self, dy: Tensor, inputs: Inputs, wanted: Wanted, bits: Tensor | None
+    ) -> Gradients:
+        """The unit's gradients."""
+        if bits is None and inputs.x.dim() == 4:
+            gradient = Gradient(dy)
+            return self.kernels.norm_act_conv_backward(self.unit, gradient, inputs, wanted)
+        noise = self.noise(inputs.x, bits)
+        run = pytorch_conv.norm_act_conv_backward
+        return run(self.kernels, self.unit, Gradient(dy), inputs, wanted, noise)
+
+
+class NormActConvFunction(torch.autograd.Function):
+    """y = conv(act(norm(x))) [+ conv_bias] [+ residual] for given statistics.
+
+    Tensor arguments: x, weight, bias, conv_weight, conv_bias, residual, mean, var, bits of dropout.
+    """
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        x, weight, bias, conv_weight, conv_bias, residual, mean, var, bits = tensors
+        ctx.call = call
+        ctx.save_for_backward(x, weight, bias, conv_weight, conv_bias, mean, var, bits)
+        norm = Norm(mean, var, weight, bias, call.eps, *call.unit.activation)
+        return call.forward(Inputs(x, norm, conv_weight), Epilogue(conv_bias, residual), bits)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, bias, conv_weight, conv_bias, mean, var, bits = ctx.saved_tensors
+        call, needed = ctx.call, ctx.needs_input_grad[1:]
+        unit, groups = call.unit, call.groups
+        needs_x, needs_weight, needs_bias, needs_conv, needs_conv_bias, needs_residual, *_ = needed
+        dresidual = dy if needs_residual else None
+        norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
+        if runs_plain_backward(dy):
+
+            def forward(x, weight, bias, conv_weight, conv_bias):
+                norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
+                shared = groups, unit.uses_batch, unit.process_group
+                a = differentiable_norm_act(layout.as_image(x), norm, *shared)
+                a = layout.from_image(a, x.shape, True)
+                if bits is not None:
+                    a = a * call.noise(x, bits)
+                function = F.conv2d if x.dim() == 4 else F.conv3d
+                a = a.to(unit.dtype)
+                return function(a, conv_weight.to(a.dtype), conv_bias, *unit.conv)
+
+            inputs = (x, weight, bias, conv_weight, conv_bias)
+            with torch.autocast(x.device.type, enabled=False):
+                grads = gradients(forward, inputs, needed[:5], dy)
+            return None, *grads, dresidual, None, None, None
+        dense_dy = layout.nhwc(dy)
+        dx = dweight = dbias = dconv_weight = None
+        wanted = Wanted(needs_x or needs_weight or needs_bias, needs_conv)
+        if any(wanted):
+            found = call.backward(dense_dy, Inputs(x, norm, conv_weight), wanted, bits)
+            dconv_weight = found.conv_weight
+        if wanted.input:
+            needs = needs_weight, needs_bias
+            dweight, dbias = parameter_gradients(found.sums, weight, bias, needs)
+        if needs_x:
+            image = layout.as_image(x)
+            sums = step_sums(found.sums, norm, groups, unit.process_group)
+            inv_count = inv_count_in(image, groups, call.fixed_inv_count)
+            step = AffineStep(None, image, norm, sums, inv_count)
+            g = found.g if found.g.dtype == x.dtype else found.g.to(x.dtype)
+            dx = call.kernels.norm_input_gradient(Gradient(g, step))
+            dx = layout.from_image(dx, x.shape, True)
+        dconv_bias = dense_dy.sum((0, *range(2, dy.dim()))) if needs_conv_bias else None
+        parameters = dweight, dbias, dconv_weight, dconv_bias
+        return None, dx, *parameters, dresidual, None, None, None
+
+
+def norm_act_conv_of(
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation,
+    conv: ConvArguments,
+    residual: Tensor | None = None,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    dropout: float = 0.0,
+    prefix: str = "",
+    kept: Tensor | None = None,
+) -> Tensor:
+    """`conv(dropout(act(norm(x) * (1 + scale) + shift))) [+ residual]`.
+
+    Args:
+        x: `[N, C, ...]` of 3 to 5 dimensions.
+        norm: the arguments of the norm.
+        activation: the activation.
+        conv: the arguments of the convolution.
+        residual: shaped like the result, added to it.
+        scale_shift: a scale and a shift of each image.
+        dropout: probability of dropping an element of the activation.
+        prefix: of the names of the norm's weight and bias in messages.
+        kept: which elements of the activation dropout keeps, if that was drawn before.
+    """
+    unit, dtype, channels_last = checked_unit(
+        x, norm, activation, conv, residual, scale_shift, prefix
+    )
+    x = scale_shift.promoted(x)
+    plain_dtype = norm.result_dtype(x)
+    kernels = dispatch.kernels_for(x)
+    conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
+    if dropout and kept is None:
+        activated = x if plain_dtype == x.dtype else x.to(plain_dtype)
+        kept = drawn(x.shape, activated, norm.is_channels_last(x), dropout)
+    if (
+        unit is None
+        or (residual is not None and residual.dtype != dtype)
+        or (x.numel() == 0 and norm.process_group is None)
+    ):
+        a, statistics, fixed = normalise(kernels, x.to(plain_dtype), norm, activation, scale_shift)
+        if kept is not None:
+            a = a * kept.to(a.dtype).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)
+        numbers: Any = conv[2:]
+        y = conv.function(a.to(dtype), conv.weight.to(dtype), conv_bias, *numbers)
+        y = y if residual is None else y + residual
+        norm.update(kernels, x, statistics, fixed)
+        return y
+
+    is_sequence = x.dim() == 3
+    if is_sequence:
+        conv = conv.of_image()
+        unit = unit._replace(
+            weight_shape=conv.weight.shape,
+            conv=unit.conv._replace(
+                stride=(1, *unit.conv.stride),
+                padding=(0, *unit.conv.padding),
+                dilation=(1, *unit.conv.dilation),
+            ),
+        )
+    conv_weight = conv.weight
+    if conv_weight.dtype != dtype:
+        pixels = x.numel() // x.shape[1]
+        unit, conv_weight = with_served_weight(kernels, unit, conv_weight, pixels)
+    x, residual = _dense(x), None if residual is None else _dense(residual)
+    bits, factor = None, 1.0
+    if kept is not None:
+        bits, factor = packed(kept, dropout)
+    image = layout.as_image(x)
+    statistics, fixed = norm.statistics(kernels, image.detach())
+    parameters = (*scale_shift.of(*norm.affine(x, x.shape[1])), conv_weight, conv_bias)
+    call = UnitCall(kernels, unit, norm.eps, norm.groups, fixed, factor)
+    y = NormActConvFunction.apply(call, x, *parameters, residual, *statistics, bits)
+    norm.update(kernels, x, statistics, fixed)
+    if is_sequence:
+        y = y.squeeze(2)
+    return y if channels_last else y.contiguous()
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Images and volumes in NHWC order; sequences `[N, C, L]` as images `[N, C, 1, L]`."""
+    return layout.nhwc(t.unsqueeze(2) if t.dim() == 3 else t)
+
+
+def plain_norm_act_conv(
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation,
+    conv: ConvArguments,
+    residual: Tensor | None = None,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`norm_act_conv_of` in PyTorch's own operators, which check the arguments."""
+    a = plain_norm_act(x, norm, activation, scale_shift)
+    if dropout:
+        a = F.dropout(a, dropout, True)
+    weight, bias, *numbers = conv
+    function: Callable[..., Tensor] = conv.function
+    y = function(a, weight.to(a.dtype), None if bias is None else bias.to(a.dtype), *numbers)
+    return y if residual is None else y + residual
+
+
+def group_norm_act_conv(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    activation: str | tuple[str, float] = "relu",
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    dropout: float = 0.0,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Group norm, activation, dropout, convolution and residual add; saves only `x` for backward.
+
+    Equals `conv(F.dropout(a, dropout))`, `+ residual` where given, for
+    `a = act(F.group_norm(x, num_groups, weight, bias, eps) * (1 + scale) + shift)` and `conv` one
+    of `F.conv1d`, `F.conv2d` and `F.conv3d`, with the same random numbers. Dropout also keeps a bit
+    for each element.
+
+    Args:
+        x: `[N, C, ...]` of 3 to 5 dimensions, float32, float64, bfloat16 or float16; any strides.
+        num_groups: groups of channels; each is normalised with its own statistics in each image.
+        weight: `[C]` in the dtype of `x` or float32, or None for ones.
+        bias: `[C]` in the dtype of `x` or float32, or None for zeros.
+        conv_weight: `[K, C / groups, R]`, `[K, C / groups, R, S]` or `[K, C / groups, Q, R, S]`
+            in the dtype of `x` or float32. Under autocast the convolution runs in the autocast
+            dtype.
+        conv_bias: `[K]` or None.
+        stride: stride of the convolution, pixels.
+        padding: zeros on each side, pixels, added after the activation; or `"same"`, `"valid"`.
+        dilation: dilation of the convolution, pixels.
+        groups: number of groups of the convolution.
+        activation: as in `pk.group_norm_act`.
+        scale: `[N, C]`, or with ones behind, in the dtype of `x` or float32; None for zeros.
+        shift: likewise.
+        dropout: probability of dropping an element of the activation.
+        residual: shaped like the result, added to it.
+        eps: added to the variance.
+
+    Returns:
+        `[N, K, ...]` in the dtype and memory format that PyTorch gives.
+
+    Raises:
+        TypeError: an argument is not a tensor, or has a dtype that is not served.
+        ValueError: a shape or a device does not match `x`, `num_groups` does not divide the
+            channels, the activation is unknown, `dropout` is outside of [0, 1], or there is one
+            value per group.
+        BackendError: the backend that was named cannot serve `x`.
+    """
+    norm, function = GroupNorm(num_groups, weight, bias, eps), activation_of(activation)
+    check_dropout(dropout)
+    conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
+    rest = residual, ScaleShift(scale, shift), float(dropout)
+    if runs_plain(x, weight, bias, conv_weight, conv_bias, scale, shift, residual):
+        return plain_norm_act_conv(x, norm, function, conv, *rest)
+    return norm_act_conv_of(x, norm, function, conv, *rest)
+
+
+def batch_norm_act_conv(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    *,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    activation: str | tuple[str, float] = "relu",
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    dropout: float = 0.0,
+    residual: Tensor | None = None,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    process_group: Any = None,
+) -> Tensor:
+    """Batch norm, activation, dropout, convolution and residual add; saves only `x` for backward.
+
+    Equals `conv(F.dropout(a, dropout, training))`, `+ residual` where given, for
+    `a = act(F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps) *
+    (1 + scale) + shift)` and `conv` one of `F.conv1d`, `F.conv2d` and `F.conv3d`, with the same
+    random numbers. Dropout also keeps a bit for each element.
+
+    Args:
+        x: `[N, C, ...]` of 3 to 5 dimensions, float32, float64, bfloat16 or float16; any strides.
+        weight: `[C]` in the dtype of `x` or float32, or None for ones.
+        bias: `[C]` in the dtype of `x` or float32, or None for zeros.
+        running_mean: `[C]`, updated in place once in training mode; needed in evaluation mode.
+        running_var: `[C]`, unbiased, likewise.
+        conv_weight: as in `pk.group_norm_act_conv`, and so are the following.
+        conv_bias: `[K]` or None.
+        stride: stride of the convolution, pixels.
+        padding: zeros on each side, pixels, added after the activation; or `"same"`, `"valid"`.
+        dilation: dilation of the convolution, pixels.
+        groups: number of groups of the convolution.
+        activation: as in `pk.group_norm_act`.
+        scale: `[N, C]`, or with ones behind, in the dtype of `x` or float32; None for zeros.
+        shift: likewise.
+        dropout: probability of dropping an element of the activation, in training mode.
+        residual: shaped like the result, added to it.
+        training: normalise with the statistics of the batch, and drop.
+        momentum: weight of the batch in the running statistics.
+        eps: added to the variance.
+        process_group: a `torch.distributed` group over which the batch is spread, as in
+            `torch.nn.SyncBatchNorm`.
+
+    Returns:
+        `[N, K, ...]` in the dtype and memory format that PyTorch gives.
+
+    Raises:
+        TypeError: an argument is not a tensor, or has a dtype that is not served.
+        ValueError: a shape or a device does not match `x`, the activation is unknown, `dropout` is
+            outside of [0, 1], or there is one value per channel in training mode.
+        BackendError: the backend that was named cannot serve `x`.
+    """
+    running = (running_mean, running_var)
+    norm = BatchNorm(weight, bias, *running, training, momentum, eps, process_group)
+    function = activation_of(activation)
+    check_dropout(dropout)
+    conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
+    rest = residual, ScaleShift(scale, shift), float(dropout) if training else 0.0
+    tensors = weight, bias, *running, conv_weight, conv_bias, scale, shift, residual
+    if runs_plain(x, *tensors):
+        return plain_norm_act_conv(x, norm, function, conv, *rest)
+    return norm_act_conv_of(x, norm, function, conv, *rest)
