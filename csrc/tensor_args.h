@@ -36,6 +36,9 @@ struct AffineStep {
   Tensor sums;       // [2, C]: sum(g), sum(g * xhat); pooled [2, N, C] if the norm has rows
   double inv_count;  // 1 / (N*H*W), or 0 in evaluation mode: B and C are then 0
   Accumulators accumulated = {};  // of sums
+
+  // Whether the norm has rows. Its bias may be the only row, and is absent here.
+  bool has_rows() const { return sums.dim() == 3; }
 };
 
 // A g that was not stored: [p > 0] * dz * weight for a 1x1 convolution of relu(p).

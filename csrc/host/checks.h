@@ -102,7 +102,9 @@ inline void check_step(const AffineStep& step, const Activation& size, const Ten
   check_sizes("step_x", step.x, size, like);
   if (step.skip.has_value()) check_like("skip", *step.skip, size, step.x);
   check_norm(step.norm, size, step.x);
-  const int64_t rows = step.norm.has_rows() ? size.images : 1;
+  STD_TORCH_CHECK(step.has_rows() || !step.norm.has_rows(),
+                  "step_sums: expected [2, N, C] for a norm with rows");
+  const int64_t rows = step.has_rows() ? size.images : 1;
   check_statistics("step_sums", step.sums, 2 * rows * size.channels, step.x);
 }
 

@@ -16,9 +16,9 @@ Names and shapes, here and in every backend:
   `A = weight * rstd`, `B = -A * rstd * sums[1] * inv_count` and
   `C = -A * sums[0] * inv_count - B * mean`. `inv_count` is one over the samples per channel. It
   is 0 in evaluation mode, where mean and variance are constants and `x` is not read.
-- The sums of an affine step with rows, `[2, N, C]`, are *pooled*: those of `weight * g`, averaged
-  over what shares the statistics. There `B = -rstd^2 * sums[1] * inv_count` and
-  `C = -rstd * sums[0] * inv_count - B * mean`.
+- The sums of an affine step whose norm has rows, `[2, N, C]`, are *pooled*: those of `weight * g`,
+  averaged over what shares the statistics. The step may lack the only row, that of the bias. There
+  `B = -rstd^2 * sums[1] * inv_count` and `C = -rstd * sums[0] * inv_count - B * mean`.
 """
 
 from abc import abstractmethod

@@ -103,8 +103,8 @@ OPS = {
     "norm_input_gradient without skip": lambda k, given: k.norm_input_gradient(
         given.gradient_without_skip
     ),
-    "norm_input_gradient masked": lambda k, given: k.norm_input_gradient(
-        given.gradient_without_skip, masked=True
+    "norm_input_gradient activated": lambda k, given: k.norm_input_gradient(
+        given.gradient_without_skip, activated=True
     ),
     "residual_add_forward": lambda k, given: k.residual_add_forward(given.x, given.dy, True),
     "residual_add_forward without statistics": lambda k, given: k.residual_add_forward(
@@ -128,7 +128,7 @@ def check_ops(given):
     wide = given.to(torch.float64)
     # On a kink of the ReLU the mask of float64 is not that of rounded numbers: take the sums and
     # the gradient of what the op's own specification masks, in float64.
-    g = reference.norm_act._masked(given.dy, given.x, given.norm).double()
+    g = reference.norm_act._gradient(given.dy, given.x, given.norm).double()
     xhat = reference.norm_act._normalised(wide.x, wide.norm)
     sums = torch.stack([g.sum((0, 2, 3)), (g * xhat).sum((0, 2, 3))])
     gradient = wide._replace(dy=g).gradient_without_skip
@@ -136,7 +136,7 @@ def check_ops(given):
         "norm_act_backward 0": g,
         "norm_act_backward 1": sums,
         "norm_act_backward without g 1": sums,
-        "norm_input_gradient masked 0": reference.norm_input_gradient(gradient),
+        "norm_input_gradient activated 0": reference.norm_input_gradient(gradient),
     }
     for op in OPS:
         found |= run(kernels(), op, given)
@@ -183,7 +183,7 @@ def test_no_gradient_passes_where_the_rounded_pre_activation_is_zero():
     norm = given.norm._replace(weight=torch.full((16,), 1e-9), bias=torch.zeros(16))
     given = given._replace(norm=norm, step=given.step._replace(norm=norm))
     g, sums = kernels().norm_act_backward(*given[:3], True)
-    dx = kernels().norm_input_gradient(given.gradient_without_skip, masked=True)
+    dx = kernels().norm_input_gradient(given.gradient_without_skip, activated=True)
     assert not g.any() and not sums.any() and not dx.any()
 
 

@@ -53,7 +53,7 @@ def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
     wide = statistics_dtype(x.dtype)
     dx = _gradient(g, x, norm) if activated else g.to(wide)
     scale = torch.rsqrt(norm.var + norm.eps)
-    if norm.has_rows:  # the weight is in the pooled sums
+    if sums.dim() == 3:  # pooled: they contain the weight
         dx = dx * _image(norm.weight)
     else:
         scale = norm.weight * scale
