@@ -228,9 +228,9 @@ def launch_others(dtype: torch.dtype) -> None:
         kernels.norm_act_forward(x, norm)
         kernels.norm_act_backward(x, x, norm, with_g=False)
         kernels.norm_act_backward(x, x, norm, with_g=True)
-        for masked, skip in ((True, None), (False, x)):
+        for activated, skip in ((True, None), (False, x)):
             for gradient in gradients(x, skip, x):
-                kernels.norm_input_gradient(gradient, masked)
+                kernels.norm_input_gradient(gradient, activated)
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
     launch_rare_convs(dtype)

@@ -44,10 +44,10 @@ def test_launches_of_known_kernels_are_those_that_triton_would_choose():
     for is_apart in (True, False):
         reused, lookups = result[f"apart {is_apart}"]
         assert reused == [
+            "finish_sums_kernel",
             "norm_act_conv_backward_kernel",
             "norm_act_conv_backward_weight_kernel",
             "norm_act_conv_forward_kernel",
-            "finish_sums_kernel",
             "pack_weights_kernel",
             "sum_partials_kernel",
         ]

@@ -4,10 +4,37 @@ Tiles are `[pixels, channels]`. Arithmetic is in float32. Results that PyTorch w
 rounded to the dtype of the activations.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from preact_kernels.kernels.contract import Gradient, Norm
 from preact_kernels.kernels.triton.reduction import load_statistics, load_two_sums
+
+
+class KernelNorm(NamedTuple):
+    """A norm as kernels take it. The activation is a compile-time constant beside it."""
+
+    mean: Tensor
+    var: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+def kernel_norm(norm: Norm) -> Any:
+    """A `KernelNorm`, in place of the norm in the arguments of a kernel."""
+    return KernelNorm._make(norm[:5])
+
+
+def kernel_gradient(gradient: Gradient) -> Gradient:
+    """The gradient with a `KernelNorm` in its step."""
+    g, step = gradient
+    if step is None:
+        return gradient
+    return Gradient(g, step._replace(norm=kernel_norm(step.norm)))
 
 
 @triton.jit

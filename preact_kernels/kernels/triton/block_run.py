@@ -22,10 +22,12 @@ from preact_kernels.kernels.contract import (
     Epilogue,
     Gradient,
     Inputs,
+    Norm,
     RunWanted,
     Statistics,
     pixels_of,
 )
+from preact_kernels.kernels.triton.batch_norm import kernel_gradient
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.launch import aligned, on_device_of
 from preact_kernels.kernels.triton.reduction import WORDS, finished_statistics, finished_sums
@@ -114,7 +116,7 @@ def _backward(
     kept = [None if t is None else aligned(t) for t in inputs]
     weight_gradients = [RunWeightGradients(unit, blocks, x) for unit in units]
     sums = _Accumulators(x, [u.backward.sizes.shape.C for u in units], blocks)
-    gradient = Gradient(aligned(dy.g), dy.step)
+    gradient = kernel_gradient(Gradient(aligned(dy.g), dy.step))
     block_dy: Tensor | None = None
     for position in reversed(range(total)):
         block, index = divmod(position, count)
@@ -142,7 +144,8 @@ def _backward(
             for s, unit in zip(sums.units, units, strict=True)
         ]
     )
-    step = cast(AffineStep, gradient.step)._replace(sums=found_sums[0])
+    step = cast(AffineStep, gradient.step)
+    step = step._replace(norm=Norm(*step.norm), sums=found_sums[0])
     return BlockRunGradients(
         gradient._replace(step=step),
         _in_order([gradients.results() for gradients in weight_gradients]),

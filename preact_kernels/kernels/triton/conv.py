@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from preact_kernels.kernels.contract import AffineStep, Norm, Unit
-from preact_kernels.kernels.triton.batch_norm import load_whole_gradient
+from preact_kernels.kernels.contract import AffineStep, Unit
+from preact_kernels.kernels.triton.batch_norm import KernelNorm, load_whole_gradient
 from preact_kernels.kernels.triton.launch import INTERPRETED, needs_int64
 
 # The interpreter multiplies bfloat16 operands incorrectly, and float32 operands correctly.
@@ -21,7 +21,8 @@ _UPCAST = tl.constexpr(INTERPRETED)
 
 NONE: Any = None  # for fields of `Norm` and `AffineStep` that the kernel does not read
 # Kernels test `step.x`: Triton 3.6 cannot compare a tuple with None.
-NO_STEP = AffineStep(None, NONE, Norm(NONE, NONE, NONE, None, 0.0), NONE, 0.0)
+NO_NORM: Any = KernelNorm(NONE, NONE, NONE, None, 0.0)
+NO_STEP = AffineStep(None, NONE, NO_NORM, NONE, 0.0)
 
 
 class ConvShape(NamedTuple):

@@ -240,8 +240,8 @@ class InputGradientLaunch:
         """g, and the whole dy where it is needed or given.
 
         Args:
-            dy: gradient of the output.
-            inputs: with a packed weight.
+            dy: gradient of the output, with a `KernelNorm` in its step.
+            inputs: with a `KernelNorm` and a packed weight.
             sums: accumulators for the sums of g.
             partials: `[programs, R, S, K, C]` for the gradient of the weight, or None.
             needs_whole: return the whole dy.

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import AffineStep, Gradient, Norm
 from preact_kernels.kernels.triton.batch_norm import (
+    kernel_gradient,
+    kernel_norm,
     load_affine_step,
     load_norm,
     load_whole_gradient,
@@ -133,7 +135,7 @@ def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
         launch_kernel(
             norm_act_forward_kernel,
             launch.grid,
-            (x, norm, y, launch.pixels),
+            (x, kernel_norm(norm), y, launch.pixels),
             launch.constants,
             launch.num_warps,
         )
@@ -154,19 +156,20 @@ def norm_act_backward(
         launch_kernel(
             norm_act_backward_kernel,
             launch.persistent_grid(),
-            (dy, x, norm, g, sums, launch.pixels),
+            (dy, x, kernel_norm(norm), g, sums, launch.pixels),
             launch.constants,
             launch.num_warps,
         )
         return g, finished_sums(sums)[0]
 
 
-def norm_input_gradient(gradient: Gradient, masked: bool = False) -> Tensor:
+def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
     """See `Kernels.norm_input_gradient`. A program owns one tile."""
+    gradient = kernel_gradient(gradient)
     step = cast(AffineStep, gradient.step)
     launch = elementwise_launch(step.x)
     dx = torch.empty_like(step.x, memory_format=torch.channels_last)
-    flags = {"MASKED": masked, "IN_TRAINING": step.inv_count != 0}
+    flags = {"MASKED": activated, "IN_TRAINING": step.inv_count != 0}
     with on_device_of(step.x):
         launch_kernel(
             norm_input_gradient_kernel,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Gradient, Gradients, Inputs, Unit, Wanted
+from preact_kernels.kernels.triton.batch_norm import kernel_gradient, kernel_norm
 from preact_kernels.kernels.triton.configurations import conv_backward
 from preact_kernels.kernels.triton.conv import UnitSizes, unit_sizes
 from preact_kernels.kernels.triton.input_gradient import InputGradientLaunch, input_grid
@@ -83,6 +84,7 @@ def launch_norm_act_conv_backward(
 ) -> Gradients:
     """See `Kernels.norm_act_conv_backward`; for one group."""
     x, norm, conv_weight = inputs
+    norm, dy = kernel_norm(norm), kernel_gradient(dy)
     launch = BackwardLaunch(unit_sizes(unit, x.shape), wanted, dy.step is None or wanted.dy)
     g = sums = dconv_weight = partials = None
     with on_device_of(x):
@@ -93,7 +95,7 @@ def launch_norm_act_conv_backward(
             packed = packed_weight(conv_weight, unit.dtype)
             g, whole = launch.input(
                 dy,
-                inputs._replace(conv_weight=packed),
+                Inputs(x, norm, packed),
                 accumulators[0],
                 cast(Tensor, partials)[0] if launch.in_one_pass else None,
                 needs_whole=wanted.dy or (wanted.weight and not launch.in_one_pass),

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import Epilogue, Inputs, Output, Statistics, Unit
 from preact_kernels.kernels.triton.batch_norm import (
+    kernel_norm,
     load_norm,
     pixel_indices,
     pre_activation,
@@ -153,7 +154,7 @@ class ForwardLaunch:
         """y.
 
         Args:
-            inputs: with a packed weight.
+            inputs: with a `KernelNorm` and a packed weight.
             x_sums: accumulators with the statistics of x; None: the norm has them.
             epilogue: tensors to add.
             sums: accumulators for the statistics of y, or None.
@@ -181,7 +182,7 @@ def launch_norm_act_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue)
     with on_device_of(x):
         sums = new_sums(x, unit.weight_shape[0]) if epilogue.with_stats else None
         weight = packed_weight(inputs.conv_weight, unit.dtype)
-        y = launch(inputs._replace(conv_weight=weight), None, epilogue, sums)
+        y = launch(Inputs(x, kernel_norm(inputs.norm), weight), None, epilogue, sums)
         if sums is None:
             return Output(y, None)
         mean, var = finished_statistics(sums, sizes.y_pixels)

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from preact_kernels.kernels.contract import BlockRun, Norm, Statistics, Unit, Wanted
+from preact_kernels.kernels.contract import BlockRun, Statistics, Unit, Wanted
+from preact_kernels.kernels.triton.batch_norm import KernelNorm
 from preact_kernels.kernels.triton.conv import NONE, precision, unit_sizes
 from preact_kernels.kernels.triton.launch import LaunchContext, all_aligned, launch_context
 from preact_kernels.kernels.triton.norm_act_conv_backward import BackwardLaunch
@@ -33,14 +34,14 @@ def run_units(run: BlockRun, x: Tensor) -> list[RunUnit]:
     ]
 
 
-def run_norms(run: BlockRun, statistics: Sequence[Statistics]) -> list[Norm]:
-    """The norms of all units; mean and variance are None after the given statistics."""
+def run_norms(run: BlockRun, statistics: Sequence[Statistics]) -> list[Any]:
+    """A `KernelNorm` for every unit; mean and variance are None after the given statistics."""
     missing = [NONE] * (len(run.parameters) - len(statistics))
     means, variances = (all_aligned(tensors) for tensors in zip(*statistics, strict=True))
     bn_weights, bn_biases, _ = zip(*run.parameters, strict=True)
     return list(
         map(
-            Norm,
+            KernelNorm,
             (*means, *missing),
             (*variances, *missing),
             all_aligned(bn_weights),

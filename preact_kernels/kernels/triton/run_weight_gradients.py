@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Norm
+from preact_kernels.kernels.triton.batch_norm import KernelNorm
 from preact_kernels.kernels.triton.launch import aligned_rows, ceil_div
 from preact_kernels.kernels.triton.reduction import launch_sum_partials
 from preact_kernels.kernels.triton.run_units import RunUnit
@@ -50,7 +50,7 @@ class RunWeightGradients:
         """Where the kernel of a block stores partial results; None if it has none."""
         return self._slots[block - self._begin] if self._launch.in_one_pass else None
 
-    def add(self, block: int, dy: Tensor | None, x: Tensor, norm: Norm) -> None:
+    def add(self, block: int, dy: Tensor | None, x: Tensor, norm: KernelNorm) -> None:
         """Adds a block after its input kernel. The last block of a group launches the sums."""
         if not self._launch.in_one_pass:
             self._inputs.append(WeightInputs(cast(Tensor, dy), x, norm))

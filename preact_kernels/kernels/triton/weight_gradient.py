@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Norm
 from preact_kernels.kernels.triton.batch_norm import (
+    KernelNorm,
     load_scale,
     pixel_indices,
     pre_activation,
@@ -41,7 +41,7 @@ class WeightInputs(NamedTuple):
 
     dy: Tensor  # whole
     x: Tensor
-    norm: Norm
+    norm: KernelNorm
 
 
 @triton.jit
