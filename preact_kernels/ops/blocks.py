@@ -139,7 +139,7 @@ class Stage:
         """What normalises the input of a unit."""
         mean, var = self.statistics[unit]
         bn_weight, bn_bias, _ = self.values.parameters[unit]
-        return Norm(mean, var, bn_weight, bn_bias, self.eps[unit])
+        return Norm(mean, var, bn_weight, bn_bias, self.eps[unit], "relu", 0.0)
 
     def runnable(self, x: Tensor) -> list[bool]:
         """Whether each block may be part of a run, for the stage's input `x`."""

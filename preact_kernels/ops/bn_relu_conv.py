@@ -1,6 +1,7 @@
 """`bn_relu_conv2d`: batch norm, ReLU and convolution; saves only the input for backward."""
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import RELU
 from preact_kernels.ops import checks
@@ -69,6 +70,6 @@ def bn_relu_conv2d(
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
     if runs_plain(x, conv_weight, bn_weight, bn_bias, *running, conv_bias, residual):
-        return plain_norm_act_conv(x, bn, RELU, conv, residual)
+        return plain_norm_act_conv(x, bn, RELU, conv, residual, convolution=F.conv2d)
     checks.check_activation("x", x)
     return norm_act_conv_of(x, bn, RELU, conv, residual, prefix="bn_")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import (
@@ -71,13 +71,20 @@ class ScaleShift(NamedTuple):
 
     def plain(self, h: Tensor) -> Tensor:
         """`h * (1 + scale) + shift` in PyTorch's own operators."""
-        shape = (*h.shape[:2], *[1] * (h.dim() - 2))
-        if self.scale is not None:
-            h = h * (1 + self.scale.reshape(shape))
-        return h if self.shift is None else h + self.shift.reshape(shape)
+        has_none = self.scale is None and self.shift is None
+        return h if has_none else modulate(h, *self)
 
 
 NO_SCALE_SHIFT = ScaleShift()
+
+
+@fx.wrap  # reads shapes, which a symbolic trace has not
+def modulate(h: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    """`h * (1 + scale) + shift`."""
+    shape = (*h.shape[:2], *[1] * (h.dim() - 2))
+    if scale is not None:
+        h = h * (1 + scale.reshape(shape))
+    return h if shift is None else h + shift.reshape(shape)
 
 
 class NormActCall(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from preact_kernels.kernels import pytorch_conv
@@ -40,7 +40,9 @@ from preact_kernels.ops.norm_act import (
     plain_norm_act,
 )
 from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
-from preact_kernels.ops.unit import ConvArguments, checked_unit, with_served_weight
+from preact_kernels.ops.unit import ConvArguments, checked_unit, convolve, with_served_weight
+
+fx.wrap("convolve")  # reads the dimensions of the weight, which a symbolic trace has not
 
 
 class UnitCall(NamedTuple):
@@ -108,9 +110,8 @@ class NormActConvFunction(torch.autograd.Function):
                 a = layout.from_image(a, x.shape, True)
                 if bits is not None:
                     a = a * call.noise(x, bits)
-                function = F.conv2d if x.dim() == 4 else F.conv3d
                 a = a.to(unit.dtype)
-                return function(a, conv_weight.to(a.dtype), conv_bias, *unit.conv)
+                return convolve(a, conv_weight.to(a.dtype), conv_bias, *unit.conv)
 
             inputs = (x, weight, bias, conv_weight, conv_bias)
             with torch.autocast(x.device.type, enabled=False):
@@ -180,8 +181,7 @@ def norm_act_conv_of(
         a, statistics, fixed = normalise(kernels, x.to(plain_dtype), norm, activation, scale_shift)
         if kept is not None:
             a = a * kept.to(a.dtype).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)
-        numbers: Any = conv[2:]
-        y = conv.function(a.to(dtype), conv.weight.to(dtype), conv_bias, *numbers)
+        y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
         y = y if residual is None else y + residual
         norm.update(kernels, x, statistics, fixed)
         return y
@@ -229,14 +229,15 @@ def plain_norm_act_conv(
     residual: Tensor | None = None,
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
     dropout: float = 0.0,
+    convolution: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """`norm_act_conv_of` in PyTorch's own operators, which check the arguments."""
     a = plain_norm_act(x, norm, activation, scale_shift)
     if dropout:
         a = F.dropout(a, dropout, True)
     weight, bias, *numbers = conv
-    function: Callable[..., Tensor] = conv.function
-    y = function(a, weight.to(a.dtype), None if bias is None else bias.to(a.dtype), *numbers)
+    bias = None if bias is None else bias.to(a.dtype)
+    y = (convolution or convolve)(a, weight.to(a.dtype), bias, *numbers)
     return y if residual is None else y + residual
 
 

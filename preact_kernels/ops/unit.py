@@ -1,6 +1,6 @@
 """The arguments of a unit, and the `Unit` that they make once they are checked."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,6 @@ class ConvArguments(NamedTuple):
     dilation: int | tuple[int, ...]
     groups: int
 
-    @property
-    def function(self) -> Callable[..., Tensor]:
-        """PyTorch's convolution of these dimensions."""
-        return (F.conv1d, F.conv2d, F.conv3d)[self.weight.dim() - 3]
-
     def of_image(self) -> "ConvArguments":
         """The convolution of sequences `[N, C, L]` as one of images `[N, C, 1, L]`."""
         stride, padding, dilation = (
@@ -36,6 +31,11 @@ class ConvArguments(NamedTuple):
         return ConvArguments(
             self.weight.unsqueeze(2), self.bias, stride, padding, dilation, self.groups
         )
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:
+    """PyTorch's convolution of 1, 2 or 3 dimensions; `numbers` as in `ConvArguments`."""
+    return (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3](x, weight, bias, *numbers)
 
 
 def _padded(value: Any, first: int) -> Any:

@@ -306,7 +306,7 @@ def fused_nodes(y: Tensor) -> dict[str, int]:
             seen.add(node)
             nodes += [parent for parent, _ in node.next_functions]
     names = (node.name().removesuffix("FunctionBackward") for node in seen)
-    return dict(Counter(name for name in names if name in ("PreActStage", "BNReLUConv", "BNReLU")))
+    return dict(Counter(n for n in names if n in ("PreActStage", "NormActConv", "NormAct")))
 
 
 def joined(found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -168,6 +168,7 @@ def kernel_arguments(dtype):
     backward = (x, *norm, weight, *conv)
     return {
         "bn_stats": [(x,)],
+        "group_stats": [(x, 2), (x, 8)],
         "running_stats_update": [([vectors[0], vectors[1]], [vectors[2], vectors[3]], 0.1)],
         "norm_act_forward": [(x, *norm)],
         "norm_act_backward_sums": [(x, x, *norm)],

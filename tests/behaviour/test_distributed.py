@@ -135,9 +135,9 @@ def test_wrapped_models_run_as_few_nodes(results_of):
     blocks = {"stages": 6, "residual": 5}
     for case, (nodes, _) in itertools.chain(*(found.items() for found in results_of("train"))):
         model, wrapper, *_ = case
-        expected = {"PreActStage": 2, "BNReLU": 1}
+        expected = {"PreActStage": 2, "NormAct": 1}
         if model == "dense":
-            expected = {"PreActStage": 3, "BNReLUConv": 2, "BNReLU": 1}
+            expected = {"PreActStage": 3, "NormActConv": 2, "NormAct": 1}
         elif "_blocks" in wrapper:
             expected["PreActStage"] = blocks[model]
         if "reentrant" in wrapper:  # stages run in its nodes
