@@ -9,6 +9,8 @@ from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet
 from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
+from preact_kernels.modules.norm_act import NormAct
+from preact_kernels.modules.norm_act_conv import NormActConv
 from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBottleneck
 from preact_kernels.modules.preact_stage import PreActStage
 from preact_kernels.ops.bn_relu import bn_relu
@@ -33,6 +35,8 @@ __all__ = [
     "BackendError",
     "ConversionReport",
     "MemoryPlan",
+    "NormAct",
+    "NormActConv",
     "PreActBasicBlock",
     "PreActBottleneck",
     "PreActResNet",

@@ -1,4 +1,4 @@
-"""How the fused modules read an `nn.BatchNorm2d` child.
+"""How the fused modules read a batch norm.
 
 A fused module reads its children and does not call them. It calls them (`is_bare_norm`) if a child
 has hooks or is a subclass.
@@ -15,16 +15,20 @@ from preact_kernels.ops.plain_operators import has_mixed_dtypes, has_served_para
 from preact_kernels.torch_compat import is_distributed, is_transformed
 
 HALVES = (torch.bfloat16, torch.float16)
+BATCH_NORMS_OF_IMAGES = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
-def is_bare_norm(bn: nn.Module) -> bool:
-    """Whether a fused module may read the parameters of `bn` in place of calling it."""
-    return (
-        type(bn) in (nn.BatchNorm2d, nn.SyncBatchNorm)
-        and not has_hooks(bn)
-        and has_served_parameters(bn)
-        and (bn.running_mean is None) == (bn.running_var is None)
-    )
+def is_bare_norm(norm: nn.Module, types: tuple[type, ...] = BATCH_NORMS_OF_IMAGES) -> bool:
+    """Whether a fused module may read the parameters of `norm` in place of calling it.
+
+    Args:
+        norm: the child.
+        types: classes that the fused module reads; no subclasses of these.
+    """
+    if type(norm) not in types or has_hooks(norm) or not has_served_parameters(norm):
+        return False
+    mean, var = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    return (mean is None) == (var is None)
 
 
 def process_group(bn: nn.Module):
@@ -35,7 +39,7 @@ def process_group(bn: nn.Module):
     return group if torch.distributed.get_world_size(group) > 1 else None
 
 
-def batch_norm_arguments(bn: nn.BatchNorm2d, upcasts: bool = False) -> BatchNorm:
+def batch_norm_arguments(bn: Any, upcasts: bool = False) -> BatchNorm:
     """The arguments of a child's call.
 
     Args:
@@ -55,7 +59,7 @@ def batch_norm_arguments(bn: nn.BatchNorm2d, upcasts: bool = False) -> BatchNorm
         weight, bias = _upcast(weight), _upcast(bias)
         if not training:
             mean, var = _upcast(mean), _upcast(var)
-    group = None if type(bn) is nn.BatchNorm2d else process_group(bn)
+    group = process_group(bn) if type(bn) is nn.SyncBatchNorm else None
     return BatchNorm(
         weight, bias, mean, var, training, momentum, bn.eps, group, batch_count, upcasts
     )

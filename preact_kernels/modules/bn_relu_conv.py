@@ -7,10 +7,12 @@ from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import RELU
 from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm, plain_batch_norm
-from preact_kernels.modules.conv import conv_arguments, is_bare_conv, plain_conv
+from preact_kernels.modules.conv import add_residual, conv_arguments, is_bare_conv, plain_conv
 from preact_kernels.ops import checks
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.plain_operators import runs_plain
+
+fx.wrap("add_residual")  # as `residual` may be None when a symbolic trace runs
 
 
 class BNReLUConv2d(nn.Module):
@@ -104,12 +106,7 @@ class BNReLUConv2d(nn.Module):
         is_fusable = self.fused and is_bare_norm(bn) and is_bare_conv(conv)
         if not is_fusable or runs_plain(x, residual):
             y = plain_conv(conv, F.relu(plain_batch_norm(bn, x), inplace=is_bare_norm(bn)))
-            return y if residual is None else _add_residual(y, residual)
+            return y if residual is None else add_residual(y, residual)
         checks.check_activation("x", x)
         arguments = batch_norm_arguments(bn), RELU, conv_arguments(conv)
         return norm_act_conv_of(x, *arguments, residual, prefix="bn_")
-
-
-@fx.wrap  # as `residual` may be None when a symbolic trace runs
-def _add_residual(y: Tensor, residual: Tensor | None) -> Tensor:
-    return y if residual is None else y + residual

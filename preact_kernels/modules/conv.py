@@ -1,23 +1,29 @@
-"""How the fused modules read an `nn.Conv2d` child."""
+"""How the fused modules read a convolution."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import HALVES
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.plain_operators import has_served_parameters
-from preact_kernels.ops.unit import ConvArguments
+from preact_kernels.ops.unit import ConvArguments, convolve
 from preact_kernels.torch_compat import is_transformed
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-def is_bare_conv(conv: nn.Module) -> bool:
-    """Whether a fused module may read the weights of `conv` in place of calling it."""
+
+def is_bare_conv(conv: nn.Module, types: tuple[type, ...] = (nn.Conv2d,)) -> bool:
+    """Whether a fused module may read the weights of `conv` in place of calling it.
+
+    Args:
+        conv: the child.
+        types: classes that the fused module reads; no subclasses of these.
+    """
     return (
-        type(conv) is nn.Conv2d
+        type(conv) in types
         and conv.padding_mode == "zeros"
         and not has_hooks(conv)
         and has_served_parameters(conv)
@@ -41,18 +47,23 @@ def is_stage_conv(conv: Any) -> bool:
     )
 
 
-def conv_arguments(conv: nn.Conv2d) -> ConvArguments:
+def conv_arguments(conv: Any) -> ConvArguments:
     """The arguments of a child's call."""
     numbers: Any = conv.stride, conv.padding, conv.dilation, conv.groups
     return ConvArguments(conv.weight, conv.bias, *numbers)
 
 
-def plain_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
+def plain_conv(conv: Any, x: Tensor) -> Tensor:
     """`conv(x)` in place of kernels; under transforms, casts a float32 weight to a half `x`."""
-    if not (is_transformed() and is_bare_conv(conv)) or is_autocast(x):
+    if not (is_transformed() and is_bare_conv(conv, CONVOLUTIONS)) or is_autocast(x):
         return conv(x)
     if x.dtype not in HALVES or conv.weight.dtype != torch.float32:
         return conv(x)
-    bias = None if conv.bias is None else conv.bias.to(x.dtype)
-    numbers: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return F.conv2d(x, conv.weight.to(x.dtype), bias, *numbers)
+    weight, bias, *numbers = conv_arguments(conv)
+    bias = None if bias is None else bias.to(x.dtype)
+    return convolve(x, weight.to(x.dtype), bias, *numbers)
+
+
+def add_residual(y: Tensor, residual: Tensor | None) -> Tensor:
+    """`y + residual`, or `y` if that is None."""
+    return y if residual is None else y + residual

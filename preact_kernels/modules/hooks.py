@@ -8,6 +8,7 @@ from preact_kernels import torch_compat
 _CALLED = (
     *("forward", "_call_impl", "_slow_forward"),
     *("_conv_forward", "_check_input_dim", "_check_non_zero_input_channels"),
+    *("_apply_instance_norm", "_get_no_batch_dim", "_handle_no_batch_input"),
     *("units", "projection", "is_fusable", "plain_forward"),
 )
 

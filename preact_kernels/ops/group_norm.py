@@ -81,6 +81,20 @@ class GroupNorm(NamedTuple):
         """Does nothing: there are no running statistics."""
 
 
+class LayerNorm(GroupNorm):
+    """The arguments of a layer norm of whole images, without weight and bias."""
+
+    __slots__ = ()
+
+    def is_channels_last(self, x: Tensor) -> bool:
+        """PyTorch's result is contiguous."""
+        return False
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The norm in PyTorch's own operators, with these parameters."""
+        return F.layer_norm(x, x.shape[1:], weight, bias, self.eps)
+
+
 class InstanceNorm(NamedTuple):
     """The arguments of one instance norm, with or without running statistics."""
 

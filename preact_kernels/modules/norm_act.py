@@ -1,0 +1,65 @@
+"""`NormAct`: a norm and an activation."""
+
+from torch import Tensor, fx, nn
+
+from preact_kernels.modules.activation import (
+    activation_repr,
+    held_activation,
+    hold_activation,
+    plain_activation,
+)
+from preact_kernels.modules.norm import (
+    check_norm,
+    is_readable_norm,
+    norm_arguments,
+    plain_norm,
+)
+from preact_kernels.ops.norm_act import ScaleShift, modulate, norm_act_of
+from preact_kernels.ops.plain_operators import runs_plain
+
+fx.wrap("modulate")  # as scale and shift may be None when a symbolic trace runs
+
+
+class NormAct(nn.Module):
+    """A norm and an activation; saves only the input for backward.
+
+    Equals `act(norm(x) * (1 + scale) + shift)` for its children: `norm`, and `act` if the
+    activation is a module. Children are shared, not copied. A child that has hooks, or is of a
+    subclass, is called.
+
+    Args:
+        norm: `nn.GroupNorm`, `nn.BatchNorm1d`, `2d` or `3d`, `nn.SyncBatchNorm`,
+            `nn.InstanceNorm1d`, `2d` or `3d`, or an `nn.LayerNorm` over `(C, ...)` without
+            `elementwise_affine`.
+        activation: the name of an activation, or a tuple of the name and its parameter, as in
+            `pk.group_norm_act`; or a module, such as `nn.SiLU()`.
+
+    Raises:
+        TypeError: `norm` or `activation` is of another class.
+        ValueError: a layer norm has a weight, or the name of the activation is unknown.
+    """
+
+    fused = True
+
+    def __init__(self, norm: nn.Module, activation: str | tuple[str, float] | nn.Module) -> None:
+        super().__init__()
+        check_norm(norm)
+        self.norm = norm
+        hold_activation(self, activation)
+
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+    ) -> Tensor:
+        """`[N, C, ...]` to the same shape; `scale` and `shift` as in `pk.group_norm_act`."""
+        norm, activation = self.norm, held_activation(self)
+        is_readable = self.fused and is_readable_norm(norm)
+        if activation is None or not is_readable or runs_plain(x, scale, shift):
+            h = plain_norm(norm, x)
+            if scale is not None or shift is not None:
+                h = modulate(h, scale, shift)
+            return plain_activation(self, h)
+        arguments = norm_arguments(norm, x), activation, ScaleShift(scale, shift)
+        return norm_act_of(x, *arguments, prefix="norm.")
+
+    def extra_repr(self) -> str:
+        return activation_repr(self)
