@@ -3,41 +3,147 @@
 #include <cmath>
 
 #include "../host/tensors.h"
+#include "parallel.h"
 
 namespace preact_kernels {
 
+namespace {
+
+// From the values of an image to those of the next in [C] or [N, C].
+int64_t row_stride(const Tensor& t) { return t.dim() == 2 ? t.sizes()[1] : 0; }
+
+int64_t images_of(const Norm& norm) {
+  for (const Tensor& t : {norm.mean, norm.var, norm.weight}) {
+    if (t.dim() == 2) return t.sizes()[0];
+  }
+  return norm.bias.has_value() && norm.bias->dim() == 2 ? norm.bias->sizes()[0] : 1;
+}
+
+// Calls body(row) for the rows of a norm.
+template <class Body>
+void for_norm_rows(int64_t rows, int64_t channels, const Body& body) {
+  if (rows == 1) {
+    body(0);
+  } else {
+    for_rows(rows, channels, body);
+  }
+}
+
+}  // namespace
+
 template <class A>
 Normalisation<A>::Normalisation(const Norm& norm, int64_t channels)
-    : mean(data<A>(norm.mean)), bias(data<A>(norm.bias)), scale(channels), rstd(channels) {
+    : has_rows(norm.has_rows()),
+      mean_(data<A>(norm.mean)),
+      bias_(data<A>(norm.bias)),
+      mean_stride_(row_stride(norm.mean)),
+      bias_stride_(norm.bias.has_value() ? row_stride(*norm.bias) : 0),
+      scale_stride_(std::max(row_stride(norm.var), row_stride(norm.weight))),
+      activation_(norm.activation) {
   const A *var = data<A>(norm.var), *weight = data<A>(norm.weight);
-  for (int64_t c = 0; c < channels; ++c) {
-    rstd[c] = 1 / std::sqrt(double(var[c]) + norm.eps);
-    scale[c] = static_cast<A>(weight[c] * rstd[c]);
-  }
+  const int64_t var_stride = row_stride(norm.var), weight_stride = row_stride(norm.weight);
+  const int64_t rows = scale_stride_ == 0 ? 1 : images_of(norm);
+  scale_.resize(rows * channels);
+  rstd_.resize(rows * channels);
+  for_norm_rows(rows, channels, [&](int64_t row) {
+    for (int64_t c = 0; c < channels; ++c) {
+      const double rstd = 1 / std::sqrt(double(var[row * var_stride + c]) + norm.eps);
+      rstd_[row * channels + c] = rstd;
+      scale_[row * channels + c] = static_cast<A>(weight[row * weight_stride + c] * rstd);
+    }
+  });
 }
 
 template <class A>
 InputGradient<A>::InputGradient(const AffineStep& step, int64_t channels)
-    : a(channels),
-      b(channels),
-      c(channels),
-      mean(data<A>(step.norm.mean)),
-      in_training(step.inv_count != 0) {
+    : mean_(data<A>(step.norm.mean)),
+      mean_stride_(row_stride(step.norm.mean)),
+      stride_(step.norm.has_rows() ? channels : 0),
+      in_training_(step.inv_count != 0) {
   const A *var = data<A>(step.norm.var), *weight = data<A>(step.norm.weight);
-  const A* sums = data<A>(step.sums);
-  for (int64_t i = 0; i < channels; ++i) {
-    const double rstd = 1 / std::sqrt(double(var[i]) + step.norm.eps);
-    const double scale = weight[i] * rstd;
-    a[i] = static_cast<A>(scale);
-    if (!in_training) continue;
-    b[i] = static_cast<A>(-scale * rstd * sums[channels + i] * step.inv_count);
-    c[i] = static_cast<A>(-scale * sums[i] * step.inv_count);
+  const int64_t var_stride = row_stride(step.norm.var);
+  const int64_t weight_stride = row_stride(step.norm.weight);
+  const bool has_rows = step.norm.has_rows();
+  const int64_t rows = has_rows ? images_of(step.norm) : 1;
+  const A *sums = data<A>(step.sums), *products = sums + rows * channels;
+  a_.resize(rows * channels);
+  b_.resize(rows * channels);
+  c_.resize(rows * channels);
+  for_norm_rows(rows, channels, [&](int64_t row) {
+    for (int64_t i = 0; i < channels; ++i) {
+      const int64_t at = row * channels + i;
+      const double rstd = 1 / std::sqrt(double(var[row * var_stride + i]) + step.norm.eps);
+      const double scale = weight[row * weight_stride + i] * rstd;
+      a_[at] = static_cast<A>(scale);
+      if (!in_training_) continue;
+      const double pooled = has_rows ? rstd : scale;  // pooled sums contain the weight
+      b_[at] = static_cast<A>(-pooled * rstd * products[at] * step.inv_count);
+      c_[at] = static_cast<A>(-pooled * sums[at] * step.inv_count);
+    }
+  });
+}
+
+template <class A>
+void merge_groups(const A* tiles, const PixelTiles& sizes, int64_t channels, int64_t groups,
+                  A* mean_out, A* var_out) {
+  const int64_t size = channels / groups;
+  const double values = static_cast<double>(sizes.pixels * size);
+  for (int64_t first = 0; first < channels; first += size) {
+    const double origin = tiles[first];
+    double sum = 0, squares = 0;
+    // Calls body(pixels, pivot, sum(d), sum(d^2)).
+    const auto for_parts = [&](const auto& body) {
+      for (int64_t t = 0; t < sizes.count; ++t) {
+        const A* tile = tiles + t * 3 * channels;
+        const double n = static_cast<double>(sizes.length(t));
+        for (int64_t c = first; c < first + size; ++c) {
+          body(n, double(tile[c]), double(tile[channels + c]), double(tile[2 * channels + c]));
+        }
+      }
+    };
+    for_parts([&](double n, double pivot, double d, double) { sum += n * (pivot - origin) + d; });
+    const double mean = origin + sum / values;
+    for_parts([&](double n, double pivot, double d, double square) {
+      const double from_pivot = d / n, from_mean = pivot + from_pivot - mean;
+      squares += (square - d * from_pivot) + n * from_mean * from_mean;
+    });
+    // Not std::max: NaN must stay NaN.
+    const double var = squares < 0 ? 0 : squares / values;
+    std::fill_n(mean_out + first, size, static_cast<A>(mean));
+    std::fill_n(var_out + first, size, static_cast<A>(var));
   }
 }
 
-template struct Normalisation<float>;
-template struct Normalisation<double>;
-template struct InputGradient<float>;
-template struct InputGradient<double>;
+template <class A>
+void merge_sums(const double* tiles, int64_t count, int64_t channels, const double* rstd, A* out,
+                A* products) {
+  std::vector<double> total(2 * channels);
+  for (int64_t t = 0; t < count; ++t) {
+    const double* p = tiles + t * 2 * channels;
+    for (int64_t i = 0; i < 2 * channels; ++i) total[i] += p[i];
+  }
+  for (int64_t c = 0; c < channels; ++c) {
+    out[c] = static_cast<A>(total[c]);
+    products[c] = static_cast<A>(total[channels + c] * rstd[c]);
+  }
+}
+
+template <class A>
+void TileSums<A>::merge(const Normalisation<A>& norm, int64_t images, A* out) {
+  const int64_t rows = norm.has_rows ? images : 1, of_row = tiles / rows;
+  for_norm_rows(rows, of_row * channels, [&](int64_t row) {
+    A* to = out + row * channels;
+    merge_sums(tile(row * of_row), of_row, channels, norm.rstd(row), to, to + rows * channels);
+  });
+}
+
+#define PK_INSTANTIATE(A)                                                                      \
+  template class Normalisation<A>;                                                             \
+  template class InputGradient<A>;                                                             \
+  template struct TileSums<A>;                                                                 \
+  template void merge_groups<A>(const A*, const PixelTiles&, int64_t, int64_t, A*, A*);        \
+  template void merge_sums<A>(const double*, int64_t, int64_t, const double*, A*, A*);
+PK_INSTANTIATE(float)
+PK_INSTANTIATE(double)
 
 }  // namespace preact_kernels

@@ -13,27 +13,61 @@ namespace preact_kernels {
 struct Norm;
 struct AffineStep;
 
-// p = (x - mean) * scale + bias. Subtracting the mean first avoids cancellation where it is large
-// compared with the deviation.
+// What normalises and activates an image: p = (x - mean) * scale + bias. Subtracting the mean first
+// avoids cancellation where it is large compared with the deviation.
 template <class A>
-struct Normalisation {
-  const A* mean;
-  const A* bias;
-  std::vector<A> scale;
-  std::vector<double> rstd;
-
-  Normalisation(const Norm& norm, int64_t channels);
+struct NormRow {
+  const A *mean, *scale, *bias;
+  ActivationFunction activation;
 };
 
-// The coefficients of an affine step: A*g + B*(x - mean) + C. In evaluation mode it is A*g, and x
-// is not read: NaN does not spread.
+// The rows of a norm: one, or one for each image.
 template <class A>
-struct InputGradient {
-  std::vector<A> a, b, c;
-  const A* mean;
-  bool in_training;
+class Normalisation {
+ public:
+  const bool has_rows;
 
+  Normalisation(const Norm& norm, int64_t channels);
+
+  NormRow<A> row(int64_t image) const {
+    return {mean_ + image * mean_stride_, scale_.data() + image * scale_stride_,
+            bias_ + image * bias_stride_, activation_};
+  }
+  const double* rstd(int64_t image) const { return rstd_.data() + image * scale_stride_; }
+
+ private:
+  const A *mean_, *bias_;
+  int64_t mean_stride_, bias_stride_, scale_stride_;  // from an image to the next, or 0
+  ActivationFunction activation_;
+  std::vector<A> scale_;
+  std::vector<double> rstd_;
+};
+
+// The coefficients of an affine step for an image: A*g + B*(x - mean) + C. In evaluation mode it is
+// A*g, and x is not read: NaN does not spread.
+template <class A>
+struct GradientRow {
+  const A *a, *b, *c, *mean;
+  bool in_training;
+};
+
+// The rows of an affine step: one, or one for each image.
+template <class A>
+class InputGradient {
+ public:
   InputGradient(const AffineStep& step, int64_t channels);
+
+  GradientRow<A> row(int64_t image) const {
+    const int64_t at = image * stride_;
+    return {a_.data() + at, b_.data() + at, c_.data() + at, mean_ + image * mean_stride_,
+            in_training_};
+  }
+
+ private:
+  const A* mean_;
+  int64_t mean_stride_, stride_;
+  bool in_training_;
+  std::vector<A> a_, b_, c_;
 };
 
 // The tensors of a deferred gradient and its result.
@@ -59,6 +93,23 @@ struct PixelTiles {
   }
   int64_t first(int64_t tile) const { return tile * size; }
   int64_t length(int64_t tile) const { return std::min(size, pixels - first(tile)); }
+};
+
+// The tiles of a batch; with rows each is a part of an image.
+struct BatchTiles {
+  int64_t images, of_image, count;
+  PixelTiles tiles;  // of an image, or of the whole batch
+
+  BatchTiles(const Activation& size, bool has_rows)
+      : images(has_rows ? size.images : 1), tiles(size.pixels() / images, size.channels) {
+    of_image = tiles.count;
+    count = images * of_image;
+  }
+  int64_t image(int64_t tile) const { return tile / of_image; }
+  int64_t first(int64_t tile) const {
+    return image(tile) * tiles.pixels + tiles.first(tile % of_image);
+  }
+  int64_t length(int64_t tile) const { return tiles.length(tile % of_image); }
 };
 
 // Sums per channel over tiles of pixels, for mean and variance. A tile sums d = x - pivot, where
@@ -109,6 +160,12 @@ struct TileStatistics {
   }
 };
 
+// Merges the statistics of the tiles (TileStatistics) of an image, in order and in float64, over
+// groups of channels too. Relative to a pivot: the mean of equal values is exact.
+template <class A>
+void merge_groups(const A* tiles, const PixelTiles& sizes, int64_t channels, int64_t groups,
+                  A* mean_out, A* var_out);
+
 // Sums of g and of g * (x - mean) over tiles, [tiles, 2, channels]. float64: rounding here would
 // round the result.
 template <class A>
@@ -123,18 +180,14 @@ struct TileSums {
 
   double* tile(int64_t index) { return partials + index * 2 * channels; }
 
-  // out = [sum(g), sum(g * xhat)]. Adds the tiles in order, in float64.
-  void merge(const Normalisation<A>& norm, A* out) {
-    std::vector<double> total(2 * channels);
-    for (int64_t t = 0; t < tiles; ++t) {
-      const double* p = tile(t);
-      for (int64_t i = 0; i < 2 * channels; ++i) total[i] += p[i];
-    }
-    for (int64_t c = 0; c < channels; ++c) {
-      out[c] = static_cast<A>(total[c]);
-      out[channels + c] = static_cast<A>(total[channels + c] * norm.rstd[c]);
-    }
-  }
+  // out = [sum(g), sum(g * xhat)], [2, channels] of the batch or [2, images, channels] of each
+  // image, which has equally many tiles. Adds the tiles in order, in float64.
+  void merge(const Normalisation<A>& norm, int64_t images, A* out);
 };
+
+// Adds the sums of some tiles: out = sum(g), products = sum(g * xhat).
+template <class A>
+void merge_sums(const double* tiles, int64_t count, int64_t channels, const double* rstd, A* out,
+                A* products);
 
 }  // namespace preact_kernels

@@ -21,8 +21,35 @@ void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& 
   });
 }
 
-void launch_group_stats(const Activation&, const Tensor&, int64_t, const Statistics&) {
-  STD_TORCH_CHECK(false, "group_stats");
+void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+                        const Statistics& of_x) {
+  for_dtype(x.scalar_type(), [&](auto value) {
+    using T = decltype(value);
+    using A = Accumulate<T>;
+    const int64_t channels = size.channels;
+    const T* from = data<T>(x);
+    A *mean = mutable_data<A>(of_x.mean), *var = mutable_data<A>(of_x.var);
+    const BatchTiles tiles(size, true);
+    const auto merge = [&](int64_t image, const A* of_image) {
+      merge_groups(of_image, tiles.tiles, channels, groups, mean + image * channels,
+                   var + image * channels);
+    };
+    const int64_t tile_values = 3 * channels;
+    const bool is_whole = tiles.of_image == 1;
+    A* partials = is_whole ? nullptr
+                           : thread_buffer<A, Use::kPartials>(tiles.count * tile_values);
+    for_tiles(tiles.count, [&](int64_t tile) {
+      A* statistics = is_whole ? thread_buffer<A, Use::kScratch>(tile_values)
+                               : partials + tile * tile_values;
+      PK_CALL(tile_statistics, from + tiles.first(tile) * channels, tiles.length(tile), channels,
+              statistics);
+      if (is_whole) merge(tile, statistics);
+    });
+    if (is_whole) return;
+    for_tiles(tiles.images, [&](int64_t image) {
+      merge(image, partials + image * tiles.of_image * tile_values);
+    });
+  });
 }
 
 // running = (1 - momentum) * running + momentum * batch, contiguous float32, for many vectors.

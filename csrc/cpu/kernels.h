@@ -7,6 +7,16 @@
 namespace preact_kernels {
 
 PK_FOR_EACH_ISA(
+    // activation
+    // values = act(values).
+    template <class T>
+    void activate(const ActivationFunction& activation, T* values, int64_t count);
+
+    // gradient *= act'(p). `count` is a multiple of the lanes.
+    template <class A>
+    void multiply_by_derivative(const ActivationFunction& activation, const A* p, A* gradient,
+                                int64_t count);
+
     // bn_stats
     template <class T>
     void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics);
@@ -16,17 +26,17 @@ PK_FOR_EACH_ISA(
 
     // norm_act
     template <class T> void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
-                                          const Normalisation<Accumulate<T>>& norm);
+                                          const NormRow<Accumulate<T>>& norm);
 
     template <class T, bool kStore>
     void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
-                   int64_t channels, const Normalisation<Accumulate<T>>& norm, double* sums);
+                   int64_t channels, const NormRow<Accumulate<T>>& norm, double* sums);
 
     template <class T, bool kMask, bool kHasSkip>
     void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>,
                              const GradientPointers<T>& tile, int64_t pixels, int64_t channels,
-                             const Normalisation<Accumulate<T>>& norm,
-                             const InputGradient<Accumulate<T>>& gradient);
+                             const NormRow<Accumulate<T>>& norm,
+                             const GradientRow<Accumulate<T>>& gradient);
 
     // conv_weights
     template <class T>

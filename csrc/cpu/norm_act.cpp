@@ -11,10 +11,11 @@ void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm
     const Normalisation<Accumulate<T>> normalisation(norm, size.channels);
     const T* from = data<T>(x);
     T* to = mutable_data<T>(y);
-    const PixelTiles tiles(size.pixels(), size.channels);
+    const BatchTiles tiles(size, normalisation.has_rows);
     for_tiles(tiles.count, [&](int64_t tile) {
       const int64_t at = tiles.first(tile) * size.channels;
-      PK_CALL(tile_norm_act, from + at, to + at, tiles.length(tile), size.channels, normalisation);
+      PK_CALL(tile_norm_act, from + at, to + at, tiles.length(tile), size.channels,
+              normalisation.row(tiles.image(tile)));
     });
   });
 }
@@ -28,14 +29,23 @@ void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, con
     const T* gradient = data<T>(dy);
     const T* from = data<T>(x);
     T* to = stores_g ? mutable_data<T>(*g) : nullptr;
-    const PixelTiles tiles(size.pixels(), size.channels);
-    TileSums<A> partial(tiles.count, size.channels);
+    const BatchTiles tiles(size, normalisation.has_rows);
+    // The sums of an image of one tile are complete.
+    const bool is_whole = normalisation.has_rows && tiles.of_image == 1;
+    TileSums<A> partial(is_whole ? 0 : tiles.count, size.channels);
+    A* out = mutable_data<A>(sums);
     for_tiles(tiles.count, [&](int64_t tile) {
-      const int64_t at = tiles.first(tile) * size.channels;
+      const int64_t at = tiles.first(tile) * size.channels, image = tiles.image(tile);
+      double* of_tile = is_whole ? thread_buffer<double, Use::kScratch>(2 * size.channels)
+                                 : partial.tile(tile);
       PK_CALL(tile_mask, stores_g, gradient + at, from + at, stores_g ? to + at : to,
-              tiles.length(tile), size.channels, normalisation, partial.tile(tile));
+              tiles.length(tile), size.channels, normalisation.row(image), of_tile);
+      if (!is_whole) return;
+      A* sum = out + image * size.channels;
+      merge_sums(of_tile, 1, size.channels, normalisation.rstd(image), sum,
+                 sum + size.images * size.channels);
     });
-    partial.merge(normalisation, mutable_data<A>(sums));
+    if (!is_whole) partial.merge(normalisation, size.images, out);
   };
   for_dtype(x.scalar_type(), [&](auto value) {
     g != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
@@ -52,10 +62,12 @@ void launch_norm_input_gradient(const Activation& size, const Gradient& gradient
     const InputGradient<A> coefficients(step, size.channels);
     const GradientPointers<T> all{data<T>(step.skip), data<T>(gradient.g), data<T>(step.x),
                                   mutable_data<T>(dx)};
-    const PixelTiles tiles(size.pixels(), size.channels);
+    const BatchTiles tiles(size, step.norm.has_rows());
     for_tiles(tiles.count, [&](int64_t tile) {
+      const int64_t image = tiles.image(tile);
       PK_CALL(tile_input_gradient, masks, has_skip, all.from(tiles.first(tile) * size.channels),
-              tiles.length(tile), size.channels, normalisation, coefficients);
+              tiles.length(tile), size.channels, normalisation.row(image),
+              coefficients.row(image));
     });
   };
   for_dtype(step.x.scalar_type(), [&](auto value) {

@@ -144,7 +144,7 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const U
                         thread_buffer<A, Use::kScratch>(scratch));
       }
     });
-    if (wanted.g) partial_sums.merge(normalisation, mutable_data<A>(gradients.sums));
+    if (wanted.g) partial_sums.merge(normalisation, conv.images, mutable_data<A>(gradients.sums));
     if (wanted.weight) dweight.merge();
   });
 }

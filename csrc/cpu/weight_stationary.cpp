@@ -228,7 +228,7 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
       weight_gradient(i - input_tasks);
     }
   });
-  if (wanted.g) partial_sums.merge(op.norm, mutable_data<A>(gradients.sums));
+  if (wanted.g) partial_sums.merge(op.norm, conv.images, mutable_data<A>(gradients.sums));
 }
 
 #define PK_INSTANTIATE(T)                                                                       \

@@ -77,19 +77,20 @@ PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int6
     const T* x = dy.tensors.x + offset;
     const T* skip = dy.tensors.skip == nullptr ? nullptr : dy.tensors.skip + offset;
     T* stored = stores && dy.tensors.dx != nullptr ? dy.tensors.dx + offset : nullptr;
+    const GradientRow<A> row = coefficients->row(0);
     Vector<A> m[kVectors], a[kVectors], b[kVectors], c[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = first + v * kLanes<A>;
-      m[v] = load(coefficients->mean + at, lanes);
-      a[v] = load(coefficients->a.data() + at, lanes);
-      b[v] = load(coefficients->b.data() + at, lanes);
-      c[v] = load(coefficients->c.data() + at, lanes);
+      m[v] = load(row.mean + at, lanes);
+      a[v] = load(row.a + at, lanes);
+      b[v] = load(row.b + at, lanes);
+      c[v] = load(row.c + at, lanes);
     }
     for (int64_t p = 0; p < pixels; ++p) {
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = p * channels + first + v * kLanes<A>;
         const Vector<A> centred =
-            coefficients->in_training ? load(x + at, lanes) - m[v] : Vector<A>{};
+            row.in_training ? load(x + at, lanes) - m[v] : Vector<A>{};
         Vector<A> value = a[v] * load(g + at, lanes) + (b[v] * centred + c[v]);
         if (skip != nullptr) value += load(skip + at, lanes);
         if constexpr (std::is_same_v<O, A>) value = as_stored(g, value);

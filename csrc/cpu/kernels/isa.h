@@ -8,16 +8,20 @@
 
 #include "../types.h"
 
-// Calls macro(T) for the storage types of all kernels, and of convolutions.
+// Calls macro(T) for the storage types of all kernels, and of convolutions; macro(A) for the types
+// of sums.
 #define PK_FOR_DTYPES(macro) macro(double) PK_FOR_CONV_DTYPES(macro)
 #define PK_FOR_CONV_DTYPES(macro) macro(float) macro(BFloat16) macro(Float16)
+#define PK_FOR_SUM_TYPES(macro) macro(float) macro(double)
 
 #if !defined(__x86_64__) && (defined(PK_AVX2) || defined(PK_AVX512) || defined(PK_AVX512_BF16))
 // An empty unit.
 #undef PK_FOR_DTYPES
 #undef PK_FOR_CONV_DTYPES
+#undef PK_FOR_SUM_TYPES
 #define PK_FOR_DTYPES(macro)
 #define PK_FOR_CONV_DTYPES(macro)
+#define PK_FOR_SUM_TYPES(macro)
 #undef PK_AVX2
 #undef PK_AVX512
 #undef PK_AVX512_BF16

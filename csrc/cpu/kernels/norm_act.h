@@ -1,4 +1,4 @@
-// Batch norm and ReLU over a tile of pixels.
+// Norm and activation over a tile of pixels.
 #pragma once
 
 #include <algorithm>
@@ -8,80 +8,154 @@
 
 PK_BEGIN_ISA
 
-// y = relu(p).
+// y = act(p).
 template <class T>
 void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
-                   const Normalisation<Accumulate<T>>& norm) {
-  normalise(x, y, channels, pixels, channels, norm);
+                   const NormRow<Accumulate<T>>& norm) {
+  constexpr int64_t kPartValues = 2048, kLeastPixels = 8;  // p stays in the first-level cache
+  const int64_t part = norm.activation.kind == ActivationKind::kRelu
+                           ? pixels
+                           : std::max(kPartValues / channels, kLeastPixels);
+  for (int64_t first = 0; first < pixels; first += part) {
+    const int64_t at = first * channels, count = std::min(part, pixels - first);
+    normalise(x + at, y + at, channels, count, channels, norm);
+  }
 }
 
-// g = dy * [p > 0], stored with kStore, and the sums (TileSums) of g as stored: sums of few pixels
+// A sum in vectors is of at most this many pixels.
+constexpr int64_t kShortSum = 16;
+
+// dy * act'(p) for kVectors vectors of channels of a few pixels: with kRelu computed when it is
+// asked for, else in a buffer.
+template <class T, int kVectors, bool kRelu>
+struct MaskedGradient {
+  using A = Accumulate<T>;
+  static constexpr int64_t kWidth = kVectors * kLanes<A>;
+  alignas(64) A values[kRelu ? 1 : kShortSum * kWidth];
+
+  // Fills the buffer for pixels of x and dy that begin at these pointers.
+  template <class Lanes>
+  PK_INLINE void fill(const T* x, const T* dy, int64_t pixels, int64_t channels,
+                      const NormVectors<A, kVectors>& n, const ActivationFunction& activation,
+                      Lanes lanes) {
+    if constexpr (!kRelu) {
+      alignas(64) A p_values[kShortSum * kWidth];
+      for (int64_t p = 0; p < pixels; ++p) {
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t at = p * channels + v * kLanes<A>, to = p * kWidth + v * kLanes<A>;
+          const Vector<A> d = load(x + at, lanes) - n.mean[v];
+          store(p_values + to, as_stored(x, d * n.scale[v] + n.bias[v]));
+          store(values + to, load(dy + at, lanes));
+        }
+      }
+      multiply_by_derivative(activation, p_values, values, pixels * kWidth);
+    }
+  }
+
+  PK_INLINE Vector<A> at(int64_t pixel, int v, Vector<A> p, Vector<A> dy) const {
+    return kRelu ? where_active(p, dy) : load(values + pixel * kWidth + v * kLanes<A>);
+  }
+};
+
+// Calls body(kRelu) with a constant.
+template <class Body>
+PK_INLINE void with_relu(const ActivationFunction& activation, const Body& body) {
+  if (activation.kind == ActivationKind::kRelu) {
+    body(std::true_type{});
+  } else {
+    body(std::false_type{});
+  }
+}
+
+// g = dy * act'(p), stored with kStore, and the sums (TileSums) of g as stored: sums of few pixels
 // in vectors, their sums in float64.
 template <class T, bool kStore>
 void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
-               int64_t channels, const Normalisation<Accumulate<T>>& norm, double* sums) {
+               int64_t channels, const NormRow<Accumulate<T>>& norm, double* sums) {
   using A = Accumulate<T>;
-  constexpr int64_t kShortSum = 16;
   std::fill(sums, sums + 2 * channels, 0.0);
-  for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
-    constexpr int kVectors = decltype(vectors)::value;
-    const NormVectors<A, kVectors> n(norm, c, lanes, true);
-    for (int64_t first = 0; first < pixels; first += kShortSum) {
-      Vector<A> short_sum[kVectors] = {}, short_product[kVectors] = {};
-      for (int64_t p = first; p < std::min(first + kShortSum, pixels); ++p) {
+  with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
+    for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
+      constexpr int kVectors = decltype(vectors)::value;
+      const NormVectors<A, kVectors> n(norm, c, lanes, true);
+      MaskedGradient<T, kVectors, decltype(is_relu)::value> gradient;
+      for (int64_t first = 0; first < pixels; first += kShortSum) {
+        const int64_t end = std::min(first + kShortSum, pixels);
+        gradient.fill(x + first * channels + c, dy + first * channels + c, end - first, channels, n,
+                      norm.activation, lanes);
+        Vector<A> short_sum[kVectors] = {}, short_product[kVectors] = {};
+        for (int64_t p = first; p < end; ++p) {
+          for (int v = 0; v < kVectors; ++v) {
+            const int64_t at = p * channels + c + v * kLanes<A>;
+            const Vector<A> d = load(x + at, lanes) - n.mean[v];
+            const Vector<A> masked =
+                as_stored(x, gradient.at(p - first, v, d * n.scale[v] + n.bias[v],
+                                         load(dy + at, lanes)));
+            if constexpr (kStore) store(g + at, masked, lanes);
+            short_sum[v] += masked;
+            short_product[v] += masked * d;
+          }
+        }
         for (int v = 0; v < kVectors; ++v) {
-          const int64_t at = p * channels + c + v * kLanes<A>;
-          const Vector<A> d = load(x + at, lanes) - n.mean[v];
-          const Vector<A> masked =
-              as_stored(x, where_active(d * n.scale[v] + n.bias[v], load(dy + at, lanes)));
-          if constexpr (kStore) store(g + at, masked, lanes);
-          short_sum[v] += masked;
-          short_product[v] += masked * d;
+          const int64_t at = c + v * kLanes<A>;
+          for (int i = 0; i < lanes; ++i) {
+            sums[at + i] += short_sum[v][i];
+            sums[channels + at + i] += short_product[v][i];
+          }
         }
       }
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = c + v * kLanes<A>;
-        for (int i = 0; i < lanes; ++i) {
-          sums[at + i] += short_sum[v][i];
-          sums[channels + at + i] += short_product[v][i];
-        }
-      }
-    }
+    });
   });
 }
 
-// dx = [skip +] a*g + b*(x - mean) + c; with kMask, g is first set to 0 where p <= 0.
+// dx = [skip +] a*g + b*(x - mean) + c; with kMask, g is first multiplied by act'(p).
 template <class T, bool kMask, bool kHasSkip>
 void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>,
                          const GradientPointers<T>& tile, int64_t pixels, int64_t channels,
-                         const Normalisation<Accumulate<T>>& norm,
-                         const InputGradient<Accumulate<T>>& gradient) {
+                         const NormRow<Accumulate<T>>& norm,
+                         const GradientRow<Accumulate<T>>& gradient) {
   using A = Accumulate<T>;
   const T *skip = tile.skip, *g = tile.g, *x = tile.x;
   T* dx = tile.dx;
-  for_channel_blocks<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
-    constexpr int kVectors = decltype(vectors)::value;
-    const NormVectors<A, kVectors> n(norm, first, lanes, kMask);
-    Vector<A> a[kVectors], b[kVectors], c[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = first + v * kLanes<A>;
-      a[v] = load(gradient.a.data() + at, lanes);
-      b[v] = load(gradient.b.data() + at, lanes);
-      c[v] = load(gradient.c.data() + at, lanes);
-    }
-    for (int64_t p = 0; p < pixels; ++p) {
+  const auto run = [&](auto is_relu) PK_LAMBDA {
+    constexpr bool kRelu = decltype(is_relu)::value;
+    for_channel_blocks<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
+      constexpr int kVectors = decltype(vectors)::value;
+      const NormVectors<A, kVectors> n(norm, first, lanes, kMask);
+      Vector<A> a[kVectors], b[kVectors], c[kVectors];
       for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = p * channels + first + v * kLanes<A>;
-        const Vector<A> d = load(x + at, lanes) - n.mean[v];
-        Vector<A> masked = load(g + at, lanes);
-        if constexpr (kMask) masked = where_active(d * n.scale[v] + n.bias[v], masked);
-        Vector<A> result = a[v] * masked;
-        if (gradient.in_training) result += b[v] * d + c[v];
-        if constexpr (kHasSkip) result += load(skip + at, lanes);
-        store(dx + at, result, lanes);
+        const int64_t at = first + v * kLanes<A>;
+        a[v] = load(gradient.a + at, lanes);
+        b[v] = load(gradient.b + at, lanes);
+        c[v] = load(gradient.c + at, lanes);
       }
-    }
-  });
+      MaskedGradient<T, kVectors, kRelu> activated;
+      const int64_t part = kRelu ? pixels : kShortSum;
+      for (int64_t begin = 0; begin < pixels; begin += part) {
+        const int64_t end = std::min(begin + part, pixels), from = begin * channels + first;
+        activated.fill(x + from, g + from, end - begin, channels, n, norm.activation, lanes);
+        for (int64_t p = begin; p < end; ++p) {
+          for (int v = 0; v < kVectors; ++v) {
+            const int64_t at = p * channels + first + v * kLanes<A>;
+            const Vector<A> d = load(x + at, lanes) - n.mean[v];
+            Vector<A> masked = load(g + at, lanes);
+            if constexpr (kMask) {
+              masked = activated.at(p - begin, v, d * n.scale[v] + n.bias[v], masked);
+            }
+            Vector<A> result = a[v] * masked;
+            if (gradient.in_training) result += b[v] * d + c[v];
+            if constexpr (kHasSkip) result += load(skip + at, lanes);
+            store(dx + at, result, lanes);
+          }
+        }
+      }
+    });
+  };
+  if constexpr (kMask) {
+    with_relu(norm.activation, run);
+  } else {
+    run(std::true_type{});
+  }
 }
 
 #define PK_INSTANTIATE(T)                                                                     \

@@ -55,7 +55,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     const T* from = x + strip.in.first_pixel * channels;
     T* to = op.g + strip.in.first_pixel * channels;
     const int64_t step = conv.stride.w * channels;
-    const Normalisation<A>& norm = op.norm;
+    const NormRow<A> norm = op.norm.row(0);
     const auto finish = [=, &norm](const auto& acc, int64_t image, int64_t pixel,
                                    int64_t c) PK_LAMBDA {
       finish_input_gradient(acc, from, to, pixel, c, channels, step, norm,
@@ -72,7 +72,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   if (!normalised) {
     fill_haloed(activation, a_operand, strip.in, strip.images, conv,
                 [&](O* row, int64_t pixel) PK_LAMBDA {
-                  normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm);
+                  normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm.row(0));
                 });
   }
   O* pairs = activation + strip.images * a_operand.values();

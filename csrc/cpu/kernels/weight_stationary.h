@@ -70,7 +70,7 @@ void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const
   const int64_t channels = conv.in_channels, step = operand.images * operand.step();
   fill_part(static_cast<O*>(memory), operand, conv, strip, strip.in, part,
             [&](O* out, int64_t pixel, int64_t count)
-                PK_LAMBDA { normalise(x + pixel * channels, out, step, count, channels, norm); });
+                PK_LAMBDA { normalise(x + pixel * channels, out, step, count, channels, norm.row(0)); });
 }
 
 // A part of the gradient of the output, also stored if it is wanted.
@@ -229,7 +229,7 @@ void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T
       task, for_pixels,
       [&](const auto& acc, int64_t tile, int64_t, int64_t pixel, int64_t c) PK_LAMBDA {
         finish_input_gradient(acc, op.x + first, op.g + first, pixel, c, channels, channels,
-                              op.norm, of_g + tile * 2 * channels, false, nullptr);
+                              op.norm.row(0), of_g + tile * 2 * channels, false, nullptr);
       });
   for (int64_t i = 0; i < rows; ++i) {
     std::copy(of_g + i * channels + begin, of_g + i * channels + end,

@@ -1,0 +1,2 @@
+#define PK_AVX512_BF16
+#include "../kernels/activation.h"
