@@ -12,13 +12,6 @@ namespace {
 // From the values of an image to those of the next in [C] or [N, C].
 int64_t row_stride(const Tensor& t) { return t.dim() == 2 ? t.sizes()[1] : 0; }
 
-int64_t images_of(const Norm& norm) {
-  for (const Tensor& t : {norm.mean, norm.var, norm.weight}) {
-    if (t.dim() == 2) return t.sizes()[0];
-  }
-  return norm.bias.has_value() && norm.bias->dim() == 2 ? norm.bias->sizes()[0] : 1;
-}
-
 // Calls body(row) for the rows of a norm.
 template <class Body>
 void for_norm_rows(int64_t rows, int64_t channels, const Body& body) {
@@ -42,7 +35,7 @@ Normalisation<A>::Normalisation(const Norm& norm, int64_t channels)
       activation_(norm.activation) {
   const A *var = data<A>(norm.var), *weight = data<A>(norm.weight);
   const int64_t var_stride = row_stride(norm.var), weight_stride = row_stride(norm.weight);
-  const int64_t rows = scale_stride_ == 0 ? 1 : images_of(norm);
+  const int64_t rows = scale_stride_ == 0 ? 1 : (var_stride != 0 ? norm.var : norm.weight).sizes()[0];
   scale_.resize(rows * channels);
   rstd_.resize(rows * channels);
   for_norm_rows(rows, channels, [&](int64_t row) {
@@ -58,13 +51,13 @@ template <class A>
 InputGradient<A>::InputGradient(const AffineStep& step, int64_t channels)
     : mean_(data<A>(step.norm.mean)),
       mean_stride_(row_stride(step.norm.mean)),
-      stride_(step.norm.has_rows() ? channels : 0),
+      stride_(step.has_rows() ? channels : 0),
       in_training_(step.inv_count != 0) {
   const A *var = data<A>(step.norm.var), *weight = data<A>(step.norm.weight);
   const int64_t var_stride = row_stride(step.norm.var);
   const int64_t weight_stride = row_stride(step.norm.weight);
-  const bool has_rows = step.norm.has_rows();
-  const int64_t rows = has_rows ? images_of(step.norm) : 1;
+  const bool has_rows = step.has_rows();
+  const int64_t rows = has_rows ? step.sums.sizes()[1] : 1;
   const A *sums = data<A>(step.sums), *products = sums + rows * channels;
   a_.resize(rows * channels);
   b_.resize(rows * channels);

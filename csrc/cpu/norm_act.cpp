@@ -62,7 +62,7 @@ void launch_norm_input_gradient(const Activation& size, const Gradient& gradient
     const InputGradient<A> coefficients(step, size.channels);
     const GradientPointers<T> all{data<T>(step.skip), data<T>(gradient.g), data<T>(step.x),
                                   mutable_data<T>(dx)};
-    const BatchTiles tiles(size, step.norm.has_rows());
+    const BatchTiles tiles(size, step.has_rows());
     for_tiles(tiles.count, [&](int64_t tile) {
       const int64_t image = tiles.image(tile);
       PK_CALL(tile_input_gradient, masks, has_skip, all.from(tiles.first(tile) * size.channels),

@@ -217,7 +217,7 @@ def step_sums(sums: Tensor, norm: Norm, groups: int | None, process_group) -> Te
         shape = weighted.shape
         weighted = weighted.view(2, shape[1], groups, -1)
         shared = weighted.mean(3, keepdim=True).expand(weighted.shape)
-        return shared.reshape(shape)
+        return shared.reshape(shape).contiguous()
     return shared.expand_as(weighted).contiguous()
 
 
