@@ -35,7 +35,8 @@ Normalisation<A>::Normalisation(const Norm& norm, int64_t channels)
       activation_(norm.activation) {
   const A *var = data<A>(norm.var), *weight = data<A>(norm.weight);
   const int64_t var_stride = row_stride(norm.var), weight_stride = row_stride(norm.weight);
-  const int64_t rows = scale_stride_ == 0 ? 1 : (var_stride != 0 ? norm.var : norm.weight).sizes()[0];
+  const int64_t rows =
+      scale_stride_ == 0 ? 1 : (var_stride != 0 ? norm.var : norm.weight).sizes()[0];
   scale_.resize(rows * channels);
   rstd_.resize(rows * channels);
   for_norm_rows(rows, channels, [&](int64_t row) {
@@ -130,11 +131,11 @@ void TileSums<A>::merge(const Normalisation<A>& norm, int64_t images, A* out) {
   });
 }
 
-#define PK_INSTANTIATE(A)                                                                      \
-  template class Normalisation<A>;                                                             \
-  template class InputGradient<A>;                                                             \
-  template struct TileSums<A>;                                                                 \
-  template void merge_groups<A>(const A*, const PixelTiles&, int64_t, int64_t, A*, A*);        \
+#define PK_INSTANTIATE(A)                                                               \
+  template class Normalisation<A>;                                                      \
+  template class InputGradient<A>;                                                      \
+  template struct TileSums<A>;                                                          \
+  template void merge_groups<A>(const A*, const PixelTiles&, int64_t, int64_t, A*, A*); \
   template void merge_sums<A>(const double*, int64_t, int64_t, const double*, A*, A*);
 PK_INSTANTIATE(float)
 PK_INSTANTIATE(double)

@@ -36,11 +36,10 @@ void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
     };
     const int64_t tile_values = 3 * channels;
     const bool is_whole = tiles.of_image == 1;
-    A* partials = is_whole ? nullptr
-                           : thread_buffer<A, Use::kPartials>(tiles.count * tile_values);
+    A* partials = is_whole ? nullptr : thread_buffer<A, Use::kPartials>(tiles.count * tile_values);
     for_tiles(tiles.count, [&](int64_t tile) {
-      A* statistics = is_whole ? thread_buffer<A, Use::kScratch>(tile_values)
-                               : partials + tile * tile_values;
+      A* statistics =
+          is_whole ? thread_buffer<A, Use::kScratch>(tile_values) : partials + tile * tile_values;
       PK_CALL(tile_statistics, from + tiles.first(tile) * channels, tiles.length(tile), channels,
               statistics);
       if (is_whole) merge(tile, statistics);

@@ -13,9 +13,8 @@ PK_FOR_EACH_ISA(
     void activate(const ActivationFunction& activation, T* values, int64_t count);
 
     // gradient *= act'(p). `count` is a multiple of the lanes.
-    template <class A>
-    void multiply_by_derivative(const ActivationFunction& activation, const A* p, A* gradient,
-                                int64_t count);
+    template <class A> void multiply_by_derivative(const ActivationFunction& activation, const A* p,
+                                                   A* gradient, int64_t count);
 
     // bn_stats
     template <class T>

@@ -36,8 +36,8 @@ void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, con
     A* out = mutable_data<A>(sums);
     for_tiles(tiles.count, [&](int64_t tile) {
       const int64_t at = tiles.first(tile) * size.channels, image = tiles.image(tile);
-      double* of_tile = is_whole ? thread_buffer<double, Use::kScratch>(2 * size.channels)
-                                 : partial.tile(tile);
+      double* of_tile =
+          is_whole ? thread_buffer<double, Use::kScratch>(2 * size.channels) : partial.tile(tile);
       PK_CALL(tile_mask, stores_g, gradient + at, from + at, stores_g ? to + at : to,
               tiles.length(tile), size.channels, normalisation.row(image), of_tile);
       if (!is_whole) return;
@@ -66,8 +66,7 @@ void launch_norm_input_gradient(const Activation& size, const Gradient& gradient
     for_tiles(tiles.count, [&](int64_t tile) {
       const int64_t image = tiles.image(tile);
       PK_CALL(tile_input_gradient, masks, has_skip, all.from(tiles.first(tile) * size.channels),
-              tiles.length(tile), size.channels, normalisation.row(image),
-              coefficients.row(image));
+              tiles.length(tile), size.channels, normalisation.row(image), coefficients.row(image));
     });
   };
   for_dtype(step.x.scalar_type(), [&](auto value) {

@@ -20,9 +20,9 @@ struct FloatFormat;
 template <>
 struct FloatFormat<float> {
   static constexpr int kMantissaBits = 23, kBias = 127;
-  static constexpr float kRounder = 0x1.8p23f;               // a sum with it is rounded to a whole
+  static constexpr float kRounder = 0x1.8p23f;  // a sum with it is rounded to a whole
   static constexpr float kLn2 = 0x1.63p-1f, kLn2Rest = -0x1.bd0106p-13f;  // exact products with n
-  static constexpr float kMostExp = 89, kLeastExp = -104;    // infinite above, 0 below
+  static constexpr float kMostExp = 89, kLeastExp = -104;                 // infinite above, 0 below
 };
 template <>
 struct FloatFormat<double> {
@@ -136,10 +136,11 @@ PK_INLINE Vector<A> tanh_of(Vector<A> v) {
 
 // Up to 0.92 v + v * P(v^2), else 1 - exp(v * Q(v)): minimax polynomials.
 PK_INLINE Vector<float> erf_of(Vector<float> v) {
-  constexpr float kP[] = {0.128379166314f,  -0.376126307681f,    0.112836519328f,  -0.0268570814656f,
-                          0.00519550727215f, -0.000808238600336f, 8.12457244776e-5f};
-  constexpr float kQ[] = {-1.12855174978f,    -0.635625261002f,   -0.105262725154f,
-                          0.0226741676942f,   -0.00293017735588f, 4.95945044161e-5f,
+  constexpr float kP[] = {0.128379166314f,   -0.376126307681f,  0.112836519328f,
+                          -0.0268570814656f, 0.00519550727215f, -0.000808238600336f,
+                          8.12457244776e-5f};
+  constexpr float kQ[] = {-1.12855174978f,   -0.635625261002f,   -0.105262725154f,
+                          0.0226741676942f,  -0.00293017735588f, 4.95945044161e-5f,
                           4.55795456356e-5f, -4.93807019571e-6f};
   const Vector<float> t = magnitude_of(v), most = t > 4.1f ? Vector<float>{} + 4.1f : t;
   const Vector<float> far = 1 - exp_of<float>(most * polynomial(most, kQ));
@@ -300,21 +301,25 @@ struct Tanh {
 template <class A, class Body>
 PK_INLINE void with_activation(const ActivationFunction& activation, const Body& body) {
   const A parameter = static_cast<A>(activation.parameter);
+#define PK_CASE(name, ...)      \
+  case ActivationKind::k##name: \
+    return body(name<A>{__VA_ARGS__});
   switch (activation.kind) {
-    case ActivationKind::kRelu: return body(Relu<A>{});
-    case ActivationKind::kLeakyRelu: return body(LeakyRelu<A>{parameter});
-    case ActivationKind::kIdentity: return body(Identity<A>{});
-    case ActivationKind::kRelu6: return body(Relu6<A>{});
-    case ActivationKind::kSilu: return body(Silu<A>{});
-    case ActivationKind::kGelu: return body(Gelu<A>{});
-    case ActivationKind::kGeluTanh: return body(GeluTanh<A>{});
-    case ActivationKind::kElu: return body(Elu<A>{parameter});
-    case ActivationKind::kHardswish: return body(Hardswish<A>{});
-    case ActivationKind::kMish: return body(Mish<A>{});
-    case ActivationKind::kSoftplus: return body(Softplus<A>{parameter});
-    case ActivationKind::kSigmoid: return body(Sigmoid<A>{});
-    case ActivationKind::kTanh: return body(Tanh<A>{});
+    PK_CASE(Relu)
+    PK_CASE(LeakyRelu, parameter)
+    PK_CASE(Identity)
+    PK_CASE(Relu6)
+    PK_CASE(Silu)
+    PK_CASE(Gelu)
+    PK_CASE(GeluTanh)
+    PK_CASE(Elu, parameter)
+    PK_CASE(Hardswish)
+    PK_CASE(Mish)
+    PK_CASE(Softplus, parameter)
+    PK_CASE(Sigmoid)
+    PK_CASE(Tanh)
   }
+#undef PK_CASE
 }
 
 template <class T>

@@ -89,8 +89,7 @@ PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int6
     for (int64_t p = 0; p < pixels; ++p) {
       for (int v = 0; v < kVectors; ++v) {
         const int64_t at = p * channels + first + v * kLanes<A>;
-        const Vector<A> centred =
-            row.in_training ? load(x + at, lanes) - m[v] : Vector<A>{};
+        const Vector<A> centred = row.in_training ? load(x + at, lanes) - m[v] : Vector<A>{};
         Vector<A> value = a[v] * load(g + at, lanes) + (b[v] * centred + c[v]);
         if (skip != nullptr) value += load(skip + at, lanes);
         if constexpr (std::is_same_v<O, A>) value = as_stored(g, value);

@@ -120,8 +120,8 @@ struct FinishOutput {
 template <class T, class Activation, class A, int kRows, int kVectors>
 PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], const T* x, T* g,
                                      int64_t pixel, int64_t c, int64_t channels, int64_t step,
-                                     const NormRow<A>& norm, A* sums,
-                                     bool is_activation_stored, Activation activation) {
+                                     const NormRow<A>& norm, A* sums, bool is_activation_stored,
+                                     Activation activation) {
   constexpr bool kHasActivation = !std::is_null_pointer_v<Activation>;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
@@ -131,8 +131,7 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
     T* g_pixel = g + first;
     Activation relu_pixel = activation;
     if constexpr (kHasActivation) relu_pixel += first;
-    const Vector<A> m = load(norm.mean + at), b = load(norm.bias + at),
-                    s = load(norm.scale + at);
+    const Vector<A> m = load(norm.mean + at), b = load(norm.bias + at), s = load(norm.scale + at);
     Vector<A> sum = {}, product = {};
 #pragma GCC unroll 32
     for (int i = 0; i < kRows; ++i) {

@@ -88,9 +88,8 @@ void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_
           for (int v = 0; v < kVectors; ++v) {
             const int64_t at = p * channels + c + v * kLanes<A>;
             const Vector<A> d = load(x + at, lanes) - n.mean[v];
-            const Vector<A> masked =
-                as_stored(x, gradient.at(p - first, v, d * n.scale[v] + n.bias[v],
-                                         load(dy + at, lanes)));
+            const Vector<A> masked = as_stored(
+                x, gradient.at(p - first, v, d * n.scale[v] + n.bias[v], load(dy + at, lanes)));
             if constexpr (kStore) store(g + at, masked, lanes);
             short_sum[v] += masked;
             short_product[v] += masked * d;

@@ -70,10 +70,10 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   }
   if (dweight == nullptr) return;
   if (!normalised) {
-    fill_haloed(activation, a_operand, strip.in, strip.images, conv,
-                [&](O* row, int64_t pixel) PK_LAMBDA {
-                  normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm.row(0));
-                });
+    fill_haloed(
+        activation, a_operand, strip.in, strip.images, conv, [&](O* row, int64_t pixel) PK_LAMBDA {
+          normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm.row(0));
+        });
   }
   O* pairs = activation + strip.images * a_operand.values();
   const PixelRows<O> a(activation, a_operand), dy_haloed(gradient, dy_operand);

@@ -19,10 +19,10 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* 
   const int64_t channels = conv.in_channels;
   const T* x = op.x;
   O* activation = static_cast<O*>(scratch);
-  fill_haloed(activation, operand, strip.in, strip.images, conv,
-              [&](O* row, int64_t pixel) PK_LAMBDA {
-                normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm.row(0));
-              });
+  fill_haloed(
+      activation, operand, strip.in, strip.images, conv, [&](O* row, int64_t pixel) PK_LAMBDA {
+        normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm.row(0));
+      });
   const FinishOutput<T, A> finish(op, strip, statistics);
   strip_product(activation, output_pixels(conv, strip, operand), strip.images, conv, op.packed,
                 finish);

@@ -69,8 +69,9 @@ void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const
   using O = Operand<T>;
   const int64_t channels = conv.in_channels, step = operand.images * operand.step();
   fill_part(static_cast<O*>(memory), operand, conv, strip, strip.in, part,
-            [&](O* out, int64_t pixel, int64_t count)
-                PK_LAMBDA { normalise(x + pixel * channels, out, step, count, channels, norm.row(0)); });
+            [&](O* out, int64_t pixel, int64_t count) PK_LAMBDA {
+              normalise(x + pixel * channels, out, step, count, channels, norm.row(0));
+            });
 }
 
 // A part of the gradient of the output, also stored if it is wanted.
