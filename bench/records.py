@@ -14,6 +14,7 @@ from tabulate import tabulate
 TRAINING = "-training.csv"
 SCALING = "-scaling.csv"
 CONVERTED = "-converted.csv"
+RIVALS = "-rivals.csv"
 INFERENCE = "-inference.csv"
 LAUNCHES = "-launches.csv"
 CEILINGS = "-ceilings.csv"
@@ -146,6 +147,25 @@ class ConvertedRow(Measured):
     compiled_graphs: int | None = None  # graphs of the converted model; 1: no graph break
 
     KEY = ("case", "batch", "image_size", "dtype")
+
+
+@dataclasses.dataclass
+class RivalRow(Measured):
+    """One way to train a published model: see bench/rivals.py."""
+
+    case: str
+    contender: str
+    shape: str  # of the input
+    dtype: str
+    saved_bytes: int | None = None  # kept for the backward, without parameters
+    peak_bytes: int | None = None  # peak of a step minus memory between steps
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    fused: str = ""  # norms that run fused, of all
+    note: str = ""  # why it was not measured
+
+    KEY = ("case", "contender", "shape", "dtype")
 
 
 @dataclasses.dataclass

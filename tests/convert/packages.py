@@ -1,0 +1,68 @@
+"""Models of other packages with random weights, in small configurations."""
+
+import importlib
+
+from torch import nn
+
+from tests.convert.published_models import torchvision_models
+
+AUTOENCODER = {
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "block_out_channels": (64, 128, 128),
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "latent_channels": 4,
+    "sample_size": 64,
+}
+UNET = {
+    "sample_size": 32,
+    "block_out_channels": (64, 128, 128),
+    "layers_per_block": 2,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+}
+CONDITIONED = {
+    "sample_size": 32,
+    "block_out_channels": (64, 128),
+    "layers_per_block": 2,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 64,
+    "attention_head_dim": 8,
+}
+SEG_RES_NET = {
+    "spatial_dims": 3,
+    "init_filters": 16,
+    "in_channels": 1,
+    "out_channels": 2,
+    "blocks_down": (1, 2, 2),
+    "blocks_up": (1, 1),
+}
+MONAI_AUTOENCODER = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 1,
+    "num_res_blocks": (1, 1, 1),
+    "channels": (32, 64, 64),
+    "attention_levels": (False, False, False),
+    "latent_channels": 3,
+    "norm_num_groups": 16,
+    "with_encoder_nonlocal_attn": False,
+    "with_decoder_nonlocal_attn": False,
+}
+
+
+def _built(module: str, name: str, options: dict) -> nn.Module:
+    torchvision_models()  # which they import
+    return getattr(importlib.import_module(module), name)(**options)
+
+
+def diffusers(name: str, **options) -> nn.Module:
+    """A model of diffusers."""
+    return _built("diffusers", name, options)
+
+
+def monai(name: str, **options) -> nn.Module:
+    """A network of MONAI."""
+    return _built("monai.networks.nets", name, options)
