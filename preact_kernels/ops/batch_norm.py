@@ -208,17 +208,15 @@ def step_sums(sums: Tensor, norm: Norm, groups: int | None, process_group) -> Te
             batch, and of the process group, share those of a channel.
         process_group: spreads the batch.
     """
-    if not norm.has_rows:
-        return sums_over_group(sums, process_group)
+    if sums.dim() == 2:
+        return sums if process_group is None else sums_over_group(sums, process_group)
     weighted = sums * norm.weight
     if groups is None:
         shared = sums_over_group(weighted.sum(1, keepdim=True), process_group)
-    else:
-        shape = weighted.shape
-        weighted = weighted.view(2, shape[1], groups, -1)
-        shared = weighted.mean(3, keepdim=True).expand(weighted.shape)
-        return shared.reshape(shape).contiguous()
-    return shared.expand_as(weighted).contiguous()
+        return shared.expand_as(weighted).contiguous()
+    in_groups = weighted.view(2, weighted.shape[1], groups, -1)
+    shared = in_groups.mean(3, keepdim=True).expand_as(in_groups)
+    return shared.reshape(weighted.shape)
 
 
 def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tensor]:

@@ -127,13 +127,15 @@ class NormActConvFunction(torch.autograd.Function):
             needs = needs_weight, needs_bias
             dweight, dbias = parameter_gradients(found.sums, weight, bias, needs)
         if needs_x:
-            image = layout.as_image(x)
+            is_volume = x.dim() == 5
+            image = layout.as_image(x) if is_volume else x
             sums = step_sums(found.sums, norm, groups, unit.process_group)
             inv_count = inv_count_in(image, groups, call.fixed_inv_count)
             step = AffineStep(None, image, norm, sums, inv_count)
             g = found.g if found.g.dtype == x.dtype else found.g.to(x.dtype)
             dx = call.kernels.norm_input_gradient(Gradient(g, step))
-            dx = layout.from_image(dx, x.shape, True)
+            if is_volume:
+                dx = layout.from_image(dx, x.shape, True)
         dconv_bias = dense_dy.sum((0, *range(2, dy.dim()))) if needs_conv_bias else None
         parameters = dweight, dbias, dconv_weight, dconv_bias
         return None, dx, *parameters, dresidual, None, None, None
@@ -166,19 +168,21 @@ def norm_act_conv_of(
     unit, dtype, channels_last = checked_unit(
         x, norm, activation, conv, residual, scale_shift, prefix
     )
-    x = scale_shift.promoted(x)
-    plain_dtype = norm.result_dtype(x)
+    has_scale_shift = scale_shift is not NO_SCALE_SHIFT
+    if has_scale_shift:
+        x = scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
     conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     if dropout and kept is None:
-        activated = x if plain_dtype == x.dtype else x.to(plain_dtype)
+        activated = x.to(norm.result_dtype(x))
         kept = drawn(x.shape, activated, norm.is_channels_last(x), dropout)
     if (
         unit is None
         or (residual is not None and residual.dtype != dtype)
         or (x.numel() == 0 and norm.process_group is None)
     ):
-        a, statistics, fixed = normalise(kernels, x.to(plain_dtype), norm, activation, scale_shift)
+        x = x.to(norm.result_dtype(x))
+        a, statistics, fixed = normalise(kernels, x, norm, activation, scale_shift)
         if kept is not None:
             a = a * kept.to(a.dtype).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)
         y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
@@ -186,8 +190,8 @@ def norm_act_conv_of(
         norm.update(kernels, x, statistics, fixed)
         return y
 
-    is_sequence = x.dim() == 3
-    if is_sequence:
+    axes = x.dim() - 2
+    if axes == 1:
         conv = conv.of_image()
         unit = unit._replace(
             weight_shape=conv.weight.shape,
@@ -201,24 +205,23 @@ def norm_act_conv_of(
     if conv_weight.dtype != dtype:
         pixels = x.numel() // x.shape[1]
         unit, conv_weight = with_served_weight(kernels, unit, conv_weight, pixels)
-    x, residual = _dense(x), None if residual is None else _dense(residual)
+    dense = layout.nhwc if axes == 3 else layout.as_image
+    x, residual = dense(x), None if residual is None else dense(residual)
     bits, factor = None, 1.0
     if kept is not None:
         bits, factor = packed(kept, dropout)
-    image = layout.as_image(x)
-    statistics, fixed = norm.statistics(kernels, image.detach())
-    parameters = (*scale_shift.of(*norm.affine(x, x.shape[1])), conv_weight, conv_bias)
+    image = x.detach()
+    statistics, fixed = norm.statistics(kernels, layout.as_image(image) if axes == 3 else image)
+    parameters = norm.affine(x, x.shape[1])
+    if has_scale_shift:
+        parameters = scale_shift.of(*parameters)
     call = UnitCall(kernels, unit, norm.eps, norm.groups, fixed, factor)
-    y = NormActConvFunction.apply(call, x, *parameters, residual, *statistics, bits)
+    weights = (*parameters, conv_weight, conv_bias)
+    y = NormActConvFunction.apply(call, x, *weights, residual, *statistics, bits)
     norm.update(kernels, x, statistics, fixed)
-    if is_sequence:
+    if axes == 1:
         y = y.squeeze(2)
     return y if channels_last else y.contiguous()
-
-
-def _dense(t: Tensor) -> Tensor:
-    """Images and volumes in NHWC order; sequences `[N, C, L]` as images `[N, C, 1, L]`."""
-    return layout.nhwc(t.unsqueeze(2) if t.dim() == 3 else t)
 
 
 def plain_norm_act_conv(
