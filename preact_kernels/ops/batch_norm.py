@@ -216,7 +216,7 @@ def step_sums(sums: Tensor, norm: Norm, groups: int | None, process_group) -> Te
         return shared.expand_as(weighted).contiguous()
     in_groups = weighted.view(2, weighted.shape[1], groups, -1)
     shared = in_groups.mean(3, keepdim=True).expand_as(in_groups)
-    return shared.reshape(weighted.shape)
+    return shared.reshape(weighted.shape).contiguous()
 
 
 def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tensor]:
