@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
+    ACTIVATIONS,
     AffineStep,
     BlockRun,
     Conv,
@@ -94,7 +95,8 @@ class Task(NamedTuple):
 
     capability: int
     dtype: torch.dtype
-    shape: Shape | Block | None  # None: the ops without a convolution, and rare convolutions
+    # The name of an activation: ops with it. None: batch norm with ReLU, and rare convolutions.
+    shape: Shape | Block | str | None
     tf32: bool = True
     stream: torch.dtype | None = None  # of the residuals of blocks; None: `dtype`
 
@@ -105,7 +107,8 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
     Args:
         capabilities: of the GPUs; None for `CAPABILITIES`, and for all of `SHARED_BYTES` where
             room is short: for `WIDE_SHAPES` and pairs of `WIDTHS`.
-        quick: without pairs of `WIDTHS`, and with only bfloat16 for all but `WIDE_SHAPES`.
+        quick: without pairs of `WIDTHS`, with only bfloat16 for all but `WIDE_SHAPES`, and with one
+            activation besides ReLU.
     """
     pairs = () if quick else (Shape(*p) for p in itertools.product(WIDTHS, repeat=2))
     widths = [s for s in dict.fromkeys((*WIDE_SHAPES, *pairs)) if s not in SHAPES]
@@ -115,12 +118,13 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
         for dtype in (torch.bfloat16, torch.float32)
         for shape in widths
     ]
+    others = ("silu",) if quick else tuple(ACTIVATIONS)
     for c in capabilities or CAPABILITIES:
         found += [Task(c, torch.bfloat16, block, stream=torch.float32) for block in BLOCKS]
         for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
-            found += [Task(c, dtype, shape) for shape in (None, *BLOCKS, *SHAPES)]
+            found += [Task(c, dtype, shape) for shape in (None, *others, *BLOCKS, *SHAPES)]
         if c == 90 and not quick:
-            found += [Task(c, torch.float16, shape) for shape in (None, *BLOCKS, *SHAPES)]
+            found += [Task(c, torch.float16, shape) for shape in (None, "silu", *BLOCKS, *SHAPES)]
             narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
             found += [Task(c, torch.float32, shape, tf32=False) for shape in narrow]
     return found
@@ -192,6 +196,8 @@ def distinct_launches(todo: Sequence[Task]) -> list[Launch]:
             replace(patch, "launch_kernel", record)
             if task.shape is None:
                 launch_others(task.dtype)
+            elif isinstance(task.shape, str):
+                launch_activation(task.dtype, task.shape)
             elif isinstance(task.shape, Block):
                 launch_run(task)
             else:
@@ -199,9 +205,10 @@ def distinct_launches(todo: Sequence[Task]) -> list[Launch]:
     return list(found.values())
 
 
-def empty_norm(channels: int) -> Norm:
-    """A batch norm of meta tensors."""
-    return Norm(*(torch.empty(channels, device="meta") for _ in range(4)), 1e-5)
+def empty_norm(*shape: int, activation: str = "relu") -> Norm:
+    """A norm of meta tensors `[C]` or `[N, C]`."""
+    tensors = (torch.empty(shape, device="meta") for _ in range(4))
+    return Norm(*tensors, 1e-5, activation, ACTIVATIONS[activation])
 
 
 def gradients(
@@ -234,6 +241,31 @@ def launch_others(dtype: torch.dtype) -> None:
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
     launch_rare_convs(dtype)
+
+
+def launch_activation(dtype: torch.dtype, activation: str) -> None:
+    """Every kernel without a convolution for an activation, with and without rows.
+
+    What does not depend on the activation is launched for silu alone.
+    """
+    is_first = activation == "silu"
+    for channels in (16, 128, 17) if is_first else (128,):
+        x = images(channels, dtype)
+        for rows in ((), x.shape[:1]):
+            norm = empty_norm(*rows, channels, activation=activation)
+            kernels.norm_act_forward(x, norm)
+            kernels.norm_act_backward(x, x, norm, with_g=False)
+            kernels.norm_act_backward(x, x, norm, with_g=True)
+            sums = torch.empty(2, *rows, channels, device="meta")
+            step = AffineStep(None, x, norm, sums, 0.5)
+            for inv_count in (0.5, 0.0):
+                known = step._replace(inv_count=inv_count)
+                kernels.norm_input_gradient(Gradient(x, known), True)
+                if is_first and rows:
+                    kernels.norm_input_gradient(Gradient(x, known))
+                    kernels.norm_input_gradient(Gradient(x, known._replace(skip=x)))
+        if is_first:
+            kernels.group_stats(x, 1)
 
 
 def launch_rare_convs(dtype: torch.dtype) -> None:
@@ -334,6 +366,9 @@ def row(launch: Launch) -> Compiled:
     task, constants = launch.task, launch.constants
     if isinstance(task.shape, Block):
         shape = "run of {}, {}".format(*task.shape)
+    elif isinstance(task.shape, str):
+        has_rows = launch.argument("rows") is not None
+        shape = f"{task.shape}{' with rows' if has_rows else ''} {constants.get('CHANNELS', '')}"
     else:
         shape = "x".join(map(str, task.shape or ()))
     dtype = str(task.dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from triton.runtime import interpreter
 def patch() -> None:
     """Patches the interpreter of this process."""
     _round_to_nearest()
+    _round_once()
     _allow_scalars_as_bounds()
     _skip_overflow_checks()
     _prepare_once()
@@ -31,6 +32,19 @@ def _round_to_nearest() -> None:
         return other(value, source, target, rounding_mode)
 
     interpreter._convert_float = convert
+
+
+def _round_once() -> None:
+    """Rounds `fma` of float32 once."""
+    plain = interpreter.InterpreterBuilder.create_fma
+
+    def fma(self, x, y, z):
+        if x.data.dtype != np.float32:
+            return plain(self, x, y, z)
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fma
 
 
 def _allow_scalars_as_bounds() -> None:

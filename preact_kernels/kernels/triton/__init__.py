@@ -1,9 +1,9 @@
 """The Triton backend, for GPUs and for the interpreter: an implementation of `BlockKernels`.
 
-To a kernel, a dense NHWC tensor is a `[pixels, channels]` matrix. There is one file per op, and
-`block_run` for several blocks in one call. Shared code is in `batch_norm` and `conv` (device
-functions), `packing` (weights), `reduction` (sums over programs), `launch` (launches, grids) and
-`configurations` (block shapes).
+To a kernel, a dense NHWC tensor is a `[pixels, channels]` matrix, of the batch or of each image.
+There is one file per op, and `block_run` for several blocks in one call. Shared code is in
+`batch_norm`, `activations` and `conv` (device functions), `packing` (weights), `reduction` (sums
+over programs), `launch` (launches, grids) and `configurations` (block shapes).
 """
 
 from preact_kernels.kernels.running_stats import (
@@ -11,6 +11,7 @@ from preact_kernels.kernels.running_stats import (
 )
 from preact_kernels.kernels.triton.block_run import block_run_backward, block_run_forward
 from preact_kernels.kernels.triton.bn_stats import bn_stats
+from preact_kernels.kernels.triton.group_stats import group_stats
 from preact_kernels.kernels.triton.norm_act import (
     norm_act_backward,
     norm_act_forward,
@@ -27,6 +28,7 @@ __all__ = [
     "block_run_backward",
     "block_run_forward",
     "bn_stats",
+    "group_stats",
     "norm_act_backward",
     "norm_act_conv_backward",
     "norm_act_conv_forward",

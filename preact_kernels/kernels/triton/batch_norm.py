@@ -1,4 +1,4 @@
-"""Device functions shared by all kernels: batch norm, ReLU, and the gradient of their input.
+"""Device functions shared by all kernels: norms, and the gradient of their input.
 
 Tiles are `[pixels, channels]`. Arithmetic is in float32. Results that PyTorch would store are
 rounded to the dtype of the activations.
@@ -37,6 +37,33 @@ def kernel_gradient(gradient: Gradient) -> Gradient:
     return Gradient(g, step._replace(norm=kernel_norm(step.norm)))
 
 
+_MEAN_ROWS, _VAR_ROWS = tl.constexpr(1), tl.constexpr(2)
+_WEIGHT_ROWS, _BIAS_ROWS = tl.constexpr(4), tl.constexpr(8)
+
+
+def rows_of(norm: Norm, pooled: bool = False) -> int | None:
+    """Which of the norm's tensors are `[N, C]`, a bit for each; None if the norm has no rows.
+
+    A step with pooled sums has rows even if none of the tensors that it reads has them.
+    """
+    rows = sum(1 << index for index, t in enumerate(norm[:4]) if t is not None and t.dim() == 2)
+    return rows if rows or pooled else None
+
+
+@triton.jit
+def norm_of_image(norm, rows, image, CHANNELS: tl.constexpr):
+    """The norm of an image, without rows. For `rows` see `rows_of`."""
+    at = image.to(tl.int64) * CHANNELS
+    bias = norm.weight if norm.bias is None else norm.bias  # Triton cannot return None in a tuple
+    return KernelNorm(
+        norm.mean + tl.where(rows & _MEAN_ROWS != 0, at, 0),
+        norm.var + tl.where(rows & _VAR_ROWS != 0, at, 0),
+        norm.weight + tl.where(rows & _WEIGHT_ROWS != 0, at, 0),
+        bias + tl.where(rows & _BIAS_ROWS != 0, at, 0),
+        norm.eps,
+    )
+
+
 @triton.jit
 def load_norm(norm, channel, CHANNELS: tl.constexpr, sums=None, count=0):
     """mean, rstd, scale = weight * rstd, and bias of a block of channels.
@@ -70,12 +97,6 @@ def pre_activation(x, mean, scale, bias, dtype: tl.constexpr):
 
 
 @triton.jit
-def relu(p):
-    """0 where p <= 0, else p; NaN stays NaN, as in PyTorch."""
-    return tl.where(p <= 0, 0.0, p)
-
-
-@triton.jit
 def load_affine_step(step, channel, CHANNELS: tl.constexpr):
     """A, B, C and mean of a block of channels, for the step A*g + B*(x - mean) + C.
 
@@ -96,17 +117,41 @@ def load_affine_step(step, channel, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def load_pooled_step(step, image, images, channel, CHANNELS: tl.constexpr):
+    """The results of `load_affine_step` for an image of a step with pooled sums.
+
+    `step.norm` is the norm of the image. B and C are zeros in evaluation mode.
+    """
+    is_channel = channel < CHANNELS
+    mean = tl.load(step.norm.mean + channel, mask=is_channel, other=0.0)
+    rstd = tl.rsqrt(tl.load(step.norm.var + channel, mask=is_channel, other=1.0) + step.norm.eps)
+    a = tl.load(step.norm.weight + channel, mask=is_channel, other=0.0) * rstd
+    sums = step.sums + image.to(tl.int64) * CHANNELS + channel
+    sum_g = tl.load(sums, mask=is_channel, other=0.0)
+    second = sums + images.to(tl.int64) * CHANNELS
+    sum_g_xhat = tl.load(second, mask=is_channel, other=0.0)
+    b = -rstd * rstd * (sum_g_xhat * step.inv_count)
+    return a, b, -rstd * (sum_g * step.inv_count), mean
+
+
+@triton.jit
 def load_whole_gradient(gradient, coefficients, at, mask, g_mask, IN_TRAINING: tl.constexpr):
     """A float32 tile of [skip +] A*g + B*(x - mean) + C; zeros outside `mask`.
 
     `coefficients` are the results of `load_affine_step`. g counts as zero outside `g_mask`. x is
     not read in evaluation mode.
     """
-    a, b, c, mean = coefficients
-    step = gradient.step
     dx = tl.load(gradient.g + at, mask=mask, other=0.0).to(tl.float32)
     # Masked after the load: with `g_mask` the load would not be vectorized.
-    dx = tl.where(g_mask, dx, 0.0) * a[None, :]
+    dx = tl.where(g_mask, dx, 0.0)
+    return whole_gradient(dx, gradient.step, coefficients, at, mask, IN_TRAINING)
+
+
+@triton.jit
+def whole_gradient(g, step, coefficients, at, mask, IN_TRAINING: tl.constexpr):
+    """`load_whole_gradient` for a float32 tile of g."""
+    a, b, c, mean = coefficients
+    dx = g * a[None, :]
     if IN_TRAINING:
         x = tl.load(step.x + at, mask=mask, other=0.0).to(tl.float32)
         dx += (x - mean[None, :]) * b[None, :] + c[None, :]

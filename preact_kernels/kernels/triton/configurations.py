@@ -35,6 +35,9 @@ ONE_PASS_WEIGHTS_TAPS = 4096
 
 # Resident programs per multiprocessor of an elementwise kernel that reduces.
 ELEMENTWISE_RESIDENT = 4
+# Tiles of one image that a program of such a kernel owns. Sums of an image have the same bits in
+# any batch, so this does not depend on the batch or the device.
+TILES_OF_IMAGE = 8
 
 
 class ElementwiseBlocks(NamedTuple):
@@ -102,10 +105,11 @@ def _block(channels: int, largest: int) -> int:
 
 
 @functools.cache
-def elementwise(channels: int) -> ElementwiseBlocks:
-    """Tiles of 4,096 elements, up to 128 channels wide; 2,048 where narrow or masked."""
+def elementwise(channels: int, is_small: bool = False) -> ElementwiseBlocks:
+    """Tiles of 4,096 elements, up to 128 channels wide; 2,048 where narrow or masked, or small."""
     block_channels = min(triton.next_power_of_2(channels), 128)
-    elements = 4096 if channels % max(block_channels, 32) == 0 else 2048
+    is_large = not is_small and channels % max(block_channels, 32) == 0
+    elements = 4096 if is_large else 2048
     return ElementwiseBlocks(elements // block_channels, block_channels, 8)
 
 

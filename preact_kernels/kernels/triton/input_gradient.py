@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import AffineStep, Gradient, Inputs
+from preact_kernels.kernels.triton.activations import relu
 from preact_kernels.kernels.triton.batch_norm import (
     load_affine_step,
     load_norm,
     pixel_indices,
     pre_activation,
-    relu,
     tiles_of,
 )
 from preact_kernels.kernels.triton.configurations import ConvBlocks

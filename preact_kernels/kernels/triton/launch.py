@@ -9,7 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from preact_kernels.kernels.triton.configurations import ELEMENTWISE_RESIDENT, elementwise
+from preact_kernels.kernels.triton.configurations import (
+    ELEMENTWISE_RESIDENT,
+    TILES_OF_IMAGE,
+    elementwise,
+)
 
 INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
@@ -172,37 +176,61 @@ def persistent_programs(device: torch.device, tiles: int, columns: int, resident
 
 
 class ElementwiseLaunch(NamedTuple):
-    """Launch configuration of an elementwise kernel on `[pixels, channels]`."""
+    """Launch configuration of an elementwise kernel on `[images, pixels, channels]`."""
 
     device: torch.device
-    pixels: int
+    images: int  # 1: all pixels of the batch are one image
+    pixels: int  # of an image
     channels: int
     grid: tuple[int, int, int]  # a program for every tile and block of channels
     constants: dict
     num_warps: int
 
     def persistent_grid(self) -> tuple[int, int, int]:
-        """The grid of a kernel whose programs each own several tiles."""
+        """The grid of a kernel whose programs each own several tiles, of the whole batch."""
         tiles, columns, _ = self.grid
         return persistent_programs(self.device, tiles, columns, ELEMENTWISE_RESIDENT), columns, 1
 
+    def programs_of_image(self) -> int:
+        """Programs that share the tiles of an image, in each grid column of `image_grid`."""
+        return ceil_div(self.grid[0] // self.images, TILES_OF_IMAGE)
+
+    def image_grid(self) -> tuple[int, int, int]:
+        """The grid of a kernel whose programs each own several tiles of one image."""
+        return self.images * self.programs_of_image(), self.grid[1], 1
+
 
 @functools.cache
-def _elementwise_constants(channels: int, int64: bool) -> dict:
-    blocks = elementwise(channels)
+def _elementwise_constants(channels: int, int64: bool, is_small: bool) -> dict:
+    blocks = elementwise(channels, is_small)
     return {"CHANNELS": channels, "INT64": int64, "BLOCKS": blocks}
 
 
-def elementwise_launch(x: Tensor) -> ElementwiseLaunch:
-    """Launch configuration of an elementwise kernel that reads or writes tensors shaped like x."""
+def elementwise_launch(
+    x: Tensor, by_image: bool = False, is_small: bool = False
+) -> ElementwiseLaunch:
+    """Launch configuration of an elementwise kernel that reads or writes tensors shaped like x.
+
+    Args:
+        x: the tensor.
+        by_image: each program works on one image, with small tiles.
+        is_small: small tiles, for kernels that need more registers per element.
+    """
+    is_small = is_small or by_image
     channels = x.shape[1]
-    pixels = x.numel() // channels
-    blocks = elementwise(channels)
+    images = x.shape[0] if by_image else 1
+    pixels = x.numel() // (images * channels)
+    blocks = elementwise(channels, is_small)
+    tiles, columns = (
+        ceil_div(pixels, blocks.block_pixels),
+        ceil_div(channels, blocks.block_channels),
+    )
     return ElementwiseLaunch(
         x.device,
+        images,
         pixels,
         channels,
-        (ceil_div(pixels, blocks.block_pixels), ceil_div(channels, blocks.block_channels), 1),
-        _elementwise_constants(channels, needs_int64(x.numel())),
+        (images * tiles, columns, 1),
+        _elementwise_constants(channels, needs_int64(x.numel()), is_small),
         blocks.num_warps,
     )

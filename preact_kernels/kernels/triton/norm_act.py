@@ -1,4 +1,8 @@
-"""Batch norm and ReLU, forward and backward, and the gradient of a batch norm's input."""
+"""Norm and activation, forward and backward, and the gradient of a norm's input.
+
+If the norm has rows, each program works on one image. The kernels of batch norm with ReLU do not
+change: `rows` and `parameter` are None, and no code is compiled for them.
+"""
 
 from typing import cast
 
@@ -8,17 +12,26 @@ import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import AffineStep, Gradient, Norm
+from preact_kernels.kernels.triton.activations import (
+    activate,
+    activation_gradient,
+    kernel_activation,
+)
 from preact_kernels.kernels.triton.batch_norm import (
     kernel_gradient,
     kernel_norm,
     load_affine_step,
     load_norm,
+    load_pooled_step,
     load_whole_gradient,
+    norm_of_image,
     pixel_indices,
     pre_activation,
-    relu,
+    rows_of,
     tiles_of,
+    whole_gradient,
 )
+from preact_kernels.kernels.triton.configurations import TILES_OF_IMAGE
 from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
     launch_kernel,
@@ -28,32 +41,59 @@ from preact_kernels.kernels.triton.reduction import (
     add_two_sums,
     column_sums,
     finished_sums,
+    launch_sum_partials,
     new_sums,
 )
 
+_TILES_OF_IMAGE = tl.constexpr(TILES_OF_IMAGE)
 
-@triton.jit(do_not_specialize=["pixels"])
+
+@triton.jit(do_not_specialize=["rows", "pixels"])
 def norm_act_forward_kernel(
     x,
     norm,
     y,
+    parameter,
+    rows,
     pixels,
+    ACTIVATION: tl.constexpr,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """y = relu(p), both `[pixels, CHANNELS]`. Grid: tiles, channel blocks."""
+    """y = act(p), both `[images, pixels, CHANNELS]`, with one image if `rows` is None.
+
+    Grid: images * tiles of an image, channel blocks.
+    """
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
+    if rows is not None:
+        tiles = tiles_of(pixels, BLOCK_PIXELS)
+        image = tl.program_id(0) // tiles
+        offset = image.to(tl.int64) * pixels * CHANNELS
+        x, y = x + offset, y + offset
+        norm = norm_of_image(norm, rows, image, CHANNELS)
     mean, _, scale, bias = load_norm(norm, channel, CHANNELS)
-    pixel = pixel_indices(tl.program_id(0), BLOCK_PIXELS, INT64)
+    tile = tl.program_id(0) if rows is None else tl.program_id(0) % tiles
+    pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
-    tl.store(y + at, relu(p).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + at, activate(p, parameter, ACTIVATION).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_g(dy, at, mask, p, dtype: tl.constexpr, parameter, ACTIVATION: tl.constexpr):
+    """A float32 tile of g = dy * act'(p), rounded to `dtype`; zeros outside `mask`."""
+    dy_tile = tl.load(dy + at, mask=mask, other=0.0)
+    if ACTIVATION == "relu":  # needs neither rounding nor a mask
+        return tl.where(p <= 0, 0.0, dy_tile.to(tl.float32))
+    else:
+        g = activation_gradient(dy_tile.to(tl.float32), p, parameter, ACTIVATION)
+        return tl.where(mask, g.to(dtype).to(tl.float32), 0.0)
 
 
 @triton.jit(do_not_specialize=["pixels"])
@@ -63,12 +103,14 @@ def norm_act_backward_kernel(
     norm,
     g,
     sums,
+    parameter,
     pixels,
+    ACTIVATION: tl.constexpr,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """g = dy * [p > 0], stored unless `g` is None, and its sums. Grid: programs, channel blocks."""
+    """g = dy * act'(p), stored unless `g` is None, and its sums. Grid: programs, channel blocks."""
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -84,8 +126,7 @@ def norm_act_backward_kernel(
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
-        dy_tile = tl.load(dy + at, mask=mask, other=0.0)
-        g_tile = tl.where(p <= 0, 0.0, dy_tile.to(tl.float32))
+        g_tile = load_g(dy, at, mask, p, x.dtype.element_ty, parameter, ACTIVATION)
         if g is not None:
             tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
         sum_g += column_sums(g_tile)
@@ -93,50 +134,132 @@ def norm_act_backward_kernel(
     add_two_sums(sum_g, sum_g_x * rstd, sums, channel, is_channel, CHANNELS)
 
 
-@triton.jit(do_not_specialize=["pixels"])
-def norm_input_gradient_kernel(
-    gradient,
-    dx,
+@triton.jit(do_not_specialize=["rows", "pixels"])
+def norm_act_backward_rows_kernel(
+    dy,
+    x,
+    norm,
+    g,
+    sums,
+    parameter,
+    rows,
     pixels,
-    MASKED: tl.constexpr,
-    IN_TRAINING: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """dx = [skip +] A*g + B*(x - mean) + C; if MASKED, with g * [p > 0] for g.
+    """g = dy * act'(p), stored unless `g` is None, and partial sums of each image.
 
-    All tensors are `[pixels, CHANNELS]`. Grid: tiles, channel blocks.
+    `sums` is `[programs of an image, 2, images, CHANNELS]`. Grid: images * programs of an image,
+    channel blocks.
     """
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
+    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    programs = tiles_of(tiles, _TILES_OF_IMAGE)
+    image, program = tl.program_id(0) // programs, tl.program_id(0) % programs
+    offset = image.to(tl.int64) * pixels * CHANNELS
+    dy, x = dy + offset, x + offset
+    if g is not None:
+        g += offset
+    norm = norm_of_image(norm, rows, image, CHANNELS)
+    mean, rstd, scale, bias = load_norm(norm, channel, CHANNELS)
+    # Sums over tiles stay in the registers of each thread until the end.
+    sum_g = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+    sum_g_x = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+    first = program * _TILES_OF_IMAGE
+    for tile in tl.range(first, tl.minimum(first + _TILES_OF_IMAGE, tiles), num_stages=3):
+        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        mask = (pixel < pixels)[:, None] & is_channel[None, :]
+        at = pixel[:, None] * CHANNELS + channel[None, :]
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
+        g_tile = load_g(dy, at, mask, p, x.dtype.element_ty, parameter, ACTIVATION)
+        if g is not None:
+            tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
+        sum_g += g_tile
+        sum_g_x += tl.where(mask, g_tile * (value - mean[None, :]), 0.0)
+    images = tl.num_programs(0) // programs
+    at = (program.to(tl.int64) * 2 * images + image) * CHANNELS + channel
+    tl.store(sums + at, column_sums(sum_g), mask=is_channel)
+    second = at + images.to(tl.int64) * CHANNELS
+    tl.store(sums + second, column_sums(sum_g_x) * rstd, mask=is_channel)
+
+
+@triton.jit(do_not_specialize=["rows", "pixels"])
+def norm_input_gradient_kernel(
+    gradient,
+    dx,
+    parameter,
+    rows,
+    pixels,
+    ACTIVATION: tl.constexpr,
+    IN_TRAINING: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INT64: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """dx = [skip +] A*g + B*(x - mean) + C; with g * act'(p) for g unless ACTIVATION is None.
+
+    All tensors are `[images, pixels, CHANNELS]`, with one image if `rows` is None. Grid: images *
+    tiles of an image, channel blocks.
+    """
+    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
+    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
+    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    is_channel = channel < CHANNELS
+    if rows is None:
+        coefficients = load_affine_step(gradient.step, channel, CHANNELS)
+        tile = tl.program_id(0)
+    else:
+        tiles = tiles_of(pixels, BLOCK_PIXELS)
+        image, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+        offset = image.to(tl.int64) * pixels * CHANNELS
+        dx += offset
+        all_images = gradient.step
+        skip = all_images.skip
+        if skip is not None:
+            skip += offset
+        norm = norm_of_image(all_images.norm, rows, image, CHANNELS)
+        step = AffineStep(skip, all_images.x + offset, norm, all_images.sums, all_images.inv_count)
+        gradient = Gradient(gradient.g + offset, step)
+        images = tl.num_programs(0) // tiles
+        coefficients = load_pooled_step(gradient.step, image, images, channel, CHANNELS)
     step = gradient.step
-    coefficients = load_affine_step(step, channel, CHANNELS)
-    pixel = pixel_indices(tl.program_id(0), BLOCK_PIXELS, INT64)
+    pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
-    g_mask = mask
-    if MASKED:
+    if ACTIVATION is not None:
         bias = tl.load(step.norm.bias + channel, mask=is_channel, other=0.0)
         value = tl.load(step.x + at, mask=mask, other=0.0).to(tl.float32)
         scale, _, _, mean = coefficients
-        g_mask = mask & ~(pre_activation(value, mean, scale, bias, step.x.dtype.element_ty) <= 0)
-    whole = load_whole_gradient(gradient, coefficients, at, mask, g_mask, IN_TRAINING)
+        p = pre_activation(value, mean, scale, bias, step.x.dtype.element_ty)
+    if ACTIVATION is None:
+        whole = load_whole_gradient(gradient, coefficients, at, mask, mask, IN_TRAINING)
+    elif ACTIVATION == "relu":
+        g_mask = mask & ~(p <= 0)
+        whole = load_whole_gradient(gradient, coefficients, at, mask, g_mask, IN_TRAINING)
+    else:
+        dy = tl.load(gradient.g + at, mask=mask, other=0.0).to(tl.float32)
+        g = activation_gradient(dy, p, parameter, ACTIVATION)
+        whole = whole_gradient(g, step, coefficients, at, mask, IN_TRAINING)
     tl.store(dx + at, whole.to(dx.dtype.element_ty), mask=mask)
 
 
 def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
     """See `Kernels.norm_act_forward`. A program owns one tile."""
-    launch = elementwise_launch(x)
+    rows, (activation, parameter) = rows_of(norm), kernel_activation(norm)
+    launch = elementwise_launch(x, rows is not None, activation != "relu")
     y = torch.empty_like(x, memory_format=torch.channels_last)
     with on_device_of(x):
         launch_kernel(
             norm_act_forward_kernel,
             launch.grid,
-            (x, kernel_norm(norm), y, launch.pixels),
-            launch.constants,
+            (x, kernel_norm(norm), y, parameter, rows, launch.pixels),
+            {"ACTIVATION": activation, **launch.constants},
             launch.num_warps,
         )
     return y
@@ -149,32 +272,64 @@ def norm_act_backward(
 
     A program owns every `programs`-th tile of a block of channels.
     """
-    launch = elementwise_launch(x)
+    if norm.has_rows:
+        return _backward_of_images(dy, x, norm, with_g)
+    activation, parameter = kernel_activation(norm)
+    launch = elementwise_launch(x, is_small=activation != "relu")
     g = torch.empty_like(x, memory_format=torch.channels_last) if with_g else None
     with on_device_of(x):
         sums = new_sums(x, launch.channels)
         launch_kernel(
             norm_act_backward_kernel,
             launch.persistent_grid(),
-            (dy, x, kernel_norm(norm), g, sums, launch.pixels),
-            launch.constants,
+            (dy, x, kernel_norm(norm), g, sums, parameter, launch.pixels),
+            {"ACTIVATION": activation, **launch.constants},
             launch.num_warps,
         )
         return g, finished_sums(sums)[0]
 
 
+def _backward_of_images(
+    dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+) -> tuple[Tensor | None, Tensor]:
+    """`norm_act_backward` of a norm with rows.
+
+    A program owns some tiles of a block of channels of an image.
+    """
+    launch = elementwise_launch(x, by_image=True)
+    rows, (activation, parameter) = rows_of(norm), kernel_activation(norm)
+    g = torch.empty_like(x, memory_format=torch.channels_last) if with_g else None
+    images, channels, programs = launch.images, launch.channels, launch.programs_of_image()
+    with on_device_of(x):
+        partials = x.new_empty((programs, 2, images, channels), dtype=torch.float32)
+        launch_kernel(
+            norm_act_backward_rows_kernel,
+            launch.image_grid(),
+            (dy, x, kernel_norm(norm), g, partials, parameter, rows, launch.pixels),
+            {"ACTIVATION": activation, **launch.constants},
+            launch.num_warps,
+        )
+        if programs == 1:
+            return g, partials[0]
+        sums = x.new_empty((1, 2 * images, channels, 1, 1), dtype=torch.float32)
+        launch_sum_partials(partials.view(1, programs, -1), sums)
+        return g, sums.view(2, images, channels)
+
+
 def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
     """See `Kernels.norm_input_gradient`. A program owns one tile."""
-    gradient = kernel_gradient(gradient)
     step = cast(AffineStep, gradient.step)
-    launch = elementwise_launch(step.x)
-    dx = torch.empty_like(step.x, memory_format=torch.channels_last)
-    flags = {"MASKED": activated, "IN_TRAINING": step.inv_count != 0}
-    with on_device_of(step.x):
+    x, norm = step.x, step.norm
+    activation, parameter = kernel_activation(norm) if activated else (None, None)
+    rows = rows_of(norm, pooled=True) if step.sums.dim() == 3 else None
+    launch = elementwise_launch(x, rows is not None, activation not in (None, "relu"))
+    dx = torch.empty_like(x, memory_format=torch.channels_last)
+    flags = {"ACTIVATION": activation, "IN_TRAINING": step.inv_count != 0}
+    with on_device_of(x):
         launch_kernel(
             norm_input_gradient_kernel,
             launch.grid,
-            (gradient, dx, launch.pixels),
+            (kernel_gradient(gradient), dx, parameter, rows, launch.pixels),
             {**flags, **launch.constants},
             launch.num_warps,
         )

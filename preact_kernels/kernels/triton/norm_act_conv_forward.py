@@ -5,12 +5,12 @@ import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Epilogue, Inputs, Output, Statistics, Unit
+from preact_kernels.kernels.triton.activations import relu
 from preact_kernels.kernels.triton.batch_norm import (
     kernel_norm,
     load_norm,
     pixel_indices,
     pre_activation,
-    relu,
     tiles_of,
 )
 from preact_kernels.kernels.triton.configurations import conv_forward

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preact_kernels.kernels.triton.activations import relu
 from preact_kernels.kernels.triton.batch_norm import (
     KernelNorm,
     load_scale,
     pixel_indices,
     pre_activation,
-    relu,
     tiles_of,
 )
 from preact_kernels.kernels.triton.configurations import ConvBlocks

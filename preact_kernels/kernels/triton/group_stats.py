@@ -1,0 +1,151 @@
+"""Mean and biased variance of each image and group of channels.
+
+Each program stores the moments of some pixels of one image; a second launch merges them in a fixed
+order. Neither depends on the other images.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from preact_kernels.kernels.contract import Statistics
+from preact_kernels.kernels.triton.batch_norm import pixel_indices, tiles_of
+from preact_kernels.kernels.triton.configurations import TILES_OF_IMAGE
+from preact_kernels.kernels.triton.launch import (
+    INTERPRETED,
+    elementwise_launch,
+    launch_kernel,
+    on_device_of,
+)
+from preact_kernels.kernels.triton.reduction import column_sums
+
+_TILES_OF_IMAGE = tl.constexpr(TILES_OF_IMAGE)
+
+
+@triton.jit(do_not_specialize=["pixels"])
+def group_moments_kernel(
+    x,
+    moments,
+    pixels,
+    CHANNELS: tl.constexpr,
+    INT64: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Per channel, of some pixels of an image: pivot, mean - pivot, and sum((x - mean)^2).
+
+    `x` is `[images, pixels, CHANNELS]` and `moments` `[programs, 3, CHANNELS]`. The pivot is near
+    the mean of the first tile, so that the differences are small. The mean of a constant channel is
+    exact. Grid: images * programs of an image, channel blocks.
+    """
+    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
+    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
+    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    is_channel = channel < CHANNELS
+    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    programs = tiles_of(tiles, _TILES_OF_IMAGE)
+    image, program = tl.program_id(0) // programs, tl.program_id(0) % programs
+    x += image.to(tl.int64) * pixels * CHANNELS
+    first = program * _TILES_OF_IMAGE
+    last = tl.minimum(first + _TILES_OF_IMAGE, tiles)
+    pixel = pixel_indices(first, BLOCK_PIXELS, INT64)
+    mask = (pixel < pixels)[:, None] & is_channel[None, :]
+    at = pixel[:, None] * CHANNELS + channel[None, :]
+    rows = tl.minimum(pixels - first * BLOCK_PIXELS, BLOCK_PIXELS).to(tl.float32)
+    pivot = column_sums(tl.load(x + at, mask=mask, other=0.0).to(tl.float32)) / rows
+    pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
+    # Sums over tiles stay in the registers of each thread until the end.
+    total = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+    squares = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+    for tile in tl.range(first, last, num_stages=3):
+        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        mask = (pixel < pixels)[:, None] & is_channel[None, :]
+        at = pixel[:, None] * CHANNELS + channel[None, :]
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        shifted = tl.where(mask, value - pivot[None, :], 0.0)
+        total += shifted
+        squares += shifted * shifted
+    sums = column_sums(total)
+    rows = tl.minimum(pixels - first * BLOCK_PIXELS, _TILES_OF_IMAGE * BLOCK_PIXELS)
+    offset = tl.div_rn(sums, tl.zeros_like(sums) + rows.to(tl.float32))
+    m2 = column_sums(squares) - sums * offset
+    moments += tl.program_id(0).to(tl.int64) * (3 * CHANNELS) + channel
+    tl.store(moments, pivot, mask=is_channel)
+    tl.store(moments + CHANNELS, offset, mask=is_channel)
+    tl.store(moments + 2 * CHANNELS, m2, mask=is_channel)
+
+
+@triton.jit(do_not_specialize=["pixels", "program_pixels", "programs", "channels", "size"])
+def group_stats_kernel(
+    moments,
+    mean,
+    var,
+    pixels,
+    program_pixels,
+    programs,
+    channels,
+    size,
+    BLOCK: tl.constexpr,
+):
+    """Mean and variance `[images, channels]` of groups of `size` channels, from moments.
+
+    `moments` is `[images, programs, 3, channels]`, each of `program_pixels` pixels or what is left
+    of `pixels`. By the formula of Chan, Golub and LeVeque (1979), in float64, with means relative
+    to the first. Grid: images * groups.
+    """
+    groups = channels // size
+    image, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    moments += image.to(tl.int64) * programs * (3 * channels) + group * size
+    near = tl.load(moments).to(tl.float64) + tl.load(moments + channels).to(tl.float64)
+    total = tl.zeros([BLOCK], tl.float64)
+    squares = tl.zeros([BLOCK], tl.float64)
+    for begin in range(0, programs * size, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        mask = index < programs * size
+        program = index // size
+        at = moments + program.to(tl.int64) * (3 * channels) + index % size
+        count = tl.minimum(pixels - program * program_pixels, program_pixels).to(tl.float64)
+        delta = tl.load(at, mask=mask, other=0.0).to(tl.float64) - near
+        delta += tl.load(at + channels, mask=mask, other=0.0).to(tl.float64)
+        m2 = tl.load(at + 2 * channels, mask=mask, other=0.0).to(tl.float64)
+        total += tl.where(mask, count * delta, 0.0)
+        squares += tl.where(mask, m2 + count * delta * delta, 0.0)
+    count = pixels.to(tl.float64) * size.to(tl.float64)
+    shift = tl.sum(total, 0) / count
+    variance = tl.sum(squares, 0) / count - shift * shift
+    variance = tl.where(variance < 0, 0.0, variance)
+    row = image.to(tl.int64) * channels + group * size
+    for begin in range(0, size, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        zeros = tl.zeros([BLOCK], tl.float32)
+        tl.store(mean + row + index, zeros + (near + shift).to(tl.float32), mask=index < size)
+        tl.store(var + row + index, zeros + variance.to(tl.float32), mask=index < size)
+
+
+def group_stats(x: Tensor, groups: int) -> Statistics:
+    """See `Kernels.group_stats`.
+
+    A program owns some tiles of a block of channels of an image; then one owns a group of an image.
+    """
+    launch = elementwise_launch(x, by_image=True)
+    images, channels, programs = launch.images, launch.channels, launch.programs_of_image()
+    mean, var = (x.new_empty((images, channels), dtype=torch.float32) for _ in range(2))
+    with on_device_of(x):
+        moments = x.new_empty((images, programs, 3, channels), dtype=torch.float32)
+        launch_kernel(
+            group_moments_kernel,
+            launch.image_grid(),
+            (x, moments, launch.pixels),
+            launch.constants,
+            launch.num_warps,
+        )
+        program_pixels = TILES_OF_IMAGE * launch.constants["BLOCKS"].block_pixels
+        size = channels // groups
+        launch_kernel(
+            group_stats_kernel,
+            (images * groups, 1, 1),
+            (moments, mean, var, launch.pixels, program_pixels, programs, channels, size),
+            {"BLOCK": 1024 if INTERPRETED else 256},
+            2,
+        )
+    return Statistics(mean, var)
