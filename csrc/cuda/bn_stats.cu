@@ -52,8 +52,4 @@ void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& 
   });
 }
 
-void launch_group_stats(const Activation&, const Tensor&, int64_t, const Statistics&) {
-  STD_TORCH_CHECK(false, "group_stats");
-}
-
 }  // namespace preact_kernels

@@ -1,5 +1,6 @@
-// Batch norm and ReLU forward and backward, and the gradient of a batch norm's input.
+// Norm and ReLU forward and backward, and the gradient of a norm's input, without rows.
 
+#include "any_norm_act.h"
 #include "batch_norm.cuh"
 #include "on_device.h"
 
@@ -151,10 +152,19 @@ __global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
 
 using namespace cuda;
 
+namespace {
+
+bool is_relu_without_rows(const Norm& norm) {
+  return norm.activation.kind == ActivationKind::kRelu && !norm.has_rows();
+}
+
+}  // namespace
+
 // In each launch a block owns some channels and every gridDim.x-th tile of pixels.
 
 void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
                              const Tensor& y) {
+  if (!is_relu_without_rows(norm)) return launch_any_norm_act_forward(size, x, norm, y);
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
@@ -172,6 +182,9 @@ void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm
 // A block has few channels: the last block adds few partial sums.
 void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
                                    const Norm& norm, const Tensor* g, const Tensor& sums) {
+  if (!is_relu_without_rows(norm)) {
+    return launch_any_norm_act_backward_mask(size, dy, x, norm, g, sums);
+  }
   const OnDeviceOf on(x);
   const auto launch_as = [&](auto stores_g, auto value) {
     using T = decltype(value);
@@ -198,6 +211,10 @@ void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, con
 void launch_norm_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
                                 const Tensor& dx) {
   const AffineStep& step = *gradient.step;
+  const bool is_relu = step.norm.activation.kind == ActivationKind::kRelu;
+  if (step.has_rows() || (activated && !is_relu)) {
+    return launch_any_norm_input_gradient(size, gradient, activated, dx);
+  }
   const OnDeviceOf on(step.x);
   const auto launch_as = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);

@@ -72,19 +72,21 @@ struct OwnedGridSums {
   GridSums sums;
 
   OwnedGridSums(const Tensor& like, dim3 blocks, int64_t channels, cudaStream_t stream)
-      : owner(empty_bytes(like, partial_bytes(blocks, channels) + counter_bytes(blocks))) {
-    char* memory = mutable_data<char>(owner);
-    sums.partials = reinterpret_cast<double*>(memory);
-    sums.counter = reinterpret_cast<unsigned*>(memory + partial_bytes(blocks, channels));
-    fill_zeros(sums.counter, counter_bytes(blocks), stream);
-  }
+      : OwnedGridSums(like, 2 * int64_t(blocks.x), blocks.y, channels, stream) {}
+  // Partials [lines, channels], and counters.
+  OwnedGridSums(const Tensor& like, int64_t lines, int64_t counters, int64_t channels,
+                cudaStream_t stream)
+      : OwnedGridSums(like, lines * channels * int64_t(sizeof(double)),
+                      counters * int64_t(sizeof(unsigned)), stream) {}
 
  private:
-  static int64_t partial_bytes(dim3 blocks, int64_t channels) {
-    return int64_t(blocks.x) * 2 * channels * int64_t(sizeof(double));
-  }
-  static int64_t counter_bytes(dim3 blocks) {
-    return int64_t(blocks.y) * int64_t(sizeof(unsigned));
+  OwnedGridSums(const Tensor& like, int64_t partial_bytes, int64_t counter_bytes,
+                cudaStream_t stream)
+      : owner(empty_bytes(like, partial_bytes + counter_bytes)) {
+    char* memory = mutable_data<char>(owner);
+    sums.partials = reinterpret_cast<double*>(memory);
+    sums.counter = reinterpret_cast<unsigned*>(memory + partial_bytes);
+    fill_zeros(sums.counter, counter_bytes, stream);
   }
 };
 

@@ -65,6 +65,22 @@ struct Vector<float, 8> {
   }
 };
 
+// Eight bytes.
+template <class T>
+struct Vector<T, 4> {
+  uint2 value;
+
+  __device__ void load(const T* from) { value = *reinterpret_cast<const uint2*>(from); }
+  __device__ void store(T* to) const { *reinterpret_cast<uint2*>(to) = value; }
+  __device__ void unpack(float (&to)[4]) const {
+    const float2 low = unpack_pair<T>(value.x), high = unpack_pair<T>(value.y);
+    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+  }
+  __device__ void pack(const float (&from)[4]) {
+    value = make_uint2(pack_pair<T>(from[0], from[1]), pack_pair<T>(from[2], from[3]));
+  }
+};
+
 template <class T>
 struct Vector<T, 8> {
   uint4 value;
@@ -110,8 +126,11 @@ struct ThreadRows {
   int row, channel;  // the first channel
   bool is_used;      // whether the thread has pixels, and `channel` is one
   const PixelRows& of;
+  unsigned block, blocks;  // this block, and those that share the pixels
 
-  __device__ explicit ThreadRows(const PixelRows& of) : of(of) {
+  __device__ explicit ThreadRows(const PixelRows& of) : ThreadRows(of, blockIdx.x, gridDim.x) {}
+  __device__ ThreadRows(const PixelRows& of, unsigned block, unsigned blocks)
+      : of(of), block(block), blocks(blocks) {
     row = threadIdx.x / of.columns;
     channel = (blockIdx.y * of.columns + threadIdx.x % of.columns) * kWidth;
     is_used = row < of.block_pixels && channel < of.channels;
@@ -124,7 +143,7 @@ struct ThreadRows {
     if (!is_used) return;
     const int64_t tile = int64_t(of.block_pixels) * kSteps;
     const int64_t stride = int64_t(of.block_pixels) * of.channels;
-    for (int64_t pixel = blockIdx.x * tile + row; pixel < of.pixels; pixel += gridDim.x * tile) {
+    for (int64_t pixel = block * tile + row; pixel < of.pixels; pixel += blocks * tile) {
       const int64_t left = (of.pixels - pixel + of.block_pixels - 1) / of.block_pixels;
       body(pixel * of.channels + channel, stride, left < kSteps ? static_cast<int>(left) : kSteps);
     }
@@ -153,14 +172,15 @@ inline Grid grid_for(const Activation& size, int width, int steps, int most_colu
           dim3(static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y))};
 }
 
-// Whether accesses may be 16 bytes: the channels are a multiple, and memory is aligned or null.
-template <class T, class... Pointers>
+// Whether accesses may be of kWidth numbers, by default 16 bytes: the channels are a multiple, and
+// memory is aligned or null.
+template <class T, int kWidth = kFullWidth<T>, class... Pointers>
 bool fills_vectors(int64_t channels, const Pointers*... pointers) {
-  const bool aligned[] = {reinterpret_cast<uintptr_t>(pointers) % 16 == 0 ...};
+  const bool aligned[] = {reinterpret_cast<uintptr_t>(pointers) % (kWidth * sizeof(T)) == 0 ...};
   for (const bool a : aligned) {
     if (!a) return false;
   }
-  return channels % kFullWidth<T> == 0;
+  return channels % kWidth == 0;
 }
 
 }  // namespace preact_kernels::cuda

@@ -1,0 +1,312 @@
+// Norm and activation forward and backward, and the gradient of a norm's input: for norms with rows
+// and for every activation.
+
+#include "activation.cuh"
+#include "any_norm_act.h"
+#include "image_rows.cuh"
+#include "on_device.h"
+
+namespace preact_kernels {
+namespace cuda {
+
+// Channels of a vector and pixels at a time. Each activation has code for all of these 16 numbers.
+// Vectors of 16 bytes would need more registers in half precision.
+constexpr int kAnyWidth = 4, kAnySteps = 4;
+
+template <class T>
+struct AnyNormActParams {
+  ImageRows images;
+  const T* x;
+  ImageNorm norm;
+  KernelActivation activation;
+  T* y;
+};
+
+constexpr int kAnyForwardBlocks = 3;  // a multiprocessor
+
+// y = act(p), p rounded to T first.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kAnyForwardBlocks)
+    any_norm_act_forward_kernel(AnyNormActParams<T> p) {
+  constexpr int kSteps = kAnySteps;
+  const auto thread = p.images.template thread<kWidth, kSteps>();
+  const Normalisation<kWidth> norm(p.norm.of(p.images.image()), thread.channel, thread.is_used);
+  const int64_t first = p.images.first();
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    at += first;
+    Vector<T, kWidth> x[kSteps];
+    load_rows(x, p.x + at, stride, steps);
+    float values[kSteps][kWidth];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      x[s].unpack(values[s]);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values[s][i] = rounded<T>(norm(values[s][i], i));
+    }
+    activate(p.activation, values);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      x[s].pack(values[s]);
+      if (s < steps) x[s].store(p.y + at + s * stride);
+    }
+  });
+}
+
+template <class T>
+struct AnyNormActMaskParams {
+  ImageRows images;
+  const T* dy;
+  const T* x;
+  ImageNorm norm;
+  KernelActivation activation;
+  T* g;  // null where g is not stored
+  GridSums memory;
+  float* sums;     // [2, images, channels]: sum(g), sum(g * xhat)
+  int64_t second;  // from sum(g) to sum(g * xhat)
+};
+
+constexpr int kAnyMaskBlocks = 2;
+
+// g = dy * act'(p), rounded to T, and its sums.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kAnyMaskBlocks)
+    any_norm_act_backward_mask_kernel(AnyNormActMaskParams<T> p) {
+  constexpr int kSteps = kAnySteps;
+  const auto thread = p.images.template thread<kWidth, kSteps>();
+  const unsigned image = p.images.image();
+  const int64_t first = p.images.first();
+  const Normalisation<kWidth> norm(p.norm.of(image), thread.channel, thread.is_used);
+  double sums[2 * kWidth] = {};
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    at += first;
+    Vector<T, kWidth> x[kSteps], dy[kSteps];
+    load_rows(x, p.x + at, stride, steps);
+    load_rows(dy, p.dy + at, stride, steps);
+    // dy becomes g.
+    for_activation_kind(p.activation.kind, [&](auto kind) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        float value[kWidth], g[kWidth];
+        x[s].unpack(value);
+        dy[s].unpack(g);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          g[i] = activation_gradient<decltype(kind)::value>(g[i], rounded<T>(norm(value[i], i)),
+                                                            p.activation.parameter);
+        }
+        dy[s].pack(g);
+      }
+    });
+    float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      if (s < steps) {
+        if (p.g != nullptr) dy[s].store(p.g + at + s * stride);
+        float value[kWidth], g[kWidth];
+        x[s].unpack(value);
+        dy[s].unpack(g);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          sum_g[i] += g[i];
+          sum_g_x[i] += g[i] * (value[i] - norm.mean[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      sums[i] += sum_g[i];
+      sums[kWidth + i] += sum_g_x[i];
+    }
+  });
+  const GridSums memory = p.images.part_of(p.memory, 2 * p.images.blocks, gridDim.y);
+  if (!sum_over_grid(sums, thread, memory)) return;
+  const NormPointers tables = p.norm.of(image);
+  float* to = p.sums + int64_t(image) * p.images.rows.channels + thread.channel;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const double rstd = reciprocal_std(tables.var[thread.channel + i], tables.eps);
+    to[i] = static_cast<float>(sums[i]);
+    to[p.second + i] = static_cast<float>(sums[kWidth + i] * rstd);
+  }
+}
+
+template <class T>
+struct AnyInputGradientParams {
+  ImageRows images;
+  const T* g;
+  const T* x;
+  const T* skip;  // or null
+  ImageNorm norm;
+  KernelActivation activation;
+  bool is_activated;
+  bool are_pooled;    // whether the sums contain the weight
+  const float* sums;  // [2, images, channels]: sum(g), sum(g * xhat)
+  int64_t second;     // from sum(g) to sum(g * xhat)
+  float inv_count;    // 0 in evaluation mode
+  T* dx;
+};
+
+constexpr int kAnyInputGradientBlocks = 2;
+
+// dx = [skip +] A*g + B*(x - mean) + C; if activated, g is first multiplied by act'(p).
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kAnyInputGradientBlocks)
+    any_norm_input_gradient_kernel(AnyInputGradientParams<T> p) {
+  constexpr int kSteps = kAnySteps;
+  const auto thread = p.images.template thread<kWidth, kSteps>();
+  const unsigned image = p.images.image();
+  const int64_t first = p.images.first();
+  const NormPointers norm = p.norm.of(image);
+  float a[kWidth], b[kWidth], c[kWidth], mean[kWidth], bias[kWidth];
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    a[i] = b[i] = c[i] = mean[i] = bias[i] = 0;
+    if (!thread.is_used) continue;
+    const int channel = thread.channel + i;
+    const float rstd = reciprocal_std(norm.var[channel], norm.eps);
+    a[i] = norm.weight[channel] * rstd;
+    mean[i] = norm.mean[channel];
+    if (p.is_activated) bias[i] = norm.bias[channel];
+    const float* sum = p.sums + int64_t(image) * p.images.rows.channels + channel;
+    const float factor = -(p.are_pooled ? rstd : a[i]);
+    b[i] = factor * rstd * (sum[p.second] * p.inv_count);
+    c[i] = factor * (sum[0] * p.inv_count);
+  }
+  const bool in_training = p.inv_count != 0;
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    at += first;
+    Vector<T, kWidth> x[kSteps], g[kSteps], skip[kSteps];
+    load_rows(g, p.g + at, stride, steps);
+    if (p.is_activated || in_training) load_rows(x, p.x + at, stride, steps);
+    if (p.skip != nullptr) load_rows(skip, p.skip + at, stride, steps);
+    float gradient[kSteps][kWidth], values[kSteps][kWidth];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      g[s].unpack(gradient[s]);
+      x[s].unpack(values[s]);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        values[s][i] = rounded<T>(fmaf(values[s][i] - mean[i], a[i], bias[i]));
+      }
+    }
+    if (p.is_activated) activation_gradient(p.activation, gradient, values);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      float value[kWidth];
+      x[s].unpack(value);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        gradient[s][i] *= a[i];
+        if (in_training) gradient[s][i] += fmaf(value[i] - mean[i], b[i], c[i]);
+      }
+      if (p.skip != nullptr) {
+        skip[s].unpack(value);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) gradient[s][i] += value[i];
+      }
+      g[s].pack(gradient[s]);
+      if (s < steps) g[s].store(p.dx + at + s * stride);
+    }
+  });
+}
+
+}  // namespace cuda
+
+using namespace cuda;
+
+namespace {
+
+int row_stride(const Tensor& table) {
+  return table.dim() == 2 ? static_cast<int>(table.sizes()[1]) : 0;
+}
+
+ImageNorm image_norm(const Norm& norm) {
+  return {pointers(norm),
+          {row_stride(norm.mean), row_stride(norm.var), row_stride(norm.weight),
+           norm.bias.has_value() ? row_stride(*norm.bias) : 0}};
+}
+
+}  // namespace
+
+// In each launch a block owns some channels and every so many tiles of pixels of an image.
+
+void launch_any_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+                                 const Tensor& y) {
+  const OnDeviceOf on(x);
+  for_dtype(x, [&](auto value) {
+    using T = decltype(value);
+    AnyNormActParams<T> params{
+        {}, data<T>(x), image_norm(norm), kernel_activation(norm.activation), mutable_data<T>(y)};
+    const bool vectors = fills_vectors<T, kAnyWidth>(size.channels, params.x, params.y);
+    const int width = vectors ? kAnyWidth : 1;
+    const ImageGrid grid =
+        grid_for_images(size, norm.has_rows(), width, kAnySteps, 32, kAnyForwardBlocks);
+    params.images = grid.images;
+    launch("norm_act_forward",
+           vectors ? any_norm_act_forward_kernel<T, kAnyWidth> : any_norm_act_forward_kernel<T, 1>,
+           grid.blocks, kThreads, 0, on.stream, params);
+  });
+}
+
+void launch_any_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+                                       const Norm& norm, const Tensor* g, const Tensor& sums) {
+  const OnDeviceOf on(x);
+  const bool has_rows = norm.has_rows();
+  for_dtype(x, [&](auto value) {
+    using T = decltype(value);
+    AnyNormActMaskParams<T> params{{},
+                                   data<T>(dy),
+                                   data<T>(x),
+                                   image_norm(norm),
+                                   kernel_activation(norm.activation),
+                                   g != nullptr ? mutable_data<T>(*g) : nullptr,
+                                   {},
+                                   mutable_data<float>(sums),
+                                   sums.numel() / 2};
+    const bool vectors = fills_vectors<T, kAnyWidth>(size.channels, params.dy, params.x, params.g);
+    const int width = vectors ? kAnyWidth : 1;
+    const ImageGrid grid = grid_for_image_sums(size, has_rows, width, kAnySteps, 8, kAnyMaskBlocks);
+    const int64_t counters = (has_rows ? size.images : 1) * grid.blocks.y;
+    const OwnedGridSums memory(x, 2 * int64_t(grid.blocks.x), counters, size.channels, on.stream);
+    params.images = grid.images;
+    params.memory = memory.sums;
+    launch("norm_act_backward_mask",
+           vectors ? any_norm_act_backward_mask_kernel<T, kAnyWidth>
+                   : any_norm_act_backward_mask_kernel<T, 1>,
+           grid.blocks, kThreads, kBlockSumBytes * 2 * width, on.stream, params);
+  });
+}
+
+void launch_any_norm_input_gradient(const Activation& size, const Gradient& gradient,
+                                    bool activated, const Tensor& dx) {
+  const AffineStep& step = *gradient.step;
+  const OnDeviceOf on(step.x);
+  for_dtype(step.x, [&](auto value) {
+    using T = decltype(value);
+    const bool has_rows = step.has_rows();
+    AnyInputGradientParams<T> params{{},
+                                     data<T>(gradient.g),
+                                     data<T>(step.x),
+                                     data<T>(step.skip),
+                                     image_norm(step.norm),
+                                     kernel_activation(step.norm.activation),
+                                     activated,
+                                     has_rows,
+                                     data<float>(step.sums),
+                                     step.sums.numel() / 2,
+                                     static_cast<float>(step.inv_count),
+                                     mutable_data<T>(dx)};
+    const bool vectors =
+        fills_vectors<T, kAnyWidth>(size.channels, params.g, params.x, params.skip, params.dx);
+    const int width = vectors ? kAnyWidth : 1;
+    const ImageGrid grid =
+        grid_for_images(size, has_rows, width, kAnySteps, 32, kAnyInputGradientBlocks);
+    params.images = grid.images;
+    launch("norm_input_gradient",
+           vectors ? any_norm_input_gradient_kernel<T, kAnyWidth>
+                   : any_norm_input_gradient_kernel<T, 1>,
+           grid.blocks, kThreads, 0, on.stream, params);
+  });
+}
+
+}  // namespace preact_kernels

@@ -1,0 +1,119 @@
+// Mean and biased variance of each image and group of channels.
+
+#include "grid_statistics.cuh"
+#include "image_rows.cuh"
+#include "on_device.h"
+
+namespace preact_kernels {
+namespace cuda {
+
+template <class T>
+struct GroupStatsParams {
+  ImageRows images;
+  const T* x;
+  int groups, group_channels;
+  int lanes;        // threads of a group in the last block; a power of two
+  GridSums memory;  // of each image [2 * blocks + 2][channels]: sums, means, variances
+  float* mean;      // [images, channels]
+  float* var;       // [images, channels]
+};
+
+// The channels of a group, whose means and variances are `means` and `variances`, become one:
+// var = sum(var_c + d_c^2) / n - (sum(d_c) / n)^2 for d_c = mean_c - mean of the first channel.
+template <class T>
+__device__ void merge_channels(const GroupStatsParams<T>& p, const double* means,
+                               const double* variances, int64_t image) {
+  PixelRows threads{};  // a column for each group, a row for each lane
+  threads.block_pixels = p.lanes, threads.columns = kThreads / p.lanes;
+  const int column = threadIdx.x % threads.columns, lane = threadIdx.x / threads.columns;
+  const double* sums = reinterpret_cast<const double*>(dynamic_shared());  // of sum_over_block
+  const double inv_channels = 1.0 / p.group_channels;
+  for (int begin = 0; begin < p.groups; begin += threads.columns) {
+    const int group = begin + column, first = group * p.group_channels;
+    double values[2] = {}, pivot = 0;
+    if (group < p.groups) {
+      pivot = __ldcg(means + first);
+      if (!isfinite(pivot)) pivot = 0;
+      for (int c = first + lane; c < first + p.group_channels; c += p.lanes) {
+        const double d = __ldcg(means + c) - pivot;
+        values[0] += d;
+        values[1] += __ldcg(variances + c) + d * d;
+      }
+    }
+    sum_over_block(values, threads);
+    if (group >= p.groups) continue;
+    const double d = sums[column] * inv_channels;
+    const double var = sums[kThreads + column] * inv_channels - d * d;
+    float* to_mean = p.mean + image * p.images.rows.channels;
+    float* to_var = p.var + image * p.images.rows.channels;
+    for (int c = first + lane; c < first + p.group_channels; c += p.lanes) {
+      to_mean[c] = static_cast<float>(pivot + d);
+      to_var[c] = static_cast<float>(var < 0 ? 0 : var);  // NaN stays NaN
+    }
+  }
+}
+
+// Statistics of each channel, as in `bn_stats`. The last block of an image merges the channels of
+// groups.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
+    group_stats_kernel(GroupStatsParams<T> p) {
+  const auto thread = p.images.template thread<kWidth, kStatisticsSteps>();
+  const T* from = p.x + p.images.first();
+  GridStatistics<kWidth> statistics(thread, [&](float (&to)[kWidth], int64_t at) {
+    Vector<T, kWidth> x;
+    x.load(from + at);
+    x.unpack(to);
+  });
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    Vector<T, kWidth> x[kStatisticsSteps];
+    load_rows(x, from + at, stride, steps);
+    statistics.add(x, steps);
+  });
+  const unsigned lines = 2 * p.images.blocks + 2;
+  const GridSums memory = p.images.part_of(p.memory, lines, gridDim.y + 1);
+  double* means = memory.partials + int64_t(lines - 2) * p.images.rows.channels;
+  double* variances = means + p.images.rows.channels;
+  const bool has_sums = sum_over_grid(statistics.sums, thread, memory);
+  if (has_sums) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      statistics.moments(i, thread.of.pixels, means[thread.channel + i],
+                         variances[thread.channel + i]);
+    }
+  }
+  if (!__syncthreads_or(has_sums)) return;  // not the last block of these channels
+  if (!is_last_block(memory.counter + gridDim.y, gridDim.y)) return;
+  merge_channels(p, means, variances, p.images.image());
+}
+
+}  // namespace cuda
+
+using namespace cuda;
+
+// A block owns some channels and every so many tiles of pixels of an image.
+void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+                        const Statistics& of_x) {
+  const OnDeviceOf on(x);
+  for_dtype(x, [&](auto value) {
+    using T = decltype(value);
+    constexpr int kWidth = kFullWidth<T>;
+    const T* from = data<T>(x);
+    const bool vectors = fills_vectors<T>(size.channels, from);
+    const int width = vectors ? kWidth : 1;
+    const auto [images, blocks] =
+        grid_for_image_sums(size, true, width, kStatisticsSteps, 8, kStatisticsBlocks);
+    const int64_t lines = size.images * (2 * images.blocks + 2);
+    const OwnedGridSums memory(x, lines, size.images * (blocks.y + 1), size.channels, on.stream);
+    const int group_channels = static_cast<int>(size.channels / groups);
+    int lanes = 1;
+    while (lanes < group_channels && lanes < kThreads) lanes *= 2;
+    const GroupStatsParams<T> params{
+        images, from,        static_cast<int>(groups),       group_channels,
+        lanes,  memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)};
+    launch("group_stats", vectors ? group_stats_kernel<T, kWidth> : group_stats_kernel<T, 1>,
+           blocks, kThreads, kBlockSumBytes * 2 * width, on.stream, params);
+  });
+}
+
+}  // namespace preact_kernels
