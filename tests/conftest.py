@@ -24,7 +24,9 @@ from tests.lost_gpu import pytest_runtest_makereport as pytest_runtest_makerepor
 IS_CUDA_ON_HOST = serve_cpu.install()  # before the backends are counted
 IS_INTERPRETED = backends._IS_TRITON_INTERPRETED
 
-pytest.register_assert_rewrite("tests.oracle", "tests.kernels.cuda_conv_cases")
+pytest.register_assert_rewrite(
+    "tests.oracle", "tests.kernels.cuda_conv_cases", "tests.kernels.cuda_op_cases"
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

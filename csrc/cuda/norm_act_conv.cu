@@ -84,6 +84,16 @@ Gradient aligned(Gradient gradient, Workspace& workspace) {
   return gradient;
 }
 
+void check_norm_is_served(const Norm& norm) {
+  STD_TORCH_CHECK(norm.activation.kind == ActivationKind::kRelu && !norm.has_rows(),
+                  "activation: expected relu without rows in a convolution of the cuda backend");
+}
+
+void check_step_is_served(const Gradient& gradient) {
+  STD_TORCH_CHECK(!gradient.step.has_value() || !gradient.step->has_rows(),
+                  "step: expected no rows in a convolution of the cuda backend");
+}
+
 int64_t bytes_of(const Activation& size, ScalarType dtype) {
   return size.pixels() * size.channels * (dtype == ScalarType::Float ? 4 : 2);
 }
@@ -131,6 +141,7 @@ bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
 void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
                                   const Epilogue& epilogue, const Output& output) {
   STD_TORCH_CHECK(!epilogue.conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
+  check_norm_is_served(inputs.norm);
   const ConvSizes& conv = unit.conv;
   Workspace& workspace = *unit.workspace;
   const OnDeviceOf on(inputs.x);
@@ -173,6 +184,8 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given,
   const Gradient dy = aligned(given, workspace);
   const std::optional<AffineStep>& step = dy.step;
   const std::optional<RecomputedG>& recomputed = dy.recomputed;
+  check_norm_is_served(norm);
+  check_step_is_served(dy);
   if (!wanted.g && !wanted.weight) {
     if (wanted.dy) launch_norm_input_gradient(conv.output(), dy, false, *gradients.dy);
     return;

@@ -14,7 +14,18 @@ import torch
 
 from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv
-from preact_kernels.kernels.contract import NO_EPILOGUE, RELU, Conv, Epilogue, Inputs, Output, Unit
+from preact_kernels.kernels.contract import (
+    NO_EPILOGUE,
+    RELU,
+    Conv,
+    Epilogue,
+    Gradient,
+    Gradients,
+    Inputs,
+    Output,
+    Unit,
+    Wanted,
+)
 from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 
 # The most pixels of a batch for which a convolution is fused, by side of the kernel and channels;
@@ -74,6 +85,18 @@ class CUDAKernels(NativeKernels):
         if epilogue.conv_bias is not None:
             return pytorch_conv.norm_act_conv_forward(self, unit, inputs, epilogue)
         return super().norm_act_conv_forward(unit, inputs, epilogue)
+
+    def norm_act_conv_backward(
+        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+    ) -> Gradients:
+        """See `Kernels`. The fused kernels evaluate no step with rows."""
+        if dy.step is None or dy.step.sums.dim() == 2:
+            return super().norm_act_conv_backward(unit, dy, inputs, wanted)
+        whole = pytorch_conv.whole_gradient(self, dy)
+        found = super().norm_act_conv_backward(
+            unit, Gradient(whole), inputs, wanted._replace(dy=False)
+        )
+        return found._replace(dy=whole if wanted.dy else None)
 
 
 @functools.cache

@@ -7,19 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
-from preact_kernels.kernels.contract import AffineStep, Gradient, Norm, Output
+from preact_kernels.kernels.contract import Norm
 from tests.cases import device_of
-from tests.kernels.cuda_conv_cases import kernels, on_host, random_norm, set_schedule
+from tests.kernels.cuda_conv_cases import kernels, on_host, set_schedule
 from tests.kernels.cuda_on_host import build, serve_cpu
-from tests.oracle import assert_same_bits, assert_within_budget, unit_roundoff
+from tests.kernels.cuda_op_cases import OPS, arguments, check_ops, random_images, run
+from tests.oracle import assert_same_bits, unit_roundoff
 
 if serve_cpu.missing():
     pytest.skip(f"backend cuda: {serve_cpu.missing()}", allow_module_level=True)
@@ -49,103 +48,6 @@ def on_cuda(poisoned_memory):
     with pk.use_backend("cuda"), DEVICE:
         yield
     set_schedule()
-
-
-def activation(shape, dtype, offset=0):
-    """Random numbers stored NHWC, `offset` elements behind where memory is aligned."""
-    n, c, h, w = shape
-    memory = torch.randn(n * c * h * w + offset).to(dtype)[offset:]
-    return memory.view(n, h, w, c).permute(0, 3, 1, 2)
-
-
-class Given(NamedTuple):
-    """Arguments of every op, each of its own random numbers."""
-
-    x: Tensor
-    dy: Tensor
-    norm: Norm
-    step: AffineStep
-
-    @property
-    def gradient(self):
-        """With the deferred step."""
-        return Gradient(self.dy, self.step)
-
-    @property
-    def gradient_without_skip(self):
-        return Gradient(self.dy, self.step._replace(skip=None))
-
-    def to(self, dtype):
-        """The same in another dtype."""
-        norm, step = (
-            type(part)(*(v.to(dtype) if isinstance(v, Tensor) else v for v in part))
-            for part in (self.norm, self.step)
-        )
-        return Given(self.x.to(dtype), self.dy.to(dtype), norm, step._replace(norm=norm))
-
-
-def arguments(shape, dtype, inv_count=None, offset=0):
-    channels = shape[1]
-    count = shape[0] * shape[2] * shape[3]
-    x, dy, skip = (activation(shape, dtype, offset) for _ in range(3))
-    norm = random_norm(channels)
-    sums = torch.randn(2, channels) * count**0.5
-    inv_count = 1 / count if inv_count is None else inv_count
-    return Given(x, dy, norm, AffineStep(skip, x, norm, sums, inv_count))
-
-
-OPS = {
-    "bn_stats": lambda k, given: k.bn_stats(given.x),
-    "norm_act_forward": lambda k, given: k.norm_act_forward(given.x, given.norm),
-    "norm_act_backward": lambda k, given: k.norm_act_backward(*given[:3], True),
-    "norm_act_backward without g": lambda k, given: k.norm_act_backward(*given[:3], False),
-    "norm_input_gradient": lambda k, given: k.norm_input_gradient(given.gradient),
-    "norm_input_gradient without skip": lambda k, given: k.norm_input_gradient(
-        given.gradient_without_skip
-    ),
-    "norm_input_gradient activated": lambda k, given: k.norm_input_gradient(
-        given.gradient_without_skip, activated=True
-    ),
-    "residual_add_forward": lambda k, given: k.residual_add_forward(given.x, given.dy, True),
-    "residual_add_forward without statistics": lambda k, given: k.residual_add_forward(
-        given.x, given.dy, False
-    ),
-}
-
-
-def run(kernels, op, given):
-    """The results of `op` by its name and a number, without those that are None."""
-    found = OPS[op](kernels, given)
-    if isinstance(found, Output):
-        found = (found.y, *(found.statistics or ()))
-    found = found if isinstance(found, tuple) else (found,)
-    return {f"{op} {i}": t for i, t in enumerate(found) if t is not None}
-
-
-def check_ops(given):
-    """As `tests.oracle.check`, of every op and its specification; returns the results."""
-    found, truth, errors = {}, {}, {}
-    wide = given.to(torch.float64)
-    # On a kink of the ReLU the mask of float64 is not that of rounded numbers: take the sums and
-    # the gradient of what the op's own specification masks, in float64.
-    g = reference.norm_act._gradient(given.dy, given.x, given.norm).double()
-    xhat = reference.norm_act._normalised(wide.x, wide.norm)
-    sums = torch.stack([g.sum((0, 2, 3)), (g * xhat).sum((0, 2, 3))])
-    gradient = wide._replace(dy=g).gradient_without_skip
-    of_masked = {
-        "norm_act_backward 0": g,
-        "norm_act_backward 1": sums,
-        "norm_act_backward without g 1": sums,
-        "norm_input_gradient activated 0": reference.norm_input_gradient(gradient),
-    }
-    for op in OPS:
-        found |= run(kernels(), op, given)
-        expected, eager = run(reference, op, wide), run(reference, op, given)
-        for name in expected:
-            truth[name] = of_masked.get(name, expected[name])
-            errors[name] = float((eager[name].double() - truth[name].double()).norm())
-    assert_within_budget(found, truth, errors)
-    return found
 
 
 @pytest.mark.parametrize(("dtype", "shape", "offset"), CASES, ids=str)
@@ -189,7 +91,7 @@ def test_no_gradient_passes_where_the_rounded_pre_activation_is_zero():
 
 @pytest.mark.parametrize("at", [0, 77])
 def test_an_outlier_costs_no_accuracy_wherever_it_is(at):
-    x = activation((2, 16, 64, 64), torch.float32)
+    x = random_images((2, 16, 64, 64), torch.float32)
     x.permute(0, 2, 3, 1).reshape(-1, 16)[at] = 1000.0  # a view of memory stored NHWC
     assert (x == 1000).sum() == 16
     mean, var = kernels().bn_stats(x)
@@ -201,7 +103,7 @@ def test_an_outlier_costs_no_accuracy_wherever_it_is(at):
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
 def test_the_mean_of_what_is_not_finite_is_that_of_pytorch(value):
-    x = activation((2, 17, 9, 8), torch.float32)
+    x = random_images((2, 17, 9, 8), torch.float32)
     x[1, 3, 4, 4] = value
     mean, var = kernels().bn_stats(x)
     true_mean, true_var = reference.bn_stats(x)
@@ -276,10 +178,10 @@ def test_under_the_sanitizer_the_tests_of_the_kernels_pass():
 @needs_gpu
 @pytest.mark.not_under_sanitizer
 def test_a_launch_that_fails_is_an_error_of_that_call_alone():
-    too_many = activation((1, 65535 * 8 + 9, 1, 2), torch.float32)
+    too_many = random_images((1, 65535 * 8 + 9, 1, 2), torch.float32)
     with pytest.raises(RuntimeError, match="bn_stats"):
         kernels().bn_stats(too_many)
-    kernels().bn_stats(activation((2, 16, 3, 5), torch.float32))
+    kernels().bn_stats(random_images((2, 16, 3, 5), torch.float32))
 
 
 @needs_gpu
