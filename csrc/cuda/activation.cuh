@@ -96,7 +96,8 @@ __device__ inline float activation_gradient(float dy, float p, float parameter) 
   }
   if constexpr (kKind == K::kSoftplus) {
     const float scaled = p * parameter;
-    return scaled > kSoftplusThreshold ? dy : dy * sigmoid(scaled);
+    const float e = expf(scaled);
+    return scaled > kSoftplusThreshold ? dy : dy * (e / (e + 1.0f));
   }
   if constexpr (kKind == K::kSigmoid) {
     const float y = sigmoid(p);

@@ -82,23 +82,16 @@ struct GridStatistics {
     }
   }
 
-  // Mean and variance of channel i, once the sums are those of all `pixels`.
-  __device__ void moments(int i, int64_t pixels, double& mean, double& var) const {
-    const double inv_count = 1.0 / static_cast<double>(pixels);
-    const double d = sums[i] * inv_count;
-    mean = pivot[i] + d;
-    var = sums[kWidth + i] * inv_count - d * d;
-  }
-
   // Every thread of the grid must call this. The last block writes mean and variance.
   template <int kSteps>
   __device__ void finish(const ThreadRows<kWidth, kSteps>& thread, const StatisticsMemory& memory) {
     if (!sum_over_grid(sums, thread, memory.sums)) return;
+    const double inv_count = 1.0 / static_cast<double>(thread.of.pixels);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      double mean, var;
-      moments(i, thread.of.pixels, mean, var);
-      memory.mean[thread.channel + i] = static_cast<float>(mean);
+      const double d = sums[i] * inv_count;
+      const double var = sums[kWidth + i] * inv_count - d * d;
+      memory.mean[thread.channel + i] = static_cast<float>(pivot[i] + d);
       memory.var[thread.channel + i] = static_cast<float>(var < 0 ? 0 : var);  // NaN stays NaN
     }
   }

@@ -76,10 +76,12 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
   double* variances = means + p.images.rows.channels;
   const bool has_sums = sum_over_grid(statistics.sums, thread, memory);
   if (has_sums) {
+    const double inv_count = 1.0 / static_cast<double>(thread.of.pixels);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      statistics.moments(i, thread.of.pixels, means[thread.channel + i],
-                         variances[thread.channel + i]);
+      const double d = statistics.sums[i] * inv_count;
+      means[thread.channel + i] = statistics.pivot[i] + d;
+      variances[thread.channel + i] = statistics.sums[kWidth + i] * inv_count - d * d;
     }
   }
   if (!__syncthreads_or(has_sums)) return;  // not the last block of these channels
