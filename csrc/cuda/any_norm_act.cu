@@ -29,11 +29,11 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kAnyForwardBlocks)
     any_norm_act_forward_kernel(AnyNormActParams<T> p) {
   constexpr int kSteps = kAnySteps;
-  const auto thread = p.images.template thread<kWidth, kSteps>();
+  const ThreadRows<kWidth, kSteps> thread(p.images.rows);
   const Normalisation<kWidth> norm(p.norm.of(p.images.image()), thread.channel, thread.is_used);
-  const int64_t first = p.images.first();
+  const int64_t begin = p.images.begin();
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
-    at += first;
+    at += begin;
     Vector<T, kWidth> x[kSteps];
     load_rows(x, p.x + at, stride, steps);
     float values[kSteps][kWidth];
@@ -72,13 +72,12 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kAnyMaskBlocks)
     any_norm_act_backward_mask_kernel(AnyNormActMaskParams<T> p) {
   constexpr int kSteps = kAnySteps;
-  const auto thread = p.images.template thread<kWidth, kSteps>();
-  const unsigned image = p.images.image();
-  const int64_t first = p.images.first();
+  const ThreadRows<kWidth, kSteps> thread(p.images.rows);
+  const int64_t image = p.images.image(), begin = p.images.begin();
   const Normalisation<kWidth> norm(p.norm.of(image), thread.channel, thread.is_used);
   double sums[2 * kWidth] = {};
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
-    at += first;
+    at += begin;
     Vector<T, kWidth> x[kSteps], dy[kSteps];
     load_rows(x, p.x + at, stride, steps);
     load_rows(dy, p.dy + at, stride, steps);
@@ -118,10 +117,10 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskBlocks)
       sums[kWidth + i] += sum_g_x[i];
     }
   });
-  const GridSums memory = p.images.part_of(p.memory, 2 * p.images.blocks, gridDim.y);
+  const GridSums memory = p.images.part_of(p.memory, 2 * gridDim.x, gridDim.y);
   if (!sum_over_grid(sums, thread, memory)) return;
   const NormPointers tables = p.norm.of(image);
-  float* to = p.sums + int64_t(image) * p.images.rows.channels + thread.channel;
+  float* to = p.sums + image * p.images.rows.channels + thread.channel;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     const double rstd = reciprocal_std(tables.var[thread.channel + i], tables.eps);
@@ -153,9 +152,8 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kAnyInputGradientBlocks)
     any_norm_input_gradient_kernel(AnyInputGradientParams<T> p) {
   constexpr int kSteps = kAnySteps;
-  const auto thread = p.images.template thread<kWidth, kSteps>();
-  const unsigned image = p.images.image();
-  const int64_t first = p.images.first();
+  const ThreadRows<kWidth, kSteps> thread(p.images.rows);
+  const int64_t image = p.images.image(), begin = p.images.begin();
   const NormPointers norm = p.norm.of(image);
   float a[kWidth], b[kWidth], c[kWidth], mean[kWidth], bias[kWidth];
 #pragma unroll
@@ -167,14 +165,14 @@ __global__ void __launch_bounds__(kThreads, kAnyInputGradientBlocks)
     a[i] = norm.weight[channel] * rstd;
     mean[i] = norm.mean[channel];
     if (p.is_activated) bias[i] = norm.bias[channel];
-    const float* sum = p.sums + int64_t(image) * p.images.rows.channels + channel;
+    const float* sum = p.sums + image * p.images.rows.channels + channel;
     const float factor = -(p.are_pooled ? rstd : a[i]);
     b[i] = factor * rstd * (sum[p.second] * p.inv_count);
     c[i] = factor * (sum[0] * p.inv_count);
   }
   const bool in_training = p.inv_count != 0;
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
-    at += first;
+    at += begin;
     Vector<T, kWidth> x[kSteps], g[kSteps], skip[kSteps];
     load_rows(g, p.g + at, stride, steps);
     if (p.is_activated || in_training) load_rows(x, p.x + at, stride, steps);
@@ -241,10 +239,12 @@ void launch_any_norm_act_forward(const Activation& size, const Tensor& x, const 
     const int width = vectors ? kAnyWidth : 1;
     const ImageGrid grid =
         grid_for_images(size, norm.has_rows(), width, kAnySteps, 32, kAnyForwardBlocks);
-    params.images = grid.images;
-    launch("norm_act_forward",
-           vectors ? any_norm_act_forward_kernel<T, kAnyWidth> : any_norm_act_forward_kernel<T, 1>,
-           grid.blocks, kThreads, 0, on.stream, params);
+    const auto kernel =
+        vectors ? any_norm_act_forward_kernel<T, kAnyWidth> : any_norm_act_forward_kernel<T, 1>;
+    grid.for_each_launch([&](const ImageRows& images, dim3 blocks) {
+      params.images = images;
+      launch("norm_act_forward", kernel, blocks, kThreads, 0, on.stream, params);
+    });
   });
 }
 
@@ -266,14 +266,16 @@ void launch_any_norm_act_backward_mask(const Activation& size, const Tensor& dy,
     const bool vectors = fills_vectors<T, kAnyWidth>(size.channels, params.dy, params.x, params.g);
     const int width = vectors ? kAnyWidth : 1;
     const ImageGrid grid = grid_for_image_sums(size, has_rows, width, kAnySteps, 8, kAnyMaskBlocks);
-    const int64_t counters = (has_rows ? size.images : 1) * grid.blocks.y;
-    const OwnedGridSums memory(x, 2 * int64_t(grid.blocks.x), counters, size.channels, on.stream);
-    params.images = grid.images;
+    const OwnedGridSums memory(x, grid.images, 2 * grid.blocks.x, grid.blocks.y, size.channels,
+                               on.stream);
     params.memory = memory.sums;
-    launch("norm_act_backward_mask",
-           vectors ? any_norm_act_backward_mask_kernel<T, kAnyWidth>
-                   : any_norm_act_backward_mask_kernel<T, 1>,
-           grid.blocks, kThreads, kBlockSumBytes * 2 * width, on.stream, params);
+    const auto kernel = vectors ? any_norm_act_backward_mask_kernel<T, kAnyWidth>
+                                : any_norm_act_backward_mask_kernel<T, 1>;
+    grid.for_each_launch([&](const ImageRows& images, dim3 blocks) {
+      params.images = images;
+      launch("norm_act_backward_mask", kernel, blocks, kThreads, kBlockSumBytes * 2 * width,
+             on.stream, params);
+    });
   });
 }
 
@@ -301,11 +303,12 @@ void launch_any_norm_input_gradient(const Activation& size, const Gradient& grad
     const int width = vectors ? kAnyWidth : 1;
     const ImageGrid grid =
         grid_for_images(size, has_rows, width, kAnySteps, 32, kAnyInputGradientBlocks);
-    params.images = grid.images;
-    launch("norm_input_gradient",
-           vectors ? any_norm_input_gradient_kernel<T, kAnyWidth>
-                   : any_norm_input_gradient_kernel<T, 1>,
-           grid.blocks, kThreads, 0, on.stream, params);
+    const auto kernel = vectors ? any_norm_input_gradient_kernel<T, kAnyWidth>
+                                : any_norm_input_gradient_kernel<T, 1>;
+    grid.for_each_launch([&](const ImageRows& images, dim3 blocks) {
+      params.images = images;
+      launch("norm_input_gradient", kernel, blocks, kThreads, 0, on.stream, params);
+    });
   });
 }
 

@@ -58,8 +58,8 @@ __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
     group_stats_kernel(GroupStatsParams<T> p) {
-  const auto thread = p.images.template thread<kWidth, kStatisticsSteps>();
-  const T* from = p.x + p.images.first();
+  const ThreadRows<kWidth, kStatisticsSteps> thread(p.images.rows);
+  const T* from = p.x + p.images.begin();
   GridStatistics<kWidth> statistics(thread, [&](float (&to)[kWidth], int64_t at) {
     Vector<T, kWidth> x;
     x.load(from + at);
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
     load_rows(x, from + at, stride, steps);
     statistics.add(x, steps);
   });
-  const unsigned lines = 2 * p.images.blocks + 2;
+  const unsigned lines = 2 * gridDim.x + 2;
   const GridSums memory = p.images.part_of(p.memory, lines, gridDim.y + 1);
   double* means = memory.partials + int64_t(lines - 2) * p.images.rows.channels;
   double* variances = means + p.images.rows.channels;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
     }
   }
   if (!__syncthreads_or(has_sums)) return;  // not the last block of these channels
-  if (!is_last_block(memory.counter + gridDim.y, gridDim.y)) return;
+  if (!is_last_of(gridDim.y, memory.counter + gridDim.y)) return;
   merge_channels(p, means, variances, p.images.image());
 }
 
@@ -103,18 +103,22 @@ void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
     const T* from = data<T>(x);
     const bool vectors = fills_vectors<T>(size.channels, from);
     const int width = vectors ? kWidth : 1;
-    const auto [images, blocks] =
+    const ImageGrid grid =
         grid_for_image_sums(size, true, width, kStatisticsSteps, 8, kStatisticsBlocks);
-    const int64_t lines = size.images * (2 * images.blocks + 2);
-    const OwnedGridSums memory(x, lines, size.images * (blocks.y + 1), size.channels, on.stream);
+    const OwnedGridSums memory(x, grid.images, 2 * grid.blocks.x + 2, grid.blocks.y + 1,
+                               size.channels, on.stream);
     const int group_channels = static_cast<int>(size.channels / groups);
     int lanes = 1;
     while (lanes < group_channels && lanes < kThreads) lanes *= 2;
-    const GroupStatsParams<T> params{
-        images, from,        static_cast<int>(groups),       group_channels,
-        lanes,  memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)};
-    launch("group_stats", vectors ? group_stats_kernel<T, kWidth> : group_stats_kernel<T, 1>,
-           blocks, kThreads, kBlockSumBytes * 2 * width, on.stream, params);
+    GroupStatsParams<T> params{
+        {},    from,        static_cast<int>(groups),       group_channels,
+        lanes, memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)};
+    const auto kernel = vectors ? group_stats_kernel<T, kWidth> : group_stats_kernel<T, 1>;
+    grid.for_each_launch([&](const ImageRows& images, dim3 blocks) {
+      params.images = images;
+      launch("group_stats", kernel, blocks, kThreads, kBlockSumBytes * 2 * width, on.stream,
+             params);
+    });
   });
 }
 

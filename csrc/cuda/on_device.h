@@ -72,12 +72,12 @@ struct OwnedGridSums {
   GridSums sums;
 
   OwnedGridSums(const Tensor& like, dim3 blocks, int64_t channels, cudaStream_t stream)
-      : OwnedGridSums(like, 2 * int64_t(blocks.x), blocks.y, channels, stream) {}
-  // Partials [lines, channels], and counters.
-  OwnedGridSums(const Tensor& like, int64_t lines, int64_t counters, int64_t channels,
-                cudaStream_t stream)
-      : OwnedGridSums(like, lines * channels * int64_t(sizeof(double)),
-                      counters * int64_t(sizeof(unsigned)), stream) {}
+      : OwnedGridSums(like, 1, 2 * int64_t(blocks.x), blocks.y, channels, stream) {}
+  // Partials [images, lines, channels], and counters of each image.
+  OwnedGridSums(const Tensor& like, int64_t images, int64_t lines, int64_t counters,
+                int64_t channels, cudaStream_t stream)
+      : OwnedGridSums(like, images * lines * channels * int64_t(sizeof(double)),
+                      images * counters * int64_t(sizeof(unsigned)), stream) {}
 
  private:
   OwnedGridSums(const Tensor& like, int64_t partial_bytes, int64_t counter_bytes,

@@ -126,11 +126,8 @@ struct ThreadRows {
   int row, channel;  // the first channel
   bool is_used;      // whether the thread has pixels, and `channel` is one
   const PixelRows& of;
-  unsigned block, blocks;  // this block, and those that share the pixels
 
-  __device__ explicit ThreadRows(const PixelRows& of) : ThreadRows(of, blockIdx.x, gridDim.x) {}
-  __device__ ThreadRows(const PixelRows& of, unsigned block, unsigned blocks)
-      : of(of), block(block), blocks(blocks) {
+  __device__ explicit ThreadRows(const PixelRows& of) : of(of) {
     row = threadIdx.x / of.columns;
     channel = (blockIdx.y * of.columns + threadIdx.x % of.columns) * kWidth;
     is_used = row < of.block_pixels && channel < of.channels;
@@ -143,7 +140,7 @@ struct ThreadRows {
     if (!is_used) return;
     const int64_t tile = int64_t(of.block_pixels) * kSteps;
     const int64_t stride = int64_t(of.block_pixels) * of.channels;
-    for (int64_t pixel = block * tile + row; pixel < of.pixels; pixel += blocks * tile) {
+    for (int64_t pixel = blockIdx.x * tile + row; pixel < of.pixels; pixel += gridDim.x * tile) {
       const int64_t left = (of.pixels - pixel + of.block_pixels - 1) / of.block_pixels;
       body(pixel * of.channels + channel, stride, left < kSteps ? static_cast<int>(left) : kSteps);
     }

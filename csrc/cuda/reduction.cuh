@@ -15,15 +15,20 @@ struct GridSums {
   unsigned* counter;  // [blocks in y], zeros before the kernel
 };
 
-// Whether this block is the last of `blocks` to count. It then sees all writes of the others. Every
-// thread must call it.
-__device__ inline bool is_last_block(unsigned* counter, unsigned blocks) {
+// Whether this block is the last of `blocks` that count. It then sees all writes of the others.
+// Every thread must call it.
+__device__ inline bool is_last_of(unsigned blocks, unsigned* counter) {
   __threadfence();  // writes of this thread come before the count
   __syncthreads();
   const bool is_last = threadIdx.x == 0 && atomicAdd(counter, 1u) == blocks - 1;
   if (!__syncthreads_or(is_last)) return false;
   __threadfence();
   return true;
+}
+
+// The same for the blocks of a column of the grid.
+__device__ inline bool is_last_block(unsigned* counter) {
+  return is_last_of(gridDim.x, counter + blockIdx.y);
 }
 
 // Bytes of shared memory that `sum_over_block` uses for each value.
@@ -53,9 +58,8 @@ __device__ inline void sum_over_block(double (&values)[kValues], const PixelRows
   for (int i = 0; i < kValues; ++i) values[i] = shared[i * kThreads + thread];
 }
 
-// Adds two numbers of each channel over the blocks of `thread`: values[i] and values[kWidth + i]
-// for channel i of the thread. Returns true in the threads that get the sums: one per column, in
-// the last block.
+// Adds two numbers of each channel over the grid: values[i] and values[kWidth + i] for channel i of
+// the thread. Returns true in the threads that get the sums: one per column, in the last block.
 template <int kWidth, int kSteps>
 __device__ inline bool sum_over_grid(double (&values)[2 * kWidth],
                                      const ThreadRows<kWidth, kSteps>& thread,
@@ -66,14 +70,14 @@ __device__ inline bool sum_over_grid(double (&values)[2 * kWidth],
   if (thread.is_used && thread.row == 0) {
 #pragma unroll
     for (int i = 0; i < 2 * kWidth; ++i) {
-      partials[(2 * int64_t(thread.block) + i / kWidth) * channels + i % kWidth] = values[i];
+      partials[(2 * int64_t(blockIdx.x) + i / kWidth) * channels + i % kWidth] = values[i];
     }
   }
-  if (!is_last_block(memory.counter + blockIdx.y, thread.blocks)) return false;
+  if (!is_last_block(memory.counter)) return false;
 #pragma unroll
   for (int i = 0; i < 2 * kWidth; ++i) values[i] = 0;
   if (thread.is_used) {
-    for (int64_t block = thread.row; block < thread.blocks; block += thread.of.block_pixels) {
+    for (int64_t block = thread.row; block < gridDim.x; block += thread.of.block_pixels) {
 #pragma unroll
       for (int i = 0; i < 2 * kWidth; ++i) {
         values[i] += __ldcg(partials + (2 * block + i / kWidth) * channels + i % kWidth);

@@ -40,6 +40,7 @@ DEVICE = torch.device(device_of("cuda"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = "mean var weight bias"
 INF, NAN = float("inf"), float("nan")
+needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +181,30 @@ def test_a_nan_stays_in_its_image_and_channel():
         assert_same_bits(found[image], clean[image])
     sums = found[1]["norm_act_backward 1"]
     assert sums[:, 5].isnan().all() and sums.isnan().sum() == 2
+
+
+@on_host
+def test_more_images_than_a_grid_may_have_take_several_launches():
+    shape = (65535 + 3, 4, 1, 2)
+    found = []
+    with serve_cpu.without_running(lambda launch: found.append((launch.name, launch.blocks))):
+        given = arguments(shape, torch.float32, None, 0, "weight", "silu")
+        for op in NORM_OPS:
+            run(kernels(), op, given)
+        kernels().group_stats(given.x, 2)
+    images = [(name, blocks[2]) for name, blocks in found if name != "fill_zeros"]
+    names = "norm_act_forward", "norm_act_backward_mask", "norm_input_gradient", "group_stats"
+    assert set(images) == set(itertools.product(names, (65535, 3)))
+
+
+@needs_gpu
+@pytest.mark.not_under_sanitizer
+def test_the_last_of_many_images_are_computed():
+    given = arguments((65535 + 3, 4, 1, 2), torch.float32, None, 0, ALL_ROWS, "silu")
+    check_ops(given, NORM_OPS)
+    found, expected = (k.group_stats(given.x, 2) for k in (kernels(), reference))
+    for t, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(t, right)
 
 
 # Shape, groups, dtype, elements that memory is off.
