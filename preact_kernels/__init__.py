@@ -1,4 +1,4 @@
-"""Fused BN-ReLU-Conv for pre-activation residual networks, equal to plain PyTorch."""
+"""Fused norm, activation and convolution, equal to plain PyTorch."""
 
 from preact_kernels import torch_compat as torch_compat  # first: it refuses an older torch
 from preact_kernels.conversion.convert import conversion_report, convert, fuse, revert
