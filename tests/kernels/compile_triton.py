@@ -32,6 +32,7 @@ from triton.backends.compiler import GPUTarget
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
     ACTIVATIONS,
+    Activation,
     AffineStep,
     BlockRun,
     Conv,
@@ -77,6 +78,7 @@ WIDE_SHAPES = (
     *(Shape(64, 128, 1, 2), Shape(128, 256, 1, 2), Shape(160, 128)),
     *(Shape(256, 128), Shape(256, 256)),
 )
+FUSED = ("leaky_relu", "identity")  # activations of fused convolutions besides ReLU
 WIDTHS = (16, 32, 64, 128, 192, 256)  # of 1x1 convolutions
 
 
@@ -99,6 +101,7 @@ class Task(NamedTuple):
     shape: Shape | Block | str | None
     tf32: bool = True
     stream: torch.dtype | None = None  # of the residuals of blocks; None: `dtype`
+    activation: str = "relu"  # of a convolution
 
 
 def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
@@ -123,6 +126,8 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
         found += [Task(c, torch.bfloat16, block, stream=torch.float32) for block in BLOCKS]
         for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
             found += [Task(c, dtype, shape) for shape in (None, *others, *BLOCKS, *SHAPES)]
+            fused = [(SHAPES[-3], "leaky_relu")] if quick else itertools.product(SHAPES, FUSED)
+            found += [Task(c, dtype, shape, activation=name) for shape, name in fused]
         if c == 90 and not quick:
             found += [Task(c, torch.float16, shape) for shape in (None, "silu", *BLOCKS, *SHAPES)]
             narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
@@ -244,24 +249,22 @@ def launch_others(dtype: torch.dtype) -> None:
 
 
 def launch_activation(dtype: torch.dtype, activation: str) -> None:
-    """Every kernel without a convolution for an activation, with and without rows.
-
-    What does not depend on the activation is launched for silu alone.
-    """
+    """Kernels without a convolution for an activation: every one for silu, few for the others."""
     is_first = activation == "silu"
     for channels in (16, 128, 17) if is_first else (128,):
         x = images(channels, dtype)
-        for rows in ((), x.shape[:1]):
+        for rows in ((), x.shape[:1]) if is_first else (x.shape[:1],):
             norm = empty_norm(*rows, channels, activation=activation)
-            kernels.norm_act_forward(x, norm)
-            kernels.norm_act_backward(x, x, norm, with_g=False)
-            kernels.norm_act_backward(x, x, norm, with_g=True)
             sums = torch.empty(2, *rows, channels, device="meta")
             step = AffineStep(None, x, norm, sums, 0.5)
-            for inv_count in (0.5, 0.0):
-                known = step._replace(inv_count=inv_count)
-                kernels.norm_input_gradient(Gradient(x, known), True)
-                if is_first and rows:
+            kernels.norm_act_forward(x, norm)
+            kernels.norm_act_backward(x, x, norm, with_g=True)
+            kernels.norm_input_gradient(Gradient(x, step), True)
+            if is_first:
+                constant = step._replace(inv_count=0.0)
+                kernels.norm_act_backward(x, x, norm, with_g=False)
+                kernels.norm_input_gradient(Gradient(x, constant), True)
+                for known in (step, constant) if rows else ():
                     kernels.norm_input_gradient(Gradient(x, known))
                     kernels.norm_input_gradient(Gradient(x, known._replace(skip=x)))
         if is_first:
@@ -298,6 +301,7 @@ def launch_conv(task: Task) -> None:
     weight = torch.empty(out_channels, channels, kernel, kernel, dtype=task.dtype, device="meta")
     conv = Conv((stride, stride), (kernel // 2, kernel // 2), (1, 1), 1)
     unit, inputs = unit_of(weight, conv, task.dtype), Inputs(x, empty_norm(channels), weight)
+    unit = unit._replace(activation=Activation(task.activation, ACTIVATIONS[task.activation]))
     widens = out_channels > channels  # the last convolution of a bottleneck
     skip = y if widens else None
     kernels.norm_act_conv_forward(unit, inputs, Epilogue(None, skip, True))
@@ -370,7 +374,8 @@ def row(launch: Launch) -> Compiled:
         has_rows = launch.argument("rows") is not None
         shape = f"{task.shape}{' with rows' if has_rows else ''} {constants.get('CHANNELS', '')}"
     else:
-        shape = "x".join(map(str, task.shape or ()))
+        activation = () if task.activation == "relu" else (task.activation,)
+        shape = " ".join(("x".join(map(str, task.shape or ())), *activation))
     dtype = str(task.dtype).removeprefix("torch.")
     dtype += ("" if task.tf32 else " ieee") + (" with float32" if task.stream else "")
     try:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from tests.cases import device_of
+from tests.cases import device_of, unit_of
 from tests.oracle import assert_same_bits, unit_roundoff
 
 if "triton" not in pk.available_backends():
@@ -16,8 +16,11 @@ from preact_kernels.kernels.contract import (
     ACTIVATIONS,
     Activation,
     AffineStep,
+    Conv,
     Gradient,
+    Inputs,
     Norm,
+    Wanted,
 )
 from preact_kernels.kernels.reference.activations import activate, activation_gradient
 from tests.kernels.compile_triton import replace
@@ -231,6 +234,43 @@ def test_a_layer_norm_of_images_is_right():
 
     x, dy, weight = torch.randn(2, 10, 5, 7), torch.randn(2, 10, 5, 7), torch.randn(10)
     torch.testing.assert_close(gradients("triton"), gradients("reference"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["leaky_relu", "identity"])
+@pytest.mark.parametrize(("kernel", "in_one_pass"), [(1, True), (3, False)])
+def test_fused_convolutions_of_other_activations(name, kernel, in_one_pass, monkeypatch):
+    replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
+    activation = activation_named(name)
+    weight = torch.randn(20, 10, kernel, kernel)
+    geometry = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
+    unit = unit_of(weight, geometry, torch.float32)._replace(activation=activation)
+    assert kernels.serves(unit)
+    assert not kernels.serves(unit._replace(activation=Activation("silu")))
+    assert not kernels.serves(unit._replace(has_rows=True))
+    x, dy = image_like(2, 10, 9, 5), image_like(2, 20, 9, 5)
+    inputs = Inputs(x, norm_with((0, 0, 0, 0), 2, 10, name), weight)
+
+    def results_of(k, unit, inputs, dy):
+        gradients = k.norm_act_conv_backward(unit, Gradient(dy), inputs, Wanted(True, True))
+        return {"y": k.norm_act_conv_forward(unit, inputs).y, **gradients._asdict()}
+
+    wide = Inputs(
+        x.double(),
+        Norm(*in_dtype(inputs.norm[:4], torch.double), *inputs.norm[4:]),
+        weight.double(),
+    )
+    truth = results_of(
+        reference,
+        unit_of(wide.conv_weight, geometry, torch.double)._replace(activation=activation),
+        wide,
+        dy.double(),
+    )
+    eager = results_of(reference, unit, inputs, dy)
+    for key, found in results_of(kernels, unit, inputs, dy).items():
+        if found is not None:
+            error, allowed = ((t.double() - truth[key]).norm() for t in (found, eager[key]))
+            rounding = unit_roundoff(found.dtype) * truth[key].norm()
+            assert error <= 2 * allowed + rounding, key
 
 
 def test_nan_stays_in_its_group():

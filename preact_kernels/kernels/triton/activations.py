@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from preact_kernels.kernels.contract import ACTIVATIONS, Norm
+from preact_kernels.kernels.contract import ACTIVATIONS
 
 _WITH_PARAMETER = [name for name, parameter in ACTIVATIONS.items() if parameter != 0]
 
@@ -32,10 +32,9 @@ class KernelActivation(NamedTuple):
     parameter: float | None
 
 
-def kernel_activation(norm: Norm) -> KernelActivation:
-    """The activation of a norm; without the parameter where it is not read."""
-    name = norm.activation
-    return KernelActivation(name, float(norm.parameter) if name in _WITH_PARAMETER else None)
+def kernel_activation(name: str, parameter: float) -> KernelActivation:
+    """An activation, without the parameter where it is not read."""
+    return KernelActivation(name, float(parameter) if name in _WITH_PARAMETER else None)
 
 
 @triton.jit

@@ -145,7 +145,7 @@ def _backward(
         ]
     )
     step = cast(AffineStep, gradient.step)
-    step = step._replace(norm=Norm(*step.norm), sums=found_sums[0])
+    step = step._replace(norm=Norm(*step.norm[:5], *run.units[0].activation), sums=found_sums[0])
     return BlockRunGradients(
         gradient._replace(step=step),
         _in_order([gradients.results() for gradients in weight_gradients]),

@@ -106,10 +106,14 @@ def _block(channels: int, largest: int) -> int:
 
 @functools.cache
 def elementwise(channels: int, is_small: bool = False) -> ElementwiseBlocks:
-    """Tiles of 4,096 elements, up to 128 channels wide; 2,048 where narrow or masked, or small."""
+    """Tiles of 4,096 elements, up to 128 channels wide; 2,048 where narrow or masked.
+
+    Small tiles have half of it.
+    """
     block_channels = min(triton.next_power_of_2(channels), 128)
-    is_large = not is_small and channels % max(block_channels, 32) == 0
-    elements = 4096 if is_large else 2048
+    elements = 4096 if channels % max(block_channels, 32) == 0 else 2048
+    if is_small:
+        elements //= 2
     return ElementwiseBlocks(elements // block_channels, block_channels, 8)
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from preact_kernels.kernels.contract import AffineStep, Unit
+from preact_kernels.kernels.triton.activations import kernel_activation
 from preact_kernels.kernels.triton.batch_norm import KernelNorm, load_whole_gradient
 from preact_kernels.kernels.triton.launch import INTERPRETED, needs_int64
 
@@ -67,6 +68,7 @@ class UnitSizes(NamedTuple):
     images: Sizes
     x_pixels: int  # over the batch
     y_pixels: int
+    parameter: float | None  # of the activation, as kernels take it
     constants: dict[str, Any]  # the first compile-time arguments of the kernels
 
     @property
@@ -88,12 +90,14 @@ def unit_sizes(unit: Unit, x_shape: Sequence[int]) -> UnitSizes:
     images = Sizes(*x_shape[2:], *y_shape[2:])
     x_pixels = x_shape[0] * images.height * images.width
     y_pixels = x_shape[0] * images.out_height * images.out_width
+    activation, parameter = kernel_activation(*unit.activation)
     constants = {
         "SHAPE": shape,
         "INT64": needs_int64(x_pixels * shape.C, y_pixels * shape.K),
         "PRECISION": precision(unit.dtype),
+        "ACTIVATION": activation,
     }
-    return UnitSizes(unit, shape, y_shape, images, x_pixels, y_pixels, constants)
+    return UnitSizes(unit, shape, y_shape, images, x_pixels, y_pixels, parameter, constants)
 
 
 def precision(dtype: torch.dtype) -> str:

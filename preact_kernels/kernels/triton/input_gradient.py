@@ -1,4 +1,4 @@
-"""Backward of BN-ReLU-Conv: the gradient of the input behind the ReLU mask.
+"""Backward of norm, activation and convolution: the gradient of p.
 
 Recomputes the activation from x. May compute the gradient of the convolution's weight in the same
 pass.
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import AffineStep, Gradient, Inputs
-from preact_kernels.kernels.triton.activations import relu
+from preact_kernels.kernels.triton.activations import activate, activation_gradient
 from preact_kernels.kernels.triton.batch_norm import (
     load_affine_step,
     load_norm,
@@ -81,15 +81,17 @@ def norm_act_conv_backward_kernel(
     g,
     sums,
     partials,
+    parameter,
     sizes,
     pixels,
     SHAPE: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCKS: tl.constexpr,
     IN_TRAINING: tl.constexpr,
 ):
-    """g `[pixels, C]` = conv_transpose(dy) * [p > 0], its sums, and dconv_weight.
+    """g `[pixels, C]` = conv_transpose(dy) * act'(p), its sums, and dconv_weight.
 
     `dy` is a `Gradient`; `whole` receives the whole dy unless None. `partials` is
     `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone. Grid: programs,
@@ -130,7 +132,7 @@ def norm_act_conv_backward_kernel(
         at = pixel[:, None] * C + channel[None, :]
         x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
-        a = tl.where(mask, relu(p), 0.0)
+        a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
         da = tl.zeros([BLOCK_PIXELS, BLOCK_CIN], tl.float32)
         if WITH_WEIGHT:  # one accumulator per tap, so the loop over taps is unrolled
             added = ()
@@ -178,7 +180,11 @@ def norm_act_conv_backward_kernel(
                         conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
                     )
                     da = dot(dy_tile, weight, da, dtype, PRECISION)
-        g_tile = tl.where((p <= 0) | ~mask, 0.0, da).to(dtype)
+        if ACTIVATION == "relu":
+            g_tile = tl.where((p <= 0) | ~mask, 0.0, da).to(dtype)
+        else:
+            g_tile = activation_gradient(da, p, parameter, ACTIVATION)
+            g_tile = tl.where(mask, g_tile, 0.0).to(dtype)
         tl.store(g + at, g_tile, mask=mask)
         g_tile = g_tile.to(tl.float32)
         sum_g += column_sums(g_tile)
@@ -222,7 +228,7 @@ class InputGradientLaunch:
         self._prepared = prepared
         self._g_dtype, self._y_dtype = sizes.unit.dtype, sizes.unit.y_dtype
         self._keeps_size = sizes.shape.keeps_size()
-        self._numbers = sizes.images, sizes.x_pixels
+        self._numbers = sizes.parameter, sizes.images, sizes.x_pixels
         self._grid = input_grid(sizes, blocks)
         self.programs = self._grid[0]
         self._num_warps = blocks.num_warps

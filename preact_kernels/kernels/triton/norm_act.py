@@ -181,7 +181,7 @@ def norm_act_backward_rows_kernel(
         if g is not None:
             tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
         sum_g += g_tile
-        sum_g_x += tl.where(mask, g_tile * (value - mean[None, :]), 0.0)
+        sum_g_x += g_tile * (value - mean[None, :])
     images = tl.num_programs(0) // programs
     at = (program.to(tl.int64) * 2 * images + image) * CHANNELS + channel
     tl.store(sums + at, column_sums(sum_g), mask=is_channel)
@@ -251,7 +251,10 @@ def norm_input_gradient_kernel(
 
 def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
     """See `Kernels.norm_act_forward`. A program owns one tile."""
-    rows, (activation, parameter) = rows_of(norm), kernel_activation(norm)
+    rows, (activation, parameter) = (
+        rows_of(norm),
+        kernel_activation(norm.activation, norm.parameter),
+    )
     launch = elementwise_launch(x, rows is not None, activation != "relu")
     y = torch.empty_like(x, memory_format=torch.channels_last)
     with on_device_of(x):
@@ -274,7 +277,7 @@ def norm_act_backward(
     """
     if norm.has_rows:
         return _backward_of_images(dy, x, norm, with_g)
-    activation, parameter = kernel_activation(norm)
+    activation, parameter = kernel_activation(norm.activation, norm.parameter)
     launch = elementwise_launch(x, is_small=activation != "relu")
     g = torch.empty_like(x, memory_format=torch.channels_last) if with_g else None
     with on_device_of(x):
@@ -297,7 +300,10 @@ def _backward_of_images(
     A program owns some tiles of a block of channels of an image.
     """
     launch = elementwise_launch(x, by_image=True)
-    rows, (activation, parameter) = rows_of(norm), kernel_activation(norm)
+    rows, (activation, parameter) = (
+        rows_of(norm),
+        kernel_activation(norm.activation, norm.parameter),
+    )
     g = torch.empty_like(x, memory_format=torch.channels_last) if with_g else None
     images, channels, programs = launch.images, launch.channels, launch.programs_of_image()
     with on_device_of(x):
@@ -320,7 +326,9 @@ def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
     """See `Kernels.norm_input_gradient`. A program owns one tile."""
     step = cast(AffineStep, gradient.step)
     x, norm = step.x, step.norm
-    activation, parameter = kernel_activation(norm) if activated else (None, None)
+    activation, parameter = (
+        kernel_activation(norm.activation, norm.parameter) if activated else (None, None)
+    )
     rows = rows_of(norm, pooled=True) if step.sums.dim() == 3 else None
     launch = elementwise_launch(x, rows is not None, activation not in (None, "relu"))
     dx = torch.empty_like(x, memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Batch norm, ReLU and convolution: one fused kernel where faster, else PyTorch's convolution."""
+"""Norm, activation and convolution: one fused kernel where faster, else PyTorch's convolution."""
 
 import torch
 
@@ -6,7 +6,6 @@ from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
-    RELU,
     Epilogue,
     Gradient,
     Gradients,
@@ -21,6 +20,7 @@ from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act
 from preact_kernels.kernels.triton.norm_act_conv_forward import launch_norm_act_conv_forward
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ACTIVATIONS = ("relu", "leaky_relu", "identity")  # others are bound by instruction issue
 
 
 def serves(unit: Unit, pixels: int | None = None) -> bool:
@@ -30,7 +30,7 @@ def serves(unit: Unit, pixels: int | None = None) -> bool:
     """
     sides = unit.x_dtype, unit.y_dtype
     return (
-        unit.activation == RELU
+        unit.activation.name in _ACTIVATIONS
         and not unit.has_rows
         and unit.dtype in _DTYPES
         and unit.dtype in sides

@@ -1,4 +1,4 @@
-"""Backward of batch norm, ReLU and convolution: one launch for all gradients, or two."""
+"""Backward of norm, activation and convolution: one launch for all gradients, or two."""
 
 import math
 from typing import cast

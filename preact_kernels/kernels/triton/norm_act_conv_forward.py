@@ -1,11 +1,11 @@
-"""Batch norm, ReLU and convolution in one kernel: neither p nor relu(p) is stored in memory."""
+"""Norm, activation and convolution in one kernel: neither p nor act(p) is stored in memory."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Epilogue, Inputs, Output, Statistics, Unit
-from preact_kernels.kernels.triton.activations import relu
+from preact_kernels.kernels.triton.activations import activate
 from preact_kernels.kernels.triton.batch_norm import (
     kernel_norm,
     load_norm,
@@ -50,15 +50,17 @@ def norm_act_conv_forward_kernel(
     residual,
     y,
     sums,
+    parameter,
     sizes,
     pixels,
     count,
     SHAPE: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """y `[pixels, K]` = conv(relu(p)) [+ conv_bias] [+ residual].
+    """y `[pixels, K]` = conv(act(p)) [+ conv_bias] [+ residual].
 
     Reads the statistics of x from the accumulators `x_sums`, of `count` pixels, or from the norm if
     they are None. Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks
@@ -97,7 +99,7 @@ def norm_act_conv_forward_kernel(
                 x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
                 mean, _, scale, bias = norms[block]
                 p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
-                a = tl.where(mask, relu(p), 0.0)
+                a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
                 weight = load_weight(
                     conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=False
                 )
@@ -140,7 +142,7 @@ class ForwardLaunch:
         self._grid = persistent_programs(unit.device, tiles, columns, blocks.resident), columns, 1
         self._num_warps = blocks.num_warps
         self._constants = {**sizes.constants, "BLOCKS": blocks}
-        self._numbers = sizes.images, sizes.y_pixels, sizes.x_pixels
+        self._numbers = sizes.parameter, sizes.images, sizes.y_pixels, sizes.x_pixels
         self._y = sizes.y_shape, nhwc_strides(sizes.y_shape)
         self._y_dtype = unit.y_dtype
 

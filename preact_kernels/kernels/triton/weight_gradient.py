@@ -1,4 +1,4 @@
-"""Backward of BN-ReLU-Conv: the gradient of the convolution's weight, for several units at once.
+"""Backward of norm, activation and convolution: the gradients of the weights of several units.
 
 Runs where computing it together with the gradient of the input would cost more.
 """
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.activations import relu
+from preact_kernels.kernels.triton.activations import activate
 from preact_kernels.kernels.triton.batch_norm import (
     KernelNorm,
     load_scale,
@@ -65,11 +65,13 @@ def select_unit(units, index, UNITS: tl.constexpr):
 def norm_act_conv_backward_weight_kernel(
     units,
     partials,
+    parameter,
     sizes,
     pixels,
     SHAPE: tl.constexpr,
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCKS: tl.constexpr,
     TAPS_PER_PROGRAM: tl.constexpr,
     UNITS: tl.constexpr,
@@ -119,7 +121,8 @@ def norm_act_conv_backward_weight_kernel(
             mask = exists[:, None] & is_channel[None, :]
             at = in_pixel[:, None] * C + channel[None, :]
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-            a = tl.where(mask, relu(pre_activation(x_tile, mean, scale, bias, x_dtype)), 0.0)
+            p = pre_activation(x_tile, mean, scale, bias, x_dtype)
+            a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
             # In the padding a is 0, and 0 * inf would be NaN: dy is 0 there too.
             tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
             added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
@@ -153,7 +156,7 @@ class WeightGradientLaunch:
         self._prepared = prepared
         unit, shape = sizes.unit, sizes.shape
         self.unit = unit
-        self._numbers = sizes.images, sizes.y_pixels
+        self._numbers = sizes.parameter, sizes.images, sizes.y_pixels
         taps_per_program = shape.S if shape.S <= 3 else 1  # a row, if registers hold it
         self._columns = (
             shape.R
