@@ -14,7 +14,7 @@ from preact_kernels.modules.norm import (
     norm_arguments,
     plain_norm,
 )
-from preact_kernels.ops.norm_act import ScaleShift, modulate, norm_act_of
+from preact_kernels.ops.norm_act import modulate, norm_act_of, scale_shift_of
 from preact_kernels.ops.plain_operators import runs_plain
 
 fx.wrap("modulate")  # as scale and shift may be None when a symbolic trace runs
@@ -58,7 +58,7 @@ class NormAct(nn.Module):
             if scale is not None or shift is not None:
                 h = modulate(h, scale, shift)
             return plain_activation(self, h)
-        arguments = norm_arguments(norm, x), activation, ScaleShift(scale, shift)
+        arguments = norm_arguments(norm, x), activation, scale_shift_of(scale, shift)
         return norm_act_of(x, *arguments, prefix="norm.")
 
     def extra_repr(self) -> str:

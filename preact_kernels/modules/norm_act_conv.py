@@ -26,7 +26,7 @@ from preact_kernels.modules.norm import (
 )
 from preact_kernels.ops import checks
 from preact_kernels.ops.dropout import check_dropout
-from preact_kernels.ops.norm_act import ScaleShift, modulate
+from preact_kernels.ops.norm_act import modulate, scale_shift_of
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -106,7 +106,7 @@ class NormActConv(nn.Module):
             return y if residual is None else add_residual(y, residual)
         checks.check_activation("x", x, conv.weight.dim())
         arguments = norm_arguments(norm, x), activation, conv_arguments(conv)
-        rest = residual, ScaleShift(scale, shift), self.dropout if self.training else 0.0
+        rest = residual, scale_shift_of(scale, shift), self.dropout if self.training else 0.0
         return norm_act_conv_of(x, *arguments, *rest, prefix="norm.")
 
     def extra_repr(self) -> str:

@@ -78,6 +78,11 @@ class ScaleShift(NamedTuple):
 NO_SCALE_SHIFT = ScaleShift()
 
 
+def scale_shift_of(scale: Tensor | None, shift: Tensor | None) -> ScaleShift:
+    """Both as one argument; `NO_SCALE_SHIFT` itself if there are none."""
+    return NO_SCALE_SHIFT if scale is None and shift is None else ScaleShift(scale, shift)
+
+
 @fx.wrap  # reads shapes, which a symbolic trace has not
 def modulate(h: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
     """`h * (1 + scale) + shift`."""
@@ -283,7 +288,7 @@ def group_norm_act(
         BackendError: the backend that was named cannot serve `x`.
     """
     norm, function = GroupNorm(num_groups, weight, bias, eps), activation_of(activation)
-    scale_shift = ScaleShift(scale, shift)
+    scale_shift = scale_shift_of(scale, shift)
     if runs_plain(x, weight, bias, scale, shift):
         return plain_norm_act(x, norm, function, scale_shift)
     return norm_act_of(x, norm, function, scale_shift)
@@ -335,7 +340,7 @@ def batch_norm_act(
     """
     running = (running_mean, running_var)
     norm = BatchNorm(weight, bias, *running, training, momentum, eps, process_group)
-    function, scale_shift = activation_of(activation), ScaleShift(scale, shift)
+    function, scale_shift = activation_of(activation), scale_shift_of(scale, shift)
     if runs_plain(x, weight, bias, *running, scale, shift):
         return plain_norm_act(x, norm, function, scale_shift)
     return norm_act_of(x, norm, function, scale_shift)

@@ -38,6 +38,7 @@ from preact_kernels.ops.norm_act import (
     normalise,
     parameter_gradients,
     plain_norm_act,
+    scale_shift_of,
 )
 from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
 from preact_kernels.ops.unit import ConvArguments, checked_unit, convolve, with_served_weight
@@ -221,7 +222,7 @@ def norm_act_conv_of(
     norm.update(kernels, x, statistics, fixed)
     if axes == 1:
         y = y.squeeze(2)
-    return y if channels_last else y.contiguous()
+    return layout.restored(y, channels_last)
 
 
 def plain_norm_act_conv(
@@ -303,7 +304,7 @@ def group_norm_act_conv(
     norm, function = GroupNorm(num_groups, weight, bias, eps), activation_of(activation)
     check_dropout(dropout)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
-    rest = residual, ScaleShift(scale, shift), float(dropout)
+    rest = residual, scale_shift_of(scale, shift), float(dropout)
     if runs_plain(x, weight, bias, conv_weight, conv_bias, scale, shift, residual):
         return plain_norm_act_conv(x, norm, function, conv, *rest)
     return norm_act_conv_of(x, norm, function, conv, *rest)
@@ -376,7 +377,7 @@ def batch_norm_act_conv(
     function = activation_of(activation)
     check_dropout(dropout)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
-    rest = residual, ScaleShift(scale, shift), float(dropout) if training else 0.0
+    rest = residual, scale_shift_of(scale, shift), float(dropout) if training else 0.0
     tensors = weight, bias, *running, conv_weight, conv_bias, scale, shift, residual
     if runs_plain(x, *tensors):
         return plain_norm_act_conv(x, norm, function, conv, *rest)

@@ -129,6 +129,8 @@ def checked_unit(
 
 def _check(x, norm, activation, conv, residual, scale_shift, prefix) -> CheckedUnit:
     norm.check(x, prefix)
+    if x.dim() < 3:
+        raise ValueError(f"x: expected 3 to 5 dimensions [N, C, ...], got shape {list(x.shape)}")
     scale_shift.check(x)
     x = scale_shift.promoted(x)
     geometry = checks.check_conv(x, *conv)
@@ -157,7 +159,9 @@ def with_served_weight(
     Autograd records the rounding. A compiler merges it with other operations.
     """
     if unit.weight_dtype == unit.dtype or (
-        not torch.compiler.is_compiling() and kernels.serves(unit, pixels)
+        len(unit.weight_shape) == 4
+        and not torch.compiler.is_compiling()
+        and kernels.serves(unit, pixels)
     ):
         return unit, conv_weight
     return unit._replace(weight_dtype=unit.dtype), conv_weight.to(unit.dtype)

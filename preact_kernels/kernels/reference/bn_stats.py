@@ -15,7 +15,8 @@ def bn_stats(x: Tensor) -> Statistics:
 def group_stats(x: Tensor, groups: int) -> Statistics:
     """Mean and variance of each image and group of `C / groups` channels, `[N, C]` each."""
     n, channels = x.shape[:2]
-    grouped = x.to(statistics_dtype(x.dtype)).reshape(n, groups, -1)
+    # Contiguous, or the order of a sum depends on whether this copies.
+    grouped = x.to(statistics_dtype(x.dtype)).contiguous().view(n, groups, -1)
     mean = grouped.mean(2, keepdim=True)
     mean = mean + (grouped - mean).mean(2, keepdim=True)  # exact for a constant group
     var = (grouped - mean).square().mean(2, keepdim=True)
