@@ -3,6 +3,7 @@
 import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -213,6 +214,264 @@ def plain_bn_relu(
     )
 
 
+# By id: an argument `activation` of the public functions, and what it stands for. Parameters are
+# exact in half precision.
+ACTIVATIONS: dict[str, tuple[str | tuple[str, float], Callable[[Tensor], Tensor]]] = {
+    "relu": ("relu", F.relu),
+    "leaky_relu": ("leaky_relu", F.leaky_relu),
+    "leaky_relu_0.25": (("leaky_relu", 0.25), partial(F.leaky_relu, negative_slope=0.25)),
+    "leaky_relu_-0.5": (("leaky_relu", -0.5), partial(F.leaky_relu, negative_slope=-0.5)),
+    "identity": ("identity", lambda p: p),
+    "relu6": ("relu6", F.relu6),
+    "silu": ("silu", F.silu),
+    "gelu": ("gelu", F.gelu),
+    "gelu_tanh": ("gelu_tanh", partial(F.gelu, approximate="tanh")),
+    "elu": ("elu", F.elu),
+    "elu_2": (("elu", 2.0), partial(F.elu, alpha=2.0)),
+    "hardswish": ("hardswish", F.hardswish),
+    "mish": ("mish", F.mish),
+    "softplus": ("softplus", F.softplus),
+    "softplus_4": (("softplus", 4.0), partial(F.softplus, beta=4.0)),
+    "sigmoid": ("sigmoid", torch.sigmoid),
+    "tanh": ("tanh", torch.tanh),
+}
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+# Which of scale and shift a call is given.
+MODULATIONS = {"": (), "scale": ("scale",), "shift": ("shift",), "both": ("scale", "shift")}
+every_modulation = pytest.mark.parametrize("modulation", MODULATIONS.values(), ids=MODULATIONS)
+
+
+class NormCase(NamedTuple):
+    """A norm of `x`: a group norm, or a batch norm if there are no groups."""
+
+    x: tuple[int, ...]
+    num_groups: int | None = None
+
+    def __str__(self) -> str:
+        norm = "batch" if self.num_groups is None else f"{self.num_groups}_groups"
+        return f"{'x'.join(map(str, self.x))}-{norm}"
+
+    @property
+    def norm(self) -> dict:
+        """Arguments of the norm."""
+        if self.num_groups is None:
+            return {"training": True}
+        return {"num_groups": self.num_groups}
+
+    @property
+    def norm_act(self) -> Callable[..., Tensor]:
+        """The function under test."""
+        function = pk.batch_norm_act if self.num_groups is None else pk.group_norm_act
+        return partial(function, **self.norm)
+
+
+NORM_CASES = (
+    # Images, of one group, of one channel a group, and of channels that fill no vector.
+    NormCase((2, 3, 6, 5), 1),
+    NormCase((2, 10, 7, 6), 5),
+    NormCase((3, 17, 5, 7), 17),
+    NormCase((2, 16, 9, 3), 4),
+    NormCase((2, 48, 4, 5), 8),
+    NormCase((2, 100, 4, 5), 25),
+    NormCase((3, 64, 5, 4), 32),
+    NormCase((2, 16, 29, 23), 8),
+    NormCase((5, 16, 1, 1), 4),
+    NormCase((2, 1, 6, 6), 1),
+    NormCase((1, 6, 7, 5), 3),
+    NormCase((2, 10, 7, 6)),
+    NormCase((3, 32, 5, 4)),
+    # Rows of features, sequences and volumes.
+    NormCase((7, 12), 3),
+    NormCase((9, 10)),
+    NormCase((3, 12, 11), 2),
+    NormCase((3, 10, 11)),
+    NormCase((2, 8, 3, 4, 5), 2),
+    NormCase((2, 6, 2, 3, 4)),
+)
+
+
+def norm_inputs(
+    case: NormCase,
+    dtype: torch.dtype = torch.float32,
+    modulation: Sequence[str] = (),
+    mean_over_std: float = 0.5,
+    params_dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """All tensors of `norm_act`; the running statistics of a batch norm too.
+
+    Args:
+        case: the norm.
+        dtype: of `x`, and of scale and shift.
+        modulation: which of scale and shift there are.
+        mean_over_std: of `x`.
+        params_dtype: of weight, bias and running statistics; None: of half precision, float32.
+    """
+    n, channels = case.x[:2]
+    params_dtype = params_dtype or torch.promote_types(dtype, torch.float32)
+    inputs = {
+        "x": (torch.randn(case.x) + mean_over_std).to(dtype),
+        "weight": torch.randn(channels).to(params_dtype),
+        "bias": (torch.randn(channels) / 2).to(params_dtype),
+    }
+    if case.num_groups is None:
+        inputs["running_mean"] = (torch.randn(channels) + mean_over_std).to(params_dtype)
+        inputs["running_var"] = (torch.rand(channels) + 0.5).to(params_dtype)
+    for index, name in enumerate(modulation):  # one of each shape
+        shape = (n, channels) if index else (n, channels, *[1] * (len(case.x) - 2))
+        inputs[name] = (torch.randn(shape) / 2).to(dtype)
+    return inputs
+
+
+def modulate(h: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+    """`h * (1 + scale) + shift`."""
+    shape = (*h.shape[:2], *[1] * (h.dim() - 2))
+    h = h if scale is None else h * (1 + scale.view(shape))
+    return h if shift is None else h + shift.view(shape)
+
+
+def plain_norm_act(
+    x,
+    weight=None,
+    bias=None,
+    running_mean=None,
+    running_var=None,
+    *,
+    num_groups=None,
+    activation="relu",
+    scale=None,
+    shift=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+):
+    """What `pk.group_norm_act` and `pk.batch_norm_act` equal; `activation` is a key above."""
+    if num_groups is None:
+        running = running_mean, running_var
+        h = F.batch_norm(x, *running, weight, bias, training, momentum, eps)
+    else:
+        h = F.group_norm(x, num_groups, weight, bias, eps)
+    return ACTIVATIONS[activation][1](modulate(h, scale, shift))
+
+
+def conv_function(weight: Tensor) -> Callable[..., Tensor]:
+    """The convolution of a weight."""
+    return (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+
+
+def plain_norm_act_conv(
+    x,
+    weight=None,
+    bias=None,
+    running_mean=None,
+    running_var=None,
+    *,
+    conv_weight,
+    conv_bias=None,
+    residual=None,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups=1,
+    dropout=0.0,
+    training=True,
+    **norm,
+):
+    """What `pk.group_norm_act_conv` and `pk.batch_norm_act_conv` equal."""
+    a = plain_norm_act(x, weight, bias, running_mean, running_var, training=training, **norm)
+    conv_weight = conv_weight.to(a.dtype)
+    conv_bias = None if conv_bias is None else conv_bias.to(a.dtype)
+    a = F.dropout(a, dropout, training) if dropout else a
+    y = conv_function(conv_weight)(a, conv_weight, conv_bias, stride, padding, dilation, groups)
+    return y if residual is None else y + residual
+
+
+class NormConvCase(NamedTuple):
+    """A norm, and the convolution behind it."""
+
+    norm: NormCase
+    out_channels: int
+    kernel: int | tuple[int, ...] = 3
+    stride: int | tuple[int, ...] = 1
+    padding: int | tuple[int, ...] | str = 1
+    dilation: int | tuple[int, ...] = 1
+    groups: int = 1
+    conv_bias: bool = False
+    residual: bool = False
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        axes = len(self.norm.x) - 2
+        return (self.kernel,) * axes if isinstance(self.kernel, int) else self.kernel
+
+    @property
+    def conv(self) -> dict:
+        """Arguments of the convolution."""
+        return {n: getattr(self, n) for n in ("stride", "padding", "dilation", "groups")}
+
+    @property
+    def fused(self) -> Callable[..., Tensor]:
+        """The function under test."""
+        name = "batch" if self.norm.num_groups is None else "group"
+        function = getattr(pk, f"{name}_norm_act_conv")
+        return partial(function, **self.norm.norm, **self.conv)
+
+    @property
+    def plain(self) -> Callable[..., Tensor]:
+        """What it equals."""
+        return partial(plain_norm_act_conv, **self.norm.norm, **self.conv)
+
+
+NORM_CONV_CASES = {
+    "3x3": NormConvCase(NormCase((2, 16, 6, 5), 4), 32, conv_bias=True, residual=True),
+    "3x3_wide": NormConvCase(NormCase((1, 64, 5, 4), 32), 64),
+    "1x1": NormConvCase(NormCase((2, 32, 6, 5), 8), 16, 1, padding=0, residual=True),
+    "channels_10_to_17": NormConvCase(NormCase((3, 10, 5, 6), 5), 17, residual=True),
+    "channels_17_to_3": NormConvCase(NormCase((3, 17, 5, 7), 17), 3, conv_bias=True),
+    "channels_3": NormConvCase(NormCase((2, 3, 7, 5), 1), 10),
+    "strided": NormConvCase(NormCase((2, 16, 7, 8), 4), 16, stride=2, conv_bias=True),
+    "1x1_strided": NormConvCase(NormCase((2, 16, 7, 5), 4), 32, 1, stride=2, padding=0),
+    "7x7": NormConvCase(NormCase((2, 8, 9, 11), 2), 6, 7, stride=2, padding=3),
+    "groups_and_dilation": NormConvCase(
+        NormCase((2, 24, 8, 7), 6), 12, padding=(2, 1), dilation=(2, 1), groups=3, residual=True
+    ),
+    "same": NormConvCase(NormCase((2, 8, 5, 6), 4), 6, padding="same", dilation=2, conv_bias=True),
+    "same_even": NormConvCase(NormCase((2, 8, 5, 6), 2), 6, (2, 4), padding="same", residual=True),
+    "one_pixel": NormConvCase(NormCase((5, 16, 1, 1), 4), 16),
+    "batch": NormConvCase(NormCase((3, 16, 6, 5)), 32, conv_bias=True, residual=True),
+    "batch_1x1": NormConvCase(NormCase((3, 16, 6, 5)), 16, 1, padding=0),
+    "1d": NormConvCase(NormCase((3, 12, 11), 2), 8, conv_bias=True, residual=True),
+    "1d_strided": NormConvCase(NormCase((3, 16, 12), 16), 16, stride=2, padding=2, dilation=2),
+    "1d_same_even": NormConvCase(NormCase((3, 6, 9), 3), 8, 4, padding="same"),
+    "1d_groups_batch": NormConvCase(NormCase((3, 12, 11)), 8, 5, padding="valid", groups=4),
+    "3d": NormConvCase(NormCase((2, 8, 3, 4, 5), 2), 6, conv_bias=True, residual=True),
+    "3d_strided": NormConvCase(
+        NormCase((2, 12, 5, 4, 3), 3), 8, (1, 3, 2), stride=(2, 1, 1), padding=(0, 1, 1), groups=2
+    ),
+    "3d_batch": NormConvCase(NormCase((2, 6, 2, 3, 4)), 8, padding="same"),
+}
+
+
+def norm_conv_inputs(
+    case: NormConvCase,
+    dtype: torch.dtype = torch.float32,
+    modulation: Sequence[str] = (),
+    conv_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> dict[str, Tensor | None]:
+    """All tensors of `norm_act_conv`; the convolution's in `conv_dtype`, by default that of `x`."""
+    inputs: dict[str, Tensor | None] = {**norm_inputs(case.norm, dtype, modulation, **options)}
+    per_group = case.norm.x[1] // case.groups
+    weight = torch.randn(case.out_channels, per_group, *case.kernel_size)
+    inputs["conv_weight"] = (weight / weight[0].numel() ** 0.5).to(conv_dtype or dtype)
+    if case.conv_bias:
+        inputs["conv_bias"] = torch.randn(case.out_channels).to(conv_dtype or dtype)
+    if case.residual:
+        shape = case.plain(**inputs).shape
+        inputs["residual"] = torch.randn(shape).to(dtype)
+    return inputs
+
+
 def rounded_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     """`F.conv2d`, for float16 in float32 and rounded once, as in a fused kernel.
 
@@ -375,10 +634,19 @@ def small_network(memory: str = "store") -> nn.Module:
     return pk.PreActResNet(stem, nn.Identity(), stages, 6, 5)
 
 
+def norm_act_conv(norm: nn.Module, dropout: float = 0.0) -> nn.Module:
+    """A unit with SiLU for 10 channels."""
+    conv = nn.Conv2d(10, 16, 3, padding=1)
+    return randomised(pk.NormActConv(norm, nn.SiLU(), conv, dropout))
+
+
 # Every module, for images of 10 channels, and every memory mode.
 EVERY_MODULE = {
     "bn_relu": lambda: randomised(pk.BNReLU2d(10)),
     "bn_relu_conv": lambda: randomised(pk.BNReLUConv2d(10, 16, 3, padding=1, bias=True)),
+    "norm_act": lambda: randomised(pk.NormAct(nn.GroupNorm(5, 10), nn.GELU())),
+    "norm_act_conv": lambda: norm_act_conv(nn.GroupNorm(5, 10)),
+    "batch_norm_act_conv": lambda: norm_act_conv(nn.BatchNorm2d(10)),
     "basic_block": lambda: random_block("basic", 10, 8, 2),
     "bottleneck": lambda: random_block("bottleneck", 10, 8, 2),
     "stage": random_stage,

@@ -44,7 +44,7 @@ from tests.cases import plain_bn_relu_conv2d
 Results = dict[str, Tensor | None]
 
 # Inputs with a batch axis, which a reversal of the batch turns round.
-_BATCHED = ("x", "residual", "branch")
+_BATCHED = ("x", "residual", "branch", "scale", "shift")
 _ORDERS = ({}, {"channels_last": True}, {"reversed_batch": True})
 
 
@@ -197,25 +197,38 @@ def assert_within_budget(fused: Results, truth: Results, errors: Mapping[str, fl
     assert not wrong, "\n".join(wrong)
 
 
+_aten = torch.ops.aten
+
+# Where the gradients of activations jump.
+_KINKS = {
+    _aten.relu.default: (0,),
+    _aten.relu_.default: (0,),
+    _aten.leaky_relu.default: (0,),
+    _aten.elu.default: (0,),
+    _aten.hardtanh.default: (0, 6),
+    _aten.hardswish.default: (-3, 3),
+}
+
+
 class ReLUInputs(TorchDispatchMode):
-    """How many inputs of ReLUs there are, and how near to zero one of them comes."""
+    """How many inputs of ReLUs and the like there are, and how near to a kink one of them comes."""
 
     def __init__(self):
         super().__init__()
         self.count, self.nearest = 0, math.inf
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.relu.default, torch.ops.aten.relu_.default):
+        for kink in _KINKS.get(function, ()):
             self.count += args[0].numel()
             if args[0].numel():
-                self.nearest = min(self.nearest, float(args[0].abs().min()))
+                self.nearest = min(self.nearest, float((args[0] - kink).abs().min()))
         return function(*args, **kwargs or {})
 
 
 def off_kinks(
     plain: Callable[..., Tensor] | nn.Module, inputs: Mapping[str, Tensor | None], **options
 ) -> Mapping[str, Tensor | None]:
-    """`inputs`, with noise on `x` where a ReLU of a small float32 problem would be a toss-up."""
+    """`inputs`, with noise on `x` where a kink of a small float32 problem would be a toss-up."""
     margin = 100 * unit_roundoff(torch.float32)
     for _ in range(20):
         with ReLUInputs() as seen:

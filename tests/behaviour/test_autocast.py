@@ -10,8 +10,11 @@ from tests.cases import (
     EVERY_MODULE,
     Autocast,
     ConvCase,
+    NormCase,
+    NormConvCase,
     conv_inputs,
     device_of,
+    norm_conv_inputs,
     plain_bn_relu,
     plain_bn_relu_conv2d,
     random_block,
@@ -57,6 +60,27 @@ def test_convolutions_run_in_the_autocast_dtype(x_dtype, residual, training, bac
     results = check_autocast(fused, plain, problems)
     assert results["y"].dtype == (residual or torch.bfloat16)
     assert results["running_var"].dtype == torch.float32
+    assert results["dconv_weight"].dtype == torch.float32
+
+
+NORMS = {
+    "group": NormConvCase(NormCase((6, 16, 6, 5), 4), 32, conv_bias=True, residual=True),
+    "group_of_volumes": NormConvCase(NormCase((4, 16, 3, 4, 5), 4), 16),
+    "batch": NormConvCase(NormCase((6, 16, 6, 5)), 32, 1, padding=0),
+}
+
+
+@pytest.mark.covering(1)
+@every_input
+@pytest.mark.parametrize("modulation", [(), ("scale", "shift")], ids=["", "modulated"])
+@pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
+def test_any_norm_and_activation_in_front_of_a_convolution(case, modulation, x_dtype, backend):
+    problems = [norm_conv_inputs(case, torch.float32, modulation) for _ in range(4)]
+    for inputs in problems:
+        inputs["x"] = inputs["x"].to(x_dtype)
+    fused, plain = (partial(f, activation="silu") for f in (case.fused, case.plain))
+    results = check_autocast(fused, plain, problems)
+    assert results["y"].dtype == (torch.float32 if case.residual else torch.bfloat16)
     assert results["dconv_weight"].dtype == torch.float32
 
 

@@ -18,7 +18,17 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from tests.cases import ConvCase, conv_inputs, device_of, in_dtype, random_stage
+from tests.cases import (
+    ConvCase,
+    NormCase,
+    NormConvCase,
+    conv_inputs,
+    device_of,
+    in_dtype,
+    norm_conv_inputs,
+    norm_inputs,
+    random_stage,
+)
 from tests.oracle import assert_same_bits, evaluate, same_bits
 from tests.reruns import assert_runs_agree, threads
 
@@ -45,6 +55,33 @@ def test_runs_of_bn_relu_conv2d_agree(case, dtype, backend):
         case = case._replace(x=(2, case.x[1], 9, 11))
     inputs = conv_inputs(case, dtype)
     call = partial(pk.bn_relu_conv2d, training=True, **case.conv)
+    assert_runs_agree(backend, partial(evaluate, call, inputs))
+
+
+@dtypes
+@pytest.mark.parametrize("modulation", [(), ("scale", "shift")], ids=["", "modulated"])
+@pytest.mark.parametrize("num_groups", [8, None])
+@pytest.mark.covering(1)
+@pytest.mark.backends("cpu", slow=("triton", "cuda"))
+def test_runs_of_norm_act_agree(num_groups, modulation, dtype, backend):
+    is_slow = backend != "cpu" and device_of(backend) == "cpu"
+    case = NormCase((2, 32, 9, 11) if is_slow else (8, 32, 19, 17), num_groups)
+    inputs = norm_inputs(case, dtype, modulation)
+    call = partial(case.norm_act, activation="silu")
+    assert_runs_agree(backend, partial(evaluate, call, inputs))
+
+
+@dtypes
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("num_groups", [8, None])
+@pytest.mark.covering(1)
+@pytest.mark.backends("cpu", slow=("triton", "cuda"))
+def test_runs_of_norm_act_conv_agree(num_groups, kernel, dtype, backend):
+    is_slow = backend != "cpu" and device_of(backend) == "cpu"
+    norm = NormCase((2, 32, 9, 11) if is_slow else (8, 32, 19, 17), num_groups)
+    case = NormConvCase(norm, 32, kernel, padding=kernel // 2, residual=True)
+    inputs = norm_conv_inputs(case, dtype, ("scale",) if num_groups else ())
+    call = partial(case.fused, activation="silu")
     assert_runs_agree(backend, partial(evaluate, call, inputs))
 
 

@@ -10,10 +10,21 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.kernels.contract import ACTIVATIONS
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.unit import ConvArguments, Passed, described
-from tests.cases import NAN, ConvCase, conv_inputs, random_block, random_stage
+from tests.cases import (
+    NAN,
+    ConvCase,
+    NormCase,
+    NormConvCase,
+    conv_inputs,
+    norm_conv_inputs,
+    norm_inputs,
+    random_block,
+    random_stage,
+)
 from tests.oracle import assert_same_bits, check, plain_copy
 
 CASE = ConvCase("typical", (2, 8, 5, 6), 12, padding=1, conv_bias=True, residual=True)
@@ -131,6 +142,97 @@ def test_bn_relu_conv2d_names_what_is_wrong(change, error, message):
     arguments = {**conv_inputs(CASE), **CASE.conv, "training": True}
     pk.bn_relu_conv2d(**arguments)  # what passes once is remembered
     assert_op_refuses(pk.bn_relu_conv2d, {**arguments, **change}, error, message)
+
+
+ACTIVATION_NAMES = ", ".join(map(repr, ACTIVATIONS))
+GROUPS = NormConvCase(NormCase((2, 8, 5, 6), 4), 12, conv_bias=True, residual=True)
+WRONG_SHAPES = [torch.ones(n) for n in ((8,), (1, 8), (2, 8, 5, 6), (2, 8, 1), (2, 1, 1, 1))]
+
+
+@refuses(
+    wrong(TypeError, "x", [1.0], "a torch.Tensor, got list"),
+    wrong(ValueError, "x", torch.ones(8), "2 to 5 dimensions [N, C, ...], got shape [8]"),
+    wrong(ValueError, "x", torch.ones(2, 0, 5, 6), "at least 1 channel, got shape [2, 0, 5, 6]"),
+    wrong(ValueError, "x", torch.ones(1, 8, 1, 1), "more than 1 value per group", num_groups=8),
+    wrong(ValueError, "num_groups", 3, "a divisor of the channels 8 of x, got 3"),
+    wrong(ValueError, "num_groups", 0, "at least 1, got 0"),
+    wrong(ValueError, "num_groups", -4, "at least 1, got -4"),
+    wrong(ValueError, "num_groups", 16, "a divisor of the channels 8 of x, got 16"),
+    wrong(TypeError, "num_groups", 4.0, "an int, got float"),
+    wrong(TypeError, "num_groups", None, "an int, got NoneType"),
+    wrong(ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'"),
+    wrong(TypeError, "activation", None, "a name, or a name and its parameter, got NoneType"),
+    wrong(TypeError, "activation", F.silu, "a name, or a name and its parameter, got function"),
+    wrong(TypeError, "activation", ("elu",), "a name, or a name and its parameter, got tuple"),
+    wrong(ValueError, "activation", ("silu", 2.0), "no parameter of 'silu', got 2.0"),
+    wrong(TypeError, "activation", ("elu", "1"), "a number, got str"),
+    wrong(ValueError, "activation", ("elu", NAN), "a number, got nan"),
+    *(
+        wrong(ValueError, n, t, f"shape [2, 8] or [2, 8, 1, 1] to match x, got {list(t.shape)}")
+        for n, t in zip(("scale", "shift", "scale", "shift", "scale"), WRONG_SHAPES, strict=True)
+    ),
+    wrong(TypeError, "scale", 1.0, "a torch.Tensor, got float"),
+    wrong(TypeError, "shift", torch.ones(2, 8).half(), "dtype float32 to match x, got float16"),
+    wrong(ValueError, "scale", torch.ones(2, 8, **META), "device cpu to match x, got meta"),
+    wrong(ValueError, "weight", torch.ones(4), "shape [8] to match the channels of x, got [4]"),
+    wrong(TypeError, "weight", torch.ones(8).double(), "dtype float32 to match x, got float64"),
+    wrong(TypeError, "bias", 1.0, "a torch.Tensor, got float"),
+    wrong(ValueError, "eps", -1e-5, "at least 0, got -1e-05"),
+    wrong(TypeError, "eps", "1e-5", "a number, got str"),
+)
+def test_group_norm_act_names_what_is_wrong(change, error, message):
+    inputs = {**norm_inputs(GROUPS.norm), "num_groups": 4}
+    pk.group_norm_act(**inputs)
+    assert_refused(error, message, lambda: pk.group_norm_act(**{**inputs, **change}), {})
+
+
+@refuses(
+    wrong(ValueError, "num_groups", 3, "a divisor of the channels 8 of x, got 3"),
+    wrong(ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'"),
+    wrong(ValueError, "scale", WRONG_SHAPES[0], "shape [2, 8] or [2, 8, 1, 1] to match x, got [8]"),
+    wrong(ValueError, "weight", torch.ones(4), "shape [8] to match the channels of x, got [4]"),
+    wrong(ValueError, "dropout", 1.5, "a probability in [0, 1], got 1.5"),
+    wrong(ValueError, "dropout", -0.1, "a probability in [0, 1], got -0.1"),
+    wrong(ValueError, "dropout", NAN, "a number, got nan"),
+    wrong(TypeError, "dropout", None, "a number, got NoneType"),
+    wrong(TypeError, "conv_weight", None, "a torch.Tensor, got NoneType"),
+    wrong(ValueError, "conv_weight", torch.ones(12, 8, 3), "4 dimensions [out_channels, in"),
+    wrong(ValueError, "conv_weight", torch.ones(12, 4, 3, 3), "in_channels 8 to match x, got 4"),
+    wrong(ValueError, "conv_bias", torch.ones(8), "shape [12] to match conv_weight, got [8]"),
+    wrong(ValueError, "residual", torch.ones(1, 12, 1, 1), "shape [2, 12, 5, 6] to match the outp"),
+    wrong(TypeError, "stride", (1, 1, 1), f"{PAIR}, got (1, 1, 1)"),
+    wrong(ValueError, "x", torch.ones(2, 8), "3 to 5 dimensions [N, C, ...], got shape [2, 8]"),
+)
+def test_group_norm_act_conv_names_what_is_wrong(change, error, message):
+    inputs = {**norm_conv_inputs(GROUPS), **GROUPS.conv, "num_groups": 4}
+    pk.group_norm_act_conv(**inputs)
+    assert_refused(error, message, lambda: pk.group_norm_act_conv(**{**inputs, **change}), {})
+
+
+@refuses(
+    ONE_VALUE,
+    wrong(TypeError, "training", 1, "a bool, got int"),
+    wrong(ValueError, "running_var", None, "a tensor beside the other running statistic, got"),
+    wrong(ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'"),
+    wrong(ValueError, "shift", WRONG_SHAPES[1], "shape [2, 8] or [2, 8, 1, 1] to match x, got [1"),
+    wrong(ValueError, "weight", torch.ones(4), "shape [8] to match the channels of x, got [4]"),
+    wrong(ValueError, "eps", 0.0, "a positive number when training, got 0"),
+)
+def test_batch_norm_act_names_what_is_wrong(change, error, message):
+    case = GROUPS._replace(norm=NormCase((2, 8, 5, 6)))
+    inputs = {**norm_conv_inputs(case), **case.conv, "training": True}
+    assert_op_refuses(pk.batch_norm_act_conv, {**inputs, **change}, error, message)
+    for name in ("conv_weight", "conv_bias", "residual", *case.conv):
+        del inputs[name]
+    assert_op_refuses(pk.batch_norm_act, {**inputs, **change}, error, message)
+
+
+@pytest.mark.parametrize(("dims", "expected"), [(3, "an int or a tuple of one"), (5, "three ints")])
+def test_a_stride_of_other_dimensions_is_refused(dims, expected):
+    case = GROUPS._replace(norm=NormCase((2, 8, 5, 6, 7)[:dims], 4), residual=False)
+    inputs = {**norm_conv_inputs(case), **case.conv, "num_groups": 4, "stride": (1, 1)}
+    with pytest.raises(TypeError, match=rf"stride: expected .*{expected}, got \(1, 1\)"):
+        pk.group_norm_act_conv(**inputs)
 
 
 @refuses(

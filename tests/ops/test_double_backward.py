@@ -8,13 +8,19 @@ import torch
 import preact_kernels as pk
 from tests.cases import (
     ConvCase,
+    NormCase,
+    NormConvCase,
     batch_norm_inputs,
     conv_inputs,
+    every_modulation,
+    norm_conv_inputs,
+    norm_inputs,
     plain_bn_relu,
     plain_bn_relu_conv2d,
+    plain_norm_act,
     random_block,
 )
-from tests.oracle import check, plain_copy
+from tests.oracle import check, evaluate, plain_copy
 
 # A double backward runs PyTorch's operators; a backend runs the forward alone.
 pytestmark = pytest.mark.backends("cpu")
@@ -75,6 +81,46 @@ def test_gradient_penalty_of_bn_relu_conv2d(frozen, training, backend):
     inputs = partial(conv_inputs, CASE, torch.float64)
     arguments = {"training": training, **CASE.conv}
     check_penalty(pk.bn_relu_conv2d, plain_bn_relu_conv2d, inputs, frozen, **arguments)
+
+
+NORMS = {
+    "group": (NormCase((2, 8, 3, 4), 4), {}),
+    "group_of_sequences": (NormCase((2, 8, 5), 2), {}),
+    "batch": (NormCase((3, 8, 3, 4)), {}),
+    "batch_in_evaluation": (NormCase((3, 8, 3, 4)), {"training": False}),
+}
+every_norm = pytest.mark.parametrize(("norm", "options"), NORMS.values(), ids=NORMS)
+
+
+@every_norm
+@every_modulation
+@pytest.mark.covering(1)
+def test_gradient_penalty_of_norm_act(norm, options, modulation, backend):
+    arguments = {**norm.norm, "activation": "silu", **options}
+    inputs = partial(norm_inputs, norm, torch.float64, modulation)
+    check_penalty(norm.norm_act, plain_norm_act, inputs, **arguments)
+
+
+@pytest.mark.covering(1)
+@every_norm
+@pytest.mark.parametrize("modulation", [(), ("scale", "shift")], ids=["", "modulated"])
+@pytest.mark.parametrize("frozen", [(), ("x",), ("conv_weight", "conv_bias"), ("weight", "scale")])
+def test_gradient_penalty_of_norm_act_conv(frozen, modulation, norm, options, backend):
+    case = NormConvCase(norm, 4, stride=2, conv_bias=True, residual=True)
+    arguments = {"activation": "tanh", **options}
+    inputs = partial(norm_conv_inputs, case, torch.float64, modulation)
+    check_penalty(case.fused, case.plain, inputs, frozen, **arguments)
+
+
+def test_gradient_penalty_behind_dropout(backend):
+    case = NormConvCase(NormCase((2, 8, 3, 3, 4), 4), 4)
+    inputs = norm_conv_inputs(case, torch.float64)
+    found = []
+    for function in (case.fused, case.plain):
+        torch.manual_seed(7)
+        penalty = GradientPenalty(partial(function, activation="silu", dropout=0.5))
+        found.append(evaluate(penalty, inputs))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 def starts(*prefixes):

@@ -8,11 +8,17 @@ import torch
 
 import preact_kernels as pk
 from tests.cases import (
+    MODULATIONS,
     ConvCase,
+    NormCase,
+    NormConvCase,
     batch_norm_inputs,
     conv_inputs,
+    norm_conv_inputs,
+    norm_inputs,
     plain_bn_relu,
     plain_bn_relu_conv2d,
+    plain_norm_act,
     random_stage,
 )
 from tests.oracle import assert_same_bits, evaluate, plain_copy, same_bits
@@ -21,6 +27,7 @@ pytestmark = pytest.mark.backends("cpu")  # strides are dealt with above the bac
 
 SHAPE = (3, 16, 6, 5)
 CASE = ConvCase("typical", SHAPE, 16, padding=1, conv_bias=True, residual=True)
+GROUPS = NormConvCase(NormCase(SHAPE, 4), 16, conv_bias=True, residual=True)
 
 
 def channels_last(t):
@@ -71,6 +78,16 @@ OPS = {
         partial(pk.bn_relu_conv2d, training=True, **CASE.conv),
         partial(plain_bn_relu_conv2d, training=True, **CASE.conv),
         partial(conv_inputs, CASE),
+    ),
+    "group_norm_act": (
+        partial(GROUPS.norm.norm_act, activation="silu"),
+        partial(plain_norm_act, activation="silu", **GROUPS.norm.norm),
+        partial(norm_inputs, GROUPS.norm, modulation=("scale", "shift")),
+    ),
+    "group_norm_act_conv": (
+        partial(GROUPS.fused, activation="silu"),
+        partial(GROUPS.plain, activation="silu"),
+        partial(norm_conv_inputs, GROUPS),
     ),
     "residual_add": (
         pk.residual_add,
@@ -151,6 +168,44 @@ def test_outputs_have_the_memory_format_of_eager(size, backend):
             inputs = norm | {"conv_weight": weight, "padding": kernel // 2}
             y, expected = pk.bn_relu_conv2d(**inputs), plain_bn_relu_conv2d(**inputs)
             assert memory_formats(y) == memory_formats(expected), (name, format, kernel)
+
+
+def strides(t):
+    """Of the axes of more than one element."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+
+
+OTHER_LAYOUTS = {
+    **LAYOUTS,
+    "channels_last_3d": lambda t: (
+        t.contiguous(memory_format=torch.channels_last_3d) if t.dim() == 5 else t
+    ),
+}
+OTHER_SIZES = (SHAPE, (3, 16, 1, 1), (1, 16, 6, 5), (3, 1, 6, 5), (4, 16), (3, 16, 7), (3, 16, 1))
+OTHER_SIZES += ((2, 16, 3, 4, 5), (2, 16, 1, 1, 1), (2, 1, 3, 4, 5))
+
+
+@pytest.mark.parametrize("size", OTHER_SIZES, ids=str)
+@pytest.mark.parametrize("num_groups", [1, None])
+def test_outputs_of_any_norm_have_the_strides_of_eager(size, num_groups, backend):
+    case = NormConvCase(NormCase(size, num_groups), 8)
+    for name, modulation in itertools.product(OTHER_LAYOUTS, MODULATIONS.values()):
+        if len(size) != 4 and name not in ("contiguous", "channels_last_3d"):
+            continue
+        inputs = norm_inputs(case.norm, modulation=modulation)
+        inputs["x"] = OTHER_LAYOUTS[name](inputs["x"])
+        y = case.norm.norm_act(**inputs, activation="silu")
+        expected = plain_norm_act(**inputs, **case.norm.norm, activation="silu")
+        assert strides(y) == strides(expected), (name, modulation)
+        if len(size) == 2:
+            continue
+        weight = torch.randn(8, size[1], *case.kernel_size)
+        for format in ("contiguous", "channels_last", "channels_last_3d"):
+            if (format, len(size)) in (("channels_last", 3), ("channels_last", 5)):
+                continue
+            inputs["conv_weight"] = OTHER_LAYOUTS[format](weight)
+            y, expected = case.fused(**inputs), case.plain(**inputs)
+            assert strides(y) == strides(expected), (name, modulation, format)
 
 
 @both_formats

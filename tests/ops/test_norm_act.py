@@ -1,0 +1,228 @@
+"""`group_norm_act` and `batch_norm_act` equal plain PyTorch on every backend."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import preact_kernels as pk
+from tests.cases import (
+    ACTIVATIONS,
+    INF,
+    NAN,
+    NORM_CASES,
+    NormCase,
+    enough,
+    every_activation,
+    every_modulation,
+    norm_inputs,
+    plain_norm_act,
+)
+from tests.oracle import assert_same_bits, check, evaluate, same_bits
+
+# The quick suite has others of both GPU backends in tests/kernels.
+on_kernels = pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
+every_kernel = pytest.mark.backends("cpu", "triton", slow=("reference", "cuda"))
+
+GROUPS = NormCase((3, 16, 6, 5), 4)
+BATCH = NormCase((3, 16, 6, 5))
+# A norm, and arguments besides those of the case.
+NORMS = {
+    "group": (GROUPS, {}),
+    "instance": (GROUPS._replace(num_groups=16), {}),
+    "layer": (GROUPS._replace(num_groups=1), {}),
+    "batch": (BATCH, {}),
+    "batch_in_evaluation": (BATCH, {"training": False}),
+}
+every_norm = pytest.mark.parametrize("norm", NORMS)
+
+
+def check_norm(case, inputs, activation="silu", frozen=(), **arguments):
+    fused = partial(case.norm_act, activation=ACTIVATIONS[activation][0], **arguments)
+    plain = partial(plain_norm_act, activation=activation, **case.norm | arguments)
+    return check(fused, plain, inputs, frozen=frozen)
+
+
+@on_kernels
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("case", NORM_CASES, ids=str)
+@every_modulation
+def test_norms_and_running_statistics(case, modulation, dtype):
+    problems = [norm_inputs(case, dtype, modulation) for _ in range(enough(case.x))]
+    check_norm(case, problems)
+
+
+@on_kernels
+@pytest.mark.covering(1)
+@every_activation
+@every_norm
+def test_activations(norm, activation, dtype):
+    case, arguments = NORMS[norm]
+    problems = [norm_inputs(case, dtype) for _ in range(4)]
+    check_norm(case, problems, activation, **arguments)
+
+
+@on_kernels
+@pytest.mark.covering(1)
+@every_modulation
+@every_norm
+def test_each_modulation_of_each_norm(norm, modulation, dtype):
+    case, arguments = NORMS[norm]
+    problems = [norm_inputs(case, dtype, modulation) for _ in range(4)]
+    check_norm(case, problems, **arguments)
+
+
+# Of half precision: what else may be in float32, and what may not.
+DTYPES = {
+    "parameters_in_half": ({"params_dtype": torch.bfloat16}, ()),
+    "float32_scale": ({}, ("scale",)),
+    "float32_scale_and_shift": ({"params_dtype": torch.bfloat16}, ("scale", "shift")),
+}
+
+
+@on_kernels
+@pytest.mark.parametrize(("options", "wide"), DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", [GROUPS, BATCH], ids=str)
+@pytest.mark.covering(1, cpu=2)
+def test_bfloat16_is_promoted_as_in_pytorch(case, options, wide, backend):
+    problems = [norm_inputs(case, torch.bfloat16, wide, **options) for _ in range(4)]
+    for inputs in problems:
+        inputs |= {name: inputs[name].float() for name in wide}
+    results = check_norm(case, problems)
+    assert results["y"].dtype == (torch.float32 if wide else torch.bfloat16)
+
+
+@on_kernels
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias", "scale", "shift"])
+@every_norm
+def test_a_single_wanted_gradient_has_the_same_bits_and_comes_alone(norm, wanted, backend):
+    case, arguments = NORMS[norm]
+    inputs = norm_inputs(case, modulation=("scale", "shift"))
+    call = partial(case.norm_act, activation="silu", **arguments)
+    expected = evaluate(call, inputs)
+    expected |= {n: None for n in expected if n.startswith("d") and n != f"d{wanted}"}
+    assert_same_bits(evaluate(call, inputs, frozen=[n for n in inputs if n != wanted]), expected)
+
+
+@on_kernels
+@every_norm
+@pytest.mark.covering(1, cpu=2)
+@pytest.mark.parametrize("mean_over_std", [30, 1000])
+def test_large_means(mean_over_std, norm, backend):
+    case, arguments = NORMS[norm]
+    check_norm(case, norm_inputs(case, mean_over_std=mean_over_std), **arguments)
+
+
+@every_kernel
+@pytest.mark.parametrize("value", [0.0, 3.0, -1e4, 0.1, 1e-30])
+@pytest.mark.parametrize("case", [NormCase((2, 16, 29, 23), 4), NormCase((2, 17, 29, 23), 17)])
+@pytest.mark.covering(1)
+def test_constant_groups_are_zero_before_weight_and_bias(case, value, backend):
+    inputs = norm_inputs(case)
+    inputs["x"][1, : case.x[1] // case.num_groups] = value
+    inputs["bias"] = torch.full_like(inputs["bias"], 0.5)
+    y = case.norm_act(**inputs, activation="identity", eps=1e-12)
+    assert (y[1, : case.x[1] // case.num_groups] == 0.5).all()
+
+
+@every_kernel
+@pytest.mark.parametrize("case", [NormCase((2, 6, 1, 1), 6), NormCase((3, 4), 4)], ids=str)
+def test_one_value_per_group_is_zero_before_weight_and_bias(case, backend):
+    inputs = norm_inputs(case)
+    y = case.norm_act(**inputs, activation="identity", eps=1e-12)
+    assert same_bits(y, inputs["bias"].view(-1, *[1] * (y.dim() - 2)).expand(y.shape).clone())
+    check_norm(case, inputs)
+
+
+@pytest.mark.backends("cpu")
+def test_one_value_per_group_of_one_image_is_refused_as_in_eager(backend):
+    x = torch.randn(1, 6, 1, 1)
+    for function in (F.group_norm, pk.group_norm_act):
+        with pytest.raises(ValueError, match=r"more than 1 value per"):
+            function(x, 6)
+
+
+@pytest.mark.backends("cpu")
+@every_modulation
+@every_norm
+@pytest.mark.parametrize("shape", [(0, 16, 6, 5), (0, 16), (0, 16, 7), (2, 16, 0, 5)], ids=str)
+@pytest.mark.covering(1)
+def test_an_empty_batch_is_as_in_eager(shape, norm, modulation, backend):
+    case, arguments = NORMS[norm]
+    case = case._replace(x=shape)
+    results = check_norm(case, norm_inputs(case, modulation=modulation), **arguments)
+    assert results["y"].shape == shape
+
+
+@every_kernel
+@every_activation
+def test_activations_of_numbers_at_the_limits_are_as_in_pytorch(activation, backend):
+    """With statistics, weight and bias that change no number but -0."""
+    largest = torch.finfo(torch.float32).max
+    values = [0.0, 1e-45, 1e-38, 1e-8, 1.0, 3.0, 6.0, 10.0, 20.0, 21.0, 89.0, 104.0, largest, INF]
+    values = [sign * v for v in values for sign in (1, -1)] + [0.5, -0.5, -2.0, NAN]
+    inputs = {
+        "x": torch.tensor(values).view(1, 1, 1, -1).repeat(1, 8, 1, 1),
+        "running_mean": torch.zeros(8),
+        "running_var": torch.ones(8),
+    }
+    arguments = {"training": False, "eps": 0.0}
+    fused = partial(pk.batch_norm_act, activation=ACTIVATIONS[activation][0], **arguments)
+    plain = partial(plain_norm_act, activation=activation, **arguments)
+    dy = torch.linspace(0.5, 1.5, inputs["x"].numel()).view(inputs["x"].shape)
+    found, expected = evaluate(fused, inputs, dy), evaluate(plain, inputs, dy)
+    if activation in ("relu6", "elu", "elu_2", "hardswish"):  # a vector of PyTorch, or its rest
+        for results in (found, expected):
+            results["dx"][..., -1] = 0
+    is_exact = activation.startswith(("relu", "leaky_relu", "identity"))
+    tolerances = {"rtol": 0.0, "atol": 0.0} if is_exact else {"rtol": 1e-5, "atol": 1e-6}
+    for name in ("y", "dx"):
+        a, b = found[name], expected[name]
+        torch.testing.assert_close(a, b, equal_nan=True, **tolerances)
+        if is_exact:
+            assert torch.equal(a.signbit() | a.isnan(), b.signbit() | b.isnan()), name
+
+
+@every_kernel
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.covering(1)
+def test_what_is_not_finite_stays_in_its_group(activation, value, backend):
+    inputs = norm_inputs(GROUPS, modulation=("scale", "shift"))
+    inputs["x"][1, 5, 2, 3] = value
+    call = partial(GROUPS.norm_act, activation=activation)
+    plain = partial(plain_norm_act, activation=activation, **GROUPS.norm)
+    found, expected = evaluate(call, inputs), evaluate(plain, inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+    for name in ("y", "dx"):
+        infected = ~found[name].isfinite()
+        infected[1, 4:8] = False
+        assert not infected.any()
+
+
+@pytest.mark.backends("cpu", "triton", slow=("cuda",))  # PyTorch rounds its last elements apart
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "leaky_relu"])
+@pytest.mark.parametrize("case", [NormCase((3, 16, 6, 5), 4), NormCase((3, 17, 11, 9), 17)])
+@pytest.mark.covering(1, cpu=2)
+def test_an_image_has_the_same_bits_whatever_its_batch(case, activation, dtype, backend):
+    inputs = norm_inputs(case, dtype, ("scale", "shift"))
+    call = partial(case.norm_act, activation=activation)
+    per_image = ("x", "scale", "shift")
+    dy = torch.randn(case.x).to(dtype)
+    whole = evaluate(call, inputs, dy)
+    for i in range(len(inputs["x"])):
+        one = {n: t[i : i + 1] if n in per_image else t for n, t in inputs.items()}
+        found = evaluate(call, one, dy[i : i + 1])
+        for name in ("y", *(f"d{n}" for n in per_image)):
+            assert same_bits(found[name], whole[name][i : i + 1]), (name, i)
+
+
+@pytest.mark.backends("triton", slow=("reference", "cuda"))
+def test_no_gradient_passes_where_a_pre_activation_rounds_to_zero(backend):
+    inputs = norm_inputs(GROUPS, torch.float16)
+    inputs["weight"], inputs["bias"] = torch.full((16,), 1e-9), torch.zeros(16)
+    results = evaluate(partial(GROUPS.norm_act, activation="relu"), inputs)
+    assert not any(results[name].any() for name in ("y", "dx", "dweight", "dbias"))
