@@ -33,10 +33,18 @@ def differentiable_norm_act(
         if groups is None:
             h = F.batch_norm(x, mean, var, None, None, training, 0.0, eps)
         else:
-            h = F.group_norm(x, groups, None, None, eps)
+            h = _group_norm(x.to(norm.mean.dtype), groups, eps)
         scale, shift = (t.view(-1, t.shape[-1], 1, 1) for t in cast(list[Tensor], (weight, bias)))
         h = (h * scale + shift).to(x.dtype)
     return activate(h, Activation(norm.activation, norm.parameter))
+
+
+def _group_norm(x: Tensor, groups: int, eps: float) -> Tensor:
+    """`F.group_norm`, whose own backward takes no batch of gradients of an NHWC `x`."""
+    grouped = x.reshape(x.shape[0], groups, -1)
+    centred = grouped - grouped.mean(2, keepdim=True)
+    var = centred.square().mean(2, keepdim=True)
+    return (centred * torch.rsqrt(var + eps)).reshape(x.shape)
 
 
 def gradients(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
+    Activation,
     AffineStep,
     Conv,
     Epilogue,
@@ -75,11 +76,14 @@ def _gradient(g, skip, x, mean, var, weight, eps, sums, inv_count) -> Gradient:
 
 def _unit(conv: Sequence, inputs: Inputs, y_dtype: torch.dtype, dtype: torch.dtype) -> Unit:
     """The unit of an op. Kernels of single units do not read `uses_batch`."""
-    x, _, weight = inputs
+    x, norm, weight = inputs
     stride, padding, dilation, groups = conv
     geometry = Conv(tuple(stride), tuple(padding), tuple(dilation), groups)
     dtypes = dtype, x.dtype, y_dtype, weight.dtype
-    return Unit(weight.shape, geometry, x.device, *dtypes)
+    activation = Activation(norm.activation, norm.parameter)
+    return Unit(
+        weight.shape, geometry, x.device, *dtypes, activation=activation, has_rows=norm.has_rows
+    )
 
 
 def _present(like: Tensor, *results: Tensor | None) -> tuple[Tensor, ...]:
