@@ -79,6 +79,8 @@ CASES = (
     Case("residual", "fsdp_convert_after", "checkpoint", "none"),
     Case("residual", "fsdp_blocks_accumulated", "rebuild", "uneven"),
     Case("residual", "fsdp_blocks_convert_after", "store", "even"),
+    Case("units", "ddp", "store", "uneven"),
+    Case("units", "fsdp", "store", "none"),
     Case("dense", "ddp", "checkpoint", "none"),
     Case("dense", "fsdp", "rebuild", "uneven"),
     Case("dense", "fsdp_blocks_convert_twice", "store", "even"),  # before and after
@@ -114,13 +116,27 @@ def dense_network(seed: int) -> foreign.DenseNet:
     return randomised(foreign.DenseNet(10, 4))
 
 
+def unit_network(seed: int) -> nn.Sequential:
+    """Units of several norms and activations."""
+    torch.manual_seed(seed)
+    convs = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 12, 3, 2, bias=False)
+    units = [
+        pk.NormActConv(nn.BatchNorm2d(8), nn.SiLU(), convs[0]),
+        pk.NormActConv(nn.GroupNorm(4, 16), "gelu", convs[1]),
+        pk.NormAct(nn.BatchNorm2d(12), nn.Mish()),
+    ]
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, CLASSES)
+    return randomised(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *units, *head))
+
+
 NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "stages": network,
     "residual": residual_network,
     "dense": dense_network,
+    "units": unit_network,
 }
 # With these, no pre-activation is near zero: see `off_kinks` in oracle.py.
-SEEDS = {"stages": 1, "residual": 0, "dense": 0}
+SEEDS = {"stages": 1, "residual": 0, "dense": 0, "units": 0}
 
 
 def batches(seed: int, images: int = IMAGES, size: int = 6) -> list[list[Batch]]:
@@ -234,6 +250,8 @@ def wrapped(case: Case) -> tuple[nn.Module, Callable, Callable]:
         for stage in model.stages:
             stage.memory = case.memory
         parts = [b for stage in model.stages for b in stage]
+    elif case.model == "units":
+        pass  # are fused already
     elif "_convert_" not in case.wrapper or case.wrapper.endswith("_twice"):
         pk.convert(model, memory=case.memory)
     if case.wrapper.startswith("fsdp"):
@@ -339,7 +357,7 @@ def count_messages() -> dict:
     ((images, _), *_), *_ = on_device(batches(0))
     for name, memory in itertools.product(NETWORKS, MEMORY_MODES):
         model = network(0, memory) if name == "stages" else NETWORKS[name](0)
-        if name != "stages":
+        if name not in ("stages", "units"):
             pk.convert(model, memory=memory)
         nn.SyncBatchNorm.convert_sync_batchnorm(model.to(device()))
         found[name, memory] = messages(model, images)

@@ -56,8 +56,10 @@ SELECTIVE = partial(
         (partial(checkpoint, use_reentrant=True), "checkpointed_network"),
         (partial(checkpoint, use_reentrant=False), "rebuilt_network"),
         (SELECTIVE, "bn_relu_conv"),
+        (partial(checkpoint, use_reentrant=False), "batch_norm_act_conv"),
+        (SELECTIVE, "batch_norm_act_conv"),
     ],
-    ids=["reentrant", "not_reentrant", "selective"],
+    ids=["reentrant", "not_reentrant", "selective", "any_not_reentrant", "any_selective"],
 )
 def test_checkpoints_change_no_bit_and_count_a_batch_once(call, name, backend):
     module, inputs = EVERY_MODULE[name](), {"x": images()}
@@ -68,7 +70,7 @@ def test_checkpoints_change_no_bit_and_count_a_batch_once(call, name, backend):
     assert counts and all(n == 1 for n in counts)
 
 
-@pytest.mark.parametrize("name", ["bn_relu_conv", "checkpointed_network"])
+@pytest.mark.parametrize("name", ["bn_relu_conv", "batch_norm_act_conv", "checkpointed_network"])
 def test_a_replica_of_data_parallel_computes_the_same(name, backend):
     module = EVERY_MODULE[name]()
     x, replica = images(), replicated(module)
@@ -106,7 +108,13 @@ def test_inference_mode_changes_nothing(training, backend):
     assert_same_bits(evaluate(module, {"x": x}), evaluate(other, {"x": x}))
 
 
-@pytest.mark.parametrize("name", ["bn_relu_conv", "float32_stream", "checkpointed_network"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bn_relu_conv", "norm_act", "norm_act_conv", "batch_norm_act_conv"),
+        *("float32_stream", "checkpointed_network"),
+    ],
+)
 def test_meta_tensors_have_the_shapes_and_dtypes_of_the_plain_module(name):
     module, x = EVERY_MODULE[name](), images()
     expected = evaluate(plain_copy(module), {"x": x})
@@ -128,7 +136,7 @@ def mesh(tmp_path):
 
 
 @pytest.mark.not_under_sanitizer
-@pytest.mark.parametrize("name", ["bn_relu_conv", "network"])
+@pytest.mark.parametrize("name", ["bn_relu_conv", "batch_norm_act_conv", "network"])
 def test_distributed_tensors_run_plain_operators(name, mesh):
     module = EVERY_MODULE[name]()
     x, results = distribute_tensor(images(), mesh, [Replicate()]), []

@@ -122,7 +122,7 @@ def test_autocast_around_a_backward_alone_changes_no_gradient(create_graph, back
 
 
 @every_input
-@pytest.mark.parametrize("name", ["bn_relu_conv", "checkpointed_network"])
+@pytest.mark.parametrize("name", ["bn_relu_conv", "norm_act_conv", "checkpointed_network"])
 def test_modules_have_the_dtypes_of_the_plain_ones(name, x_dtype, backend):
     module = Autocast(EVERY_MODULE[name]())
     inputs = {"x": torch.randn(3, 10, 7, 6).to(x_dtype)}

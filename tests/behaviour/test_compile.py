@@ -65,6 +65,14 @@ COMPILED = {
     "cumulative_average": (lambda: randomised(pk.BNReLU2d(10, momentum=None)), True, None, "aot"),
     "bn_relu_conv": (EVERY_MODULE["bn_relu_conv"], True, None, "eager"),
     "bn_relu_conv_evaluation": (EVERY_MODULE["bn_relu_conv"], False, None, "aot"),
+    "norm_act_conv": (EVERY_MODULE["norm_act_conv"], True, True, "eager"),
+    "batch_norm_act_conv": (EVERY_MODULE["batch_norm_act_conv"], True, None, "aot"),
+    "parameter_of_activation": (
+        lambda: pk.NormAct(nn.InstanceNorm2d(10), nn.LeakyReLU(0.25)),
+        True,
+        True,
+        "eager",
+    ),
     "basic_block": (EVERY_MODULE["basic_block"], True, None, "aot"),
     "network_evaluation": (EVERY_MODULE["network"], False, True, "eager"),
     "rebuilt_stage": (lambda: stage_of_two("rebuild"), True, None, "aot"),
@@ -81,6 +89,24 @@ def test_modules_compile_once_for_any_batch_size(make, training, dynamic, graphs
     for batch in (3, 4, 5, 7):
         assert_same_bits(run(module, compiled, batch), run(other, other, batch))
     assert counter.frame_count == (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize("dims", [3, 5])
+def test_compiled_units_with_scale_shift_and_dropout_give_the_same_bits(dims, backend):
+    shape = (3, 8, 5, 4, 6)[:dims]
+    conv = {3: nn.Conv1d, 5: nn.Conv3d}[dims](8, 6, 3, padding=1)
+    module = pk.NormActConv(nn.GroupNorm(4, 8), ("elu", 0.5), conv, dropout=0.25)
+    inputs = {"x": torch.randn(shape), "scale": torch.randn(3, 8), "shift": torch.randn(3, 8)}
+
+    def seeded(call):
+        def run(**inputs):
+            torch.manual_seed(4)
+            return call(**inputs)
+
+        return evaluate(run, inputs)
+
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_same_bits(seeded(compiled), seeded(module))
 
 
 def test_inductor_gives_close_results(backend):
@@ -125,7 +151,7 @@ def test_other_buffers_do_not_compile_again():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["bn_relu_conv", "network"])
+@pytest.mark.parametrize("name", ["bn_relu_conv", "norm_act_conv", "network"])
 def test_functional_call_reads_the_parameters_given(name, backend):
     module, other = EVERY_MODULE[name]().eval(), EVERY_MODULE[name]().eval()
     x = torch.randn(3, 10, 7, 6)
@@ -134,7 +160,7 @@ def test_functional_call_reads_the_parameters_given(name, backend):
     assert torch.equal(found, other(x))
 
 
-@pytest.mark.parametrize("name", ["bn_relu_conv", "checkpointed_network"])
+@pytest.mark.parametrize("name", ["bn_relu_conv", "batch_norm_act_conv", "checkpointed_network"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_are_equal_and_independent(copied, name, backend):
     module = EVERY_MODULE[name]()
@@ -159,6 +185,9 @@ def kernel_arguments(dtype):
     vectors = [torch.rand(8, dtype=wide) + 0.5 for _ in range(4)]
     behind = [torch.rand(16, dtype=wide) + 0.5 for _ in range(3)]
     norm = (*vectors, 1e-5, "relu", 0.0)
+    rows = torch.rand(2, 8, dtype=wide) + 0.5
+    in_rows = (rows, vectors[1], vectors[2], rows.clone(), 1e-5, "elu", 0.5)
+    row_sums = torch.randn(2, 2, 8, dtype=wide)
     sums, sums_behind = torch.randn(2, 8, dtype=wide), torch.randn(2, 16, dtype=wide)
     weight, bias = torch.randn(16, 8, 3, 3).to(dtype), torch.randn(16).to(dtype)
     conv = ([1, 1], [1, 1], [1, 1], 1)
@@ -170,23 +199,29 @@ def kernel_arguments(dtype):
         "bn_stats": [(x,)],
         "group_stats": [(x, 2), (x, 8)],
         "running_stats_update": [([vectors[0], vectors[1]], [vectors[2], vectors[3]], 0.1)],
-        "norm_act_forward": [(x, *norm)],
-        "norm_act_backward_sums": [(x, x, *norm)],
-        "norm_act_backward_mask": [(x, x, *norm)],
-        "norm_act_backward_input": [(x, x, *norm, sums, 1 / 60)],
+        "norm_act_forward": [(x, *norm), (x, *in_rows)],
+        "norm_act_backward_sums": [(x, x, *norm), (x, x, *in_rows)],
+        "norm_act_backward_mask": [(x, x, *norm), (x, x, *in_rows)],
+        "norm_act_backward_input": [
+            (x, x, *norm, sums, 1 / 60),
+            (x, x, *in_rows, row_sums, 1 / 30),
+        ],
         "norm_input_gradient": [
             (x, None, x.clone(), *vectors[:3], 1e-5, sums, 1 / 60),
             (x, x.clone(), x.clone(), *vectors[:3], 1e-5, sums, 0.0),
+            (x, None, x.clone(), *in_rows[:3], 1e-5, row_sums, 1 / 30),
         ],
         "norm_act_conv_forward": [
             (x, *norm, weight, *conv, None, None, False, dtype),
             (x, *norm, weight, *strided, bias, None, True, dtype),
+            (x, *in_rows, weight, *conv, bias, None, False, dtype),
             # Beside a float32 stream: on the side of the input, and on that of the output.
             (x.to(wide), *norm, weight, *conv, None, None, True, dtype),
             (x, *norm, weight, *conv, None, y.to(wide), True, dtype),
         ],
         "norm_act_conv_backward": [
             (y, *whole, *backward, True, True, False, dtype),
+            (y, *whole, x, *in_rows, weight, *conv, True, True, False, dtype),
             (y, None, *step, *backward, True, False, False, dtype),
             (y, y.clone(), *step, *backward, False, True, True, dtype),
             (y, *whole, x.to(wide), *backward[1:], True, True, False, dtype),

@@ -136,7 +136,10 @@ def test_wrapped_models_run_as_few_nodes(results_of):
     for case, (nodes, _) in itertools.chain(*(found.items() for found in results_of("train"))):
         model, wrapper, *_ = case
         expected = {"PreActStage": 2, "NormAct": 1}
-        if model == "dense":
+        if model == "units":
+            has_images = case[3] != "none" or nodes["NormActConv"] == 2
+            expected = {"NormActConv": 2 if has_images else 1, "NormAct": 1}
+        elif model == "dense":
             expected = {"PreActStage": 3, "NormActConv": 2, "NormAct": 1}
         elif "_blocks" in wrapper:
             expected["PreActStage"] = blocks[model]
@@ -146,7 +149,7 @@ def test_wrapped_models_run_as_few_nodes(results_of):
 
 
 def test_a_batch_norm_sends_one_message_forward_and_one_backward_in_every_memory_mode(results_of):
-    norms = {"stages": 15, "first stage": 6, "residual": 16, "dense": 9}
+    norms = {"stages": 15, "first stage": 6, "residual": 16, "dense": 9, "units": 2}
     for found in results_of("messages"):
         assert set(found) == set(itertools.product(norms, worker.MEMORY_MODES))
         for (name, _), (forward, backward, count) in found.items():

@@ -14,7 +14,9 @@ from tests.cases import EVERY_MODULE
 from tests.oracle import assert_same_bits, plain_copy, same_bits
 
 # One for each forward: the network calls `BNReLU2d`, stages and blocks.
-modules = pytest.mark.parametrize("name", ["bn_relu_conv", "float32_stream", "network"])
+modules = pytest.mark.parametrize(
+    "name", ["bn_relu_conv", "batch_norm_act_conv", "norm_act_conv", "float32_stream", "network"]
+)
 both_modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 
 
@@ -84,25 +86,38 @@ class Functions(nn.Module):
         return pk.bn_relu_conv2d(x, conv_weight, weight, bias, residual=branch, training=True)
 
 
+class AnyNorm(nn.Module):
+    """The functions of any norm, as a module, for exporters."""
+
+    def forward(self, x, branch, weight, bias, conv_weight):
+        scale = branch.mean((2, 3))
+        x = pk.group_norm_act(x, 3, weight, bias, activation="silu", scale=scale)
+        norm = {"training": True, "activation": "gelu", "shift": scale}
+        x = pk.batch_norm_act_conv(x, weight, bias, conv_weight=conv_weight, **norm)
+        return pk.group_norm_act_conv(x, 1, conv_weight=conv_weight, residual=branch)
+
+
 @pytest.mark.parametrize("tracer", ["export", "jit", "fx"])
-def test_traced_functions_run_plain_operators(tracer):
+@pytest.mark.parametrize("functions", [Functions, AnyNorm])
+def test_traced_functions_run_plain_operators(functions, tracer):
     x, branch = torch.randn(2, 6, 5, 4), torch.randn(2, 6, 5, 4)
     tensors = (x, branch, torch.randn(6), torch.randn(6), torch.randn(6, 6, 1, 1))
     if tracer == "export":
-        exported = torch.export.export(Functions(), tensors)
+        exported = torch.export.export(functions(), tensors)
         traced, graph = exported.module(), exported.graph
     elif tracer == "jit":
-        traced = torch.jit.trace(Functions(), tensors)
+        traced = torch.jit.trace(functions(), tensors)
         graph = traced.graph
     else:
-        traced = fx.symbolic_trace(Functions())
+        traced = fx.symbolic_trace(functions())
         graph = traced.graph
         # It reads no shapes. One node is the dtype to which the weight is converted.
-        assert [n.op for n in graph.nodes].count("call_function") == 8
+        count = 8 if functions is Functions else 13
+        assert [n.op for n in graph.nodes].count("call_function") == count
     nodes = graph.nodes() if tracer == "jit" else graph.nodes
     operators = [n.kind() if tracer == "jit" else str(n.target) for n in nodes]
     assert not any("preact_kernels" in name for name in operators)
-    torch.testing.assert_close(traced(*tensors), Functions()(*tensors))
+    torch.testing.assert_close(traced(*tensors), functions()(*tensors))
 
 
 @pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
@@ -165,6 +180,14 @@ def test_symbolic_traces_of_a_float32_stream_follow_the_mode_of_a_run(training, 
     for mode in (not training, training):
         check_step(traced.train(mode), module.train(mode), images().bfloat16())
         module.load_state_dict(traced.state_dict())
+
+
+def test_optional_arguments_are_traced():
+    module = EVERY_MODULE["norm_act_conv"]()
+    x, residual, scale = images(), torch.randn(3, 16, 7, 6), torch.randn(3, 10)
+    traced = fx.symbolic_trace(copy.deepcopy(module))
+    for arguments in ((), (residual,), (None, scale, scale), (residual, None, scale)):
+        assert same_bits(traced(x, *arguments), plain_copy(module)(x, *arguments))
 
 
 def test_a_residual_is_traced():

@@ -17,6 +17,8 @@ from tests.cases import (
     in_dtype,
     plain_bn_relu,
     plain_bn_relu_conv2d,
+    plain_norm_act,
+    plain_norm_act_conv,
     random_block,
 )
 from tests.oracle import assert_same_bits, assert_within_budget, distance, plain_copy
@@ -95,7 +97,13 @@ def untracked(module):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", ["bn_relu", "bn_relu_conv", "basic_block", "stage", "network"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bn_relu", "bn_relu_conv", "norm_act_conv", "batch_norm_act_conv"),
+        *("basic_block", "stage", "network"),
+    ],
+)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_equal_the_plain_ones(transform, training, name):
@@ -132,7 +140,7 @@ def output_and_tangent(module, x):
 
 # No more than a block: in bfloat16, rounding decides many signs behind several.
 MIXED = {
-    **{name: EVERY_MODULE[name] for name in ("bn_relu", "bn_relu_conv", "basic_block")},
+    **{n: EVERY_MODULE[n] for n in ("bn_relu", "bn_relu_conv", "norm_act_conv", "basic_block")},
     "float32_stream": lambda: pk.PreActStage(
         [random_block("basic", 10, 8, 2)], residual_dtype=torch.float32
     ),
@@ -169,6 +177,24 @@ FUNCTIONS = {
     "bn_relu_conv2d": (
         with_weight_last(pk.bn_relu_conv2d),
         with_weight_last(plain_bn_relu_conv2d),
+        ((10,), (10,), (6, 10, 3, 3)),
+    ),
+    "group_norm_act": (
+        lambda x, w, b, scale, training: pk.group_norm_act(
+            x, 5, w, b, activation="silu", scale=scale
+        ),
+        lambda x, w, b, scale, training: plain_norm_act(
+            x, w, b, num_groups=5, activation="silu", scale=scale
+        ),
+        ((10,), (10,), (3, 10)),
+    ),
+    "batch_norm_act_conv": (
+        lambda x, w, b, conv_weight, **options: pk.batch_norm_act_conv(
+            x, w, b, conv_weight=conv_weight, activation="mish", **options
+        ),
+        lambda x, w, b, conv_weight, **options: plain_norm_act_conv(
+            x, w, b, conv_weight=conv_weight, activation="mish", **options
+        ),
         ((10,), (10,), (6, 10, 3, 3)),
     ),
     "residual_add": (
@@ -238,6 +264,22 @@ def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, name,
             )
         assert all(g.requires_grad == create_graph for g in found)
         results.append([g.detach() for g in found])
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["norm_act", "norm_act_conv", "batch_norm_act_conv"])
+def test_batches_of_gradients_of_any_norm_equal_the_plain_ones(name, backend):
+    """PyTorch's group norm has no second derivative of a batch."""
+    module = EVERY_MODULE[name]().double()
+    x, results = images(), []
+    for m in (module, plain_copy(module)):
+        leaf = x.clone().requires_grad_()
+        y = m(leaf)
+        several = torch.stack([y.detach().cos(), y.detach().sin()])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = (leaf, *m.parameters())
+            results.append(torch.autograd.grad(y, inputs, several, is_grads_batched=True))
     assert_close(*results)
 
 
