@@ -81,30 +81,40 @@ template <class A>
 void merge_groups(const A* tiles, const PixelTiles& sizes, int64_t channels, int64_t groups,
                   A* mean_out, A* var_out) {
   const int64_t size = channels / groups;
-  const double values = static_cast<double>(sizes.pixels * size);
-  for (int64_t first = 0; first < channels; first += size) {
-    const double origin = tiles[first];
-    double sum = 0, squares = 0;
-    // Calls body(pixels, pivot, sum(d), sum(d^2)).
-    const auto for_parts = [&](const auto& body) {
-      for (int64_t t = 0; t < sizes.count; ++t) {
-        const A* tile = tiles + t * 3 * channels;
-        const double n = static_cast<double>(sizes.length(t));
-        for (int64_t c = first; c < first + size; ++c) {
-          body(n, double(tile[c]), double(tile[channels + c]), double(tile[2 * channels + c]));
-        }
-      }
-    };
-    for_parts([&](double n, double pivot, double d, double) { sum += n * (pivot - origin) + d; });
-    const double mean = origin + sum / values;
-    for_parts([&](double n, double pivot, double d, double square) {
-      const double from_pivot = d / n, from_mean = pivot + from_pivot - mean;
-      squares += (square - d * from_pivot) + n * from_mean * from_mean;
-    });
-    // Not std::max: NaN must stay NaN.
-    const double var = squares < 0 ? 0 : squares / values;
-    std::fill_n(mean_out + first, size, static_cast<A>(mean));
-    std::fill_n(var_out + first, size, static_cast<A>(var));
+  const double count = static_cast<double>(sizes.pixels * size);
+  // The first pivot of each channel's group, its mean, and sums over tiles.
+  std::vector<double> origin(channels), mean(channels), sums(channels), squares(channels);
+  const auto fill = [&](auto* to, int64_t group, double value) {
+    using Value = std::remove_pointer_t<decltype(to)>;
+    std::fill_n(to + group * size, size, static_cast<Value>(value));
+  };
+  const auto total = [&](const std::vector<double>& of_channels, int64_t group) {
+    double sum = 0;
+    for (int64_t c = group * size; c < (group + 1) * size; ++c) sum += of_channels[c];
+    return sum;
+  };
+  for (int64_t i = 0; i < groups; ++i) fill(origin.data(), i, tiles[i * size]);
+  for (int64_t t = 0; t < sizes.count; ++t) {
+    const A *pivot = tiles + t * 3 * channels, *sum = pivot + channels;
+    const double n = static_cast<double>(sizes.length(t));
+    for (int64_t c = 0; c < channels; ++c) sums[c] += n * (pivot[c] - origin[c]) + sum[c];
+  }
+  for (int64_t i = 0; i < groups; ++i) {
+    const double value = origin[i * size] + total(sums, i) / count;
+    fill(mean.data(), i, value);
+    fill(mean_out, i, value);
+  }
+  for (int64_t t = 0; t < sizes.count; ++t) {
+    const A *pivot = tiles + t * 3 * channels, *sum = pivot + channels, *square = sum + channels;
+    const double n = static_cast<double>(sizes.length(t));
+    for (int64_t c = 0; c < channels; ++c) {
+      const double from_pivot = sum[c] / n, d = pivot[c] + from_pivot - mean[c];
+      squares[c] += (square[c] - sum[c] * from_pivot) + n * d * d;
+    }
+  }
+  for (int64_t i = 0; i < groups; ++i) {
+    const double sum = total(squares, i);
+    fill(var_out, i, sum < 0 ? 0 : sum / count);  // not std::max: NaN must stay NaN
   }
 }
 

@@ -57,6 +57,8 @@ class InputGradient {
  public:
   InputGradient(const AffineStep& step, int64_t channels);
 
+  bool has_rows() const { return stride_ != 0; }
+
   GradientRow<A> row(int64_t image) const {
     const int64_t at = image * stride_;
     return {a_.data() + at, b_.data() + at, c_.data() + at, mean_ + image * mean_stride_,

@@ -4,7 +4,7 @@
 
 namespace preact_kernels {
 
-Strips::Strips(const ConvSizes& conv) : conv(conv), images(1) {
+Strips::Strips(const ConvSizes& conv, bool has_rows) : conv(conv), images(1) {
   constexpr int64_t kLeastValues = 16 * 1024, kMostValues = 48 * 1024;
   constexpr int64_t kLeastStrips = 64, kLeastImageStrips = 16, kStripsPerThread = 4;
   const int64_t widest = std::max(conv.in_channels, conv.out_channels);
@@ -14,8 +14,10 @@ Strips::Strips(const ConvSizes& conv) : conv(conv), images(1) {
     constexpr int64_t kWholeTiles = 42;  // of 6 or 14 pixels
     const int64_t most = std::min(values / widest, conv.pixels() / kLeastStrips);
     length = std::max<int64_t>(most / kWholeTiles, 1) * kWholeTiles;
-    per_image = 0;
-    count = (conv.pixels() + length - 1) / length;
+    const int64_t rows = has_rows ? conv.images : 1, pixels = conv.pixels() / rows;
+    per_image = (pixels + length - 1) / length;
+    if (has_rows) length = (pixels + per_image - 1) / per_image;
+    count = rows * per_image;
     return;
   }
   const int64_t height = conv.out_height();
@@ -36,9 +38,10 @@ Strips::Strips(const ConvSizes& conv) : conv(conv), images(1) {
 
 Strip Strips::operator[](int64_t index) const {
   if (conv.taps() == 1) {
-    const int64_t first = index * length;
-    const Rows pixels{first, 0, 1, 1, std::min(length, conv.pixels() - first)};
-    return {pixels, pixels, index, 1};
+    const int64_t row = index / per_image, first = index % per_image * length;
+    const int64_t row_pixels = this->row_pixels(), count = std::min(length, row_pixels - first);
+    const Rows pixels{row * row_pixels + first, 0, 1, 1, count};
+    return {pixels, pixels, index, row, 1};
   }
   const int64_t image = index / per_image * images;
   const int64_t row = index % per_image * length, in_row = row * conv.stride.h;
@@ -48,6 +51,7 @@ Strip Strips::operator[](int64_t index) const {
   return {{(image * conv.height + in_row) * conv.width, in_row, in_rows, conv.height, conv.width},
           {(image * height + row) * width, row, rows, height, width},
           index * images,
+          image,
           std::min(images, conv.images - image)};
 }
 

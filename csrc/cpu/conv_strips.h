@@ -19,7 +19,7 @@ struct Rows {
 // its input. Sums over pixels are per tile: a strip's part of one image.
 struct Strip {
   Rows in, out;
-  int64_t first_tile, images;
+  int64_t first_tile, first_image, images;
 
   int64_t tile_pixels() const { return out.rows * out.width; }
 };
@@ -44,7 +44,8 @@ inline Haloed haloed_output(const ConvSizes& conv, int64_t rows, int64_t width) 
   return {rows + 2 * conv.halo_h(), width + 2 * conv.halo_w(), conv.out_channels};
 }
 
-// All strips of a batch. For a 1x1 kernel the batch is one long row.
+// All strips of a batch. For a 1x1 kernel the batch is one long row, or, where images have rows of
+// a norm of their own, each image is.
 //
 // A strip reads all weights and adds to a whole partial weight gradient: strips grow with the
 // weights while their operands fit a second-level cache. Only the number of images per strip
@@ -54,11 +55,13 @@ struct Strips {
   int64_t length;  // of a strip, in rows, or in pixels for a 1x1 kernel
   int64_t per_image, images, count;
 
-  explicit Strips(const ConvSizes& conv);
+  Strips(const ConvSizes& conv, bool has_rows);
 
   Strip operator[](int64_t index) const;
 
   int64_t tiles() const { return conv.taps() == 1 ? count : conv.images * per_image; }
+  // Pixels of a row of a 1x1 kernel.
+  int64_t row_pixels() const { return conv.pixels() / (count / per_image); }
 
   // Values of the operands of a strip, with halos.
   int64_t input_values() const {

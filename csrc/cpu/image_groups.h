@@ -49,17 +49,19 @@ inline Interleaved interleaved_output(const ConvSizes& conv, const Strip& strip,
 }
 
 // All groups of images of a batch. For a 1x1 kernel the batch is one image of one row, and a group
-// some of its pixels.
+// some of its pixels, unless images have rows of a norm of their own.
 struct ImageGroups {
   // Tiles stay in one column if a column has whole tiles of this many images.
   static constexpr int64_t kWholeTile = 8;
 
   ConvSizes conv;
+  bool are_images;      // else pixels
   int64_t size, count;  // of a group, in images or pixels
 
-  explicit ImageGroups(const ConvSizes& conv) : conv(conv) {
+  ImageGroups(const ConvSizes& conv, bool has_rows)
+      : conv(conv), are_images(conv.taps() > 1 || has_rows) {
     constexpr int64_t kPixels = 1024;  // of a group, about
-    const int64_t pixels = conv.taps() == 1 ? 1 : conv.height * conv.width;
+    const int64_t pixels = are_images ? conv.height * conv.width : 1;
     const int64_t most = std::max<int64_t>(1, kPixels / pixels);
     const int64_t parts = (length() + most - 1) / most;
     size = (length() + parts - 1) / parts;
@@ -69,21 +71,22 @@ struct ImageGroups {
 
   Strip operator[](int64_t index) const {
     const int64_t first = index * size, group = std::min(size, length() - first);
-    if (conv.taps() == 1) {
+    if (!are_images) {
       const Rows pixels{first, 0, 1, 1, group};
-      return {pixels, pixels, 0, 1};
+      return {pixels, pixels, 0, 0, 1};
     }
     const int64_t height = conv.out_height(), width = conv.out_width();
     return {{first * conv.height * conv.width, 0, conv.height, conv.height, conv.width},
             {first * height * width, 0, height, height, width},
             0,
+            first,
             group};
   }
 
-  int64_t length() const { return conv.taps() == 1 ? conv.pixels() : conv.images; }
+  int64_t length() const { return are_images ? conv.images : conv.pixels(); }
   // The images of an operand: an even number for dot products, which read pairs of pixels.
   int64_t images(const Strip& strip, bool pairs) const {
-    return pairs && conv.taps() > 1 ? (strip.images + 1) / 2 * 2 : strip.images;
+    return pairs && are_images ? (strip.images + 1) / 2 * 2 : strip.images;
   }
 };
 

@@ -85,7 +85,7 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
         data<T>(epilogue.residual),
         mutable_data<T>(output.y)};
     if (stationary) return stationary_forward(op, inputs.conv_weight, of_y);
-    const Strips strips(conv);
+    const Strips strips(conv, normalisation.has_rows);
     TileStatistics<A> statistics(of_y.are_wanted ? strips.tiles() : 0, conv.out_channels);
     for_tiles(strips.count, [&](int64_t index) {
       const Strip strip = strips[index];
@@ -113,7 +113,8 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const U
     std::optional<InputGradient<A>> coefficients;
     if (step.has_value()) coefficients.emplace(*step, conv.out_channels);
     const bool stationary = is_weight_stationary(conv);
-    const Strips strips(conv);
+    const Strips strips(
+        conv, normalisation.has_rows || (coefficients.has_value() && coefficients->has_rows()));
     WeightGradient<T> dweight(conv, gradients.conv_weight,
                               wanted.weight && !stationary ? strips.count : 0);
     const ConvBackward<T> op{conv,

@@ -136,7 +136,7 @@ void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
                         const Statistics& of_y) {
   using A = Accumulate<T>;
   const ConvSizes& conv = op.conv;
-  const ImageGroups groups(conv);
+  const ImageGroups groups(conv, op.norm.has_rows);
   const Operands<T> operands(conv, groups, Needs{true, false, false});
   operands.fill_inputs(op.x, op.norm);
   const ImageTiles tiles{groups, &Strip::out, conv.out_channels};
@@ -172,7 +172,8 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
   using A = Accumulate<T>;
   const ConvSizes& conv = op.conv;
   const Wanted& wanted = gradients.wanted;
-  const ImageGroups groups(conv);
+  const InputGradient<A>* step = op.dy.coefficients;
+  const ImageGroups groups(conv, op.norm.has_rows || (step != nullptr && step->has_rows()));
   const Operands<T> operands(conv, groups, Needs{wanted.weight, true, wanted.weight});
   operands.fill_outputs(op.dy);
   if (wanted.weight) {

@@ -19,7 +19,9 @@ struct BlockRun {
   bool ends_block(size_t i) const { return (i + 1) % units_per_block == 0; }
 
   Norm norm(size_t i, const Tensor& mean, const Tensor& var) const {
-    return {mean, var, bn_weights[i], bn_biases[i], eps[i]};
+    const Norm norm{mean, var, bn_weights[i], bn_biases[i], eps[i]};
+    STD_TORCH_CHECK(!norm.has_rows(), "means, bn_weights: expected [C] in a run of blocks");
+    return norm;
   }
 
   // The unit at place i. `stream` is the dtype of the inputs and outputs of blocks.

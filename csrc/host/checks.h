@@ -13,10 +13,12 @@ namespace preact_kernels {
 #if defined(USE_CUDA)
 #define PK_DISPATCH_KEY CUDA
 constexpr const char* kDevice = "CUDA";
+constexpr bool kServesPlanes = false;
 inline bool is_served(const Tensor& t) { return t.is_cuda(); }
 #else
 #define PK_DISPATCH_KEY CPU
 constexpr const char* kDevice = "CPU";
+constexpr bool kServesPlanes = true;
 inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif
 
@@ -25,17 +27,26 @@ inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
                           const Tensor& conv_weight);
 
-// Checks that a tensor is [N, C, H, W] with dense NHWC memory.
-inline Activation check_activation(const char* name, const Tensor& t) {
+// Whether [N, C, H, W] is planar: not in NHWC order, where the library serves NCHW too.
+inline bool is_planar(const Tensor& t) {
+  const auto size = t.sizes();
+  return kServesPlanes && size.size() == 4 && size[1] > 1 && size[2] * size[3] > 1 &&
+         t.strides()[1] != 1;
+}
+
+// Checks that a tensor is [N, C, H, W] with dense NHWC memory, or NCHW if `planar`.
+inline Activation check_activation(const char* name, const Tensor& t, bool planar = false) {
   STD_TORCH_CHECK(t.dim() == 4, name, ": expected 4 dimensions [N, C, H, W], got ", t.dim());
   STD_TORCH_CHECK(is_served(t), name, ": expected a ", kDevice, " tensor");
   const auto size = t.sizes();
   const auto stride = t.strides();
+  constexpr int kNhwc[] = {1, 3, 2, 0}, kNchw[] = {3, 2, 1, 0};  // the innermost first
   int64_t expected = 1;
-  for (const int axis : {1, 3, 2, 0}) {
+  for (const int place : {0, 1, 2, 3}) {
+    const int axis = (planar ? kNchw : kNhwc)[place];
     STD_TORCH_CHECK(size[axis] <= 1 || t.numel() == 0 || stride[axis] == expected, name,
-                    ": expected memory dense in NHWC order, got stride ", stride[axis], " on axis ",
-                    axis, " where ", expected, " was expected");
+                    ": expected memory dense in ", planar ? "NCHW" : "NHWC", " order, got stride ",
+                    stride[axis], " on axis ", axis, " where ", expected, " was expected");
     expected *= size[axis];
   }
   STD_TORCH_CHECK(t.numel() > 0, name, ": expected at least one value, got none");
@@ -49,8 +60,8 @@ inline void check_same_device(const char* name, const Tensor& t, const Tensor& l
 
 // Checks an activation of these sizes on the device of `like`.
 inline void check_sizes(const char* name, const Tensor& t, const Activation& size,
-                        const Tensor& like) {
-  check_activation(name, t);
+                        const Tensor& like, bool planar = false) {
+  check_activation(name, t, planar);
   check_same_device(name, t, like);
   const int64_t expected[] = {size.images, size.channels, size.height, size.width};
   for (int axis = 0; axis < 4; ++axis) {
@@ -61,8 +72,8 @@ inline void check_sizes(const char* name, const Tensor& t, const Activation& siz
 
 // Also the dtype of `like`.
 inline void check_like(const char* name, const Tensor& t, const Activation& size,
-                       const Tensor& like) {
-  check_sizes(name, t, size, like);
+                       const Tensor& like, bool planar = false) {
+  check_sizes(name, t, size, like, planar);
   STD_TORCH_CHECK(t.scalar_type() == like.scalar_type(), name, ": expected the dtype of x");
 }
 
@@ -98,9 +109,10 @@ inline void check_norm(const Norm& norm, const Activation& size, const Tensor& x
 }
 
 // Checks the step of a gradient of these sizes, on the device of `like`.
-inline void check_step(const AffineStep& step, const Activation& size, const Tensor& like) {
-  check_sizes("step_x", step.x, size, like);
-  if (step.skip.has_value()) check_like("skip", *step.skip, size, step.x);
+inline void check_step(const AffineStep& step, const Activation& size, const Tensor& like,
+                       bool planar = false) {
+  check_sizes("step_x", step.x, size, like, planar);
+  if (step.skip.has_value()) check_like("skip", *step.skip, size, step.x, planar);
   check_norm(step.norm, size, step.x);
   STD_TORCH_CHECK(step.has_rows() || !step.norm.has_rows(),
                   "step_sums: expected [2, N, C] for a norm with rows");

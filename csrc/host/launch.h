@@ -39,11 +39,11 @@ void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, con
 void launch_norm_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
                                 const Tensor& dx);
 
-// y = conv(relu(p)) [+ conv_bias] [+ residual], and the statistics of y if they are wanted.
+// y = conv(act(p)) [+ conv_bias] [+ residual], and the statistics of y if they are wanted.
 void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
                                   const Epilogue& epilogue, const Output& output);
 
-// g = dgrad(dy) * [p > 0] with its sums, the gradient of the weight, and the whole dy, if wanted.
+// g = dgrad(dy) * act'(p) with its sums, the gradient of the weight, and the whole dy, if wanted.
 void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
                                    const UnitGradients& gradients);
 

@@ -9,14 +9,14 @@
 namespace preact_kernels {
 
 inline std::tuple<Tensor, Tensor> bn_stats(const Tensor& x) {
-  const Activation size = check_activation("x", x);
+  const Activation size = check_activation("x", x, is_planar(x));
   const Statistics statistics = new_statistics(x, true, size.channels);
   launch_bn_stats(size, x, statistics);
   return {statistics.mean, statistics.var};
 }
 
 inline std::tuple<Tensor, Tensor> group_stats(const Tensor& x, int64_t groups) {
-  const Activation size = check_activation("x", x);
+  const Activation size = check_activation("x", x, is_planar(x));
   STD_TORCH_CHECK(groups > 0 && size.channels % groups == 0,
                   "groups: expected a divisor of the channels ", size.channels, ", got ", groups);
   const Statistics statistics = new_image_statistics(x, size);
@@ -36,9 +36,9 @@ inline std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x,
 
 inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS) {
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);
-  const Activation size = check_activation("x", x);
+  const Activation size = check_activation("x", x, is_planar(x));
   check_norm(norm, size, x);
-  const Tensor y = empty_nhwc(x, size);
+  const Tensor y = empty_dense(x, size);
   launch_norm_act_forward(size, x, norm, y);
   return y;
 }
@@ -46,8 +46,8 @@ inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS) {
 // Sums of g = dy * act'(p) and of g * xhat. Also stores g where it is given.
 inline Tensor activation_gradient(const Tensor& dy, const Tensor& x, const Norm& norm,
                                   const Tensor* g) {
-  const Activation size = check_activation("x", x);
-  check_like("dy", dy, size, x);
+  const Activation size = check_activation("x", x, is_planar(x));
+  check_like("dy", dy, size, x, is_planar(x));
   check_norm(norm, size, x);
   const Tensor sums = empty_sums(x, size, norm.has_rows());
   launch_norm_act_backward_mask(size, dy, x, norm, g, sums);
@@ -61,7 +61,7 @@ inline Tensor norm_act_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_
 // For convolutions that the library leaves to PyTorch.
 inline std::tuple<Tensor, Tensor> norm_act_backward_mask(const Tensor& dy, const Tensor& x,
                                                          PK_NORM_PARAMETERS) {
-  const Tensor g = empty_nhwc(x, check_activation("x", x));
+  const Tensor g = empty_dense(x, check_activation("x", x, is_planar(x)));
   return {g, activation_gradient(dy, x, norm_of(PK_NORM_ARGUMENTS), &g)};
 }
 
@@ -69,10 +69,11 @@ inline std::tuple<Tensor, Tensor> norm_act_backward_mask(const Tensor& dy, const
 inline Tensor whole_gradient(const Gradient& gradient, bool activated) {
   STD_TORCH_CHECK(gradient.step.has_value(), "step_x: expected a tensor, got none");
   const Tensor& x = gradient.step->x;
-  const Activation size = check_activation("x", x);
-  check_like("g", gradient.g, size, x);
-  check_step(*gradient.step, size, x);
-  const Tensor dx = empty_nhwc(x, size);
+  const bool planar = is_planar(x);
+  const Activation size = check_activation("x", x, planar);
+  check_like("g", gradient.g, size, x, planar);
+  check_step(*gradient.step, size, x, planar);
+  const Tensor dx = empty_dense(x, size);
   launch_norm_input_gradient(size, gradient, activated, dx);
   return dx;
 }

@@ -27,6 +27,11 @@ inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
   return empty_nhwc(like, size, like.scalar_type());
 }
 
+// An activation in the order of `like`.
+inline Tensor empty_dense(const Tensor& like, const Activation& size) {
+  return is_planar(like) ? torch::stable::empty_like(like) : empty_nhwc(like, size);
+}
+
 inline Tensor empty_statistics(const Tensor& like, int64_t count) {
   return torch::stable::empty({&count, 1}, statistics_dtype(like.scalar_type()), std::nullopt,
                               like.device());

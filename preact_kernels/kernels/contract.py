@@ -256,6 +256,10 @@ class BlockRunGradients(NamedTuple):
 class Kernels(Protocol):
     """The functions of a backend. `preact_kernels.kernels.reference` specifies each of them."""
 
+    # Whether statistics, `norm_act_forward`, `norm_act_backward` and `norm_input_gradient` take
+    # tensors in NCHW order too, and then return them so.
+    serves_planes: bool = False
+
     @abstractmethod
     def serves(self, unit: Unit, pixels: int | None = None) -> bool:
         """Whether `norm_act_conv_*` run a fused kernel, not PyTorch's convolution.

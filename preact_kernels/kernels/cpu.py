@@ -16,7 +16,6 @@ from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
-    RELU,
     Epilogue,
     Gradient,
     Gradients,
@@ -48,6 +47,8 @@ class ConvLimits(NamedTuple):
 class CPUKernels(NativeKernels):
     """The compiled CPU library."""
 
+    serves_planes = True
+
     @functools.cached_property
     def instruction_set(self) -> str:
         """What the kernels run on here: the best of this machine, or PREACT_KERNELS_CPU_ISA."""
@@ -68,9 +69,7 @@ class CPUKernels(NativeKernels):
         taps = kernel_h * kernel_w
         dtype = unit.dtype
         if not (
-            unit.activation == RELU
-            and not unit.has_rows
-            and groups == 1
+            groups == 1
             and dtype == unit.x_dtype == unit.y_dtype == unit.weight_dtype != torch.float64
             and dilation[0] == dilation[1] == 1
             and kernel_h == 2 * padding[0] + 1

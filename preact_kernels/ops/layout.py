@@ -48,8 +48,16 @@ def as_image(t: Tensor) -> Tensor:
     return nhwc(t.reshape(*t.shape[:2], 1, t.shape[2] if t.dim() == 3 else 1))
 
 
+def as_planes(t: Tensor) -> Tensor:
+    """`[N, C, ...]` of any number of dimensions as `[N, C, H, W]` in NCHW order."""
+    t = t.contiguous()
+    if t.dim() == 4:
+        return t
+    return t.view(*t.shape[:2], *((-1, t.shape[4]) if t.dim() == 5 else (1, -1)))
+
+
 def from_image(y: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
-    """Undoes `as_image` for a result of this shape and memory format."""
+    """Undoes `as_image` or `as_planes` for a result of this shape and memory format."""
     if len(shape) == 5:
         n, c, d, h, w = shape
         y = y.permute(0, 2, 3, 1).reshape(n, d, h, w, c).permute(0, 4, 1, 2, 3)

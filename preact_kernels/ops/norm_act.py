@@ -102,6 +102,25 @@ class NormActCall(NamedTuple):
     training: bool  # normalise with the statistics of the input
     process_group: object
     fixed_inv_count: float | None  # see `inv_count_of`
+    planar: bool = False  # x is in NCHW order
+
+
+def runs_on_planes(
+    kernels: Kernels,
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation,
+    scale_shift: ScaleShift,
+    channels_last: bool,
+) -> bool:
+    """Whether kernels read `x` in NCHW order: both `x` and the result are stored so.
+
+    Not for batch norm and ReLU alone, which give the same bits in either memory format.
+    """
+    if not kernels.serves_planes or channels_last or layout.is_channels_last(x):
+        return False
+    is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU
+    return not is_bn_relu or any(t is not None for t in scale_shift)
 
 
 def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
@@ -152,7 +171,7 @@ class NormActFunction(torch.autograd.Function):
 
             grads = gradients(forward, (x, weight, bias), ctx.needs_input_grad[1:4], dy)
             return None, *grads, None, None
-        dy = layout.nhwc(dy)
+        dy = dy.contiguous() if call.planar else layout.nhwc(dy)
         if call.training or any(needs):
             _, sums = call.kernels.norm_act_backward(dy, x, norm, False)
         else:  # mean and variance are constants: dx does not need the sums
@@ -214,12 +233,12 @@ def normalise(
     if x.numel() == 0 and norm.process_group is None:
         return _of_empty_batch(x, norm, activation, scale_shift), None, None
     shape, channels_last = x.shape, norm.is_channels_last(x)
-    x = layout.as_image(x)
+    planar = runs_on_planes(kernels, x, norm, activation, scale_shift, channels_last)
+    x = layout.as_planes(x) if planar else layout.as_image(x)
     weight, bias = scale_shift.of(*norm.affine(x, x.shape[1]))
     statistics, fixed = norm.statistics(kernels, x.detach())
-    call = NormActCall(
-        kernels, norm.eps, activation, norm.groups, norm.training, norm.process_group, fixed
-    )
+    shared = norm.groups, norm.training, norm.process_group
+    call = NormActCall(kernels, norm.eps, activation, *shared, fixed, planar)
     y = NormActFunction.apply(call, x, weight, bias, *statistics)
     return layout.from_image(y, shape, channels_last), statistics, fixed
 

@@ -348,6 +348,9 @@ void multiply_by_derivative(const ActivationFunction& activation, const A* p, A*
 
 #define PK_INSTANTIATE(T) template decltype(activate<T>) activate<T>;
 PK_FOR_DTYPES(PK_INSTANTIATE)
+#ifdef PK_HAS_DOT  // the end of an input gradient keeps p in float32
+PK_INSTANTIATE(float)
+#endif
 #undef PK_INSTANTIATE
 #define PK_INSTANTIATE(A) template decltype(multiply_by_derivative<A>) multiply_by_derivative<A>;
 PK_FOR_SUM_TYPES(PK_INSTANTIATE)

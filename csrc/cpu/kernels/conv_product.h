@@ -34,7 +34,8 @@ PK_INLINE T* next_pixel(T* pixel, int64_t channels) {
   return pixel;
 }
 
-// Fills the operand `out` of some images: fill(row, pixel) writes rows of images, the halo is zero.
+// Fills the operand `out` of some images: fill(row, pixel, image) writes rows of images, the halo
+// is zero.
 template <class O, class Fill>
 PK_INLINE void fill_haloed(O* out, const Haloed& operand, const Rows& rows, int64_t images,
                            const ConvSizes& conv, const Fill& fill) {
@@ -48,17 +49,18 @@ PK_INLINE void fill_haloed(O* out, const Haloed& operand, const Rows& rows, int6
         continue;
       }
       std::fill(out, out + side, O{});
-      fill(out + side, first_pixel + r * rows.width);
+      fill(out + side, first_pixel + r * rows.width, image);
       std::fill(out + pitch - side, out + pitch, O{});
     }
   }
 }
 
 // out = the output gradient of `pixels` pixels, as stored in type T, `step` values apart. With
-// `stores`, also stores the whole gradient in dx if that is given.
+// `stores`, also stores the whole gradient in dx if that is given. The pixels are of `image` of the
+// batch.
 template <class T, class O>
 PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
-                          int64_t first_pixel, int64_t pixels, int64_t channels) {
+                          int64_t first_pixel, int64_t pixels, int64_t channels, int64_t image) {
   using A = Accumulate<T>;
   const int64_t offset = first_pixel * channels;
   const T* g = dy.tensors.g + offset;
@@ -77,7 +79,7 @@ PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int6
     const T* x = dy.tensors.x + offset;
     const T* skip = dy.tensors.skip == nullptr ? nullptr : dy.tensors.skip + offset;
     T* stored = stores && dy.tensors.dx != nullptr ? dy.tensors.dx + offset : nullptr;
-    const GradientRow<A> row = coefficients->row(0);
+    const GradientRow<A> row = coefficients->row(image);
     Vector<A> m[kVectors], a[kVectors], b[kVectors], c[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = first + v * kLanes<A>;

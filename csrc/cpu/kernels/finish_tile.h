@@ -113,9 +113,45 @@ struct FinishOutput {
   }
 };
 
-// g = acc * [p > 0] for some vectors of channels from c on, and kRows pixels of x and g from
+// g = acc * act'(p) for any activation, as finish_input_gradient, from the values of acc in memory:
+// `rows` pixels of `width` channels. All pointers are to the first of them.
+template <class T, class Activation, class A>
+PK_OUTLINE void finish_activation(A* acc, int rows, int width, const T* x, T* g, int64_t step,
+                                  const NormRow<A>& norm, A* sum, A* product,
+                                  Activation activation) {
+  constexpr bool kHasActivation = !std::is_null_pointer_v<Activation>;
+  constexpr int lanes = kLanes<A>;
+  alignas(64) A p_values[kRegisters * lanes] = {};
+  for (int i = 0; i < rows; ++i) {
+    for (int c = 0; c < width; c += lanes) {
+      const Vector<A> d = load(x + i * step + c) - load(norm.mean + c);
+      const Vector<A> p = d * load(norm.scale + c) + load(norm.bias + c);
+      store(p_values + i * width + c, as_stored(x, p));
+    }
+  }
+  multiply_by_derivative(norm.activation, p_values, acc, rows * width);
+  for (int i = 0; i < rows; ++i) {
+    for (int c = 0; c < width; c += lanes) {
+      const Vector<A> d = load(x + i * step + c) - load(norm.mean + c);
+      const Vector<A> masked = stored(g + i * step + c, load(acc + i * width + c));
+      store(sum + c, load(sum + c) + masked);
+      store(product + c, load(product + c) + masked * d);
+    }
+  }
+  if constexpr (kHasActivation) {
+    if (activation == nullptr) return;
+    activate(norm.activation, p_values, int64_t(rows) * width);
+    for (int i = 0; i < rows; ++i) {
+      for (int c = 0; c < width; c += lanes) {
+        store(activation + i * step + c, load(p_values + i * width + c));
+      }
+    }
+  }
+}
+
+// g = acc * act'(p) for some vectors of channels from c on, and kRows pixels of x and g from
 // `pixel` on, `step` values apart. Adds the sums of g as stored and of g * (x - mean) to
-// sums[2][channels]. Stores relu(p) in `activation`, an Operand<T>* or nullptr_t, if
+// sums[2][channels]. Stores act(p) in `activation`, an Operand<T>* or nullptr_t, if
 // `is_activation_stored`.
 template <class T, class Activation, class A, int kRows, int kVectors>
 PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], const T* x, T* g,
@@ -123,6 +159,21 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
                                      const NormRow<A>& norm, A* sums, bool is_activation_stored,
                                      Activation activation) {
   constexpr bool kHasActivation = !std::is_null_pointer_v<Activation>;
+  if (norm.activation.kind != ActivationKind::kRelu) {
+    constexpr int kWidth = kVectors * kLanes<A>;
+    alignas(64) A values[kRows * kWidth];
+#pragma GCC unroll 32
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) store(values + i * kWidth + v * kLanes<A>, acc[i][v]);
+    }
+    const int64_t first = pixel * channels + c;
+    if constexpr (kHasActivation) activation = is_activation_stored ? activation + first : nullptr;
+    const NormRow<A> row{norm.mean + c, norm.scale + c, norm.bias + c, norm.activation};
+    finish_activation(values, kRows, kWidth, x + first, g + first, step, row, sums + c,
+                      sums + channels + c, activation);
+    return;
+  }
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = c + v * kLanes<A>;

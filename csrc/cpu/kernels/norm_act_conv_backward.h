@@ -1,4 +1,4 @@
-// BN-ReLU-Conv over a strip of pixels, backward.
+// Norm, activation and convolution over a strip of pixels, backward.
 #pragma once
 
 #include "../kernels.h"
@@ -8,7 +8,7 @@
 
 PK_BEGIN_ISA
 
-// g = dgrad(dy) * [p > 0] with its sums where op.g is given, and the strip's part of the weight
+// g = dgrad(dy) * act'(p) with its sums where op.g is given, and the strip's part of the weight
 // gradient where `dweight` is given.
 template <class T>
 void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_sums,
@@ -33,7 +33,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
       gradient = (has_step ? whole : op.dy.tensors.g) + at;
       if (has_step) {
         apply_step(op.dy, false, whole + at, outputs, strip.out.first_pixel, strip.out.width,
-                   outputs);
+                   outputs, strip.first_image);
       }
     }
   }
@@ -41,13 +41,14 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     const int64_t first = strip.out.first_pixel;
     const int64_t end = first + strip.images * strip.tile_pixels();
     fill_haloed(operands, dy_operand, strip.out, strip.images, conv,
-                [&](O* row, int64_t pixel) PK_LAMBDA {
+                [&](O* row, int64_t pixel, int64_t image) PK_LAMBDA {
                   const bool stores = pixel >= first && pixel < end;
-                  apply_step(op.dy, stores, row, outputs, pixel, strip.out.width, outputs);
+                  apply_step(op.dy, stores, row, outputs, pixel, strip.out.width, outputs,
+                             strip.first_image + image);
                 });
     operands += strip.images * dy_operand.values();
   }
-  // The epilogue of a 1x1 kernel computes every p, and stores relu(p) here.
+  // The epilogue of a 1x1 kernel computes every p, and stores act(p) here.
   O* activation = operands;
   const bool normalised = op.g != nullptr && conv.taps() == 1 && dweight != nullptr;
   if (op.g != nullptr) {
@@ -55,10 +56,11 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     const T* from = x + strip.in.first_pixel * channels;
     T* to = op.g + strip.in.first_pixel * channels;
     const int64_t step = conv.stride.w * channels;
-    const NormRow<A> norm = op.norm.row(0);
+    const Normalisation<A>& norm = op.norm;
+    const int64_t first_image = strip.first_image;
     const auto finish = [=, &norm](const auto& acc, int64_t image, int64_t pixel,
                                    int64_t c) PK_LAMBDA {
-      finish_input_gradient(acc, from, to, pixel, c, channels, step, norm,
+      finish_input_gradient(acc, from, to, pixel, c, channels, step, norm.row(first_image + image),
                             sums + image * 2 * channels, normalised, activation);
     };
     for (int64_t place = 0; place < conv.stride.h * conv.stride.w; ++place) {
@@ -70,10 +72,11 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   }
   if (dweight == nullptr) return;
   if (!normalised) {
-    fill_haloed(
-        activation, a_operand, strip.in, strip.images, conv, [&](O* row, int64_t pixel) PK_LAMBDA {
-          normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm.row(0));
-        });
+    fill_haloed(activation, a_operand, strip.in, strip.images, conv,
+                [&](O* row, int64_t pixel, int64_t image) PK_LAMBDA {
+                  normalise(x + pixel * channels, row, channels, strip.in.width, channels,
+                            op.norm.row(strip.first_image + image));
+                });
   }
   O* pairs = activation + strip.images * a_operand.values();
   const PixelRows<O> a(activation, a_operand), dy_haloed(gradient, dy_operand);

@@ -1,4 +1,4 @@
-// BN-ReLU-Conv over a strip of pixels, forward.
+// Norm, activation and convolution over a strip of pixels, forward.
 #pragma once
 
 #include "../kernels.h"
@@ -7,7 +7,7 @@
 
 PK_BEGIN_ISA
 
-// y = conv(relu(p)) [+ conv_bias] [+ residual]. Where `statistics` are given, also the statistics
+// y = conv(act(p)) [+ conv_bias] [+ residual]. Where `statistics` are given, also the statistics
 // of y as stored (TileStatistics), computed while y is in registers.
 template <class T>
 void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* statistics,
@@ -19,10 +19,11 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* 
   const int64_t channels = conv.in_channels;
   const T* x = op.x;
   O* activation = static_cast<O*>(scratch);
-  fill_haloed(
-      activation, operand, strip.in, strip.images, conv, [&](O* row, int64_t pixel) PK_LAMBDA {
-        normalise(x + pixel * channels, row, channels, strip.in.width, channels, op.norm.row(0));
-      });
+  fill_haloed(activation, operand, strip.in, strip.images, conv,
+              [&](O* row, int64_t pixel, int64_t image) PK_LAMBDA {
+                normalise(x + pixel * channels, row, channels, strip.in.width, channels,
+                          op.norm.row(strip.first_image + image));
+              });
   const FinishOutput<T, A> finish(op, strip, statistics);
   strip_product(activation, output_pixels(conv, strip, operand), strip.images, conv, op.packed,
                 finish);

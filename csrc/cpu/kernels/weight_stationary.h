@@ -1,4 +1,4 @@
-// Weight-stationary BN-ReLU-Conv: see image_groups.h.
+// Weight-stationary norm, activation and convolution: see image_groups.h.
 #pragma once
 
 #include "../kernels.h"
@@ -61,17 +61,17 @@ PK_INLINE void fill_part(O* out, const Interleaved& operand, const ConvSizes& co
   }
 }
 
-// A part of the activation relu(p).
+// A part of the activation act(p).
 template <class T>
 void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const ConvSizes& conv,
                      const Strip& strip, const Interleaved& operand, const RowPart& part,
                      void* memory) {
   using O = Operand<T>;
   const int64_t channels = conv.in_channels, step = operand.images * operand.step();
+  const NormRow<Accumulate<T>> row = norm.row(strip.first_image + part.image);
   fill_part(static_cast<O*>(memory), operand, conv, strip, strip.in, part,
-            [&](O* out, int64_t pixel, int64_t count) PK_LAMBDA {
-              normalise(x + pixel * channels, out, step, count, channels, norm.row(0));
-            });
+            [&](O* out, int64_t pixel, int64_t count)
+                PK_LAMBDA { normalise(x + pixel * channels, out, step, count, channels, row); });
 }
 
 // A part of the gradient of the output, also stored if it is wanted.
@@ -81,8 +81,10 @@ void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Str
   using O = Operand<T>;
   const int64_t step = operand.images * operand.step();
   fill_part(static_cast<O*>(memory), operand, conv, strip, strip.out, part,
-            [&](O* out, int64_t pixel, int64_t count)
-                PK_LAMBDA { apply_step(dy, true, out, step, pixel, count, conv.out_channels); });
+            [&](O* out, int64_t pixel, int64_t count) PK_LAMBDA {
+              apply_step(dy, true, out, step, pixel, count, conv.out_channels,
+                         strip.first_image + part.image);
+            });
 }
 
 // sums[pixel][image][channel] = (`is_first`) or += the product of some input channels, for kVectors
@@ -229,8 +231,9 @@ void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T
   stationary_products(
       task, for_pixels,
       [&](const auto& acc, int64_t tile, int64_t, int64_t pixel, int64_t c) PK_LAMBDA {
+        const int64_t image = strip.first_image + tile / task.tiles.count;
         finish_input_gradient(acc, op.x + first, op.g + first, pixel, c, channels, channels,
-                              op.norm.row(0), of_g + tile * 2 * channels, false, nullptr);
+                              op.norm.row(image), of_g + tile * 2 * channels, false, nullptr);
       });
   for (int64_t i = 0; i < rows; ++i) {
     std::copy(of_g + i * channels + begin, of_g + i * channels + end,

@@ -17,6 +17,8 @@ from preact_kernels.kernels.reference.norm_act_conv import (
 from preact_kernels.kernels.reference.residual_add import residual_add_forward
 from preact_kernels.kernels.running_stats import running_stats_update
 
+serves_planes = False
+
 __all__ = [
     "bn_stats",
     "group_stats",
@@ -28,4 +30,5 @@ __all__ = [
     "residual_add_forward",
     "running_stats_update",
     "serves",
+    "serves_planes",
 ]

@@ -24,6 +24,8 @@ from preact_kernels.kernels.triton.norm_act_conv import (
 )
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
+serves_planes = False
+
 __all__ = [
     "block_run_backward",
     "block_run_forward",
@@ -37,4 +39,5 @@ __all__ = [
     "residual_add_forward",
     "running_stats_update",
     "serves",
+    "serves_planes",
 ]

@@ -1,0 +1,21 @@
+// Norm and activation of tensors in NCHW order, a plane of pixels a channel and image.
+#pragma once
+
+#include "../host/launch.h"
+#include "batch_norm.h"
+#include "isa.h"
+
+namespace preact_kernels {
+
+// As the launchers in host/launch.h.
+void launch_planes_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x);
+void launch_planes_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+                               const Statistics& of_x);
+void launch_planes_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+                                    const Tensor& y);
+void launch_planes_norm_act_backward(const Activation& size, const Tensor& dy, const Tensor& x,
+                                     const Norm& norm, const Tensor* g, const Tensor& sums);
+void launch_planes_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+                                  const Tensor& dx);
+
+}  // namespace preact_kernels
