@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,36 +21,50 @@ from preact_kernels.conversion.hooks import (
     outcomes,
     remove_hooks,
 )
+from preact_kernels.conversion.named_activations import NamedActivations
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import ConversionReport, Site
 from preact_kernels.conversion.verification import Example, Verifier, unchanged
 from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
+from preact_kernels.modules.norm_act import NormAct
+from preact_kernels.modules.norm_act_conv import NormActConv
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage, check_memory
 
-OWN = (BNReLU2d, BNReLUConv2d, PreActBlock, PreActStage)  # fused without conversion
+# Fused without conversion.
+OWN = (BNReLU2d, BNReLUConv2d, NormAct, NormActConv, PreActBlock, PreActStage)
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def convert(model: _Model, *, memory: str = "store", example_inputs: object = None) -> _Model:
-    """Makes a model run its BN-ReLU-Conv chains and the residual additions after them fused.
+def convert(
+    model: _Model,
+    *,
+    memory: str = "store",
+    activations: Mapping[Any, str | tuple[str, float]] | None = None,
+    example_inputs: object = None,
+) -> _Model:
+    """Makes a model run its norms, activations, convolutions and residual additions fused.
 
-    The model's forwards do not change. In a forward, batch norms and the activations, convolutions
-    and additions after them are deferred until something else reads a result; then they run fused
+    The model's forwards do not change. In a forward, norms and the activations, convolutions and
+    additions after them are deferred until something else reads a result; then they run fused
     where possible. Outputs, gradients and running statistics equal plain PyTorch; parameters,
     buffers, modules and classes do not change. `convert` registers forward hooks on every module
-    that contains a batch norm. `conversion_report` says what ran fused in the last call, and why
-    the rest did not.
+    that contains a norm. `conversion_report` says what ran fused in the last call, and why the
+    rest did not.
 
-    Consecutive residual blocks become one autograd node, as in `PreActStage`. A second call changes
-    the memory mode.
+    Consecutive residual blocks of batch norms and ReLUs become one autograd node, as in
+    `PreActStage`. A second call replaces the arguments of the first.
 
     Args:
         model: any module; it is changed in place.
-        memory: `"store"`, `"rebuild"` or `"checkpoint"`: what residual blocks save for backward,
-            as in `PreActStage`.
+        memory: `"store"`, `"rebuild"` or `"checkpoint"`: what residual blocks of batch norms and
+            ReLUs save for backward, as in `PreActStage`.
+        activations: names of activations that PyTorch does not see into, such as custom autograd
+            functions: a dictionary from classes of modules, autograd functions and operators of
+            `torch.ops` to names as in `pk.group_norm_act`. Their values and gradients must be
+            those of the activation.
         example_inputs: arguments of a call: a tensor, a tuple, or a dictionary of keywords. If
             given, copies of the model run on them, plain and converted, in training and evaluation,
             in the model's dtype and in float64, with the same random numbers. A part of the model
@@ -61,23 +75,25 @@ def convert(model: _Model, *, memory: str = "store", example_inputs: object = No
         `model`.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, or `example_inputs` has the wrong type.
-        ValueError: the memory mode is unknown, or the plain model cannot be copied or raises on
-            `example_inputs`.
+        TypeError: `model` is not an `nn.Module`, or `activations` or `example_inputs` has the
+            wrong type.
+        ValueError: the memory mode or the name of an activation is unknown, or the plain model
+            cannot be copied or raises on `example_inputs`.
     """
     _check_model(model)
     check_memory(memory, None, None, 1)
     example = None if example_inputs is None else Example.of(example_inputs)
-    parts, reason = ([], "") if example is None else _differing_parts(model, memory, example)
+    conversion = Conversion(memory, NamedActivations.of(activations))
+    parts, reason = ([], "") if example is None else _differing_parts(model, conversion, example)
     revert(model)
-    _convert(model, memory)
+    convert_with(conversion, model)
     for name in parts:
         _give_back(model.get_submodule(name), reason)
     return model
 
 
-def _convert(model: nn.Module, memory: str) -> None:
-    conversion = Conversion(memory)
+def convert_with(conversion: Conversion, model: nn.Module) -> None:
+    """Does what `convert` does, for checked arguments."""
     for module in model.modules():
         if _opens_region(module):
             module.__dict__[CONVERSION] = conversion
@@ -90,7 +106,9 @@ def _give_back(module: nn.Module, reason: str) -> None:
     module.__dict__[GIVEN_BACK] = reason
 
 
-def _differing_parts(model: nn.Module, memory: str, example: Example) -> tuple[list[str], str]:
+def _differing_parts(
+    model: nn.Module, conversion: Conversion, example: Example
+) -> tuple[list[str], str]:
     """Returns the modules that must run plain on the example, and the difference without that.
 
     With these modules plain, the converted model equals the plain model; with fewer it does not.
@@ -104,7 +122,7 @@ def _differing_parts(model: nn.Module, memory: str, example: Example) -> tuple[l
 
     def difference(given_back: Sequence[str]) -> str:
         converted = copy.deepcopy(plain)
-        _convert(converted, memory)
+        convert_with(conversion, converted)
         for name in given_back:
             _give_back(converted.get_submodule(name), "")
         return verifier.difference(converted)
@@ -135,7 +153,7 @@ def _differing_parts(model: nn.Module, memory: str, example: Example) -> tuple[l
 
 
 def _parts_of(model: nn.Module, name: str) -> list[str]:
-    """Returns the children of a module that contain batch norms."""
+    """Returns the children of a module that contain norms."""
     prefix = f"{name}." if name else ""
     return [
         prefix + child
@@ -165,7 +183,7 @@ def revert(model: _Model) -> _Model:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Lists every batch norm of a model: whether its last call ran fused, in what, or why not.
+    """Lists every norm of a model: whether its last call ran fused, in what, or why not.
 
     Returns:
         A sequence of `Site`s with `name`, `fused` and `reason`; it prints as a table.

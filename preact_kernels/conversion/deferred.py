@@ -7,10 +7,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.liveness import Reference
+from preact_kernels.kernels.contract import Activation
+from preact_kernels.kernels.reference.activations import activate
+from preact_kernels.ops import layout
 from preact_kernels.ops.double_backward import gradients
 from preact_kernels.torch_compat import disable_torch_function
 
@@ -20,9 +23,9 @@ class Operation(NamedTuple):
 
     name: str
     run: Callable[..., Tensor]  # takes the node's settings, then its inputs
-    is_relu: bool = False
+    is_activation: bool = False
     is_sum: bool = False
-    precedes_relu: bool = False  # a ReLU usually follows
+    precedes_activation: bool = False  # an activation usually follows
 
 
 class Node:
@@ -34,14 +37,15 @@ class Node:
         operation: the function to compute.
         settings: arguments of the operation other than its inputs.
         inputs: nodes, and computed tensors.
-        shape: shape of the result, `[N, C, H, W]`.
+        shape: shape of the result, `[N, C, ...]` of 3 to 5 dimensions.
         dtype: dtype of the result.
         channels_last: memory format of the result in plain PyTorch.
         needs_grad: whether the result requires a gradient.
         state: `_state` of the inputs when the node was recorded.
         user: the first node that reads the result.
         other_users: the other nodes that read the result.
-        spare: a deferred tensor for a ReLU of the result.
+        spare: a deferred tensor for an activation of the result.
+        spare_activation: the activation that took it.
         placed_by: the node for which the autograd function was called that returned the result's
             deferred tensor; None: this node.
         reference: a reference to the result's deferred tensor, while there is one.
@@ -62,6 +66,7 @@ class Node:
     reference: "Reference | None" = None
     returned_by: Any = None
     spare: "Deferred | None" = None
+    spare_activation: Activation | None = None
     user: "Node | None" = None
     value: Tensor | None = None
 
@@ -133,7 +138,7 @@ class Deferred(Tensor):
         """Computes the arguments, then calls `func`; used where no region is active."""
         given = args
         args, kwargs = computed_arguments((args, kwargs or {}), func)
-        return returned_argument(func(*args, **kwargs), given)
+        return returned_argument(func, given, kwargs, func(*args, **kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -156,8 +161,8 @@ _CHANGED = (
 class _DeferredFunction(torch.autograd.Function):
     """Gives deferred tensors their place in the autograd graph.
 
-    Returns a deferred tensor for the result of `node`. For a batch norm it returns another one for
-    the ReLU that may follow: one call is cheaper than two.
+    Returns a deferred tensor for the result of `node`. For a norm it returns another one for the
+    activation that may follow: one call is cheaper than two.
 
     Backward runs only if such a tensor was passed to code that no region sees, such as a custom
     autograd function. It computes the node again, in plain operators. Computed results have a graph
@@ -172,10 +177,11 @@ class _DeferredFunction(torch.autograd.Function):
         if in_place:
             ctx.dirty_tensors = tensors[:1]
             return tensors[0]
-        return (_empty(node), _empty(node)) if node.operation.precedes_relu else _empty(node)
+        has_spare = node.operation.precedes_activation
+        return (_empty(node), _empty(node)) if has_spare else _empty(node)
 
     @staticmethod
-    def backward(ctx, dy, dy_of_relu=None):
+    def backward(ctx, dy, dy_of_activation=None):
         node = ctx.node
         if node is None:
             raise RuntimeError("Trying to backward through the graph a second time")
@@ -190,9 +196,10 @@ class _DeferredFunction(torch.autograd.Function):
             else:
                 node.check_inputs()
                 inputs = _input_values_in_backward(node)
-                for gradient, has_relu in ((dy, False), (dy_of_relu, True)):
+                parts = (dy, None), (dy_of_activation, node.spare_activation)
+                for gradient, activation in parts:
                     if gradient is not None:
-                        forward = functools.partial(_run, node, has_relu)
+                        forward = functools.partial(_run, node, activation)
                         more = gradients(forward, inputs, needed, gradient)
                         found = list(map(_sum, found, more))
         if not torch_compat.keeps_graph():
@@ -208,15 +215,15 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a + b
 
 
-def _run(node: Node, has_relu: bool, *inputs: Tensor) -> Tensor:
+def _run(node: Node, activation: Activation | None, *inputs: Tensor) -> Tensor:
     with node.context.entered_in_backward():
         y = node.operation.run(node.settings, *inputs)
-        return F.relu(y) if has_relu else y
+        return y if activation is None else activate(y, activation)
 
 
 def recomputed(node: Node) -> Tensor:
     """Computes the result of a node again, in plain operators."""
-    return _run(node, False, *_input_values(node, {}))
+    return _run(node, None, *_input_values(node, {}))
 
 
 def _input_values_in_backward(node: Node) -> list[Tensor]:
@@ -240,7 +247,7 @@ def _input_values(node: Node, values: dict[Node, Tensor]) -> list[Tensor]:
         else:
             last.check_inputs()
             inputs = [_value(i, values) for i in last.inputs]
-            values[last] = _run(last, False, *cast(list[Tensor], inputs))
+            values[last] = _run(last, None, *cast(list[Tensor], inputs))
     return [cast(Tensor, _value(i, values)) for i in node.inputs]
 
 
@@ -273,8 +280,11 @@ def has_own_history(t: Deferred) -> bool:
 
 
 def _empty(node: Node) -> Deferred:
-    _, c, h, w = node.shape
-    strides = (c * h * w, 1, w * c, c) if node.channels_last else (c * h * w, h * w, w, 1)
+    if len(node.shape) == 4:
+        _, c, h, w = node.shape
+        strides = (c * h * w, 1, w * c, c) if node.channels_last else (c * h * w, h * w, w, 1)
+    else:
+        strides = layout.strides(node.shape, node.channels_last)
     return torch_compat.make_wrapper_subclass(
         Deferred, node.shape, strides, dtype=node.dtype, device=node.context.device
     )
@@ -293,13 +303,15 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
     if in_place:
         source.reference = None
     if node.needs_grad and not node.region.is_traced:
-        spare = source.spare if type(source) is Node and node.operation.is_relu else None
+        has_spare = type(source) is Node and node.operation.is_activation
+        spare = source.spare if has_spare else None
         if spare is None:
             result = _apply_deferred(node, in_place, *tensors)
-            if node.operation.precedes_relu:
+            if node.operation.precedes_activation:
                 result, node.spare = result
         else:
             source.spare, node.placed_by = None, source
+            source.spare_activation = node.settings
             if in_place:
                 torch_compat.swap_tensor_impl(result, spare)
                 # Code in C++ that holds the batch norm's result now refers to `spare`.
@@ -314,11 +326,12 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
     return result
 
 
-def returned_argument(result: Any, given: tuple) -> Any:
+def returned_argument(func: Callable, given: tuple, kwargs: dict, result: Any) -> Any:
     """Returns the deferred argument with the value `result` (in-place functions), or `result`."""
     for t in given:
         if type(t) is Deferred and t.preact_node.value is result:
-            t.preact_node.is_changed = t.preact_node.is_changed or torch.is_grad_enabled()
+            if torch.is_grad_enabled() and is_write(func, given, kwargs):
+                t.preact_node.is_changed = True
             return t
     return result
 

@@ -14,20 +14,30 @@ from torch import Tensor, nn
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, become_plain
-from preact_kernels.conversion.matching import Match, Matcher, Unit
-from preact_kernels.conversion.operations import CONV, NORM, plain_norm, tracked_statistics
+from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
+from preact_kernels.conversion.operations import (
+    CONV,
+    NORM,
+    SCALE,
+    SHIFT,
+    plain_norm,
+    tracked_statistics,
+)
 from preact_kernels.conversion.report import Outcome, described
-from preact_kernels.kernels.contract import RELU
+from preact_kernels.kernels.contract import Activation
 from preact_kernels.ops import layout
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments
+from preact_kernels.ops.group_norm import GroupNorm
 from preact_kernels.ops.memory_mode import MemoryMode
-from preact_kernels.ops.norm_act import norm_act_of
+from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShift, norm_act_of
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.preact_stage import preact_stage
 from preact_kernels.ops.unit import ConvArguments
 
 MEMORY = "preact_memory"  # attribute of a stage's first batch norm: the memory mode
+
+_IDENTITY = Activation("identity")
 
 # Runs consecutive blocks. Arguments: the blocks, their input, the module of the first batch norm
 # (if known), and the dtype of the convolutions.
@@ -64,13 +74,14 @@ def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match]:
 
 def _images(node: Node) -> tuple[Node | Tensor, ...]:
     """Returns the images that a node reads."""
-    return tuple(node.inputs[:1] if node.operation in (NORM, CONV) else node.inputs)
+    reads_one = node.operation in (NORM, CONV, SCALE, SHIFT)
+    return tuple(node.inputs[:1] if reads_one else node.inputs)
 
 
 def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reader: object) -> None:
     found = region.outcomes
     for m in matches:
-        convs = {u.bn: u.conv for u in reversed(m.units)}
+        convs = {u.norm: u.conv for u in reversed(m.units)}
         for node in m.nodes:
             if node.operation is NORM:
                 conv = _module(convs.get(node))
@@ -82,7 +93,7 @@ def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reade
 
 
 def _module(node: Node | None) -> nn.Module | None:
-    """Returns the module that called a batch norm or a convolution, if known."""
+    """Returns the module that called a norm or a convolution, if known."""
     owner = None if node is None else node.settings.owner
     return None if owner is None else owner.module
 
@@ -96,6 +107,7 @@ class _Execution:
         self._reads = Counter(i for s in steps for i in s.inputs)
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = any(s.name for s in steps)
+        self._saved = {s.inputs[0] for s in steps if s.name}  # that fused operations save
 
     def run(self) -> None:
         try:
@@ -120,7 +132,7 @@ class _Execution:
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
         if isinstance(value, Node):
             is_plain_conv = not step.name and step.end.operation is CONV
-            if value.value is not None and is_plain_conv:
+            if value.value is not None and is_plain_conv and value not in self._saved:
                 return value.value  # a copy in NHWC would be saved in addition
             if value in self._values:
                 return self._values[value]
@@ -128,7 +140,7 @@ class _Execution:
             t = value.value
         else:
             t = value
-        if not self._in_nhwc or t.dim() != 4 or layout.is_channels_last(t):
+        if not self._in_nhwc or _is_nhwc(t):
             return t
         if value not in self._converted:
             self._converted[value] = _ToChannelsLast.apply(t)
@@ -146,17 +158,15 @@ class _Execution:
         if not step.name:
             return self._plain(step.end, inputs)
         x, *residual = inputs
-        first = step.nodes[0]
-        if not step.units:
-            return norm_act_of(x, first.settings.arguments(first.inputs[1:]))
+        if step.activated is not None:
+            return _run_activated(step.activated, x)
         if not step.blocks:
-            unit = step.units[0]
-            bn, conv = _arguments(unit)
-            return norm_act_conv_of(x, bn, RELU, conv, residual[0] if residual else None)
+            return _run_unit(step.units[0], x, residual[0] if residual else None)
+        first = step.nodes[0]
         blocks = [
             BlockArguments(
-                [_arguments(u) for u in b.units],
-                _arguments(b.projection)[1] if b.projection else None,
+                [(_batch_norm(u), _conv(u)) for u in b.units],
+                _conv(b.projection) if b.projection else None,
                 b.add is not None,
             )
             for b in step.blocks
@@ -171,6 +181,8 @@ class _Execution:
     def _plain(self, node: Node, inputs: list[Tensor]) -> Tensor:
         rest: Sequence[Any] = node.inputs[len(inputs) :]
         if node.operation is NORM:
+            if _crashes(node, inputs[0]):
+                inputs = [inputs[0].contiguous()]
             # A backward that runs the forward again does not update statistics a second time.
             updates = not torch_compat.is_in_backward()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
@@ -186,7 +198,7 @@ class _Execution:
             del self._values[node]
         if held is None and not is_read_outside:
             return
-        is_nchw = not node.channels_last and layout.is_channels_last(y)
+        is_nchw = not node.channels_last and _is_nhwc(y)
         inside = y.detach() if is_nchw else y
         if is_nchw:
             y = _contiguous(y, self._saves_output)
@@ -205,13 +217,63 @@ class _Execution:
             )
 
 
-def _arguments(unit: Unit) -> tuple[BatchNorm, ConvArguments]:
-    bn, conv = unit.bn, unit.conv
-    weight, *bias = cast(Sequence[Tensor], conv.inputs[1:])
-    stride, padding, dilation, groups = conv.settings.conv
-    padding = (padding[0] + unit.padding[0], padding[1] + unit.padding[1])
-    arguments = ConvArguments(weight, bias[0] if bias else None, stride, padding, dilation, groups)
-    return bn.settings.arguments(bn.inputs[1:]), arguments
+def _norm(norm: Node) -> NormArguments:
+    return norm.settings.arguments(cast(Sequence[Tensor], norm.inputs[1:]))
+
+
+def _batch_norm(unit: Unit) -> BatchNorm:
+    return cast(BatchNorm, _norm(unit.norm))
+
+
+def _conv(unit: Unit) -> ConvArguments:
+    weight, *bias = cast(Sequence[Tensor], unit.conv.inputs[1:])
+    stride, padding, dilation, groups = unit.conv.settings.conv
+    if unit.pads:
+        padding = tuple(a + b for a, b in zip(padding, unit.padding, strict=True))
+    return ConvArguments(weight, bias[0] if bias else None, stride, padding, dilation, groups)
+
+
+def _activation(found: Activated) -> Activation:
+    return _IDENTITY if found.activation is None else found.activation.settings
+
+
+def _scale_shift(found: Activated, x: Tensor) -> ScaleShift:
+    if found.scale is None and found.shift is None:
+        return NO_SCALE_SHIFT
+
+    def rows(node: Node | None) -> Tensor | None:
+        if node is None:
+            return None
+        t = cast(Tensor, node.inputs[1])
+        dtype = torch.promote_types(x.dtype, t.dtype)
+        return t.expand(x.shape[0], *t.shape[1:]).flatten(1).to(dtype)
+
+    return ScaleShift(shift=rows(found.shift), factor=rows(found.scale))
+
+
+def _run_activated(found: Activated, x: Tensor) -> Tensor:
+    """Runs a norm and an activation, in NHWC."""
+    image = x.unsqueeze(2) if x.dim() == 3 else x
+    y = norm_act_of(
+        *(image, _norm(found.norm), _activation(found), _scale_shift(found, x)), channels_last=True
+    )
+    return y.squeeze(2) if x.dim() == 3 else y
+
+
+def _run_unit(unit: Unit, x: Tensor, residual: Tensor | None) -> Tensor:
+    """Runs a unit, in NHWC; sequences as images of one row."""
+    found, conv, dropout, kept = unit.activated, _conv(unit), 0.0, None
+    norm, scale_shift = _norm(found.norm), _scale_shift(found, x)
+    if unit.dropout is not None:
+        dropout, kept = unit.dropout.settings
+    is_sequence = x.dim() == 3
+    if is_sequence:
+        x, conv = x.unsqueeze(2), conv.of_image()
+        residual = None if residual is None else residual.unsqueeze(2)
+        kept = None if kept is None else kept.unsqueeze(2)
+    rest = conv, residual, scale_shift, dropout
+    y = norm_act_conv_of(x, norm, _activation(found), *rest, kept=kept, channels_last=True)
+    return y.squeeze(2) if is_sequence else y
 
 
 def _is_unsafe(conv: Node) -> bool:
@@ -223,6 +285,24 @@ def _is_unsafe(conv: Node) -> bool:
         and max(conv.settings.conv.stride) > 1
         and weight.device.type == "cpu"
     )
+
+
+def _crashes(norm: Node, x: Tensor) -> bool:
+    """Whether PyTorch's backward of a norm crashes if the norm runs in NHWC.
+
+    The backward of group norm does, on a CPU, if only weight and bias need gradients.
+    """
+    is_group_norm = isinstance(norm.settings.norm, GroupNorm)
+    return is_group_norm and not norm.channels_last and x.is_cpu and not x.requires_grad
+
+
+def _is_nhwc(t: Tensor) -> bool:
+    """Whether a tensor has a channels_last order; sequences `[N, C, L]` as images of one row."""
+    return layout.is_channels_last(t.unsqueeze(2) if t.dim() == 3 else t)
+
+
+def _nhwc(t: Tensor) -> Tensor:
+    return layout.nhwc(t.unsqueeze(2)).squeeze(2) if t.dim() == 3 else layout.nhwc(t)
 
 
 def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
@@ -251,7 +331,7 @@ class _ToChannelsLast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, values=None):
-        return layout.nhwc(t) if values is None else values.detach()
+        return _nhwc(t) if values is None else values.detach()
 
     @staticmethod
     def backward(ctx, dy):

@@ -5,7 +5,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,9 +16,11 @@ from preact_kernels import torch_compat
 from preact_kernels.conversion import rules
 from preact_kernels.conversion.deferred import Deferred, compute
 from preact_kernels.conversion.execution import StageRunner
+from preact_kernels.conversion.named_activations import ActivationForward, NamedActivations
 from preact_kernels.conversion.owners import Owners
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import Outcome
+from preact_kernels.kernels.contract import Activation
 
 _KEY: Any = "preact_kernels"  # key of the hooks in a module's dictionaries
 CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
@@ -28,8 +30,9 @@ GIVEN_BACK = "preact_given_back"  # attribute of a module that must run plain: t
 class Conversion:
     """Arguments of `Region` that all modules of a converted model share."""
 
-    def __init__(self, memory: str = "store") -> None:
+    def __init__(self, memory: str = "store", activations: NamedActivations | None = None) -> None:
         self.memory = memory
+        self.activations = activations or NamedActivations.of()
         self.run_stage: StageRunner | None = None
         self.extra_types: tuple[type, ...] = ()
 
@@ -41,8 +44,15 @@ _owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionar
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch norm of images, possibly with an activation (timm)."""
-    return isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm | nn.LazyBatchNorm2d)
+    """Whether a module is a norm that can run fused, possibly with an activation (timm)."""
+    return isinstance(module, _NORMS)
+
+
+_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.GroupNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
 
 
 def add_hooks(module: nn.Module) -> None:
@@ -72,7 +82,7 @@ class _Call(NamedTuple):
     is_outermost: bool  # whether it opened the region
     frame: types.FrameType  # frame that called the module
     outer_memory: str  # memory mode to restore
-    handles: list[RemovableHandle]  # hooks of its children
+    handles: list[Any]  # what `remove` takes away from its children
     norms: list[nn.SyncBatchNorm]  # children with a `SyncForward`
 
 
@@ -118,7 +128,13 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if owners is None:
             owners = _owners[module] = Owners(module)
         owners.start()
-        region = Region(conversion.memory, owners, conversion.run_stage, conversion.extra_types)
+        region = Region(
+            conversion.memory,
+            owners,
+            conversion.run_stage,
+            conversion.extra_types,
+            activations=conversion.activations,
+        )
         region.__enter__()
         region.frame = frame
     norms: list[nn.SyncBatchNorm] = []
@@ -126,7 +142,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         norms = [m for m in module._modules.values() if type(m) is nn.SyncBatchNorm]
     for norm in norms:
         norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
-    handles = _hook_children(module)
+    handles = _hook_children(module, region.activations.modules)
     stack.append(_Call(module, region, is_outermost, frame, region.memory, handles, norms))
     if conversion is not None:
         region.memory = conversion.memory
@@ -200,13 +216,13 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
         outcomes.update(found)
 
 
-def _hook_children(module: nn.Module) -> list[RemovableHandle]:
-    """Adds hooks to children that need ordinary tensors.
+def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) -> list[Any]:
+    """Adds hooks to children that need ordinary tensors, and replaces named activations.
 
     Children with backward hooks compute their inputs and results, because the hooks pass them to
     C++. Children that are compiled, have fast paths or must run plain run outside of the region.
     """
-    handles: list[RemovableHandle] = []
+    handles: list[Any] = []
     waiting = list(module._modules.values())
     while waiting:
         child = waiting.pop()
@@ -214,6 +230,9 @@ def _hook_children(module: nn.Module) -> list[RemovableHandle]:
             continue
         if child._compiled_call_impl is not None:
             CompiledCall.replace(child)
+        if activations and type(child) in activations and "forward" not in child.__dict__:
+            child.__dict__["forward"] = forward = ActivationForward(child)
+            handles.append(forward)
         if CONVERSION in child.__dict__:
             own: Any = (child._forward_pre_hooks, child._forward_hooks)
             for hooks in own:

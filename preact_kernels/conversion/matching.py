@@ -6,27 +6,105 @@ from typing import NamedTuple
 from torch import Tensor
 
 from preact_kernels.conversion.deferred import Node
-from preact_kernels.conversion.operations import ADD, CONV, NORM, PAD, RELU
+from preact_kernels.conversion.operations import (
+    ACTIVATION,
+    ADD,
+    CONV,
+    DROPOUT,
+    NORM,
+    PAD,
+    SCALE,
+    SHIFT,
+    function_name,
+)
+from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
+
+_NORMS = {BatchNorm: "BN", GroupNorm: "GN", LayerNorm: "LN", InstanceNorm: "IN"}
+_ACTIVATIONS = {
+    "relu": "ReLU",
+    "leaky_relu": "LeakyReLU",
+    "relu6": "ReLU6",
+    "silu": "SiLU",
+    "gelu": "GELU",
+    "gelu_tanh": "GELU",
+    "elu": "ELU",
+}
 
 
-class Unit(NamedTuple):
-    """A BN-ReLU-Conv, with zero padding before the convolution."""
+class Activated(NamedTuple):
+    """A norm, what scales and shifts it, and an activation."""
 
-    bn: Node
-    relu: Node
-    pads: tuple[Node, ...]
-    padding: tuple[int, int]  # height and width that `pads` add at each side
-    conv: Node
+    norm: Node
+    scale: Node | None = None
+    shift: Node | None = None
+    activation: Node | None = None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return (self.bn, self.relu, *self.pads, self.conv)
+        return tuple(n for n in self if n is not None)
+
+    @property
+    def end(self) -> Node:
+        return self.activation or self.shift or self.scale or self.norm
+
+    @property
+    def is_batch_norm_relu(self) -> bool:
+        """Whether this is a plain batch norm and a ReLU."""
+        activation = self.activation
+        return (
+            activation is not None
+            and activation.settings.name == "relu"
+            and self.scale is None
+            and self.shift is None
+            and type(self.norm.settings.norm) is BatchNorm
+        )
+
+    @property
+    def name(self) -> str:
+        """Names the functions in reports."""
+        parts = [_NORMS[type(self.norm.settings.norm)]]
+        if self.scale is not None:
+            parts.append("Scale")
+        if self.shift is not None:
+            parts.append("Shift")
+        if self.activation is not None:
+            name = self.activation.settings.name
+            parts.append(_ACTIVATIONS.get(name, name.capitalize()))
+        return "-".join(parts)
+
+
+class Unit(NamedTuple):
+    """A norm and what follows it up to a convolution, with zero padding before the convolution."""
+
+    activated: Activated
+    dropout: Node | None
+    pads: tuple[Node, ...]
+    padding: tuple[int, ...]  # pixels that `pads` add at each side of each axis
+    conv: Node
+
+    @property
+    def norm(self) -> Node:
+        return self.activated.norm
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        dropout = () if self.dropout is None else (self.dropout,)
+        return (*self.activated.nodes, *dropout, *self.pads, self.conv)
 
     @property
     def fits_stage(self) -> bool:
         """Whether a stage can run the unit."""
-        has_bias = len(self.conv.inputs) > 2
-        return not (self.pads or has_bias) and self.conv.dtype == self.bn.dtype
+        conv = self.conv
+        has_more = self.pads or self.dropout is not None or len(conv.inputs) > 2
+        if has_more or len(conv.shape) != 4 or conv.dtype != self.norm.dtype:
+            return False
+        return self.activated.is_batch_norm_relu
+
+    @property
+    def name(self) -> str:
+        """Names the functions in reports."""
+        return f"{self.activated.name}{'' if self.dropout is None else '-Dropout'}-Conv"
 
 
 class Block(NamedTuple):
@@ -42,12 +120,13 @@ class Match(NamedTuple):
 
     Attributes:
         name: name in the report; empty: the node runs plain.
-        nodes: all nodes; if they run fused, the first one is a batch norm.
+        nodes: all nodes; if they run fused, the first one is a norm.
         end: the node of the output.
         inputs: images that the match reads.
-        units: all units, projections included; empty for a BN-ReLU alone.
-        blocks: consecutive blocks in one autograd node; empty for a unit or a BN-ReLU alone.
-        reason: why a BN-ReLU runs without a convolution; empty: the reader of `execute` reads it.
+        units: all units, projections included; empty for a norm and activation alone.
+        blocks: consecutive blocks in one autograd node; empty for a unit, or a norm and activation.
+        activated: a norm and activation alone.
+        reason: why these run without a convolution; empty: the reader of `execute` reads them.
     """
 
     name: str
@@ -56,6 +135,7 @@ class Match(NamedTuple):
     inputs: tuple[Node | Tensor, ...]
     units: tuple[Unit, ...] = ()
     blocks: tuple[Block, ...] = ()
+    activated: Activated | None = None
     reason: str = ""
 
 
@@ -85,7 +165,7 @@ def _row_matches(units: list[Unit]) -> list[Match]:
     """Returns the match of consecutive units without a shortcut."""
     if len(units) > 1:
         return [_block_match(*(Block((u,), None, None) for u in units))]
-    return [Match("BN-ReLU-Conv", u.nodes, u.conv, (u.bn.inputs[0],), (u,)) for u in units]
+    return [Match(u.name, u.nodes, u.conv, (u.norm.inputs[0],), (u,)) for u in units]
 
 
 class Matcher:
@@ -93,75 +173,110 @@ class Matcher:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._order = {n: i for i, n in enumerate(nodes)}
-        self._relus: dict[Node, Node] = {}  # batch norm -> ReLU, if both run fused
+        self._activated: dict[Node, Activated] = {}  # by norm, if they may run fused
         self._refused: dict[Node, str] = {}
         self._added: set[Node] = set()  # additions that are part of a match
 
     def match(self) -> tuple[list[Match], dict[Node, str]]:
-        """Returns the matches, and for each other batch norm the reason why it is in no match."""
+        """Returns the matches, and for each other norm the reason why it is in no match."""
         for node in self._order:
             if node.operation is NORM:
-                relu = self._relu(node)
-                if isinstance(relu, str):
-                    self._refused[node] = relu
+                activated = self._activated_by(node)
+                if isinstance(activated, str):
+                    self._refused[node] = activated
                 else:
-                    self._relus[node] = relu
+                    self._activated[node] = activated
         matches: list[Match] = []
         taken: set[Node] = set()
-        for bn in self._relus:
-            if bn not in taken:
-                new = self._matches_from(bn)
+        for norm in self._activated:
+            if norm not in taken:
+                new = self._matches_from(norm)
                 matches += new
                 taken.update(n for m in new for n in m.nodes if n.operation is NORM)
                 self._added.update(m.end for m in new if m.end.operation is ADD)
         return self._joined(matches), self._refused
 
+    def _readers(self, node: Node) -> tuple[Node, ...]:
+        """Returns the nodes that may read the result of `node`."""
+        if not node.other_users:
+            return node.users
+        order = self._order
+        return tuple(u for u in node.users if u in order or u.user is not None or u.is_held)
+
     def _only_reader(self, node: Node) -> Node | None:
         """Returns the only node that reads the result of `node`, if nothing else can read it."""
-        user = node.user
-        if user is None or node.other_users or node.is_held or user not in self._order:
+        readers = self._readers(node)
+        if len(readers) != 1 or node.is_held or readers[0] not in self._order:
             return None
-        return user
+        return readers[0]
 
-    def _relu(self, bn: Node) -> Node | str:
-        """Returns the ReLU that runs fused with a batch norm, or the reason why there is none."""
-        needed = [i.needs_grad if isinstance(i, Node) else i.requires_grad for i in bn.inputs]
-        reader = self._only_reader(bn)
+    def _activated_by(self, norm: Node) -> Activated | str:
+        """Returns what runs fused with a norm, or the reason why nothing does."""
+        found = Activated(norm)
+        reader = self._only_reader(norm)
         if reader is None:
-            return "its output is used more than once" if len(bn.users) > 1 else ""
-        if reader.operation is not RELU:
-            return f"no ReLU follows ({reader.operation.name})"
-        is_frozen = bn.context.has_grad and not any(needed)
-        if is_frozen and any(u.needs_grad for u in reader.users):
+            return "its output is used more than once" if len(self._readers(norm)) > 1 else ""
+        if reader.operation is SCALE:
+            found, reader = found._replace(scale=reader), self._only_reader(reader)
+        if reader is not None and reader.operation is SHIFT and reader.inputs[0] is found.end:
+            found, reader = found._replace(shift=reader), self._only_reader(reader)
+        if reader is not None and reader.operation is ACTIVATION:
+            found = found._replace(activation=reader)
+        elif found.scale is None and (reader is None or not self._leads_to_conv(reader)):
+            after = reader if reader is not None else found.end
+            return f"no activation follows ({function_name(after)})"
+        needed = [i.needs_grad if isinstance(i, Node) else i.requires_grad for i in norm.inputs]
+        if norm.context.has_grad and not any(needed) and self._leads_to_gradient(found.end):
             return "it is frozen, and plain PyTorch saves nothing for it"
-        return reader
+        return found
 
-    def _units(self, bn: Node) -> list[Unit] | str:
+    def _leads_to_conv(self, node: Node) -> bool:
+        """Whether a convolution, perhaps of a padded or dropped tensor, is what follows a norm."""
+        found: Node | None = node
+        while found is not None and found.operation in (PAD, DROPOUT):
+            found = self._only_reader(found)
+        return found is not None and found.operation is CONV
+
+    def _leads_to_gradient(self, node: Node) -> bool:
+        """Whether a reader of an activation needs a gradient, perhaps after padding or dropout."""
+        return any(
+            u.needs_grad or (u.operation in (PAD, DROPOUT) and self._leads_to_gradient(u))
+            for u in self._readers(node)
+        )
+
+    def _units(self, norm: Node) -> list[Unit] | str:
         """Returns a unit per reader of the activation, or the reason why one is no convolution.
 
         The reason is empty if only the program reads the activation.
         """
-        relu = self._relus[bn]
-        if relu.is_held:
-            return "the program holds its activation" if relu.users else ""
+        activated = self._activated[norm]
+        end = activated.end
+        readers = self._readers(end)
+        if end.is_held:
+            return "the program holds its activation" if readers else ""
         units = []
-        for user in relu.users:
+        for user in readers:
             if user not in self._order:
                 return "its activation is read again later"
-            node, pads, padding = user, [], (0, 0)
-            while node.operation is PAD:
-                left, right, top, bottom = node.settings
+            node, reads, dropout, pads = user, end, None, []
+            padding = (0,) * (len(norm.shape) - 2)
+            while node.operation is PAD or (node.operation is DROPOUT and reads is end):
                 following = self._only_reader(node)
-                if left != right or top != bottom:
-                    return "the padding differs between two sides"
+                if node.operation is DROPOUT:
+                    dropout = node
+                else:
+                    sizes = node.settings[::-1]  # from the first axis on, the end before the start
+                    if sizes[::2] != sizes[1::2]:
+                        return "the padding differs between two sides"
+                    pads.append(node)
+                    padding = tuple(a + b for a, b in zip(padding, sizes[::2], strict=True))
                 if following is None:
-                    return "its padded activation is used more than once"
-                pads.append(node)
-                padding, node = (padding[0] + top, padding[1] + left), following
-            reads = pads[-1] if pads else relu
+                    kind = "dropped" if node is dropout else "padded"
+                    return f"its {kind} activation is used more than once"
+                reads, node = node, following
             if node.operation is not CONV or node.inputs[0] is not reads:
-                return f"no convolution follows ({node.operation.name})"
-            units.append(Unit(bn, relu, tuple(pads), padding, node))
+                return f"no convolution follows ({function_name(node)})"
+            units.append(Unit(activated, dropout, tuple(pads), padding, node))
         return units or "nothing reads its activation"
 
     def _chain(self, unit: Unit) -> list[Unit]:
@@ -169,23 +284,27 @@ class Matcher:
         chain = [unit]
         while chain[-1].fits_stage:
             reader = self._only_reader(chain[-1].conv)
-            units = self._units(reader) if reader in self._relus else ""
+            units = self._units(reader) if reader in self._activated else ""
             if isinstance(units, str) or len(units) != 1 or not units[0].fits_stage:
                 break
             chain += units
         return chain
 
-    def _matches_from(self, bn: Node) -> list[Match]:
-        """Returns the matches of a batch norm, its ReLU and the units after them."""
-        units, x = self._units(bn), bn.inputs[0]
+    def _matches_from(self, norm: Node) -> list[Match]:
+        """Returns the matches of a norm, its activation and the units after them."""
+        units, x = self._units(norm), norm.inputs[0]
         if len(units) == 2 and not isinstance(units, str):
             for unit, projection in (units, units[::-1]):
                 if block := self._projecting_block(self._chain(unit), projection):
                     return [_block_match(block)]
         if isinstance(units, str) or len(units) != 1:
             reason = units if isinstance(units, str) else "several convolutions read its activation"
-            relu = self._relus[bn]
-            return [Match("BN-ReLU", (bn, relu), relu, (x,), reason=reason)]
+            found = self._activated[norm]
+            if found.activation is None and found.scale is None:
+                self._refused[norm] = reason
+                return []
+            name, nodes = found.name, found.nodes
+            return [Match(name, nodes, found.end, (x,), activated=found, reason=reason)]
         chain = self._chain(units[0])
         last = chain[-1].conv
         add = self._only_reader(last)
@@ -198,8 +317,8 @@ class Matcher:
         if other.dtype != last.dtype:
             return _row_matches(chain)
         unit = chain[-1]
-        nodes, inputs = (*unit.nodes, add), (unit.bn.inputs[0], other)
-        last_match = Match("BN-ReLU-Conv and residual add", nodes, add, inputs, (unit,))
+        nodes, inputs = (*unit.nodes, add), (unit.norm.inputs[0], other)
+        last_match = Match(f"{unit.name} and residual add", nodes, add, inputs, (unit,))
         return [*_row_matches(chain[:-1]), last_match]
 
     def _projecting_block(self, chain: list[Unit], projection: Unit) -> Block | None:

@@ -11,23 +11,28 @@ from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, Operation
 from preact_kernels.conversion.owners import Owner
 from preact_kernels.kernels.contract import Conv
+from preact_kernels.kernels.reference.activations import activate
 from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.group_norm import GroupNorm
+from preact_kernels.ops.norm_act import NormArguments
 
 
 class NormSettings(NamedTuple):
-    """Arguments of a batch norm other than its input; weight and bias are inputs of the node."""
+    """Arguments of a norm other than its input; weight and bias are inputs of the node."""
 
     has_weight: bool
     has_bias: bool
-    bn: BatchNorm  # without weight and bias
+    norm: NormArguments  # without weight and bias
     owner: Owner | None  # the module that called it, if known
 
-    def arguments(self, affine: Sequence[Tensor]) -> BatchNorm:
+    def arguments(self, affine: Sequence[Tensor]) -> NormArguments:
         """Returns arguments of the fused ops; `affine`: the node's inputs after the first."""
         rest = list(affine)
         weight = rest.pop(0) if self.has_weight else None
         bias = rest.pop(0) if self.has_bias else None
-        return BatchNorm(weight, bias, *self.bn[2:])
+        if type(self.norm) is BatchNorm:
+            return BatchNorm(weight, bias, *self.norm[2:])
+        return self.norm._replace(weight=weight, bias=bias)
 
 
 class ConvSettings(NamedTuple):
@@ -45,31 +50,77 @@ class CallSettings(NamedTuple):
     kwargs: dict
 
 
+class DropoutSettings(NamedTuple):
+    """A dropout that was drawn."""
+
+    p: float
+    kept: Tensor  # which elements it keeps
+
+
 def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = False) -> Tensor:
-    """Batch norm; `updates`: whether it updates the running statistics in training."""
-    bn = s.arguments(affine)
-    mean, var = bn.running_mean, bn.running_var
-    if bn.training and not updates and mean is not None and var is not None:
+    """A norm; `updates`: whether it updates the running statistics in training."""
+    norm = s.arguments(affine)
+    if isinstance(norm, GroupNorm):
+        return norm.plain(x, norm.weight, norm.bias)
+    mean, var = norm.running_mean, norm.running_var
+    if norm.training and not updates and mean is not None and var is not None:
         mean, var = mean.clone(), var.clone()  # checkpoints expect the same saved tensors
-    momentum: Any = bn.momentum
-    if bn.process_group is not None:
+    momentum: Any = norm.momentum
+    own = norm.weight, norm.bias, norm.training, momentum, norm.eps
+    if not isinstance(norm, BatchNorm):
+        return F.instance_norm(x, mean, var, *own)
+    if norm.process_group is not None:
         return torch_compat.sync_batch_norm(
-            x, bn.weight, bn.bias, mean, var, momentum, bn.eps, bn.process_group
+            x, norm.weight, norm.bias, mean, var, momentum, norm.eps, norm.process_group
         )
-    return F.batch_norm(x, mean, var, bn.weight, bn.bias, bn.training, momentum, bn.eps)
+    return F.batch_norm(x, mean, var, *own)
+
+
+_CONVOLUTIONS: dict[int, Callable] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
 def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.conv2d(x, weight, bias, *s.conv)
+    return _CONVOLUTIONS[weight.dim()](x, weight, bias, *s.conv)
 
 
-NORM = Operation("batch norm", plain_norm, precedes_relu=True)
-RELU = Operation("relu", lambda _, x: F.relu(x), is_relu=True)
-CONV = Operation("conv2d", _conv)
-ADD = Operation("add", lambda _, a, b: a + b, is_sum=True)
+def _dropout(s: DropoutSettings, x: Tensor) -> Tensor:
+    return _Dropout.apply(x, s.kept, 1 / (1 - s.p) if s.p < 1 else 0.0)
+
+
+class _Dropout(torch.autograd.Function):
+    """Multiplies the elements that are kept, and the others by 0; saves one byte an element."""
+
+    @staticmethod
+    def forward(ctx, x, kept, factor):
+        ctx.save_for_backward(kept)
+        ctx.factor = factor
+        return x * kept.to(x.dtype).mul_(factor)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (kept,) = ctx.saved_tensors
+        return dy * kept.to(dy.dtype).mul_(ctx.factor), None, None
+
+
+NORM = Operation("norm", plain_norm, precedes_activation=True)
+ACTIVATION = Operation("activation", lambda s, x: activate(x, s), is_activation=True)
+# Products and sums with `[N, C, 1, ...]`.
+SCALE = Operation("mul", lambda _, x, scale: x * scale)
+SHIFT = Operation("add", lambda _, x, shift: x + shift)
+DROPOUT = Operation("dropout", _dropout)
 PAD = Operation("pad", lambda sizes, x: F.pad(x, sizes))
+CONV = Operation("convolution", _conv)
+ADD = Operation("add", lambda _, a, b: a + b, is_sum=True)
 CAT = Operation("cat", lambda _, *tensors: torch.cat(tensors, 1))
-POOL = Operation("pooling", lambda s, x: s.func(x, *s.args, **s.kwargs))
+# Functions of one image: products with numbers, pooling, interpolation.
+CALL = Operation("call", lambda s, x: s.func(x, *s.args, **s.kwargs))
+
+
+def function_name(node: Node) -> str:
+    """Names the function of a node in reports."""
+    if node.operation is CALL:
+        return node.settings.func.__name__.strip("_")
+    return node.settings.name if node.operation is ACTIVATION else node.operation.name
 
 
 def tracked_statistics(node: Node) -> list[Tensor]:
@@ -83,6 +134,13 @@ def constants(node: Node) -> list[Tensor]:
 
 
 def _running_statistics(node: Node, training: bool) -> list[Tensor]:
-    if node.operation is not NORM or node.settings.bn.training != training:
+    if node.operation is not NORM or node.settings.norm.training != training:
         return []
-    return [t for t in node.settings.bn[2:4] if t is not None]
+    return running_statistics(node.settings.norm)
+
+
+def running_statistics(norm: NormArguments) -> list[Tensor]:
+    """Returns the running statistics of a norm."""
+    if isinstance(norm, GroupNorm):
+        return []
+    return [t for t in norm[2:4] if t is not None]

@@ -42,6 +42,7 @@ class Owners:
     def __init__(self, root: nn.Module | None = None) -> None:
         self._root = None if root is None else weakref.ref(root)
         self._by_id: dict[int, Owner] = {}
+        self._without_tensors: dict[int, Owner] = {}
         self._may_look = True
 
     def start(self) -> None:
@@ -64,6 +65,13 @@ class Owners:
                 if tensor is not None:
                     self._by_id[id(tensor)] = owner
         return self.find(t)
+
+    def of(self, module: nn.Module) -> Owner:
+        """Returns the owner of a module without parameters and buffers."""
+        owner = self._without_tensors.get(id(module))
+        if owner is None or owner.module is not module:
+            owner = self._without_tensors[id(module)] = Owner(module)
+        return owner
 
     def is_batch_count(self, t: Tensor) -> bool:
         """Whether `t` is the `num_batches_tracked` of a batch norm."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from preact_kernels import torch_compat
-from preact_kernels.conversion import operations, rules
+from preact_kernels.conversion import operations, registry
+from preact_kernels.conversion import rules as rules
 from preact_kernels.conversion.context import Context
 from preact_kernels.conversion.deferred import (
     Deferred,
@@ -29,6 +30,13 @@ from preact_kernels.conversion.deferred import (
 from preact_kernels.conversion.execution import StageRunner, execute
 from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.liveness import unread
+from preact_kernels.conversion.named_activations import (
+    NamedActivations,
+    recorded,
+    regions,
+    replace_functions,
+    restore_functions,
+)
 from preact_kernels.conversion.owners import Owner, Owners
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.torch_compat import disable_torch_function, storage_id
@@ -37,7 +45,7 @@ from preact_kernels.torch_compat import disable_torch_function, storage_id
 class Region(TorchFunctionMode):
     """While entered, defers operations on this thread and runs them fused.
 
-    Operations that are not in `rules.RULES` compute their deferred arguments.
+    Operations that are not in `registry.RULES` compute their deferred arguments.
 
     Args:
         memory: memory mode of residual blocks, as in `PreActStage`.
@@ -46,6 +54,7 @@ class Region(TorchFunctionMode):
         extra_types: subclasses of Tensor that are deferred too.
         is_traced: whether PyTorch traces the code. Then no deferred tensor is left at the end or
             passed to C++.
+        activations: activations that the user names.
 
     Attributes:
         is_distributed: whether there is a process group.
@@ -60,8 +69,10 @@ class Region(TorchFunctionMode):
         run_stage: StageRunner | None = None,
         extra_types: tuple[type, ...] = (),
         is_traced: bool = False,
+        activations: NamedActivations | None = None,
     ) -> None:
         super().__init__()
+        self.activations = activations or NamedActivations.of()
         self.memory, self.owners, self.run_stage = memory, owners or Owners(), run_stage
         self.tensor_types = frozenset((Tensor, nn.Parameter, *extra_types))
         self.is_traced, self.is_distributed = is_traced, torch_compat.is_distributed()
@@ -84,15 +95,17 @@ class Region(TorchFunctionMode):
 
     def __enter__(self) -> "Region":
         """Computes the pending nodes of outer regions: their effects come first."""
-        for region in _entered.regions:
+        for region in regions.entered:
             region.flush("an inner region")
-        _entered.regions.append(self)
+        regions.entered.append(self)
+        replace_functions(self.activations.functions)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         """Ends recording; `finish` computes pending nodes."""
         self.is_closed = True
-        _entered.regions.remove(self)
+        regions.entered.remove(self)
+        restore_functions(self.activations.functions)
         if torch_compat.is_innermost_function_mode(self):  # false if generators are interleaved
             super().__exit__(*error)
 
@@ -123,14 +136,18 @@ class Region(TorchFunctionMode):
         if self.frame is not None and self.frame.f_back is None:
             self._abandon()  # an interrupt left the code without closing the region
             return func(*args, **kwargs)
-        rule = rules.RULES.get(func)
-        if rule is rules.METADATA:
+        rule = registry.RULES.get(func)
+        if rule is registry.METADATA:
             with disable_torch_function():
                 return func(*args, **kwargs)
-        if rule is not None and (Deferred in types or func in rules.FIRST):
+        if rule is not None and (Deferred in types or func in registry.FIRST):
             with disable_torch_function():
                 result = rule(self, args, kwargs)
             if result is not NotImplemented:
+                return result
+        elif self.activations.operators and Deferred in types:
+            activation = self.activations.of_operator(func)
+            if (result := recorded(self, args, kwargs, activation)) is not NotImplemented:
                 return result
         return self._call(func, types, args, kwargs)
 
@@ -195,6 +212,8 @@ class Region(TorchFunctionMode):
             inputs.append(t)
             needs_grad = needs_grad or t.requires_grad
         needs_grad = needs_grad and self.context.has_grad
+        if not operation.precedes_activation and all(type(i) is not Node for i in inputs):
+            return NotImplemented  # a change of modes computed the inputs
         if in_place and (type(inputs[0]) is not Node or (inputs[0].needs_grad and not needs_grad)):
             return NotImplemented  # the input was computed, or gradients are disabled
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
@@ -226,7 +245,7 @@ class Region(TorchFunctionMode):
                 ids = {storage_id(t) for t in _tensors(args, kwargs) if t.is_floating_point()}
                 if ids and self._storages.concern(self.pending, ids, is_write(func, args, kwargs)):
                     self.flush(func)
-        return returned_argument(func(*args, **kwargs), given)
+        return returned_argument(func, given, kwargs, func(*args, **kwargs))
 
     def compute(self, targets: Sequence[Node], reader: object) -> None:
         """Computes nodes and the pending nodes that they read.
@@ -321,14 +340,6 @@ def _forget_unread(nodes: Sequence[Node]) -> None:
             node.reference = None
 
 
-class _Entered(threading.local):
-    """The regions that were entered on this thread, the outermost first."""
-
-    def __init__(self) -> None:
-        self.regions: list[Region] = []
-
-
-_entered = _Entered()
 _BACKWARD = {Tensor.backward, torch.autograd.grad}
 
 

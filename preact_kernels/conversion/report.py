@@ -1,4 +1,4 @@
-"""Reports for each batch norm what ran fused in the last call of a model."""
+"""Reports for each norm what ran fused in the last call of a model."""
 
 import os
 import sys
@@ -15,20 +15,20 @@ _OWN_FOLDERS = tuple(
 
 
 class Outcome(NamedTuple):
-    """How one call of a batch norm ran."""
+    """How one call of a norm ran."""
 
     into: str  # the fused operation, or an empty string
-    reason: str  # why the batch norm ran plain, or no convolution ran fused with it
+    reason: str  # why the norm ran plain, or no convolution ran fused with it
     conv: "weakref.ref[nn.Module] | None" = None  # the convolution that ran fused with it
 
 
 class Site(NamedTuple):
-    """One batch norm of a model.
+    """One norm of a model.
 
-    name: name of the batch norm, as in `model.named_modules()`.
-    fused: whether it ran fused with the ReLU after it, with or without a convolution.
+    name: name of the norm, as in `model.named_modules()`.
+    fused: whether it ran fused with what follows it, up to the activation or the convolution.
     reason: why it ran plain, or why no convolution ran fused with it; or an empty string.
-    into: the fused operation, such as "BN-ReLU-Conv", or an empty string.
+    into: the fused operation, such as "BN-ReLU-Conv" or "GN-SiLU-Dropout-Conv", or an empty string.
     conv: name of the convolution that ran fused with it, or an empty string.
     """
 
@@ -48,15 +48,15 @@ class ConversionReport(tuple[Site, ...]):
         return tuple(s for s in self if s.fused)
 
     def __repr__(self) -> str:
-        return f"<ConversionReport: {len(self.fused)} of {len(self)} batch norms fused>"
+        return f"<ConversionReport: {len(self.fused)} of {len(self)} norms fused>"
 
     def __str__(self) -> str:
-        width = max([len("batch norm"), *(len(s.name) for s in self)])
-        rows = [f"{'batch norm':{width}}  fused"]
+        width = max([len("norm"), *(len(s.name) for s in self)])
+        rows = [f"{'norm':{width}}  fused"]
         for s in self:
             text = ", ".join(filter(None, (s.into, s.conv, s.reason)))
             rows.append(f"{s.name:{width}}  {'yes' if s.fused else 'no '}    {text}".rstrip())
-        return "\n".join([*rows, f"{len(self.fused)} of {len(self)} batch norms are fused"])
+        return "\n".join([*rows, f"{len(self.fused)} of {len(self)} norms are fused"])
 
 
 def described(reader: object) -> str:

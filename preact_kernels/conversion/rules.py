@@ -1,11 +1,5 @@
-"""`RULES`: the functions of PyTorch that are deferred.
+"""Rules for norms, convolutions, and operations on images; see `registry.py`."""
 
-A rule takes the region and the arguments of a call. It checks them and records the operation, or
-returns NotImplemented; then the function is called on computed tensors. To defer another function,
-add an operation to `operations.py` and a rule here; `matching.py` decides what runs fused.
-"""
-
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -16,128 +10,174 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Deferred, Node, compute
-from preact_kernels.conversion.functions import METADATA_FUNCTIONS
 from preact_kernels.conversion.operations import (
-    ADD,
+    CALL,
     CAT,
     CONV,
     NORM,
     PAD,
-    POOL,
-    RELU,
     CallSettings,
     ConvSettings,
     NormSettings,
+    running_statistics,
+)
+from preact_kernels.conversion.registry import (
+    FIRST,
+    RULES,
+    cached,
+    has_known_strides,
+    hashable,
+    image_format,
+    is_pending,
+    pixels,
+    rule,
 )
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import batch_norm_arguments
 from preact_kernels.ops import checks, layout
+from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
+from preact_kernels.ops.norm_act import NormArguments
 
-METADATA = "metadata"  # instead of a rule: the function reads no values
+FIRST |= {F.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, F.layer_norm}
 
-# Functions with a rule for calls without a deferred argument too.
-FIRST = {F.batch_norm, Tensor.add_, Tensor.__iadd__}
-
-RULES: dict[Callable, Any] = dict.fromkeys(METADATA_FUNCTIONS, METADATA)
-
-
-def _rule(*functions: Callable, arguments: Callable) -> Callable:
-    """Registers a rule for `functions`; `arguments` has their signature, and returns the rule's."""
-
-    def add(rule: Callable) -> Callable:
-        def bound_rule(region: Any, args: tuple, kwargs: dict) -> Any:
-            try:
-                given = arguments(*args, **kwargs)
-            except TypeError:
-                return NotImplemented
-            return rule(region, *given)
-
-        RULES.update(dict.fromkeys(functions, bound_rule))
-        return rule
-
-    return add
+# Methods of PyTorch's modules that call a norm.
+_CALLERS = {
+    nn.modules.batchnorm._BatchNorm.forward.__code__,
+    nn.GroupNorm.forward.__code__,
+    nn.modules.instancenorm._InstanceNorm._apply_instance_norm.__code__,
+}
 
 
-def _is_pending(t: object) -> bool:
-    return type(t) is Deferred and t.preact_node.value is None
-
-
-def _format(region: Any, t: Tensor) -> bool | None:
-    """Whether an image is channels_last; None: PyTorch's results could have other strides."""
-    if type(t) is Deferred:
-        return t.preact_node.channels_last
-    if type(t) not in region.tensor_types or t.dim() != 4:
-        return None
-    _, channels, height, width = t.shape
-    if channels > 1 and height * width > 1:
-        if t.is_contiguous():
-            return False
-        if t.is_contiguous(memory_format=torch.channels_last):
-            return True
-    # A slice of the channels of a contiguous tensor has these strides too.
-    return False if t.stride()[1:] == (height * width, width, 1) else None
-
-
-def _has_known_strides(shape: Sequence[int], channels_last: bool) -> bool:
-    """Whether the memory format determines the strides that PyTorch gives a result."""
-    return not channels_last or (shape[1] > 1 and shape[2] * shape[3] > 1)
-
-
-def _norm_arguments(
+def _batch_norm_arguments(
     input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
 ):
     return input, BatchNorm(weight, bias, running_mean, running_var, training, momentum, eps)
 
 
-@_rule(F.batch_norm, arguments=_norm_arguments)
-def record_norm(region: Any, x: Tensor, bn: BatchNorm) -> Any:
-    """Defers a batch norm."""
-    weight, bias = bn.weight, bn.bias
-    owner = region.owners.find(weight if weight is not None else bn.running_mean)
+def _group_norm_arguments(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
+    return input, GroupNorm(num_groups, weight, bias, eps)
+
+
+def _instance_norm_arguments(
+    input,
+    running_mean=None,
+    running_var=None,
+    weight=None,
+    bias=None,
+    use_input_stats=True,
+    momentum=0.1,
+    eps=1e-5,
+):
+    channels = input.shape[1] if isinstance(input, Tensor) and input.dim() > 1 else 0
+    running = running_mean, running_var
+    numbers = use_input_stats, momentum, eps, channels
+    return input, InstanceNorm(weight, bias, *running, *numbers)
+
+
+@rule(F.layer_norm, arguments=lambda *args, **kwargs: (args, kwargs))
+def _record_layer_norm(region: Any, args: tuple, kwargs: dict) -> Any:
+    """Defers a layer norm of whole images without parameters: a group norm of one group."""
+
+    def arguments(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+        return input, normalized_shape, weight, bias, eps
+
+    x, shape, weight, bias, eps = arguments(*args, **kwargs)
+    if weight is not None or bias is not None or not isinstance(x, Tensor):
+        return NotImplemented
+    if not isinstance(shape, tuple | list) or x.dim() < 3 or tuple(shape) != tuple(x.shape[1:]):
+        return NotImplemented
+    return record_norm(region, x, LayerNorm(1, None, None, eps))
+
+
+@rule(F.instance_norm, arguments=_instance_norm_arguments)
+@rule(F.group_norm, torch.group_norm, arguments=_group_norm_arguments)
+@rule(F.batch_norm, arguments=_batch_norm_arguments)
+def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
+    """Defers a norm."""
+    weight, bias = norm.weight, norm.bias
+    is_batch_norm, is_group_norm = type(norm) is BatchNorm, isinstance(norm, GroupNorm)
+    known = norm.running_mean if weight is None and not is_group_norm else weight
+    owner = region.owners.find(known)
+    if known is None:
+        owner = _calling_norm(region)
     if not isinstance(x, Tensor):
         return NotImplemented
     if region.context_for(x.device) is None:
         region.note(owner, "it runs inside torch.utils.checkpoint or a functional transform")
         return NotImplemented
-    channels_last = _format(region, x)
-    if bn.process_group is not None:
-        if channels_last is None and x.is_cpu and x.dim() == 4:
+    channels_last = image_format(region, x)
+    if is_batch_norm and norm.process_group is not None:
+        if channels_last is None and x.is_cpu and 3 <= x.dim() <= 5:
             channels_last = False  # PyTorch has no such batch norm on a CPU
-    elif channels_last is not None and x.numel() <= x.shape[1]:
-        channels_last = None  # empty, or one value per channel
+    elif channels_last is not None and _has_single_values(x, norm):
+        channels_last = None
     if channels_last is None:
         region.note(owner, "its input is no image, or has unusual strides")
         return NotImplemented
     # The weight's dtype and device represent all parameters: they change together.
     like = None if owner is None or weight is None else (weight.dtype, weight.device)
-    key = (x.dtype, x.device, x.shape[1], like, *map(id, bn[:4]), *bn[4:8])
+    if is_group_norm:
+        tensors, numbers = (weight, bias), (norm.groups, norm.eps)
+    else:
+        tensors, numbers = norm[:4], norm[4:8]
+    key = (x.dtype, x.device, x.shape[1], like, *map(id, tensors), *numbers)
     settings = None
     if owner is not None and owner.key == key:
         settings = owner.found
-    elif not (reason := _norm_refusal(region, x, bn)):
-        rest = bn._replace(weight=None, bias=None, batch_count=None)
-        settings = NormSettings(weight is not None, bias is not None, rest, owner)
+    elif not (reason := _norm_refusal(region, x, norm)):
+        rest = norm._replace(weight=None, bias=None)
+        if is_batch_norm:
+            rest = rest._replace(batch_count=None)
+        given = weight is not None, bias is not None
+        settings = NormSettings(*given, rest, owner)
         if owner is not None:
             owner.key, owner.found = key, settings
     if owner is not None and settings is not None and _has_hooks(owner.module):
-        settings, reason = None, "the batch norm has hooks"
+        settings, reason = None, "the norm has hooks"
     if settings is None:
         region.note(owner, reason)
         return NotImplemented
-    running = [t for t in bn[2:4] if t is not None]
-    region.before_statistics(running, bn.training)
+    running = running_statistics(norm)
+    region.before_statistics(running, norm.training)
     inputs = [t for t in (x, weight, bias) if t is not None]
-    result = region.record(NORM, inputs, settings, x.shape, x.dtype, channels_last)
-    (region.updated if bn.training else region.evaluated).update(map(id, running))
+    dtype = x.dtype
+    if not is_batch_norm:
+        dtype = norm.result_dtype(x)
+        channels_last = channels_last and type(norm) is GroupNorm and not x.is_cuda
+    result = region.record(NORM, inputs, settings, x.shape, dtype, channels_last)
+    (region.updated if norm.training else region.evaluated).update(map(id, running))
     result.preact_node.memory = region.memory
     return result
 
 
-def _has_hooks(bn: Any) -> bool:
-    """Whether a call of a batch norm runs more than its class's forward."""
-    forward = bn.__dict__.get("forward")
-    return torch_compat.has_module_hook(bn) or not isinstance(forward, SyncForward | None)
+def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
+    """Whether `x` is empty, or has one value for each mean."""
+    count = x.shape[1]
+    if isinstance(norm, GroupNorm):
+        count = x.shape[0] * (norm.groups if type(norm.groups) is int else 1)
+    elif type(norm) is InstanceNorm:
+        count = x.shape[0] * x.shape[1]
+    return x.numel() <= count
+
+
+def _calling_norm(region: Any) -> Any:
+    """Returns the owner of a norm without parameters, if a module of PyTorch called it."""
+    frame = sys._getframe(4)
+    for _ in range(4):
+        if frame.f_code in _CALLERS:
+            return region.owners.of(frame.f_locals["self"])
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _has_hooks(norm: Any) -> bool:
+    """Whether a call of a norm runs more than its class's forward."""
+    forward = norm.__dict__.get("forward")
+    return torch_compat.has_module_hook(norm) or not isinstance(forward, SyncForward | None)
 
 
 class SyncForward:
@@ -165,12 +205,14 @@ class SyncForward:
         return nn.SyncBatchNorm.forward(module, x) if result is NotImplemented else result
 
 
-def _norm_refusal(region: Any, x: Tensor, bn: BatchNorm) -> str:
-    """Returns why the fused ops do not accept a batch norm's arguments, or an empty string."""
+def _norm_refusal(region: Any, x: Tensor, norm: Any) -> str:
+    """Returns why the fused ops do not accept a norm's arguments, or an empty string."""
     if x.dtype not in checks.FLOATS:
         return "its input has a dtype that is not served"
     dtype, device, channels = x.dtype, x.device, x.shape[1]
-    for t in bn[:4]:
+    is_group_norm = isinstance(norm, GroupNorm)
+    statistics: Sequence[Any] = () if is_group_norm else norm[2:4]
+    for t in (norm.weight, norm.bias, *statistics):
         if t is None:
             continue
         if type(t) not in region.tensor_types or t.numel() != channels or t.dim() != 1:
@@ -179,44 +221,49 @@ def _norm_refusal(region: Any, x: Tensor, bn: BatchNorm) -> str:
             return "its parameters have another dtype"
         if t.device != device:
             return "its parameters are on another device"
-    if (bn.running_mean is None) != (bn.running_var is None):
-        return "it has one of two running statistics"
-    if type(bn.training) is not bool or type(bn.eps) not in (float, int):
+    if type(norm.eps) not in (float, int):
         return "its arguments are no plain numbers"
-    if type(bn.momentum) not in (float, int) or bn.momentum != bn.momentum:
+    if is_group_norm:
+        dtypes = {t.dtype for t in (norm.weight, norm.bias) if t is not None}
+        if len(dtypes) > 1 or (x.is_cuda and dtypes - {dtype} and not is_autocast(x)):
+            return "its parameters have another dtype"
+        is_refused = type(norm.groups) is not int or norm.groups < 1 or channels % norm.groups
+        return "PyTorch refuses its arguments" if is_refused or not norm.eps >= 0 else ""
+    if (statistics[0] is None) != (statistics[1] is None):
+        return "it has one of two running statistics"
+    if type(norm.training) is not bool:
+        return "its arguments are no plain numbers"
+    if type(norm.momentum) not in (float, int) or norm.momentum != norm.momentum:
         return "its momentum is no plain number"
-    has_statistics = bn.training or bn.running_mean is not None
-    if not has_statistics or not bn.eps >= 0 or (bn.training and bn.eps == 0):
+    has_statistics = norm.training or statistics[0] is not None
+    if not has_statistics or not norm.eps >= 0 or (norm.training and norm.eps == 0):
         return "PyTorch refuses its arguments"
     return ""
 
 
-@_rule(F.relu_, torch.relu_, Tensor.relu_, arguments=lambda input, /: (input, True))
-@_rule(
-    *(F.relu, torch.relu, Tensor.relu),
-    arguments=lambda input, inplace=False: (input, inplace),
-)
-def _record_relu(region: Any, x: Any, in_place: object) -> Any:
-    if not _is_pending(x) or type(in_place) is not bool:
-        return NotImplemented
-    node = x.preact_node
-    if region.context_for(node.context.device) is None:
-        return NotImplemented
-    return region.record(RELU, (x,), None, node.shape, node.dtype, node.channels_last, in_place)
+_CONVOLUTIONS: dict[int, Callable] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+_CONV_CALLERS = tuple(m._conv_forward.__code__ for m in (nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
-def _conv_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    return input, weight, bias, (stride, padding, dilation, groups)
+def _conv_arguments(dims: int) -> Callable:
+    def arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        return dims, input, weight, bias, (stride, padding, dilation, groups)
+
+    return arguments
 
 
-@_rule(F.conv2d, arguments=_conv_arguments)
-def _record_conv(region: Any, x: Any, weight: Any, bias: Any, numbers: tuple) -> Any:
-    if not _is_pending(x) or type(weight) not in region.tensor_types:
+@rule(F.conv3d, arguments=_conv_arguments(5))
+@rule(F.conv1d, arguments=_conv_arguments(3))
+@rule(F.conv2d, arguments=_conv_arguments(4))
+def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers: tuple) -> Any:
+    if not is_pending(x) or type(weight) not in region.tensor_types:
         return NotImplemented
     if bias is not None and type(bias) not in region.tensor_types:
         return NotImplemented
     affine = (weight,) if bias is None else (weight, bias)
     node = x.preact_node
+    if len(node.shape) != dims:  # an image without a batch
+        return NotImplemented
     context = region.context_for(node.context.device)
     if context is None:
         return NotImplemented
@@ -231,7 +278,7 @@ def _record_conv(region: Any, x: Any, weight: Any, bias: Any, numbers: tuple) ->
     else:
         dtype = _conv_dtype(node, affine, context.autocast_dtype)
         bias_shape = None if bias is None else bias.shape
-        conv, shape = _geometry(node.shape, weight.shape, bias_shape, *map(_hashable, numbers))
+        conv, shape = _geometry(node.shape, weight.shape, bias_shape, *map(hashable, numbers))
         if dtype is None or conv is None:
             return NotImplemented
         settings = ConvSettings(conv, owner)
@@ -239,15 +286,20 @@ def _record_conv(region: Any, x: Any, weight: Any, bias: Any, numbers: tuple) ->
         if owner is not None:
             owner.key, owner.found = key, (settings, shape, dtype, weight_is_channels_last)
     channels_last = node.channels_last or weight_is_channels_last
-    if not _has_known_strides(shape, channels_last):
+    if channels_last and dims == 5:
+        formats = node.channels_last, weight_is_channels_last
+        sizes = tuple(node.shape), tuple(weight.shape), bias is not None
+        modes = dtype, context.device, torch.get_num_threads()
+        channels_last = _volume_format(*sizes, settings.conv, *formats, *modes)
+    if not has_known_strides(shape, channels_last):
         return NotImplemented
     return region.record(CONV, (x, *affine), settings, shape, dtype, channels_last)
 
 
 def _calling_conv() -> nn.Module | None:
-    """Returns the `nn.Conv2d` that called the function of the current rule, if one did."""
+    """Returns PyTorch's module that called the convolution of the current rule, if one did."""
     frame = sys._getframe(4)  # the caller of the region, which called the bound rule
-    is_conv = frame.f_code is nn.Conv2d._conv_forward.__code__
+    is_conv = frame.f_code in _CONV_CALLERS
     return frame.f_locals["self"] if is_conv else None
 
 
@@ -263,25 +315,7 @@ def _conv_dtype(
     return dtypes[0] if len(set(dtypes)) == 1 and dtypes[0] in checks.FLOATS else None
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _cached(function: Callable) -> Callable:
-    """Caches results of `function`, except for symbolic sizes; `function` raises no TypeError."""
-    cached = functools.lru_cache(maxsize=4096)(function)
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        try:
-            return cached(*args)
-        except TypeError:
-            return function(*args)
-
-    return call
-
-
-@_cached
+@cached
 def _geometry(
     shape: tuple, weight_shape: tuple, bias_shape: tuple | None, stride, padding, dilation, groups
 ) -> tuple[Conv | None, tuple[int, ...]]:
@@ -289,48 +323,44 @@ def _geometry(
     try:
         x, weight = (torch.empty(s, device="meta") for s in (shape, weight_shape))
         bias = None if bias_shape is None else torch.empty(bias_shape, device="meta")
-        result = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-        pairs = [_paired(value) for value in (stride, padding, dilation)]
-        conv = checks.geometry(weight_shape[2:], pairs[0], pairs[1], pairs[2], groups)
+        result = _CONVOLUTIONS[len(shape)](x, weight, bias, stride, padding, dilation, groups)
+        values = stride, padding, dilation
+        if len(shape) > 3:
+            values = tuple(map(_unpacked, values))
+        conv = checks.geometry(weight_shape[2:], *values, groups)
     except (RuntimeError, TypeError, ValueError):
         return None, ()
     return conv, tuple(result.shape)
 
 
-def _paired(value: Any) -> Any:
+def _unpacked(value: Any) -> Any:
     """Unpacks a tuple with one number."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
-@_rule(
-    *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
-    arguments=lambda input, other, /: (input, other),
-)
-def _record_add(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
-    if not (_is_pending(a) or (_is_pending(b) and not in_place)):
-        return NotImplemented
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
-        return NotImplemented
-    channels_last = _format(region, a)
-    if channels_last is None or channels_last != _format(region, b) or a.device != b.device:
-        return NotImplemented
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    if dtype not in checks.FLOATS or (in_place and dtype != a.dtype):
-        return NotImplemented
-    if region.context_for(a.device) is None:
-        return NotImplemented
-    return region.record(ADD, (a, b), None, tuple(a.shape), dtype, channels_last, in_place)
-
-
-@_rule(
-    *(Tensor.add_, Tensor.__iadd__),
-    arguments=lambda input, other, *, alpha=None: (input, other, alpha),
-)
-def _add_in_place(region: Any, x: Any, other: Any, alpha: Any) -> Any:
-    if type(x) is not Deferred:  # a checkpoint's recomputation must not count a batch again
-        is_counted = torch_compat.is_in_backward() and region.owners.is_batch_count(x)
-        return x if is_counted else NotImplemented
-    return NotImplemented if alpha is not None else _record_add(region, x, other, in_place=True)
+@cached
+def _volume_format(
+    shape: tuple,
+    weight_shape: tuple,
+    has_bias: bool,
+    conv: Conv,
+    is_channels_last: bool,
+    weight_is_channels_last: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    _: int,
+) -> bool:
+    """Whether PyTorch's convolution of a volume is channels_last: it depends on its algorithm."""
+    with torch_compat.disable_torch_function(), torch.no_grad():
+        tensors = [torch.zeros(s, dtype=dtype, device=device) for s in (shape, weight_shape)]
+        for i, is_last in enumerate((is_channels_last, weight_is_channels_last)):
+            if is_last:
+                tensors[i] = layout.nhwc(tensors[i])
+        bias = tensors[1].new_zeros(weight_shape[0]) if has_bias else None
+        x, weight = tensors
+        stride, padding, dilation, groups = conv
+        y = F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+        return layout.is_channels_last(y)
 
 
 _ZEROS = ("None", "0", "0.0")  # not -0.0
@@ -340,96 +370,109 @@ def _pad_arguments(input, pad, mode="constant", value=None):
     return input, pad, mode, value
 
 
-@_rule(F.pad, arguments=_pad_arguments)
+@rule(F.pad, arguments=_pad_arguments)
 def _record_pad(region: Any, x: Any, sizes: Any, mode: object, value: object) -> Any:
-    if not _is_pending(x) or mode != "constant" or str(value) not in _ZEROS:
+    if not is_pending(x) or mode != "constant" or str(value) not in _ZEROS:
         return NotImplemented
-    if not isinstance(sizes, list | tuple) or len(sizes) != 4:
+    node = x.preact_node
+    axes = len(node.shape) - 2
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2 * axes:
         return NotImplemented
     if not all(type(s) is int and s >= 0 for s in sizes):
         return NotImplemented
-    node = x.preact_node
-    n, c, h, w = node.shape
-    left, right, top, bottom = sizes
-    shape = (n, c, h + top + bottom, w + left + right)
+    shape = list(node.shape)
+    for axis in range(axes):  # the last axis comes first
+        shape[-1 - axis] += sizes[2 * axis] + sizes[2 * axis + 1]
     if region.context_for(node.context.device) is None:
         return NotImplemented
-    return region.record(PAD, (x,), tuple(sizes), shape, node.dtype, node.channels_last)
+    return region.record(PAD, (x,), tuple(sizes), tuple(shape), node.dtype, node.channels_last)
 
 
-@_rule(
+@rule(
     *(torch.cat, torch.concat, torch.concatenate),
     arguments=lambda tensors, dim=0: (tensors, dim),
 )
 def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
-    if dim not in (1, -3):
+    if not isinstance(tensors, list | tuple) or not any(map(is_pending, tensors)):
         return NotImplemented
-    if not isinstance(tensors, list | tuple) or not any(map(_is_pending, tensors)):
+    first = next(t for t in tensors if is_pending(t)).preact_node
+    n, _, *size = first.shape
+    if dim not in (1, -1 - len(size)):
         return NotImplemented
-    first = next(t for t in tensors if _is_pending(t)).preact_node
-    n, _, h, w = first.shape
     for t in tensors:
-        if not isinstance(t, Tensor) or _format(region, t) != first.channels_last:
+        if not isinstance(t, Tensor) or image_format(region, t) != first.channels_last:
             return NotImplemented
-        if (t.shape[0], *t.shape[2:]) != (n, h, w) or t.dtype != first.dtype:
+        if [t.shape[0], *t.shape[2:]] != [n, *size] or t.dtype != first.dtype:
             return NotImplemented
         if t.device != first.context.device:
             return NotImplemented
-    shape = (n, sum(t.shape[1] for t in tensors), h, w)
+    shape = (n, sum(t.shape[1] for t in tensors), *size)
     if region.context_for(first.context.device) is None:
         return NotImplemented
     return region.record(CAT, tuple(tensors), None, shape, first.dtype, first.channels_last)
 
 
-@_rule(
-    *(F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout),
-    arguments=lambda input, p=0.5, training=True, inplace=False: (input, p, training),
-)
-def _dropout(region: Any, x: Any, p: Any, training: object) -> Any:
-    """Returns the input if nothing is dropped, as PyTorch does."""
-    if not _is_pending(x) or type(p) not in (float, int) or not 0 <= p <= 1:
-        return NotImplemented
-    return x if p == 0 or training is False else NotImplemented
+def _image_function(func: Callable) -> Callable:
+    """Returns a rule for a function of each channel of an image, such as pooling."""
 
-
-def _pool(func: Callable) -> Callable:
     def rule(region: Any, args: tuple, kwargs: dict) -> Any:
-        if not args or not _is_pending(args[0]):
+        if not args or not is_pending(args[0]):
             return NotImplemented
         x, *rest = args
         node = x.preact_node
         context = region.context_for(node.context.device)
         if context is None:
             return NotImplemented
-        args = tuple(map(_hashable, rest))
-        kwargs = {k: _hashable(v) for k, v in kwargs.items()}
-        modes = context.device, context.autocast_dtype
-        found = _pooled(func, args, tuple(kwargs.items()), node.shape[2:], node.dtype, *modes)
+        args = tuple(map(hashable, rest))
+        kwargs = {k: hashable(v) for k, v in kwargs.items()}
+        modes = node.channels_last, context.device, context.autocast_dtype
+        found = _called(func, args, tuple(kwargs.items()), node.shape[2:], node.dtype, *modes)
         if found is None:
             return NotImplemented
-        size, dtype = found
+        size, dtype, channels_last = found
         shape = (*node.shape[:2], *size)
-        if not _has_known_strides(shape, node.channels_last):
+        if not has_known_strides(shape, node.channels_last):
             return NotImplemented
         settings = CallSettings(func, args, kwargs)
-        return region.record(POOL, (x,), settings, shape, dtype, node.channels_last)
+        return region.record(CALL, (x,), settings, shape, dtype, channels_last)
 
     return rule
 
 
-@_cached
-def _pooled(
-    func: Callable, args: tuple, kwargs: tuple, size: tuple, dtype: torch.dtype, device, _
-) -> tuple[tuple[int, int], torch.dtype] | None:
-    """Returns size and dtype of a pooling's result; None: it raises or returns indices."""
+@cached
+def _called(
+    func: Callable,
+    args: tuple,
+    kwargs: tuple,
+    size: tuple,
+    dtype: torch.dtype,
+    channels_last: bool,
+    device: torch.device,
+    _: object,
+) -> tuple[tuple[int, ...], torch.dtype, bool] | None:
+    """Calls a function of an image; None: it raises, or does not return one image.
+
+    Returns:
+        Size, dtype and memory format of the result.
+    """
     try:
         with torch_compat.disable_torch_function(), torch.no_grad():
-            x = torch.zeros((1, 2, *size), dtype=dtype, device=device)
-            y = func(x, *args, **dict(kwargs))
+            x = torch.zeros((2, 4, *size), dtype=dtype, device=device)
+            y = func(layout.nhwc(x) if channels_last else x, *args, **dict(kwargs))
     except (RuntimeError, TypeError, ValueError):
         return None
-    return ((y.shape[2], y.shape[3]), y.dtype) if isinstance(y, Tensor) else None
+    if not isinstance(y, Tensor) or y.shape[:2] != x.shape[:2] or y.dim() != x.dim():
+        return None
+    if channels_last and pixels(y.shape) == 1:
+        return None
+    return tuple(y.shape[2:]), y.dtype, layout.is_channels_last(y)
 
 
-for _function in (F.avg_pool2d, F.max_pool2d, torch.max_pool2d, F.adaptive_avg_pool2d):
-    RULES[_function] = _pool(_function)
+for _function in (
+    *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+    *(F.max_pool1d, F.max_pool2d, F.max_pool3d),
+    *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
+    *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+    F.interpolate,
+):
+    RULES[_function] = _image_function(_function)

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from preact_kernels.conversion.convert import OWN, convert, revert
-from preact_kernels.conversion.hooks import CONVERSION, is_norm
+from preact_kernels.conversion.convert import OWN, convert_with, revert
+from preact_kernels.conversion.hooks import CONVERSION
 from preact_kernels.inference.tracing import Refusal, original_class, trace
 from preact_kernels.modules.hooks import has_hooks
 
@@ -65,8 +65,8 @@ def fuse_for_inference(model: _Model) -> _Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     result = _copied(model)
-    converted = [(m, vars(m)[CONVERSION].memory) for m in _converted(result)]
-    fused = {id(n) for m, _ in converted for n in m.modules() if is_norm(n)}
+    converted = [(m, vars(m)[CONVERSION]) for m in _converted(result)]
+    fused = {id(n) for m, _ in converted for n in m.modules() if _is_batch_norm(n)}
     revert(result)
     result.eval()
     for p in result.parameters():
@@ -75,8 +75,8 @@ def fuse_for_inference(model: _Model) -> _Model:
     places = Counter(id(m) for _, m in result.named_modules(remove_duplicate=False))
     kept = {i for i, count in places.items() if count > 1}
     _fold_in(result, kept, _holders(result), fused)
-    for module, memory in converted:
-        convert(module, memory=memory)
+    for module, conversion in converted:
+        convert_with(conversion, module)
     result.__dict__["train"] = functools.partial(_stay_in_evaluation_mode, result)
     return result
 
@@ -171,12 +171,17 @@ def _fold_in(
         _fold_in(module.get_submodule(path), kept, holders, fused)
 
 
+def _is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of images, possibly with an activation (timm)."""
+    return isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm | nn.LazyBatchNorm2d)
+
+
 def _is_leaf(module: nn.Module) -> bool:
     if isinstance(module, OWN):
         return bool(getattr(module, "fused", True))
-    if is_norm(module) or isinstance(module, torch.jit.ScriptModule):
+    if _is_batch_norm(module) or isinstance(module, torch.jit.ScriptModule):
         return True
-    return not any(is_norm(m) or isinstance(m, nn.Conv2d) for m in module.modules())
+    return not any(_is_batch_norm(m) or isinstance(m, nn.Conv2d) for m in module.modules())
 
 
 def _graph(module: nn.Module) -> fx.Graph | None:
@@ -211,7 +216,7 @@ def _pairs(
 ) -> Iterator[tuple[str, str]]:
     """Yields paths of convolutions and of the batch norms that are their only readers."""
     for node in graph.nodes:
-        if node.op != "call_module" or not is_norm(modules[node.target]):
+        if node.op != "call_module" or not _is_batch_norm(modules[node.target]):
             continue
         if id(modules[node.target]) in fused and _precedes_relu(modules, node):
             continue

@@ -1,6 +1,7 @@
 """Dropout between activation and convolution: PyTorch's own mask, kept as one bit an element."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,9 @@ class Mask(NamedTuple):
         return noise.as_strided(x.shape, x.stride())
 
 
-def drawn(shape: torch.Size, x: Tensor, channels_last: bool, p: float) -> Tensor:
+def drawn(
+    shape: Sequence[int], x: Tensor, channels_last: bool, p: float, in_place: bool = False
+) -> Tensor:
     """Which elements `F.dropout` keeps of an activation; draws the same random numbers.
 
     Args:
@@ -45,9 +48,10 @@ def drawn(shape: torch.Size, x: Tensor, channels_last: bool, p: float) -> Tensor
         x: has its device and dtype.
         channels_last: its memory format in plain PyTorch.
         p: probability of dropping an element, more than 0.
+        in_place: whether the program drops in place, which draws other numbers on CUDA.
     """
     ones = torch.ones(shape, dtype=x.dtype, device=x.device)
-    return F.dropout(layout.nhwc(ones) if channels_last else ones, p, True) != 0
+    return F.dropout(layout.nhwc(ones) if channels_last else ones, p, True, in_place) != 0
 
 
 def packed(kept: Tensor, p: float) -> Mask:

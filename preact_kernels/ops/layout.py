@@ -1,5 +1,7 @@
 """Memory formats: kernels work on NHWC, results have the format that PyTorch would give."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,3 +66,14 @@ def from_image(y: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
     elif len(shape) < 4:
         y = y.reshape(shape)
     return restored(y, channels_last)
+
+
+def strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
+    """Strides of a dense tensor `[N, C, ...]` in NHWC or NCHW order."""
+    axes = [*range(len(shape) - 1, -1, -1)]
+    if channels_last:
+        axes = [1, *axes[:-2], 0]
+    found, size = [0] * len(shape), 1
+    for axis in axes:
+        found[axis], size = size, size * shape[axis]
+    return tuple(found)

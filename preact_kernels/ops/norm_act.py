@@ -31,10 +31,14 @@ NormArguments = BatchNorm | GroupNorm | InstanceNorm
 
 
 class ScaleShift(NamedTuple):
-    """A scale and a shift of each image behind a norm: `h * (1 + scale) + shift`."""
+    """A scale and a shift of each image behind a norm: `h * (1 + scale) + shift`.
+
+    With a factor in place of the scale it is `h * factor + shift`.
+    """
 
     scale: Tensor | None = None  # [N, C], or with ones behind
     shift: Tensor | None = None  # likewise
+    factor: Tensor | None = None  # likewise
 
     def check(self, x: Tensor) -> None:
         """Raises unless both fit the images `x`."""
@@ -62,16 +66,18 @@ class ScaleShift(NamedTuple):
 
     def of(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Weight and bias `[N, C]` that contain scale and shift; as they are without these."""
-        scale, shift = (None if t is None else t.flatten(1).to(weight.dtype) for t in self)
+        scale, shift, factor = (None if t is None else t.flatten(1).to(weight.dtype) for t in self)
         if scale is not None:
-            weight, bias = weight * (1 + scale), bias * (1 + scale)
+            factor = 1 + scale
+        if factor is not None:
+            weight, bias = weight * factor, bias * factor
         if shift is not None:
             bias = bias + shift
         return weight.contiguous(), bias.contiguous()
 
     def plain(self, h: Tensor) -> Tensor:
         """`h * (1 + scale) + shift` in PyTorch's own operators."""
-        has_none = self.scale is None and self.shift is None
+        has_none = all(t is None for t in self)
         return h if has_none else modulate(h, *self)
 
 
@@ -84,9 +90,13 @@ def scale_shift_of(scale: Tensor | None, shift: Tensor | None) -> ScaleShift:
 
 
 @fx.wrap  # reads shapes, which a symbolic trace has not
-def modulate(h: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
-    """`h * (1 + scale) + shift`."""
+def modulate(
+    h: Tensor, scale: Tensor | None, shift: Tensor | None, factor: Tensor | None = None
+) -> Tensor:
+    """`h * (1 + scale) + shift`, or `h * factor + shift`."""
     shape = (*h.shape[:2], *[1] * (h.dim() - 2))
+    if factor is not None:
+        h = h * factor.reshape(shape)
     if scale is not None:
         h = h * (1 + scale.reshape(shape))
     return h if shift is None else h + shift.reshape(shape)
@@ -197,6 +207,7 @@ def norm_act_of(
     activation: Activation = RELU,
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
     prefix: str = "",
+    channels_last: bool | None = None,
 ) -> Tensor:
     """`act(norm(x) * (1 + scale) + shift)`.
 
@@ -206,6 +217,7 @@ def norm_act_of(
         activation: the activation.
         scale_shift: a scale and a shift of each image.
         prefix: of the names of the norm's weight and bias in messages.
+        channels_last: memory format of the result; None: PyTorch's.
     """
     norm.check(x, prefix)
     if any(t is not None for t in scale_shift):
@@ -213,7 +225,8 @@ def norm_act_of(
         x = scale_shift.promoted(x)
     dtype = norm.result_dtype(x)
     kernels = dispatch.kernels_for(x)
-    y, statistics, fixed = normalise(kernels, x.to(dtype), norm, activation, scale_shift)
+    arguments = norm, activation, scale_shift, channels_last
+    y, statistics, fixed = normalise(kernels, x.to(dtype), *arguments)
     norm.update(kernels, x, statistics, fixed)
     return y
 
@@ -224,6 +237,7 @@ def normalise(
     norm: NormArguments,
     activation: Activation = RELU,
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    channels_last: bool | None = None,
 ) -> tuple[Tensor, Statistics | None, float | None]:
     """`norm_act_of` for checked arguments, without the update of running statistics.
 
@@ -232,7 +246,9 @@ def normalise(
     """
     if x.numel() == 0 and norm.process_group is None:
         return _of_empty_batch(x, norm, activation, scale_shift), None, None
-    shape, channels_last = x.shape, norm.is_channels_last(x)
+    shape = x.shape
+    if channels_last is None:
+        channels_last = norm.is_channels_last(x)
     planar = runs_on_planes(kernels, x, norm, activation, scale_shift, channels_last)
     x = layout.as_planes(x) if planar else layout.as_image(x)
     weight, bias = scale_shift.of(*norm.affine(x, x.shape[1]))

@@ -152,6 +152,7 @@ def norm_act_conv_of(
     dropout: float = 0.0,
     prefix: str = "",
     kept: Tensor | None = None,
+    channels_last: bool | None = None,
 ) -> Tensor:
     """`conv(dropout(act(norm(x) * (1 + scale) + shift))) [+ residual]`.
 
@@ -165,10 +166,13 @@ def norm_act_conv_of(
         dropout: probability of dropping an element of the activation.
         prefix: of the names of the norm's weight and bias in messages.
         kept: which elements of the activation dropout keeps, if that was drawn before.
+        channels_last: memory format of the result; None: PyTorch's.
     """
-    unit, dtype, channels_last = checked_unit(
+    unit, dtype, is_channels_last = checked_unit(
         x, norm, activation, conv, residual, scale_shift, prefix
     )
+    if channels_last is None:
+        channels_last = is_channels_last
     has_scale_shift = scale_shift is not NO_SCALE_SHIFT
     if has_scale_shift:
         x = scale_shift.promoted(x)

@@ -118,6 +118,21 @@ def doubled_forward(self, x):
     return type(self).forward(self, x) * 2
 
 
+class GroupNorm(nn.GroupNorm):
+    """A group norm whose backward does not crash.
+
+    PyTorch's backward of a channels_last input that needs no gradient does, on a CPU.
+    """
+
+    def forward(self, x):
+        return super().forward(x if x.requires_grad else x.contiguous())
+
+
+def extra_rows(h):
+    """A value for each image and channel, which has a gradient if `h` has one."""
+    return h.mean((2, 3), keepdim=True) if h.dim() == 4 else h.mean()
+
+
 def data_parallel(net):
     """Wraps `net` in DistributedDataParallel, in a group of one process."""
     start_process_group()
@@ -166,6 +181,41 @@ RELU_MODULES = "nn.ReLU() | nn.ReLU() | nn.ReLU(inplace=True) | nn.ReLU(True)"
 RELUS = """
     F.relu({}) | F.relu({}) | torch.relu({}) | {}.relu() | F.relu({}, inplace=True) | F.relu_({}) |
     {}.relu_() | {}.clamp(min=0) | F.leaky_relu({}, 0.1)
+"""
+
+ANY_NORMS = """
+    parts.GroupNorm(2, $channels) | parts.GroupNorm(1, $channels, eps=1e-2) |
+    parts.GroupNorm($channels, $channels) | nn.GroupNorm(2, $channels, affine=False) |
+    nn.InstanceNorm2d($channels) | nn.InstanceNorm2d($channels, affine=True) |
+    nn.InstanceNorm2d($channels, affine=True, track_running_stats=True) |
+    nn.BatchNorm2d($channels) | nn.BatchNorm2d($channels, affine=False)
+"""
+
+ANY_ACTIVATION_MODULES = """
+    nn.SiLU() | nn.SiLU(inplace=True) | nn.GELU() | nn.GELU("tanh") | nn.ELU() | nn.Mish() |
+    nn.LeakyReLU(0.2, inplace=True) | nn.LeakyReLU(-0.1) | nn.ReLU6() | nn.Hardswish() |
+    nn.Softplus() | nn.Sigmoid() | nn.Tanh() | nn.Identity() | nn.SELU() | nn.ReLU() |
+    nn.Dropout(0.3) | nn.Dropout(0.3, inplace=True)
+"""
+
+ANY_ACTIVATIONS = """
+    F.silu({}) | F.silu({}, inplace=True) | F.leaky_relu({}, 0.1) | F.leaky_relu_({}) |
+    F.elu_({}, 0.5) | F.hardtanh({}, 0, 6) | {}.sigmoid() | torch.tanh_({}) | F.gelu({}) |
+    F.softplus({}, 2.0) | F.softplus({}, 1, 10) | F.mish({}, True) | {}.clamp(0, 6) | {} |
+    (lambda t: t * torch.sigmoid(t))({}) | (lambda t: t.sigmoid() * t)({}) |
+    (lambda t: t.mul_(t.sigmoid()))({}) | F.dropout(F.silu({}), 0.3, self.training) |
+    F.silu({} * (1 + extra_rows(h)) + extra_rows(h)) | F.relu({} + extra_rows(h)) |
+    F.silu(torch.addcmul(extra_rows(h), {}, 1 + extra_rows(h))) | {}.mul_(1 + extra_rows(h)).relu()
+"""
+
+ANY_CHANGES = """
+    h = h * 0.7 | h = 0.5 * h | h = h / 1.5 | h = h + extra_rows(h) | h = extra_rows(h) + h |
+    h += extra_rows(h) | h = h * extra_rows(h) | h = F.interpolate(h, size=h.shape[2:]) |
+    h = F.interpolate(h, scale_factor=2)[:, :, ::2, ::2] | h = h.to(h.dtype).contiguous() |
+    h = F.layer_norm(h, h.shape[1:]) | h = F.silu(F.layer_norm(h, h.shape[1:])) |
+    h = F.interpolate(F.avg_pool2d(h, 2), size=h.shape[2:], mode="nearest") | h = h / h.numel() |
+    h = F.dropout(h, 0.2, self.training, True) | h = F.dropout(F.group_norm(h, 1), 0.2) |
+    h = F.silu(F.instance_norm(h)) | h = F.pad(h, (0, 1, 0, 1))[:, :, :-1, :-1]
 """
 
 TENSOR_HOOKS = """

@@ -30,7 +30,7 @@ from torch.nn.utils import parametrize, parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 from torch import is_grad_enabled
 from tests.convert import random_model_parts as parts, trial
-from tests.convert.random_model_parts import triple
+from tests.convert.random_model_parts import extra_rows, triple
 
 square = parts.SaveAndSquare.apply
 log = []
@@ -156,9 +156,10 @@ def norm(s: Scope, channels: int) -> str:
     shared = [m.path for m in s.modules if m.kind == "norm" and m.channels == channels]
     if shared and s.chance(0.1):
         return f"self.{s.choice(shared)}({{}})"
-    norm = choose(s, vocabulary.NORMS, channels=channels)
+    norms = vocabulary.ANY_NORMS if s.program.has_any_norm else vocabulary.NORMS
+    norm = choose(s, norms, channels=channels)
     module = s.module("norm", norm, channels, True)
-    if s.chance(0.15):
+    if s.chance(0.15) and "BatchNorm" in norm:
         names = "running_mean", "running_var", "weight", "bias"
         arguments = ", ".join(f"{module}.{n}" for n in names)
         training = s.choice([f"{module}.training", "self.training"])
@@ -168,12 +169,15 @@ def norm(s: Scope, channels: int) -> str:
 
 
 def relu(s: Scope) -> str:
+    """An activation."""
     found = [m.path for m in s.modules if m.kind == "relu"]
     if found and s.chance(0.3):
         return f"self.{s.choice(found)}({{}})"
-    if s.chance(0.5):
-        return f"{s.module('relu', choose(s, vocabulary.RELU_MODULES), 0, True)}({{}})"
-    return choose(s, vocabulary.RELUS)
+    is_any = s.program.has_any_norm
+    if s.chance(0.3 if is_any else 0.5):
+        modules = vocabulary.ANY_ACTIVATION_MODULES if is_any else vocabulary.RELU_MODULES
+        return f"{s.module('relu', choose(s, modules), 0, True)}({{}})"
+    return choose(s, vocabulary.ANY_ACTIVATIONS if is_any else vocabulary.RELUS)
 
 
 def conv(s: Scope, channels: int, size: int, out: int) -> tuple[str, int]:
@@ -219,7 +223,11 @@ def unit(s: Scope) -> None:
         s.apply(template, norm(s, out), relu(s))
     elif style == "sequential":
         act = s.choice(["nn.ReLU()", "nn.ReLU(inplace=True)"])
-        parts = f"nn.BatchNorm2d({first}), {act}, nn.Conv2d({first}, {out}, 3, padding=1)"
+        own = f"nn.BatchNorm2d({first})"
+        if s.program.has_any_norm:
+            act = choose(s, vocabulary.ANY_ACTIVATION_MODULES)
+            own = choose(s, vocabulary.ANY_NORMS, channels=first)
+        parts = f"{own}, {act}, nn.Conv2d({first}, {out}, 3, padding=1)"
         name = s.module("block", f"nn.Sequential({parts})", first)
         path = name.removeprefix("self.")
         s.modules += [Module("norm", f"{path}[0]", first, True), Module("relu", f"{path}[1]", 0)]
@@ -324,7 +332,8 @@ def branch(s: Scope) -> None:
 
 def change(s: Scope) -> None:
     """One line that changes h, a view or a generator."""
-    s.write(choose(s, vocabulary.CHANGES))
+    is_any = s.program.has_any_norm and s.chance(0.7)
+    s.write(choose(s, vocabulary.ANY_CHANGES if is_any else vocabulary.CHANGES))
 
 
 def change_between(s: Scope) -> None:
@@ -334,8 +343,8 @@ def change_between(s: Scope) -> None:
         c, _ = conv(s, s.channels, s.size, s.channels)
     text = s.choice([vocabulary.CHANGES, vocabulary.NORM_CHANGES, vocabulary.CONV_CHANGES])
     module = (c if text is vocabulary.CONV_CHANGES else n).split("(")[0]
-    if not module.startswith("self."):
-        text = vocabulary.CHANGES
+    if not module.startswith("self.") or s.program.has_any_norm:
+        text = s.choice([vocabulary.CHANGES, vocabulary.ANY_CHANGES])
     parts = [f"h = {t.format('h')}" for t in (n, a, c)]
     parts.insert(s.choice([1, 2, 3]), choose(s, text, m=module))
     s.write(*parts)
@@ -458,7 +467,8 @@ def setup(p: "Program", modules: list[Module]) -> str:
 class Program:
     """The text of a random model."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, has_any_norm: bool = False) -> None:
+        self.has_any_norm = has_any_norm
         self.random = random.Random(seed)
         self.choice = self.random.choice
         self.classes: list[str] = []
@@ -533,6 +543,6 @@ class Program:
         return found
 
 
-def program(seed: int) -> str:
-    """Returns the source of a random model."""
-    return Program(seed).text()
+def program(seed: int, has_any_norm: bool = False) -> str:
+    """Returns the source of a random model, with batch norms and ReLUs or with any."""
+    return Program(seed, has_any_norm).text()

@@ -95,7 +95,7 @@ def test_the_report_is_that_of_the_last_call():
     assert "BN-ReLU-Conv, conv" in str(pk.conversion_report(model))
     hook = model.bn.register_forward_hook(ignore)
     assert pk.conversion_report(model).fused  # not called since
-    assert reason_after_a_call() == "the batch norm has hooks"
+    assert reason_after_a_call() == "the norm has hooks"
     hook.remove()
     assert not reason_after_a_call()
     (site,) = pk.conversion_report(pk.convert(model))

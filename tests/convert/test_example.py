@@ -107,13 +107,13 @@ def test_the_model_and_random_states_do_not_change():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_a_kernel_that_is_wrong_in_one_dtype_is_found(scale, dtype, monkeypatch):
-    run = execution.bn_relu_conv2d_of
+    run = execution.norm_act_conv_of
 
-    def wrong(x, *rest):
-        y = run(x, *rest)
+    def wrong(x, *rest, **options):
+        y = run(x, *rest, **options)
         return y * scale if x.dtype == dtype else y
 
-    monkeypatch.setattr(execution, "bn_relu_conv2d_of", wrong)
+    monkeypatch.setattr(execution, "norm_act_conv_of", wrong)
     model = pk.convert(Net(count=2).to(dtype), example_inputs=images().to(dtype))
     assert len(given_back(model)) == (4 if scale != 1.0 else 0)
 

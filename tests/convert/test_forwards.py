@@ -129,14 +129,14 @@ def names_what_it_computes(self, x):
 # Not fused.
 
 
-@runs(r"^; read by gelu \(test_forwards.py:\d+\)$")
+@runs(r"^; read by selu \(test_forwards.py:\d+\)$")
 def has_another_activation(self, x):
-    return self.conv1(F.gelu(self.bn1(x)))
+    return self.conv1(F.selu(self.bn1(x)))
 
 
-@runs(r"^; no ReLU follows \(conv2d\)$", "BN-ReLU-Conv")
-def has_no_relu(self, x):
-    return self.second(self.conv1(self.bn1(x)))
+@runs(r"^; no activation follows \(add\)$", "BN-ReLU-Conv")
+def has_no_activation(self, x):
+    return self.second(self.bn1(x) + x)
 
 
 @runs("^; its output is used more than once$")
@@ -150,7 +150,7 @@ def transposes_images(self, x):
     return self.unit(x.transpose(2, 3))
 
 
-@runs(r"^BN-ReLU; no convolution follows \(pooling\)$", "BN-ReLU-Conv")
+@runs(r"^BN-ReLU; no convolution follows \(avg_pool2d\)$", "BN-ReLU-Conv")
 def pools_an_activation(self, x):
     size = [2, 2]
     y = F.avg_pool2d(F.relu(self.bn1(x)), size)

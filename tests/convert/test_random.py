@@ -34,12 +34,14 @@ def run(text: str, seed: int, is_converted: bool, noise: float = 0.0) -> Trial:
     return trial.run(own, seed, is_converted, noise)
 
 
-def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
+def check(
+    seed: int, text: str | None = None, has_any_norm: bool = False
+) -> tuple[list[str], Trial]:
     """Returns the differences of a seed's model, and the converted trial.
 
     There are none if plain PyTorch is not reproducible or amplifies rounding.
     """
-    text = program(seed) if text is None else text
+    text = program(seed, has_any_norm) if text is None else text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain, converted = run(text, seed, False), run(text, seed, True)
@@ -62,10 +64,10 @@ def check(seed: int, text: str | None = None) -> tuple[list[str], Trial]:
     return found, converted
 
 
-def check_range(first: int, last: int) -> None:
+def check_range(first: int, last: int, has_any_norm: bool = False) -> None:
     failed, fused = [], 0
     for seed in range(first, last):
-        found, converted = check(seed)
+        found, converted = check(seed, has_any_norm=has_any_norm)
         fused += converted.has_fused
         if found:
             failed.append("\n    ".join([f"seed {seed}:", *found[:5]]))
@@ -73,17 +75,21 @@ def check_range(first: int, last: int) -> None:
     assert fused > 0.6 * (last - first)
 
 
-def test_random_models_are_equal():
-    check_range(0, 160)
+@pytest.mark.parametrize("has_any_norm", [False, True])
+def test_random_models_are_equal(has_any_norm):
+    check_range(0, 120, has_any_norm)
 
 
 @pytest.mark.slow
-def test_more_random_models_are_equal():
-    check_range(1000, 2000)
+@pytest.mark.parametrize("has_any_norm", [False, True])
+def test_more_random_models_are_equal(has_any_norm):
+    check_range(1000, 2000, has_any_norm)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 1000), metavar=("A", "B"))
-    check_range(*parser.parse_args().seeds)
+    parser.add_argument("--any-norm", action="store_true", help="not only batch norms and ReLUs")
+    arguments = parser.parse_args()
+    check_range(*arguments.seeds, arguments.any_norm)

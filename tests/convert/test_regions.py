@@ -379,7 +379,7 @@ def test_converted_modules_that_a_checkpoint_calls_run_fused(has_relu, use_reent
     class Checkpoints(nn.Module):
         def __init__(self):
             super().__init__()
-            self.block = Block() if has_relu else nn.Sequential(nn.BatchNorm2d(4), nn.Sigmoid())
+            self.block = Block() if has_relu else nn.Sequential(nn.BatchNorm2d(4), nn.SELU())
 
         def forward(self, x):
             return torch.utils.checkpoint.checkpoint(self.block, x * 1, use_reentrant=use_reentrant)

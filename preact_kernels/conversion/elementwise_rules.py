@@ -1,0 +1,337 @@
+"""Rules for activations, dropout, sums and products; see `registry.py`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from preact_kernels import torch_compat
+from preact_kernels.conversion.deferred import Deferred, Node
+from preact_kernels.conversion.operations import (
+    ACTIVATION,
+    ADD,
+    CALL,
+    DROPOUT,
+    NORM,
+    SCALE,
+    SHIFT,
+    CallSettings,
+    DropoutSettings,
+)
+from preact_kernels.conversion.registry import FIRST, image_format, is_pending, pixels, rule
+from preact_kernels.kernels.contract import Activation
+from preact_kernels.ops import checks
+from preact_kernels.ops.activation import activation_of
+from preact_kernels.ops.dropout import drawn
+
+FIRST |= {Tensor.add_, Tensor.__iadd__}
+
+# What a fused operation can activate.
+_ACTIVATED = (NORM, SCALE, SHIFT)
+# The threshold of softplus.
+_THRESHOLD = 20
+
+
+def _number(value: Any) -> float | None:
+    """A finite Python number as a float; None for anything else."""
+    is_number = isinstance(value, float | int) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) != float("inf") and value == value else None
+
+
+def _plain(name: str) -> Callable:
+    """Arguments of functions that may have an argument `inplace`."""
+    activation = activation_of(name)
+    return lambda input, inplace=False: (input, activation, inplace)
+
+
+def _always_in_place(name: str) -> Callable:
+    activation = activation_of(name)
+    return lambda input, /: (input, activation, True)
+
+
+def _with_parameter(name: str, value: object, is_in_place: object) -> tuple[Any, object]:
+    """An activation with a parameter, and whether it runs in place; None if it is not served."""
+    number = _number(value)
+    if number is None or (is_in_place and number < 0):  # PyTorch's backward refuses that
+        return None, is_in_place
+    return Activation(name, number), is_in_place
+
+
+def _leaky_relu(input, negative_slope=0.01, inplace=False):
+    return input, *_with_parameter("leaky_relu", negative_slope, inplace)
+
+
+def _elu(input, alpha=1.0, inplace=False):
+    return input, *_with_parameter("elu", alpha, inplace)
+
+
+def _softplus(input, beta=1, threshold=20):
+    number = _number(beta)
+    is_served = number is not None and number > 0 and _number(threshold) == _THRESHOLD
+    return input, Activation("softplus", beta) if is_served else None, False
+
+
+def _gelu(input, *, approximate="none"):
+    names = {"none": "gelu", "tanh": "gelu_tanh"}
+    name = names.get(approximate) if isinstance(approximate, str) else None
+    return input, Activation(name) if name else None, False
+
+
+def _hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
+    is_relu6 = _number(min_val) == 0 and _number(max_val) == 6
+    return input, Activation("relu6") if is_relu6 else None, inplace
+
+
+def _in_place(arguments: Callable) -> Callable:
+    return lambda *args, **kwargs: arguments(*args, **{**kwargs, "inplace": True})
+
+
+@rule(F.relu_, torch.relu_, Tensor.relu_, arguments=_always_in_place("relu"))
+@rule(F.relu, torch.relu, Tensor.relu, arguments=_plain("relu"))
+@rule(F.relu6, arguments=_plain("relu6"))
+@rule(F.hardtanh, arguments=_hardtanh)
+@rule(F.hardtanh_, arguments=_in_place(_hardtanh))
+@rule(F.leaky_relu, arguments=_leaky_relu)
+@rule(F.leaky_relu_, arguments=_in_place(_leaky_relu))
+@rule(F.elu, arguments=_elu)
+@rule(F.elu_, arguments=_in_place(_elu))
+@rule(F.silu, arguments=_plain("silu"))
+@rule(F.mish, arguments=_plain("mish"))
+@rule(F.hardswish, arguments=_plain("hardswish"))
+@rule(F.gelu, arguments=_gelu)
+@rule(F.softplus, arguments=_softplus)
+@rule(torch.sigmoid_, Tensor.sigmoid_, arguments=_always_in_place("sigmoid"))
+@rule(
+    *(torch.sigmoid, Tensor.sigmoid, torch.special.expit),
+    arguments=lambda input, /: (input, Activation("sigmoid"), False),
+)
+@rule(torch.tanh_, Tensor.tanh_, arguments=_always_in_place("tanh"))
+@rule(torch.tanh, Tensor.tanh, arguments=lambda input, /: (input, Activation("tanh"), False))
+def record_activation(region: Any, x: Any, activation: Any, in_place: object = False) -> Any:
+    """Defers an activation."""
+    if activation is None or not is_pending(x) or type(in_place) is not bool:
+        return NotImplemented
+    node = x.preact_node
+    if activation.name != "relu":
+        if node.operation not in _ACTIVATED:
+            return NotImplemented
+        if activation.name == "softplus" and _is_widened(region, node):
+            return NotImplemented
+    if region.context_for(node.context.device) is None:
+        return NotImplemented
+    return region.record(
+        *(ACTIVATION, (x,), activation, node.shape, node.dtype, node.channels_last, in_place)
+    )
+
+
+def _is_widened(region: Any, node: Node) -> bool:
+    """Whether autocast on CUDA computes softplus in float32."""
+    context = region.context_for(node.context.device)
+    is_half = node.dtype in (torch.bfloat16, torch.float16)
+    is_cuda = node.context.device.type == "cuda"
+    return is_half and is_cuda and context is not None and context.autocast_dtype is not None
+
+
+@rule(
+    *(F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout),
+    arguments=lambda input, p=0.5, training=True, inplace=False: (input, p, training),
+)
+def _no_dropout(region: Any, x: Any, p: Any, training: object) -> Any:
+    """Returns the input if nothing is dropped, as PyTorch does."""
+    if not is_pending(x) or type(p) not in (float, int) or not 0 <= p <= 1:
+        return NotImplemented
+    return x if p == 0 or training is False else NotImplemented
+
+
+@rule(
+    F.dropout,
+    arguments=lambda input, p=0.5, training=True, inplace=False: (input, p, training, inplace),
+)
+def _record_dropout(region: Any, x: Any, p: Any, training: object, in_place: object) -> Any:
+    """Draws the elements that are kept; what is deferred is the product."""
+    if _no_dropout(region, x, p, training) is x:
+        return x
+    is_plain = type(p) in (float, int) and training is True and type(in_place) is bool
+    if not is_pending(x) or not is_plain or not 0 <= p <= 1:
+        return NotImplemented
+    node = x.preact_node
+    if node.operation is not ACTIVATION and node.operation not in _ACTIVATED:
+        return NotImplemented
+    if region.context_for(node.context.device) is None:
+        return NotImplemented
+    same = node.shape, node.dtype, node.channels_last
+    result = region.record(DROPOUT, (x,), None, *same, in_place)
+    if result is not NotImplemented:
+        like = torch.empty(0, dtype=node.dtype, device=node.context.device)
+        kept = drawn(node.shape, like, node.channels_last, p, bool(in_place))
+        result.preact_node.settings = DropoutSettings(p, kept)
+    return result
+
+
+def _is_per_sample(node: Node, t: Any, region: Any) -> bool:
+    """Whether `t` has one value for each channel, or for each image and channel, of a node."""
+    if type(t) not in region.tensor_types or t.dim() != len(node.shape):
+        return False
+    n, channels = node.shape[:2]
+    return (
+        t.shape[0] in (1, n)
+        and t.shape[1] == channels > 1
+        and all(s == 1 for s in t.shape[2:])
+        and pixels(node.shape) > 1
+        and n > 0
+        and t.device == node.context.device
+        and t.dtype in checks.FLOATS
+        and torch.promote_types(t.dtype, node.dtype) == node.dtype
+    )
+
+
+@rule(
+    *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
+    arguments=lambda input, other, /: (input, other),
+)
+def _record_add(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
+    if not (is_pending(a) or (is_pending(b) and not in_place)):
+        return NotImplemented
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return NotImplemented
+    if a.shape != b.shape:
+        return _record_per_sample(region, SHIFT, a, b, in_place)
+    channels_last = image_format(region, a)
+    if channels_last is None or channels_last != image_format(region, b) or a.device != b.device:
+        return NotImplemented
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    if dtype not in checks.FLOATS or (in_place and dtype != a.dtype):
+        return NotImplemented
+    if region.context_for(a.device) is None:
+        return NotImplemented
+    return region.record(ADD, (a, b), None, tuple(a.shape), dtype, channels_last, in_place)
+
+
+def _keeps_strides(node: Node, t: Tensor) -> bool:
+    """Whether a result has the node's strides if `t`, `[N, C, 1, ...]`, is the first operand."""
+    is_broadcast = all(size > 1 for size in node.shape[2:])
+    return is_broadcast and (t.stride(0) > t.stride(1) or t.shape[0] < node.shape[0])
+
+
+def _record_per_sample(region: Any, operation: Any, a: Any, b: Any, in_place: bool = False) -> Any:
+    """Defers a sum or a product of an image and a tensor `[N, C, 1, ...]`."""
+    x, other = (a, b) if is_pending(a) else (b, a)
+    node = x.preact_node
+    if not _is_per_sample(node, other, region):
+        return NotImplemented
+    if other is a and (in_place or not _keeps_strides(node, other)):
+        return NotImplemented
+    if region.context_for(node.context.device) is None:
+        return NotImplemented
+    same = node.shape, node.dtype, node.channels_last
+    return region.record(operation, (x, other), None, *same, in_place)
+
+
+@rule(
+    *(Tensor.add_, Tensor.__iadd__),
+    arguments=lambda input, other, *, alpha=None: (input, other, alpha),
+)
+def _add_in_place(region: Any, x: Any, other: Any, alpha: Any) -> Any:
+    if type(x) is not Deferred:  # a checkpoint's recomputation must not count a batch again
+        is_counted = torch_compat.is_in_backward() and region.owners.is_batch_count(x)
+        return x if is_counted else NotImplemented
+    return NotImplemented if alpha is not None else _record_add(region, x, other, in_place=True)
+
+
+@rule(
+    *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply),
+    arguments=lambda input, other, /: (input, other),
+)
+def _record_mul(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        x, number = (a, b) if isinstance(a, Tensor) else (b, a)
+        return NotImplemented if in_place else _record_number(region, torch.mul, x, number)
+    if is_pending(a) and is_pending(b):
+        if _is_sigmoid_of(b, a):
+            return record_activation(region, a, Activation("silu"), in_place)
+        if _is_sigmoid_of(a, b) and not in_place:
+            return record_activation(region, b, Activation("silu"))
+        return NotImplemented
+    x: Any = a if is_pending(a) else b
+    if not is_pending(x) or x.preact_node.operation is not NORM:
+        return NotImplemented
+    return _record_per_sample(region, SCALE, a, b, in_place)
+
+
+@rule(Tensor.mul_, Tensor.__imul__, arguments=lambda input, other, /: (input, other))
+def _mul_in_place(region: Any, a: Any, b: Any) -> Any:
+    return _record_mul(region, a, b, True) if is_pending(a) else NotImplemented
+
+
+def _is_sigmoid_of(y: Any, x: Any) -> bool:
+    """Whether `y` is the sigmoid of `x`: their product is `silu(x)`."""
+    node = y.preact_node
+    is_sigmoid = node.operation is ACTIVATION and node.settings.name == "sigmoid"
+    return is_sigmoid and node.inputs[0] is x.preact_node
+
+
+@rule(
+    *(torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, torch.divide),
+    arguments=lambda input, other, /: (input, other),
+)
+def _record_div(region: Any, x: Any, other: Any) -> Any:
+    return _record_number(region, torch.div, x, other)
+
+
+def _record_number(region: Any, func: Callable, x: Any, number: Any) -> Any:
+    """Defers a product with a number."""
+    if not is_pending(x) or _number(number) is None:
+        return NotImplemented
+    node = x.preact_node
+    if region.context_for(node.context.device) is None:
+        return NotImplemented
+    settings = CallSettings(func, (number,), {})
+    return region.record(CALL, (x,), settings, node.shape, node.dtype, node.channels_last)
+
+
+@rule(torch.addcmul, Tensor.addcmul, arguments=lambda *args, **kwargs: (args, kwargs))
+def _record_addcmul(region: Any, args: tuple, kwargs: dict) -> Any:
+    """Defers `shift + h * scale`."""
+
+    def arguments(input, tensor1, tensor2, *, value=1):
+        return input, tensor1, tensor2, value
+
+    shift, a, b, value = arguments(*args, **kwargs)
+    x, scale = (a, b) if is_pending(a) else (b, a)
+    if value != 1 or not is_pending(x) or x.preact_node.operation is not NORM:
+        return NotImplemented
+    node = x.preact_node
+    if not (_is_per_sample(node, scale, region) and _is_per_sample(node, shift, region)):
+        return NotImplemented
+    if not (_keeps_strides(node, shift) and _keeps_strides(node, scale)):
+        return NotImplemented
+    product = _record_per_sample(region, SCALE, x, scale)
+    if product is NotImplemented:
+        return NotImplemented
+    return _record_per_sample(region, SHIFT, product, shift)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable:
+    return lambda input, /: (input, dtype)
+
+
+@rule(Tensor.float, arguments=_cast_to(torch.float32))
+@rule(Tensor.double, arguments=_cast_to(torch.float64))
+@rule(Tensor.half, arguments=_cast_to(torch.float16))
+@rule(Tensor.bfloat16, arguments=_cast_to(torch.bfloat16))
+@rule(Tensor.to, Tensor.type, arguments=lambda input, dtype, /: (input, dtype))
+def _cast(region: Any, x: Any, dtype: object) -> Any:
+    """Returns the input if it has the dtype, as PyTorch does."""
+    return x if is_pending(x) and dtype is x.dtype else NotImplemented
+
+
+@rule(
+    Tensor.contiguous,
+    arguments=lambda input, memory_format=torch.contiguous_format: (input, memory_format),
+)
+def _contiguous(region: Any, x: Any, memory_format: object) -> Any:
+    """Returns the input if it is contiguous, as PyTorch does."""
+    is_same = memory_format is torch.contiguous_format and is_pending(x)
+    return x if is_same and not x.preact_node.channels_last else NotImplemented

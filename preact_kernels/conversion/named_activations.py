@@ -1,0 +1,135 @@
+"""Activations that the user names: calls of modules, autograd functions and operators."""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from preact_kernels import torch_compat
+from preact_kernels.conversion.elementwise_rules import record_activation
+from preact_kernels.conversion.registry import is_pending
+from preact_kernels.kernels.contract import Activation
+from preact_kernels.ops.activation import activation_of
+
+
+class NamedActivations(NamedTuple):
+    """Activations by what calls them."""
+
+    modules: dict[type, Activation]  # by class
+    functions: dict[type, Activation]  # by autograd function
+    operators: dict[Any, Activation]  # of `torch.ops`, all overloads
+
+    @staticmethod
+    def of(names: Mapping[Any, Any] | None = None) -> "NamedActivations":
+        """Checks the argument of `pk.convert`."""
+        found = NamedActivations({}, {}, {})
+        for called, name in (names or {}).items():
+            if isinstance(called, type) and issubclass(called, nn.Module):
+                kind: dict[Any, Activation] = found.modules
+            elif isinstance(called, type) and issubclass(called, torch.autograd.Function):
+                kind = found.functions
+            elif isinstance(called, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+                kind, called = found.operators, _packet(called)
+            else:
+                raise TypeError(
+                    "activations: expected classes of modules or of autograd functions, or "
+                    f"operators of torch.ops, got {getattr(called, '__name__', called)!r}"
+                )
+            kind[called] = activation_of(name)
+        return found
+
+    def of_operator(self, func: Any) -> Activation | None:
+        """The activation of an operator that is called."""
+        return self.operators.get(_packet(func))
+
+
+def _packet(func: Any) -> Any:
+    return getattr(func, "overloadpacket", func)
+
+
+class _Regions(threading.local):
+    """The regions that this thread has entered, the outermost first."""
+
+    def __init__(self) -> None:
+        self.entered: list[Any] = []
+
+
+regions = _Regions()
+
+
+def recorded(region: Any, args: tuple, kwargs: dict, activation: Activation | None) -> Any:
+    """Records an activation of the only argument, or returns NotImplemented."""
+    if activation is None or kwargs or len(args) != 1 or not is_pending(args[0]):
+        return NotImplemented
+    if not region.is_recording():
+        return NotImplemented
+    with torch_compat.disable_torch_function():
+        return record_activation(region, args[0], activation)
+
+
+def _recorded_here(args: tuple, kwargs: dict, called: type) -> Any:
+    """Records the activation that the innermost region names."""
+    if not regions.entered:
+        return NotImplemented
+    region = regions.entered[-1]
+    named = region.activations
+    activation = named.modules.get(called) or named.functions.get(called)
+    return recorded(region, args, kwargs, activation)
+
+
+class ActivationForward:
+    """Replaces the forward of a module while a region is open."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def remove(self) -> None:
+        """Restores the forward."""
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self._module)
+        result = _recorded_here(args, kwargs, kind)
+        return kind.forward(self._module, *args, **kwargs) if result is NotImplemented else result
+
+
+_lock = threading.Lock()
+_counts: Counter[Any] = Counter()  # open regions that name an autograd function, on all threads
+
+
+def replace_functions(functions: Mapping[Any, Activation]) -> None:
+    """Replaces `apply` of named autograd functions while regions are open."""
+    if not functions:
+        return
+    with _lock:
+        for function in functions:
+            _counts[function] += 1
+            if _counts[function] == 1 and "apply" not in function.__dict__:
+                function.apply = _named_apply(function)
+
+
+def restore_functions(functions: Mapping[Any, Activation]) -> None:
+    """Undoes `replace_functions` at the end of a region."""
+    if not functions:
+        return
+    with _lock:
+        for function in functions:
+            _counts[function] -= 1
+            if not _counts[function] and isinstance(function.__dict__.get("apply"), _NamedApply):
+                del function.apply
+
+
+class _NamedApply(classmethod):
+    """Tells a replaced `apply` from one of the class."""
+
+
+def _named_apply(function: Any) -> _NamedApply:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = _recorded_here(args, kwargs, cls)  # a subclass has no name
+        return super(function, cls).apply(*args, **kwargs) if result is NotImplemented else result
+
+    return _NamedApply(apply)

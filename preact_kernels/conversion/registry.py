@@ -1,0 +1,104 @@
+"""`RULES`: the functions of PyTorch that are deferred, and what their rules share.
+
+A rule takes the region and the arguments of a call. It checks them and records the operation, or
+returns NotImplemented; then the function is called on computed tensors. To defer another function,
+add an operation to `operations.py` and a rule to `rules.py` or `elementwise_rules.py`;
+`matching.py` decides what runs fused.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preact_kernels.conversion.deferred import Deferred
+from preact_kernels.conversion.functions import METADATA_FUNCTIONS
+
+METADATA = "metadata"  # instead of a rule: the function reads no values
+
+# Functions with a rule for calls without a deferred argument too.
+FIRST: set[Callable] = set()
+
+RULES: dict[Callable, Any] = dict.fromkeys(METADATA_FUNCTIONS, METADATA)
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def rule(*functions: Callable, arguments: Callable) -> Callable:
+    """Registers a rule for `functions`; `arguments` has their signature, and returns the rule's."""
+
+    def add(rule: Callable) -> Callable:
+        def bound_rule(region: Any, args: tuple, kwargs: dict) -> Any:
+            try:
+                given = arguments(*args, **kwargs)
+            except TypeError:
+                return NotImplemented
+            return rule(region, *given)
+
+        RULES.update(dict.fromkeys(functions, bound_rule))
+        return rule
+
+    return add
+
+
+def cached(function: Callable) -> Callable:
+    """Caches results of `function`, except for symbolic sizes; `function` raises no TypeError."""
+    with_cache = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return with_cache(*args)
+        except TypeError:
+            return function(*args)
+
+    return call
+
+
+def hashable(value: Any) -> Any:
+    """A tuple for a list; anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def is_pending(t: object) -> bool:
+    """Whether `t` is a deferred tensor that is not computed."""
+    return type(t) is Deferred and t.preact_node.value is None
+
+
+def pixels(shape: Sequence[int]) -> int:
+    """Pixels of each image of `[N, C, ...]`."""
+    count = 1
+    for size in shape[2:]:
+        count = count * size
+    return count
+
+
+def image_format(region: Any, t: Tensor) -> bool | None:
+    """Whether `t`, `[N, C, ...]` of 3 to 5 dimensions, is channels_last.
+
+    None: PyTorch's results could have other strides.
+    """
+    if type(t) is Deferred:
+        return t.preact_node.channels_last
+    if type(t) not in region.tensor_types or not 3 <= t.dim() <= 5:
+        return None
+    shape = t.shape
+    if shape[1] > 1 and pixels(shape) > 1:
+        if t.is_contiguous():
+            return False
+        if len(shape) > 3 and t.is_contiguous(memory_format=_CHANNELS_LAST[len(shape)]):
+            return True
+    # A slice of the channels of a contiguous tensor has these strides too.
+    expected = 1
+    for size, stride in zip(shape[:1:-1], t.stride()[:1:-1], strict=True):
+        if stride != expected:
+            return None
+        expected = expected * size
+    return False if t.stride(1) == expected else None
+
+
+def has_known_strides(shape: Sequence[int], channels_last: bool) -> bool:
+    """Whether the memory format determines the strides that PyTorch gives a result."""
+    return not channels_last or (shape[1] > 1 and pixels(shape) > 1)
