@@ -280,6 +280,7 @@ def has_own_history(t: Deferred) -> bool:
 
 
 def _empty(node: Node) -> Deferred:
+    strides: tuple[int, ...]
     if len(node.shape) == 4:
         _, c, h, w = node.shape
         strides = (c * h * w, 1, w * c, c) if node.channels_last else (c * h * w, h * w, w, 1)

@@ -254,8 +254,8 @@ def _record_mul(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
         if _is_sigmoid_of(a, b) and not in_place:
             return record_activation(region, b, Activation("silu"))
         return NotImplemented
-    x: Any = a if is_pending(a) else b
-    if not is_pending(x) or x.preact_node.operation is not NORM:
+    deferred: Any = a if is_pending(a) else b
+    if not is_pending(deferred) or deferred.preact_node.operation is not NORM:
         return NotImplemented
     return _record_per_sample(region, SCALE, a, b, in_place)
 

@@ -17,7 +17,8 @@ Names and shapes, here and in every backend:
   `C = -A * sums[0] * inv_count - B * mean`. `inv_count` is one over the samples per channel. It
   is 0 in evaluation mode, where mean and variance are constants and `x` is not read.
 - The sums of an affine step whose norm has rows, `[2, N, C]`, are *pooled*: those of `weight * g`,
-  averaged over what shares the statistics. The step may lack the only row, that of the bias. There
+  averaged over what shares the statistics. The norm of a step may lack its bias, so the dimensions
+  of the sums say whether it has rows. There
   `B = -rstd^2 * sums[1] * inv_count` and `C = -rstd * sums[0] * inv_count - B * mean`.
 """
 

@@ -30,7 +30,8 @@ _ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Activation | None]] = {
 
 
 def _with_parameter(name: str, value: Any) -> Activation | None:
-    if not isinstance(value, int | float) or value - value != 0:  # not finite
+    is_finite = isinstance(value, int | float) and value - value == 0
+    if not is_finite or (name == "softplus" and value == 0):
         return None
     return Activation(name, float(value))
 
@@ -66,18 +67,20 @@ def hold_activation(module: nn.Module, activation: Any) -> None:
 def held_activation(module: nn.Module) -> Activation | None:
     """The activation that `hold_activation` keeps; None: the child must be called."""
     act = module._modules.get("act")
-    return module.activation if act is None else activation_of_module(act)  # type: ignore
+    if act is not None:
+        return activation_of_module(act)
+    return activation_of(module.activation)  # the program may have assigned a name
 
 
 def plain_activation(module: nn.Module, h: Tensor) -> Tensor:
     """The activation of `h`: calls the child, if there is one."""
     act = module._modules.get("act")
-    return activate(h, module.activation) if act is None else act(h)  # type: ignore
+    return activate(h, activation_of(module.activation)) if act is None else act(h)
 
 
 def activation_repr(module: nn.Module) -> str:
     """The `extra_repr` of an activation that is no child."""
     if "act" in module._modules:
         return ""
-    name, parameter = module.activation  # type: ignore
+    name, parameter = activation_of(module.activation)
     return f"activation={name!r}" if not parameter else f"activation={(name, parameter)!r}"

@@ -45,6 +45,7 @@ class NormAct(nn.Module):
         super().__init__()
         check_norm(norm)
         self.norm = norm
+        self.training = norm.training
         hold_activation(self, activation)
 
     def forward(

@@ -81,6 +81,7 @@ class NormActConv(nn.Module):
             )
         check_dropout(dropout)
         self.norm = norm
+        self.training = norm.training
         hold_activation(self, activation)
         self.conv = conv
         self.dropout = float(dropout)

@@ -28,4 +28,8 @@ def activation_of(value: Any) -> Activation:
     if not ACTIVATIONS[name]:
         raise ValueError(f"activation: expected no parameter of {name!r}, got {parameter[0]!r}")
     checks.check_number("activation", parameter[0])
+    is_finite = abs(parameter[0]) != float("inf")
+    if not is_finite or (name == "softplus" and parameter[0] == 0):
+        wanted = "a finite number other than 0" if name == "softplus" else "a finite number"
+        raise ValueError(f"activation: expected {wanted} with {name!r}, got {parameter[0]}")
     return Activation(name, float(parameter[0]))

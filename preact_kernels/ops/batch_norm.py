@@ -101,7 +101,7 @@ class BatchNorm(NamedTuple):
                 "process_group: expected None when training under a tracer or a transform"
             )
         if is_transformed() and has_mixed_dtypes(x, *running, weight, bias):
-            weight, bias = (None if t is None else t.float() for t in (weight, bias))
+            weight, bias = upcast(weight, bias)
             y = F.batch_norm(x.float(), *running, weight, bias, self.training, momentum, self.eps)
             return y.to(x.dtype)
         return F.batch_norm(x, *running, weight, bias, self.training, momentum, self.eps)
@@ -127,6 +127,11 @@ class BatchNorm(NamedTuple):
         else:
             variances = unbiased([statistics.var], [inv_count_of(x, fixed)])
             update_running_statistics(kernels, [self], [statistics.mean], variances)
+
+
+def upcast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors in float32."""
+    return [None if t is None else t.float() for t in tensors]
 
 
 def affine(

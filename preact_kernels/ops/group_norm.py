@@ -14,8 +14,10 @@ from preact_kernels.ops.batch_norm import (
     affine,
     running_statistics,
     unbiased,
+    upcast,
     update_running_statistics,
 )
+from preact_kernels.ops.plain_operators import has_mixed_dtypes, is_transformed
 
 
 class GroupNorm(NamedTuple):
@@ -49,7 +51,9 @@ class GroupNorm(NamedTuple):
         for name, value in (("weight", self.weight), ("bias", self.bias)):
             if value is not None:
                 checks.check_per_channel(prefix + name, value, x)
-        if samples_of(x.shape) * (x.shape[1] // self.groups) == 1:
+        # A layer norm takes one value, in PyTorch too.
+        is_single = samples_of(x.shape) * (x.shape[1] // self.groups) == 1
+        if is_single and not isinstance(self, LayerNorm):
             raise ValueError(
                 "x: expected more than 1 value per group, "
                 f"got input size {list(x.shape)} and {self.groups} groups"
@@ -69,6 +73,9 @@ class GroupNorm(NamedTuple):
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm in PyTorch's own operators, with these parameters."""
+        if is_transformed() and has_mixed_dtypes(x, weight, bias):
+            weight, bias = upcast(weight, bias)
+            return F.group_norm(x.float(), self.groups, weight, bias, self.eps).to(x.dtype)
         return F.group_norm(x, self.groups, weight, bias, self.eps)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
@@ -151,7 +158,12 @@ class InstanceNorm(NamedTuple):
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm in PyTorch's own operators, with these parameters."""
         running = (self.running_mean, self.running_var)
-        return F.instance_norm(x, *running, weight, bias, self.training, self.momentum, self.eps)
+        dtype = x.dtype
+        if is_transformed() and has_mixed_dtypes(x, *running, weight, bias):
+            x = x.float()
+            weight, bias = upcast(weight, bias)
+        rest: Any = (self.training, self.momentum, self.eps)
+        return F.instance_norm(x, *running, weight, bias, *rest).to(dtype)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
         """What normalises `x`, dense NHWC, and its fixed `inv_count`."""

@@ -22,6 +22,7 @@ from preact_kernels.kernels.contract import (
 from preact_kernels.kernels.reference.activations import activate
 from preact_kernels.ops import checks, dispatch, layout
 from preact_kernels.ops.activation import activation_of
+from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm, step_sums
 from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
 from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm
@@ -89,7 +90,7 @@ def scale_shift_of(scale: Tensor | None, shift: Tensor | None) -> ScaleShift:
     return NO_SCALE_SHIFT if scale is None and shift is None else ScaleShift(scale, shift)
 
 
-@fx.wrap  # reads shapes, which a symbolic trace has not
+@fx.wrap  # reads shapes, unknown in a symbolic trace
 def modulate(
     h: Tensor, scale: Tensor | None, shift: Tensor | None, factor: Tensor | None = None
 ) -> Tensor:
@@ -108,7 +109,7 @@ class NormActCall(NamedTuple):
     kernels: Kernels
     eps: float
     activation: Activation
-    groups: int | None  # that share the statistics of an image; None: per channel
+    groups: int | None  # groups of channels per image; None: statistics per channel
     training: bool  # normalise with the statistics of the input
     process_group: object
     fixed_inv_count: float | None  # see `inv_count_of`
@@ -134,10 +135,10 @@ def runs_on_planes(
 
 
 def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
-    """One over the samples that the sums of an affine step are of, unless fixed.
+    """1 / samples per sum, unless fixed (see `inv_count_of` for why it is computed from `x`).
 
-    Sums with statistics of each image are averaged over the channels of a group, and so are of the
-    pixels of an image. See `inv_count_of` for why it is computed from `x`.
+    Batch norm: the pixels of the batch. Group norms: the pixels of an image; `step_sums` has
+    averaged over the channels of a group.
     """
     if fixed is not None:
         return fixed
@@ -201,6 +202,12 @@ def zero_sums(x: Tensor, norm: Norm) -> Tensor:
     return norm.mean.new_zeros((2, *rows, x.shape[1]))
 
 
+def activated_dtype(norm: NormArguments, activation: Activation, x: Tensor) -> torch.dtype:
+    """The dtype of PyTorch's activation: autocast computes softplus in float32 on CUDA."""
+    is_widened = activation.name == "softplus" and x.is_cuda and is_autocast(x)
+    return torch.float32 if is_widened else norm.result_dtype(x)
+
+
 def norm_act_of(
     x: Tensor,
     norm: NormArguments,
@@ -223,7 +230,7 @@ def norm_act_of(
     if any(t is not None for t in scale_shift):
         scale_shift.check(x)
         x = scale_shift.promoted(x)
-    dtype = norm.result_dtype(x)
+    dtype = activated_dtype(norm, activation, x)
     kernels = dispatch.kernels_for(x)
     arguments = norm, activation, scale_shift, channels_last
     y, statistics, fixed = normalise(kernels, x.to(dtype), *arguments)

@@ -34,6 +34,7 @@ from preact_kernels.ops.norm_act import (
     NO_SCALE_SHIFT,
     NormArguments,
     ScaleShift,
+    activated_dtype,
     inv_count_in,
     normalise,
     parameter_gradients,
@@ -43,7 +44,7 @@ from preact_kernels.ops.norm_act import (
 from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
 from preact_kernels.ops.unit import ConvArguments, checked_unit, convolve, with_served_weight
 
-fx.wrap("convolve")  # reads the dimensions of the weight, which a symbolic trace has not
+fx.wrap("convolve")  # reads the dimensions of the weight, unknown in a symbolic trace
 
 
 class UnitCall(NamedTuple):
@@ -52,13 +53,13 @@ class UnitCall(NamedTuple):
     kernels: Kernels
     unit: Unit
     eps: float
-    groups: int | None  # that share the statistics of an image; None: per channel
+    groups: int | None  # groups of channels per image; None: statistics per channel
     fixed_inv_count: float | None  # see `inv_count_of`
-    dropout: float = 1.0  # what dropout multiplies the elements by that it keeps
+    keep_factor: float = 1.0  # multiplies the elements that dropout keeps
 
     def noise(self, x: Tensor, bits: Tensor | None) -> Tensor | None:
         """What multiplies the activation."""
-        return None if bits is None else Mask(bits, self.dropout).noise(x)
+        return None if bits is None else Mask(bits, self.keep_factor).noise(x)
 
     def forward(self, inputs: Inputs, epilogue: Epilogue, bits: Tensor | None) -> Tensor:
         """The unit's result."""
@@ -179,14 +180,14 @@ def norm_act_conv_of(
     kernels = dispatch.kernels_for(x)
     conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     if dropout and kept is None:
-        activated = x.to(norm.result_dtype(x))
+        activated = x.to(activated_dtype(norm, activation, x))
         kept = drawn(x.shape, activated, norm.is_channels_last(x), dropout)
     if (
         unit is None
         or (residual is not None and residual.dtype != dtype)
         or (x.numel() == 0 and norm.process_group is None)
     ):
-        x = x.to(norm.result_dtype(x))
+        x = x.to(activated_dtype(norm, activation, x))
         a, statistics, fixed = normalise(kernels, x, norm, activation, scale_shift)
         if kept is not None:
             a = a * kept.to(a.dtype).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)
