@@ -1,5 +1,6 @@
 """Rules for activations, dropout, sums and products; see `registry.py`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,13 @@ _THRESHOLD = 20
 
 def _number(value: Any) -> float | None:
     """A finite Python number as a float; None for anything else."""
-    is_number = isinstance(value, float | int) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) != float("inf") and value == value else None
+    if not isinstance(value, float | int) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _plain(name: str) -> Callable:

@@ -25,6 +25,8 @@ class NamedActivations(NamedTuple):
     @staticmethod
     def of(names: Mapping[Any, Any] | None = None) -> "NamedActivations":
         """Checks the argument of `pk.convert`."""
+        if names is not None and not isinstance(names, Mapping):
+            raise TypeError(f"activations: expected a dictionary, got {type(names).__name__}")
         found = NamedActivations({}, {}, {})
         for called, name in (names or {}).items():
             if isinstance(called, type) and issubclass(called, nn.Module):
@@ -38,7 +40,10 @@ class NamedActivations(NamedTuple):
                     "activations: expected classes of modules or of autograd functions, or "
                     f"operators of torch.ops, got {getattr(called, '__name__', called)!r}"
                 )
-            kind[called] = activation_of(name)
+            try:
+                kind[called] = activation_of(name)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"activations: for {called!r}: {error}") from None
         return found
 
     def of_operator(self, func: Any) -> Activation | None:

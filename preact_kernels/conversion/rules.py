@@ -122,7 +122,8 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
         tensors, numbers = (weight, bias), (norm.groups, norm.eps)
     else:
         tensors, numbers = norm[:4], norm[4:8]
-    key = (x.dtype, x.device, x.shape[1], like, *map(id, tensors), *numbers)
+    is_cast = is_autocast(x)  # on CUDA it decides which dtypes a group norm takes
+    key = (x.dtype, x.device, x.shape[1], is_cast, like, *map(id, tensors), *numbers)
     settings = None
     if owner is not None and owner.key == key:
         settings = owner.found
