@@ -18,7 +18,11 @@ inline bool is_served(const Tensor& t) { return t.is_cuda(); }
 #else
 #define PK_DISPATCH_KEY CPU
 constexpr const char* kDevice = "CPU";
+#if defined(PK_CUDA_ON_HOST)
+constexpr bool kServesPlanes = false;
+#else
 constexpr bool kServesPlanes = true;
+#endif
 inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif
 

@@ -118,7 +118,7 @@ def _as_int(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else value
 
 
-_COUNTS = {1: "a tuple of one int", 2: "a pair of ints", 3: "three ints"}
+_COUNTS = {1: "a tuple of one", 2: "a pair of ints", 3: "three ints"}
 
 
 def pair(name: str, value: Any, *, minimum: int, axes: int = 2) -> tuple[int, ...]:
@@ -241,9 +241,8 @@ def _named_padding(
     if padding == "valid":
         return (0,) * len(stride)
     if padding != "same":
-        raise ValueError(
-            f"padding: expected 'valid', 'same', an int or {_COUNTS[len(stride)]}, got {padding!r}"
-        )
+        tuple_ = _COUNTS[len(stride)].removesuffix(" of ints")
+        raise ValueError(f"padding: expected 'valid', 'same', an int or {tuple_}, got {padding!r}")
     if max(stride) > 1:
         raise ValueError(f"padding: expected stride 1 beside 'same', got stride {list(stride)}")
     if any(e % 2 for e in extents):

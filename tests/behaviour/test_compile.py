@@ -68,7 +68,7 @@ COMPILED = {
     "norm_act_conv": (EVERY_MODULE["norm_act_conv"], True, True, "eager"),
     "batch_norm_act_conv": (EVERY_MODULE["batch_norm_act_conv"], True, None, "aot"),
     "parameter_of_activation": (
-        lambda: pk.NormAct(nn.InstanceNorm2d(10), nn.LeakyReLU(0.25)),
+        lambda: pk.NormActConv(nn.InstanceNorm2d(10), nn.LeakyReLU(0.25), nn.Conv2d(10, 4, 1)),
         True,
         True,
         "eager",

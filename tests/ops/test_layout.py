@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
+from preact_kernels.ops import layout as layout_of
 from tests.cases import (
     MODULATIONS,
     ConvCase,
@@ -103,13 +104,19 @@ def with_layout(function, layout, name):
     return lambda **inputs: function(**inputs | {name: layout(inputs[name])})
 
 
+def densely(t):
+    """`t` without gaps, in the memory format that PyTorch gives results of it."""
+    return channels_last(t) if layout_of.is_channels_last(t) else t.contiguous()
+
+
 @every_op
 @every_layout
 @pytest.mark.covering(1)
 def test_strides_of_the_inputs_change_no_bit(layout, fused, plain, inputs, backend):
     inputs = inputs()
     for name in {"x", "residual", "branch"} & inputs.keys():
-        dense = with_layout(fused, lambda t: layout(t).contiguous(), name)
+        # Sums over NCHW and over NHWC may differ in their last bits.
+        dense = with_layout(fused, lambda t: densely(layout(t)), name)
         strided = with_layout(fused, layout, name)
         assert_same_bits(evaluate(strided, inputs), evaluate(dense, inputs))
 

@@ -173,7 +173,8 @@ def short_stage(kind, **options):
 def test_a_wide_residual_stream_beside_half_precision(options, half, kind, frozen, backend):
     stage = in_dtype(short_stage(kind, residual_dtype=torch.float32, **options), half)
     names = [n for n, _ in stage.named_parameters() if frozen in n]
-    problems = [{"x": images(half)} for _ in range(8)]
+    # Large images: a ReLU that rounding turns on or off is then a small part of each sum.
+    problems = [{"x": torch.randn(6, 10, 16, 16).to(half)} for _ in range(4)]
     results = check(stage, plain_copy(stage), problems, frozen=names)
     assert results["y"].dtype == torch.float32
     assert results["dx"].dtype == half
