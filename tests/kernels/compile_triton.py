@@ -251,7 +251,7 @@ def launch_others(dtype: torch.dtype) -> None:
 def launch_activation(dtype: torch.dtype, activation: str) -> None:
     """Kernels without a convolution for an activation: every one for silu, few for the others."""
     is_first = activation == "silu"
-    for channels in (16, 128, 17) if is_first else (128,):
+    for channels in (128, 17) if is_first else (128,):
         x = images(channels, dtype)
         for rows in ((), x.shape[:1]) if is_first else (x.shape[:1],):
             norm = empty_norm(*rows, channels, activation=activation)

@@ -159,6 +159,17 @@ def test_any_activation_and_rows_keep_the_budget(shape, rows, name, dtype):
             assert error <= 2 * max(allowed) + rounding, key
 
 
+@pytest.mark.parametrize("rows", [(0, 0, 0, 0), (1, 1, 1, 1)])
+def test_pixels_beyond_an_image_take_no_part_in_sums(rows):
+    """There, and only there, p is so large that its gradient is not a number."""
+    size = (2, 3) if any(rows) else (3,)
+    mean, one = torch.full(size, 1e20), torch.ones(size)
+    norm = Norm(mean, one, one, one, 0.0, "gelu_tanh")
+    x, dy = torch.full((2, 3, 5, 1), 1e20), image_like(2, 3, 5, 1)
+    g, sums = kernels.norm_act_backward(dy, x.contiguous(memory_format=CHANNELS_LAST), norm, True)
+    torch.testing.assert_close(sums[0], g.sum((2, 3) if any(rows) else (0, 2, 3)))
+
+
 def of_images(images, x, dy, skip, norm):
     """All results for some of the images, and their statistics."""
     x, dy, skip = (t[images].contiguous(memory_format=CHANNELS_LAST) for t in (x, dy, skip))

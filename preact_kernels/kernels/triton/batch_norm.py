@@ -46,7 +46,10 @@ def rows_of(norm: Norm, pooled: bool = False) -> int | None:
 
     A step with pooled sums has rows even if none of the tensors that it reads has them.
     """
-    rows = sum(1 << index for index, t in enumerate(norm[:4]) if t is not None and t.dim() == 2)
+    mean, var, weight, bias = norm[:4]
+    rows = (mean.dim() == 2) + 2 * (var.dim() == 2) + 4 * (weight.dim() == 2)
+    if bias is not None:
+        rows += 8 * (bias.dim() == 2)
     return rows if rows or pooled else None
 
 
