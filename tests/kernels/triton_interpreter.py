@@ -41,8 +41,9 @@ def _round_once() -> None:
     def fma(self, x, y, z):
         if x.data.dtype != np.float32:
             return plain(self, x, y, z)
-        exact = x.data.astype(np.float64) * y.data + z.data
-        return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+        with np.errstate(all="ignore"):
+            exact = x.data.astype(np.float64) * y.data + z.data
+            return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_fma = fma
 
