@@ -19,6 +19,7 @@ from tests.cases import (
     plain_bn_relu_conv2d,
     plain_norm_act,
     random_block,
+    randomised,
 )
 from tests.oracle import check, evaluate, plain_copy
 
@@ -110,6 +111,14 @@ def test_gradient_penalty_of_norm_act_conv(frozen, modulation, norm, options, ba
     arguments = {"activation": "tanh", **options}
     inputs = partial(norm_conv_inputs, case, torch.float64, modulation)
     check_penalty(case.fused, case.plain, inputs, frozen, **arguments)
+
+
+@both_modes
+def test_gradient_penalty_of_an_instance_norm_with_running_statistics(training, backend):
+    norm = torch.nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
+    module = randomised(pk.NormAct(norm, "gelu")).double().train(training)
+    images = partial(torch.randn, 3, 6, 4, 5, dtype=torch.float64)
+    check_penalty(module, plain_copy(module), lambda: {"x": images()})
 
 
 def test_gradient_penalty_behind_dropout(backend):
