@@ -9,7 +9,7 @@
 namespace preact_kernels {
 namespace cuda {
 
-// Channels of a vector and pixels at a time. Each activation has code for all of these 16 numbers.
+// Channels of a vector, and pixels at a time. Each activation has code for all of these numbers.
 // Vectors of 16 bytes would need more registers in half precision.
 constexpr int kAnyWidth = 4, kAnySteps = 4;
 
@@ -65,13 +65,13 @@ struct AnyNormActMaskParams {
   int64_t second;  // from sum(g) to sum(g * xhat)
 };
 
-constexpr int kAnyMaskBlocks = 2;
+constexpr int kAnyMaskSteps = 3, kAnyMaskBlocks = 2;  // limited by registers
 
 // g = dy * act'(p), rounded to T, and its sums.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kAnyMaskBlocks)
     any_norm_act_backward_mask_kernel(AnyNormActMaskParams<T> p) {
-  constexpr int kSteps = kAnySteps;
+  constexpr int kSteps = kAnyMaskSteps;
   const ThreadRows<kWidth, kSteps> thread(p.images.rows);
   const int64_t image = p.images.image(), begin = p.images.begin();
   const Normalisation<kWidth> norm(p.norm.of(image), thread.channel, thread.is_used);
@@ -265,7 +265,8 @@ void launch_any_norm_act_backward_mask(const Activation& size, const Tensor& dy,
                                    sums.numel() / 2};
     const bool vectors = fills_vectors<T, kAnyWidth>(size.channels, params.dy, params.x, params.g);
     const int width = vectors ? kAnyWidth : 1;
-    const ImageGrid grid = grid_for_image_sums(size, has_rows, width, kAnySteps, 8, kAnyMaskBlocks);
+    const ImageGrid grid =
+        grid_for_image_sums(size, has_rows, width, kAnyMaskSteps, 8, kAnyMaskBlocks);
     const OwnedGridSums memory(x, grid.images, 2 * grid.blocks.x, grid.blocks.y, size.channels,
                                on.stream);
     params.memory = memory.sums;

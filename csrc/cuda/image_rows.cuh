@@ -2,6 +2,8 @@
 // pixels of the batch are one image.
 #pragma once
 
+#include <algorithm>
+
 #include "batch_norm.cuh"
 #include "reduction.cuh"
 
@@ -37,8 +39,7 @@ struct ImageGrid {
   }
 };
 
-// A grid for the images of norms with rows, or for all pixels as one image, and what an image takes
-// alone (`grid_for`).
+// The blocks that an image takes alone (`grid_for`). Without rows all pixels are one image.
 inline ImageGrid whole_images(const Activation& size, bool has_rows, int width, int steps,
                               int most_columns, int blocks_per_multiprocessor) {
   const Activation image{has_rows ? 1 : size.images, size.channels, size.height, size.width};
@@ -46,7 +47,7 @@ inline ImageGrid whole_images(const Activation& size, bool has_rows, int width, 
   return {grid.rows, has_rows ? size.images : 1, grid.blocks};
 }
 
-// The images share the multiprocessors.
+// A grid for elementwise kernels: the images share the multiprocessors.
 inline ImageGrid grid_for_images(const Activation& size, bool has_rows, int width, int steps,
                                  int most_columns, int blocks_per_multiprocessor) {
   ImageGrid grid =
@@ -57,8 +58,8 @@ inline ImageGrid grid_for_images(const Activation& size, bool has_rows, int widt
   return grid;
 }
 
-// The same for sums: their order, and so the blocks of an image, do not depend on the other images.
-// A block has a few tiles, which outweigh the addition of its threads.
+// A grid for sums. The blocks of an image, and so the order of its sums, do not depend on the other
+// images. A block has a few tiles, so that adding up its threads costs little in comparison.
 inline ImageGrid grid_for_image_sums(const Activation& size, bool has_rows, int width, int steps,
                                      int most_columns, int blocks_per_multiprocessor) {
   constexpr int64_t kLeastTiles = 4;

@@ -52,22 +52,22 @@ def on_cuda(first_schedule):
 def with_activation(values, dy, name):
     """act(p) and dy * act'(p) of the kernels for p = `values`: a norm that changes nothing.
 
-    Their second value is what PyTorch's operators give in float32, their third in float64.
+    Each with what PyTorch's operators give in float32 and in float64.
     """
     p = values.view(1, 1, 1, -1)
     activation = Activation(name, ACTIVATIONS[name])
     zero, one = torch.zeros(1), torch.ones(1)
-    norm = Norm(zero, one, one, zero, 0.0, *activation)
+    norm = Norm(zero, one, one.view(1, 1), zero, 0.0, *activation)  # with a row
     y = kernels().norm_act_forward(p, norm)
     g, _ = kernels().norm_act_backward(dy.view_as(p), p, norm, True)
-    step = AffineStep(None, p, norm, torch.zeros(2, 1), 0.0)
+    step = AffineStep(None, p, norm, torch.zeros(2, 1, 1), 0.0)
     dx = kernels().norm_input_gradient(Gradient(dy.view_as(p), step), True)
     assert_same_bits({"dx": dx}, {"dx": g})
     plain = [
         (activate(v, activation), activation_gradient(w, v, activation))
         for v, w in ((values.float(), dy.float()), (values.double(), dy.double()))
     ]
-    return [(own.flatten(), *eager) for own, *eager in zip((y, g), *plain, strict=True)]
+    return [(own.flatten(), *right) for own, *right in zip((y, g), *plain, strict=True)]
 
 
 # Ranges of p, each with a budget of its own: small results do not hide behind large ones.
@@ -100,8 +100,8 @@ def test_special_values_of_every_activation_are_those_of_pytorch():
 def test_no_gradient_passes_where_an_activation_is_constant_even_if_dy_is_infinite():
     values = torch.tensor([-7.0, -1.0] * 32)
     for name in ("relu", "relu6"):
-        for _, g in [with_activation(values, torch.full_like(values, INF), name)]:
-            assert not g[0].any()
+        _, (g, *_) = with_activation(values, torch.full_like(values, INF), name)
+        assert not g.any()
 
 
 # Dtype, shape, elements that memory is off, tables with rows, activation. Among the shapes are odd
@@ -139,6 +139,15 @@ def test_norm_ops_with_rows_in_evaluation_mode_equal_their_specification(dtype):
     check_ops(given, NORM_OPS)
     given.x[0, 3] = INF
     assert kernels().norm_input_gradient(given.gradient).isfinite().all()
+
+
+def test_no_gradient_passes_where_a_rounded_pre_activation_with_rows_is_zero():
+    given = arguments((2, 16, 3, 5), torch.float16, 0.0, 0, "weight")
+    norm = given.norm._replace(weight=torch.full((2, 16), 1e-9), bias=torch.zeros(16))
+    given = given._replace(norm=norm, step=given.step._replace(norm=norm))
+    for op in NORM_OPS:
+        if "backward" in op or "activated" in op:
+            assert not any(t.any() for t in run(kernels(), op, given).values()), op
 
 
 @on_host
@@ -195,6 +204,21 @@ def test_more_images_than_a_grid_may_have_take_several_launches():
     images = [(name, blocks[2]) for name, blocks in found if name != "fill_zeros"]
     names = "norm_act_forward", "norm_act_backward_mask", "norm_input_gradient", "group_stats"
     assert set(images) == set(itertools.product(names, (65535, 3)))
+
+
+@on_host
+def test_the_blocks_that_add_up_an_image_do_not_depend_on_the_batch():
+    set_schedule(0, 8)
+    found = {}
+    for images in (1, 7):
+        with serve_cpu.without_running(
+            lambda launch, images=images: found.setdefault((images, launch.name), launch.blocks[:2])
+        ):
+            given = arguments((images, 20, 41, 31), torch.float32, None, 0, ALL_ROWS, "silu")
+            kernels().norm_act_backward(*given[:3], True)
+            kernels().group_stats(given.x, 2)
+    for name in ("norm_act_backward_mask", "group_stats"):
+        assert found[1, name] == found[7, name] and found[1, name][0] > 1
 
 
 @needs_gpu
@@ -261,11 +285,11 @@ def test_a_large_mean_and_an_outlier_cost_no_accuracy():
     assert ((var - true_var).abs() <= allowed * true_var).all()
 
 
-@pytest.mark.parametrize("value", [-INF, NAN])
-def test_what_is_not_finite_stays_in_its_image_and_group(value):
+@pytest.mark.parametrize(("value", "channel"), [(-INF, 4), (NAN, 5)])
+def test_what_is_not_finite_stays_in_its_image_and_group(value, channel):
     x = random_images((3, 12, 31, 33), torch.float32)
     clean = kernels().group_stats(x, 3)
-    x[1, 5, 3, 4] = value
+    x[1, channel, 3, 4] = value
     found = kernels().group_stats(x, 3)
     own = torch.zeros(3, 12, dtype=torch.bool)
     own[1, 4:8] = True
