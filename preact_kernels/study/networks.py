@@ -244,13 +244,13 @@ def initialise(network: nn.Module, init: str) -> None:
 
 
 def fused_parts(network: nn.Module) -> str:
-    """Says how many batch norms ran fused in the last call, and in what."""
+    """Says how many norms ran fused in the last call, and in what."""
     if isinstance(network, PreActResNet):
         count = sum(isinstance(m, BatchNormBase) for m in network.modules())
-        return f"{count} of {count} batch norms fused" if network.fused else "plain PyTorch"
+        return f"{count} of {count} norms fused" if network.fused else "plain PyTorch"
     sites = list(conversion_report(network))
     if not sites:
-        return "plain PyTorch: no batch norm"
+        return "plain PyTorch: no norm"
     if not any(s.fused for s in sites):
         return "plain PyTorch"
     counts = Counter(
@@ -258,4 +258,4 @@ def fused_parts(network: nn.Module) -> str:
         for s in sites
     )
     parts = "; ".join(f"{count} {what}" for what, count in counts.most_common())
-    return f"{sum(s.fused for s in sites)} of {len(sites)} batch norms fused: {parts}"
+    return f"{sum(s.fused for s in sites)} of {len(sites)} norms fused: {parts}"

@@ -48,7 +48,7 @@ def test_placements(tiny, tmp_path, monkeypatch):
     report = check_report(tmp_path, 6)
     for name in names:
         line = next(line for line in report.splitlines() if line.startswith(f"| {name} |"))
-        assert f" {paper.PLACEMENTS[name][110]:.2f} |" in line and "batch norms fused" in line
+        assert f" {paper.PLACEMENTS[name][110]:.2f} |" in line and "norms fused" in line
     results = rows_of(tmp_path / "results.csv")
     assert [r["label"] for r in results] == list(names)
     # A second call repeats no finished run and writes the same report.

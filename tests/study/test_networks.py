@@ -156,8 +156,8 @@ def test_what_runs_fused_is_printed():
     report = {site.name: site.fused for site in pk.conversion_report(network)}
     assert all(report[f"stages.0.{i}.norm1"] for i in range(3))  # conv1, norm1-ReLU-conv2, norm2
     assert not any(report[f"stages.0.{i}.norm2"] for i in range(3))
-    assert "10 of 21 batch norms fused: " in str(network)
-    assert "plain PyTorch: no batch norm" in str(study_network(8, norm="layer"))
+    assert "10 of 21 norms fused: " in str(network)
+    assert "7 of 7 norms fused: " in str(study_network(8, norm="layer"))
     assert "plain PyTorch" in str(study_network(8, placement="original", fused=False))
     assert "fused=False" in str(study_network(8, fused=False))
 
