@@ -19,7 +19,6 @@ from preact_kernels.conversion.operations import (
     SCALE,
     SHIFT,
     CallSettings,
-    DropoutSettings,
 )
 from preact_kernels.conversion.registry import FIRST, image_format, is_pending, pixels, rule
 from preact_kernels.kernels.contract import Activation
@@ -171,8 +170,7 @@ def _record_dropout(region: Any, x: Any, p: Any, training: object, in_place: obj
     result = region.record(DROPOUT, (x,), None, *same, in_place)
     if result is not NotImplemented:
         like = torch.empty(0, dtype=node.dtype, device=node.context.device)
-        kept = drawn(node.shape, like, node.channels_last, p, bool(in_place))
-        result.preact_node.settings = DropoutSettings(p, kept)
+        result.preact_node.settings = drawn(node.shape, like, node.channels_last, p, bool(in_place))
     return result
 
 

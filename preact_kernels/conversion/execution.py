@@ -7,7 +7,7 @@ intermediate results stay in NHWC, and results that the program reads are conver
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,24 @@ from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Node, become_plain
 from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
 from preact_kernels.conversion.operations import (
+    ACTIVATION,
+    ADD,
+    CALL,
     CONV,
     NORM,
+    PAD,
     SCALE,
     SHIFT,
     plain_norm,
     tracked_statistics,
 )
+from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels.contract import Activation
 from preact_kernels.ops import layout
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments
+from preact_kernels.ops.dropout import Mask
 from preact_kernels.ops.group_norm import GroupNorm
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShift, norm_act_of
@@ -38,6 +44,7 @@ from preact_kernels.ops.unit import ConvArguments
 MEMORY = "preact_memory"  # attribute of a stage's first batch norm: the memory mode
 
 _IDENTITY = Activation("identity")
+_ELEMENTWISE = (SCALE, SHIFT, ACTIVATION, PAD, CALL)  # CALL: pooling and interpolation too
 
 # Runs consecutive blocks. Arguments: the blocks, their input, the module of the first batch norm
 # (if known), and the dtype of the convolutions.
@@ -108,6 +115,7 @@ class _Execution:
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = any(s.name for s in steps)
         self._saved = {s.inputs[0] for s in steps if s.name}  # that fused operations save
+        self._recomputation = Recomputation()
 
     def run(self) -> None:
         try:
@@ -115,8 +123,10 @@ class _Execution:
                 inputs = [self._input(i, step) for i in step.inputs]
                 # PyTorch does not bump the versions of running statistics that it updates.
                 statistics = tuple(t for n in step.nodes for t in tracked_statistics(n))
-                with torch_compat.without_new_version(statistics):
+                reading = self._recomputation.reading(step.inputs, inputs)
+                with torch_compat.without_new_version(statistics), reading:
                     y = self._values[step.end] = self._result(step, inputs)
+                self._recompute(step, inputs, y)
                 for node in step.nodes:
                     node.is_done = True
                 del inputs
@@ -157,11 +167,8 @@ class _Execution:
         self._saves_output = False
         if not step.name:
             return self._plain(step.end, inputs)
-        x, *residual = inputs
-        if step.activated is not None:
-            return _run_activated(step.activated, x)
         if not step.blocks:
-            return _run_unit(step.units[0], x, residual[0] if residual else None)
+            return _UnitCall.of(step)(*inputs)
         first = step.nodes[0]
         blocks = [
             BlockArguments(
@@ -173,10 +180,41 @@ class _Execution:
         ]
         module = _module(first)
         if self._region.run_stage is not None:
-            return self._region.run_stage(blocks, x, module, step.end.dtype)
+            return self._region.run_stage(blocks, inputs[0], module, step.end.dtype)
         name = module.__dict__.get(MEMORY, first.memory) if module else first.memory
         self._saves_output = name != "store"
-        return preact_stage(blocks, x, step.end.dtype, MemoryMode(name))
+        return preact_stage(blocks, inputs[0], step.end.dtype, MemoryMode(name))
+
+    def _recompute(self, step: Match, inputs: list[Tensor], y: Tensor) -> None:
+        """Lets backward compute `y` again, if it is an inner tensor of a block.
+
+        That is what one later step alone reads, between a block's input and its addition. The input
+        of a fused operation is saved in any case.
+        """
+        end = step.end
+        if len(inputs) != 1 or self._reads[end] != 1 or not y.requires_grad:
+            return
+        units = self._recomputation.units(step.inputs[0])
+        if step.name:
+            is_served = (
+                end.operation is not ADD
+                and not step.blocks
+                and _norm(step.nodes[0]).process_group is None
+            )
+            if step.nodes[0].memory != "checkpoint" or not is_served:
+                return
+            call, units = _UnitCall.of(step).again(), units + 1
+        elif units and end.operation in _ELEMENTWISE:
+            call = _PlainCall(end.operation.run, end.settings, end.inputs[1:])
+        else:
+            return
+        if units > MOST_UNITS or self._is_read_outside(end):
+            return
+        read = [t for n in step.nodes for t in n.inputs if isinstance(t, Tensor)]
+        self._recomputation.add(end, call, step.inputs[0], inputs[0], read, end.context, units)
+
+    def _is_read_outside(self, node: Node) -> bool:
+        return node.is_held or any(u not in self._own for u in node.users)
 
     def _plain(self, node: Node, inputs: list[Tensor]) -> Tensor:
         rest: Sequence[Any] = node.inputs[len(inputs) :]
@@ -192,12 +230,11 @@ class _Execution:
 
     def _store(self, node: Node, y: Tensor) -> None:
         """Keeps a result that is read later, and gives the program its tensor."""
-        is_read_outside = any(u not in self._own for u in node.users)
-        held = node.reference() if node.reference is not None else None
         if not self._reads[node]:
             del self._values[node]
-        if held is None and not is_read_outside:
+        if not self._is_read_outside(node):
             return
+        held = node.reference() if node.reference is not None else None
         is_nchw = not node.channels_last and _is_nhwc(y)
         inside = y.detach() if is_nchw else y
         if is_nchw:
@@ -233,47 +270,77 @@ def _conv(unit: Unit) -> ConvArguments:
     return ConvArguments(weight, bias[0] if bias else None, stride, padding, dilation, groups)
 
 
-def _activation(found: Activated) -> Activation:
-    return _IDENTITY if found.activation is None else found.activation.settings
+class _UnitCall(NamedTuple):
+    """A unit, or a norm and activation alone, as a function of NHWC tensors."""
+
+    norm: NormArguments
+    activation: Activation
+    scale: Tensor | None
+    shift: Tensor | None
+    conv: ConvArguments | None
+    mask: Mask | None
+
+    @staticmethod
+    def of(step: Match) -> "_UnitCall":
+        """Returns the call of a match."""
+        unit = step.units[0] if step.units else None
+        found = cast(Activated, step.activated if unit is None else unit.activated)
+        scale, shift = (
+            None if node is None else cast(Tensor, node.inputs[1])
+            for node in (found.scale, found.shift)
+        )
+        activation = _IDENTITY if found.activation is None else found.activation.settings
+        conv = mask = None
+        if unit is not None:
+            conv, mask = _conv(unit), None if unit.dropout is None else unit.dropout.settings
+        return _UnitCall(_norm(found.norm), activation, scale, shift, conv, mask)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Runs it; sequences as images of one row."""
+        is_sequence = x.dim() == 3
+        conv, scale_shift = self.conv, self._scale_shift(x)
+        if is_sequence:
+            x, residual = x.unsqueeze(2), None if residual is None else residual.unsqueeze(2)
+        if conv is None:
+            y = norm_act_of(x, self.norm, self.activation, scale_shift, channels_last=True)
+        else:
+            conv = conv.of_image() if is_sequence else conv
+            rest = conv, residual, scale_shift
+            y = norm_act_conv_of(
+                x, self.norm, self.activation, *rest, mask=self.mask, channels_last=True
+            )
+        return y.squeeze(2) if is_sequence else y
+
+    def again(self) -> "_UnitCall":
+        """Returns the call that a backward makes: it updates no running statistics."""
+        norm = self.norm
+        if not isinstance(norm, GroupNorm) and norm.training:
+            norm = norm._replace(running_mean=None, running_var=None, momentum=0.0)
+        return self._replace(norm=norm)
+
+    def _scale_shift(self, x: Tensor) -> ScaleShift:
+        if self.scale is None and self.shift is None:
+            return NO_SCALE_SHIFT
+
+        def rows(t: Tensor | None) -> Tensor | None:
+            if t is None:
+                return None
+            dtype = torch.promote_types(x.dtype, t.dtype)
+            return t.expand(x.shape[0], *t.shape[1:]).flatten(1).to(dtype)
+
+        return ScaleShift(shift=rows(self.shift), factor=rows(self.scale))
 
 
-def _scale_shift(found: Activated, x: Tensor) -> ScaleShift:
-    if found.scale is None and found.shift is None:
-        return NO_SCALE_SHIFT
+class _PlainCall(NamedTuple):
+    """An elementwise operation, pooling or interpolation."""
 
-    def rows(node: Node | None) -> Tensor | None:
-        if node is None:
-            return None
-        t = cast(Tensor, node.inputs[1])
-        dtype = torch.promote_types(x.dtype, t.dtype)
-        return t.expand(x.shape[0], *t.shape[1:]).flatten(1).to(dtype)
+    run: Callable[..., Tensor]
+    settings: Any
+    rest: tuple[Tensor, ...]
 
-    return ScaleShift(shift=rows(found.shift), factor=rows(found.scale))
-
-
-def _run_activated(found: Activated, x: Tensor) -> Tensor:
-    """Runs a norm and an activation, in NHWC."""
-    image = x.unsqueeze(2) if x.dim() == 3 else x
-    y = norm_act_of(
-        *(image, _norm(found.norm), _activation(found), _scale_shift(found, x)), channels_last=True
-    )
-    return y.squeeze(2) if x.dim() == 3 else y
-
-
-def _run_unit(unit: Unit, x: Tensor, residual: Tensor | None) -> Tensor:
-    """Runs a unit, in NHWC; sequences as images of one row."""
-    found, conv, dropout, kept = unit.activated, _conv(unit), 0.0, None
-    norm, scale_shift = _norm(found.norm), _scale_shift(found, x)
-    if unit.dropout is not None:
-        dropout, kept = unit.dropout.settings
-    is_sequence = x.dim() == 3
-    if is_sequence:
-        x, conv = x.unsqueeze(2), conv.of_image()
-        residual = None if residual is None else residual.unsqueeze(2)
-        kept = None if kept is None else kept.unsqueeze(2)
-    rest = conv, residual, scale_shift, dropout
-    y = norm_act_conv_of(x, norm, _activation(found), *rest, kept=kept, channels_last=True)
-    return y.squeeze(2) if is_sequence else y
+    def __call__(self, x: Tensor) -> Tensor:
+        """Runs it."""
+        return self.run(self.settings, x, *self.rest)
 
 
 def _is_unsafe(conv: Node) -> bool:

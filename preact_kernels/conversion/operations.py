@@ -13,6 +13,7 @@ from preact_kernels.conversion.owners import Owner
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.reference.activations import activate
 from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.dropout import Mask
 from preact_kernels.ops.group_norm import GroupNorm
 from preact_kernels.ops.norm_act import NormArguments
 
@@ -50,13 +51,6 @@ class CallSettings(NamedTuple):
     kwargs: dict
 
 
-class DropoutSettings(NamedTuple):
-    """A dropout that was drawn."""
-
-    p: float
-    kept: Tensor  # which elements it keeps
-
-
 def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = False) -> Tensor:
     """A norm; `updates`: whether it updates the running statistics in training."""
     norm = s.arguments(affine)
@@ -83,23 +77,19 @@ def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None
     return _CONVOLUTIONS[weight.dim()](x, weight, bias, *s.conv)
 
 
-def _dropout(s: DropoutSettings, x: Tensor) -> Tensor:
-    return _Dropout.apply(x, s.kept, 1 / (1 - s.p) if s.p < 1 else 0.0)
-
-
 class _Dropout(torch.autograd.Function):
-    """Multiplies the elements that are kept, and the others by 0; saves one byte an element."""
+    """Multiplies the elements that are kept, and the others by 0; saves a bit for each."""
 
     @staticmethod
-    def forward(ctx, x, kept, factor):
-        ctx.save_for_backward(kept)
+    def forward(ctx, x, bits, factor):
+        ctx.save_for_backward(bits)
         ctx.factor = factor
-        return x * kept.to(x.dtype).mul_(factor)
+        return x * Mask(bits, factor).noise(x)
 
     @staticmethod
     def backward(ctx, dy):
-        (kept,) = ctx.saved_tensors
-        return dy * kept.to(dy.dtype).mul_(ctx.factor), None, None
+        (bits,) = ctx.saved_tensors
+        return dy * Mask(bits, ctx.factor).noise(dy), None, None
 
 
 NORM = Operation("norm", plain_norm, precedes_activation=True)
@@ -107,7 +97,7 @@ ACTIVATION = Operation("activation", lambda s, x: activate(x, s), is_activation=
 # Products and sums with `[N, C, 1, ...]`.
 SCALE = Operation("mul", lambda _, x, scale: x * scale)
 SHIFT = Operation("add", lambda _, x, shift: x + shift)
-DROPOUT = Operation("dropout", _dropout)
+DROPOUT = Operation("dropout", lambda mask, x: _Dropout.apply(x, *mask))
 PAD = Operation("pad", lambda sizes, x: F.pad(x, sizes))
 CONV = Operation("convolution", _conv)
 ADD = Operation("add", lambda _, a, b: a + b, is_sum=True)

@@ -32,16 +32,16 @@ class Mask(NamedTuple):
     factor: float
 
     def noise(self, x: Tensor) -> Tensor:
-        """The factor where dropout keeps, else 0; in the dtype and strides of `x`, dense NHWC."""
+        """The factor where dropout keeps, else 0: shaped like `x`, in its dtype and in NHWC."""
         kept = ((self.bits.to(torch.int64) * _REPEAT) & _SELECT).view(torch.uint8) != 0
         noise = kept[: x.numel()].to(x.dtype).mul_(self.factor)
-        return noise.as_strided(x.shape, x.stride())
+        return noise.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
 def drawn(
     shape: Sequence[int], x: Tensor, channels_last: bool, p: float, in_place: bool = False
-) -> Tensor:
-    """Which elements `F.dropout` keeps of an activation; draws the same random numbers.
+) -> Mask:
+    """The mask of `F.dropout` for an activation; draws the same random numbers.
 
     Args:
         shape: of the activation, `[N, C, ...]`.
@@ -51,11 +51,7 @@ def drawn(
         in_place: whether the program drops in place, which draws other numbers on CUDA.
     """
     ones = torch.ones(shape, dtype=x.dtype, device=x.device)
-    return F.dropout(layout.nhwc(ones) if channels_last else ones, p, True, in_place) != 0
-
-
-def packed(kept: Tensor, p: float) -> Mask:
-    """The mask of the elements to keep, `[N, C, ...]`, for dropout with probability `p`."""
+    kept = F.dropout(layout.nhwc(ones) if channels_last else ones, p, True, in_place) != 0
     flat = kept.permute(0, *range(2, kept.dim()), 1).reshape(-1)
     flat = F.pad(flat.view(torch.uint8), (0, -flat.numel() % 8))
     bits = ((flat.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)

@@ -28,7 +28,7 @@ from preact_kernels.ops import dispatch, layout
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.batch_norm import BatchNorm, step_sums
 from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
-from preact_kernels.ops.dropout import Mask, check_dropout, drawn, packed
+from preact_kernels.ops.dropout import Mask, check_dropout, drawn
 from preact_kernels.ops.group_norm import GroupNorm
 from preact_kernels.ops.norm_act import (
     NO_SCALE_SHIFT,
@@ -152,7 +152,7 @@ def norm_act_conv_of(
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
     dropout: float = 0.0,
     prefix: str = "",
-    kept: Tensor | None = None,
+    mask: Mask | None = None,
     channels_last: bool | None = None,
 ) -> Tensor:
     """`conv(dropout(act(norm(x) * (1 + scale) + shift))) [+ residual]`.
@@ -166,7 +166,7 @@ def norm_act_conv_of(
         scale_shift: a scale and a shift of each image.
         dropout: probability of dropping an element of the activation.
         prefix: of the names of the norm's weight and bias in messages.
-        kept: which elements of the activation dropout keeps, if that was drawn before.
+        mask: which elements of the activation dropout keeps, if that was drawn before.
         channels_last: memory format of the result; None: PyTorch's.
     """
     unit, dtype, is_channels_last = checked_unit(
@@ -179,9 +179,9 @@ def norm_act_conv_of(
         x = scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
     conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
-    if dropout and kept is None:
+    if dropout and mask is None:
         activated = x.to(activated_dtype(norm, activation, x))
-        kept = drawn(x.shape, activated, norm.is_channels_last(x), dropout)
+        mask = drawn(x.shape, activated, norm.is_channels_last(x), dropout)
     if (
         unit is None
         or (residual is not None and residual.dtype != dtype)
@@ -189,8 +189,8 @@ def norm_act_conv_of(
     ):
         x = x.to(activated_dtype(norm, activation, x))
         a, statistics, fixed = normalise(kernels, x, norm, activation, scale_shift)
-        if kept is not None:
-            a = a * kept.to(a.dtype).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)
+        if mask is not None:
+            a = a * mask.noise(a)
         y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
         y = y if residual is None else y + residual
         norm.update(kernels, x, statistics, fixed)
@@ -213,9 +213,7 @@ def norm_act_conv_of(
         unit, conv_weight = with_served_weight(kernels, unit, conv_weight, pixels)
     dense = layout.nhwc if axes == 3 else layout.as_image
     x, residual = dense(x), None if residual is None else dense(residual)
-    bits, factor = None, 1.0
-    if kept is not None:
-        bits, factor = packed(kept, dropout)
+    bits, factor = (None, 1.0) if mask is None else mask
     image = x.detach()
     statistics, fixed = norm.statistics(kernels, layout.as_image(image) if axes == 3 else image)
     parameters = norm.affine(x, x.shape[1])
