@@ -17,7 +17,6 @@ from preact_kernels.conversion.deferred import Node, become_plain
 from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
 from preact_kernels.conversion.operations import (
     ACTIVATION,
-    ADD,
     CALL,
     CONV,
     NORM,
@@ -44,7 +43,8 @@ from preact_kernels.ops.unit import ConvArguments
 MEMORY = "preact_memory"  # attribute of a stage's first batch norm: the memory mode
 
 _IDENTITY = Activation("identity")
-_ELEMENTWISE = (SCALE, SHIFT, ACTIVATION, PAD, CALL)  # CALL: pooling and interpolation too
+# What a backward may compute again after a fused operation.
+_REPEATED = (SCALE, SHIFT, ACTIVATION, PAD, CALL, CONV)
 
 # Runs consecutive blocks. Arguments: the blocks, their input, the module of the first batch norm
 # (if known), and the dtype of the convolutions.
@@ -168,7 +168,7 @@ class _Execution:
         if not step.name:
             return self._plain(step.end, inputs)
         if not step.blocks:
-            return _UnitCall.of(step)(*inputs)
+            return _UnitCall.of(step).run(*inputs)
         first = step.nodes[0]
         blocks = [
             BlockArguments(
@@ -192,26 +192,19 @@ class _Execution:
         of a fused operation is saved in any case.
         """
         end = step.end
-        if len(inputs) != 1 or self._reads[end] != 1 or not y.requires_grad:
+        if len(inputs) > 1 or self._reads[end] != 1 or not y.requires_grad:
             return
-        units = self._recomputation.units(step.inputs[0])
-        if step.name:
-            is_served = (
-                end.operation is not ADD
-                and not step.blocks
-                and _norm(step.nodes[0]).process_group is None
-            )
-            if step.nodes[0].memory != "checkpoint" or not is_served:
-                return
-            call, units = _UnitCall.of(step).again(), units + 1
-        elif units and end.operation in _ELEMENTWISE:
-            call = _PlainCall(end.operation.run, end.settings, end.inputs[1:])
-        else:
+        if self._region.is_traced:  # a compiler decides what it computes again
             return
-        if units > MOST_UNITS or self._is_read_outside(end):
+        source = step.inputs[0]
+        units = self._recomputation.units(source)
+        is_inner = step.nodes[0].memory == "checkpoint" if step.name else units > 0
+        units += bool(step.name) or end.operation is CONV
+        if not is_inner or units > MOST_UNITS or self._is_read_outside(end):
             return
-        read = [t for n in step.nodes for t in n.inputs if isinstance(t, Tensor)]
-        self._recomputation.add(end, call, step.inputs[0], inputs[0], read, end.context, units)
+        if call := _call_again(step):
+            read = [t for n in step.nodes for t in n.inputs if isinstance(t, Tensor)]
+            self._recomputation.add(end, call, source, inputs[0], read, end.context, units)
 
     def _is_read_outside(self, node: Node) -> bool:
         return node.is_held or any(u not in self._own for u in node.users)
@@ -295,7 +288,7 @@ class _UnitCall(NamedTuple):
             conv, mask = _conv(unit), None if unit.dropout is None else unit.dropout.settings
         return _UnitCall(_norm(found.norm), activation, scale, shift, conv, mask)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def run(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Runs it; sequences as images of one row."""
         is_sequence = x.dim() == 3
         conv, scale_shift = self.conv, self._scale_shift(x)
@@ -331,16 +324,16 @@ class _UnitCall(NamedTuple):
         return ScaleShift(shift=rows(self.shift), factor=rows(self.scale))
 
 
-class _PlainCall(NamedTuple):
-    """An elementwise operation, pooling or interpolation."""
-
-    run: Callable[..., Tensor]
-    settings: Any
-    rest: tuple[Tensor, ...]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Runs it."""
-        return self.run(self.settings, x, *self.rest)
+def _call_again(step: Match) -> Callable[[Tensor], Tensor] | None:
+    """Returns what computes a step again in a backward, or None: its result is saved."""
+    node = step.end
+    if step.name:
+        call = None if step.blocks else _UnitCall.of(step)
+        return None if call is None or call.norm.process_group else call.again().run
+    if node.operation not in _REPEATED or (node.operation is CONV and _is_unsafe(node)):
+        return None
+    run, settings, rest = node.operation.run, node.settings, node.inputs[1:]
+    return lambda x: run(settings, x, *rest)
 
 
 def _is_unsafe(conv: Node) -> bool:

@@ -1,0 +1,327 @@
+"""`pk.convert(model, memory="checkpoint")`: inner tensors of blocks are computed again."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import preact_kernels as pk
+from preact_kernels.conversion import execution, recomputation
+from preact_kernels.ops import norm_act_conv
+
+pytestmark = pytest.mark.backends("cpu")
+
+CHANNELS = 4
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class Block(nn.Module):
+    """Norm, activation, convolution; an embedding; then the same with dropout; residual."""
+
+    def __init__(self, norm, dims=2, act=F.silu, drops=(0.0, 0.1), units=2):
+        super().__init__()
+        conv = _CONVOLUTIONS[dims - 1]
+        self.norms = nn.ModuleList(norm() for _ in range(units))
+        self.convs = nn.ModuleList(conv(CHANNELS, CHANNELS, 3, padding=1) for _ in range(units))
+        self.rows = nn.Linear(2, CHANNELS)
+        self.act, self.drops, self.units = act, drops, units
+
+    def forward(self, x, embedding=None):
+        h = x
+        for i, (norm, conv) in enumerate(zip(self.norms, self.convs, strict=True)):
+            h = self.act(norm(h))
+            if drop := self.drops[i % 2]:
+                h = F.dropout(h, drop, self.training)
+            h = conv(h)
+            if i == 0 and embedding is not None:
+                h = h + self.rows(embedding)[(..., *[None] * (x.dim() - 2))]
+        return (x + h) / 1.4
+
+
+class Network(nn.Module):
+    def __init__(self, norm, count=3, dims=2, **options):
+        super().__init__()
+        blocks = [Block(norm, dims, **options) for _ in range(count)]
+        self.stem = _CONVOLUTIONS[dims - 1](CHANNELS, CHANNELS, 1)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x, embedding=None):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, embedding)
+        return x
+
+
+def group_norm():
+    return nn.GroupNorm(2, CHANNELS)
+
+
+def converted(network, memory):
+    return pk.convert(copy.deepcopy(network), memory=memory)
+
+
+def trained(network, *inputs):
+    """Returns the output of a step, all gradients, and the buffers."""
+    torch.manual_seed(1)
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    y = network(*inputs)
+    y.float().square().mean().backward()
+    found = [y.detach(), *(t.grad for t in inputs), *(p.grad for p in network.parameters())]
+    return [*found, *network.buffers()]
+
+
+def assert_same_bits(a, b):
+    assert len(a) == len(b)
+    for s, t in zip(a, b, strict=True):
+        assert (s is None and t is None) or torch.equal(s, t)
+
+
+def assert_saves(network, most, *inputs):
+    """Asserts that "checkpoint" gives the bits of "store" and saves at most a share of it."""
+    store, again = converted(network, "store"), converted(network, "checkpoint")
+    assert_same_bits(trained(again, *inputs), trained(store, *inputs))
+
+    def saved(model):
+        others = inputs[1:]
+        first = Given(model, others)
+        return pk.saved_bytes(first, inputs[0])
+
+    assert saved(again) <= most * saved(store)
+
+
+class Given(nn.Module):
+    def __init__(self, model, others):
+        super().__init__()
+        self.model, self.others = model, others
+
+    def forward(self, x):
+        return self.model(x, *self.others)
+
+
+NORMS = {
+    "group": lambda dims: nn.GroupNorm(2, CHANNELS),
+    "batch": lambda dims: _BATCH_NORMS[dims - 1](CHANNELS),
+    "cumulative batch": lambda dims: _BATCH_NORMS[dims - 1](CHANNELS, momentum=None),
+    "instance": lambda dims: _INSTANCE_NORMS[dims - 1](CHANNELS, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_only_the_inputs_of_blocks_are_saved(name, dims, training):
+    network = Network(lambda: NORMS[name](dims), dims=dims).train(training)
+    size = {1: (64,), 2: (8, 8), 3: (4, 4, 4)}[dims]
+    assert_saves(network, 0.65, torch.randn(2, CHANNELS, *size), torch.randn(2, 2))
+
+
+def test_memory_formats_and_autocast():
+    x = torch.randn(2, CHANNELS, 8, 8).contiguous(memory_format=torch.channels_last)
+    network = Network(group_norm).to(memory_format=torch.channels_last)
+    assert_saves(network, 0.65, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_saves(network, 0.75, x)
+    assert_saves(network.bfloat16(), 0.75, x.bfloat16())
+
+
+def test_dropout_of_inner_units_is_kept():
+    network = Network(group_norm, drops=(0.3, 0.3))
+    assert_saves(network, 0.65, torch.randn(2, CHANNELS, 16, 16))
+
+
+@pytest.mark.parametrize("units", [3, 4, 9])
+def test_long_blocks_are_split(units):
+    network = Network(group_norm, count=1, drops=(0.0, 0.0), units=units)
+    chains = 1 + (units - 1) // (recomputation.MOST_UNITS + 1)
+    assert_saves(network, (1.1 + chains) / (1 + units), torch.randn(2, CHANNELS, 16, 16))
+
+
+def test_norm_and_activation_before_other_functions():
+    class Upsampling(Block):
+        def forward(self, x):
+            h = self.convs[0](F.interpolate(F.silu(self.norms[0](x)), scale_factor=2))
+            h = F.avg_pool2d(F.silu(self.norms[1](h)), 2)
+            return x + self.convs[1](h)
+
+    # Saved by "store": x, the pooled activation, and three tensors of four times their size.
+    assert_saves(Upsampling(group_norm), 1.1 / 14, torch.randn(2, CHANNELS, 16, 16))
+
+
+def test_each_inner_unit_runs_once_more(monkeypatch):
+    calls = []
+    run = norm_act_conv.NormActConvFunction.forward
+
+    def counted(ctx, call, *tensors):
+        calls.append(tensors[3].data_ptr())
+        return run(ctx, call, *tensors)
+
+    monkeypatch.setattr(norm_act_conv.NormActConvFunction, "forward", counted)
+    network = converted(Network(group_norm, units=3, drops=(0.0, 0.0)), "checkpoint")
+    trained(network, torch.randn(2, CHANNELS, 8, 8))
+    for block in network.blocks:
+        counts = [calls.count(conv.weight.data_ptr()) for conv in block.convs]
+        assert counts == [2, 2, 1]
+
+
+def test_second_derivatives_and_a_second_backward():
+    network = Network(group_norm, count=2, drops=(0.0, 0.0)).double()
+    x = torch.randn(2, CHANNELS, 5, 6, dtype=torch.float64, requires_grad=True)
+    found = []
+    for memory in ("store", "checkpoint"):
+        model = converted(network, memory)
+        loss = model(x).pow(3).sum()
+        (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (again,) = torch.autograd.grad(loss, x, create_graph=True)
+        torch.testing.assert_close(dx, again)
+        again.square().sum().backward(inputs=list(model.parameters()))
+        found.append([dx, *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("what", ["weight of norm", "weight of convolution", "input"])
+def test_a_change_in_place_before_the_backward_raises(what):
+    network = converted(Network(group_norm, count=1), "checkpoint")
+    x = torch.randn(2, CHANNELS, 8, 8)
+    block = network.blocks[0]
+    stem = network.stem(x)
+    y = pk.convert(block, memory="checkpoint")(stem)
+    changed = {
+        "weight of norm": block.norms[0].weight,
+        "weight of convolution": block.convs[0].weight,
+        "input": stem,
+    }[what]
+    with torch.no_grad():
+        changed.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward(inputs=[block.convs[1].weight])
+
+
+def test_a_freed_parameter_raises():
+    block = pk.convert(Block(group_norm), memory="checkpoint")
+    y = block(torch.randn(2, CHANNELS, 8, 8, requires_grad=True))
+    block.convs[0].weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="freed between forward and backward"):
+        y.sum().backward(inputs=[block.convs[1].weight])
+
+
+def test_inner_tensors_that_the_program_holds_are_saved():
+    class Holding(Block):
+        def forward(self, x):
+            self.held = self.convs[0](self.act(self.norms[0](x)))
+            return x + self.convs[1](self.act(self.norms[1](self.held)))
+
+    x = torch.randn(2, CHANNELS, 8, 8)
+    network = Holding(group_norm)
+    store, again = converted(network, "store"), converted(network, "checkpoint")
+    assert_same_bits(trained(again, x), trained(store, x))
+    assert torch.equal(again.held, store.held)
+    assert pk.saved_bytes(again, x) == pk.saved_bytes(store, x)
+
+
+def test_inner_tensors_that_are_read_twice_are_saved():
+    class Twice(Block):
+        def forward(self, x):
+            h = self.convs[0](self.act(self.norms[0](x)))
+            return x + self.convs[1](self.act(self.norms[1](h))) + h * 0.5
+
+    network, x = Twice(group_norm), torch.randn(2, CHANNELS, 8, 8)
+    store, again = converted(network, "store"), converted(network, "checkpoint")
+    assert_same_bits(trained(again, x), trained(store, x))
+    assert pk.saved_bytes(again, x) == pk.saved_bytes(store, x)
+
+
+def test_reading_what_is_saved_updates_no_statistics():
+    network = Block(lambda: nn.BatchNorm2d(CHANNELS))
+    x = torch.randn(2, CHANNELS, 8, 8, requires_grad=True)
+    model = converted(network, "checkpoint")
+    y = model(x)
+    before = [b.clone() for b in model.buffers()]
+    waiting, saved = [y.grad_fn], []
+    while waiting:
+        node = waiting.pop()
+        waiting += [n for n, _ in node.next_functions if n is not None]
+        saved += getattr(node, "saved_tensors", ())
+    assert any(t is not None and t.shape == x.shape and t is not x for t in saved)
+    assert_same_bits(before, list(model.buffers()))
+
+
+def test_hooks_of_saved_tensors_see_what_is_saved():
+    network, x = Network(group_norm), torch.randn(2, CHANNELS, 8, 8)
+    expected = trained(converted(network, "store"), x)
+    network = converted(network, "checkpoint")
+    packed = itertools.count()
+
+    def pack(t):
+        next(packed)
+        return t.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        found = trained(network, x)
+    assert next(packed)
+    assert_same_bits(found, expected)
+
+
+def test_blocks_under_a_checkpoint():
+    network, x = Network(group_norm), torch.randn(2, CHANNELS, 8, 8)
+    expected = trained(converted(network, "store"), x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = converted(network, "checkpoint")
+
+        def forward(self, x):
+            return checkpoint(self.network, x, use_reentrant=False)
+
+    assert_same_bits(trained(Outer(), x), expected)
+
+
+def test_values_of_a_backward_that_ends_early_are_freed():
+    """The gradient of the last unit computes the inner tensor; its reader runs no more."""
+    network, x = (
+        converted(Network(group_norm, count=1, units=3), "checkpoint"),
+        torch.randn(2, CHANNELS, 8, 8),
+    )
+    y = network(x)
+    last = network.blocks[0].convs[2].weight
+    (once,) = torch.autograd.grad(y.sum(), last, retain_graph=True)
+    (twice,) = torch.autograd.grad(y.sum(), last, retain_graph=True)
+    assert torch.equal(once, twice)
+
+
+def test_runs_of_residual_blocks_are_stages_as_before():
+    network = nn.Sequential(*(Plain() for _ in range(4)))
+    x = torch.randn(2, CHANNELS, 8, 8)
+    model = converted(network, "checkpoint")
+    for a, b in zip(trained(model, x), trained(network, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert all("run of" in site.into for site in pk.conversion_report(model))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in range(2))
+        self.convs = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, 1, 1, bias=False) for _ in "ab")
+
+    def forward(self, x):
+        h = x
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            h = conv(F.relu(norm(h)))
+        return x + h
+
+
+def test_without_gradients_nothing_is_computed_again(monkeypatch):
+    def fail(step):
+        raise AssertionError(step)
+
+    monkeypatch.setattr(execution, "_call_again", fail)
+    with torch.no_grad():
+        converted(Network(group_norm), "checkpoint")(torch.randn(2, CHANNELS, 8, 8))
