@@ -53,6 +53,8 @@ def check(
         if (".data = " in text or ".data." in text) and 'MEMORY = "store"' not in text:
             # Backward computes again, with the changed weights.
             found = [f for f in found if f.startswith("step 0") and "grad" not in f]
+        if "as_subclass(" in text:  # as behind a custom autograd function: see docs/convert.md
+            found = [f for f in found if "gradients by outputs" not in f]
         if "in_thread(" in text:
             # Autograd orders functions by counters per thread, so hooks run in another order.
             found = [f for f in found if "seen by hooks" not in f]
