@@ -83,6 +83,33 @@ def whole_gradient(kernels: Kernels, gradient: Gradient) -> Tensor:
     return kernels.norm_input_gradient(Gradient(g.to(step.x.dtype), step))
 
 
+def run_forward(
+    kernels: Kernels,
+    unit: Unit,
+    inputs: Inputs,
+    epilogue: Epilogue,
+    noise: Tensor | None = None,
+) -> Output:
+    """The backend's `norm_act_conv_forward`, or the one below: noise and volumes are not fused."""
+    if noise is None and inputs.x.dim() == 4:
+        return kernels.norm_act_conv_forward(unit, inputs, epilogue)
+    return norm_act_conv_forward(kernels, unit, inputs, epilogue, noise)
+
+
+def run_backward(
+    kernels: Kernels,
+    unit: Unit,
+    dy: Gradient,
+    inputs: Inputs,
+    wanted: Wanted,
+    noise: Tensor | None = None,
+) -> Gradients:
+    """The backward of `run_forward`."""
+    if noise is None and inputs.x.dim() == 4:
+        return kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
+    return norm_act_conv_backward(kernels, unit, dy, inputs, wanted, noise)
+
+
 def norm_act_conv_forward(
     kernels: Kernels,
     unit: Unit,
@@ -103,13 +130,11 @@ def norm_act_conv_forward(
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))
         unit = unit._replace(weight_dtype=unit.dtype)
-        if noise is None and x.dim() == 4:
-            return kernels.norm_act_conv_forward(unit, inputs, epilogue)
-        return norm_act_conv_forward(kernels, unit, inputs, epilogue, noise)
+        return run_forward(kernels, unit, inputs, epilogue, noise)
     conv_bias, residual, with_stats = epilogue
     if unit.y_dtype != unit.dtype:
         narrow = unit._replace(y_dtype=unit.dtype)
-        y = kernels.norm_act_conv_forward(narrow, inputs, Epilogue(conv_bias)).y
+        y = run_forward(kernels, narrow, inputs, Epilogue(conv_bias), noise).y
     else:
         a = _activated(kernels, x, norm, noise).to(unit.dtype)
         if _converts_activation(x, conv_weight):
@@ -140,19 +165,15 @@ def norm_act_conv_backward(
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))
         unit = unit._replace(weight_dtype=unit.dtype)
-        if noise is None and x.dim() == 4:
-            found = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
-        else:
-            found = norm_act_conv_backward(kernels, unit, dy, inputs, wanted, noise)
+        found = run_backward(kernels, unit, dy, inputs, wanted, noise)
         if found.conv_weight is None:
             return found
         return found._replace(conv_weight=found.conv_weight.to(conv_weight.dtype))
     whole = whole_gradient(kernels, dy)
     if unit.y_dtype != unit.dtype:
         narrow = unit._replace(y_dtype=unit.dtype)
-        found = kernels.norm_act_conv_backward(
-            narrow, Gradient(whole.to(unit.dtype)), inputs, wanted._replace(dy=False)
-        )
+        rounded = Gradient(whole.to(unit.dtype))
+        found = run_backward(kernels, narrow, rounded, inputs, wanted._replace(dy=False), noise)
         return found._replace(dy=whole if wanted.dy else None)
     if wanted.weight:
         a = _activated(kernels, x, norm, noise).to(unit.dtype)

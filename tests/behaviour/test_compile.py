@@ -91,12 +91,14 @@ def test_modules_compile_once_for_any_batch_size(make, training, dynamic, graphs
     assert counter.frame_count == (1 if dynamic else 2)
 
 
-@pytest.mark.parametrize("dims", [3, 5])
-def test_compiled_units_with_scale_shift_and_dropout_give_the_same_bits(dims, backend):
+@pytest.mark.parametrize(("dims", "dtype"), [(3, torch.float32), (5, torch.bfloat16)])
+def test_compiled_units_with_scale_shift_and_dropout_give_the_same_bits(dims, dtype, backend):
     shape = (3, 8, 5, 4, 6)[:dims]
     conv = {3: nn.Conv1d, 5: nn.Conv3d}[dims](8, 6, 3, padding=1)
     module = pk.NormActConv(nn.GroupNorm(4, 8), ("elu", 0.5), conv, dropout=0.25)
     inputs = {"x": torch.randn(shape), "scale": torch.randn(3, 8), "shift": torch.randn(3, 8)}
+    module, inputs = module.to(dtype), {n: t.to(dtype) for n, t in inputs.items()}
+    inputs["residual"] = torch.randn(3, 6, *shape[2:])
 
     def seeded(call):
         def run(**inputs):
