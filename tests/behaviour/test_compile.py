@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import preact_kernels as pk
+from preact_kernels.kernels.contract import RELU, Activation
 from preact_kernels.ops import schema
 from tests.cases import (
     EVERY_MODULE,
@@ -18,6 +19,7 @@ from tests.cases import (
     in_dtype,
     random_block,
     randomised,
+    recorded_calls,
 )
 from tests.oracle import assert_same_bits, evaluate
 
@@ -242,3 +244,16 @@ def test_registered_ops_keep_their_schemas_and_fakes(name, dtype, backend):
     op = getattr(torch.ops.preact_kernels, name).default
     for arguments in kernel_arguments(dtype)[name]:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["norm_act_conv_forward", "norm_act_conv_backward"])
+def test_registered_ops_pass_units_with_the_activation_and_rows_of_the_norm(name, monkeypatch):
+    kernels = schema.FakeKernels()
+    calls = recorded_calls(kernels, name, monkeypatch)
+    for arguments in kernel_arguments(torch.bfloat16)[name]:
+        schema.call_with_flat_arguments(kernels, name, arguments)
+        (function,) = (a for a in arguments if isinstance(a, str))
+        activation = {"relu": RELU, "elu": Activation("elu", 0.5)}[function]
+        unit = calls[-1][0]
+        assert (unit.activation, unit.has_rows) == (activation, activation != RELU)
+    assert len({call[0].activation for call in calls}) == 2

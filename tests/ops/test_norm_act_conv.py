@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from preact_kernels.ops import dispatch
 from tests.cases import (
     ACTIVATIONS,
     INF,
@@ -17,6 +18,7 @@ from tests.cases import (
     every_activation,
     every_modulation,
     norm_conv_inputs,
+    recorded_calls,
 )
 from tests.oracle import assert_same_bits, check, evaluate
 
@@ -70,6 +72,19 @@ def test_each_modulation_of_each_norm(norm, modulation, kernel, training_dtype):
     case = case._replace(kernel=kernel, padding=kernel // 2)
     problems = [norm_conv_inputs(case, training_dtype, modulation) for _ in range(4)]
     check_unit(case, problems, **arguments)
+
+
+@pytest.mark.backends("cpu")
+@every_modulation
+@every_norm
+def test_a_unit_says_whether_its_norm_has_rows(norm, modulation, backend, monkeypatch):
+    case, arguments = NORMS[norm]
+    inputs = norm_conv_inputs(case, modulation=modulation)
+    kernels = dispatch.kernels_for(inputs["x"])
+    calls = recorded_calls(kernels, "norm_act_conv_forward", monkeypatch)
+    case.fused(**inputs, **arguments)
+    ((unit, given, _),) = calls
+    assert unit.has_rows == given.norm.has_rows == (case is not BATCH or bool(modulation))
 
 
 @on_kernels
