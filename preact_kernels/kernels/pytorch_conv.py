@@ -25,34 +25,11 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-
-
-def _memory_format(t: Tensor) -> torch.memory_format:
-    return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
-
-
-def _nhwc(t: Tensor) -> Tensor:
-    return t.contiguous(memory_format=_memory_format(t))
-
-
-def _image(t: Tensor) -> Tensor:
-    """Dense `[N, C, D, H, W]` as `[N, C, D * H, W]`, which kernels take."""
-    if t.dim() == 4:
-        return t
-    n, c, d, h, w = t.shape
-    return t.permute(0, 2, 3, 4, 1).view(n, d * h, w, c).permute(0, 3, 1, 2)
-
-
-def _like(y: Tensor, x: Tensor) -> Tensor:
-    """Undoes `_image` for a tensor of the size of `x`."""
-    if x.dim() == 4:
-        return y
-    n, c, d, h, w = x.shape
-    return y.permute(0, 2, 3, 1).view(n, d, h, w, c).permute(0, 4, 1, 2, 3)
+from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, from_image, nhwc
 
 
 def _activated(kernels: Kernels, x: Tensor, norm: Norm, noise: Tensor | None) -> Tensor:
-    a = _like(kernels.norm_act_forward(_image(x), norm), x)
+    a = from_image(kernels.norm_act_forward(as_image(x), norm), x.shape, True)
     return a if noise is None else a.mul_(noise)
 
 
@@ -71,7 +48,7 @@ def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
     return (
         is_large
         and x.device.type == "cpu"
-        and not conv_weight.is_contiguous(memory_format=_memory_format(conv_weight))
+        and not conv_weight.is_contiguous(memory_format=CHANNELS_LAST[conv_weight.dim()])
     )
 
 
@@ -139,13 +116,13 @@ def norm_act_conv_forward(
         a = _activated(kernels, x, norm, noise).to(unit.dtype)
         if _converts_activation(x, conv_weight):
             a = a.contiguous()
-        y = _nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
+        y = nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
         del a
     if residual is not None:
         y, statistics = kernels.residual_add_forward(
-            _image(y.to(residual.dtype)), _image(residual), with_stats
+            as_image(y.to(residual.dtype)), as_image(residual), with_stats
         )
-        return Output(_like(y, residual), statistics)
+        return Output(from_image(y, residual.shape, True), statistics)
     return Output(y, kernels.bn_stats(y) if with_stats else None)
 
 
@@ -191,10 +168,10 @@ def norm_act_conv_backward(
     del a
     g = sums = None
     if wanted.input:
-        da = _nhwc(da.to(x.dtype))
+        da = nhwc(da.to(x.dtype))
         if noise is not None:
             da = da * noise
-        g, sums = kernels.norm_act_backward(_image(da), _image(x), norm, True)
+        g, sums = kernels.norm_act_backward(as_image(da), as_image(x), norm, True)
     if not wanted.weight:
         dconv_weight = None
     elif dconv_weight.stride() != conv_weight.stride():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from preact_kernels.kernels import pytorch_conv
+from preact_kernels.kernels import layout, pytorch_conv
 from preact_kernels.kernels.contract import (
     Activation,
     AffineStep,
@@ -24,7 +24,7 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-from preact_kernels.ops import dispatch, layout
+from preact_kernels.ops import dispatch
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.batch_norm import BatchNorm, step_sums
 from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
