@@ -28,8 +28,8 @@ from preact_kernels.conversion.operations import (
 )
 from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation
 from preact_kernels.conversion.report import Outcome, described
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Activation
-from preact_kernels.ops import layout
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.dropout import Mask

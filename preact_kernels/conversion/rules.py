@@ -32,9 +32,10 @@ from preact_kernels.conversion.registry import (
     pixels,
     rule,
 )
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import batch_norm_arguments
-from preact_kernels.ops import checks, layout
+from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm

@@ -25,34 +25,11 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-
-
-def _memory_format(t: Tensor) -> torch.memory_format:
-    return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
-
-
-def _nhwc(t: Tensor) -> Tensor:
-    return t.contiguous(memory_format=_memory_format(t))
-
-
-def _image(t: Tensor) -> Tensor:
-    """Dense `[N, C, D, H, W]` as `[N, C, D * H, W]`, which kernels take."""
-    if t.dim() == 4:
-        return t
-    n, c, d, h, w = t.shape
-    return t.permute(0, 2, 3, 4, 1).view(n, d * h, w, c).permute(0, 3, 1, 2)
-
-
-def _like(y: Tensor, x: Tensor) -> Tensor:
-    """Undoes `_image` for a tensor of the size of `x`."""
-    if x.dim() == 4:
-        return y
-    n, c, d, h, w = x.shape
-    return y.permute(0, 2, 3, 1).view(n, d, h, w, c).permute(0, 4, 1, 2, 3)
+from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, from_image, nhwc
 
 
 def _activated(kernels: Kernels, x: Tensor, norm: Norm, noise: Tensor | None) -> Tensor:
-    a = _like(kernels.norm_act_forward(_image(x), norm), x)
+    a = from_image(kernels.norm_act_forward(as_image(x), norm), x.shape, True)
     return a if noise is None else a.mul_(noise)
 
 
@@ -71,7 +48,7 @@ def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
     return (
         is_large
         and x.device.type == "cpu"
-        and not conv_weight.is_contiguous(memory_format=_memory_format(conv_weight))
+        and not conv_weight.is_contiguous(memory_format=CHANNELS_LAST[conv_weight.dim()])
     )
 
 
@@ -81,6 +58,33 @@ def whole_gradient(kernels: Kernels, gradient: Gradient) -> Tensor:
     if step is None:
         return g
     return kernels.norm_input_gradient(Gradient(g.to(step.x.dtype), step))
+
+
+def run_forward(
+    kernels: Kernels,
+    unit: Unit,
+    inputs: Inputs,
+    epilogue: Epilogue,
+    noise: Tensor | None = None,
+) -> Output:
+    """The backend's `norm_act_conv_forward`, or the one below: noise and volumes are not fused."""
+    if noise is None and inputs.x.dim() == 4:
+        return kernels.norm_act_conv_forward(unit, inputs, epilogue)
+    return norm_act_conv_forward(kernels, unit, inputs, epilogue, noise)
+
+
+def run_backward(
+    kernels: Kernels,
+    unit: Unit,
+    dy: Gradient,
+    inputs: Inputs,
+    wanted: Wanted,
+    noise: Tensor | None = None,
+) -> Gradients:
+    """The backward of `run_forward`."""
+    if noise is None and inputs.x.dim() == 4:
+        return kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
+    return norm_act_conv_backward(kernels, unit, dy, inputs, wanted, noise)
 
 
 def norm_act_conv_forward(
@@ -103,24 +107,22 @@ def norm_act_conv_forward(
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))
         unit = unit._replace(weight_dtype=unit.dtype)
-        if noise is None and x.dim() == 4:
-            return kernels.norm_act_conv_forward(unit, inputs, epilogue)
-        return norm_act_conv_forward(kernels, unit, inputs, epilogue, noise)
+        return run_forward(kernels, unit, inputs, epilogue, noise)
     conv_bias, residual, with_stats = epilogue
     if unit.y_dtype != unit.dtype:
         narrow = unit._replace(y_dtype=unit.dtype)
-        y = kernels.norm_act_conv_forward(narrow, inputs, Epilogue(conv_bias)).y
+        y = run_forward(kernels, narrow, inputs, Epilogue(conv_bias), noise).y
     else:
         a = _activated(kernels, x, norm, noise).to(unit.dtype)
         if _converts_activation(x, conv_weight):
             a = a.contiguous()
-        y = _nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
+        y = nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
         del a
     if residual is not None:
         y, statistics = kernels.residual_add_forward(
-            _image(y.to(residual.dtype)), _image(residual), with_stats
+            as_image(y.to(residual.dtype)), as_image(residual), with_stats
         )
-        return Output(_like(y, residual), statistics)
+        return Output(from_image(y, residual.shape, True), statistics)
     return Output(y, kernels.bn_stats(y) if with_stats else None)
 
 
@@ -140,19 +142,15 @@ def norm_act_conv_backward(
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))
         unit = unit._replace(weight_dtype=unit.dtype)
-        if noise is None and x.dim() == 4:
-            found = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
-        else:
-            found = norm_act_conv_backward(kernels, unit, dy, inputs, wanted, noise)
+        found = run_backward(kernels, unit, dy, inputs, wanted, noise)
         if found.conv_weight is None:
             return found
         return found._replace(conv_weight=found.conv_weight.to(conv_weight.dtype))
     whole = whole_gradient(kernels, dy)
     if unit.y_dtype != unit.dtype:
         narrow = unit._replace(y_dtype=unit.dtype)
-        found = kernels.norm_act_conv_backward(
-            narrow, Gradient(whole.to(unit.dtype)), inputs, wanted._replace(dy=False)
-        )
+        rounded = Gradient(whole.to(unit.dtype))
+        found = run_backward(kernels, narrow, rounded, inputs, wanted._replace(dy=False), noise)
         return found._replace(dy=whole if wanted.dy else None)
     if wanted.weight:
         a = _activated(kernels, x, norm, noise).to(unit.dtype)
@@ -170,10 +168,10 @@ def norm_act_conv_backward(
     del a
     g = sums = None
     if wanted.input:
-        da = _nhwc(da.to(x.dtype))
+        da = nhwc(da.to(x.dtype))
         if noise is not None:
             da = da * noise
-        g, sums = kernels.norm_act_backward(_image(da), _image(x), norm, True)
+        g, sums = kernels.norm_act_backward(as_image(da), as_image(x), norm, True)
     if not wanted.weight:
         dconv_weight = None
     elif dconv_weight.stride() != conv_weight.stride():

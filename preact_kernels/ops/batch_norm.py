@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
@@ -15,7 +16,7 @@ from preact_kernels.kernels.contract import (
     pixels_of,
     statistics_dtype,
 )
-from preact_kernels.ops import checks, layout
+from preact_kernels.ops import checks
 from preact_kernels.ops.plain_operators import has_mixed_dtypes, is_transformed
 
 

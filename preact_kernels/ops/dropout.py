@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from preact_kernels.ops import checks, layout
+from preact_kernels.kernels import layout
+from preact_kernels.ops import checks
 
 # Eight bytes of 0 or 1 as one integer: the product has their bits in its highest byte, in order.
 _GATHER = 0x0102040810204080

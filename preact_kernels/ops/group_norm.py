@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Kernels, Statistics, samples_of
-from preact_kernels.ops import checks, layout
+from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import (
     BatchNorm,

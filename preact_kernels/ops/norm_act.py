@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import (
     RELU,
     Activation,
@@ -20,7 +21,7 @@ from preact_kernels.kernels.contract import (
     Statistics,
 )
 from preact_kernels.kernels.reference.activations import activate
-from preact_kernels.ops import checks, dispatch, layout
+from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm, step_sums

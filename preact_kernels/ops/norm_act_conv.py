@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from preact_kernels.kernels import pytorch_conv
+from preact_kernels.kernels import layout, pytorch_conv
 from preact_kernels.kernels.contract import (
     Activation,
     AffineStep,
@@ -24,7 +24,7 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-from preact_kernels.ops import dispatch, layout
+from preact_kernels.ops import dispatch
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.batch_norm import BatchNorm, step_sums
 from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
@@ -63,21 +63,15 @@ class UnitCall(NamedTuple):
 
     def forward(self, inputs: Inputs, epilogue: Epilogue, bits: Tensor | None) -> Tensor:
         """The unit's result."""
-        if bits is None and inputs.x.dim() == 4:
-            return self.kernels.norm_act_conv_forward(self.unit, inputs, epilogue).y
         noise = self.noise(inputs.x, bits)
-        run = pytorch_conv.norm_act_conv_forward
-        return run(self.kernels, self.unit, inputs, epilogue, noise).y
+        return pytorch_conv.run_forward(self.kernels, self.unit, inputs, epilogue, noise).y
 
     def backward(
         self, dy: Tensor, inputs: Inputs, wanted: Wanted, bits: Tensor | None
     ) -> Gradients:
         """The unit's gradients."""
-        if bits is None and inputs.x.dim() == 4:
-            gradient = Gradient(dy)
-            return self.kernels.norm_act_conv_backward(self.unit, gradient, inputs, wanted)
         noise = self.noise(inputs.x, bits)
-        run = pytorch_conv.norm_act_conv_backward
+        run = pytorch_conv.run_backward
         return run(self.kernels, self.unit, Gradient(dy), inputs, wanted, noise)
 
 
@@ -117,10 +111,10 @@ class NormActConvFunction(torch.autograd.Function):
 
             inputs = (x, weight, bias, conv_weight, conv_bias)
             with torch.autocast(x.device.type, enabled=False):
-                grads = gradients(forward, inputs, needed[:5], dy)
+                grads = gradients(forward, inputs, needed[:5], dy.to(unit.dtype))
             return None, *grads, dresidual, None, None, None
         dense_dy = layout.nhwc(dy)
-        dx = dweight = dbias = dconv_weight = None
+        dx = dweight = dbias = dconv_weight = dconv_bias = None
         wanted = Wanted(needs_x or needs_weight or needs_bias, needs_conv)
         if any(wanted):
             found = call.backward(dense_dy, Inputs(x, norm, conv_weight), wanted, bits)
@@ -138,7 +132,8 @@ class NormActConvFunction(torch.autograd.Function):
             dx = call.kernels.norm_input_gradient(Gradient(g, step))
             if is_volume:
                 dx = layout.from_image(dx, x.shape, True)
-        dconv_bias = dense_dy.sum((0, *range(2, dy.dim()))) if needs_conv_bias else None
+        if needs_conv_bias:
+            dconv_bias = dense_dy.sum((0, *range(2, dy.dim()))).to(unit.dtype)
         parameters = dweight, dbias, dconv_weight, dconv_bias
         return None, dx, *parameters, dresidual, None, None, None
 
@@ -182,11 +177,7 @@ def norm_act_conv_of(
     if dropout and mask is None:
         activated = x.to(activated_dtype(norm, activation, x))
         mask = drawn(x.shape, activated, norm.is_channels_last(x), dropout)
-    if (
-        unit is None
-        or (residual is not None and residual.dtype != dtype)
-        or (x.numel() == 0 and norm.process_group is None)
-    ):
+    if unit is None or (x.numel() == 0 and norm.process_group is None):
         x = x.to(activated_dtype(norm, activation, x))
         a, statistics, fixed = normalise(kernels, x, norm, activation, scale_shift)
         if mask is not None:
@@ -196,6 +187,13 @@ def norm_act_conv_of(
         norm.update(kernels, x, statistics, fixed)
         return y
 
+    added_last = None
+    if residual is not None and residual.dtype != dtype:
+        y_dtype = torch.promote_types(dtype, residual.dtype)
+        if y_dtype == torch.float64 != dtype:  # no kernel has both
+            residual, added_last = None, residual
+        else:
+            residual, unit = residual.to(y_dtype), unit._replace(y_dtype=y_dtype)
     axes = x.dim() - 2
     if axes == 1:
         conv = conv.of_image()
@@ -225,7 +223,8 @@ def norm_act_conv_of(
     norm.update(kernels, x, statistics, fixed)
     if axes == 1:
         y = y.squeeze(2)
-    return layout.restored(y, channels_last)
+    y = layout.restored(y, channels_last)
+    return y if added_last is None else y + added_last
 
 
 def plain_norm_act_conv(

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Gradient, Kernels, Parameters, Statistics
 from preact_kernels.kernels.pytorch_conv import whole_gradient
-from preact_kernels.ops import dispatch, layout
+from preact_kernels.ops import dispatch
 from preact_kernels.ops.autocast import has_autocast, is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm, update_running_statistics
 from preact_kernels.ops.block_arguments import (

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from preact_kernels.ops import checks, dispatch, layout
+from preact_kernels.kernels import layout
+from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.plain_operators import runs_plain
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Activation, Kernels, Unit
-from preact_kernels.ops import checks, layout
-from preact_kernels.ops.autocast import compute_dtype
+from preact_kernels.ops import checks
+from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShift
 
 
@@ -118,7 +119,7 @@ def checked_unit(
     if not torch.compiler.is_compiling():
         try:
             values = x, residual, *norm, *activation, *conv, *scale_shift, prefix
-            key = (type(norm), *described(values), compute_dtype(x))
+            key = (type(norm), *described(values), is_autocast(x) and compute_dtype(x))
             found = _passed.get(key)
         except (AttributeError, TypeError, RuntimeError):  # x is no tensor; symbolic sizes
             key = None

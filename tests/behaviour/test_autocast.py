@@ -84,6 +84,16 @@ def test_any_norm_and_activation_in_front_of_a_convolution(case, modulation, x_d
     assert results["dconv_weight"].dtype == torch.float32
 
 
+def test_a_float32_scale_beside_half_precision_is_read_with_and_without_autocast(backend):
+    case = NORMS["group"]
+    fused, plain = (partial(f, activation="silu") for f in (case.fused, case.plain))
+    problems = [norm_conv_inputs(case, torch.bfloat16, ("scale",), torch.float32) for _ in range(4)]
+    for inputs in problems:
+        inputs["scale"] = inputs["scale"].float()
+    dtypes = [c(fused, plain, problems)["y"].dtype for c in (check, check_autocast)]
+    assert dtypes == [torch.float32, torch.bfloat16]
+
+
 # On a float32 input, autocast leaves blocks plain until one has a projection.
 @pytest.mark.backends("cpu", slow=("triton", "cuda"))
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import preact_kernels as pk
+from preact_kernels.kernels.contract import RELU, Activation
 from preact_kernels.ops import schema
 from tests.cases import (
     EVERY_MODULE,
@@ -18,6 +19,7 @@ from tests.cases import (
     in_dtype,
     random_block,
     randomised,
+    recorded_calls,
 )
 from tests.oracle import assert_same_bits, evaluate
 
@@ -91,12 +93,14 @@ def test_modules_compile_once_for_any_batch_size(make, training, dynamic, graphs
     assert counter.frame_count == (1 if dynamic else 2)
 
 
-@pytest.mark.parametrize("dims", [3, 5])
-def test_compiled_units_with_scale_shift_and_dropout_give_the_same_bits(dims, backend):
+@pytest.mark.parametrize(("dims", "dtype"), [(3, torch.float32), (5, torch.bfloat16)])
+def test_compiled_units_with_scale_shift_and_dropout_give_the_same_bits(dims, dtype, backend):
     shape = (3, 8, 5, 4, 6)[:dims]
     conv = {3: nn.Conv1d, 5: nn.Conv3d}[dims](8, 6, 3, padding=1)
     module = pk.NormActConv(nn.GroupNorm(4, 8), ("elu", 0.5), conv, dropout=0.25)
     inputs = {"x": torch.randn(shape), "scale": torch.randn(3, 8), "shift": torch.randn(3, 8)}
+    module, inputs = module.to(dtype), {n: t.to(dtype) for n, t in inputs.items()}
+    inputs["residual"] = torch.randn(3, 6, *shape[2:])
 
     def seeded(call):
         def run(**inputs):
@@ -240,3 +244,16 @@ def test_registered_ops_keep_their_schemas_and_fakes(name, dtype, backend):
     op = getattr(torch.ops.preact_kernels, name).default
     for arguments in kernel_arguments(dtype)[name]:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["norm_act_conv_forward", "norm_act_conv_backward"])
+def test_registered_ops_pass_units_with_the_activation_and_rows_of_the_norm(name, monkeypatch):
+    kernels = schema.FakeKernels()
+    calls = recorded_calls(kernels, name, monkeypatch)
+    for arguments in kernel_arguments(torch.bfloat16)[name]:
+        schema.call_with_flat_arguments(kernels, name, arguments)
+        (function,) = (a for a in arguments if isinstance(a, str))
+        activation = {"relu": RELU, "elu": Activation("elu", 0.5)}[function]
+        unit = calls[-1][0]
+        assert (unit.activation, unit.has_rows) == (activation, activation != RELU)
+    assert len({call[0].activation for call in calls}) == 2

@@ -113,6 +113,20 @@ def test_gradient_penalty_of_norm_act_conv(frozen, modulation, norm, options, ba
     check_penalty(case.fused, case.plain, inputs, frozen, **arguments)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("norm", [NormCase((2, 8, 3, 4), 4), NormCase((2, 8, 3, 2, 2))], ids=str)
+def test_gradient_penalty_beside_a_residual_of_another_dtype(norm, dtypes, backend):
+    x_dtype, residual_dtype = (getattr(torch, name) for name in dtypes)
+    case = NormConvCase(norm, 4, conv_bias=True, residual=True)
+    problems = [norm_conv_inputs(case, x_dtype) for _ in range(4)]
+    problems = [{**i, "residual": i["residual"].to(residual_dtype)} for i in problems]
+    fused, plain = (
+        GradientPenalty(partial(f, activation="tanh")) for f in (case.fused, case.plain)
+    )
+    check(fused, plain, problems)
+
+
 @both_modes
 def test_gradient_penalty_of_an_instance_norm_with_running_statistics(training, backend):
     norm = torch.nn.InstanceNorm2d(6, affine=True, track_running_stats=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.ops import layout as layout_of
+from preact_kernels.kernels import layout as layout_of
 from tests.cases import (
     MODULATIONS,
     ConvCase,

@@ -5,17 +5,20 @@ from functools import partial
 import pytest
 import torch
 
+from preact_kernels.ops import dispatch
 from tests.cases import (
     ACTIVATIONS,
     INF,
     NAN,
     NORM_CONV_CASES,
+    Autocast,
     NormCase,
     NormConvCase,
     enough,
     every_activation,
     every_modulation,
     norm_conv_inputs,
+    recorded_calls,
 )
 from tests.oracle import assert_same_bits, check, evaluate
 
@@ -71,6 +74,19 @@ def test_each_modulation_of_each_norm(norm, modulation, kernel, training_dtype):
     check_unit(case, problems, **arguments)
 
 
+@pytest.mark.backends("cpu")
+@every_modulation
+@every_norm
+def test_a_unit_says_whether_its_norm_has_rows(norm, modulation, backend, monkeypatch):
+    case, arguments = NORMS[norm]
+    inputs = norm_conv_inputs(case, modulation=modulation)
+    kernels = dispatch.kernels_for(inputs["x"])
+    calls = recorded_calls(kernels, "norm_act_conv_forward", monkeypatch)
+    case.fused(**inputs, **arguments)
+    ((unit, given, _),) = calls
+    assert unit.has_rows == given.norm.has_rows == (case is not BATCH or bool(modulation))
+
+
 @on_kernels
 @pytest.mark.parametrize("name", ["3x3", "1d", "3d", "batch"])
 @pytest.mark.covering(1, cpu=1)
@@ -80,6 +96,55 @@ def test_a_float32_convolution_behind_bfloat16(name, backend):
     problems = [norm_conv_inputs(case, torch.bfloat16, **options) for _ in range(8)]
     results = check_unit(case, problems)
     assert results["y"].dtype == torch.bfloat16 and results["dconv_weight"].dtype == torch.float32
+
+
+HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+# Dtypes of x and of the residual; `None` for x: float32 under autocast.
+MIXED = [(None, FLOAT), (HALF, FLOAT), (FLOAT, HALF), (HALF, torch.float16), (FLOAT, DOUBLE)]
+
+
+def mixed_inputs(case, x_dtype, residual_dtype):
+    inputs = norm_conv_inputs(case._replace(residual=True), x_dtype or FLOAT)
+    inputs["residual"] = (64 + inputs["residual"]).to(residual_dtype)  # rounding it shows
+    return inputs
+
+
+@pytest.mark.covering(1, cpu=2)
+@on_kernels
+@pytest.mark.parametrize(("x_dtype", "residual_dtype"), MIXED)
+@pytest.mark.parametrize("name", ["3x3", "1d", "3d", "batch", "same_even"])
+def test_a_residual_of_another_dtype(name, x_dtype, residual_dtype, backend):
+    case = NORM_CONV_CASES[name]
+    activation = "identity" if name == "batch" else "silu"  # one that triton fuses
+    fused, plain = (partial(f, activation=activation) for f in (case.fused, case.plain))
+    if x_dtype is None:
+        fused, plain = Autocast(function=fused), Autocast(function=plain)
+    problems = [mixed_inputs(case, x_dtype, residual_dtype) for _ in range(8)]
+    results = check(fused, plain, problems)
+    assert results["y"].dtype == torch.promote_types(x_dtype or HALF, residual_dtype)
+    assert results["dresidual"].dtype == residual_dtype
+
+
+@pytest.mark.covering(1, cpu=2)
+@pytest.mark.backends("cpu", slow=("reference",))
+@pytest.mark.parametrize(("x_dtype", "residual_dtype"), MIXED)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["1x1", "1d", "3d", "channels_10_to_17"])
+def test_a_residual_of_another_dtype_is_added_to_the_rounded_result(
+    name, dropout, x_dtype, residual_dtype, backend
+):
+    # No bias: its gradient sums a dy that is not rounded.
+    case = NORM_CONV_CASES[name]._replace(conv_bias=False)
+    call = seeded(partial(case.fused, activation="silu", dropout=dropout))
+    inputs = mixed_inputs(case, x_dtype, residual_dtype)
+
+    def apart(residual, **inputs):
+        return call(**inputs) + residual
+
+    found, expected = (
+        evaluate(f if x_dtype else Autocast(function=f), inputs) for f in (call, apart)
+    )
+    assert_same_bits(found, expected)
 
 
 @on_kernels

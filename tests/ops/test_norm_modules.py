@@ -293,13 +293,29 @@ def test_inputs_that_a_norm_does_not_take_are_refused(norm, shape, message, back
         pk.NormAct(norm, "relu")(torch.randn(shape))
 
 
+class WithResidual(nn.Module):
+    """A unit, and what it adds to its result."""
+
+    def __init__(self, unit, residual):
+        super().__init__()
+        self.unit, self.residual = unit, residual
+
+    def forward(self, x):
+        return self.unit(x, self.residual)
+
+
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_unit_saves_its_input_and_a_bit_for_each_element(dropout, dtype, backend):
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32, torch.float16, torch.float64])
+def test_a_unit_saves_its_input_and_a_bit_for_each_element(dropout, dtype, residual_dtype, backend):
     conv = nn.Conv2d(8, 6, 3).to(dtype)
     x = torch.randn(4, 8, 16, 16).to(dtype).requires_grad_()
     for norm in (nn.GroupNorm(4, 8), nn.BatchNorm2d(8)):
         module = pk.NormActConv(norm, nn.SiLU(), conv, dropout=dropout)
         vectors = (2 * 4 if isinstance(norm, nn.GroupNorm) else 2) * 8 * 4  # mean and variance
         bits = x.numel() // 8 if dropout else 0
+        if residual_dtype is not None:
+            residual = torch.randn(4, 6, 14, 14).to(residual_dtype).requires_grad_()
+            module = WithResidual(module, residual)
         assert pk.saved_bytes(module, x) == x.numel() * x.element_size() + bits + vectors

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_channels_last(t: Tensor) -> bool:
     """Whether PyTorch, when it chooses an output format, treats `t` as channels_last."""
-    if t.dim() not in _CHANNELS_LAST:
+    if t.dim() not in CHANNELS_LAST:
         return False
-    if t.shape[1] == 1 and not t.is_contiguous(memory_format=_CHANNELS_LAST[t.dim()]):
+    if t.shape[1] == 1 and not t.is_contiguous(memory_format=CHANNELS_LAST[t.dim()]):
         return False  # both formats match; PyTorch's batch norm chooses contiguous
     smallest = 0
     if t.stride(1) == 0:
@@ -28,7 +28,7 @@ def is_channels_last(t: Tensor) -> bool:
 
 def nhwc(t: Tensor) -> Tensor:
     """`t` dense in NHWC (or NDHWC) order; `t` itself if it is already."""
-    return t.contiguous(memory_format=_CHANNELS_LAST[t.dim()])
+    return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
 
 
 def restored(y: Tensor, channels_last: bool) -> Tensor:
