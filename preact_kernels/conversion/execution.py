@@ -116,6 +116,9 @@ class _Execution:
         self._in_nhwc = any(s.name for s in steps)
         self._saved = {s.inputs[0] for s in steps if s.name}  # that fused operations save
         self._recomputation = Recomputation()
+        # A compiler decides itself what it computes again.
+        is_checkpoint = any(s.nodes[0].memory == "checkpoint" for s in steps if s.name)
+        self._may_recompute = is_checkpoint and not region.is_traced
 
     def run(self) -> None:
         try:
@@ -123,7 +126,9 @@ class _Execution:
                 inputs = [self._input(i, step) for i in step.inputs]
                 # PyTorch does not bump the versions of running statistics that it updates.
                 statistics = tuple(t for n in step.nodes for t in tracked_statistics(n))
-                reading = self._recomputation.reading(step.inputs, inputs)
+                # Stages have memory modes of their own.
+                read = () if step.blocks else zip(step.inputs, inputs, strict=True)
+                reading = self._recomputation.reading(read)
                 with torch_compat.without_new_version(statistics), reading:
                     y = self._values[step.end] = self._result(step, inputs)
                 self._recompute(step, inputs, y)
@@ -140,21 +145,23 @@ class _Execution:
             raise
 
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
+        t: Any = value
         if isinstance(value, Node):
             is_plain_conv = not step.name and step.end.operation is CONV
             if value.value is not None and is_plain_conv and value not in self._saved:
                 return value.value  # a copy in NHWC would be saved in addition
-            if value in self._values:
-                return self._values[value]
-            assert value.value is not None
-            t = value.value
-        else:
-            t = value
+            t = self._values.get(value, value.value)
         if not self._in_nhwc or _is_nhwc(t):
             return t
         if value not in self._converted:
-            self._converted[value] = _ToChannelsLast.apply(t)
+            self._converted[value] = self._copied(value, t)
         return self._converted[value]
+
+    def _copied(self, value: Node | Tensor, t: Tensor, copy: Tensor | None = None) -> Tensor:
+        """Returns a tensor in NHWC; `copy` holds its values in NHWC, if they are known."""
+        if self._may_recompute and t.requires_grad:
+            self._recomputation.add(value, _nhwc, t, t, (), self._steps[0].end.context, 0)
+        return _ToChannelsLast.apply(t, copy)
 
     def _release(self, value: Node | Tensor) -> None:
         self._reads[value] -= 1
@@ -192,9 +199,8 @@ class _Execution:
         of a fused operation is saved in any case.
         """
         end = step.end
-        if len(inputs) > 1 or self._reads[end] != 1 or not y.requires_grad:
-            return
-        if self._region.is_traced:  # a compiler decides what it computes again
+        is_read_once = len(inputs) == 1 == self._reads[end]
+        if not (self._may_recompute and is_read_once and y.requires_grad):
             return
         source = step.inputs[0]
         units = self._recomputation.units(source)
@@ -242,9 +248,8 @@ class _Execution:
             become_plain(held)
         if self._reads[node]:
             # Later steps read the tensor that the program has.
-            self._values[node] = (
-                _ToChannelsLast.apply(node.value, inside) if is_nchw else node.value
-            )
+            value = node.value
+            self._values[node] = self._copied(node, value, inside) if is_nchw else value
 
 
 def _norm(norm: Node) -> NormArguments:

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +37,26 @@ class Recomputed:
         self._call, self._source, self._context, self.units = call, source, context, units
         tensors = [source, *read] if isinstance(source, Tensor) else read
         self._versions = [(t, t._version) for t in tensors]
+        self._hooks: Any = None
         self._value: Tensor | None = None  # for another reader in the same backward
         self._lock = threading.Lock()
-        self.is_saved = False  # whether the graph of a later operation needs it
+        self._is_saved = False
+
+    def save(self, hooks: Any) -> None:
+        """Notes that the graph of an operation needs the value.
+
+        Args:
+            hooks: the program's hooks of saved tensors, which take the source; or None.
+        """
+        self._is_saved = True
+        self._save_source(hooks)
+
+    def _save_source(self, hooks: Any) -> None:
+        if isinstance(self._source, Recomputed):
+            self._source._save_source(hooks)
+        elif hooks is not None and self._hooks is None:
+            self._hooks, self._source = hooks, hooks[0](self._source)
+            del self._versions[0]  # the hooks decide what becomes of the source
 
     def take(self) -> Tensor:
         """Returns the value, which is not kept."""
@@ -47,20 +64,27 @@ class Recomputed:
             value, self._value = self._value, None
         if value is not None:
             return value
+        source = self._saved_source()
         in_modes = self._context.entered_in_backward()
         with torch_compat.disable_torch_function(), in_modes, torch.no_grad():
-            return self._computed()
+            return self._computed(source)
 
-    def _computed(self) -> Tensor:
+    def _saved_source(self) -> Any:
+        """Returns the tensor that the chain of calls begins with; hooks may run anything."""
+        if isinstance(self._source, Recomputed):
+            return self._source._saved_source()
+        return self._source if self._hooks is None else self._hooks[1](self._source)
+
+    def _computed(self, first: Tensor) -> Tensor:
         for t, version in self._versions:
             _check(t, version)
         source = self._source
-        if isinstance(source, Recomputed):
-            value = source._value if source._value is not None else source._computed()
-            if source.is_saved:  # the backward reads it next
-                source._value = value
-            source = value
-        return self._call(source)
+        if not isinstance(source, Recomputed):
+            return self._call(first)
+        value = source._computed(first) if source._value is None else source._value
+        if source._is_saved:  # the backward reads it next
+            source._value = value
+        return self._call(value)
 
 
 def _check(t: Tensor, version: int) -> None:
@@ -114,13 +138,13 @@ class Recomputation:
         self._found[node] = Recomputed(call, self._found.get(source, value), read, context, units)
 
     @contextlib.contextmanager
-    def reading(self, nodes: Sequence[object], values: Sequence[Tensor]) -> Iterator[None]:
-        """Runs its body so that autograd saves none of the noted `values`, of `nodes`."""
-        found = {
-            torch_compat.storage_id(t): self._found[n]
-            for n, t in zip(nodes, values, strict=True)
-            if n in self._found
-        }
+    def reading(self, inputs: Iterable[tuple[object, Tensor]]) -> Iterator[None]:
+        """Runs its body so that autograd saves none of the noted values.
+
+        Args:
+            inputs: the nodes or tensors that the body reads, and their values.
+        """
+        found = {torch_compat.storage_id(t): self._found[n] for n, t in inputs if n in self._found}
         if not found:
             yield
             return
@@ -130,7 +154,7 @@ class Recomputation:
             value = found.get(torch_compat.storage_id(t))
             if value is None:
                 return t if outer is None else outer[0](t)
-            value.is_saved = True
+            value.save(outer)
             return _View(value, t.shape, t.stride(), t.storage_offset())
 
         def unpack(packed: Any) -> Tensor:
