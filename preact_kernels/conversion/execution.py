@@ -141,8 +141,8 @@ class _Execution:
 
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
         if isinstance(value, Node):
-            is_plain_conv = not step.name and step.end.operation is CONV
-            if value.value is not None and is_plain_conv and value not in self._saved:
+            saves_input = not step.name and step.end.operation in (CONV, CALL)
+            if value.value is not None and saves_input and value not in self._saved:
                 return value.value  # a copy in NHWC would be saved in addition
             if value in self._values:
                 return self._values[value]

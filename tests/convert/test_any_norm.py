@@ -395,6 +395,16 @@ def test_a_unit_keeps_a_third():
     assert kept_share(two_units) < 0.36
 
 
+def test_an_activation_that_is_read_twice_is_kept_once():
+    def forward(net, x):
+        a = F.silu(net.norm(x))
+        y, means = net.conv(a), F.avg_pool2d(a, 2).abs()
+        return y + (a.mean((2, 3)) + means.mean((2, 3)))[..., None, None]
+
+    # Plain: the input, the result of the norm, the activation. Fused: input and activation.
+    assert kept_share(forward) < 0.75
+
+
 # Autograd, modes and shapes.
 
 
