@@ -85,20 +85,6 @@ CASES = {
 }
 
 
-class OneInput(nn.Module):
-    """A model as a function of its first input, which returns one tensor."""
-
-    def __init__(self, model: nn.Module, others: Sequence) -> None:
-        super().__init__()
-        self.model, self.others = model, others
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the output of the model; packages wrap it."""
-        y: Any = self.model(x, *self.others)
-        y = getattr(y, "sample", y)
-        return y[0] if isinstance(y, tuple) else y
-
-
 class Contender(NamedTuple):
     """A way to train a model."""
 
@@ -163,7 +149,7 @@ class Trained:
         torch.manual_seed(1)
         x, *others = (t.to(a.device) for t in case.inputs())
         self.x = in_format(x, contender.channels_last)
-        self.model = OneInput(self.converted, others)
+        self.model = packages.OneInput(self.converted, others)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9)
 
     def forward(self) -> Tensor:
@@ -199,8 +185,7 @@ class Trained:
 def check_equal(fused: Trained, plain: Trained, truth: nn.Module) -> None:
     """Raises if the output in training mode exceeds the budget in the README."""
     with torch.no_grad():
-        others = [t.double() if t.is_floating_point() else t for t in plain.model.others]
-        wide = OneInput(copy.deepcopy(truth).double().train(), others)
+        wide = packages.OneInput(copy.deepcopy(truth).double().train(), plain.model.others)
         torch.manual_seed(2)
         expected = wide(plain.x.double())
         errors = [float((t.forward().double() - expected).norm()) for t in (fused, plain)]
