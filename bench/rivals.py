@@ -2,17 +2,17 @@
 
 Every model is trained as it is built (NCHW) and in channels_last, with each residual block compiled
 by `torch.compile`, also within an activation memory budget of 0.5, with each block under
-`torch.utils.checkpoint`, and converted by `pk.convert`. For each: bytes that a forward keeps for
-the backward, peak memory and time of a training step, in turn. Prints a table and writes a CSV
-file; `make report` writes the tables of docs/benchmarks.md from it. A model of a package that is
-not installed is left out.
+`torch.utils.checkpoint`, and converted by `pk.convert`, also in memory mode "checkpoint". For each:
+bytes that a forward keeps for the backward, peak memory and time of a training step, in turn.
+Prints a table and writes a CSV file; `make report` writes the tables of docs/benchmarks.md from it.
+A model of a package that is not installed is left out.
 """
 
 import argparse
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +24,23 @@ from bench import measure, records
 from bench.contenders import _inductor as inductor
 from bench.measure import MIB
 from bench.records import RIVALS, RivalRow, put, read, slug
-from tests.convert import packages
+from tests.convert import norm_act_models, packages
 from tests.convert import published_models as published
 
 
 class Case(NamedTuple):
-    """A model, its inputs, and its residual blocks."""
+    """A model.
+
+    build: builds it.
+    inputs: makes its inputs.
+    blocks: names of the classes of its blocks.
+    activations: as in `pk.convert`.
+    """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple]
-    blocks: tuple[str, ...]  # names of classes
+    blocks: tuple[str, ...]
+    activations: Mapping | None = None
 
 
 def _images(*shape: int) -> Callable[[], tuple]:
@@ -53,6 +60,20 @@ def _unet(**options) -> Callable[[], nn.Module]:
 
 
 CASES = {
+    "SongUNet of EDM": Case(
+        lambda: norm_act_models.SongUNet(64, (1, 2, 2), 2, dropout=0.1),
+        _noisy(4, 3, 32, 32),
+        ("UNetBlock",),
+    ),
+    "robust WRN-28-10": Case(
+        norm_act_models.SwishWideResNet,
+        _images(4, 3, 32, 32),
+        ("SwishBlock",),
+        {norm_act_models.SwishFunction: "silu"},
+    ),
+    "3D-Speaker CAM-DenseNet": Case(
+        norm_act_models.CAMDenseNet, _images(8, 80, 300), ("CAMDenseLayer",)
+    ),
     "diffusers AutoencoderKL": Case(
         lambda: packages.diffusers("AutoencoderKL", **packages.AUTOENCODER),
         _images(2, 3, 64, 64),
@@ -76,6 +97,16 @@ CASES = {
         lambda: packages.monai("AutoencoderKL", **packages.MONAI_AUTOENCODER),
         _images(1, 1, 32, 32, 32),
         ("AEKLResBlock",),
+    ),
+    "MONAI BasicUNet": Case(
+        lambda: packages.monai("BasicUNet", **packages.BASIC_UNET),
+        _images(1, 1, 48, 48, 48),
+        ("TwoConv",),
+    ),
+    "MONAI DynUNet": Case(
+        lambda: packages.monai("DynUNet", **packages.DYN_UNET),
+        _images(1, 1, 48, 48, 48),
+        ("UnetBasicBlock",),
     ),
     "timm resnetv2_50x1_bit": Case(
         lambda: published.timm_model("resnetv2_50x1_bit"),
@@ -111,18 +142,20 @@ def _checkpoint(model: nn.Module, case: Case) -> None:
         block.forward = forward  # type: ignore[method-assign]
 
 
+def _convert(model: nn.Module, case: Case, memory: str = "store") -> None:
+    pk.convert(model, memory=memory, activations=case.activations)
+
+
 CONTENDERS = (
     Contender("eager"),
     Contender("eager, channels_last", channels_last=True),
     Contender("compile", _compile, channels_last=True),
     Contender("compile, budget 0.5", functools.partial(_compile, budget=0.5), channels_last=True),
     Contender("checkpoint", _checkpoint, channels_last=True),
-    Contender("pk.convert", lambda model, _: pk.convert(model), is_fused=True),
+    Contender("pk.convert", _convert, is_fused=True),
+    Contender("pk.convert, channels_last", _convert, channels_last=True, is_fused=True),
     Contender(
-        "pk.convert, channels_last",
-        lambda model, _: pk.convert(model),
-        channels_last=True,
-        is_fused=True,
+        "pk.convert, checkpoint", functools.partial(_convert, memory="checkpoint"), is_fused=True
     ),
 )
 

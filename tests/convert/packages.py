@@ -41,6 +41,21 @@ SEG_RES_NET = {
     "blocks_down": (1, 2, 2),
     "blocks_up": (1, 1),
 }
+BASIC_UNET = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 2,
+    "features": (16, 16, 32, 64, 128, 16),
+}
+DYN_UNET = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 2,
+    "kernel_size": (3, 3, 3, 3),
+    "strides": (1, 2, 2, 2),
+    "upsample_kernel_size": (2, 2, 2),
+    "filters": (16, 32, 64, 128),
+}
 MONAI_AUTOENCODER = {
     "spatial_dims": 3,
     "in_channels": 1,
