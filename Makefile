@@ -1,6 +1,9 @@
 # make test        lint, then the quick tests
 # make test-study  quick tests of preact_kernels.study
 # make test-tools  quick tests of the benchmarks and of the host that runs the CUDA kernels
+# make test-packages
+#                  installs diffusers and MONAI in a folder of their own (48 MB) and converts models
+#                  of theirs
 # make test-full   lint, then every test
 # make build       builds the libraries in place; the CUDA library for the GPUs here, else for 9.0
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
@@ -60,6 +63,9 @@ TORCH ?= $(OLDEST_TORCH)
 NEWEST_TRITON_VERSION := $(lastword $(call tested,triton))
 NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
 
+# Packages with models, in their own folder.
+PACKAGES := $(VENV)/packages
+
 # Time limit of `make bench`.
 BENCH_SECONDS ?= 560
 START := $(shell date +%s)
@@ -83,9 +89,9 @@ VERSION_TESTS := tests/behaviour tests/convert tests/stage tests/ops/test_double
   tests/ops/test_layout.py tests/ops/test_native_calls.py
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: always build test test-study test-tools test-full compile-triton compile-triton-full \
-  cuda-on-host check-oldest check-newest check-torch check-gpu bench report lint format gpu-report \
-  clean
+.PHONY: always build test test-study test-tools test-packages test-full compile-triton \
+  compile-triton-full cuda-on-host check-oldest check-newest check-torch check-gpu bench report lint \
+  format gpu-report clean
 
 build: $(BUILD)
 
@@ -97,6 +103,9 @@ test-study: $(BUILD) cuda-on-host
 
 test-tools: $(BUILD) cuda-on-host
 	@$(PYTEST) -m "not slow" $(TOOL_TESTS) $(ARGS)
+
+test-packages: $(CPU_BUILD) $(PACKAGES)/.requirements
+	@PYTHONPATH=$(abspath $(PACKAGES)) $(PYTEST) tests/convert/test_norm_act_models.py $(ARGS)
 
 test-full: lint $(BUILD) compile-triton-full cuda-on-host
 	@$(PYTEST) $(ARGS)
@@ -231,6 +240,12 @@ $(CPU_BUILD): $(EDITABLE) $(CSRC)
 $(NEWEST_TRITON): $(REQUIREMENTS)
 	@echo "Installing Triton $(NEWEST_TRITON_VERSION) in $@"
 	@$(PIP_INSTALL) --no-deps --target $@ triton==$(NEWEST_TRITON_VERSION)
+	@touch $@
+
+$(PACKAGES)/.requirements: $(REQUIREMENTS) requirements-packages.txt
+	@echo "Installing requirements-packages.txt in $(PACKAGES)"
+	@rm -rf $(PACKAGES)
+	@$(PIP_INSTALL) --no-deps --target $(PACKAGES) -r requirements-packages.txt
 	@touch $@
 
 gpu-report:

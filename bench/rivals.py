@@ -2,17 +2,17 @@
 
 Every model is trained as it is built (NCHW) and in channels_last, with each residual block compiled
 by `torch.compile`, also within an activation memory budget of 0.5, with each block under
-`torch.utils.checkpoint`, and converted by `pk.convert`. For each: bytes that a forward keeps for
-the backward, peak memory and time of a training step, in turn. Prints a table and writes a CSV
-file; `make report` writes the tables of docs/benchmarks.md from it. A model of a package that is
-not installed is left out.
+`torch.utils.checkpoint`, and converted by `pk.convert`, also in memory mode "checkpoint". For each:
+bytes that a forward keeps for the backward, peak memory and time of a training step, in turn.
+Prints a table and writes a CSV file; `make report` writes the tables of docs/benchmarks.md from it.
+A model of a package that is not installed is left out.
 """
 
 import argparse
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +24,23 @@ from bench import measure, records
 from bench.contenders import _inductor as inductor
 from bench.measure import MIB
 from bench.records import RIVALS, RivalRow, put, read, slug
-from tests.convert import packages
+from tests.convert import norm_act_models, packages
 from tests.convert import published_models as published
 
 
 class Case(NamedTuple):
-    """A model, its inputs, and its residual blocks."""
+    """A model.
+
+    build: builds it.
+    inputs: makes its inputs.
+    blocks: names of the classes of its blocks.
+    activations: as in `pk.convert`.
+    """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple]
-    blocks: tuple[str, ...]  # names of classes
+    blocks: tuple[str, ...]
+    activations: Mapping | None = None
 
 
 def _images(*shape: int) -> Callable[[], tuple]:
@@ -53,6 +60,22 @@ def _unet(**options) -> Callable[[], nn.Module]:
 
 
 CASES = {
+    "SongUNet of EDM": Case(
+        lambda: norm_act_models.SongUNet(64, (1, 2, 2), 2, dropout=0.1),
+        _noisy(4, 3, 32, 32),
+        ("UNetBlock",),
+    ),
+    "robust WRN-28-10": Case(
+        norm_act_models.SwishWideResNet,
+        _images(4, 3, 32, 32),
+        ("SwishBlock",),
+        {norm_act_models.SwishFunction: "silu"},
+    ),
+    "3D-Speaker CAM-DenseNet": Case(
+        lambda: norm_act_models.CAMDenseNet(counts=(3, 6, 4)),
+        _images(16, 80, 300),
+        ("CAMDenseLayer",),
+    ),
     "diffusers AutoencoderKL": Case(
         lambda: packages.diffusers("AutoencoderKL", **packages.AUTOENCODER),
         _images(2, 3, 64, 64),
@@ -77,26 +100,22 @@ CASES = {
         _images(1, 1, 32, 32, 32),
         ("AEKLResBlock",),
     ),
+    "MONAI BasicUNet": Case(
+        lambda: packages.monai("BasicUNet", **packages.BASIC_UNET),
+        _images(1, 1, 48, 48, 48),
+        ("TwoConv",),
+    ),
+    "MONAI DynUNet": Case(
+        lambda: packages.monai("DynUNet", **packages.DYN_UNET),
+        _images(1, 1, 48, 48, 48),
+        ("UnetBasicBlock",),
+    ),
     "timm resnetv2_50x1_bit": Case(
         lambda: published.timm_model("resnetv2_50x1_bit"),
         _images(8, 3, 128, 128),
         ("PreActBottleneck",),
     ),
 }
-
-
-class OneInput(nn.Module):
-    """A model as a function of its first input, which returns one tensor."""
-
-    def __init__(self, model: nn.Module, others: Sequence) -> None:
-        super().__init__()
-        self.model, self.others = model, others
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the output of the model; packages wrap it."""
-        y: Any = self.model(x, *self.others)
-        y = getattr(y, "sample", y)
-        return y[0] if isinstance(y, tuple) else y
 
 
 class Contender(NamedTuple):
@@ -125,18 +144,20 @@ def _checkpoint(model: nn.Module, case: Case) -> None:
         block.forward = forward  # type: ignore[method-assign]
 
 
+def _convert(model: nn.Module, case: Case, memory: str = "store") -> None:
+    pk.convert(model, memory=memory, activations=case.activations)
+
+
 CONTENDERS = (
     Contender("eager"),
     Contender("eager, channels_last", channels_last=True),
     Contender("compile", _compile, channels_last=True),
     Contender("compile, budget 0.5", functools.partial(_compile, budget=0.5), channels_last=True),
     Contender("checkpoint", _checkpoint, channels_last=True),
-    Contender("pk.convert", lambda model, _: pk.convert(model), is_fused=True),
+    Contender("pk.convert", _convert, is_fused=True),
+    Contender("pk.convert, channels_last", _convert, channels_last=True, is_fused=True),
     Contender(
-        "pk.convert, channels_last",
-        lambda model, _: pk.convert(model),
-        channels_last=True,
-        is_fused=True,
+        "pk.convert, checkpoint", functools.partial(_convert, memory="checkpoint"), is_fused=True
     ),
 )
 
@@ -163,7 +184,7 @@ class Trained:
         torch.manual_seed(1)
         x, *others = (t.to(a.device) for t in case.inputs())
         self.x = in_format(x, contender.channels_last)
-        self.model = OneInput(self.converted, others)
+        self.model = packages.OneInput(self.converted, others)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9)
 
     def forward(self) -> Tensor:
@@ -196,11 +217,13 @@ class Trained:
             return pk.saved_bytes(self.model, self.x)
 
 
-def check_equal(fused: Trained, plain: Trained, truth: nn.Module) -> None:
-    """Raises if the output in training mode exceeds the budget in the README."""
+def check_equal(fused: Trained, plain: Trained) -> None:
+    """Raises if the output in training mode exceeds the budget in the README.
+
+    Both have the same memory format: dropout draws its numbers in the order of the memory.
+    """
     with torch.no_grad():
-        others = [t.double() if t.is_floating_point() else t for t in plain.model.others]
-        wide = OneInput(copy.deepcopy(truth).double().train(), others)
+        wide = copy.deepcopy(plain.model).double()
         torch.manual_seed(2)
         expected = wide(plain.x.double())
         errors = [float((t.forward().double() - expected).norm()) for t in (fused, plain)]
@@ -216,14 +239,14 @@ def measured(name: str, rows: Sequence[RivalRow], a: argparse.Namespace) -> None
     plain = case.build().to(a.device)
     contenders = {c.name: c for c in CONTENDERS}
     trained: dict[str, Trained] = {}
-    reference = Trained(contenders["eager"], case, plain, a)
+    references = [Trained(contenders[n], case, plain, a) for n in ("eager", "eager, channels_last")]
     for row in rows:
         contender = contenders[row.contender]
-        row.shape = "x".join(map(str, reference.x.shape))
+        row.shape = "x".join(map(str, references[0].x.shape))
         try:
             one = Trained(contender, case, plain, a)
             if contender.is_fused:
-                check_equal(one, reference, plain)
+                check_equal(one, references[contender.channels_last])
                 report = pk.conversion_report(one.converted)
                 row.fused = f"{len(report.fused)} of {len(report)}"
             one.step()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from preact_kernels.conversion.execution import MEMORY
-from preact_kernels.conversion.hooks import CONVERSION, is_norm
+from preact_kernels.conversion.norm_modules import is_norm
+from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.blocks import fused_blocks
 from preact_kernels.modules.preact_block import PreActBlock

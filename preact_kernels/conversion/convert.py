@@ -11,17 +11,17 @@ from torch import nn
 from preact_kernels import torch_compat
 from preact_kernels.conversion.execution import MEMORY
 from preact_kernels.conversion.hooks import (
-    CONVERSION,
     GIVEN_BACK,
     CompiledCall,
     Conversion,
     add_hooks,
     is_inert,
-    is_norm,
     outcomes,
     remove_hooks,
 )
 from preact_kernels.conversion.named_activations import NamedActivations
+from preact_kernels.conversion.norm_modules import contains_norm, is_norm
+from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import ConversionReport, Site
 from preact_kernels.conversion.verification import Example, Verifier, unchanged
@@ -51,8 +51,8 @@ def convert(
     additions after them are deferred until something else reads a result; then they run fused
     where possible. Outputs, gradients and running statistics equal plain PyTorch; parameters,
     buffers, modules and classes do not change. `convert` registers forward hooks on every module
-    that contains a norm. `conversion_report` says what ran fused in the last call, and why the
-    rest did not.
+    that contains or calls a norm. `conversion_report` says what ran fused in the last call, and why
+    the rest did not.
 
     Consecutive residual blocks of batch norms and ReLUs become one autograd node, as in
     `PreActStage`. A second call replaces the arguments of the first.
@@ -159,7 +159,7 @@ def _parts_of(model: nn.Module, name: str) -> list[str]:
     return [
         prefix + child
         for child, module in model.get_submodule(name).named_children()
-        if not is_norm(module) and any(map(is_norm, module.modules()))
+        if not is_norm(module) and contains_norm(module)
     ]
 
 
@@ -238,7 +238,7 @@ def _opens_region(module: nn.Module) -> bool:
         return False
     if kind.forward is nn.Module.forward or kind.__module__.startswith("torch.nn.parallel"):
         return False
-    return not torch_compat.is_compiled_module(module) and any(map(is_norm, module.modules()))
+    return not torch_compat.is_compiled_module(module) and contains_norm(module)
 
 
 @contextlib.contextmanager

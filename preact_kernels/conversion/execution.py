@@ -147,8 +147,8 @@ class _Execution:
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
         t: Any = value
         if isinstance(value, Node):
-            is_plain_conv = not step.name and step.end.operation is CONV
-            if value.value is not None and is_plain_conv and value not in self._saved:
+            saves_input = not step.name and step.end.operation in (CONV, CALL)
+            if value.value is not None and saves_input and value not in self._saved:
                 return value.value  # a copy in NHWC would be saved in addition
             t = self._values.get(value, value.value)
         if not self._in_nhwc or _is_nhwc(t):

@@ -17,13 +17,13 @@ from preact_kernels.conversion import rules
 from preact_kernels.conversion.deferred import Deferred, compute
 from preact_kernels.conversion.execution import StageRunner
 from preact_kernels.conversion.named_activations import ActivationForward, NamedActivations
-from preact_kernels.conversion.owners import Owners
+from preact_kernels.conversion.norm_modules import is_norm
+from preact_kernels.conversion.owners import CONVERSION, Owners
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.kernels.contract import Activation
 
 _KEY: Any = "preact_kernels"  # key of the hooks in a module's dictionaries
-CONVERSION = "preact_conversion"  # attribute of a converted module: its `Conversion`
 GIVEN_BACK = "preact_given_back"  # attribute of a module that must run plain: the reason
 
 
@@ -37,22 +37,10 @@ class Conversion:
         self.extra_types: tuple[type, ...] = ()
 
 
-# Outcomes of the last call of each batch norm.
+# Outcomes of the last call of each norm.
 outcomes: weakref.WeakKeyDictionary[nn.Module, list[Outcome]] = weakref.WeakKeyDictionary()
 # `Owners` of each module that opened a region.
 _owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionary()
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm that can run fused, possibly with an activation (timm)."""
-    return isinstance(module, _NORMS)
-
-
-_NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.GroupNorm,
-    nn.modules.instancenorm._InstanceNorm,
-)
 
 
 def add_hooks(module: nn.Module) -> None:

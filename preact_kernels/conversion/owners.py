@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+CONVERSION = "preact_conversion"  # attribute of a converted module: its `hooks.Conversion`
+
 
 class Owner:
     """A module, and the result of a rule for its last call.

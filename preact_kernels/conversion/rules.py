@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Deferred, Node, compute
+from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
     CALL,
     CAT,
@@ -21,6 +22,7 @@ from preact_kernels.conversion.operations import (
     NormSettings,
     running_statistics,
 )
+from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.conversion.registry import (
     FIRST,
     RULES,
@@ -42,13 +44,6 @@ from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
 from preact_kernels.ops.norm_act import NormArguments
 
 FIRST |= {F.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, F.layer_norm}
-
-# Methods of PyTorch's modules that call a norm.
-_CALLERS = {
-    nn.modules.batchnorm._BatchNorm.forward.__code__,
-    nn.GroupNorm.forward.__code__,
-    nn.modules.instancenorm._InstanceNorm._apply_instance_norm.__code__,
-}
 
 
 def _batch_norm_arguments(
@@ -101,8 +96,8 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     is_batch_norm, is_group_norm = type(norm) is BatchNorm, isinstance(norm, GroupNorm)
     known = norm.running_mean if weight is None and not is_group_norm else weight
     owner = region.owners.find(known)
-    if known is None:
-        owner = _calling_norm(region)
+    if owner is None and (known is None or is_group_norm):  # the weight may be a cast one
+        owner = _calling_owner(region)
     if not isinstance(x, Tensor):
         return NotImplemented
     if region.context_for(x.device) is None:
@@ -164,20 +159,19 @@ def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
     return x.numel() <= count
 
 
-def _calling_norm(region: Any) -> Any:
-    """Returns the owner of a norm without parameters, if a module of PyTorch called it."""
-    frame = sys._getframe(4)
-    for _ in range(4):
-        if frame.f_code in _CALLERS:
-            return region.owners.of(frame.f_locals["self"])
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
+def _calling_owner(region: Any) -> Any:
+    """Returns the owner of a norm whose parameters are not those of the call."""
+    module = calling_norm(sys._getframe(4))
+    return None if module is None else region.owners.of(module)
 
 
 def _has_hooks(norm: Any) -> bool:
-    """Whether a call of a norm runs more than its class's forward."""
+    """Whether a call of a norm runs more than its class's forward.
+
+    Hooks of a converted module, which calls the norm itself, run outside of the region.
+    """
+    if CONVERSION in norm.__dict__:
+        return False
     forward = norm.__dict__.get("forward")
     return torch_compat.has_module_hook(norm) or not isinstance(forward, SyncForward | None)
 
@@ -271,7 +265,7 @@ def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers
         return NotImplemented
     owner = region.owners.find(weight)
     module = _calling_conv() if owner is None else owner.module
-    if module is not None and module._forward_hooks:
+    if module is not None and module._forward_hooks and CONVERSION not in module.__dict__:
         return NotImplemented  # hooks may change the weight
     like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
     key = (node.shape, node.dtype, context.device, context.autocast_dtype, *like, *numbers)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from preact_kernels.conversion.convert import OWN, convert_with, revert
-from preact_kernels.conversion.hooks import CONVERSION
+from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.inference.tracing import Refusal, original_class, trace
 from preact_kernels.modules.hooks import has_hooks
 

@@ -8,9 +8,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 
-from bench import converted, inference, report
+from bench import converted, inference, report, rivals
 from bench.measure import Machine
-from bench.records import ConvertedRow, InferenceRow, read
+from bench.records import ConvertedRow, InferenceRow, RivalRow, read
+from tests.convert import norm_act_models
 from tests.convert import published_models as published
 
 CPU = torch.device("cpu")
@@ -105,3 +106,23 @@ def test_inference_is_measured_in_all_ways(tmp_path, capsys):
         assert_says_where(row)
     with pytest.raises(FileNotFoundError):  # no rows of networks
         report.load(tmp_path)
+
+
+def test_models_with_named_activations_are_measured_against_rivals(tmp_path, monkeypatch):
+    case = rivals.Case(
+        lambda: norm_act_models.SwishWideResNet(10, 1),
+        lambda: (torch.randn(4, 3, 8, 8),),
+        ("SwishBlock",),
+        {norm_act_models.SwishFunction: "silu"},
+    )
+    monkeypatch.setitem(rivals.CASES, "tiny", case)
+    options = ["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
+    names = ["eager", "checkpoint", "pk.convert", "pk.convert, checkpoint"]
+    rivals.main(["--models", "tiny", *options, "--contenders", *names])
+    (path,) = tmp_path.iterdir()
+    rows = {r.contender: r for r in read(path, RivalRow)}
+    eager, checkpointed, converted, both = (rows[n] for n in names)
+    assert [r.fused for r in rows.values()] == ["", "", "7 of 7", "7 of 7"]
+    assert eager.saved_bytes > converted.saved_bytes > both.saved_bytes
+    assert eager.saved_bytes > checkpointed.saved_bytes
+    assert all(r.median_ms and not r.note for r in rows.values())

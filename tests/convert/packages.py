@@ -1,8 +1,10 @@
 """Models of other packages with random weights, in small configurations."""
 
 import importlib
+from collections.abc import Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tests.convert.published_models import torchvision_models
 
@@ -39,6 +41,21 @@ SEG_RES_NET = {
     "blocks_down": (1, 2, 2),
     "blocks_up": (1, 1),
 }
+BASIC_UNET = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 2,
+    "features": (16, 16, 32, 64, 128, 16),
+}
+DYN_UNET = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 2,
+    "kernel_size": (3, 3, 3, 3),
+    "strides": (1, 2, 2, 2),
+    "upsample_kernel_size": (2, 2, 2),
+    "filters": (16, 32, 64, 128),
+}
 MONAI_AUTOENCODER = {
     "spatial_dims": 3,
     "in_channels": 1,
@@ -66,3 +83,21 @@ def diffusers(name: str, **options) -> nn.Module:
 def monai(name: str, **options) -> nn.Module:
     """A network of MONAI."""
     return _built("monai.networks.nets", name, options)
+
+
+class OneInput(nn.Module):
+    """A model as a function of its first input, which returns one tensor.
+
+    Its other inputs are converted to the dtype of the first one, except for integers.
+    """
+
+    def __init__(self, model: nn.Module, others: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.model, self.others = model, others
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the output of the model; packages wrap it."""
+        others = [t.to(x.dtype) if t.is_floating_point() else t for t in self.others]
+        y: Any = self.model(x, *others)
+        y = getattr(y, "sample", y)
+        return y[0] if isinstance(y, tuple) else y

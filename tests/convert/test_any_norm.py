@@ -117,6 +117,40 @@ def test_functions_between_units_stay_deferred(dims, channels_last):
     assert_runs(forward, "^GN-SiLU-Conv$", "^GN-SiLU-Conv$", dims, channels_last)
 
 
+class CenteredNorm(nn.Module):
+    """A group norm whose weight is stored minus one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return F.group_norm(x, 2, self.weight + 1, self.bias)
+
+
+def test_norms_of_other_classes_run_fused():
+    """The report lists them, although their weights are computed."""
+    assert_runs(two_units, "^GN-SiLU-Conv$", "^GN-SiLU-Conv$", norm=CenteredNorm)
+
+
+class CallsANorm(nn.Module):
+    """A norm and a convolution without modules of PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4, 1, 1))
+
+    def forward(self, x):
+        return F.conv2d(F.silu(F.group_norm(x, 2, self.scale)), self.weight)
+
+
+def test_modules_that_call_a_norm_run_fused():
+    net, x = CallsANorm(), torch.randn(2, 4, 8, 8)
+    plain = pk.saved_bytes(net, x)
+    assert pk.saved_bytes(pk.convert(net), x) < 0.4 * plain
+    assert len(pk.conversion_report(net)) == 0  # no module is a norm
+
+
 def test_layer_norms_of_images_run_fused():
     def forward(net, x):
         h = net.conv(F.gelu(F.layer_norm(x, x.shape[1:])))
@@ -359,6 +393,16 @@ def test_a_diffusion_block_keeps_a_third():
 
 def test_a_unit_keeps_a_third():
     assert kept_share(two_units) < 0.36
+
+
+def test_an_activation_that_is_read_twice_is_kept_once():
+    def forward(net, x):
+        a = F.silu(net.norm(x))
+        y, means = net.conv(a), F.avg_pool2d(a, 2).abs()
+        return y + (a.mean((2, 3)) + means.mean((2, 3)))[..., None, None]
+
+    # Plain: the input, the result of the norm, the activation. Fused: input and activation.
+    assert kept_share(forward) < 0.75
 
 
 # Autograd, modes and shapes.

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ class Subject:
     call: Callable = lambda net, x: net(x)
     MODE: str = "convert"
     MEMORY: str = "store"
+    ACTIVATIONS: Mapping | None = None
     GRADIENTS: str = "both"
     log: list = dataclasses.field(default_factory=list)
 
@@ -104,7 +105,7 @@ def run(own: Subject, seed: int, is_converted: bool, noise: float = 0.0) -> Tria
         own.before(net)
         is_fused = is_converted and own.MODE == "fuse"
         if is_converted and not is_fused:
-            pk.convert(net, memory=own.MEMORY)
+            pk.convert(net, memory=own.MEMORY, activations=getattr(own, "ACTIVATIONS", None))
         own.after(net)
         net = own.prepare(net)
     except Exception as error:

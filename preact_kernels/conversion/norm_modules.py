@@ -1,0 +1,64 @@
+"""Finds the modules that are norms, and those that call one."""
+
+import functools
+import inspect
+import types
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.GroupNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
+
+# Names of the methods that call a norm; the last one is PyTorch's.
+_CALLERS = ("forward", "_apply_instance_norm")
+
+_FUNCTIONS = {"batch_norm", "group_norm", "instance_norm"}
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm that can run fused, possibly with an activation (timm).
+
+    Modules without children that have parameters of one dimension, and call a norm, are norms too.
+    """
+    if isinstance(module, _NORMS):
+        return True
+    if module._modules or not _calls_norm(module):
+        return False
+    own = [p for p in module._parameters.values() if p is not None]
+    return bool(own) and all(not is_lazy(p) and p.dim() == 1 for p in own)
+
+
+def contains_norm(module: nn.Module) -> bool:
+    """Whether a module or a module in it is a norm or calls one."""
+    return any(is_norm(m) or _calls_norm(m) for m in module.modules())
+
+
+def calling_norm(frame: types.FrameType | None) -> nn.Module | None:
+    """Returns the norm that called a function, at most 4 frames from `frame`."""
+    for _ in range(4):
+        if frame is None:
+            return None
+        code = frame.f_code
+        if code.co_name in _CALLERS and code.co_argcount:
+            module = frame.f_locals.get(code.co_varnames[0])
+            return module if isinstance(module, nn.Module) and is_norm(module) else None
+        frame = frame.f_back
+    return None
+
+
+def _calls_norm(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return _class_calls_norm(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_calls_norm(kind: type[nn.Module]) -> bool:
+    """Whether a forward names a function that is a norm."""
+    forwards = [c.__dict__["forward"] for c in kind.__mro__ if "forward" in c.__dict__]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in forwards if callable(f)]
+    return any(c is not None and not _FUNCTIONS.isdisjoint(c.co_names) for c in codes)
