@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
@@ -58,6 +59,8 @@ def _conditioned(*shape: int) -> Callable[[], tuple]:
 def _unet(**options) -> Callable[[], nn.Module]:
     return lambda: packages.diffusers("UNet2DModel", **packages.UNET | options)
 
+
+BY_HAND = "functions of pk, channels_last"  # blocks rewritten with them
 
 CASES = {
     "SongUNet of EDM": Case(
@@ -148,6 +151,57 @@ def _convert(model: nn.Module, case: Case, memory: str = "store") -> None:
     pk.convert(model, memory=memory, activations=case.activations)
 
 
+def _resnet_block_of_diffusers(block: Any, x: Tensor, temb: Tensor | None = None) -> Tensor:
+    """`ResnetBlock2D.forward`, without up- and downsampling."""
+
+    def unit(norm: nn.GroupNorm, conv: nn.Conv2d, x: Tensor, **others: Any) -> Tensor:
+        return pk.group_norm_act_conv(
+            *(x, norm.num_groups, norm.weight, norm.bias),
+            conv_weight=conv.weight,
+            conv_bias=conv.bias,
+            padding=1,
+            activation="silu",
+            eps=norm.eps,
+            **others,
+        )
+
+    h = unit(block.norm1, block.conv1, x)
+    rows: dict[str, Tensor] = {}
+    if temb is not None:
+        temb = block.time_emb_proj(F.silu(temb))
+        if block.time_embedding_norm == "scale_shift":
+            rows = dict(zip(("scale", "shift"), temb.chunk(2, 1), strict=True))
+        else:
+            h = h + temb[:, :, None, None]
+    shortcut = x if block.conv_shortcut is None else block.conv_shortcut(x)
+    rows["residual"] = shortcut
+    h = unit(block.norm2, block.conv2, h, dropout=block.dropout.p, **rows)
+    return h / block.output_scale_factor
+
+
+def _res_block_of_monai(block: Any, x: Tensor) -> Tensor:
+    """The forward of a `ResBlock` of MONAI's SegResNet."""
+    h = x
+    for norm, conv in ((block.norm1, block.conv1), (block.norm2, block.conv2)):
+        h = pk.group_norm_act_conv(
+            *(h, norm.num_groups, norm.weight, norm.bias),
+            conv_weight=conv.conv.weight,
+            padding=1,
+            eps=norm.eps,
+            residual=x if norm is block.norm2 else None,
+        )
+    return h
+
+
+_BY_HAND = {"ResnetBlock2D": _resnet_block_of_diffusers, "ResBlock": _res_block_of_monai}
+
+
+def _call_by_hand(model: nn.Module, case: Case) -> None:
+    for block in _blocks(model, case):
+        forward = functools.partial(_BY_HAND[type(block).__name__], block)
+        block.forward = forward  # type: ignore[method-assign]
+
+
 CONTENDERS = (
     Contender("eager"),
     Contender("eager, channels_last", channels_last=True),
@@ -159,6 +213,7 @@ CONTENDERS = (
     Contender(
         "pk.convert, checkpoint", functools.partial(_convert, memory="checkpoint"), is_fused=True
     ),
+    Contender(BY_HAND, _call_by_hand, channels_last=True),
 )
 
 
@@ -318,7 +373,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in a.models or CASES:
         if (name, dtype, machine.commit) in known:
             continue
-        rows = [machine.stamp(RivalRow(name, c, "", dtype)) for c in a.contenders or names]
+        has_calls = _BY_HAND.keys() >= set(CASES[name].blocks)
+        chosen = [c for c in a.contenders or names if has_calls or c != BY_HAND]
+        rows = [machine.stamp(RivalRow(name, c, "", dtype)) for c in chosen]
         try:
             measured(name, rows, a)
         except ImportError as error:
