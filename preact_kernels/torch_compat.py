@@ -65,6 +65,9 @@ top_saved_tensor_hooks = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
 
+# Whether hooks of saved tensors are allowed: `disable_saved_tensors_hooks` forbids them.
+has_saved_tensor_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
 # Whether autocast is on for any device. There is no public function.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 

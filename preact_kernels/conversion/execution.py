@@ -26,7 +26,7 @@ from preact_kernels.conversion.operations import (
     plain_norm,
     tracked_statistics,
 )
-from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation
+from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation, Recomputed
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Activation
@@ -118,7 +118,9 @@ class _Execution:
         self._recomputation = Recomputation()
         # A compiler decides itself what it computes again.
         is_checkpoint = any(s.nodes[0].memory == "checkpoint" for s in steps if s.name)
-        self._may_recompute = is_checkpoint and not region.is_traced
+        self._may_recompute = (
+            is_checkpoint and not region.is_traced and torch_compat.has_saved_tensor_hooks()
+        )
 
     def run(self) -> None:
         try:
@@ -157,11 +159,15 @@ class _Execution:
             self._converted[value] = self._copied(value, t)
         return self._converted[value]
 
-    def _copied(self, value: Node | Tensor, t: Tensor, copy: Tensor | None = None) -> Tensor:
-        """Returns a tensor in NHWC; `copy` holds its values in NHWC, if they are known."""
+    def _copied(self, value: Node | Tensor, t: Tensor, values: Tensor | None = None) -> Tensor:
+        """Returns a tensor in NHWC; `values` has its values in NHWC, if they are known."""
+        copy = _ToChannelsLast.apply(t, values)
         if self._may_recompute and t.requires_grad:
-            self._recomputation.add(value, _nhwc, t, t, (), self._steps[0].end.context, 0)
-        return _ToChannelsLast.apply(t, copy)
+            found, context = self._recomputation.find(value, t), self._steps[0].end.context
+            units = 0 if found is None else found.units
+            again = Recomputed(_nhwc, t if found is None else found, (), copy, context, units)
+            self._recomputation.add(value, again, copy)
+        return copy
 
     def _release(self, value: Node | Tensor) -> None:
         self._reads[value] -= 1
@@ -195,22 +201,25 @@ class _Execution:
     def _recompute(self, step: Match, inputs: list[Tensor], y: Tensor) -> None:
         """Lets backward compute `y` again, if it is an inner tensor of a block.
 
-        That is what one later step alone reads, between a block's input and its addition. The input
-        of a fused operation is saved in any case.
+        That is what one later step alone reads, between a block's input and its addition, or an
+        activation. The input of a fused operation is saved in any case.
         """
         end = step.end
-        is_read_once = len(inputs) == 1 == self._reads[end]
-        if not (self._may_recompute and is_read_once and y.requires_grad):
+        if not self._may_recompute or len(inputs) > 1 or not y.requires_grad:
             return
-        source = step.inputs[0]
-        units = self._recomputation.units(source)
+        if self._is_read_outside(end) or (self._reads[end] > 1 and not step.activated):
+            return
+        found = self._recomputation.find(step.inputs[0], inputs[0])
+        units = 0 if found is None else found.units
         is_inner = step.nodes[0].memory == "checkpoint" if step.name else units > 0
         units += bool(step.name) or end.operation is CONV
-        if not is_inner or units > MOST_UNITS or self._is_read_outside(end):
-            return
-        if call := _call_again(step):
-            read = [t for n in step.nodes for t in n.inputs if isinstance(t, Tensor)]
-            self._recomputation.add(end, call, source, inputs[0], read, end.context, units)
+        call = _call_again(step) if is_inner and units <= MOST_UNITS else None
+        if call is not None:
+            others = [t for n in step.nodes for t in n.inputs if isinstance(t, Tensor)]
+            others = [t for t in others if t is not step.inputs[0]]
+            source = inputs[0] if found is None else found
+            again = Recomputed(call, source, others, y, end.context, units)
+            self._recomputation.add(end, again, y)
 
     def _is_read_outside(self, node: Node) -> bool:
         return node.is_held or any(u not in self._own for u in node.users)

@@ -16,6 +16,7 @@ from preact_kernels.conversion.operations import (
     SCALE,
     SHIFT,
     function_name,
+    tracked_statistics,
 )
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
@@ -168,6 +169,11 @@ def _row_matches(units: list[Unit]) -> list[Match]:
     return [Match(u.name, u.nodes, u.conv, (u.norm.inputs[0],), (u,)) for u in units]
 
 
+def _is_wanted(node: Node) -> bool:
+    """Whether a node that is pending elsewhere may still be computed."""
+    return node.user is not None or node.is_held or bool(tracked_statistics(node))
+
+
 class Matcher:
     """Finds which of `nodes`, in the order of their recording, run fused."""
 
@@ -200,8 +206,7 @@ class Matcher:
         """Returns the nodes that may read the result of `node`."""
         if not node.other_users:
             return node.users
-        order = self._order
-        return tuple(u for u in node.users if u in order or u.user is not None or u.is_held)
+        return tuple(u for u in node.users if u in self._order or _is_wanted(u))
 
     def _only_reader(self, node: Node) -> Node | None:
         """Returns the only node that reads the result of `node`, if nothing else can read it."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,34 +17,37 @@ MOST_UNITS = 4
 
 
 class Recomputed:
-    """A value that is computed again whenever a backward reads it.
+    """The result of a call, which is computed again whenever a backward reads it.
 
     Args:
         call: computes it.
         source: what `call` takes.
-        read: other tensors that `call` reads.
-        context: the modes in which it runs.
-        units: how many units are computed again for it.
+        others: other tensors that `call` reads.
+        result: the result; it is not kept.
+        context: the modes in which `call` runs.
+        units: how many units are computed again for the result.
     """
 
     def __init__(
         self,
         call: Callable[[Tensor], Tensor],
         source: "Tensor | Recomputed",
-        read: Sequence[Tensor],
+        others: Sequence[Tensor],
+        result: Tensor,
         context: Context,
         units: int,
     ) -> None:
         self._call, self._source, self._context, self.units = call, source, context, units
-        tensors = [source, *read] if isinstance(source, Tensor) else read
+        tensors = [source, *others] if isinstance(source, Tensor) else others
         self._versions = [(t, t._version) for t in tensors]
+        self._strides, self.offset = result.stride(), result.storage_offset()
         self._hooks: Any = None
         self._value: Tensor | None = None  # for another reader in the same backward
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_saved = False
 
     def save(self, hooks: Any) -> None:
-        """Notes that the graph of an operation needs the value.
+        """Records that the graph of an operation needs the result.
 
         Args:
             hooks: the program's hooks of saved tensors, which take the source; or None.
@@ -58,8 +62,8 @@ class Recomputed:
             self._hooks, self._source = hooks, hooks[0](self._source)
             del self._versions[0]  # the hooks decide what becomes of the source
 
-    def take(self) -> Tensor:
-        """Returns the value, which is not kept."""
+    def value(self) -> Tensor:
+        """Returns the result, in the memory format that it had."""
         with self._lock:
             value, self._value = self._value, None
         if value is not None:
@@ -70,7 +74,7 @@ class Recomputed:
             return self._computed(source)
 
     def _saved_source(self) -> Any:
-        """Returns the tensor that the chain of calls begins with; hooks may run anything."""
+        """Returns what the chain of calls begins with; hooks may run anything."""
         if isinstance(self._source, Recomputed):
             return self._source._saved_source()
         return self._source if self._hooks is None else self._hooks[1](self._source)
@@ -79,12 +83,26 @@ class Recomputed:
         for t, version in self._versions:
             _check(t, version)
         source = self._source
-        if not isinstance(source, Recomputed):
-            return self._call(first)
-        value = source._computed(first) if source._value is None else source._value
-        if source._is_saved:  # the backward reads it next
-            source._value = value
-        return self._call(value)
+        value = first if not isinstance(source, Recomputed) else source._computed_once(first)
+        y = self._call(value)
+        if y.stride() != self._strides:
+            y = torch.empty_strided(y.shape, self._strides, dtype=y.dtype, device=y.device).copy_(y)
+        return y
+
+    def _computed_once(self, first: Tensor) -> Tensor:
+        """Returns the result, and keeps it for the operation that reads it next in a backward."""
+        with self._lock:
+            value = self._computed(first) if self._value is None else self._value
+            if self._is_saved and self._value is None and torch_compat.is_in_backward():
+                self._value = value
+                own = weakref.ref(self)
+                torch_compat.call_after_backward(lambda: _forget(own()))
+            return value
+
+
+def _forget(own: Recomputed | None) -> None:
+    if own is not None:
+        own._value = None
 
 
 def _check(t: Tensor, version: int) -> None:
@@ -104,72 +122,57 @@ def _check(t: Tensor, version: int) -> None:
 
 
 class Recomputation:
-    """The values of one execution that autograd does not save, by node."""
+    """The tensors of one execution that autograd does not save, by node and storage."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, Recomputed] = {}
+        self._found: dict[tuple[object, int], Recomputed] = {}
 
-    def units(self, node: object) -> int:
-        """How many units are computed again for a result; 0: it is saved."""
-        found = self._found.get(node)
-        return 0 if found is None else found.units
+    def find(self, node: object, t: Tensor) -> Recomputed | None:
+        """Returns what is recorded of a tensor with the value of `node`; None: it is saved."""
+        return self._found.get((node, torch_compat.storage_id(t)))
 
-    def add(
-        self,
-        node: object,
-        call: Callable[[Tensor], Tensor],
-        source: object,
-        value: Tensor,
-        read: Sequence[Tensor],
-        context: Context,
-        units: int,
-    ) -> None:
-        """Notes that the result of `node` is to be computed again.
-
-        Args:
-            node: the node.
-            call: as in `Recomputed`, and so are the following.
-            source: the node or tensor that `call` takes.
-            value: its value.
-            read: other tensors that `call` reads.
-            context: the modes in which it runs.
-            units: how many units are computed again.
-        """
-        self._found[node] = Recomputed(call, self._found.get(source, value), read, context, units)
+    def add(self, node: object, recomputed: Recomputed, result: Tensor) -> None:
+        """Records that `result`, a value of `node`, is to be computed again."""
+        self._found[node, torch_compat.storage_id(result)] = recomputed
 
     @contextlib.contextmanager
     def reading(self, inputs: Iterable[tuple[object, Tensor]]) -> Iterator[None]:
-        """Runs its body so that autograd saves none of the noted values.
+        """Runs its body so that autograd saves none of the recorded tensors.
 
         Args:
             inputs: the nodes or tensors that the body reads, and their values.
         """
-        found = {torch_compat.storage_id(t): self._found[n] for n, t in inputs if n in self._found}
+        pairs = ((torch_compat.storage_id(t), self.find(node, t)) for node, t in inputs)
+        found = {key: recomputed for key, recomputed in pairs if recomputed is not None}
         if not found:
             yield
             return
         outer = torch_compat.top_saved_tensor_hooks()
 
         def pack(t: Tensor) -> Any:
-            value = found.get(torch_compat.storage_id(t))
-            if value is None:
+            recomputed = found.get(torch_compat.storage_id(t))
+            if recomputed is None:
                 return t if outer is None else outer[0](t)
-            value.save(outer)
-            return _View(value, t.shape, t.stride(), t.storage_offset())
+            recomputed.save(outer)
+            offset: Any = t.storage_offset() - recomputed.offset
+            return _View(recomputed, t.shape, t.stride(), offset)
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is not _View:
                 return packed if outer is None else outer[1](packed)
-            return packed.value.take().as_strided(*packed[1:])
+            value = packed.base.value()
+            return value.as_strided(
+                packed.shape, packed.strides, value.storage_offset() + packed.offset
+            )
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
 
 class _View(NamedTuple):
-    """What autograd would save: a view of a value, or the value itself."""
+    """What autograd would save: a view of a result, or the result itself."""
 
-    value: Recomputed
+    base: Recomputed
     shape: Sequence[int]
     strides: Sequence[int]
-    offset: Any
+    offset: int

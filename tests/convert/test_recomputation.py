@@ -1,7 +1,9 @@
 """`pk.convert(model, memory="checkpoint")`: inner tensors of blocks are computed again."""
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -284,16 +286,70 @@ def test_blocks_under_a_checkpoint():
 
 
 def test_values_of_a_backward_that_ends_early_are_freed():
-    """The gradient of the last unit computes the inner tensor; its reader runs no more."""
-    network, x = (
-        converted(Network(group_norm, count=1, units=3), "checkpoint"),
-        torch.randn(2, CHANNELS, 8, 8),
-    )
-    y = network(x)
-    last = network.blocks[0].convs[2].weight
-    (once,) = torch.autograd.grad(y.sum(), last, retain_graph=True)
-    (twice,) = torch.autograd.grad(y.sum(), last, retain_graph=True)
+    """The last norm reads what the others compute; those run no backward."""
+    network = converted(Network(group_norm, count=1, units=3, drops=(0.0, 0.0)), "checkpoint")
+    y = network(torch.randn(2, CHANNELS, 8, 8))
+    weight = network.blocks[0].norms[2].weight
+    (once,) = torch.autograd.grad(y.sum(), weight, retain_graph=True)
+    found = [o for o in gc.get_objects() if type(o) is recomputation.Recomputed]
+    assert found and all(o._value is None for o in found)
+    (twice,) = torch.autograd.grad(y.sum(), weight, retain_graph=True)
     assert torch.equal(once, twice)
+
+
+def test_hooks_that_move_what_is_saved_free_the_inputs_of_blocks():
+    block = pk.convert(Block(group_norm, drops=(0.0, 0.0)), memory="checkpoint")
+    inputs = [torch.randn(2, CHANNELS, 8, 8) for _ in range(2)]
+    inputs[1] = inputs[1].contiguous(memory_format=torch.channels_last)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+    for x in inputs:
+        x = x.requires_grad_() * 1.0
+        with hooks:
+            y = block(x)
+        reference = weakref.ref(x)
+        del x
+        assert reference() is None
+        y.sum().backward()
+
+
+def test_without_hooks_of_saved_tensors_everything_is_saved():
+    network, x = Network(group_norm), torch.randn(2, CHANNELS, 8, 8)
+    expected = trained(converted(network, "store"), x)
+    model = converted(network, "checkpoint")
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
+        assert_same_bits(trained(model, x), expected)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_activations_that_the_program_holds(channels_last):
+    held = []
+
+    class Holding(Block):
+        def forward(self, x):
+            a = F.silu(self.norms[0](x))
+            held.append(a)
+            h = self.convs[0](a) + F.avg_pool2d(a, 3, 1, 1)
+            return x + self.convs[1](F.silu(self.norms[1](h)))
+
+    network, x = Holding(group_norm), torch.randn(2, CHANNELS, 8, 8)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+        network.to(memory_format=torch.channels_last)
+    expected = trained(network, x)
+    for memory in ("store", "checkpoint"):
+        for a, b in zip(trained(converted(network, memory), x), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_projections_of_the_activation():
+    class Projecting(Block):
+        def forward(self, x):
+            a = self.act(self.norms[0](x))
+            h = self.convs[0](a)
+            return self.convs[2](a) + self.convs[1](self.act(self.norms[1](h)))
+
+    network = Projecting(lambda: nn.BatchNorm2d(CHANNELS), units=3)
+    assert_saves(network, 0.4, torch.randn(2, CHANNELS, 16, 16))
 
 
 def test_runs_of_residual_blocks_are_stages_as_before():
