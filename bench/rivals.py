@@ -211,7 +211,10 @@ CONTENDERS = (
     Contender("pk.convert", _convert, is_fused=True),
     Contender("pk.convert, channels_last", _convert, channels_last=True, is_fused=True),
     Contender(
-        "pk.convert, checkpoint", functools.partial(_convert, memory="checkpoint"), is_fused=True
+        "pk.convert, checkpoint, channels_last",
+        functools.partial(_convert, memory="checkpoint"),
+        channels_last=True,
+        is_fused=True,
     ),
     Contender(BY_HAND, _call_by_hand, channels_last=True),
 )

@@ -60,8 +60,8 @@ def convert(
     Args:
         model: any module; it is changed in place.
         memory: `"store"`, `"rebuild"` or `"checkpoint"`: what residual blocks of batch norms and
-            ReLUs save for backward, as in `PreActStage`. With `"checkpoint"`, every other block
-            saves its input alone: the backward computes the tensors between its units again.
+            ReLUs save for backward, as in `PreActStage`. With `"checkpoint"`, other blocks save
+            less too: the backward computes the tensors between their units again.
         activations: names of activations that PyTorch does not see into, such as custom autograd
             functions: a dictionary from classes of modules, autograd functions and operators of
             `torch.ops` to names as in `pk.group_norm_act`. Their values and gradients must be

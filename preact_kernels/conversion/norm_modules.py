@@ -1,5 +1,6 @@
 """Finds the modules that are norms, and those that call one."""
 
+import dis
 import functools
 import inspect
 import types
@@ -58,7 +59,23 @@ def _calls_norm(module: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _class_calls_norm(kind: type[nn.Module]) -> bool:
-    """Whether a forward names a function that is a norm."""
+    """Whether a forward reads a function that is a norm, as `F.group_norm`."""
     forwards = [c.__dict__["forward"] for c in kind.__mro__ if "forward" in c.__dict__]
     codes = [getattr(inspect.unwrap(f), "__code__", None) for f in forwards if callable(f)]
-    return any(c is not None and not _FUNCTIONS.isdisjoint(c.co_names) for c in codes)
+    return any(c is not None and _reads_norm(c) for c in codes)
+
+
+def _reads_norm(code: types.CodeType) -> bool:
+    """Whether code reads a global of that name, or an attribute of a global: not of `self`."""
+    if _FUNCTIONS.isdisjoint(code.co_names):
+        return False
+    is_global = False
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            is_global = True
+        elif not name.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            is_global = False
+        if is_global and instruction.argval in _FUNCTIONS:
+            return True
+    return False

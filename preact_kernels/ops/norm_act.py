@@ -172,6 +172,8 @@ class NormActFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, mean, var = ctx.saved_tensors
         call = ctx.call
+        # Hooks of saved tensors may return another memory format.
+        x = x.contiguous() if call.planar else layout.nhwc(x)
         needs_x, *needs = ctx.needs_input_grad[1:4]
         norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
         if runs_plain_backward(dy):

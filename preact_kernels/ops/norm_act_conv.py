@@ -92,6 +92,7 @@ class NormActConvFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, bias, conv_weight, conv_bias, mean, var, bits = ctx.saved_tensors
+        x = layout.nhwc(x)  # hooks of saved tensors may return another memory format
         call, needed = ctx.call, ctx.needs_input_grad[1:]
         unit, groups = call.unit, call.groups
         needs_x, needs_weight, needs_bias, needs_conv, needs_conv_bias, needs_residual, *_ = needed

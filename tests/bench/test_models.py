@@ -117,7 +117,7 @@ def test_models_with_named_activations_are_measured_against_rivals(tmp_path, mon
     )
     monkeypatch.setitem(rivals.CASES, "tiny", case)
     options = ["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
-    names = ["eager", "checkpoint", "pk.convert", "pk.convert, checkpoint"]
+    names = ["eager", "checkpoint", "pk.convert", "pk.convert, checkpoint, channels_last"]
     rivals.main(["--models", "tiny", *options, "--contenders", *names])
     (path,) = tmp_path.iterdir()
     rows = {r.contender: r for r in read(path, RivalRow)}

@@ -151,6 +151,32 @@ def test_modules_that_call_a_norm_run_fused():
     assert len(pk.conversion_report(net)) == 0  # no module is a norm
 
 
+class Flagged(nn.Module):
+    """Has attributes with the names of norms, and calls none."""
+
+    def __init__(self):
+        super().__init__()
+        self.group_norm, self.bias = False, nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (self.conv.batch_norm if self.group_norm else x) + self.bias[:, None, None]
+
+
+def test_attributes_with_the_name_of_a_norm_are_none():
+    net = pk.convert(nn.Sequential(Flagged(), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 4, 1)))
+    net(torch.randn(2, 4, 5, 6))
+    assert [site.name for site in pk.conversion_report(net)] == ["1"]
+
+
+def test_a_batch_norm_that_nothing_reads_counts_its_batch():
+    def forward(net, x):
+        h = net.norm(x)
+        net.norm2(h)
+        return F.relu(h).cumsum(1)
+
+    assert_runs(forward, "", "", norm=lambda: nn.BatchNorm2d(4))
+
+
 def test_layer_norms_of_images_run_fused():
     def forward(net, x):
         h = net.conv(F.gelu(F.layer_norm(x, x.shape[1:])))

@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 
+import preact_kernels as pk
+from preact_kernels.kernels import layout
 from preact_kernels.ops import dispatch
 from tests.cases import (
     ACTIVATIONS,
@@ -240,3 +242,25 @@ def test_what_is_not_finite_stays_in_its_image(name, value, backend):
     results = evaluate(partial(case.fused, activation="silu"), inputs)
     assert results["y"][0].isfinite().all() and results["dx"][0].isfinite().all()
     assert not results["y"][1].isfinite().all() and not results["dx"][1].isfinite().all()
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize("shape", [(2, 8, 5, 6), (2, 8, 3, 4, 5)])
+def test_hooks_of_saved_tensors_may_change_the_memory_format(shape, backend):
+    x = layout.nhwc(torch.randn(shape)).requires_grad_()
+    weight = torch.randn(8, 8, *[3] * (len(shape) - 2))
+
+    def gradients():
+        y = pk.group_norm_act_conv(x, 2, activation="silu", conv_weight=weight, padding=1)
+        z = pk.group_norm_act(x, 2, activation="silu")
+        (dx,) = torch.autograd.grad(y.square().sum() + z.square().sum(), x)
+        return dx
+
+    def in_nchw(t):
+        return t.clone(memory_format=torch.contiguous_format)
+
+    with dispatch.use_backend(backend):
+        expected = gradients()
+        with torch.autograd.graph.saved_tensors_hooks(in_nchw, lambda t: t):
+            found = gradients()
+    assert torch.equal(found, expected)
