@@ -81,6 +81,14 @@ CONVERTED_MODELS = (
     "DenseNet-BC-100-12",
 )
 """Models of `bench.converted`, the most important first."""
+RIVALS = (
+    "eager",
+    "eager, channels_last",
+    "checkpoint",
+    "pk.convert, channels_last",
+    "pk.convert, checkpoint, channels_last",
+)
+"""Contenders of `bench.rivals` that compile nothing."""
 GRACE_SECONDS = 20  # between interrupting and killing a part
 MIN_SECONDS = 120  # least time of a part without a limit, if it is left
 LEAST_SECONDS = 30  # least time left to start a benchmark
@@ -138,6 +146,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
     launches = str(folder / f"{slug(measure.device_name(measure.default_device()))}{LAUNCHES}")
     triton = [*deepest, "fused-store", "fused-graph", "fused-rebuild"]
     converted = ["bench.converted", "--no-graphs", *again, *out, "--models", *CONVERTED_MODELS]
+    published = ["-m", "bench.rivals", *again, *out]
     ran = {name for names in KERNEL_TESTS for name in names}
     found = sorted((ROOT / "tests").rglob("test_*.py"))
     others = [str(p.relative_to(ROOT / "tests"))[:-3] for p in found]
@@ -167,6 +176,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
             repeats=True,
         ),
         Part("converted", ["-m", *converted], 60, 60),
+        Part("rivals", [*published, "--dtype", "bf16", "--contenders", *RIVALS], 60),
         Part("hotspots", ["-m", "bench.hotspots"], 45, 45, profiled),
         tests("other tests", others, math.inf, repeats=True),
     ]

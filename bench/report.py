@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench import converted, launches, measure, plots, probes
+from bench import converted, launches, measure, plots, probes, rivals
 from bench.contenders import (
     ANCHOR,
     BY_NAME,
@@ -25,12 +25,14 @@ from bench.records import (
     CONVERTED,
     INFERENCE,
     LAUNCHES,
+    RIVALS,
     SCALING,
     TRAINING,
     CeilingRow,
     ConvertedRow,
     CurvePoint,
     LaunchRow,
+    RivalRow,
     Row,
     number,
     read,
@@ -39,7 +41,7 @@ from bench.records import (
 
 PAGES = {
     "README.md": ("headline",),
-    "docs/benchmarks.md": ("gpu", "network", "memory", "training", "ops"),
+    "docs/benchmarks.md": ("gpu", "network", "memory", "rivals", "training", "ops"),
     "docs/convert.md": ("converted",),
 }
 HEADLINE_NETWORK = "resnet-1001"
@@ -59,7 +61,7 @@ def load(folder: Path) -> dict[str, Device]:
     """
     found: dict[str, Device] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if path.name.endswith((SCALING, CONVERTED, INFERENCE, LAUNCHES, CEILINGS)):
+        if path.name.endswith((SCALING, CONVERTED, INFERENCE, LAUNCHES, CEILINGS, RIVALS)):
             continue
         is_curve = path.name.endswith(TRAINING)
         for record in read(path, CurvePoint if is_curve else Row):
@@ -332,6 +334,16 @@ def converted_block(folder: Path) -> str:
     return "\n\n".join(sections) or f"Not measured yet; run `{command}`."
 
 
+def rivals_block(folder: Path) -> str:
+    """Returns the Markdown of published models, a section per device."""
+    files = [read(path, RivalRow) for path in sorted(folder.glob(f"*{RIVALS}"))]
+    sections = [
+        section(f"**{rows[0].device}**", rivals.table(rows, "github"), rows) for rows in files
+    ]
+    command = "python -m bench.rivals --out bench/results"
+    return "\n\n".join(sections) or f"Not measured yet; run `{command}`."
+
+
 def gpu_block(folder: Path) -> str:
     """Returns the Markdown of GPUs: ceilings, and the kernels with the largest losses."""
     sections = []
@@ -364,7 +376,7 @@ def _losses(rows: Sequence[LaunchRow]) -> str:
     return section(title, launches.losses(rows, form="github"), rows)
 
 
-_FOLDER_BLOCKS = {"converted": converted_block, "gpu": gpu_block}
+_FOLDER_BLOCKS = {"converted": converted_block, "rivals": rivals_block, "gpu": gpu_block}
 """Blocks with records from files that `load` does not read."""
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("tabulate")
 pytest.importorskip("matplotlib")
 
 from bench import __main__ as bench
-from bench import converted, gpu_report, launches, measure
+from bench import converted, gpu_report, launches, measure, rivals
 from bench.contenders import GROUPS
 from bench.gpu_report import Part, Report
 from bench.records import LAUNCHES
@@ -96,7 +96,7 @@ def test_every_file_of_tests_that_is_named_exists():
 TESTS = ["tests 1", "tests 2", "tests 3", "tests 4"]
 MEASURED = [
     *("ceilings", "first bench", "launches of cuda", "launches of triton"),
-    *("bench", "bench of triton", "converted", "hotspots", "other tests"),
+    *("bench", "bench of triton", "converted", "rivals", "hotspots", "other tests"),
 ]
 NEEDS_GPU = {"ceilings", "first bench", "bench of triton"}
 
@@ -172,6 +172,7 @@ def test_the_commands_are_understood(machine, tmp_path):
     named = [part for part, e in machine.environments.items() if "PREACT_KERNELS_BACKEND" in e]
     assert named == ["bench of triton"]
     assert set(gpu_report.CONVERTED_MODELS) < set(converted.CASES)
+    assert set(gpu_report.RIVALS) < {c.name for c in rivals.CONTENDERS}
     assert options["converted"][:3] == ["--no-graphs", "--out", str(tmp_path)]
 
 
