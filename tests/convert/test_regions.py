@@ -497,7 +497,8 @@ def test_models_are_freed_at_once_and_calls_leave_no_garbage():
     model, x = small()
     modules = [weakref.ref(m) for m in pk.convert(model).modules()]
     model(x).sum().backward()
-    gc.collect()
+    while gc.collect():  # what other tests left may need several passes
+        pass
     gc.disable()
     try:
         model(x)
