@@ -6,6 +6,7 @@ All results come from the CSV files in `bench/results`. A generated block is bet
 
 import itertools
 import os
+import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -324,24 +325,24 @@ def device_block(name: str, devices: dict[str, Device], figures: dict, page: Pat
     return "\n\n".join(sections)
 
 
-def converted_block(folder: Path) -> str:
-    """Returns the Markdown of converted models, a section per device."""
-    files = [read(path, ConvertedRow) for path in sorted(folder.glob(f"*{CONVERTED}"))]
+def _models_block(folder: Path, suffix: str, kind: type, source: types.ModuleType) -> str:
+    """Returns the Markdown of models of other packages, a section per device."""
+    files = [read(path, kind) for path in sorted(folder.glob(f"*{suffix}"))]
     sections = [
-        section(f"**{rows[0].device}**", converted.table(rows, "github"), rows) for rows in files
+        section(f"**{rows[0].device}**", source.table(rows, "github"), rows) for rows in files
     ]
-    command = "python -m bench.converted --out bench/results"
+    command = f"python -m {source.__name__} --out bench/results"
     return "\n\n".join(sections) or f"Not measured yet; run `{command}`."
+
+
+def converted_block(folder: Path) -> str:
+    """Returns the Markdown of models before and after conversion."""
+    return _models_block(folder, CONVERTED, ConvertedRow, converted)
 
 
 def rivals_block(folder: Path) -> str:
-    """Returns the Markdown of published models, a section per device."""
-    files = [read(path, RivalRow) for path in sorted(folder.glob(f"*{RIVALS}"))]
-    sections = [
-        section(f"**{rows[0].device}**", rivals.table(rows, "github"), rows) for rows in files
-    ]
-    command = "python -m bench.rivals --out bench/results"
-    return "\n\n".join(sections) or f"Not measured yet; run `{command}`."
+    """Returns the Markdown of models against every rival."""
+    return _models_block(folder, RIVALS, RivalRow, rivals)
 
 
 def gpu_block(folder: Path) -> str:

@@ -32,10 +32,11 @@ from tests.convert import published_models as published
 class Case(NamedTuple):
     """A model.
 
-    build: builds it.
-    inputs: makes its inputs.
-    blocks: names of the classes of its blocks.
-    activations: as in `pk.convert`.
+    Attributes:
+        build: builds the model.
+        inputs: makes its inputs.
+        blocks: names of the classes of its residual blocks.
+        activations: as in `pk.convert`.
     """
 
     build: Callable[[], nn.Module]
