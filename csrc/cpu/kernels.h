@@ -16,6 +16,12 @@ PK_FOR_EACH_ISA(
     template <class A> void multiply_by_derivative(const ActivationFunction& activation, const A* p,
                                                    A* gradient, int64_t count);
 
+    // dropout
+    template <class T> void range_bits(const T* drawn, uint8_t* bits, int64_t count);
+
+    template <class T> void range_dropout(T* values, const uint8_t* bits,
+                                          const Accumulate<T> (*noise)[8], int64_t count);
+
     // bn_stats
     template <class T>
     void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics);

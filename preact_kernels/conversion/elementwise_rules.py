@@ -22,7 +22,7 @@ from preact_kernels.conversion.operations import (
 )
 from preact_kernels.conversion.registry import FIRST, image_format, is_pending, pixels, rule
 from preact_kernels.kernels.contract import Activation
-from preact_kernels.ops import checks
+from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.dropout import drawn
 
@@ -169,8 +169,9 @@ def _record_dropout(region: Any, x: Any, p: Any, training: object, in_place: obj
     same = node.shape, node.dtype, node.channels_last
     result = region.record(DROPOUT, (x,), None, *same, in_place)
     if result is not NotImplemented:
-        like = torch.empty(0, dtype=node.dtype, device=node.context.device)
-        result.preact_node.settings = drawn(node.shape, like, node.channels_last, p, bool(in_place))
+        like = torch.empty(1, dtype=node.dtype, device=node.context.device)
+        rest = node.shape, like, node.channels_last, p, bool(in_place)
+        result.preact_node.settings = drawn(dispatch.kernels_for(like), *rest)
     return result
 
 

@@ -30,9 +30,9 @@ from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation, R
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Activation
+from preact_kernels.kernels.dropout import Mask
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments
-from preact_kernels.ops.dropout import Mask
 from preact_kernels.ops.group_norm import GroupNorm
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShift, norm_act_of

@@ -240,7 +240,7 @@ class Region(TorchFunctionMode):
         given = args
         if Deferred in types:
             args, kwargs = computed_arguments((args, kwargs), func)
-        if self.pending:
+        if self.pending and (self.updated or is_write(func, args, kwargs)):
             with disable_torch_function():
                 ids = {storage_id(t) for t in _tensors(args, kwargs) if t.is_floating_point()}
                 if ids and self._storages.concern(self.pending, ids, is_write(func, args, kwargs)):

@@ -29,6 +29,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from preact_kernels.kernels.dropout import Mask, dropout, dropout_bits
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of means, variances and sums of activations in `dtype`."""
@@ -324,6 +326,14 @@ class Kernels(Protocol):
         `g` is in the dtype of the products, or in that of `x` where PyTorch's convolution runs.
         `dy` is in the dtype of `y`; with a deferred step its `g` is in the dtype of the products.
         """
+
+    def dropout_bits(self, drawn: Tensor) -> Tensor:
+        """Whether each value of a contiguous tensor is not 0; eight in a byte, the lowest first."""
+        return dropout_bits(drawn)
+
+    def dropout(self, values: Tensor, mask: Mask) -> Tensor:
+        """`values`, `[N, C, ...]` in NHWC order, with dropout; overwrites them."""
+        return dropout(values, mask)
 
     @abstractmethod
     def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:

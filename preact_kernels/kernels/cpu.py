@@ -24,6 +24,7 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
+from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.native import NativeKernels, load_library
 
 # With more activations, the direct convolutions win on AVX-512 where the activations have this many
@@ -129,6 +130,15 @@ class CPUKernels(NativeKernels):
         step_h, step_w = unit.conv.stride
         g[:, :, ::step_h, ::step_w] = found.g
         return found._replace(g=g)
+
+    def dropout_bits(self, drawn: Tensor) -> Tensor:
+        """See `Kernels`."""
+        return self._ops.dropout_bits.default(drawn)
+
+    def dropout(self, values: Tensor, mask: Mask) -> Tensor:
+        """See `Kernels`."""
+        self._ops.dropout_.default(values, *mask)
+        return values
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float

@@ -25,12 +25,13 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
+from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, from_image, nhwc
 
 
-def _activated(kernels: Kernels, x: Tensor, norm: Norm, noise: Tensor | None) -> Tensor:
+def _activated(kernels: Kernels, x: Tensor, norm: Norm, mask: Mask | None) -> Tensor:
     a = from_image(kernels.norm_act_forward(as_image(x), norm), x.shape, True)
-    return a if noise is None else a.mul_(noise)
+    return a if mask is None else kernels.dropout(a, mask)
 
 
 def _convolve(a: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Tensor:
@@ -65,12 +66,12 @@ def run_forward(
     unit: Unit,
     inputs: Inputs,
     epilogue: Epilogue,
-    noise: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> Output:
-    """The backend's `norm_act_conv_forward`, or the one below: noise and volumes are not fused."""
-    if noise is None and inputs.x.dim() == 4:
+    """The backend's `norm_act_conv_forward`; the one below for dropout and volumes."""
+    if mask is None and inputs.x.dim() == 4:
         return kernels.norm_act_conv_forward(unit, inputs, epilogue)
-    return norm_act_conv_forward(kernels, unit, inputs, epilogue, noise)
+    return norm_act_conv_forward(kernels, unit, inputs, epilogue, mask)
 
 
 def run_backward(
@@ -79,12 +80,12 @@ def run_backward(
     dy: Gradient,
     inputs: Inputs,
     wanted: Wanted,
-    noise: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> Gradients:
     """The backward of `run_forward`."""
-    if noise is None and inputs.x.dim() == 4:
+    if mask is None and inputs.x.dim() == 4:
         return kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
-    return norm_act_conv_backward(kernels, unit, dy, inputs, wanted, noise)
+    return norm_act_conv_backward(kernels, unit, dy, inputs, wanted, mask)
 
 
 def norm_act_conv_forward(
@@ -92,7 +93,7 @@ def norm_act_conv_forward(
     unit: Unit,
     inputs: Inputs,
     epilogue: Epilogue,
-    noise: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> Output:
     """`Kernels.norm_act_conv_forward`; `kernels` does everything but the convolution.
 
@@ -101,19 +102,19 @@ def norm_act_conv_forward(
         unit: the unit; also one of volumes `[N, C, D, H, W]`.
         inputs: its tensors.
         epilogue: what follows the convolution.
-        noise: shaped like x, in its dtype: multiplies the activation.
+        mask: of dropout between activation and convolution.
     """
     x, norm, conv_weight = inputs
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))
         unit = unit._replace(weight_dtype=unit.dtype)
-        return run_forward(kernels, unit, inputs, epilogue, noise)
+        return run_forward(kernels, unit, inputs, epilogue, mask)
     conv_bias, residual, with_stats = epilogue
     if unit.y_dtype != unit.dtype:
         narrow = unit._replace(y_dtype=unit.dtype)
-        y = run_forward(kernels, narrow, inputs, Epilogue(conv_bias), noise).y
+        y = run_forward(kernels, narrow, inputs, Epilogue(conv_bias), mask).y
     else:
-        a = _activated(kernels, x, norm, noise).to(unit.dtype)
+        a = _activated(kernels, x, norm, mask).to(unit.dtype)
         if _converts_activation(x, conv_weight):
             a = a.contiguous()
         y = nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
@@ -132,17 +133,17 @@ def norm_act_conv_backward(
     dy: Gradient,
     inputs: Inputs,
     wanted: Wanted,
-    noise: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> Gradients:
     """`Kernels.norm_act_conv_backward`; `kernels` does everything but the convolution.
 
-    For `noise` and volumes see `norm_act_conv_forward`. g of volumes is `[N, C, D * H, W]`.
+    For dropout and volumes see `norm_act_conv_forward`. g of volumes is `[N, C, D * H, W]`.
     """
     x, norm, conv_weight = inputs
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))
         unit = unit._replace(weight_dtype=unit.dtype)
-        found = run_backward(kernels, unit, dy, inputs, wanted, noise)
+        found = run_backward(kernels, unit, dy, inputs, wanted, mask)
         if found.conv_weight is None:
             return found
         return found._replace(conv_weight=found.conv_weight.to(conv_weight.dtype))
@@ -150,27 +151,27 @@ def norm_act_conv_backward(
     if unit.y_dtype != unit.dtype:
         narrow = unit._replace(y_dtype=unit.dtype)
         rounded = Gradient(whole.to(unit.dtype))
-        found = run_backward(kernels, narrow, rounded, inputs, wanted._replace(dy=False), noise)
+        found = run_backward(kernels, narrow, rounded, inputs, wanted._replace(dy=False), mask)
         return found._replace(dy=whole if wanted.dy else None)
     if wanted.weight:
-        a = _activated(kernels, x, norm, noise).to(unit.dtype)
+        a = _activated(kernels, x, norm, mask).to(unit.dtype)
     else:  # only its shape and dtype are read
         a = x if x.dtype == unit.dtype else torch.empty_like(x, dtype=unit.dtype)
     conv_dy = whole
     if _converts_activation(x, conv_weight):
         a, conv_dy = a.contiguous(), conv_dy.contiguous()
-    mask = [wanted.input, wanted.weight, False]
+    needs = [wanted.input, wanted.weight, False]
     stride, padding, dilation, groups = unit.conv
     none = [0] * len(stride)
     da, dconv_weight, _ = torch.ops.aten.convolution_backward(
-        conv_dy, a, conv_weight, None, stride, padding, dilation, False, none, groups, mask
+        conv_dy, a, conv_weight, None, stride, padding, dilation, False, none, groups, needs
     )
     del a
     g = sums = None
     if wanted.input:
         da = nhwc(da.to(x.dtype))
-        if noise is not None:
-            da = da * noise
+        if mask is not None:
+            da = kernels.dropout(da, mask)
         g, sums = kernels.norm_act_backward(as_image(da), as_image(x), norm, True)
     if not wanted.weight:
         dconv_weight = None

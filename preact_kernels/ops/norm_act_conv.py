@@ -24,11 +24,12 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
+from preact_kernels.kernels.dropout import Mask
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.batch_norm import BatchNorm, step_sums
 from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
-from preact_kernels.ops.dropout import Mask, check_dropout, drawn
+from preact_kernels.ops.dropout import check_dropout, drawn
 from preact_kernels.ops.group_norm import GroupNorm
 from preact_kernels.ops.norm_act import (
     NO_SCALE_SHIFT,
@@ -57,22 +58,21 @@ class UnitCall(NamedTuple):
     fixed_inv_count: float | None  # see `inv_count_of`
     keep_factor: float = 1.0  # multiplies the elements that dropout keeps
 
-    def noise(self, x: Tensor, bits: Tensor | None) -> Tensor | None:
-        """What multiplies the activation."""
-        return None if bits is None else Mask(bits, self.keep_factor).noise(x)
+    def mask(self, bits: Tensor | None) -> Mask | None:
+        """What dropout keeps of the activation."""
+        return None if bits is None else Mask(bits, self.keep_factor)
 
     def forward(self, inputs: Inputs, epilogue: Epilogue, bits: Tensor | None) -> Tensor:
         """The unit's result."""
-        noise = self.noise(inputs.x, bits)
-        return pytorch_conv.run_forward(self.kernels, self.unit, inputs, epilogue, noise).y
+        run = pytorch_conv.run_forward
+        return run(self.kernels, self.unit, inputs, epilogue, self.mask(bits)).y
 
     def backward(
         self, dy: Tensor, inputs: Inputs, wanted: Wanted, bits: Tensor | None
     ) -> Gradients:
         """The unit's gradients."""
-        noise = self.noise(inputs.x, bits)
         run = pytorch_conv.run_backward
-        return run(self.kernels, self.unit, Gradient(dy), inputs, wanted, noise)
+        return run(self.kernels, self.unit, Gradient(dy), inputs, wanted, self.mask(bits))
 
 
 class NormActConvFunction(torch.autograd.Function):
@@ -99,14 +99,15 @@ class NormActConvFunction(torch.autograd.Function):
         dresidual = dy if needs_residual else None
         norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
         if runs_plain_backward(dy):
+            mask = call.mask(bits)
 
             def forward(x, weight, bias, conv_weight, conv_bias):
                 norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
                 shared = groups, unit.uses_batch, unit.process_group
                 a = differentiable_norm_act(layout.as_image(x), norm, *shared)
                 a = layout.from_image(a, x.shape, True)
-                if bits is not None:
-                    a = a * call.noise(x, bits)
+                if mask is not None:
+                    a = a * mask.noise(x)
                 a = a.to(unit.dtype)
                 return convolve(a, conv_weight.to(a.dtype), conv_bias, *unit.conv)
 
@@ -177,7 +178,7 @@ def norm_act_conv_of(
     conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     if dropout and mask is None:
         activated = x.to(activated_dtype(norm, activation, x))
-        mask = drawn(x.shape, activated, norm.is_channels_last(x), dropout)
+        mask = drawn(kernels, x.shape, activated, norm.is_channels_last(x), dropout)
     if unit is None or (x.numel() == 0 and norm.process_group is None):
         x = x.to(activated_dtype(norm, activation, x))
         a, statistics, fixed = normalise(kernels, x, norm, activation, scale_shift)

@@ -36,6 +36,7 @@ TESTS = {
         "any_table_may_have_rows",
         "the_mean_of_a_constant_group_is_its_value",
     ),
+    "kernels/test_cpu_dropout": ("masks_of_any_length",),
     "kernels/test_cpu_norm_act_conv": (
         "forward_and_backward",
         "every_activation_in_the_prologue_and_in_the_input_gradient",

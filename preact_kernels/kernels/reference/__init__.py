@@ -3,6 +3,7 @@
 Implements `preact_kernels.kernels.contract.Kernels`, which has the names and the formulas.
 """
 
+from preact_kernels.kernels.dropout import dropout, dropout_bits
 from preact_kernels.kernels.reference.bn_stats import bn_stats, group_stats
 from preact_kernels.kernels.reference.norm_act import (
     norm_act_backward,
@@ -21,6 +22,8 @@ serves_planes = False
 
 __all__ = [
     "bn_stats",
+    "dropout",
+    "dropout_bits",
     "group_stats",
     "norm_act_backward",
     "norm_act_conv_backward",

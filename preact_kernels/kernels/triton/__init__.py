@@ -6,6 +6,7 @@ There is one file per op, and `block_run` for several blocks in one call. Shared
 over programs), `launch` (launches, grids) and `configurations` (block shapes).
 """
 
+from preact_kernels.kernels.dropout import dropout, dropout_bits
 from preact_kernels.kernels.running_stats import (
     fast_running_stats_update as running_stats_update,
 )
@@ -30,6 +31,8 @@ __all__ = [
     "block_run_backward",
     "block_run_forward",
     "bn_stats",
+    "dropout",
+    "dropout_bits",
     "group_stats",
     "norm_act_backward",
     "norm_act_conv_backward",
