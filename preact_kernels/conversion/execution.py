@@ -4,6 +4,7 @@ Kernels work on NHWC. In an NCHW model, the input of fused operations is convert
 intermediate results stay in NHWC, and results that the program reads are converted back.
 """
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -128,9 +129,9 @@ class _Execution:
                 inputs = [self._input(i, step) for i in step.inputs]
                 # PyTorch does not bump the versions of running statistics that it updates.
                 statistics = tuple(t for n in step.nodes for t in tracked_statistics(n))
-                # Stages have memory modes of their own.
-                read = () if step.blocks else zip(step.inputs, inputs, strict=True)
-                reading = self._recomputation.reading(read)
+                reading: Any = contextlib.nullcontext()
+                if self._may_recompute and not step.blocks:  # stages have memory modes of their own
+                    reading = self._recomputation.reading(zip(step.inputs, inputs, strict=True))
                 with torch_compat.without_new_version(statistics), reading:
                     y = self._values[step.end] = self._result(step, inputs)
                 self._recompute(step, inputs, y)
@@ -271,6 +272,8 @@ def _batch_norm(unit: Unit) -> BatchNorm:
 
 def _conv(unit: Unit) -> ConvArguments:
     weight, *bias = cast(Sequence[Tensor], unit.conv.inputs[1:])
+    if unit.bias is not None:
+        bias = [cast(Tensor, unit.bias.inputs[1]).flatten()]
     stride, padding, dilation, groups = unit.conv.settings.conv
     if unit.pads:
         padding = tuple(a + b for a, b in zip(padding, unit.padding, strict=True))

@@ -83,22 +83,29 @@ class Unit(NamedTuple):
     pads: tuple[Node, ...]
     padding: tuple[int, ...]  # pixels that `pads` add at each side of each axis
     conv: Node
+    bias: Node | None  # adds a value to each channel after a convolution without a bias
 
     @property
     def norm(self) -> Node:
         return self.activated.norm
 
     @property
+    def end(self) -> Node:
+        return self.bias or self.conv
+
+    @property
     def nodes(self) -> tuple[Node, ...]:
-        dropout = () if self.dropout is None else (self.dropout,)
-        return (*self.activated.nodes, *dropout, *self.pads, self.conv)
+        others = (self.dropout, *self.pads, self.conv, self.bias)
+        return (*self.activated.nodes, *(n for n in others if n is not None))
 
     @property
     def fits_stage(self) -> bool:
         """Whether a stage can run the unit."""
         conv = self.conv
-        has_more = self.pads or self.dropout is not None or len(conv.inputs) > 2
-        if has_more or len(conv.shape) != 4 or conv.dtype != self.norm.dtype:
+        has_bias = self.bias is not None or len(conv.inputs) > 2
+        if has_bias or self.pads or self.dropout is not None:
+            return False
+        if len(conv.shape) != 4 or conv.dtype != self.norm.dtype:
             return False
         return self.activated.is_batch_norm_relu
 
@@ -144,7 +151,7 @@ def _block_match(*blocks: Block) -> Match:
     """Returns the match of a residual block, or of units as blocks without a shortcut."""
     projections = tuple(b.projection for b in blocks if b.projection is not None)
     units = (*(u for b in blocks for u in b.units), *projections)
-    end = blocks[-1].add or blocks[-1].units[-1].conv
+    end = blocks[-1].add or blocks[-1].units[-1].end
     nodes = tuple(dict.fromkeys([*(n for u in units for n in u.nodes), end]))
     name = f"BN-ReLU-Conv, {len(units)} in a row"
     return Match(name, nodes, end, (nodes[0].inputs[0],), units, blocks)
@@ -166,7 +173,7 @@ def _row_matches(units: list[Unit]) -> list[Match]:
     """Returns the match of consecutive units without a shortcut."""
     if len(units) > 1:
         return [_block_match(*(Block((u,), None, None) for u in units))]
-    return [Match(u.name, u.nodes, u.conv, (u.norm.inputs[0],), (u,)) for u in units]
+    return [Match(u.name, u.nodes, u.end, (u.norm.inputs[0],), (u,)) for u in units]
 
 
 def _is_wanted(node: Node) -> bool:
@@ -281,8 +288,16 @@ class Matcher:
                 reads, node = node, following
             if node.operation is not CONV or node.inputs[0] is not reads:
                 return f"no convolution follows ({function_name(node)})"
-            units.append(Unit(activated, dropout, tuple(pads), padding, node))
+            bias = self._bias_after(node)
+            units.append(Unit(activated, dropout, tuple(pads), padding, node, bias))
         return units or "nothing reads its activation"
+
+    def _bias_after(self, conv: Node) -> Node | None:
+        """Returns the addition of a bias that the convolution itself can add."""
+        reader = self._only_reader(conv) if len(conv.inputs) == 2 else None
+        if reader is None or reader.operation is not SHIFT or reader.inputs[0] is not conv:
+            return None
+        return reader if reader.inputs[1].shape[0] == 1 else None
 
     def _chain(self, unit: Unit) -> list[Unit]:
         """Returns `unit` and the units after it; each reads only the output of the previous one."""
@@ -311,7 +326,7 @@ class Matcher:
             name, nodes = found.name, found.nodes
             return [Match(name, nodes, found.end, (x,), activated=found, reason=reason)]
         chain = self._chain(units[0])
-        last = chain[-1].conv
+        last = chain[-1].end
         add = self._only_reader(last)
         is_sum = add is not None and add.operation is ADD and add not in self._added
         if add is None or not is_sum or add.inputs[0] is add.inputs[1]:

@@ -138,6 +138,8 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
         rule = registry.RULES.get(func)
         if rule is registry.METADATA:
+            if Deferred not in types:
+                return func(*args, **kwargs)
             with disable_torch_function():
                 return func(*args, **kwargs)
         if rule is not None and (Deferred in types or func in registry.FIRST):

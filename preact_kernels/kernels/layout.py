@@ -12,6 +12,11 @@ def is_channels_last(t: Tensor) -> bool:
     """Whether PyTorch, when it chooses an output format, treats `t` as channels_last."""
     if t.dim() not in CHANNELS_LAST:
         return False
+    if min(t.shape) > 1:  # then a dense tensor has one format
+        if t.is_contiguous():
+            return False
+        if t.is_contiguous(memory_format=CHANNELS_LAST[t.dim()]):
+            return True
     if t.shape[1] == 1 and not t.is_contiguous(memory_format=CHANNELS_LAST[t.dim()]):
         return False  # both formats match; PyTorch's batch norm chooses contiguous
     smallest = 0

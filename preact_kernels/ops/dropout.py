@@ -38,9 +38,8 @@ def drawn(
         p: probability of dropping an element, more than 0.
         in_place: whether the program drops in place, which draws other numbers on CUDA.
     """
-    kept = torch.empty(shape, dtype=x.dtype, device=x.device)
-    if channels_last:
-        kept = layout.nhwc(kept)
+    strides = layout.strides(shape, channels_last)
+    kept = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     if x.is_cpu and p < 1 and kept.numel():
         kept.bernoulli_(1 - p)  # what dropout draws
     else:

@@ -349,6 +349,41 @@ def test_residual_additions_run_fused():
     assert_runs(forward, "^GN-SiLU-Conv$", "^GN-SiLU-Conv( and residual add)?")
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_bias_added_after_the_convolution_is_its_own(dims, in_place):
+    def convolved(net, x, norm, conv):
+        conv_nd = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        y = conv_nd(F.silu(norm(x)), conv.weight, padding=1)
+        bias = conv.bias.reshape(1, -1, *[1] * dims)
+        return y.add_(bias) if in_place else y + bias
+
+    def forward(net, x):
+        h = convolved(net, x, net.norm, net.conv)
+        return convolved(net, h, net.norm2, net.conv2) + x
+
+    into = "^GN-SiLU-Conv$", "^GN-SiLU-Conv and residual add$"
+    assert_runs(forward, *into, dims=dims)
+    net, x = pk.convert(Net(forward, dims)), images(torch.randn, (5, 6, 4)[:dims])
+    waiting, names = [net(x).grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            names.add(node.name())
+            waiting += [n for n, _ in node.next_functions]
+    assert not any("Add" in n for n in names), names
+
+
+def test_other_additions_after_a_convolution_stay():
+    def forward(net, x):
+        _, shift = net.scale_and_shift(x)
+        h = F.conv2d(F.silu(net.norm(x)), net.conv.weight, padding=1)
+        h = h + shift
+        return net.conv2(F.silu(net.norm2(h))) + net.conv.bias[:, None, None]
+
+    assert_runs(forward, "^GN-SiLU-Conv$", "^GN-SiLU-Conv$")
+
+
 def test_resampling_before_a_convolution():
     def forward(net, x):
         h = F.interpolate(F.silu(net.norm(x)), scale_factor=2, mode="nearest")

@@ -68,21 +68,21 @@ OWN = {
     "SongUNet, adaptive": Case(
         song(dropout=0.1),
         (2, 3, 16, 16),
-        SONG | {"GN-Scale-Shift-SiLU-Dropout-Conv": 8},
+        SONG | {"GN-Scale-Shift-SiLU-Dropout-Conv and residual add": 8},
         0.45,
         noise,
     ),
     "SongUNet, DDPM++": Case(
         song(adaptive=False, skip_scale=0.5**0.5),
         (2, 3, 16, 16),
-        SONG | {"GN-SiLU-Conv": 16},
+        SONG | {"GN-SiLU-Conv and residual add": 8},
         0.54,
         noise,
     ),
     "SongUNet, NCSN++": Case(
         song(adaptive=False, dropout=0.1, skip_scale=0.5**0.5, taps=(1, 3, 3, 1)),
         (2, 3, 16, 16),
-        SONG | {"GN-SiLU-Dropout-Conv": 8},
+        SONG | {"GN-SiLU-Dropout-Conv and residual add": 8},
         0.49,
         noise,
     ),
@@ -223,7 +223,7 @@ PACKAGES = {
         ),
         (1, 1, 16, 16, 16),
         {"GN-SiLU-Conv": 4, "GN-SiLU-Conv and residual add": 4, "GN-Conv": 2},
-        0.54,
+        0.45,
     ),
     "MONAI BasicUNet": Case(
         lambda: monai("BasicUNet", **VOLUME, features=(8, 8, 8, 8, 8, 8)),
