@@ -220,9 +220,46 @@ def test_an_image_has_the_same_bits_whatever_its_batch(case, activation, dtype, 
             assert same_bits(found[name], whole[name][i : i + 1]), (name, i)
 
 
-@pytest.mark.backends("triton", slow=("reference", "cuda"))
+@every_kernel
 def test_no_gradient_passes_where_a_pre_activation_rounds_to_zero(backend):
     inputs = norm_inputs(GROUPS, torch.float16)
     inputs["weight"], inputs["bias"] = torch.full((16,), 1e-9), torch.zeros(16)
     results = evaluate(partial(GROUPS.norm_act, activation="relu"), inputs)
     assert not any(results[name].any() for name in ("y", "dx", "dweight", "dbias"))
+
+
+@pytest.mark.backends("cpu", slow=("reference",))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu_0.25", "relu6"])
+@pytest.mark.parametrize("call", ["channels_last", "contiguous", "conv"])
+def test_gradients_depend_on_the_sign_of_the_rounded_pre_activation(
+    call, activation, dtype, backend
+):
+    """p is x times the least number of the dtype: half of it rounds to zero."""
+    eps, channels = torch.finfo(dtype).eps, 16
+    least = torch.finfo(dtype).tiny * eps
+    values = torch.tensor([0.25, 0.5, 0.5 + eps, 0.75, 1, 1.5, 0, -0.25, -0.5, -0.5 - eps, -1, -2])
+    x = values.view(1, 1, 3, 4).expand(2, channels, 3, 4).to(dtype)
+    format = torch.contiguous_format if call == "contiguous" else torch.channels_last
+    dy = torch.full_like(x, eps * eps / least, memory_format=format)
+    norm = torch.full((channels,), least), torch.zeros(channels)
+    statistics = torch.zeros(channels), torch.full((channels,), 0.75)
+
+    def gradients(function):
+        leaves = x.contiguous(memory_format=format), *norm
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        return torch.autograd.grad(function(*leaves), leaves, dy)
+
+    def fused(x, weight, bias):
+        options = {"activation": ACTIVATIONS[activation][0], "training": False, "eps": 0.25}
+        if call == "conv":
+            options["conv_weight"] = torch.eye(channels, dtype=dtype)[..., None, None]
+            return pk.batch_norm_act_conv(x, weight, bias, *statistics, **options)
+        return pk.batch_norm_act(x, weight, bias, *statistics, **options)
+
+    def plain(x, weight, bias):
+        p = F.batch_norm(x, *statistics, weight, bias, eps=0.25)
+        return ACTIVATIONS[activation][1](p)
+
+    for found, expected in zip(gradients(fused), gradients(plain), strict=True):
+        assert same_bits(found, expected)

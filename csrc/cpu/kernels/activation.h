@@ -162,7 +162,7 @@ template <class A>
 struct Relu {
   using V = Vector<A>;
   PK_INLINE V value(V p) const { return relu(p); }
-  PK_INLINE V gradient(V p, V dy) const { return where_active(p, dy); }
+  PK_INLINE V gradient(V p, V dy) const { return where_active<A>(p, dy); }
 };
 
 template <class A>

@@ -194,7 +194,7 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
         if (is_activation_stored) store(relu_pixel, relu(p));
         relu_pixel = next_pixel(relu_pixel, step);
       }
-      const Vector<A> masked = stored(g_pixel, where_active(p, acc[i][v]));
+      const Vector<A> masked = stored(g_pixel, where_active<T>(p, acc[i][v]));
       sum += masked;
       product += masked * d;
       x_pixel = next_pixel(x_pixel, step);

@@ -53,7 +53,7 @@ struct MaskedGradient {
   }
 
   PK_INLINE Vector<A> at(int64_t pixel, int v, Vector<A> p, Vector<A> dy) const {
-    return kRelu ? where_active(p, dy) : load(values + pixel * kWidth + v * kLanes<A>);
+    return kRelu ? where_active<T>(p, dy) : load(values + pixel * kWidth + v * kLanes<A>);
   }
 };
 

@@ -108,7 +108,7 @@ PK_INLINE void plane_gradient(const T* dy, const T* x, int64_t count, A mean, A 
   for_vectors<A>(count, [&](int64_t i, auto lanes) PK_LAMBDA {
     const Vector<A> p = (load(x + i, lanes) - mean) * scale + bias, g = load(dy + i, lanes);
     if (is_relu) {
-      store(gradient + i, where_active(p, g));
+      store(gradient + i, where_active<T>(p, g));
     } else {
       store(p_values + i, as_stored(x, p));
       store(gradient + i, g);

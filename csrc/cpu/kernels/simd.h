@@ -154,10 +154,18 @@ PK_INLINE V finite_or_zero(V v) {
   return v - v == 0 ? v : V{};
 }
 
-// value where p > 0 or p is NaN, else 0: the gradient of relu(p), as in PyTorch.
-template <class V>
-PK_INLINE V where_active(V p, V value) {
-  return p <= 0 ? V{} : value;
+// The largest number that rounds to 0 in T: half the least denormal number.
+template <class T>
+constexpr Accumulate<T> kRoundsToZero = 0;
+template <>
+constexpr float kRoundsToZero<Float16> = 0x1p-25f;
+template <>
+constexpr float kRoundsToZero<BFloat16> = 0x1p-134f;
+
+// value where p, rounded to T, is > 0 or NaN, else 0: the gradient of relu(p), as in PyTorch.
+template <class T>
+PK_INLINE Vector<Accumulate<T>> where_active(Vector<Accumulate<T>> p, Vector<Accumulate<T>> value) {
+  return p <= kRoundsToZero<T> ? Vector<Accumulate<T>>{} : value;
 }
 
 // Words of `a` and `b` in turn, from word kFrom of both.
