@@ -95,17 +95,19 @@ class BatchNorm(NamedTuple):
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm in PyTorch's own operators, with these parameters."""
-        running = (self.running_mean, self.running_var)
+        mean, var = self.running_mean, self.running_var
         momentum = cast(float, self.momentum)
         if self.process_group is not None and self.training:
             raise NotImplementedError(
                 "process_group: expected None when training under a tracer or a transform"
             )
-        if is_transformed() and has_mixed_dtypes(x, *running, weight, bias):
+        if is_transformed() and has_mixed_dtypes(x, mean, var, weight, bias):
             weight, bias = upcast(weight, bias)
-            y = F.batch_norm(x.float(), *running, weight, bias, self.training, momentum, self.eps)
+            if not self.training:  # else they are updated
+                mean, var = upcast(mean, var)
+            y = F.batch_norm(x.float(), mean, var, weight, bias, self.training, momentum, self.eps)
             return y.to(x.dtype)
-        return F.batch_norm(x, *running, weight, bias, self.training, momentum, self.eps)
+        return F.batch_norm(x, mean, var, weight, bias, self.training, momentum, self.eps)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
         """What normalises `x`, dense NHWC, and its fixed `inv_count` (see `inv_count_of`)."""

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import Activation, Norm
 from preact_kernels.kernels.reference.activations import activate
+from preact_kernels.torch_compat import is_transformed
 
 
 def differentiable_norm_act(
@@ -27,16 +28,18 @@ def differentiable_norm_act(
         raise NotImplementedError("double backward through a SyncBatchNorm is not supported")
     weight, bias, eps = norm.weight, norm.bias, norm.eps
     mean, var = (None, None) if training else (norm.mean, norm.var)
+    # Some transforms refuse a batch norm of a half precision with float32 parameters.
+    wide = x.to(norm.mean.dtype) if groups is not None or is_transformed() else x
     if groups is None and not norm.has_rows:
-        h = F.batch_norm(x, mean, var, weight, bias, training, 0.0, eps)
+        h = F.batch_norm(wide, mean, var, weight, bias, training, 0.0, eps)
     else:
         if groups is None:
-            h = F.batch_norm(x, mean, var, None, None, training, 0.0, eps)
+            h = F.batch_norm(wide, mean, var, None, None, training, 0.0, eps)
         else:
-            h = _group_norm(x.to(norm.mean.dtype), groups, eps)
+            h = _group_norm(wide, groups, eps)
         scale, shift = (t.view(-1, t.shape[-1], 1, 1) for t in cast(list[Tensor], (weight, bias)))
-        h = (h * scale + shift).to(x.dtype)
-    return activate(h, Activation(norm.activation, norm.parameter))
+        h = h * scale + shift
+    return activate(h.to(x.dtype), Activation(norm.activation, norm.parameter))
 
 
 def _group_norm(x: Tensor, groups: int, eps: float) -> Tensor:

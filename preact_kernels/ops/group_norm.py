@@ -158,13 +158,15 @@ class InstanceNorm(NamedTuple):
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm in PyTorch's own operators, with these parameters."""
-        running = (self.running_mean, self.running_var)
+        mean, var = self.running_mean, self.running_var
         dtype = x.dtype
-        if is_transformed() and has_mixed_dtypes(x, *running, weight, bias):
+        if is_transformed() and has_mixed_dtypes(x, mean, var, weight, bias):
             x = x.float()
             weight, bias = upcast(weight, bias)
+            if not self.training:  # else they are updated
+                mean, var = upcast(mean, var)
         rest: Any = (self.training, self.momentum, self.eps)
-        return F.instance_norm(x, *running, weight, bias, *rest).to(dtype)
+        return F.instance_norm(x, mean, var, weight, bias, *rest).to(dtype)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
         """What normalises `x`, dense NHWC, and its fixed `inv_count`."""

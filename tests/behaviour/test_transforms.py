@@ -132,6 +132,17 @@ def output_and_gradients_of_each(module, x):
     return torch.func.vmap(call)(torch.stack([x, x.flip(0)]))
 
 
+def output_and_gradients_for_each(module, x):
+    """Of several incoming gradients of one output: `vmap` of a backward alone."""
+    inputs = x.detach().requires_grad_(), *module.parameters()
+    y = module(inputs[0])
+    dy = (y.detach().double().cos() / 8).to(y.dtype)
+    call = lambda dy: torch.autograd.grad(y, inputs, dy)  # noqa: E731
+    gradients = torch.func.vmap(call)(torch.stack([dy, dy.flip(0)]))
+    names = "dx", *(f"d{n}" for n, _ in module.named_parameters())
+    return {"y": y.detach(), **dict(zip(names, gradients, strict=True))}
+
+
 def output_and_tangent(module, x):
     call = lambda x: module(x)  # noqa: E731
     y, tangent = torch.func.jvp(call, (x,), (x.flip(0),))
@@ -152,7 +163,13 @@ MIXED = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("conv_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "transform", [output_and_gradients, output_and_gradients_of_each, output_and_tangent]
+    "transform",
+    [
+        output_and_gradients,
+        output_and_gradients_of_each,
+        output_and_gradients_for_each,
+        output_and_tangent,
+    ],
 )
 def test_transforms_in_bfloat16_beside_float32_parameters(transform, conv_dtype, training, make):
     half = (untracked(make()) if training else make().eval()).bfloat16()
@@ -205,12 +222,16 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_functions_under_transforms_take_float32_parameters_beside_bfloat16(training):
+@pytest.mark.parametrize("running_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_functions_under_transforms_take_float32_parameters_beside_bfloat16(running_dtype):
+    """Without running statistics in training mode, else in evaluation mode."""
     fused, _, shapes = FUNCTIONS["bn_relu_conv2d"]
     x, *parameters = images().bfloat16(), *map(torch.randn, shapes)
-    running = {} if training else {"running_mean": torch.zeros(10), "running_var": torch.ones(10)}
-    call = lambda x: fused(x, *parameters, training=training, **running)  # noqa: E731
+    options = {"training": running_dtype is None}
+    if running_dtype:
+        running = torch.zeros(10, dtype=running_dtype), torch.ones(10, dtype=running_dtype)
+        options |= dict(zip(("running_mean", "running_var"), running, strict=True))
+    call = lambda x: fused(x, *parameters, **options)  # noqa: E731
     expected = call(x)
     y, tangent = torch.func.jvp(call, (x,), (x,))
     for found in (
