@@ -543,11 +543,11 @@ def written_out_block(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convolutions in `dtype`, batch norms in float32 (float64 beside float64), as is usual."""
+    """Convolutions in `dtype`, norms in float32 (float64 beside float64), as is usual."""
     for child in module.modules():
         if isinstance(child, nn.Conv2d):
             child.to(dtype)
-        elif isinstance(child, nn.BatchNorm2d):
+        elif isinstance(child, (nn.BatchNorm2d, nn.GroupNorm)):
             child.to(torch.promote_types(dtype, torch.float32))
     return module
 
