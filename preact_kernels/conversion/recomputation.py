@@ -70,7 +70,8 @@ class Recomputed:
             return value
         source = self._saved_source()
         in_modes = self._context.entered_in_backward()
-        with torch_compat.disable_torch_function(), in_modes, torch.no_grad():
+        transforms = torch_compat.without_functorch_transforms()  # of the backward
+        with transforms, torch_compat.disable_torch_function(), in_modes, torch.no_grad():
             return self._computed(source)
 
     def _saved_source(self) -> Any:

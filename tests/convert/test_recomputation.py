@@ -187,6 +187,20 @@ def test_second_derivatives_and_a_second_backward():
         torch.testing.assert_close(a, b)
 
 
+def test_vmap_of_a_backward():
+    network = Network(group_norm, count=2).double()
+    x, embedding = torch.randn(2, CHANNELS, 5, 6).double(), torch.randn(2, 2).double()
+    found = []
+    for memory in ("store", "checkpoint"):
+        torch.manual_seed(1)
+        model = converted(network, memory)
+        inputs = x.detach().requires_grad_(), *model.parameters()
+        y = model(inputs[0], embedding)
+        call = lambda dy, y=y, inputs=inputs: torch.autograd.grad(y, inputs, dy)  # noqa: E731
+        found.append(torch.func.vmap(call)(torch.stack([y.detach().cos(), y.detach().sin()])))
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("what", ["weight of norm", "weight of convolution", "input"])
 def test_a_change_in_place_before_the_backward_raises(what):
     network = converted(Network(group_norm, count=1), "checkpoint")
