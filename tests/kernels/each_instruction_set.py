@@ -20,6 +20,7 @@ TESTS = {
         "forward_backward_and_running_statistics",
         "nan_and_inf_spread_as_in_eager",
     ),
+    "ops/test_norm_act": ("gradients_depend_on_the_sign_of_the_rounded_pre_activation",),
     "ops/test_bn_stats": ("mean_and_variance_of_many_samples",),
     "ops/test_residual_add": ("equals_the_sum_to_the_bit",),
     "ops/test_bn_relu_conv": (
