@@ -70,7 +70,7 @@ class Value(NamedTuple):
 class Module(NamedTuple):
     """A module of the program, by its path in `Net`."""
 
-    kind: str  # norm, relu, conv, drop or block
+    kind: str  # norm, relu, conv, bias, drop or block
     path: str
     channels: int  # channels of its input
     is_square: bool = False  # the output has the shape of the input
@@ -207,7 +207,12 @@ def conv(s: Scope, channels: int, size: int, out: int) -> tuple[str, int]:
     if template == "{}({{}})" and "padding_mode" not in options and s.chance(0.1):
         numbers = f"{module}.stride, {module}.padding, {module}.dilation, {module}.groups"
         return f"F.conv2d({{}}, {module}.weight, {module}.bias, {numbers})", new_size
-    return template.format(module), new_size
+    template = template.format(module)
+    if s.program.has_any_norm and s.chance(0.2):
+        bias = s.module("bias", f"nn.Linear(1, {out})", out) + ".bias.view(1, -1, 1, 1)"
+        added = s.choice(["({} + {})", "({}.add_({}))", "torch.add({}, {})"])
+        template = added.format(template, bias)
+    return template, new_size
 
 
 # Statements: each one changes h.

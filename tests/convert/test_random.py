@@ -53,6 +53,8 @@ def check(
         if (".data = " in text or ".data." in text) and 'MEMORY = "store"' not in text:
             # Backward computes again, with the changed weights.
             found = [f for f in found if f.startswith("step 0") and "grad" not in f]
+        if "._base" in text and "InstanceNorm" in text:  # see docs/convert.md
+            found = []
         if "as_subclass(" in text:  # as behind a custom autograd function: see docs/convert.md
             found = [f for f in found if "gradients by outputs" not in f]
         if "in_thread(" in text:
