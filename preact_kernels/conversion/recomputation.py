@@ -42,7 +42,10 @@ class Recomputed:
         self._versions = [(t, t._version) for t in tensors]
         self._strides, self.offset = result.stride(), result.storage_offset()
         self._hooks: Any = None
+        self._count = 0  # saved tensors that begin with the source, if hooks took it
         self._value: Tensor | None = None  # for another reader in the same backward
+        self._unpacked: Tensor | None = None  # the source, likewise
+        self._left = 0  # saved tensors that were not unpacked since
         self._lock = threading.RLock()
         self._is_saved = False
 
@@ -58,27 +61,49 @@ class Recomputed:
     def _save_source(self, hooks: Any) -> None:
         if isinstance(self._source, Recomputed):
             self._source._save_source(hooks)
-        elif hooks is not None and self._hooks is None:
+            return
+        if hooks is not None and self._hooks is None:
             self._hooks, self._source = hooks, hooks[0](self._source)
             del self._versions[0]  # the hooks decide what becomes of the source
+        self._count += 1
 
     def value(self) -> Tensor:
         """Returns the result, in the memory format that it had."""
         with self._lock:
             value, self._value = self._value, None
+        source = self._saved_source(is_needed=value is None)
         if value is not None:
             return value
-        source = self._saved_source()
         in_modes = self._context.entered_in_backward()
         transforms = torch_compat.without_functorch_transforms()  # of the backward
         with transforms, torch_compat.disable_torch_function(), in_modes, torch.no_grad():
             return self._computed(source)
 
-    def _saved_source(self) -> Any:
-        """Returns what the chain of calls begins with; hooks may run anything."""
+    def _saved_source(self, is_needed: bool) -> Any:
+        """Returns what the chain of calls begins with, if it is needed; hooks may run anything.
+
+        A backward unpacks it once, and keeps it for the other saved tensors that begin with it:
+        the hooks of `torch.utils.checkpoint` refuse to unpack twice.
+        """
         if isinstance(self._source, Recomputed):
-            return self._source._saved_source()
-        return self._source if self._hooks is None else self._hooks[1](self._source)
+            return self._source._saved_source(is_needed)
+        if self._hooks is None:
+            return self._source
+        with self._lock:
+            if self._unpacked is None:
+                if not is_needed:
+                    return None
+                source = self._hooks[1](self._source)
+                if self._count == 1 or not torch_compat.is_in_backward():
+                    return source
+                self._unpacked, self._left = source, self._count
+                own = weakref.ref(self)
+                torch_compat.call_after_backward(lambda: _forget(own()))
+            source = self._unpacked
+            self._left -= 1
+            if not self._left:
+                self._unpacked = None
+            return source
 
     def _computed(self, first: Tensor) -> Tensor:
         for t, version in self._versions:
@@ -103,7 +128,7 @@ class Recomputed:
 
 def _forget(own: Recomputed | None) -> None:
     if own is not None:
-        own._value = None
+        own._value = own._unpacked = None
 
 
 def _check(t: Tensor, version: int) -> None:

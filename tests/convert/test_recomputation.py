@@ -285,8 +285,23 @@ def test_hooks_of_saved_tensors_receive_the_inputs_of_blocks():
     assert_same_bits(found, expected)
 
 
-def test_blocks_under_a_checkpoint():
-    network, x = Network(group_norm), torch.randn(2, CHANNELS, 8, 8)
+class Branching(Block):
+    """Two convolutions read the first activation, and a chain of units follows one of them."""
+
+    def forward(self, x, embedding=None):
+        first, *rest = zip(self.norms, self.convs, strict=True)
+        a = self.act(first[0](x))
+        h = first[1](a)
+        for norm, conv in rest:
+            h = conv(self.act(norm(h)))
+        return h + F.conv2d(a, first[1].weight, padding=1)
+
+
+@pytest.mark.parametrize(
+    "network", [Network(group_norm), Branching(group_norm), Branching(group_norm, units=3)]
+)
+def test_blocks_under_a_checkpoint(network):
+    x = torch.randn(2, CHANNELS, 8, 8)
     expected = trained(converted(network, "store"), x)
 
     class Outer(nn.Module):
@@ -325,6 +340,27 @@ def test_hooks_that_move_what_is_saved_free_the_inputs_of_blocks():
         del x
         assert reference() is None
         y.sum().backward()
+
+
+@pytest.mark.parametrize("block", [Block(group_norm), Branching(group_norm, units=3)])
+def test_what_hooks_unpack_is_freed_before_the_backward_ends(block):
+    block = converted(block, "checkpoint")
+    shape, unpacked, alive = (2, CHANNELS, 8, 8), [], []
+
+    def unpack(t):
+        t = t.clone()
+        if t.shape == shape:
+            unpacked.append(weakref.ref(t))
+        return t
+
+    x = torch.randn(shape, requires_grad=True)
+    h = x * 1.0
+    h.register_hook(lambda _: alive.append(sum(r() is not None for r in unpacked)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), unpack):
+        y = block(h)
+    for _ in range(2):
+        y.square().sum().backward(retain_graph=True)
+    assert unpacked and alive == [0, 0]
 
 
 def test_without_hooks_of_saved_tensors_everything_is_saved():
