@@ -473,14 +473,14 @@ def norm_conv_inputs(
 
 
 def rounded_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """`F.conv2d`, for float16 in float32 and rounded once, as in a fused kernel.
+    """`F.conv2d`, for half precision in float32 and rounded once, as in a fused kernel.
 
     On a CPU it takes a small part of the time, and its error is not larger.
     """
-    if x.dtype != torch.float16:
+    if x.dtype not in (torch.float16, torch.bfloat16):
         return F.conv2d(x, weight, bias, *geometry)
     wide = (None if t is None else t.float() for t in (x, weight, bias))
-    return F.conv2d(*wide, *geometry).half()
+    return F.conv2d(*wide, *geometry).to(x.dtype)
 
 
 def plain_bn_relu_conv2d(

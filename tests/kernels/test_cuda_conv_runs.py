@@ -93,22 +93,24 @@ def test_a_run_of_blocks_has_three_launches_a_block_in_each_direction(is_large, 
 
 @on_host
 @pytest.mark.parametrize(
-    ("blocks", "side", "apart", "finished"),
+    ("blocks", "height", "width", "apart", "finished"),
     [
         # All weight gradients have their own launches, when there are 48 and at the end.
-        (17, 3, 6, 2),
+        (17, 3, 3, 6, 2),
         # The 3x3 weight gradients have a launch, at the end. Partial sums of the 1x1 weight
         # gradients are added up when there are 64.
-        (33, 8, 1, 2),
+        (33, 7, 8, 1, 2),
         # The partial sums of a launch for 48 join 31 others: two launches add them up.
-        pytest.param(48, 8, 1, 4, marks=pytest.mark.slow),
+        pytest.param(48, 8, 8, 1, 4, marks=pytest.mark.slow),
     ],
 )
-def test_weight_gradients_of_a_long_run_are_computed_now_and_then(blocks, side, apart, finished):
+def test_weight_gradients_of_a_long_run_are_computed_now_and_then(
+    blocks, height, width, apart, finished
+):
     set_schedule(multiprocessors=1)
     stage = pk.PreActStage([random_block("bottleneck", 64, 16) for _ in range(blocks)])
     stage = in_dtype(stage, torch.bfloat16)
-    inputs = {"x": torch.randn(1, 64, side, side).bfloat16()}
+    inputs = {"x": torch.randn(1, 64, height, width).bfloat16()}
     with pk.use_backend("cuda"):
         counts = collections.Counter(launches(lambda: evaluate(stage, inputs)))
         assert_same_bits(evaluate(stage, inputs), unit_by_unit(evaluate, stage, inputs))
