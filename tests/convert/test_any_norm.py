@@ -91,11 +91,11 @@ FORMATS = [(1, False), (2, False), (2, True), (3, False), (3, True)]
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize(("dims", "channels_last"), FORMATS)
-def test_norms_of_any_dimensions_run_fused(name, dims, channels_last):
+def test_norms_of_any_dimensions_run_fused(name):
     expected = f"^{name[:2]}-SiLU-Conv$"
-    norm = partial(NORMS[name], dims)
-    assert_runs(two_units, expected, expected, dims, channels_last, norm)
+    for dims, channels_last in FORMATS:
+        norm = partial(NORMS[name], dims)
+        assert_runs(two_units, expected, expected, dims, channels_last, norm)
 
 
 @pytest.mark.parametrize(("dims", "channels_last"), FORMATS)
@@ -306,9 +306,13 @@ def test_a_scale_that_changes_in_place_is_read_before():
 # Dropout.
 
 
-@pytest.mark.parametrize(("dims", "channels_last"), FORMATS)
 @pytest.mark.parametrize("p", [0.3, 1.0])
-def test_dropout_draws_the_numbers_of_plain_pytorch(p, dims, channels_last):
+def test_dropout_draws_the_numbers_of_plain_pytorch(p):
+    for dims, channels_last in FORMATS:
+        check_dropout(p, dims, channels_last)
+
+
+def check_dropout(p, dims, channels_last):
     """`assert_alike` compares the values, and the state of the generator at the end."""
 
     def forward(net, x):

@@ -1,5 +1,7 @@
 """The fused convolutions of the CPU library with any activation and norms with rows."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -36,10 +38,14 @@ CONVS = {
     "3x3, large weight": ((3, 128, 5, 4), 96, 3, 1),
     "1x1, large weight": ((3, 352, 5, 4), 352, 1, 1),
 }
-every_conv = pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
 # Whether statistics, weight and bias have rows.
 F, T = False, True
-every_row = pytest.mark.parametrize("rows", [(F, F, F), (T, T, T), (T, F, F), (F, T, T)], ids=str)
+ROWS = (F, F, F), (T, T, T), (T, F, F), (F, T, T)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+ACTIVATION_CYCLE = (
+    *(Activation("relu"), Activation("silu"), Activation("leaky_relu", 0.2), Activation("gelu")),
+    Activation("elu", 1.0),
+)
 
 
 def nhwc(t):
@@ -77,16 +83,14 @@ def assert_near(ours, truth, *, roundings=1):
     assert (ours.double() - truth).norm() <= u * truth.norm()
 
 
-@every_conv
-@every_row
-@pytest.mark.covering(2)
-@pytest.mark.parametrize(
-    "activation",
-    [Activation("relu"), Activation("silu"), Activation("leaky_relu", 0.2), Activation("gelu")],
-    ids=lambda a: a.name,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_forward_and_backward(conv, rows, activation, dtype, backend):
+@pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
+def test_forward_and_backward(conv, backend):
+    activations = itertools.cycle(ACTIVATION_CYCLE)
+    for rows, dtype in itertools.product(ROWS, DTYPES):
+        check_forward_and_backward(conv, rows, next(activations), dtype)
+
+
+def check_forward_and_backward(conv, rows, activation, dtype):
     unit, inputs = problem(conv, dtype, activation, rows)
     kernels = cpu.kernels()
     if not kernels.serves(unit, inputs.x.numel() // inputs.x.shape[1]):

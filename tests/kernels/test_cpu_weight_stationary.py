@@ -1,5 +1,6 @@
 """Convolutions of the CPU library with large weights and few activations."""
 
+import itertools
 import math
 from functools import partial
 
@@ -108,13 +109,22 @@ def test_the_limits_of_the_library():
     assert is_stationary(x, large) and not is_stationary(x, small)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+# `make test` runs each case in one dtype.
+QUICK = [*zip(CASES, itertools.cycle((torch.bfloat16, torch.float32)))]
+PROBLEMS = [
+    pytest.param(p, id=f"{p[0].name}-{p[1]}", marks=[pytest.mark.slow] * (p not in QUICK))
+    for p in itertools.product(CASES, (torch.float32, torch.bfloat16))
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("nhwc_weight", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.covering(2)
-def test_forward_and_backward(case, training, nhwc_weight, dtype):
-    problems = [conv_inputs(case, dtype) for _ in range(enough(case.x))]
+@pytest.mark.covering(1)
+def test_forward_and_backward(problem, training, nhwc_weight):
+    case, dtype = problem
+    count = 1 if case.x[1] > 256 else enough(case.x)
+    problems = [conv_inputs(case, dtype) for _ in range(count)]
     for inputs in problems if nhwc_weight else ():
         weight = inputs["conv_weight"]
         inputs["conv_weight"] = weight.contiguous(memory_format=torch.channels_last)

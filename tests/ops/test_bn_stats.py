@@ -81,10 +81,10 @@ def test_statistics_that_an_addition_yields_are_of_the_rounded_sum(backend):
     assert_are_statistics(statistics, y)
 
 
-@pytest.mark.parametrize("count", [2, 63, 65, 1001])
-def test_any_number_of_samples(count, backend):
-    x = samples(1000, (1, 17, 1, count))
-    assert_are_statistics(kernels(backend, x.dtype).bn_stats(x), x)
+def test_any_number_of_samples(backend):
+    for count in (2, 63, 65, 1001):
+        x = samples(1000, (1, 17, 1, count))
+        assert_are_statistics(kernels(backend, x.dtype).bn_stats(x), x)
 
 
 def test_a_constant_channel_has_no_variance(backend):

@@ -1,5 +1,6 @@
 """`group_norm_act_conv` and `batch_norm_act_conv` equal plain PyTorch on every backend."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from preact_kernels.ops import dispatch
 from tests.cases import (
     ACTIVATIONS,
     INF,
+    MODULATIONS,
     NAN,
     NORM_CONV_CASES,
     Autocast,
@@ -77,16 +79,17 @@ def test_each_modulation_of_each_norm(norm, modulation, kernel, training_dtype):
 
 
 @pytest.mark.backends("cpu")
-@every_modulation
 @every_norm
-def test_a_unit_says_whether_its_norm_has_rows(norm, modulation, backend, monkeypatch):
+def test_a_unit_says_whether_its_norm_has_rows(norm, backend, monkeypatch):
     case, arguments = NORMS[norm]
-    inputs = norm_conv_inputs(case, modulation=modulation)
-    kernels = dispatch.kernels_for(inputs["x"])
-    calls = recorded_calls(kernels, "norm_act_conv_forward", monkeypatch)
-    case.fused(**inputs, **arguments)
-    ((unit, given, _),) = calls
-    assert unit.has_rows == given.norm.has_rows == (case is not BATCH or bool(modulation))
+    for modulation in MODULATIONS.values():
+        inputs = norm_conv_inputs(case, modulation=modulation)
+        kernels = dispatch.kernels_for(inputs["x"])
+        with monkeypatch.context() as patch:
+            calls = recorded_calls(kernels, "norm_act_conv_forward", patch)
+            case.fused(**inputs, **arguments)
+        ((unit, given, _),) = calls
+        assert unit.has_rows == given.norm.has_rows == (case is not BATCH or bool(modulation))
 
 
 @on_kernels
@@ -111,11 +114,17 @@ def mixed_inputs(case, x_dtype, residual_dtype):
     return inputs
 
 
-@pytest.mark.covering(1, cpu=2)
+every_mixture = pytest.mark.parametrize("dtypes", MIXED, ids=str)
+
+
 @on_kernels
-@pytest.mark.parametrize(("x_dtype", "residual_dtype"), MIXED)
-@pytest.mark.parametrize("name", ["3x3", "1d", "3d", "batch", "same_even"])
-def test_a_residual_of_another_dtype(name, x_dtype, residual_dtype, backend):
+@every_mixture
+def test_a_residual_of_another_dtype(dtypes, backend):
+    for name in ("3x3", "1d", "3d", "batch", "same_even"):
+        check_residual(name, *dtypes)
+
+
+def check_residual(name, x_dtype, residual_dtype):
     case = NORM_CONV_CASES[name]
     activation = "identity" if name == "batch" else "silu"  # one that triton fuses
     fused, plain = (partial(f, activation=activation) for f in (case.fused, case.plain))
@@ -127,14 +136,15 @@ def test_a_residual_of_another_dtype(name, x_dtype, residual_dtype, backend):
     assert results["dresidual"].dtype == residual_dtype
 
 
-@pytest.mark.covering(1, cpu=2)
 @pytest.mark.backends("cpu", slow=("reference",))
-@pytest.mark.parametrize(("x_dtype", "residual_dtype"), MIXED)
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["1x1", "1d", "3d", "channels_10_to_17"])
-def test_a_residual_of_another_dtype_is_added_to_the_rounded_result(
-    name, dropout, x_dtype, residual_dtype, backend
-):
+@every_mixture
+def test_a_residual_of_another_dtype_is_added_to_the_rounded_result(dtypes, backend):
+    names = "1x1", "1d", "3d", "channels_10_to_17"
+    for name, dropout in itertools.product(names, (0.0, 0.5)):
+        check_added_residual(name, dropout, *dtypes)
+
+
+def check_added_residual(name, dropout, x_dtype, residual_dtype):
     # No bias: its gradient sums a dy that is not rounded.
     case = NORM_CONV_CASES[name]._replace(conv_bias=False)
     call = seeded(partial(case.fused, activation="silu", dropout=dropout))

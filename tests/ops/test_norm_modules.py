@@ -18,8 +18,6 @@ from tests.oracle import assert_same_bits, check, evaluate
 
 pytestmark = pytest.mark.backends("cpu")  # modules are above the backends
 
-both_modes = pytest.mark.parametrize("training", [True, False])
-
 
 class Plain(nn.Module):
     """What a module equals, of its children."""
@@ -62,7 +60,6 @@ NORMS = {
     "layer1d": (lambda: nn.LayerNorm([8, 7], elementwise_affine=False), (3, 8, 7)),
     "layer2d": (lambda: nn.LayerNorm([8, 5, 6], 1e-3, elementwise_affine=False), (3, 8, 5, 6)),
 }
-every_norm = pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
 
 
 def inputs_of(shape, **residual):
@@ -71,22 +68,19 @@ def inputs_of(shape, **residual):
     return {"x": x, "scale": scale, "shift": shift, **residual}
 
 
-@every_norm
-@both_modes
-@pytest.mark.covering(2)
-def test_norms_equal_their_children(make, shape, training, backend):
-    module = randomised(pk.NormAct(make(), nn.SiLU())).train(training)
-    check(module, Plain(module), inputs_of(shape))
-    check(module, Plain(module), {"x": torch.randn(shape)})
-
-
 CONVS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
-@every_norm
-@both_modes
-@pytest.mark.covering(2)
-def test_convolutions_equal_their_children(make, shape, training, backend):
+@pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
+def test_units_equal_their_children(make, shape, backend):
+    for training in (True, False):
+        check_units(make, shape, training)
+
+
+def check_units(make, shape, training):
+    module = randomised(pk.NormAct(make(), nn.SiLU())).train(training)
+    check(module, Plain(module), inputs_of(shape))
+    check(module, Plain(module), {"x": torch.randn(shape)})
     if len(shape) == 2:
         return
     conv = CONVS[len(shape)](8, 6, 3, padding=1, groups=2)
@@ -141,15 +135,15 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "act"), ACTIVATIONS.items(), ids=ACTIVATIONS)
-def test_modules_of_pytorch_are_read_as_activations(name, act, backend):
-    found = activation_of_module(act)
-    assert found.name == name
+def test_modules_of_pytorch_are_read_as_activations(backend):
     x = torch.randn(3, 8, 5, 6) * 3
-    named = tuple(found) if found.parameter else name
-    by_module, by_name = (pk.NormAct(nn.GroupNorm(4, 8), a) for a in (act, named))
-    assert_same_bits(evaluate(by_module, {"x": x}), evaluate(by_name, {"x": x}))
-    torch.testing.assert_close(by_module(x), act(by_module.norm(x)), rtol=1e-4, atol=1e-5)
+    for name, act in ACTIVATIONS.items():
+        found = activation_of_module(act)
+        assert found.name == name
+        named = tuple(found) if found.parameter else name
+        by_module, by_name = (pk.NormAct(nn.GroupNorm(4, 8), a) for a in (act, named))
+        assert_same_bits(evaluate(by_module, {"x": x}), evaluate(by_name, {"x": x}))
+        torch.testing.assert_close(by_module(x), act(by_module.norm(x)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
