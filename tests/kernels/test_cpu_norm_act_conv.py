@@ -26,11 +26,12 @@ pytestmark = [
     pytest.mark.backends("cpu"),
 ]
 
-# [N, C, H, W], K, kernel, stride. The last two are weight-stationary.
+# [N, C, H, W], K, kernel, stride. Of nine small images, a strip has two. The last two are
+# weight-stationary.
 CONVS = {
-    "3x3, strips of whole images": ((5, 16, 6, 7), 32, 3, 1),
+    "3x3, strips of whole images": ((9, 16, 6, 7), 32, 3, 1),
     "3x3, strips of an image": ((2, 32, 33, 20), 16, 3, 1),
-    "3x3, stride 2": ((3, 16, 9, 10), 48, 3, 2),
+    "3x3, stride 2": ((9, 16, 9, 10), 48, 3, 2),
     "5x3": ((2, 16, 5, 8), 16, (5, 3), 1),
     "1x1": ((3, 48, 19, 17), 16, 1, 1),
     "1x1, few pixels": ((5, 16, 1, 3), 32, 1, 1),
