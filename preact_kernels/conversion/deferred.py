@@ -117,14 +117,13 @@ class Node:
             )
 
 
-def _state(inputs: Sequence[Node | Tensor]) -> tuple[int, ...]:
+def _state(inputs: Sequence[Any]) -> list[int]:
     """Returns the address and the version of each computed input."""
-    state: tuple[int, ...] = ()
+    state: list[int] = []
     for i in inputs:
         if type(i) is not Node:
-            t = cast(Tensor, i)
             # Inference tensors have no version.
-            state += (t._cdata, -1 if t.is_inference() else t._version)
+            state += (i._cdata, -1 if i.is_inference() else i._version)
     return state
 
 

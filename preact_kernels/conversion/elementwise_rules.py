@@ -183,7 +183,7 @@ def _is_per_sample(node: Node, t: Any, region: Any) -> bool:
     return (
         t.shape[0] in (1, n)
         and t.shape[1] == channels > 1
-        and all(s == 1 for s in t.shape[2:])
+        and t.numel() == t.shape[0] * channels
         and pixels(node.shape) > 1
         and n > 0
         and t.device == node.context.device

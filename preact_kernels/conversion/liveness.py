@@ -27,18 +27,19 @@ class Reference(weakref.ref):
     __slots__ = ()
 
 
-def unread(tensors: Sequence[Tensor]) -> list[bool]:
+def unread(tensors: Sequence[Tensor], outer: types.FrameType | None = None) -> list[bool]:
     """Whether each tensor is held only by variables that this thread never reads again.
 
     Args:
         tensors: tensors with one `Reference` each; the caller holds them only in this sequence.
+        outer: a frame that, like its callers, has no variable with one of the tensors.
     """
     holders = [0] * len(tensors)
     if not holders:
         return []
     index = {id(t): i for i, t in enumerate(tensors)}
     if not _is_watched():
-        for frame in _frames():
+        for frame in _frames(outer):
             code = frame.f_code
             live: frozenset[str] | None = None
             variables = frame.f_locals
@@ -83,11 +84,14 @@ def _is_watched() -> bool:
     return sys.gettrace() is not None or sys.getprofile() is not None
 
 
-def _frames() -> Iterator[types.FrameType]:
-    """Yields the frames of this thread's functions that read variables only by name."""
+def _frames(outer: types.FrameType | None) -> Iterator[types.FrameType]:
+    """Yields the frames inside of `outer` of functions that read variables only by name."""
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and _READERS_OF_CALLERS.isdisjoint(frame.f_code.co_names):
-        if frame.f_code.co_flags & _OPTIMIZED and _READERS.isdisjoint(frame.f_code.co_names):
+    while frame is not None and frame is not outer:
+        names = frame.f_code.co_names
+        if not _READERS_OF_CALLERS.isdisjoint(names):
+            return
+        if frame.f_code.co_flags & _OPTIMIZED and _READERS.isdisjoint(names):
             yield frame
         frame = frame.f_back
 

@@ -44,7 +44,7 @@ class Owners:
     def __init__(self, root: nn.Module | None = None) -> None:
         self._root = None if root is None else weakref.ref(root)
         self._by_id: dict[int, Owner] = {}
-        self._without_tensors: dict[int, Owner] = {}
+        self._by_module: dict[int, Owner] = {}
         self._may_look = True
 
     def start(self) -> None:
@@ -61,7 +61,7 @@ class Owners:
             return None
         self._may_look = False
         for module in root.modules():
-            owner = Owner(module)
+            owner = self.of(module)
             own = (*module._parameters.values(), *module._buffers.values())
             for tensor in (*own, module.__dict__.get("weight")):
                 if tensor is not None:
@@ -69,10 +69,10 @@ class Owners:
         return self.find(t)
 
     def of(self, module: nn.Module) -> Owner:
-        """Returns the owner of a module without parameters and buffers."""
-        owner = self._without_tensors.get(id(module))
+        """Returns the owner of a module, also of one without parameters and buffers."""
+        owner = self._by_module.get(id(module))
         if owner is None or owner.module is not module:
-            owner = self._without_tensors[id(module)] = Owner(module)
+            owner = self._by_module[id(module)] = Owner(module)
         return owner
 
     def is_batch_count(self, t: Tensor) -> bool:

@@ -200,13 +200,13 @@ class Region(TorchFunctionMode):
             The deferred tensor, or NotImplemented: the operation must be called.
         """
         inputs: list[Any] = []
-        needs_grad = False
+        needs_grad = reads_node = False
         for t in tensors:
             if type(t) is Deferred:
                 node = t.preact_node
                 if node.value is None and node.region is self and has_own_history(t):
                     inputs.append(node)
-                    needs_grad = needs_grad or node.needs_grad
+                    needs_grad, reads_node = needs_grad or node.needs_grad, True
                     continue
                 computed = compute(t, "another region, or an autograd function")
                 tensors = [computed if other is t else other for other in tensors]
@@ -214,7 +214,7 @@ class Region(TorchFunctionMode):
             inputs.append(t)
             needs_grad = needs_grad or t.requires_grad
         needs_grad = needs_grad and self.context.has_grad
-        if not operation.precedes_activation and all(type(i) is not Node for i in inputs):
+        if not (reads_node or operation.precedes_activation):
             return NotImplemented  # a change of modes computed the inputs
         if in_place and (type(inputs[0]) is not Node or (inputs[0].needs_grad and not needs_grad)):
             return NotImplemented  # the input was computed, or gradients are disabled
@@ -262,14 +262,16 @@ class Region(TorchFunctionMode):
             for node in reversed(self.pending):
                 if node in needed:
                     nodes.append(node)
-                    needed.update(i for i in node.inputs if type(i) is Node and i.value is None)
+                    for i in node.inputs:
+                        if type(i) is Node and i.value is None:
+                            needed.add(i)
                 else:
                     others.append(node)
             self._set_pending(others[::-1])
             if not nodes:
                 return
             nodes.reverse()
-            _forget_unread([n for n in nodes if n not in wanted])
+            self._forget_unread([n for n in nodes if n not in wanted])
             try:
                 with nodes[0].context.entered_above_autograd():
                     execute(self, nodes, reader)
@@ -292,6 +294,19 @@ class Region(TorchFunctionMode):
         with self.lock, modes, transforms, disable_torch_function():
             yield
 
+    def _forget_unread(self, nodes: Sequence[Node]) -> None:
+        """Drops the references to tensors that the program never reads again."""
+        held, tensors, t = [], [], None
+        for node in nodes:
+            t = None if node.reference is None else node.reference()
+            if t is not None:
+                held.append(node)
+                tensors.append(t)
+        del t
+        for node, is_unread in zip(held, unread(tensors, self.frame), strict=True):
+            if is_unread:
+                node.reference = None
+
     def _set_pending(self, nodes: list[Node]) -> None:
         self.pending, self._storages = nodes, _Storages()
         self.updated = {id(t) for n in nodes for t in operations.tracked_statistics(n)}
@@ -302,7 +317,7 @@ class Region(TorchFunctionMode):
         if not self.pending:
             return
         with self.lock:
-            _forget_unread(self.pending)
+            self._forget_unread(self.pending)
             held = [n for n in self.pending if n.is_held or operations.tracked_statistics(n)]
             self.compute(held, reader)
             for node in self.pending:  # results that nothing reads
@@ -326,20 +341,6 @@ class Region(TorchFunctionMode):
             t = reference()
             if type(t) is Deferred:
                 retry_plain(t)
-
-
-def _forget_unread(nodes: Sequence[Node]) -> None:
-    """Drops the references to tensors that the program never reads again."""
-    held, tensors, t = [], [], None
-    for node in nodes:
-        t = None if node.reference is None else node.reference()
-        if t is not None:
-            held.append(node)
-            tensors.append(t)
-    del t
-    for node, is_unread in zip(held, unread(tensors), strict=True):
-        if is_unread:
-            node.reference = None
 
 
 _BACKWARD = {Tensor.backward, torch.autograd.grad}

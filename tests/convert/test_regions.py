@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
-from preact_kernels.conversion import execution
+from preact_kernels.conversion import execution, owners
 from tests.convert import published_models as foreign
 from tests.convert.models import MODES, Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
@@ -509,3 +509,13 @@ def test_models_are_freed_at_once_and_calls_leave_no_garbage():
     finally:
         gc.enable()
     assert garbage <= 50
+
+
+def test_weights_of_no_module_leave_what_is_known_of_the_others():
+    model = Chain()
+    known = owners.Owners(model)
+    parameters = [*model.parameters()]
+    found = [known.find(p) for p in parameters]
+    known.start()
+    assert known.find(torch.ones(1)) is None
+    assert [known.find(p) for p in parameters] == found and None not in found
