@@ -8,7 +8,7 @@ PACKAGE = ROOT / "preact_kernels"
 # Higher layers may import lower ones. Modules outside the layers may import all of them.
 LAYERS = {"torch_compat": -1, "kernels": 0, "ops": 1, "modules": 2, "models": 3}
 # By backends, and none themselves.
-SHARED = ("contract", "layout", "native", "pytorch_conv", "running_stats")
+SHARED = ("contract", "dropout", "layout", "native", "pytorch_conv", "running_stats")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
