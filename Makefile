@@ -145,8 +145,8 @@ check-newest:
 	@$(MAKE) check-torch TORCH=$(NEWEST_TORCH)
 
 # In a copy of the tree, which has no libraries built with another torch. The CUDA library is built for
-# every architecture of a release. Where ccache is installed, kernels that were compiled before come
-# out of its cache: they include nothing of torch. A torch that calls ccache by itself does so too.
+# every architecture of a release. With ccache, kernels that were compiled before come out of its cache:
+# they include nothing of torch. Older versions of torch do not call ccache by themselves.
 export CCACHE_BASEDIR := $(CURDIR)
 CCACHE := $(shell command -v ccache)
 CHECK := $(VENV)-torch-$(TORCH)

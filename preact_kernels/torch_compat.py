@@ -238,9 +238,13 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+# A number of the backward that runs on this thread; -1: none does.
+backward_id = torch._C._current_graph_task_id
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 # Whether the running backward keeps the graph for another backward.

@@ -18,8 +18,9 @@ void for_ranges(int64_t values, const Body& body) {
 
 }  // namespace
 
-// A bit for each value, in the order of the memory: whether it is not 0.
+// A bit for each value: whether it is not 0.
 Tensor dropout_bits(const Tensor& drawn) {
+  STD_TORCH_CHECK(drawn.is_contiguous(), "drawn: expected a contiguous tensor");
   const int64_t bytes = (drawn.numel() + 7) / 8;
   const Tensor bits =
       torch::stable::empty({&bytes, 1}, ScalarType::Byte, std::nullopt, drawn.device());
@@ -35,10 +36,16 @@ Tensor dropout_bits(const Tensor& drawn) {
 
 // Multiplies each value, in the order of the memory, by `factor` where its bit is set, else by 0.
 void dropout(const Tensor& values, const Tensor& bits, double factor) {
+  int64_t last = 0;  // offset of the last value
+  for (int64_t axis = 0; axis < values.dim(); ++axis) {
+    last += (values.size(axis) - 1) * values.stride(axis);
+  }
+  STD_TORCH_CHECK(values.numel() == 0 || last + 1 == values.numel(),
+                  "values: expected a dense tensor");
   STD_TORCH_CHECK(bits.scalar_type() == ScalarType::Byte && bits.is_contiguous() &&
                       bits.numel() == (values.numel() + 7) / 8,
                   "bits: expected a bit for each of ", values.numel(), " values");
-  const uint8_t* of_values = data<uint8_t>(bits);
+  const uint8_t* first_bits = data<uint8_t>(bits);
   for_dtype(values.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -49,7 +56,7 @@ void dropout(const Tensor& values, const Tensor& bits, double factor) {
     }
     T* to = mutable_data<T>(values);
     for_ranges(values.numel(), [&](int64_t first, int64_t count) {
-      PK_CALL(range_dropout, to + first, of_values + first / 8, noise, count);
+      PK_CALL(range_dropout, to + first, first_bits + first / 8, noise, count);
     });
   });
 }

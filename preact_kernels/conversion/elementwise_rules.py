@@ -166,12 +166,13 @@ def _record_dropout(region: Any, x: Any, p: Any, training: object, in_place: obj
         return NotImplemented
     if region.context_for(node.context.device) is None:
         return NotImplemented
+    like = torch.empty(1, dtype=node.dtype, device=node.context.device)
+    kernels = dispatch.kernels_for(like)
     same = node.shape, node.dtype, node.channels_last
     result = region.record(DROPOUT, (x,), None, *same, in_place)
     if result is not NotImplemented:
-        like = torch.empty(1, dtype=node.dtype, device=node.context.device)
         rest = node.shape, like, node.channels_last, p, bool(in_place)
-        result.preact_node.settings = drawn(dispatch.kernels_for(like), *rest)
+        result.preact_node.settings = drawn(kernels, *rest)
     return result
 
 

@@ -272,8 +272,8 @@ def _batch_norm(unit: Unit) -> BatchNorm:
 
 def _conv(unit: Unit) -> ConvArguments:
     weight, *bias = cast(Sequence[Tensor], unit.conv.inputs[1:])
-    if unit.bias is not None:
-        bias = [cast(Tensor, unit.bias.inputs[1]).flatten()]
+    if unit.bias is not None:  # in a dtype that the result's holds exactly
+        bias = [cast(Tensor, unit.bias.inputs[1]).flatten().to(weight.dtype)]
     stride, padding, dilation, groups = unit.conv.settings.conv
     if unit.pads:
         padding = tuple(a + b for a, b in zip(padding, unit.padding, strict=True))

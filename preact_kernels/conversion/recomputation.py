@@ -42,10 +42,10 @@ class Recomputed:
         self._versions = [(t, t._version) for t in tensors]
         self._strides, self.offset = result.stride(), result.storage_offset()
         self._hooks: Any = None
-        self._count = 0  # saved tensors that begin with the source, if hooks took it
+        self._saved_count = 0  # tensors that autograd saves and that begin with the source
         self._value: Tensor | None = None  # for another reader in the same backward
-        self._unpacked: Tensor | None = None  # the source, likewise
-        self._left = 0  # saved tensors that were not unpacked since
+        # The source by backward, where hooks unpack it: for how many more saved tensors.
+        self._unpacked: dict[int, tuple[Tensor, int]] = {}
         self._lock = threading.RLock()
         self._is_saved = False
 
@@ -65,7 +65,7 @@ class Recomputed:
         if hooks is not None and self._hooks is None:
             self._hooks, self._source = hooks, hooks[0](self._source)
             del self._versions[0]  # the hooks decide what becomes of the source
-        self._count += 1
+        self._saved_count += 1
 
     def value(self) -> Tensor:
         """Returns the result, in the memory format that it had."""
@@ -89,21 +89,20 @@ class Recomputed:
             return self._source._saved_source(is_needed)
         if self._hooks is None:
             return self._source
+        backward = torch_compat.backward_id()
         with self._lock:
-            if self._unpacked is None:
-                if not is_needed:
-                    return None
-                source = self._hooks[1](self._source)
-                if self._count == 1 or not torch_compat.is_in_backward():
-                    return source
-                self._unpacked, self._left = source, self._count
+            source, count = self._unpacked.pop(backward, (None, self._saved_count))
+        if source is None:
+            if not is_needed:
+                return None
+            source = self._hooks[1](self._source)
+            if count > 1 and torch_compat.is_in_backward():
                 own = weakref.ref(self)
-                torch_compat.call_after_backward(lambda: _forget(own()))
-            source = self._unpacked
-            self._left -= 1
-            if not self._left:
-                self._unpacked = None
-            return source
+                torch_compat.call_after_backward(lambda: _forget(own(), backward))
+        if count > 1 and torch_compat.is_in_backward():
+            with self._lock:
+                self._unpacked[backward] = source, count - 1
+        return source
 
     def _computed(self, first: Tensor) -> Tensor:
         for t, version in self._versions:
@@ -122,13 +121,15 @@ class Recomputed:
             if self._is_saved and self._value is None and torch_compat.is_in_backward():
                 self._value = value
                 own = weakref.ref(self)
-                torch_compat.call_after_backward(lambda: _forget(own()))
+                backward = torch_compat.backward_id()
+                torch_compat.call_after_backward(lambda: _forget(own(), backward))
             return value
 
 
-def _forget(own: Recomputed | None) -> None:
+def _forget(own: Recomputed | None, backward: int) -> None:
     if own is not None:
-        own._value = own._unpacked = None
+        own._value = None
+        own._unpacked.pop(backward, None)
 
 
 def _check(t: Tensor, version: int) -> None:

@@ -328,7 +328,10 @@ class Kernels(Protocol):
         """
 
     def dropout_bits(self, drawn: Tensor) -> Tensor:
-        """Whether each value of a contiguous tensor is not 0; eight in a byte, the lowest first."""
+        """Returns bits, eight in a byte from the lowest on: whether each value is not 0.
+
+        `drawn` is contiguous; bits of the last byte that no value has are 0.
+        """
         return dropout_bits(drawn)
 
     def dropout(self, values: Tensor, mask: Mask) -> Tensor:

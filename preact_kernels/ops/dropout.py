@@ -31,7 +31,7 @@ def drawn(
     """The mask of `F.dropout` for an activation; draws the same random numbers.
 
     Args:
-        kernels: pack the mask.
+        kernels: the backend, which packs the mask.
         shape: of the activation, `[N, C, ...]`.
         x: has its device and dtype.
         channels_last: its memory format in plain PyTorch.

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from tests.convert.trial import Copies, Subject, assert_alike
+from tests.oracle import distance
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -376,6 +377,55 @@ def test_a_bias_added_after_the_convolution_is_its_own(dims, in_place):
             names.add(node.name())
             waiting += [n for n, _ in node.next_functions]
     assert not any("Add" in n for n in names), names
+
+
+@pytest.mark.parametrize("memory", ["store", "checkpoint"])
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype", "autocast"),
+    [
+        (torch.float32, torch.bfloat16, False),
+        (torch.float64, torch.float32, False),
+        (torch.float32, torch.bfloat16, True),
+    ],
+)
+def test_a_bias_in_a_narrower_dtype(dtype, bias_dtype, autocast, memory):
+    def forward(net, x):
+        h = F.conv2d(F.silu(net.norm(x)), net.conv.weight, padding=1)
+        h = h + net.conv.bias.to(bias_dtype).view(1, -1, 1, 1)
+        return net.conv2(F.silu(net.norm2(h)))
+
+    net, x = Net(forward).to(dtype), torch.randn(2, 4, 5, 6, dtype=dtype)
+    found = []
+    for model in (net, pk.convert(copy.deepcopy(net), memory=memory)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x)
+        y.float().square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype and a.stride() == b.stride()
+        assert distance(a, b) <= (0.02 if autocast else 1e-5) * b.double().norm()
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_bias_may_change_after_the_convolution(is_inference):
+    def forward(net, x):
+        with torch.inference_mode(is_inference):
+            bias = torch.ones(1, 4, 1, 1)
+        y = F.conv2d(F.silu(net.norm(x)), net.conv.weight, padding=1) + bias
+        with torch.inference_mode(is_inference):
+            bias.zero_()
+        return y + net.conv2(F.silu(net.norm2(y)))
+
+    net, x = Net(forward), torch.randn(2, 4, 5, 6)
+    converted = pk.convert(copy.deepcopy(net))
+    results = [model(x) for model in (net, converted)]
+    for model, y in zip((net, converted), results, strict=True):
+        with torch.no_grad():
+            model.conv2.bias.add_(1)
+        y.sum().backward()
+    torch.testing.assert_close(*results)
+    expected, found = ([p.grad for p in m.parameters()] for m in (net, converted))
+    torch.testing.assert_close(found, expected)
 
 
 def test_other_additions_after_a_convolution_stay():

@@ -42,6 +42,8 @@ def check(
     There are none if plain PyTorch is not reproducible or amplifies rounding.
     """
     text = program(seed, has_any_norm) if text is None else text
+    if "InstanceNorm" in text:  # whose result is a view: see docs/convert.md
+        text = text.replace("h._base is None", "h.dim() == 4")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain, converted = run(text, seed, False), run(text, seed, True)
@@ -53,8 +55,6 @@ def check(
         if (".data = " in text or ".data." in text) and 'MEMORY = "store"' not in text:
             # Backward computes again, with the changed weights.
             found = [f for f in found if f.startswith("step 0") and "grad" not in f]
-        if "._base" in text and "InstanceNorm" in text:  # see docs/convert.md
-            found = []
         if "as_subclass(" in text:  # as behind a custom autograd function: see docs/convert.md
             found = [f for f in found if "gradients by outputs" not in f]
         if "in_thread(" in text:

@@ -19,8 +19,8 @@ def test_masks_of_any_length(count, dtype):
     drawn = torch.empty(count, dtype=dtype).bernoulli_(0.6)
     mask = dropout.Mask(kernels.dropout_bits(drawn), 1 / 0.6)
     kept = drawn.bool().tolist()
-    bytes_of = [sum(k << i for i, k in enumerate(kept[at : at + 8])) for at in range(0, count, 8)]
-    assert mask.bits.tolist() == bytes_of
+    packed = [sum(k << i for i, k in enumerate(kept[at : at + 8])) for at in range(0, count, 8)]
+    assert mask.bits.tolist() == packed
     values = torch.randn(1, count, 1, 1, dtype=dtype)
     values.view(-1)[:: count // 2 + 1] = torch.inf  # infinite times 0 is NaN
     expected = values * (drawn * torch.tensor(1 / 0.6, dtype=dtype)).view_as(values)

@@ -149,7 +149,7 @@ FLOAT16_CASES = (
     *("3x3_many_images", "3x3_three_columns", "1x1_many_pixels", "3x3_long_sums"),
     *("3x3_strided_odd", "5x3_stride_3_2"),
 )
-# Of float16 some: its kernels are those of float32 with a conversion.
+# Some in float16: its kernels are those of float32 with a conversion.
 CPU_PROBLEMS = [
     *itertools.product(CPU_CASES, (torch.float32, torch.bfloat16)),
     *((case, torch.float16) for case in CPU_CASES if case.name in FLOAT16_CASES),
