@@ -92,14 +92,15 @@ class Recomputed:
         backward = torch_compat.backward_id()
         with self._lock:
             source, count = self._unpacked.pop(backward, (None, self._saved_count))
+        is_read_again = count > 1 and torch_compat.is_in_backward()
         if source is None:
             if not is_needed:
                 return None
             source = self._hooks[1](self._source)
-            if count > 1 and torch_compat.is_in_backward():
+            if is_read_again:
                 own = weakref.ref(self)
                 torch_compat.call_after_backward(lambda: _forget(own(), backward))
-        if count > 1 and torch_compat.is_in_backward():
+        if is_read_again:
             with self._lock:
                 self._unpacked[backward] = source, count - 1
         return source

@@ -242,10 +242,11 @@ class Region(TorchFunctionMode):
         given = args
         if Deferred in types:
             args, kwargs = computed_arguments((args, kwargs), func)
-        if self.pending and (self.updated or is_write(func, args, kwargs)):
+        is_written = bool(self.pending) and is_write(func, args, kwargs)
+        if self.pending and (is_written or self.updated):
             with disable_torch_function():
                 ids = {storage_id(t) for t in _tensors(args, kwargs) if t.is_floating_point()}
-                if ids and self._storages.concern(self.pending, ids, is_write(func, args, kwargs)):
+                if ids and self._storages.concern(self.pending, ids, is_written):
                     self.flush(func)
         return returned_argument(func, given, kwargs, func(*args, **kwargs))
 

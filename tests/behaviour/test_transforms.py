@@ -176,8 +176,8 @@ def output_and_gradients_for_each(module, x):
     inputs = x.detach().requires_grad_(), *module.parameters()
     y = module(inputs[0])
     dy = (y.detach().double().cos() / 8).to(y.dtype)
-    call = lambda dy: torch.autograd.grad(y, inputs, dy)  # noqa: E731
-    gradients = torch.func.vmap(call)(torch.stack([dy, dy.flip(0)]))
+    backward = torch.func.vmap(lambda dy: torch.autograd.grad(y, inputs, dy))
+    gradients = backward(torch.stack([dy, dy.flip(0)]))
     names = "dx", *(f"d{n}" for n, _ in module.named_parameters())
     return {"y": y.detach(), **dict(zip(names, gradients, strict=True))}
 
