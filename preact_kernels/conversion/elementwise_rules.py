@@ -20,7 +20,7 @@ from preact_kernels.conversion.operations import (
     SHIFT,
     CallSettings,
 )
-from preact_kernels.conversion.registry import FIRST, image_format, is_pending, pixels, rule
+from preact_kernels.conversion.registry import FIRST, common_format, is_pending, pixels, rule
 from preact_kernels.kernels.contract import Activation
 from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.activation import activation_of
@@ -204,8 +204,8 @@ def _record_add(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
         return NotImplemented
     if a.shape != b.shape:
         return _record_per_sample(region, SHIFT, a, b, in_place)
-    channels_last = image_format(region, a)
-    if channels_last is None or channels_last != image_format(region, b) or a.device != b.device:
+    channels_last = common_format(region, (a, b), of_first=True)
+    if channels_last is None or a.device != b.device:
         return NotImplemented
     dtype = torch.promote_types(a.dtype, b.dtype)
     if dtype not in checks.FLOATS or (in_place and dtype != a.dtype):

@@ -99,6 +99,23 @@ def image_format(region: Any, t: Tensor) -> bool | None:
     return False if t.stride(1) == expected else None
 
 
+def common_format(region: Any, tensors: Sequence[Tensor], of_first: bool = False) -> bool | None:
+    """Whether PyTorch's result of images `[N, C, ...]` is channels_last; None: it is not known.
+
+    Args:
+        region: the region.
+        tensors: images of the same number of dimensions.
+        of_first: whether the first image decides if formats differ, as in sums; otherwise the
+            result is contiguous.
+    """
+    formats = [image_format(region, t) for t in tensors]
+    if None in formats:
+        return None
+    if len(set(formats)) > 1 and any(min(t.shape[1:]) < 2 for t in tensors):
+        return None  # some strides match both formats
+    return formats[0] if of_first else all(formats)
+
+
 def has_known_strides(shape: Sequence[int], channels_last: bool) -> bool:
     """Whether the memory format determines the strides that PyTorch gives a result."""
     return not channels_last or (shape[1] > 1 and pixels(shape) > 1)

@@ -27,6 +27,7 @@ from preact_kernels.conversion.registry import (
     FIRST,
     RULES,
     cached,
+    common_format,
     has_known_strides,
     hashable,
     image_format,
@@ -393,19 +394,20 @@ def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
         return NotImplemented
     first = next(t for t in tensors if is_pending(t)).preact_node
     n, _, *size = first.shape
-    if dim not in (1, -1 - len(size)):
+    if dim not in (1, -1 - len(size)) or not all(isinstance(t, Tensor) for t in tensors):
         return NotImplemented
     for t in tensors:
-        if not isinstance(t, Tensor) or image_format(region, t) != first.channels_last:
+        if t.dim() != len(first.shape) or [t.shape[0], *t.shape[2:]] != [n, *size]:
             return NotImplemented
-        if [t.shape[0], *t.shape[2:]] != [n, *size] or t.dtype != first.dtype:
+        if t.dtype != first.dtype or t.device != first.context.device:
             return NotImplemented
-        if t.device != first.context.device:
-            return NotImplemented
+    channels_last = common_format(region, tensors)
+    if channels_last is None:
+        return NotImplemented
     shape = (n, sum(t.shape[1] for t in tensors), *size)
     if region.context_for(first.context.device) is None:
         return NotImplemented
-    return region.record(CAT, tuple(tensors), None, shape, first.dtype, first.channels_last)
+    return region.record(CAT, tuple(tensors), None, shape, first.dtype, channels_last)
 
 
 def _image_function(func: Callable) -> Callable:

@@ -73,6 +73,47 @@ def adds_another_tensor(self, x):
     return self.unit(x) + x * 2
 
 
+def in_the_other_format(x):
+    """A copy in channels_last or, of a channels_last image, in NCHW."""
+    is_nchw = x.is_contiguous()
+    return x.clone(memory_format=torch.channels_last if is_nchw else torch.contiguous_format)
+
+
+@runs("^BN-ReLU-Conv and residual add$")
+def adds_an_image_of_another_format(self, x):
+    return self.unit(x) + in_the_other_format(x)
+
+
+@runs("^BN-ReLU-Conv and residual add$")
+def is_added_to_an_image_of_another_format(self, x):
+    return in_the_other_format(x) + self.unit(x)
+
+
+@runs("^BN-ReLU-Conv and residual add$")
+def adds_an_image_of_another_format_in_place(self, x):
+    y = self.unit(x)
+    y += in_the_other_format(x)
+    return y
+
+
+@runs("^BN-ReLU-Conv", "^BN-ReLU-Conv")
+def adds_and_concatenates_rows_of_another_format(self, x):
+    x = x[:, :, :1].clone()  # strides of axes of size 1 differ too
+    other = in_the_other_format(x)
+    y = torch.cat([other, self.unit(x)], 1)[:, 2:6] + other
+    return other + self.second(y), self.unit(x) + other, other + self.unit(x)
+
+
+@runs("^BN-ReLU-Conv$", "^BN-ReLU-Conv$")
+def concatenates_images_of_two_formats(self, x):
+    other = in_the_other_format(x)
+    y, z = self.unit(x), self.unit(other)
+    pairs = [torch.cat(p, 1) for p in ([y, other], [other, y], [y, z], [y, x])]
+    weight = torch.cat([self.conv2.weight] * 2, 1)
+    h = F.batch_norm(pairs[0], None, None, training=True)
+    return self.second(z), F.conv2d(F.relu(h), weight), *pairs
+
+
 @runs()
 def reads_options_of_children(self, x):
     bn = self.bn1
