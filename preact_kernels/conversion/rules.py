@@ -99,7 +99,7 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     owner = region.owners.find(known)
     if owner is None and (known is None or is_group_norm):  # the weight may be a cast one
         owner = _calling_owner(region)
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or (owner is None and _standardises_weight(x, norm)):
         return NotImplemented
     if region.context_for(x.device) is None:
         region.note(owner, "it runs inside torch.utils.checkpoint or a functional transform")
@@ -148,6 +148,16 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     (region.updated if norm.training else region.evaluated).update(map(id, running))
     result.preact_node.memory = region.memory
     return result
+
+
+def _standardises_weight(x: Tensor, norm: NormArguments) -> bool:
+    """Whether a batch norm standardises a weight `[1, K, ...]`, as convolutions of BiT do.
+
+    No activation follows, and deferring it costs more than it takes.
+    """
+    if type(norm) is not BatchNorm or x.dim() != 3 or x.shape[0] != 1:
+        return False
+    return norm.training is True and norm.running_mean is None and norm.running_var is None
 
 
 def _has_single_values(x: Tensor, norm: NormArguments) -> bool:

@@ -468,6 +468,26 @@ def test_weights_that_are_computed():
     assert_runs(forward, "^GN-ReLU-Conv$", "^GN-ReLU-Conv$")
 
 
+def test_standardising_a_weight_is_not_deferred():
+    """A batch norm of `[1, K, ...]`, as in the convolutions of BiT."""
+
+    def forward(net, x):
+        weight = net.conv.weight
+        rows = F.batch_norm(weight.reshape(1, len(weight), -1), None, None, training=True)
+        assert type(rows) is torch.Tensor
+        h = F.conv2d(F.relu(net.norm(x)), rows.view_as(weight), net.conv.bias, padding=1)
+        return net.conv2(F.relu(net.norm2(h)))
+
+    assert_runs(forward, "^GN-ReLU-Conv$", "^GN-ReLU-Conv$")
+
+
+def test_a_norm_of_one_sequence():
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model = pk.convert(nn.Sequential(norm, nn.ReLU(), nn.Conv1d(4, 4, 3)))
+    model(torch.randn(1, 4, 8))
+    assert [site.into for site in pk.conversion_report(model)] == ["BN-ReLU-Conv"]
+
+
 def test_images_stay_in_nhwc_between_units():
     def forward(net, x):
         scale, shift = net.scale_and_shift(x)
