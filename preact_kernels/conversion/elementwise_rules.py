@@ -331,13 +331,3 @@ def _cast_to(dtype: torch.dtype) -> Callable:
 def _cast(region: Any, x: Any, dtype: object) -> Any:
     """Returns the input if it has the dtype, as PyTorch does."""
     return x if is_pending(x) and dtype is x.dtype else NotImplemented
-
-
-@rule(
-    Tensor.contiguous,
-    arguments=lambda input, memory_format=torch.contiguous_format: (input, memory_format),
-)
-def _contiguous(region: Any, x: Any, memory_format: object) -> Any:
-    """Returns the input if it is contiguous, as PyTorch does."""
-    is_same = memory_format is torch.contiguous_format and is_pending(x)
-    return x if is_same and not x.preact_node.channels_last else NotImplemented

@@ -19,6 +19,7 @@ from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
 from preact_kernels.conversion.operations import (
     ACTIVATION,
     CALL,
+    CONTIGUOUS,
     CONV,
     NORM,
     PAD,
@@ -148,12 +149,12 @@ class _Execution:
             raise
 
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
-        t: Any = value
+        t: Any = value.value if isinstance(value, Node) else value
+        saves_input = not step.name and step.end.operation in (CONV, CALL)
+        if t is not None and saves_input and value not in self._saved:
+            return t  # a copy in NHWC would be saved in addition
         if isinstance(value, Node):
-            saves_input = not step.name and step.end.operation in (CONV, CALL)
-            if value.value is not None and saves_input and value not in self._saved:
-                return value.value  # a copy in NHWC would be saved in addition
-            t = self._values.get(value, value.value)
+            t = self._values.get(value, t)
         if not self._in_nhwc or _is_nhwc(t):
             return t
         if value not in self._converted:
@@ -233,6 +234,8 @@ class _Execution:
             # A backward that runs the forward again does not update statistics a second time.
             updates = not torch_compat.is_in_backward()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
+        if node.operation is CONTIGUOUS and not self._is_read_outside(node):
+            return inputs[0]
         if node.operation is CONV and _is_unsafe(node):
             inputs = [inputs[0].contiguous()]
         return node.operation.run(node.settings, *inputs, *rest)

@@ -90,6 +90,7 @@ class Region(TorchFunctionMode):
         # Ids of running statistics that pending batch norms update, and that they only read.
         self.updated: set[int] = set()
         self.evaluated: set[int] = set()
+        self._normalised: set[int] = set()  # ids of computed tensors that pending norms read
         self._storages = _Storages()
         self.lock = threading.RLock()
 
@@ -214,14 +215,20 @@ class Region(TorchFunctionMode):
             inputs.append(t)
             needs_grad = needs_grad or t.requires_grad
         needs_grad = needs_grad and self.context.has_grad
-        if not (reads_node or operation.precedes_activation):
+        if not (reads_node or operation.precedes_activation or self.normalises(tensors[0])):
             return NotImplemented  # a change of modes computed the inputs
         if in_place and (type(inputs[0]) is not Node or (inputs[0].needs_grad and not needs_grad)):
             return NotImplemented  # the input was computed, or gradients are disabled
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
         with self.lock:
             self.pending.append(node)
+        if operation.precedes_activation:
+            self._normalised.add(id(inputs[0]))
         return deferred_result(node, tensors, in_place)
+
+    def normalises(self, t: Tensor) -> bool:
+        """Whether a pending norm reads a computed tensor, which it may save in NHWC."""
+        return id(t) in self._normalised and not self.is_traced
 
     def note(self, owner: Owner | None, reason: str) -> None:
         """Notes why a batch norm is not deferred."""
@@ -312,6 +319,7 @@ class Region(TorchFunctionMode):
         self.pending, self._storages = nodes, _Storages()
         self.updated = {id(t) for n in nodes for t in operations.tracked_statistics(n)}
         self.evaluated = {id(t) for n in nodes for t in operations.constants(n)}
+        self._normalised = {id(n.inputs[0]) for n in nodes if n.operation.precedes_activation}
 
     def flush(self, reader: object) -> None:
         """Computes all results that the program holds, and updates running statistics."""

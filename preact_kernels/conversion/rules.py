@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
-from preact_kernels.conversion.deferred import Deferred, Node, compute
+from preact_kernels.conversion.deferred import Deferred, compute
 from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
     CALL,
     CAT,
+    CONTIGUOUS,
     CONV,
     NORM,
     PAD,
@@ -45,6 +46,7 @@ from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
 from preact_kernels.ops.norm_act import NormArguments
 
 FIRST |= {F.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, F.layer_norm}
+FIRST |= {F.conv1d, F.conv2d, F.conv3d, Tensor.contiguous}
 
 
 def _batch_norm_arguments(
@@ -263,15 +265,16 @@ def _conv_arguments(dims: int) -> Callable:
 @rule(F.conv1d, arguments=_conv_arguments(3))
 @rule(F.conv2d, arguments=_conv_arguments(4))
 def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers: tuple) -> Any:
-    if not is_pending(x) or type(weight) not in region.tensor_types:
+    if not is_pending(x) and not _is_saved_in_nhwc(region, x):
+        return NotImplemented
+    if type(weight) not in region.tensor_types:
         return NotImplemented
     if bias is not None and type(bias) not in region.tensor_types:
         return NotImplemented
     affine = (weight,) if bias is None else (weight, bias)
-    node = x.preact_node
-    if len(node.shape) != dims:  # an image without a batch
+    if x.dim() != dims:  # an image without a batch
         return NotImplemented
-    context = region.context_for(node.context.device)
+    context = region.context_for(x.device)
     if context is None:
         return NotImplemented
     owner = region.owners.find(weight)
@@ -279,23 +282,23 @@ def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers
     if module is not None and module._forward_hooks and CONVERSION not in module.__dict__:
         return NotImplemented  # hooks may change the weight
     like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
-    key = (node.shape, node.dtype, context.device, context.autocast_dtype, *like, *numbers)
+    key = (x.shape, x.dtype, context.device, context.autocast_dtype, *like, *numbers)
     if owner is not None and owner.key == key:
         settings, shape, dtype, weight_is_channels_last = owner.found
     else:
-        dtype = _conv_dtype(node, affine, context.autocast_dtype)
+        dtype = _conv_dtype((x, *affine), context.autocast_dtype)
         bias_shape = None if bias is None else bias.shape
-        conv, shape = _geometry(node.shape, weight.shape, bias_shape, *map(hashable, numbers))
+        conv, shape = _geometry(x.shape, weight.shape, bias_shape, *map(hashable, numbers))
         if dtype is None or conv is None:
             return NotImplemented
         settings = ConvSettings(conv, owner)
         weight_is_channels_last = layout.is_channels_last(weight)
         if owner is not None:
             owner.key, owner.found = key, (settings, shape, dtype, weight_is_channels_last)
-    channels_last = node.channels_last or weight_is_channels_last
+    formats = image_format(region, x), weight_is_channels_last
+    channels_last = any(formats)
     if channels_last and dims == 5:
-        formats = node.channels_last, weight_is_channels_last
-        sizes = tuple(node.shape), tuple(weight.shape), bias is not None
+        sizes = tuple(x.shape), tuple(weight.shape), bias is not None
         modes = dtype, context.device, torch.get_num_threads()
         channels_last = _volume_format(*sizes, settings.conv, *formats, *modes)
     if not has_known_strides(shape, channels_last):
@@ -310,12 +313,21 @@ def _calling_conv() -> nn.Module | None:
     return frame.f_locals["self"] if is_conv else None
 
 
+def _is_saved_in_nhwc(region: Any, x: Any) -> bool:
+    """Whether a norm that is pending saves a copy of an NCHW image in NHWC.
+
+    A convolution that reads the copy saves nothing more.
+    """
+    is_read = isinstance(x, Tensor) and torch.is_grad_enabled() and region.normalises(x)
+    return is_read and image_format(region, x) is False
+
+
 def _conv_dtype(
-    node: Node, affine: Sequence[Tensor], autocast_dtype: torch.dtype | None
+    tensors: Sequence[Tensor], autocast_dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """Returns the dtype of a convolution of `node`; None: PyTorch refuses it."""
-    dtypes = [node.dtype, *(t.dtype for t in affine)]
-    if any(t.device != node.context.device for t in affine):
+    """Returns the dtype of a convolution of tensors; None: PyTorch refuses it."""
+    dtypes = [t.dtype for t in tensors]
+    if any(t.device != tensors[0].device for t in tensors):
         return None
     if autocast_dtype is not None:  # autocast does not change float64
         dtypes = [d if d == torch.float64 else autocast_dtype for d in dtypes]
@@ -418,6 +430,27 @@ def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
     if region.context_for(first.context.device) is None:
         return NotImplemented
     return region.record(CAT, tuple(tensors), None, shape, first.dtype, channels_last)
+
+
+@rule(
+    Tensor.contiguous,
+    arguments=lambda input, memory_format=torch.contiguous_format: (input, memory_format),
+)
+def _record_contiguous(region: Any, x: Any, memory_format: object) -> Any:
+    """Returns the input if it is contiguous, as PyTorch does.
+
+    Otherwise its convolution may read what a norm saves; see `_is_saved_in_nhwc`.
+    """
+    if memory_format is not torch.contiguous_format:
+        return NotImplemented
+    if is_pending(x) and not x.preact_node.channels_last:
+        return x
+    is_read = is_pending(x) or region.normalises(x)
+    if not is_read or not torch.is_grad_enabled() or not image_format(region, x):
+        return NotImplemented
+    if region.context_for(x.device) is None:
+        return NotImplemented
+    return region.record(CONTIGUOUS, (x,), None, tuple(x.shape), x.dtype, False)
 
 
 def _image_function(func: Callable) -> Callable:

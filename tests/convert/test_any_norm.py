@@ -311,6 +311,25 @@ def test_a_unit_keeps_a_third():
     assert kept_share(two_units) < 0.36
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_input_of_a_projection_is_kept_once(channels_last):
+    """diffusers copies an input to NCHW before the projection."""
+
+    def forward(net, x):
+        x = x.requires_grad_()
+        h = two_units(net, x)
+        x = x.contiguous()
+        x = net.conv(x)
+        return x + h
+
+    net = Net(forward, bias=False)
+    x = images(torch.randn, (16, 16), channels_last)
+    if channels_last:
+        net.to(memory_format=torch.channels_last)
+    kept = pk.saved_bytes(pk.convert(net), x)
+    assert 2 * x.nbytes <= kept < 2.1 * x.nbytes
+
+
 def test_an_activation_that_is_read_twice_is_kept_once():
     def forward(net, x):
         a = F.silu(net.norm(x))

@@ -114,6 +114,68 @@ def concatenates_images_of_two_formats(self, x):
     return self.second(z), F.conv2d(F.relu(h), weight), *pairs
 
 
+# What a norm reads is convolved, too.
+
+
+@runs("^BN-ReLU-Conv and residual add$")
+def convolves_what_a_norm_reads(self, x):
+    return self.conv2(x) + self.unit(x)
+
+
+@runs("^BN-ReLU-Conv and residual add$")
+def convolves_a_contiguous_copy(self, x):
+    y = self.unit(x)
+    x = x.contiguous()
+    x = self.conv2(x)
+    return y + x
+
+
+@runs("^BN-ReLU-Conv, BN-ReLU-Conv and residual add$", "^BN-ReLU-Conv$")
+def convolves_a_contiguous_copy_of_a_result(self, x):
+    h = self.unit(x)
+    y = self.second(h)
+    h = h.contiguous()
+    return y, self.conv1(h) + self.unit(x)
+
+
+@runs("^BN-ReLU-Conv and residual add$")
+def returns_a_contiguous_copy(self, x):
+    h = self.unit(x)
+    copy = x.contiguous()
+    return h + self.conv2(copy), copy, x
+
+
+@runs()
+def convolves_and_changes_what_a_norm_reads(self, x):
+    x = x * 1
+    h, y = self.unit(x), self.conv2(x)
+    x += 1
+    return h + y, x
+
+
+@runs()
+def convolves_and_changes_a_contiguous_copy(self, x):
+    x = x * 1
+    h = self.unit(x)
+    copy = x.contiguous()
+    y = self.conv2(copy)
+    copy.mul_(2)
+    copy = x.contiguous()
+    z = self.conv2(copy) + h
+    copy.mul_(2)
+    return y, z, copy, x
+
+
+@runs()
+def convolves_between_two_modes(self, x):
+    h = self.bn1(x)
+    with torch.no_grad():
+        y = self.conv2(x)
+    with torch.enable_grad():
+        z = self.conv2(x.contiguous())
+    return self.conv1(F.relu(h)) + y, z
+
+
 @runs()
 def reads_options_of_children(self, x):
     bn = self.bn1
