@@ -163,9 +163,12 @@ def exchange(a: Tensor, b: Tensor) -> bool:
     """
     if a._use_count() > 1 or b._use_count() > 1:  # type: ignore[attr-defined]
         return False
+    try:
+        swap_tensor_impl(a, b)
+    except RuntimeError:  # the profiler, which records shapes, holds weak references in C++
+        return False
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    swap_tensor_impl(a, b)
     return True
 
 

@@ -151,7 +151,7 @@ class _Execution:
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
         t: Any = value.value if isinstance(value, Node) else value
         saves_input = not step.name and step.end.operation in (CONV, CALL)
-        if t is not None and saves_input and value not in self._saved:
+        if t is not None and saves_input and (value not in self._saved or _is_unsafe(step.end)):
             return t  # a copy in NHWC would be saved in addition
         if isinstance(value, Node):
             t = self._values.get(value, t)
@@ -223,6 +223,18 @@ class _Execution:
             again = Recomputed(call, source, others, y, end.context, units)
             self._recomputation.add(end, again, y)
 
+    def _may_share(self, contiguous: Node) -> bool:
+        """Whether a copy in another memory format may be the tensor itself.
+
+        Only operations of this execution read it, and a norm saves the tensor for its backward: a
+        later change of it in place raises in plain PyTorch too.
+        """
+        source = contiguous.inputs[0]
+        is_saved = any(
+            s.name and s.inputs[0] is source and s.nodes[0].needs_grad for s in self._steps
+        )
+        return is_saved and not self._is_read_outside(contiguous)
+
     def _is_read_outside(self, node: Node) -> bool:
         return node.is_held or any(u not in self._own for u in node.users)
 
@@ -234,9 +246,9 @@ class _Execution:
             # A backward that runs the forward again does not update statistics a second time.
             updates = not torch_compat.is_in_backward()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
-        if node.operation is CONTIGUOUS and not self._is_read_outside(node):
+        if node.operation is CONTIGUOUS and self._may_share(node):
             return inputs[0]
-        if node.operation is CONV and _is_unsafe(node):
+        if _is_unsafe(node):
             inputs = [inputs[0].contiguous()]
         return node.operation.run(node.settings, *inputs, *rest)
 
@@ -350,19 +362,21 @@ def _call_again(step: Match) -> Callable[[Tensor], Tensor] | None:
     if step.name:
         call = None if step.blocks else _UnitCall.of(step)
         return None if call is None or call.norm.process_group else call.again().run
-    if node.operation not in _REPEATED or (node.operation is CONV and _is_unsafe(node)):
+    if node.operation not in _REPEATED or _is_unsafe(node):
         return None
     run, settings, rest = node.operation.run, node.settings, node.inputs[1:]
     return lambda x: run(settings, x, *rest)
 
 
-def _is_unsafe(conv: Node) -> bool:
-    """Whether PyTorch may corrupt memory if the convolution runs in NHWC."""
-    weight = cast(Tensor, conv.inputs[1])
+def _is_unsafe(node: Node) -> bool:
+    """Whether a node is a convolution that may corrupt memory if PyTorch runs it in NHWC."""
+    if node.operation is not CONV:
+        return False
+    weight = cast(Tensor, node.inputs[1])
     return (
-        not conv.channels_last
+        not node.channels_last
         and weight.shape[1] < _FEW_CHANNELS
-        and max(conv.settings.conv.stride) > 1
+        and max(node.settings.conv.stride) > 1
         and weight.device.type == "cpu"
     )
 

@@ -102,7 +102,7 @@ PAD = Operation("pad", lambda sizes, x: F.pad(x, sizes))
 CONV = Operation("convolution", _conv)
 ADD = Operation("add", lambda _, a, b: a + b, is_sum=True)
 CAT = Operation("cat", lambda _, *tensors: torch.cat(tensors, 1))
-# A conversion to the NCHW order; where only fused operations read it, they read the input.
+# A copy in NCHW; `execution.py` passes on the input itself where that makes no difference.
 CONTIGUOUS = Operation("contiguous", lambda _, x: x.contiguous())
 # Functions of one image: products with numbers, pooling, interpolation.
 CALL = Operation("call", lambda s, x: s.func(x, *s.args, **s.kwargs))

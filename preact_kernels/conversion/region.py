@@ -90,7 +90,7 @@ class Region(TorchFunctionMode):
         # Ids of running statistics that pending batch norms update, and that they only read.
         self.updated: set[int] = set()
         self.evaluated: set[int] = set()
-        self._normalised: set[int] = set()  # ids of computed tensors that pending norms read
+        self._normalised: set[int] = set()  # ids of the inputs of pending norms
         self._storages = _Storages()
         self.lock = threading.RLock()
 
@@ -216,18 +216,21 @@ class Region(TorchFunctionMode):
             needs_grad = needs_grad or t.requires_grad
         needs_grad = needs_grad and self.context.has_grad
         if not (reads_node or operation.precedes_activation or self.normalises(tensors[0])):
-            return NotImplemented  # a change of modes computed the inputs
+            return NotImplemented  # a change of modes computed the inputs, or what reads them
         if in_place and (type(inputs[0]) is not Node or (inputs[0].needs_grad and not needs_grad)):
             return NotImplemented  # the input was computed, or gradients are disabled
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
         with self.lock:
             self.pending.append(node)
-        if operation.precedes_activation:
-            self._normalised.add(id(inputs[0]))
+            if operation.precedes_activation:
+                self._normalised.add(id(inputs[0]))
         return deferred_result(node, tensors, in_place)
 
     def normalises(self, t: Tensor) -> bool:
-        """Whether a pending norm reads a computed tensor, which it may save in NHWC."""
+        """Whether a pending norm reads a computed tensor, and may save it in NHWC.
+
+        Not where PyTorch traces the code: a compiler decides what is saved.
+        """
         return id(t) in self._normalised and not self.is_traced
 
     def note(self, owner: Owner | None, reason: str) -> None:

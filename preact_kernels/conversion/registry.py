@@ -109,11 +109,19 @@ def common_format(region: Any, tensors: Sequence[Tensor], of_first: bool = False
             result is contiguous.
     """
     formats = [image_format(region, t) for t in tensors]
-    if None in formats:
+    if None in formats or any(map(_overlaps_in_batch, tensors)):
         return None
     if len(set(formats)) > 1 and any(min(t.shape[1:]) < 2 for t in tensors):
         return None  # some strides match both formats
     return formats[0] if of_first else all(formats)
+
+
+def _overlaps_in_batch(t: Tensor) -> bool:
+    """Whether a batch of one has a stride that would be too small for more images.
+
+    PyTorch orders the axes of results by strides, also those of axes of size 1.
+    """
+    return t.shape[0] == 1 and t.stride(0) < t.numel()
 
 
 def has_known_strides(shape: Sequence[int], channels_last: bool) -> bool:

@@ -155,7 +155,7 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
 def _standardises_weight(x: Tensor, norm: NormArguments) -> bool:
     """Whether a batch norm standardises a weight `[1, K, ...]`, as convolutions of BiT do.
 
-    No activation follows, and deferring it costs more than it takes.
+    No activation follows, and recording it takes longer than the norm.
     """
     if type(norm) is not BatchNorm or x.dim() != 3 or x.shape[0] != 1:
         return False
@@ -274,6 +274,8 @@ def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers
     affine = (weight,) if bias is None else (weight, bias)
     if x.dim() != dims:  # an image without a batch
         return NotImplemented
+    if torch.is_grad_enabled() and any(t.is_inference() for t in (x, *affine)):
+        return NotImplemented  # it may raise
     context = region.context_for(x.device)
     if context is None:
         return NotImplemented
@@ -439,14 +441,15 @@ def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
 def _record_contiguous(region: Any, x: Any, memory_format: object) -> Any:
     """Returns the input if it is contiguous, as PyTorch does.
 
-    Otherwise its convolution may read what a norm saves; see `_is_saved_in_nhwc`.
+    The copy of a channels_last image that a pending norm saves is deferred: a convolution of the
+    copy may read, and save, the image itself.
     """
     if memory_format is not torch.contiguous_format:
         return NotImplemented
-    if is_pending(x) and not x.preact_node.channels_last:
-        return x
-    is_read = is_pending(x) or region.normalises(x)
-    if not is_read or not torch.is_grad_enabled() or not image_format(region, x):
+    if is_pending(x):
+        return NotImplemented if x.preact_node.channels_last else x
+    is_saved = torch.is_grad_enabled() and region.normalises(x)
+    if not is_saved or not image_format(region, x):
         return NotImplemented
     if region.context_for(x.device) is None:
         return NotImplemented

@@ -330,6 +330,19 @@ def test_the_input_of_a_projection_is_kept_once(channels_last):
     assert 2 * x.nbytes <= kept < 2.1 * x.nbytes
 
 
+def test_an_image_that_runs_in_nchw_is_not_copied_again():
+    """PyTorch may corrupt memory where strided convolutions of few channels run in NHWC."""
+
+    def forward(net, x):
+        y = net.conv(F.silu(net.norm(x)))
+        z = F.conv2d(x, net.conv.weight[:, :1], stride=2, groups=4)
+        return y.mean() + z.mean()
+
+    net = pk.convert(Net(forward, bias=False), memory="checkpoint")
+    x = images(torch.randn, (16, 16))
+    assert pk.saved_bytes(net, x) < 1.1 * x.nbytes
+
+
 def test_an_activation_that_is_read_twice_is_kept_once():
     def forward(net, x):
         a = F.silu(net.norm(x))

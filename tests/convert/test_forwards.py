@@ -119,7 +119,7 @@ def concatenates_images_of_two_formats(self, x):
 
 @runs("^BN-ReLU-Conv and residual add$")
 def convolves_what_a_norm_reads(self, x):
-    return self.conv2(x) + self.unit(x)
+    return self.unit(x) + self.conv2(x)
 
 
 @runs("^BN-ReLU-Conv and residual add$")
@@ -143,6 +143,53 @@ def returns_a_contiguous_copy(self, x):
     h = self.unit(x)
     copy = x.contiguous()
     return h + self.conv2(copy), copy, x
+
+
+@runs()
+def changes_a_result_after_its_copy(self, x):
+    h, k = self.unit(x), self.unit(x)
+    y, z = self.conv2(h.contiguous()), self.conv2(k.contiguous())
+    h.mul_(2)
+    k[:, 0] = 0
+    return y + h, z + k
+
+
+@runs("BN-ReLU|read by mul_")
+def changes_an_image_after_its_copy(self, x):
+    x = x * 1
+    self.unit(x)
+    y = self.conv2(x.contiguous())
+    x.mul_(2)
+    return y, x
+
+
+@runs("^; it is frozen")
+def changes_an_image_of_a_frozen_norm(self, x):
+    self.bn1.eval().requires_grad_(False)
+    x = x.detach().clone()
+    y, z = self.unit(x), self.conv2(x.contiguous())
+    z.register_hook(lambda _: x.data.zero_() and None)
+    return y, z
+
+
+@runs("^BN-ReLU-Conv")
+def catches_an_error_of_a_weight(self, x):
+    with torch.inference_mode():
+        weight = self.conv2.weight * 1
+    h = self.unit(x)
+    try:
+        y = F.conv2d(x, weight, padding=1)
+    except RuntimeError:
+        y = F.conv2d(x, weight.clone(), padding=1)
+    return h + y
+
+
+@runs("^BN-ReLU-Conv")
+def adds_and_concatenates_one_image_of_unusual_strides(self, x):
+    x = x[:1]
+    odd = x[0].permute(1, 2, 0).contiguous().permute(2, 0, 1)[None]
+    h = self.unit(x)
+    return h + odd, odd + self.unit(x), torch.cat([self.unit(x), odd], 1)
 
 
 @runs()

@@ -490,6 +490,16 @@ def test_convolutions_of_few_channels_stay_in_nchw():
         torch.testing.assert_close(pk.convert(model)(x), expected)
 
 
+def test_the_profiler_may_record_shapes():
+    """It holds weak references to tensors, which then keep their class."""
+    model, x = small()
+    expected = model(x)
+    with torch.profiler.profile(record_shapes=True):
+        y = pk.convert(model)(x)
+    torch.testing.assert_close(y, expected)
+    assert type(y) is torch.Tensor
+
+
 # Garbage.
 
 
