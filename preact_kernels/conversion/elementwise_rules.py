@@ -1,4 +1,4 @@
-"""Rules for activations, dropout, sums and products; see `registry.py`."""
+"""Rules for activations, dropout, sums, products and copies; see `registry.py`."""
 
 import math
 from collections.abc import Callable
@@ -14,19 +14,27 @@ from preact_kernels.conversion.operations import (
     ACTIVATION,
     ADD,
     CALL,
+    CONTIGUOUS,
     DROPOUT,
     NORM,
     SCALE,
     SHIFT,
     CallSettings,
 )
-from preact_kernels.conversion.registry import FIRST, common_format, is_pending, pixels, rule
+from preact_kernels.conversion.registry import (
+    FIRST,
+    common_format,
+    image_format,
+    is_pending,
+    pixels,
+    rule,
+)
 from preact_kernels.kernels.contract import Activation
 from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.dropout import drawn
 
-FIRST |= {Tensor.add_, Tensor.__iadd__}
+FIRST |= {Tensor.add_, Tensor.__iadd__, Tensor.contiguous}
 
 # What a fused operation can activate.
 _ACTIVATED = (NORM, SCALE, SHIFT)
@@ -331,3 +339,25 @@ def _cast_to(dtype: torch.dtype) -> Callable:
 def _cast(region: Any, x: Any, dtype: object) -> Any:
     """Returns the input if it has the dtype, as PyTorch does."""
     return x if is_pending(x) and dtype is x.dtype else NotImplemented
+
+
+@rule(
+    Tensor.contiguous,
+    arguments=lambda input, memory_format=torch.contiguous_format: (input, memory_format),
+)
+def _record_contiguous(region: Any, x: Any, memory_format: object) -> Any:
+    """Returns the input if it is contiguous, as PyTorch does.
+
+    The copy of a channels_last image that a pending norm saves is deferred: a convolution of the
+    copy may read, and save, the image itself.
+    """
+    if memory_format is not torch.contiguous_format:
+        return NotImplemented
+    if is_pending(x):
+        return NotImplemented if x.preact_node.channels_last else x
+    is_saved = torch.is_grad_enabled() and region.normalises(x)
+    if not is_saved or not image_format(region, x):
+        return NotImplemented
+    if region.context_for(x.device) is None:
+        return NotImplemented
+    return region.record(CONTIGUOUS, (x,), None, tuple(x.shape), x.dtype, False)

@@ -14,7 +14,6 @@ from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
     CALL,
     CAT,
-    CONTIGUOUS,
     CONV,
     NORM,
     PAD,
@@ -46,7 +45,7 @@ from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
 from preact_kernels.ops.norm_act import NormArguments
 
 FIRST |= {F.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, F.layer_norm}
-FIRST |= {F.conv1d, F.conv2d, F.conv3d, Tensor.contiguous}
+FIRST |= {F.conv1d, F.conv2d, F.conv3d}
 
 
 def _batch_norm_arguments(
@@ -432,28 +431,6 @@ def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
     if region.context_for(first.context.device) is None:
         return NotImplemented
     return region.record(CAT, tuple(tensors), None, shape, first.dtype, channels_last)
-
-
-@rule(
-    Tensor.contiguous,
-    arguments=lambda input, memory_format=torch.contiguous_format: (input, memory_format),
-)
-def _record_contiguous(region: Any, x: Any, memory_format: object) -> Any:
-    """Returns the input if it is contiguous, as PyTorch does.
-
-    The copy of a channels_last image that a pending norm saves is deferred: a convolution of the
-    copy may read, and save, the image itself.
-    """
-    if memory_format is not torch.contiguous_format:
-        return NotImplemented
-    if is_pending(x):
-        return NotImplemented if x.preact_node.channels_last else x
-    is_saved = torch.is_grad_enabled() and region.normalises(x)
-    if not is_saved or not image_format(region, x):
-        return NotImplemented
-    if region.context_for(x.device) is None:
-        return NotImplemented
-    return region.record(CONTIGUOUS, (x,), None, tuple(x.shape), x.dtype, False)
 
 
 def _image_function(func: Callable) -> Callable:
