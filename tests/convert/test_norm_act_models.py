@@ -150,7 +150,7 @@ PACKAGES = {
         ),
         (2, 3, 16, 16),
         {"GN-SiLU-Conv": 12, "GN-SiLU-Conv and residual add": 10, ATTENTION: 1, STRIDES: 1},
-        0.46,
+        0.49,
     ),
     "diffusers UNet2DModel": Case(
         lambda: diffusers("UNet2DModel", **UNET),
