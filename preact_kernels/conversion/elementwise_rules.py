@@ -355,8 +355,7 @@ def _record_contiguous(region: Any, x: Any, memory_format: object) -> Any:
         return NotImplemented
     if is_pending(x):
         return NotImplemented if x.preact_node.channels_last else x
-    is_saved = torch.is_grad_enabled() and region.normalises(x)
-    if not is_saved or not image_format(region, x):
+    if not region.normalises(x) or not image_format(region, x):
         return NotImplemented
     if region.context_for(x.device) is None:
         return NotImplemented

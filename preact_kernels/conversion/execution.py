@@ -226,8 +226,8 @@ class _Execution:
     def _may_share(self, contiguous: Node) -> bool:
         """Whether a copy in another memory format may be the tensor itself.
 
-        Only operations of this execution read it, and a norm saves the tensor for its backward: a
-        later change of it in place raises in plain PyTorch too.
+        Only operations of this execution read it, and a norm saves the tensor: after a change of
+        the tensor in place, a backward through the norm raises in plain PyTorch too.
         """
         source = contiguous.inputs[0]
         is_saved = any(

@@ -227,11 +227,11 @@ class Region(TorchFunctionMode):
         return deferred_result(node, tensors, in_place)
 
     def normalises(self, t: Tensor) -> bool:
-        """Whether a pending norm reads a computed tensor, and may save it in NHWC.
+        """Whether a pending norm reads a computed tensor, and may save it in NHWC for backward.
 
         Not where PyTorch traces the code: a compiler decides what is saved.
         """
-        return id(t) in self._normalised and not self.is_traced
+        return id(t) in self._normalised and torch.is_grad_enabled() and not self.is_traced
 
     def note(self, owner: Owner | None, reason: str) -> None:
         """Notes why a batch norm is not deferred."""

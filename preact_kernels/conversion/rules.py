@@ -319,8 +319,7 @@ def _is_saved_in_nhwc(region: Any, x: Any) -> bool:
 
     A convolution that reads the copy saves nothing more.
     """
-    is_read = isinstance(x, Tensor) and torch.is_grad_enabled() and region.normalises(x)
-    return is_read and image_format(region, x) is False
+    return region.normalises(x) and image_format(region, x) is False
 
 
 def _conv_dtype(
