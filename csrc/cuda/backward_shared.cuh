@@ -27,11 +27,12 @@ struct BackwardShared {
   int dy_parts;  // of a vector in dy_ahead
 
   // `tensors` counts what dy is computed from: g, and x and skip of the step.
-  __host__ __device__ BackwardShared(const TileGrid& grid, int in_channels, int out_channels,
+  __host__ __device__ BackwardShared(int block_pixels, int in_channels, int out_channels,
                                      int tensors, bool of_input, bool of_weight) {
     const int in_row = in_channels * int(sizeof(T)) + 16;
     const int out_row = out_channels * int(sizeof(T)) + 16;
-    const int pixels = Tile<C>::pixels(grid), halo_pixels = Tile<C>::halo_pixels(grid);
+    const int pixels = Tile<C>::pixels(block_pixels);
+    const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
     weights = 0;
     dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
     activation = dy + halo_pixels * out_row;
@@ -85,7 +86,18 @@ template <class Types, int C, int GROUPS>
 constexpr int kBackwardVectors =
     C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;
 
-// GROUPS of the kernels that recompute g.
-constexpr int kRecomputedGroups = 2;
+// Groups of a warp for the weight gradient of a 1x1 convolution: GROUPS of its kernels.
+constexpr int groups_of_warp(int in_channels, int out_channels) {
+  return in_channels / 16 * (out_channels / 16) > 2 * kWarps ? 8 : 2;
+}
+
+// Pixels in a tile of a 1x1 convolution, in all kernels of its backward.
+template <class Types>
+__host__ __device__ constexpr int backward_pixels(int in_channels, int out_channels) {
+  const int vectors = groups_of_warp(in_channels, out_channels) == 2
+                          ? kBackwardVectors<Types, 0, 2>
+                          : kBackwardVectors<Types, 0, 8>;
+  return pixels_of_tile<typename Types::T>(in_channels, out_channels, vectors);
+}
 
 }  // namespace preact_kernels::cuda

@@ -11,8 +11,8 @@ struct NormPointers {
   const float *mean, *var, *weight;
   const float* bias;  // null in an affine step
   float eps;
-  Accumulators moments;  // if any, mean and var are computed from these and
-  double count;          // the number of pixels
+  Accumulators moments;  // if any, mean and var are computed from these
+  Count pixels;
 };
 
 // An AffineStep: [skip +] A*g + B*(x - mean) + C.
@@ -31,7 +31,7 @@ struct AffineStepPointers {
   }
 };
 
-__device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqrtf(var + eps); }
+__device__ inline float reciprocal_std(float var, float eps) { return __frsqrt_rn(var + eps); }
 
 // 0 where p <= 0. NaN stays NaN, as in PyTorch.
 __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
@@ -88,7 +88,7 @@ struct Normalisation {
     if (norm.moments.words == nullptr) return;
     for (int c = threadIdx.x; c < channels; c += kThreads) {
       float var;
-      read_moments(norm.moments, c, norm.count, shared[c], var);
+      read_moments(norm.moments, c, norm.pixels, shared[c], var);
       set_scale(reciprocal_std(var, norm.eps), channels, shared + c);
     }
   }

@@ -27,6 +27,12 @@ struct ThreadStatistics {
     tile_count += 1;
   }
 
+  // Ends a tile if the next, of at most `vectors`, would make its sums long.
+  __device__ void end_tiles(int vectors) {
+    constexpr int kMost = 32;
+    if (tile_count + vectors > kMost) end_tile();
+  }
+
   __device__ void end_tile() {
     if (tile_count == 0) return;
     const float total = count + tile_count, inv_count = 1 / tile_count, share = tile_count / total;
@@ -62,9 +68,9 @@ __device__ void add_statistics(const ThreadStatistics<kWidth>& own, const Thread
   if (column.is_active) {
     if (column.channel == 0) counts[column.lane] = own.count;
     const int at = column.lane * channels + column.channel;
-    for (int j = 0; j < kWidth; ++j) {
-      means[at + j] = own.mean[j], pivots[at + j] = own.pivot[j], squares[at + j] = own.m2[j];
-    }
+    store_floats(means + at, own.mean);
+    store_floats(pivots + at, own.pivot);
+    store_floats(squares + at, own.m2);
   }
   __syncthreads();
   // A slice of the threads merges every `slices`-th lane.
@@ -110,8 +116,8 @@ __device__ void add_sums(const ThreadColumn& column, int channels, float (&first
   if (has_whole_pixels ? lane < vectors : column.is_active) {
     const int row = has_whole_pixels ? threadIdx.x / 32 : column.lane;
     float* to = shared + row * 2 * channels + column.channel;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) to[j] = first[j], to[channels + j] = second[j];
+    store_floats(to, first);
+    store_floats(to + channels, second);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 2 * channels; i += kThreads) {

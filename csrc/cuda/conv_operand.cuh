@@ -48,6 +48,14 @@ __device__ void load_floats(float (&values)[COUNT], const float* from) {
     values[i] = v.x, values[i + 1] = v.y, values[i + 2] = v.z, values[i + 3] = v.w;
   }
 }
+template <int COUNT>
+__device__ void store_floats(float* to, const float (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    *reinterpret_cast<float4*>(to + i) =
+        make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+  }
+}
 
 template <class T>
 __device__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

@@ -23,13 +23,60 @@ auto for_channel_class(const ConvSizes& conv, const Body& body) {
   return body(std::integral_constant<int, kMostChannels3x3<T>>());
 }
 
-// A thread has at most kVectors of a tile of a 1x1 convolution.
-template <class T, int C, int kVectors = kTileVectors<T, 0>>
-TileGrid tile_grid(const ConvSizes& conv) {
+// Calls `body` with the template arguments IN and OUT of the kernels: the channels of a 3x3
+// convolution, and of the 1x1 convolutions of bottlenecks with inner width 16, 32 and 64, else 0.
+// Constants halve the instructions for addresses. A float32 stream is the wider side.
+template <class Types, int C, class Body>
+auto for_channels(const ConvSizes& conv, const Body& body) {
+  using std::integral_constant;
+  if constexpr (C != 0) {
+    return body(integral_constant<int, C>(), integral_constant<int, C>());
+  } else {
+    constexpr bool kReadsStream = !std::is_same_v<typename Types::X, typename Types::T>;
+    constexpr bool kWritesStream = !std::is_same_v<typename Types::Y, typename Types::T>;
+    const auto with = [&](auto narrow) {
+      constexpr int kNarrow = decltype(narrow)::value;
+      const integral_constant<int, 4 * kNarrow> wide;
+      if constexpr (!kReadsStream) {
+        if (conv.in_channels == narrow && conv.out_channels == wide) return body(narrow, wide);
+      }
+      if constexpr (!kWritesStream) {
+        if (conv.in_channels == wide && conv.out_channels == narrow) return body(wide, narrow);
+      }
+      return body(integral_constant<int, 0>(), integral_constant<int, 0>());
+    };
+    switch (std::min(conv.in_channels, conv.out_channels)) {
+      case 16:
+        return with(integral_constant<int, 16>());
+      case 32:
+        return with(integral_constant<int, 32>());
+      default:
+        return with(integral_constant<int, 64>());
+    }
+  }
+}
+
+// Calls `body` with the template argument GROUPS of the kernels for the gradient of a weight, whose
+// channels are constant if IN and OUT are not 0.
+template <int C, int IN = C, int OUT = C, class Body>
+auto for_groups(const ConvSizes& conv, const Body& body) {
+  if constexpr (IN != 0) {
+    constexpr int kGroups = C == 16 || C == 32 ? 1 : C == 64 ? 2 : groups_of_warp(IN, OUT);
+    return body(std::integral_constant<int, kGroups>());
+  } else {
+    if (groups_of_warp(int(conv.in_channels), int(conv.out_channels)) == 8) {
+      return body(std::integral_constant<int, 8>());
+    }
+    return body(std::integral_constant<int, 2>());
+  }
+}
+
+// `block_pixels` is for 1x1 convolutions.
+template <int C>
+TileGrid tile_grid(const ConvSizes& conv, int block_pixels) {
   TileGrid grid{};
   if constexpr (C == 0) {
-    const int most = int(std::max(conv.in_channels, conv.out_channels));
-    grid.block_pixels = pixels_of_tile<T>(most, kVectors);
+    grid.block_pixels = block_pixels;
     grid.height = 1;
     grid.width = int(conv.pixels());
     grid.tiles = int((int64_t(grid.width) + grid.block_pixels - 1) / grid.block_pixels);
@@ -52,19 +99,6 @@ inline int persistent_blocks(int tiles, int shared_bytes, int most) {
   return std::min(tiles, multiprocessors() * std::clamp(fit, 1, most));
 }
 
-// Calls `body` with the template arguments C and GROUPS of the kernel.
-template <class Types, class Body>
-auto for_weight_groups(const ConvSizes& conv, const Body& body) {
-  return for_channel_class<typename Types::T>(conv, [&](auto c) {
-    constexpr int C = decltype(c)::value;
-    if constexpr (C == 0) {
-      const int groups = conv.in_channels / 16 * (conv.out_channels / 16);
-      if (groups > 2 * kWarps) return body(c, std::integral_constant<int, 8>());
-    }
-    return body(c, std::integral_constant<int, C == 16 || C == 32 ? 1 : 2>());
-  });
-}
-
 // Calls `body` with the template argument CHANNELS of the kernel that recomputes g, if the
 // convolution has one: the last of a bottleneck. Inner width 64 has none: its blocks have a tile or
 // two and would load another weight for them. Nor has 32 in float32: one block per multiprocessor
@@ -84,30 +118,36 @@ void for_recomputed_channels(const ConvSizes& conv, const Body& body) {
 
 template <class Types>
 ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv) {
-  return for_channel_class<typename Types::T>(conv, [&](auto c) {
+  using T = typename Types::T;
+  const int in_channels = int(conv.in_channels), out_channels = int(conv.out_channels);
+  return for_channel_class<T>(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
-    ForwardPlan plan{tile_grid<typename Types::T, C>(conv)};
-    plan.shared_bytes =
-        ForwardShared<Types, C>(plan.grid, conv.in_channels, conv.out_channels).bytes;
+    const int pixels = pixels_of_tile<T>(in_channels, out_channels, kTileVectors<T, 0>);
+    ForwardPlan plan{tile_grid<C>(conv, pixels)};
+    plan.shared_bytes = ForwardShared<Types, C>(pixels, in_channels, out_channels).bytes;
     plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes, kForwardBlocks<C>);
-    plan.kernel = norm_act_conv_forward_kernel<Types, C>;
+    plan.kernel = for_channels<Types, C>(conv, [](auto in, auto out) {
+      return norm_act_conv_forward_kernel<Types, C, in(), out()>;
+    });
     return plan;
   });
 }
 
-// Tiles per block of a kernel for the weight gradient alone: more blocks write more partial
-// gradients. At least this many blocks, if there are tiles for them.
-constexpr int kTilesOfWeightGradient = 16, kLeastBlocksOfWeightGradient = 8;
+// Pixels per block of a kernel for the weight gradient alone: more blocks write more partial
+// gradients. At least this many blocks, if there are tiles for them. A launch for 12 weights of
+// the last stage of a ResNet for CIFAR, at batch 128, has a block for each of 132 multiprocessors.
+constexpr int kPixelsOfWeightGradient = 768, kLeastBlocksOfWeightGradient = 8;
 
 template <class Types>
 BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTask& task) {
-  return for_weight_groups<Types>(conv, [&](auto c, auto groups) {
-    constexpr int C = decltype(c)::value, GROUPS = decltype(groups)::value;
-    BackwardPlan plan{tile_grid<typename Types::T, C, kBackwardVectors<Types, 0, GROUPS>>(conv)};
+  const int in_channels = int(conv.in_channels), out_channels = int(conv.out_channels);
+  return for_channel_class<typename Types::T>(conv, [&](auto c) {
+    constexpr int C = decltype(c)::value;
+    const int pixels = backward_pixels<Types>(in_channels, out_channels);
+    BackwardPlan plan{tile_grid<C>(conv, pixels)};
     const auto shared_bytes = [&](auto recomputes_g) {
-      return BackwardShared<Types, C, recomputes_g()>(plan.grid, conv.in_channels,
-                                                      conv.out_channels, task.tensors,
-                                                      task.of_input, task.of_weight)
+      return BackwardShared<Types, C, recomputes_g()>(pixels, in_channels, out_channels,
+                                                      task.tensors, task.of_input, task.of_weight)
           .bytes;
     };
     plan.shared_bytes =
@@ -115,28 +155,41 @@ BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTa
     if (!task.of_input) {
       // Few blocks for each weight: a launch computes the gradients of several.
       const int tiles = plan.grid.tiles;
-      const int few = (tiles + kTilesOfWeightGradient - 1) / kTilesOfWeightGradient;
+      const int tiles_of_block = std::max(kPixelsOfWeightGradient / plan.grid.block_pixels, 1);
+      const int few = (tiles + tiles_of_block - 1) / tiles_of_block;
       plan.blocks = std::clamp(few, std::min(tiles, kLeastBlocksOfWeightGradient),
                                std::max(multiprocessors(), kLeastBlocksOfWeightGradient));
-      plan.weight_gradients_kernel = norm_act_conv_weight_gradients_kernel<Types, C, GROUPS>;
-      return plan;
+    } else {
+      const bool is_large = multiprocessor_shared_bytes() >= kLargeSharedBytes;
+      const int most = for_groups<C>(conv, [&](auto groups) {
+        return task.of_weight ? backward_blocks<Types, C, groups()>(is_large)
+                              : backward_blocks<Types, C, 0>(is_large);
+      });
+      plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes, most);
     }
-    const bool is_large = multiprocessor_shared_bytes() >= kLargeSharedBytes;
-    plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes,
-                                    task.of_weight ? backward_blocks<Types, C, GROUPS>(is_large)
-                                                   : backward_blocks<Types, C, 0>(is_large));
     if (task.recomputes_g) {
       for_recomputed_channels<Types>(conv, [&](auto channels) {
-        constexpr int CHANNELS = decltype(channels)::value;
         plan.recomputing_kernel =
-            task.of_weight
-                ? norm_act_conv_backward_recomputed_kernel<Types, CHANNELS, kRecomputedGroups>
-                : norm_act_conv_backward_recomputed_kernel<Types, CHANNELS, 0>;
+            task.of_weight ? norm_act_conv_backward_recomputed_kernel<Types, channels(), 2>
+                           : norm_act_conv_backward_recomputed_kernel<Types, channels(), 0>;
       });
-    } else {
-      plan.kernel = task.of_weight ? norm_act_conv_backward_kernel<Types, C, GROUPS>
-                                   : norm_act_conv_backward_kernel<Types, C, 0>;
+      return plan;
     }
+    for_channels<Types, C>(conv, [&](auto in, auto out) {
+      if (task.of_input && !task.of_weight) {
+        plan.kernel = norm_act_conv_backward_kernel<Types, C, 0, in(), out()>;
+        return;
+      }
+      for_groups<C, in(), out()>(conv, [&](auto groups) {
+        constexpr int GROUPS = decltype(groups)::value;
+        if (task.of_input) {
+          plan.kernel = norm_act_conv_backward_kernel<Types, C, GROUPS, in(), out()>;
+        } else {
+          plan.weight_gradients_kernel =
+              norm_act_conv_weight_gradients_kernel<Types, C, GROUPS, in(), out()>;
+        }
+      });
+    });
     return plan;
   });
 }

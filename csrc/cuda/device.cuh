@@ -193,6 +193,9 @@ inline bool prepare_kernel(const char* name, const void* kernel) {
   if (found != prepared.end()) return found->second;
   check_cuda(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                         most_shared_bytes()));
+  // The same split of a multiprocessor's memory in all kernels: one starts beside another.
+  check_cuda(name, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared));
   cudaFuncAttributes attributes{};
   check_cuda(name, cudaFuncGetAttributes(&attributes, kernel));
   return prepared[{kernel, device}] = attributes.ptxVersion >= 90;

@@ -45,6 +45,12 @@ __device__ inline void carry(int64_t (&parts)[kSumParts]) {
   }
 }
 
+// Converts an integer from 0 to 2^52 - 1: it becomes the fraction of a number from 2^52 on. The
+// instruction for all integers is slow.
+__device__ inline double small_to_double(int64_t value) {
+  return __longlong_as_double(0x4330000000000000ll | value) - 0x1p52;
+}
+
 // The sum `value`, 0 or 1, of a channel.
 __device__ inline double read_exact(const Accumulators& sums, int channel, int value) {
   constexpr double kUnits[] = {0x1p-96, 0x1p-48, 1, 0x1p48, 0x1p96};
@@ -65,7 +71,8 @@ __device__ inline double read_exact(const Accumulators& sums, int channel, int v
   }
   double sum = 0;
 #pragma unroll
-  for (int w = 0; w < kSumParts; ++w) sum += static_cast<double>(parts[w]) * kUnits[w];
+  for (int w = 0; w + 1 < kSumParts; ++w) sum += small_to_double(parts[w]) * kUnits[w];
+  sum += static_cast<double>(parts[kSumParts - 1]) * kUnits[kSumParts - 1];
   if (is_negative) sum = -sum;
   if (counts != 0) {
     const bool has_positive = counts & (kOneNegative - kOnePositive);
@@ -76,11 +83,26 @@ __device__ inline double read_exact(const Accumulators& sums, int channel, int v
   return sum;
 }
 
-// Mean and biased variance of a channel, from the sums of `count` values and of their squares.
-__device__ inline void read_moments(const Accumulators& sums, int channel, double count,
+// The number of values in a sum, and its reciprocal.
+struct Count {
+  double value, reciprocal;
+
+  Count() = default;
+  explicit Count(double value_) : value(value_), reciprocal(1 / value_) {}
+
+  // sum / value, rounded correctly (Markstein, 1990): the mean of a constant is the constant.
+  __device__ double mean(double sum) const {
+    const double near = sum * reciprocal;
+    const double exact = fma(fma(-value, near, sum), reciprocal, near);
+    return isfinite(exact) ? exact : near;
+  }
+};
+
+// Mean and biased variance of a channel, from the sums of values and of their squares.
+__device__ inline void read_moments(const Accumulators& sums, int channel, const Count& count,
                                     float& mean, float& var) {
-  const double exact_mean = read_exact(sums, channel, 0) / count;
-  const double exact_var = read_exact(sums, channel, 1) / count - exact_mean * exact_mean;
+  const double exact_mean = count.mean(read_exact(sums, channel, 0));
+  const double exact_var = count.mean(read_exact(sums, channel, 1)) - exact_mean * exact_mean;
   mean = static_cast<float>(exact_mean);
   var = static_cast<float>(exact_var < 0 ? 0 : exact_var);  // NaN stays NaN
 }

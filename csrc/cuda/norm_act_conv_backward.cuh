@@ -12,9 +12,9 @@ namespace preact_kernels::cuda {
 //   da[p][c] = the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap]
 //   dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] * a[p][c]
 //   g = [p > 0] * da, sum(g) and sum(g * xhat)
-// g and its sums are computed if kInput, dweight of the block's tiles if GROUPS > 0. StepG says
-// whether the g of the step is read or recomputed.
-template <class Types, int C, int GROUPS, bool kInput, class StepG = StoredG>
+// g and its sums are computed if kInput, dweight of the block's tiles if GROUPS > 0. IN and OUT are
+// the channels, or 0: not constant. StepG says whether the g of the step is read or recomputed.
+template <class Types, int C, int GROUPS, bool kInput, int IN, int OUT, class StepG = StoredG>
 __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
                                        const StepG& recomputed_g = {}) {
   using T = typename Types::T;
@@ -32,15 +32,13 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
   // With two blocks per multiprocessor, the sums of nine taps leave few registers.
   constexpr bool kFewRegisters = kMayMask && kBackwardBlocks<Types, C, GROUPS> == 2;
   constexpr int kUnroll = kFewRegisters ? 1 : kVectors;
-  constexpr int kChannels = C ? C : StepG::kChannels;
-  constexpr int kOutChannels = C ? C : StepG::kOutChannels;
-  const int channels = kChannels ? kChannels : conv.in_channels;
-  const int out_channels = kOutChannels ? kOutChannels : conv.out_channels;
-  const int pixels = StepG::kPixels ? StepG::kPixels : Tile<C>::pixels(conv.grid);
-  const int halo_pixels = StepG::kPixels ? StepG::kPixels : Tile<C>::halo_pixels(conv.grid);
+  const int channels = IN ? IN : conv.in_channels, out_channels = OUT ? OUT : conv.out_channels;
+  const int block_pixels = IN ? backward_pixels<Types>(IN, OUT) : conv.grid.block_pixels;
+  const int pixels = Tile<C>::pixels(block_pixels);
+  const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
   const int sums_pitch = channels + kSumsPadding;
-  const Shared shared(conv.grid, channels, out_channels, conv.tensors, kInput, kWeight);
+  const Shared shared(block_pixels, channels, out_channels, conv.tensors, kInput, kWeight);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* dy_tile = reinterpret_cast<T*>(memory + shared.dy);
@@ -252,10 +250,10 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
 }
 
 // One convolution: g, and dweight if GROUPS > 0.
-template <class Types, int C, int GROUPS>
+template <class Types, int C, int GROUPS, int IN = C, int OUT = C>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
     norm_act_conv_backward_kernel(const __grid_constant__ NormActConvBackward conv) {
-  norm_act_conv_backward<Types, C, GROUPS, true>(conv);
+  norm_act_conv_backward<Types, C, GROUPS, true, IN, OUT>(conv);
 }
 
 // The same for the last convolution of a bottleneck of inner width CHANNELS, with a recomputed g.
@@ -263,17 +261,16 @@ template <class Types, int CHANNELS, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, 0, GROUPS>)
     norm_act_conv_backward_recomputed_kernel(
         const __grid_constant__ NormActConvBackwardRecomputed p) {
-  constexpr int kVectors = kBackwardVectors<Types, 0, kRecomputedGroups>;
-  constexpr int kPixels = pixels_of_tile<typename Types::T>(4 * CHANNELS, kVectors);
-  norm_act_conv_backward<Types, 0, GROUPS, true>(
+  constexpr int kPixels = backward_pixels<Types>(CHANNELS, 4 * CHANNELS);
+  norm_act_conv_backward<Types, 0, GROUPS, true, CHANNELS, 4 * CHANNELS>(
       p.conv, RecomputedGOfWidth<CHANNELS, kPixels>{p.recomputed_g});
 }
 
 // The weight gradients of several convolutions.
-template <class Types, int C, int GROUPS>
+template <class Types, int C, int GROUPS, int IN = C, int OUT = C>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
     norm_act_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
-  norm_act_conv_backward<Types, C, GROUPS, false>(convs.of[blockIdx.y]);
+  norm_act_conv_backward<Types, C, GROUPS, false, IN, OUT>(convs.of[blockIdx.y]);
 }
 
 }  // namespace preact_kernels::cuda

@@ -16,15 +16,16 @@ struct ForwardShared {
   int weights, activation, sums, norm, x_ahead, residual_ahead;  // offsets in bytes
   int bytes;
 
-  __host__ __device__ ForwardShared(const TileGrid& grid, int in_channels, int out_channels) {
+  __host__ __device__ ForwardShared(int block_pixels, int in_channels, int out_channels) {
     const int row = in_channels * int(sizeof(T)) + 16;
+    const int pixels = Tile<C>::pixels(block_pixels);
+    const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
     weights = 0;
     activation = weights + Tile<C>::kTaps * out_channels * row;
-    sums = activation + Tile<C>::halo_pixels(grid) * row;
-    const int pixels = Tile<C>::pixels(grid);
+    sums = activation + halo_pixels * row;
     norm = sums + pixels * (out_channels + kSumsPadding) * 4;
     x_ahead = norm + Normalisation<kWidth>::kRows * in_channels * 4;
-    residual_ahead = x_ahead + XAhead::bytes(Tile<C>::halo_pixels(grid), in_channels);
+    residual_ahead = x_ahead + XAhead::bytes(halo_pixels, in_channels);
     bytes = residual_ahead + ResidualAhead::bytes(pixels, out_channels);
     constexpr int kLeast = kStatisticsBytes<kWidth>;
     if (bytes < kLeast) bytes = kLeast;
@@ -38,7 +39,8 @@ constexpr int kForwardBlocks = C == 64 ? 1 : 2;
 // y[p][k] = the sum over taps and c of relu(p)[p at tap][c] * weight[k][c][tap] [+ residual[p][k]].
 // A block owns every gridDim.x-th tile of pixels with all channels. The weight stays in shared
 // memory. While a tile is multiplied, the x of the next tile is copied, and its own residual.
-template <class Types, int C>
+// IN and OUT are the channels, or 0: not constant.
+template <class Types, int C, int IN = C, int OUT = C>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     norm_act_conv_forward_kernel(const __grid_constant__ NormActConvForward conv) {
   using T = typename Types::T;
@@ -47,10 +49,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   using Shared = ForwardShared<Types, C>;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
-  const int channels = C ? C : conv.in_channels, out_channels = C ? C : conv.out_channels;
-  const int pixels = Tile<C>::pixels(conv.grid), halo_pixels = Tile<C>::halo_pixels(conv.grid);
+  const int channels = IN ? IN : conv.in_channels, out_channels = OUT ? OUT : conv.out_channels;
+  const int block_pixels =
+      IN ? pixels_of_tile<T>(IN, OUT, kTileVectors<T, 0>) : conv.grid.block_pixels;
+  const int pixels = Tile<C>::pixels(block_pixels);
+  const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
   const int pitch = channels + kWidth, sums_pitch = out_channels + kSumsPadding;
-  const Shared shared(conv.grid, channels, out_channels);
+  const Shared shared(block_pixels, channels, out_channels);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* activation = reinterpret_cast<T*>(memory + shared.activation);
@@ -141,12 +146,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
           statistics.add(values);
         }
       }
-      statistics.end_tile();
+      statistics.end_tiles(kTileVectors<T, C>);
     }
     copy_residual(index + blocks);
   }
   cp_async_wait<0>();  // before shared memory gets another use
   if (conv.statistics.words != nullptr) {
+    statistics.end_tile();
     add_statistics(statistics, out, out_channels, conv.statistics, memory);
   }
 }

@@ -49,7 +49,7 @@ auto for_dtype(const Tensor& x, const Body& body) {
 inline NormPointers pointers(const Norm& norm, int64_t pixels = 0) {
   return {data<float>(norm.mean),     data<float>(norm.var),        data<float>(norm.weight),
           data<float>(norm.bias),     static_cast<float>(norm.eps), norm.moments,
-          static_cast<double>(pixels)};
+          cuda::Count(double(pixels))};
 }
 
 inline AffineStepPointers pointers(const AffineStep& step) {

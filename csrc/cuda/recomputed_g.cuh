@@ -7,13 +7,11 @@
 
 namespace preact_kernels::cuda {
 
-// The kernel reads g. 0: a size that is not constant.
-struct StoredG {
-  static constexpr int kChannels = 0, kOutChannels = 0, kPixels = 0;
-};
+// The kernel reads g.
+struct StoredG {};
 
 // The kernel recomputes g, for the last convolution of bottlenecks of one inner width. dz has
-// CHANNELS, a tile PIXELS: with constant sizes, addresses take few instructions.
+// CHANNELS, a tile PIXELS.
 template <int CHANNELS, int PIXELS>
 struct RecomputedGOfWidth {
   static constexpr int kChannels = CHANNELS, kOutChannels = 4 * CHANNELS, kPixels = PIXELS;

@@ -44,13 +44,13 @@ struct FinishStatisticsParams {
   Accumulators sums;
   float *mean, *var;  // [channels]
   int channels;
-  double count;
+  Count pixels;
 };
 
 // A thread owns a channel.
 __global__ void __launch_bounds__(kThreads) finish_statistics_kernel(FinishStatisticsParams p) {
   const int c = blockIdx.x * kThreads + threadIdx.x;
-  if (c < p.channels) read_moments(p.sums, c, p.count, p.mean[c], p.var[c]);
+  if (c < p.channels) read_moments(p.sums, c, p.pixels, p.mean[c], p.var[c]);
 }
 
 struct FinishGradientsParams {
@@ -157,9 +157,10 @@ void launch_finish_gradients(Workspace& workspace, const Tensor* sums, cudaStrea
     }
     if (params.values == 0 && rows == 0) return;
     rows = std::max(rows, 1);
+    // A block for each 32 values, several on a multiprocessor: a sum is a chain of loads.
     const int blocks =
         std::max((params.values + kThreads - 1) / kThreads,
-                 std::min((width + 31) / 32, (multiprocessors() + rows - 1) / rows * 2));
+                 std::min((width + 31) / 32, (multiprocessors() + rows - 1) / rows * 16));
     for_dtype(workspace.dtype, [&](auto value) {
       launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
              dim3(std::max(blocks, 1), rows), kThreads, kPartialsBytes, stream, params,
@@ -241,7 +242,7 @@ void finish_statistics(Workspace& workspace, const Tensor& mean, const Tensor& v
                                       mutable_data<float>(mean),
                                       mutable_data<float>(var),
                                       channels,
-                                      static_cast<double>(count)};
+                                      Count(double(count))};
   launch("finish_statistics", finish_statistics_kernel, dim3((channels + kThreads - 1) / kThreads),
          kThreads, 0, on.stream, params);
 }
@@ -266,7 +267,7 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks, WeightGradientPa
 
 // The most bytes kept of partial sums, and of what postponed weight gradients read. The latter's
 // partial sums are added up at once.
-constexpr int64_t kMostBytes = 64 << 20;
+constexpr int64_t kMostBytes = 72 << 20;
 
 void keep_partials(Workspace& workspace, const WeightGradientPartials& partials,
                    const Tensor& memory, cudaStream_t stream) {
