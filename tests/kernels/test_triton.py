@@ -40,6 +40,7 @@ from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
     AffineStep,
     Conv,
+    Epilogue,
     Gradient,
     Inputs,
     Norm,
@@ -279,6 +280,45 @@ def test_a_block_takes_three_launches_each_way(memory, in_one_pass, monkeypatch)
     rebuilt = 1 if memory == "rebuild" else 0  # the last convolution once more
     assert backward2 - backward == (3 + rebuilt) * 32
     assert ops2 == ops
+
+
+def tensors_of(arguments):
+    """The tensors of the arguments of a kernel, which may be nested."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from tensors_of(argument)
+
+
+def test_kernels_that_add_up_pixels_take_images_that_begin_at_multiples_of_16_bytes(monkeypatch):
+    launched = {}  # images by name of the kernel, none of which runs
+
+    def record(kernel, grid, arguments, *_):
+        images = [t for t in tensors_of(arguments) if t.numel() >= 2 * 16 * 5 * 7]
+        launched.setdefault(kernel.__name__, []).extend(images)
+
+    def image():
+        return torch.randn(1 + 2 * 5 * 7 * 16)[1:].view(2, 5, 7, 16).permute(0, 3, 1, 2)
+
+    replace(monkeypatch, "launch_kernel", record)
+    weight = torch.randn(16, 16, 1, 1)
+    unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1))
+    norm, with_rows = random_norm(16), Norm(*torch.ones(4, 2, 16), 1e-5)
+    inputs = Inputs(image(), norm, weight)
+    step = AffineStep(image(), image(), norm, torch.zeros(2, 16), 0.1)
+    assert image().data_ptr() % 16
+    kernels.bn_stats(image())
+    kernels.group_stats(image(), 4)
+    kernels.residual_add_forward(image(), image(), True)
+    kernels.norm_act_backward(image(), image(), norm, True)
+    kernels.norm_act_backward(image(), image(), with_rows, True)
+    kernels.norm_act_conv_forward(unit, inputs, Epilogue(None, image(), True))
+    kernels.norm_act_conv_backward(unit, Gradient(image(), step), inputs, Wanted(True, True))
+    counts = {name: len(images) for name, images in launched.items()}
+    assert counts["group_moments_kernel"] == counts["bn_stats_kernel"] == 1
+    assert counts["norm_act_conv_forward_kernel"] == 3
+    assert not [n for n, images in launched.items() if any(t.data_ptr() % 16 for t in images)]
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
