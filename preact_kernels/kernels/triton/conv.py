@@ -121,6 +121,16 @@ def dot(a, b, total, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def add_after_product(total, added):
+    """total + added in float32, rounded to nearest.
+
+    Triton would start the sum of a product with what is added to it, and tensor cores round every
+    sum towards zero.
+    """
+    return tl.fma(total, 1.0, added)
+
+
+@triton.jit
 def input_pixels(pixel, is_pixel, tap, sizes, SHAPE: tl.constexpr):
     """The pixels of x that a tap of the given output pixels reads, and which of them exist."""
     TAPS: tl.constexpr = SHAPE.R * SHAPE.S
