@@ -17,8 +17,7 @@ from preact_kernels.kernels.triton.activations import kernel_activation
 from preact_kernels.kernels.triton.batch_norm import KernelNorm, load_whole_gradient
 from preact_kernels.kernels.triton.launch import INTERPRETED, needs_int64
 
-# The interpreter multiplies bfloat16 operands incorrectly, and float32 operands correctly. It has no
-# TF32.
+# The interpreter multiplies bfloat16 operands incorrectly, and float32 operands without TF32.
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 NONE: Any = None  # for fields of `Norm` and `AffineStep` that the kernel does not read
