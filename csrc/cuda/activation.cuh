@@ -62,14 +62,15 @@ __device__ inline float activate(float p, float parameter) {
   if constexpr (kKind == K::kTanh) return tanhf(p);
 }
 
-// dy * act'(p). Where a branch is constant, dy does not matter, or passes as it is.
+// dy * act'(p). Where a branch is constant, dy does not matter, or passes as it is. A NaN is on the
+// side of each branch where PyTorch's kernels for GPUs have it.
 template <ActivationKind kKind>
 __device__ inline float activation_gradient(float dy, float p, float parameter) {
   using K = ActivationKind;
   if constexpr (kKind == K::kRelu) return p <= 0 ? 0.0f : dy;
   if constexpr (kKind == K::kLeakyRelu) return p > 0 ? dy : dy * parameter;
   if constexpr (kKind == K::kIdentity) return dy;
-  if constexpr (kKind == K::kRelu6) return p > 0 && p < 6 ? dy : 0.0f;
+  if constexpr (kKind == K::kRelu6) return p <= 0 || p >= 6 ? 0.0f : dy;
   if constexpr (kKind == K::kSilu) {
     const float s = sigmoid(p);
     return dy * (s * (1.0f + p * (1.0f - s)));
@@ -85,14 +86,15 @@ __device__ inline float activation_gradient(float dy, float p, float parameter) 
     const float inner = kGeluTanhScale * (1.0f + 3.0f * kGeluTanhCubic * square);
     return dy * (0.5f * (1.0f + t) + 0.5f * p * (1.0f - t * t) * inner);
   }
-  if constexpr (kKind == K::kElu) return p > 0 ? dy : dy * (parameter * expf(p));
+  if constexpr (kKind == K::kElu) return p <= 0 ? dy * (parameter * expf(p)) : dy;
   if constexpr (kKind == K::kHardswish) {
-    return p <= -3 ? 0.0f : p >= 3 ? dy : dy * (p * (1.0f / 3.0f) + 0.5f);
+    return p <= -3 ? 0.0f : p < 3 ? dy * (p * (1.0f / 3.0f) + 0.5f) : dy;
   }
   if constexpr (kKind == K::kMish) {  // sigmoid(p) * (1 - tanh^2) = 4 * e * (1 + e) / (n + 2)^2
     const float e = mish_exp(p), n = e * (e + 2.0f), inverse = 1.0f / (n + 2.0f);
     const float slope = p > 20 ? 0.0f : 4.0f * e * (1.0f + e) * inverse * inverse;
-    return dy * (n * inverse + p * slope);
+    const float gate = p > 20 ? 1.0f : n * inverse;
+    return dy * (gate + p * slope);
   }
   if constexpr (kKind == K::kSoftplus) {
     const float scaled = p * parameter;

@@ -66,10 +66,10 @@ __device__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
   }
 }
 
-// A value as an operand: float32 is rounded to TF32.
+// A value as an operand: float32 is rounded to TF32, and a NaN stays one.
 template <class T>
 __device__ T as_operand(T value) {
-  if constexpr (sizeof(T) == 4) return __uint_as_float(to_tf32(value));
+  if constexpr (sizeof(T) == 4) return __uint_as_float(to_tf32(with_canonical_nan(value)));
   return value;
 }
 // Values that fill 16 bytes of T, rounded to it.

@@ -153,10 +153,18 @@ __device__ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4],
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+// To nearest, ties away from zero. Cuts the last 13 bits off a NaN, which may leave an infinity.
 __device__ inline uint32_t to_tf32(float value) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
+}
+
+// The same number, or the canonical NaN for any NaN.
+__device__ inline float with_canonical_nan(float value) {
+  float result;  // nvcc would leave out a product with one that is not in PTX
+  asm("mul.rn.f32 %0, %1, 0f3F800000;" : "=f"(result) : "f"(value));
+  return result;
 }
 
 // Throws if a call of the CUDA runtime returned an error.

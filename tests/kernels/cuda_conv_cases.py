@@ -229,7 +229,9 @@ LOW_NAN = 0x7F800001  # infinity without the low bits, which TF32 drops
 
 
 def as_tf32(t: Tensor) -> Tensor:
-    """Rounds to TF32, to nearest, ties away from zero. `t` has no NaN."""
+    """Rounds float32 to TF32, to nearest, ties away from zero. `t` has no NaN."""
+    if t.dtype != torch.float32:
+        return t
     bits = t.contiguous().view(torch.int32)
     is_infinite = (bits & 0x7FFFFFFF) == 0x7F800000
     return torch.where(is_infinite, bits, (bits + 0x1000) & ~0x1FFF).view(torch.float32).view_as(t)

@@ -20,7 +20,7 @@ from tests.oracle import same_bits, unit_roundoff
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"),
-    pytest.mark.backends("cpu"),
+    pytest.mark.usefixtures("poisoned_memory"),
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,7 +60,7 @@ def of_kernels(p, dy, activation):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_values_and_derivatives_over_the_whole_range(name, backend):
+def test_values_and_derivatives_over_the_whole_range(name):
     activation = Activation(name, PARAMETERS.get(name, 0.0))
     for dtype in DTYPES:
         check_special_values(activation, dtype)
@@ -113,7 +113,7 @@ def rows_of(x, has_rows):
 
 
 @pytest.mark.parametrize("tables", [*itertools.product([False, True], repeat=3)][1:], ids=str)
-def test_any_table_may_have_rows(tables, backend):
+def test_any_table_may_have_rows(tables):
     """More than a tile of pixels in an image, fewer channels than a vector, one pixel."""
     inputs = ((3, 10, 33, 40), torch.float32), ((5, 40, 1, 1), torch.bfloat16)
     for activation, (shape, dtype) in itertools.product(("relu", "silu"), inputs):
@@ -149,7 +149,7 @@ def close(ours, truth):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_statistics_of_images_and_groups(dtype, backend):
+def test_statistics_of_images_and_groups(dtype):
     for shape in ((3, 12, 37, 21), (4, 72, 1, 3), (2, 6, 1, 1)):
         x = nhwc(torch.randn(shape) * 3 + 100).to(dtype)
         for groups in (1, 3, shape[1]):
@@ -168,7 +168,7 @@ def check_statistics(x, groups):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_mean_of_a_constant_group_is_its_value(dtype, backend):
+def test_the_mean_of_a_constant_group_is_its_value(dtype):
     """Channels of a group in several vectors, pixels in several tiles, the last of few pixels."""
     for shape in ((2, 24, 25, 41), (2, 24, 1, 3), (1, 9, 1, 1)):
         for value in (0.1, -1234.567, 3e-5, 1 / 3):
@@ -178,7 +178,7 @@ def test_the_mean_of_a_constant_group_is_its_value(dtype, backend):
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_value_that_is_not_finite_stays_in_its_image_and_group(value, backend):
+def test_a_value_that_is_not_finite_stays_in_its_image_and_group(value):
     x = nhwc(torch.randn(3, 24, 20, 30))
     expected = cpu.kernels().group_stats(x, 4)
     x[1, 7, 11, 13] = value

@@ -23,7 +23,7 @@ from tests.oracle import same_bits, unit_roundoff
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"),
-    pytest.mark.backends("cpu"),
+    pytest.mark.usefixtures("poisoned_memory"),
 ]
 
 # [N, C, H, W], K, kernel, stride. A strip has two of nine small images. The last two are
@@ -85,7 +85,7 @@ def assert_near(ours, truth, *, roundings=1):
 
 
 @pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)
-def test_forward_and_backward(conv, backend):
+def test_forward_and_backward(conv):
     first = [*CONVS.values()].index(conv) % len(ACTIVATION_CYCLE)
     activations = itertools.cycle((*ACTIVATION_CYCLE[first:], *ACTIVATION_CYCLE[:first]))
     for rows, dtype in itertools.product(ROWS, DTYPES):
@@ -142,7 +142,7 @@ def with_step(dy, rows):
 
 
 @pytest.mark.parametrize("conv", [CONVS["3x3, strips of whole images"], CONVS["1x1"]], ids=str)
-def test_a_row_depends_on_its_image(conv, backend):
+def test_a_row_depends_on_its_image(conv):
     """Statistics that are not finite spoil their image alone."""
     rows = (True, True, True)
     unit, inputs = problem(conv, torch.float32, Activation("silu"), rows)
@@ -159,7 +159,7 @@ def test_a_row_depends_on_its_image(conv, backend):
     assert found.sums[:, 1, 3].isnan().all() and found.sums[:, others].isfinite().all()
 
 
-def test_every_activation_in_the_prologue_and_in_the_input_gradient(backend):
+def test_every_activation_in_the_prologue_and_in_the_input_gradient():
     for name, parameter in ACTIVATIONS.items():
         for conv in (CONVS["3x3, strips of an image"], CONVS["1x1"]):
             unit, inputs = problem(conv, torch.float32, Activation(name, parameter), (True,) * 3)

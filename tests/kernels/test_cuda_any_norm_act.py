@@ -19,8 +19,8 @@ from preact_kernels.kernels.contract import (
     Norm,
     Wanted,
 )
-from preact_kernels.kernels.reference.activations import activate, activation_gradient
-from tests.cases import device_of, unit_of
+from preact_kernels.kernels.reference.activations import activate
+from tests.cases import device_of, gradient_on_gpu, unit_of
 from tests.kernels.cuda_conv_cases import (
     Case,
     backward_inputs,
@@ -64,7 +64,7 @@ def with_activation(values, dy, name):
     dx = kernels().norm_input_gradient(Gradient(dy.view_as(p), step), True)
     assert_same_bits({"dx": dx}, {"dx": g})
     plain = [
-        (activate(v, activation), activation_gradient(w, v, activation))
+        (activate(v, activation), gradient_on_gpu(w, v, activation))
         for v, w in ((values.float(), dy.float()), (values.double(), dy.double()))
     ]
     return [(own.flatten(), *right) for own, *right in zip((y, g), *plain, strict=True)]

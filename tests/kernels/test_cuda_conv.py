@@ -321,10 +321,12 @@ def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(m
     stage = pk.PreActStage([random_block("basic", 16, 16) for _ in range(2)]).to(DEVICE)
     stage = in_dtype(stage, torch.bfloat16)
     for images, is_fused in ((2, True), (3, False)):
-        problems = [{"x": torch.randn(images, 16, 7, 6, device=DEVICE).bfloat16()}]
+        problems = [
+            {"x": torch.randn(images, 16, 7, 6, device=DEVICE).bfloat16()} for _ in range(8)
+        ]
         with monkeypatch.context() as patch, pk.use_backend("cuda"):
             calls = recorded_calls(kernels(), "block_run_forward", patch)
-            check(stage, plain_copy(stage), problems * 8)
+            check(stage, plain_copy(stage), problems)
         assert bool(calls) == is_fused
 
 

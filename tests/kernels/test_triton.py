@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from tests.oracle import (
     check,
     evaluate,
     plain_copy,
+    same_bits,
     weight_gradient_inside_the_image,
 )
 
@@ -34,12 +36,14 @@ if "triton" not in pk.available_backends():
     pytest.skip("neither a GPU nor the interpreter of Triton", allow_module_level=True)
 
 import triton
+import triton.language as tl
 
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
     AffineStep,
     Conv,
+    Epilogue,
     Gradient,
     Inputs,
     Norm,
@@ -56,6 +60,7 @@ from preact_kernels.kernels.triton.input_gradient import input_grid
 from preact_kernels.kernels.triton.norm_act_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.weight_gradient import WeightGradientLaunch
 from tests.kernels.compile_triton import replace
+from tests.kernels.cuda_conv_cases import LOW_NAN, RoundedOperands, as_tf32
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -112,7 +117,27 @@ def test_the_blocks_of_every_gpu(capability, kernel, channels, out_channels, dty
         "any", (2, channels, 5, 6), out_channels, kernel, padding=kernel // 2, residual=True
     )
     plain = partial(plain_bn_relu_conv2d, training=True, **case.conv)
-    check(call(case), plain, conv_inputs(case, dtype), draws=1)
+    # On a GPU some of PyTorch's convolutions round to TF32; in the interpreter nothing does.
+    with RoundedOperands() if DEVICE.type == "cuda" else nullcontext():
+        check(call(case), plain, conv_inputs(case, dtype), draws=1)
+
+
+@triton.jit
+def round_kernel(x, rounded, COUNT: tl.constexpr):
+    index = tl.arange(0, COUNT)
+    tl.store(rounded + index, conv.round_to_tf32(tl.load(x + index)))
+
+
+def test_operands_are_rounded_to_the_nearest_tf32_and_nan_stays_nan():
+    special = [0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F803000, 0x7F7FFFFF, 0x7F800000, 1, 0]
+    special += [LOW_NAN, 0x7FC00000, 0x7FFFFFFF]
+    special = torch.tensor(special, dtype=torch.int32).view(torch.float32)
+    x = torch.cat([special, -special, torch.randn(256 - 2 * len(special))])
+    rounded = torch.empty_like(x)
+    round_kernel[1,](x, rounded, COUNT=256)
+    assert same_bits(rounded[~x.isnan()], as_tf32(x)[~x.isnan()])
+    cut = (rounded.view(torch.int32) & ~0x1FFF).view(torch.float32)  # as tensor cores read it
+    assert torch.equal(cut.isnan(), x.isnan())
 
 
 def random_norm(channels):
@@ -279,6 +304,45 @@ def test_a_block_takes_three_launches_each_way(memory, in_one_pass, monkeypatch)
     rebuilt = 1 if memory == "rebuild" else 0  # the last convolution once more
     assert backward2 - backward == (3 + rebuilt) * 32
     assert ops2 == ops
+
+
+def tensors_of(arguments):
+    """The tensors of the arguments of a kernel, which may be nested."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from tensors_of(argument)
+
+
+def test_kernels_that_add_up_pixels_take_images_that_begin_at_multiples_of_16_bytes(monkeypatch):
+    launched = {}  # images by name of the kernel, none of which runs
+
+    def record(kernel, grid, arguments, *_):
+        images = [t for t in tensors_of(arguments) if t.numel() >= 2 * 16 * 5 * 7]
+        launched.setdefault(kernel.__name__, []).extend(images)
+
+    def image():
+        return torch.randn(1 + 2 * 5 * 7 * 16)[1:].view(2, 5, 7, 16).permute(0, 3, 1, 2)
+
+    replace(monkeypatch, "launch_kernel", record)
+    weight = torch.randn(16, 16, 1, 1)
+    unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1))
+    norm, with_rows = random_norm(16), Norm(*torch.ones(4, 2, 16), 1e-5)
+    inputs = Inputs(image(), norm, weight)
+    step = AffineStep(image(), image(), norm, torch.zeros(2, 16), 0.1)
+    assert image().data_ptr() % 16
+    kernels.bn_stats(image())
+    kernels.group_stats(image(), 4)
+    kernels.residual_add_forward(image(), image(), True)
+    kernels.norm_act_backward(image(), image(), norm, True)
+    kernels.norm_act_backward(image(), image(), with_rows, True)
+    kernels.norm_act_conv_forward(unit, inputs, Epilogue(None, image(), True))
+    kernels.norm_act_conv_backward(unit, Gradient(image(), step), inputs, Wanted(True, True))
+    counts = {name: len(images) for name, images in launched.items()}
+    assert counts["group_moments_kernel"] == counts["bn_stats_kernel"] == 1
+    assert counts["norm_act_conv_forward_kernel"] == 3
+    assert not [n for n, images in launched.items() if any(t.data_ptr() % 16 for t in images)]
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")

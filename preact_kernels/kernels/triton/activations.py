@@ -2,7 +2,7 @@
 
 `ACTIVATION` is a name of `contract.ACTIVATIONS`, and `parameter` its parameter, or None if it has
 none. Formulas are PyTorch's, or equal them and round less; NaN and infinities give what PyTorch
-gives. An infinite or very large p may have a gradient of NaN, as 0 * inf.
+gives on a GPU. An infinite or very large p may have a gradient of NaN, as 0 * inf.
 """
 
 from typing import NamedTuple
@@ -156,7 +156,7 @@ def activation_gradient(dy, p, parameter, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "leaky_relu":
         return tl.where(p > 0, dy, dy * parameter)
     elif ACTIVATION == "relu6":
-        return tl.where((p > 0) & (p < 6), dy, 0.0)
+        return tl.where((p <= 0) | (p >= 6), 0.0, dy)
     elif ACTIVATION == "silu":
         gate, rest = sigmoid_and_rest(p)
         return dy * (gate * (1 + p * rest))
@@ -168,9 +168,9 @@ def activation_gradient(dy, p, parameter, ACTIVATION: tl.constexpr):
         inner = 2 * _SQRT_2_OVER_PI * (1 + 3 * _GELU_CUBE * (p * p))
         return dy * (gate + p * (gate * rest) * inner)
     elif ACTIVATION == "elu":
-        return tl.where(p > 0, dy, dy * (parameter * exp(p)))
+        return tl.where(p <= 0, dy * (parameter * exp(p)), dy)
     elif ACTIVATION == "hardswish":
-        return tl.where(p <= -3, 0.0, tl.where(p >= 3, dy, dy * (p / 3 + 0.5)))
+        return tl.where(p <= -3, 0.0, tl.where(p < 3, dy * (p / 3 + 0.5), dy))
     elif ACTIVATION == "mish":
         e = mish_exp(p)
         n = e * (e + 2)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Gradient, Norm
+from preact_kernels.kernels.triton.launch import aligned
 from preact_kernels.kernels.triton.reduction import load_statistics, load_two_sums
 
 
@@ -27,6 +28,15 @@ class KernelNorm(NamedTuple):
 def kernel_norm(norm: Norm) -> Any:
     """A `KernelNorm`, in place of the norm in the arguments of a kernel."""
     return KernelNorm._make(norm[:5])
+
+
+def aligned_gradient(gradient: Gradient) -> Gradient:
+    """The gradient with `aligned` images."""
+    g, step = gradient
+    if step is not None:
+        skip = None if step.skip is None else aligned(step.skip)
+        step = step._replace(skip=skip, x=aligned(step.x))
+    return Gradient(aligned(g), step)
 
 
 def kernel_gradient(gradient: Gradient) -> Gradient:

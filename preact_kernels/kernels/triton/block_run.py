@@ -27,7 +27,7 @@ from preact_kernels.kernels.contract import (
     Statistics,
     pixels_of,
 )
-from preact_kernels.kernels.triton.batch_norm import kernel_gradient
+from preact_kernels.kernels.triton.batch_norm import aligned_gradient, kernel_gradient
 from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.launch import aligned, on_device_of
 from preact_kernels.kernels.triton.reduction import WORDS, finished_statistics, finished_sums
@@ -116,7 +116,7 @@ def _backward(
     kept = [None if t is None else aligned(t) for t in inputs]
     weight_gradients = [RunWeightGradients(unit, blocks, x) for unit in units]
     sums = _Accumulators(x, [u.backward.sizes.shape.C for u in units], blocks)
-    gradient = kernel_gradient(Gradient(aligned(dy.g), dy.step))
+    gradient = kernel_gradient(aligned_gradient(dy))
     block_dy: Tensor | None = None
     for position in reversed(range(total)):
         block, index = divmod(position, count)

@@ -7,6 +7,7 @@ from torch import Tensor
 from preact_kernels.kernels.contract import Statistics
 from preact_kernels.kernels.triton.batch_norm import pixel_indices, tiles_of
 from preact_kernels.kernels.triton.launch import (
+    aligned,
     elementwise_launch,
     launch_kernel,
     on_device_of,
@@ -55,7 +56,7 @@ def bn_stats(x: Tensor) -> Statistics:
         launch_kernel(
             bn_stats_kernel,
             launch.persistent_grid(),
-            (x, sums, launch.pixels),
+            (aligned(x), sums, launch.pixels),
             launch.constants,
             launch.num_warps,
         )

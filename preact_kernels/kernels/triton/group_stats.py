@@ -14,6 +14,7 @@ from preact_kernels.kernels.triton.batch_norm import pixel_indices, tiles_of
 from preact_kernels.kernels.triton.configurations import TILES_OF_IMAGE
 from preact_kernels.kernels.triton.launch import (
     INTERPRETED,
+    aligned,
     elementwise_launch,
     launch_kernel,
     on_device_of,
@@ -135,7 +136,7 @@ def group_stats(x: Tensor, groups: int) -> Statistics:
         launch_kernel(
             group_moments_kernel,
             launch.image_grid(),
-            (x, moments, launch.pixels),
+            (aligned(x), moments, launch.pixels),
             launch.constants,
             launch.num_warps,
         )

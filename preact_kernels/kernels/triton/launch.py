@@ -132,7 +132,11 @@ def needs_int64(*sizes: int) -> bool:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """The tensor, or a copy if it does not begin at a multiple of 16 bytes."""
+    """The tensor, or a copy if it does not begin at a multiple of 16 bytes.
+
+    Where the images of a kernel begin decides how it spreads a tile over its threads, and so the
+    order of its sums: kernels that add up pixels take aligned images.
+    """
     return t if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.preserve_format)
 
 

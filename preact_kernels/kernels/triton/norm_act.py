@@ -33,6 +33,7 @@ from preact_kernels.kernels.triton.batch_norm import (
 )
 from preact_kernels.kernels.triton.configurations import TILES_OF_IMAGE
 from preact_kernels.kernels.triton.launch import (
+    aligned,
     elementwise_launch,
     launch_kernel,
     on_device_of,
@@ -275,6 +276,7 @@ def norm_act_backward(
 
     A program owns every `programs`-th tile of a block of channels.
     """
+    dy, x = aligned(dy), aligned(x)
     if norm.has_rows:
         return _backward_of_images(dy, x, norm, with_g)
     activation, parameter = kernel_activation(norm.activation, norm.parameter)

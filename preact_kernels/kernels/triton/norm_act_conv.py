@@ -14,8 +14,10 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
+from preact_kernels.kernels.triton.batch_norm import aligned_gradient
 from preact_kernels.kernels.triton.configurations import is_fused
 from preact_kernels.kernels.triton.conv import precision
+from preact_kernels.kernels.triton.launch import aligned
 from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act_conv_backward
 from preact_kernels.kernels.triton.norm_act_conv_forward import launch_norm_act_conv_forward
 
@@ -42,6 +44,9 @@ def serves(unit: Unit, pixels: int | None = None) -> bool:
 def norm_act_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE) -> Output:
     """See `Kernels.norm_act_conv_forward`."""
     if serves(unit):
+        inputs = inputs._replace(x=aligned(inputs.x))
+        if epilogue.residual is not None:
+            epilogue = epilogue._replace(residual=aligned(epilogue.residual))
         return launch_norm_act_conv_forward(unit, inputs, epilogue)
     return pytorch_conv.norm_act_conv_forward(kernels, unit, inputs, epilogue)
 
@@ -49,5 +54,6 @@ def norm_act_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EP
 def norm_act_conv_backward(unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted) -> Gradients:
     """See `Kernels.norm_act_conv_backward`."""
     if serves(unit):
-        return launch_norm_act_conv_backward(unit, dy, inputs, wanted)
+        inputs = inputs._replace(x=aligned(inputs.x))
+        return launch_norm_act_conv_backward(unit, aligned_gradient(dy), inputs, wanted)
     return pytorch_conv.norm_act_conv_backward(kernels, unit, dy, inputs, wanted)

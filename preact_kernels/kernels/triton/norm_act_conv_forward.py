@@ -16,6 +16,7 @@ from preact_kernels.kernels.triton.batch_norm import (
 from preact_kernels.kernels.triton.configurations import conv_forward
 from preact_kernels.kernels.triton.conv import (
     UnitSizes,
+    add_after_product,
     dot,
     input_pixels,
     load_weight,
@@ -108,9 +109,10 @@ def norm_act_conv_forward_kernel(
         at = pixel[:, None] * K + out_channel[None, :]
         if conv_bias is not None:
             added = tl.load(conv_bias + out_channel, mask=is_out_channel, other=0.0)
-            total += added.to(tl.float32)[None, :]
+            total = add_after_product(total, added.to(tl.float32)[None, :])
         if residual is not None:
-            total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+            added = tl.load(residual + at, mask=mask, other=0.0)
+            total = add_after_product(total, added.to(tl.float32))
         stored = total.to(y.dtype.element_ty)
         tl.store(y + at, stored, mask=mask)
         if sums is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from preact_kernels.kernels.contract import Output, Statistics
 from preact_kernels.kernels.triton.batch_norm import pixel_indices, tiles_of
 from preact_kernels.kernels.triton.launch import (
+    aligned,
     elementwise_launch,
     launch_kernel,
     on_device_of,
@@ -68,6 +69,8 @@ def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
     y = torch.empty_like(x, memory_format=torch.channels_last)
     with on_device_of(x):
         sums = new_sums(y, launch.channels) if with_stats else None
+        if with_stats:
+            x, branch = aligned(x), aligned(branch)
         launch_kernel(
             residual_add_forward_kernel,
             launch.persistent_grid(),

@@ -126,6 +126,9 @@ template <class T>
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], T, PK_SITE);
 void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], PK_SITE);
 uint32_t to_tf32(float value);
+inline float with_canonical_nan(float value) {
+  return std::isnan(value) ? __uint_as_float(0x7fffffffu) : value;
+}
 
 inline void cp_async_16(void* smem, const void* global, bool valid) {
   cuda_on_host::copy_async_16(smem, valid ? global : nullptr);

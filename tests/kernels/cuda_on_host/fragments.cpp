@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cuda/conv_operand.cuh"
 #include "cuda/divisor.cuh"
 #include "cuda/exact_sums.cuh"
 #include "entry.h"
@@ -45,7 +46,8 @@ __global__ void product_kernel(ProductParams p) {
     right[i] = static_cast<const Bits*>(p.b)[i];
     if constexpr (sizeof(T) == 4) {
       if (p.is_rounded) {
-        left[i] = to_tf32(__uint_as_float(left[i])), right[i] = to_tf32(__uint_as_float(right[i]));
+        left[i] = __float_as_uint(as_operand(__uint_as_float(left[i])));
+        right[i] = __float_as_uint(as_operand(__uint_as_float(right[i])));
       }
     }
   }
@@ -83,7 +85,7 @@ template <class T>
 __global__ void conversion_kernel(ConversionParams p) {
   const unsigned i = (blockIdx.x * 32 + threadIdx.x) * 2;
   if constexpr (std::is_same_v<T, float>) {
-    for (unsigned j = i; j < i + 2; ++j) p.out[j] = __uint_as_float(to_tf32(p.in[j]));
+    for (unsigned j = i; j < i + 2; ++j) p.out[j] = as_operand(p.in[j]);
   } else if (blockIdx.x % 2 == 0) {
     const float2 pair = unpack_pair<T>(pack_pair<T>(p.in[i], p.in[i + 1]));
     p.out[i] = pair.x, p.out[i + 1] = pair.y;
