@@ -122,13 +122,14 @@ def test_weight_gradients_of_a_long_run_are_computed_now_and_then(
 @pytest.mark.parametrize(
     ("memory", "multiprocessors", "apart", "finished"),
     [
-        # Weight gradients keep each dy of 8 MiB: they are launched when there are eight.
-        ("store", 2000, 2, 3),
+        # Weight gradients keep each dy of 8 MiB: they are launched when there are nine, and at the
+        # end.
+        ("store", 2000, 2, 2),
         # They also keep the rebuilt x of a block's first unit: they are launched when there are
         # six, and at the end. The first block stores its x and is a run on its own.
         ("rebuild", 2000, 4, 4),
         # None have their own launch. Their partial sums, 7.9 MiB each, are added up when there
-        # are nine.
+        # are ten.
         ("store", 56, 0, 2),
     ],
 )
