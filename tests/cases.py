@@ -238,6 +238,7 @@ ACTIVATIONS: dict[str, tuple[str | tuple[str, float], Callable[[Tensor], Tensor]
 }
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
+
 def gradient_on_gpu(dy: Tensor, p: Tensor, activation: Activation) -> Tensor:
     """`dy * act'(p)` by PyTorch's operators, with what they give for a NaN on a GPU."""
     g = activation_gradient(dy, p, activation)

@@ -28,6 +28,7 @@ from tests.oracle import (
     check,
     evaluate,
     plain_copy,
+    same_bits,
     weight_gradient_inside_the_image,
 )
 
@@ -35,6 +36,7 @@ if "triton" not in pk.available_backends():
     pytest.skip("neither a GPU nor the interpreter of Triton", allow_module_level=True)
 
 import triton
+import triton.language as tl
 
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
@@ -58,7 +60,7 @@ from preact_kernels.kernels.triton.input_gradient import input_grid
 from preact_kernels.kernels.triton.norm_act_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.weight_gradient import WeightGradientLaunch
 from tests.kernels.compile_triton import replace
-from tests.kernels.cuda_conv_cases import RoundedOperands
+from tests.kernels.cuda_conv_cases import LOW_NAN, RoundedOperands, as_tf32
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -118,6 +120,24 @@ def test_the_blocks_of_every_gpu(capability, kernel, channels, out_channels, dty
     # On a GPU some of PyTorch's convolutions round to TF32; in the interpreter nothing does.
     with RoundedOperands() if DEVICE.type == "cuda" else nullcontext():
         check(call(case), plain, conv_inputs(case, dtype), draws=1)
+
+
+@triton.jit
+def round_kernel(x, rounded, COUNT: tl.constexpr):
+    index = tl.arange(0, COUNT)
+    tl.store(rounded + index, conv.round_to_tf32(tl.load(x + index)))
+
+
+def test_operands_are_rounded_to_the_nearest_tf32_and_nan_stays_nan():
+    special = [0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F803000, 0x7F7FFFFF, 0x7F800000, 1, 0]
+    special += [LOW_NAN, 0x7FC00000, 0x7FFFFFFF]
+    special = torch.tensor(special, dtype=torch.int32).view(torch.float32)
+    x = torch.cat([special, -special, torch.randn(256 - 2 * len(special))])
+    rounded = torch.empty_like(x)
+    round_kernel[1,](x, rounded, COUNT=256)
+    assert same_bits(rounded[~x.isnan()], as_tf32(x)[~x.isnan()])
+    cut = (rounded.view(torch.int32) & ~0x1FFF).view(torch.float32)  # as tensor cores read it
+    assert torch.equal(cut.isnan(), x.isnan())
 
 
 def random_norm(channels):

@@ -17,8 +17,8 @@ from preact_kernels.kernels.triton.activations import kernel_activation
 from preact_kernels.kernels.triton.batch_norm import KernelNorm, load_whole_gradient
 from preact_kernels.kernels.triton.launch import INTERPRETED, needs_int64
 
-# The interpreter multiplies bfloat16 operands incorrectly, and float32 operands correctly.
-_UPCAST = tl.constexpr(INTERPRETED)
+# The interpreter multiplies bfloat16 operands incorrectly, and float32 operands without TF32.
+_IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 NONE: Any = None  # for fields of `Norm` and `AffineStep` that the kernel does not read
 # Kernels test `step.x`: Triton 3.6 cannot compare a tuple with None.
@@ -112,11 +112,20 @@ def precision(dtype: torch.dtype) -> str:
 
 
 @triton.jit
+def round_to_tf32(x):
+    """float32 x rounded to TF32, to nearest, ties away from zero; NaN stays NaN."""
+    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, float("nan"))
+
+
+@triton.jit
 def dot(a, b, total, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a @ b in float32, with operands rounded to `dtype`."""
+    """total + a @ b in float32, with operands rounded to `dtype`, or to TF32."""
     a, b = a.to(dtype), b.to(dtype)
-    if _UPCAST:
+    if _IS_INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
+    elif dtype == tl.float32 and PRECISION == "tf32":  # tensor cores cut the last bits off
+        a, b = round_to_tf32(a), round_to_tf32(b)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
