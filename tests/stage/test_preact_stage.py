@@ -52,7 +52,9 @@ def in_mode(stage, memory="store", segments=None, anchor_every=None):
 @both_modes
 def test_equals_its_blocks_called_in_turn(memory, kind, training, wide_dtype):
     stage = in_dtype(random_stage(kind, **memory), wide_dtype).train(training)
-    results = check(stage, plain_copy(stage), {"x": images(wide_dtype)})
+    # Gradients of few values: in several problems none is near eager's by luck.
+    problems = [{"x": images(wide_dtype)} for _ in range(8)]
+    results = check(stage, plain_copy(stage), problems)
     counters = [t for n, t in results.items() if n.endswith("num_batches_tracked")]
     assert all(t == int(training) for t in counters)
 
