@@ -14,6 +14,7 @@ time lost is the measured time minus bytes over copy bandwidth.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import itertools
@@ -196,39 +197,41 @@ def kernels_of(step: Callable[[], None]) -> list[Kernel]:
     """Profiles a step; returns its kernels in order.
 
     Raises:
-        RuntimeError: the profiler saw no kernels, or other kernels in some runs than in others.
+        RuntimeError: the profiler saw no kernels, or other kernels in most runs.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(REPLAYS):
+    replays = []
+    for _ in range(REPLAYS):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
             torch.cuda.synchronize()
-    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = [(e.name, e.time_range.start, e.time_range.end) for e in events]
-    return kernels_in(spans, REPLAYS)
+        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        replays.append([(e.name, e.time_range.start, e.time_range.end) for e in events])
+    return kernels_in(replays)
 
 
-def kernels_in(spans: Sequence[tuple[str, float, float]], replays: int) -> list[Kernel]:
-    """Returns the kernels of one replay with their median times.
+def kernels_in(replays: Sequence[Sequence[tuple[str, float, float]]]) -> list[Kernel]:
+    """Returns the kernels of one replay with their median times, in the order of their ends.
+
+    A dependent kernel may begin before the one ahead, which the profiler also sometimes misses.
 
     Args:
-        spans: name, begin and end in us of every kernel of all replays.
-        replays: number of replays.
+        replays: name, begin and end in us of every kernel, for each replay.
 
     Raises:
-        RuntimeError: there are no kernels, or the replays differ.
+        RuntimeError: there are no kernels, or less than half of the replays have the same ones.
     """
-    if not spans:
+    runs = [sorted(spans, key=lambda span: span[2]) for spans in replays]
+    counts = collections.Counter(tuple(name for name, _, _ in run) for run in runs if run)
+    if not counts:
         raise RuntimeError("the profiler saw no kernels")
-    ordered = sorted(spans, key=lambda span: span[1])
-    count, rest = divmod(len(ordered), replays)
-    runs = [ordered[i * count : (i + 1) * count] for i in range(replays)]
-    names = [name for name, _, _ in runs[0]]
-    if rest or any([name for name, _, _ in run] != names for run in runs):
+    ((names, count),) = counts.most_common(1)
+    if 2 * count <= len(runs):
         raise RuntimeError("the profiler saw other kernels in some replays than in others")
     times: list[list[float]] = []
     for run in runs:
-        ends = list(itertools.accumulate((end for _, _, end in run), max, initial=run[0][1]))
-        times.append([after - before for before, after in itertools.pairwise(ends)])
+        if tuple(name for name, _, _ in run) == names:
+            ends = [run[0][1], *(end for _, _, end in run)]
+            times.append([after - before for before, after in itertools.pairwise(ends)])
     return [
         Kernel(n, statistics.median(us))
         for n, us in zip(names, zip(*times, strict=True), strict=True)

@@ -37,7 +37,7 @@ struct BackwardShared {
     dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
     activation = dy + halo_pixels * out_row;
     da = activation + pixels * in_row;
-    norm = da + (of_input ? pixels * (in_channels + kSumsPadding) * 4 : 0);
+    norm = da + (of_input ? pixels * in_row : 0);
     step = norm + Normalisation<kWidth>::kRows * in_channels * 4;
     recomputed_g = step + InputGradient<kWidth>::kRows * out_channels * 4;
     x_ahead = recomputed_g;
@@ -80,6 +80,11 @@ constexpr bool kHasLargeSharedMemory = true;
 template <class Types, int C, int GROUPS>
 constexpr int kBackwardBlocks = backward_blocks<Types, C, GROUPS>(kHasLargeSharedMemory);
 
+// The same for the weight gradient alone. Sums of eight groups fit two blocks if the channels are
+// constant.
+template <class Types, int C, int GROUPS, int IN>
+constexpr int kWeightGradientBlocks = C == 0 && IN != 0 ? 2 : kBackwardBlocks<Types, C, GROUPS>;
+
 // The most vectors of a thread in a tile. Fewer for a 1x1 convolution with a float32 stream, whose
 // vectors have two parts: two blocks fit.
 template <class Types, int C, int GROUPS>
@@ -87,16 +92,24 @@ constexpr int kBackwardVectors =
     C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;
 
 // Groups of a warp for the weight gradient of a 1x1 convolution: GROUPS of its kernels.
-constexpr int groups_of_warp(int in_channels, int out_channels) {
+__host__ __device__ constexpr int groups_of_warp(int in_channels, int out_channels) {
   return in_channels / 16 * (out_channels / 16) > 2 * kWarps ? 8 : 2;
 }
 
-// Pixels in a tile of a 1x1 convolution, in all kernels of its backward.
+// The most vectors of a thread in a tile of a 1x1 convolution. Few for a large weight in half
+// precision, unless its gradient is computed: shared memory fits two blocks.
 template <class Types>
-__host__ __device__ constexpr int backward_pixels(int in_channels, int out_channels) {
-  const int vectors = groups_of_warp(in_channels, out_channels) == 2
-                          ? kBackwardVectors<Types, 0, 2>
-                          : kBackwardVectors<Types, 0, 8>;
+__host__ __device__ constexpr int backward_vectors(int groups, bool of_weight) {
+  if (groups == 2) return kBackwardVectors<Types, 0, 2>;
+  const bool is_small = sizeof(typename Types::T) == 2 && !of_weight;
+  return is_small ? 2 : kBackwardVectors<Types, 0, 8>;
+}
+
+// Pixels in a tile of a 1x1 convolution.
+template <class Types>
+__host__ __device__ constexpr int backward_pixels(int in_channels, int out_channels,
+                                                  bool of_weight) {
+  const int vectors = backward_vectors<Types>(groups_of_warp(in_channels, out_channels), of_weight);
   return pixels_of_tile<typename Types::T>(in_channels, out_channels, vectors);
 }
 

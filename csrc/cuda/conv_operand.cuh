@@ -89,6 +89,27 @@ __device__ FullVector<T> as_operand(const Vector<E, kFullWidth<T>>& v) {
   }
 }
 
+// `values` where `choices` is not zero, else 0. NaN is not zero.
+template <class T>
+__device__ FullVector<T> where_nonzero(const FullVector<T>& choices, const FullVector<T>& values) {
+  uint32_t mask[4], kept[4];
+  memcpy(mask, &choices.value, sizeof mask);
+  memcpy(kept, &values.value, sizeof kept);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      kept[i] = __uint_as_float(mask[i]) == 0 ? 0 : kept[i];
+    } else {
+      // The upper bit of a half is set where the others are not all zero.
+      const uint32_t nonzero = ((mask[i] & 0x7fff7fffu) + 0x7fff7fffu) & 0x80008000u;
+      kept[i] &= (nonzero >> 15) * 0xffffu;
+    }
+  }
+  FullVector<T> result;
+  memcpy(&result.value, kept, sizeof kept);
+  return result;
+}
+
 // The second operand [n][k] of 16 columns n, for two products. `first` is its first value.
 template <class T>
 __device__ void load_b_by_columns(uint32_t (&b)[2][2], const T* first, int pitch) {

@@ -135,7 +135,7 @@ ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv) {
 
 // Pixels per block of a kernel for the weight gradient alone: more blocks write more partial
 // gradients. At least this many blocks, if there are tiles for them. A launch for 12 weights of
-// the last stage of a ResNet for CIFAR, at batch 128, has a block for each of 132 multiprocessors.
+// the last stage of a ResNet for CIFAR, at batch 128, fills 132 multiprocessors once.
 constexpr int kPixelsOfWeightGradient = 768, kLeastBlocksOfWeightGradient = 8;
 
 template <class Types>
@@ -143,7 +143,7 @@ BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTa
   const int in_channels = int(conv.in_channels), out_channels = int(conv.out_channels);
   return for_channel_class<typename Types::T>(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
-    const int pixels = backward_pixels<Types>(in_channels, out_channels);
+    const int pixels = backward_pixels<Types>(in_channels, out_channels, task.of_weight);
     BackwardPlan plan{tile_grid<C>(conv, pixels)};
     const auto shared_bytes = [&](auto recomputes_g) {
       return BackwardShared<Types, C, recomputes_g()>(pixels, in_channels, out_channels,
@@ -155,7 +155,8 @@ BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTa
     if (!task.of_input) {
       // Few blocks for each weight: a launch computes the gradients of several.
       const int tiles = plan.grid.tiles;
-      const int tiles_of_block = std::max(kPixelsOfWeightGradient / plan.grid.block_pixels, 1);
+      const int pixels_of_block = kPixelsOfWeightGradient / (C == 0 ? 2 : 1);
+      const int tiles_of_block = std::max(pixels_of_block / plan.grid.block_pixels, 1);
       const int few = (tiles + tiles_of_block - 1) / tiles_of_block;
       plan.blocks = std::clamp(few, std::min(tiles, kLeastBlocksOfWeightGradient),
                                std::max(multiprocessors(), kLeastBlocksOfWeightGradient));

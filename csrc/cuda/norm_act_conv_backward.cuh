@@ -26,24 +26,25 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
   constexpr bool kWeight = GROUPS > 0;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
-  constexpr int kVectors = kBackwardVectors<Types, C, GROUPS>;
+  constexpr int kVectors = C == 0 && IN != 0
+                               ? backward_vectors<Types>(groups_of_warp(IN, OUT), kWeight)
+                               : kBackwardVectors<Types, C, GROUPS>;
   constexpr int kOutVectors = C == 0 ? kVectors : kHaloVectors<T, C>;
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
   // With two blocks per multiprocessor, the sums of nine taps leave few registers.
   constexpr bool kFewRegisters = kMayMask && kBackwardBlocks<Types, C, GROUPS> == 2;
   constexpr int kUnroll = kFewRegisters ? 1 : kVectors;
   const int channels = IN ? IN : conv.in_channels, out_channels = OUT ? OUT : conv.out_channels;
-  const int block_pixels = IN ? backward_pixels<Types>(IN, OUT) : conv.grid.block_pixels;
+  const int block_pixels = IN ? backward_pixels<Types>(IN, OUT, kWeight) : conv.grid.block_pixels;
   const int pixels = Tile<C>::pixels(block_pixels);
   const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
-  const int sums_pitch = channels + kSumsPadding;
   const Shared shared(block_pixels, channels, out_channels, conv.tensors, kInput, kWeight);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* dy_tile = reinterpret_cast<T*>(memory + shared.dy);
   T* activation = reinterpret_cast<T*>(memory + shared.activation);
-  float* da = reinterpret_cast<float*>(memory + shared.da);
+  T* da = reinterpret_cast<T*>(memory + shared.da);
   float* norm = reinterpret_cast<float*>(memory + shared.norm);
   float* step = reinterpret_cast<float*>(memory + shared.step);
   const typename Shared::DyAhead dy_ahead(memory + shared.dy_ahead, 0, shared.dy_parts);
@@ -192,8 +193,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
     const bool masks = kMayMask ? __syncthreads_or(non_finite.any()) : (__syncthreads(), false);
     copy_ahead(turn + 1);
     if constexpr (kInput) {
-      multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da,
-                                   sums_pitch);
+      multiply_weights<T, C, true>(dy_tile, weights, pixels, out_channels, channels, da, pitch);
     }
     if constexpr (kWeight) {
       if (kMayMask && masks) {
@@ -210,22 +210,19 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
       if (p >= pixels) break;
       const int64_t pixel = tile.pixel(p);
       if (pixel < 0) continue;
-      FullVector<T> stored;
-      float values[kWidth], a[kWidth], mean[kWidth];
-      load_floats(values, da + p * sums_pitch + in.channel);
-      stored.load(activation + p * pitch + in.channel);
-      stored.unpack(a);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = a[j] == 0 ? 0 : values[j];  // NaN: passes
-      stored.pack(values);
+      FullVector<T> stored, a;
+      stored.load(da + p * pitch + in.channel);
+      a.load(activation + p * pitch + in.channel);
+      stored = where_nonzero<T>(a, stored);
       if (g != nullptr) stored.store(g + (pixel * channels + in.channel));
+      float values[kWidth], of_x[kWidth], mean[kWidth];
       stored.unpack(values);
-      x_ahead[i].unpack(a);
+      x_ahead[i].unpack(of_x);
       load_floats(mean, norm + in.channel);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         sum_g[j] += values[j];
-        sum_g_x[j] += values[j] * (a[j] - mean[j]);
+        sum_g_x[j] += values[j] * (of_x[j] - mean[j]);
       }
     }
   }
@@ -261,14 +258,14 @@ template <class Types, int CHANNELS, int GROUPS>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, 0, GROUPS>)
     norm_act_conv_backward_recomputed_kernel(
         const __grid_constant__ NormActConvBackwardRecomputed p) {
-  constexpr int kPixels = backward_pixels<Types>(CHANNELS, 4 * CHANNELS);
+  constexpr int kPixels = backward_pixels<Types>(CHANNELS, 4 * CHANNELS, GROUPS > 0);
   norm_act_conv_backward<Types, 0, GROUPS, true, CHANNELS, 4 * CHANNELS>(
       p.conv, RecomputedGOfWidth<CHANNELS, kPixels>{p.recomputed_g});
 }
 
 // The weight gradients of several convolutions.
 template <class Types, int C, int GROUPS, int IN = C, int OUT = C>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
+__global__ void __launch_bounds__(kThreads, (kWeightGradientBlocks<Types, C, GROUPS, IN>))
     norm_act_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
   norm_act_conv_backward<Types, C, GROUPS, false, IN, OUT>(convs.of[blockIdx.y]);
 }

@@ -27,7 +27,7 @@ __device__ void add_up(const WeightGradientPartials& p, double* shared) {
   if (p.partials == nullptr) return;
   constexpr int kVector = 4;
   constexpr int kGroups =
-      128;  // of columns: for as many blocks, each with 32 bytes or more of a row
+      32;  // of columns: for as many blocks, each with 32 bytes or more of a row
   const int width = p.values();
   const int lanes = min(max(width / kVector / kGroups, 2), kThreads), slices = kThreads / lanes;
   const int lane = threadIdx.x % lanes, slice = threadIdx.x / lanes;

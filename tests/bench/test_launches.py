@@ -230,13 +230,13 @@ SPANS = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("c", 5.0, 8.0), ("d", 10.0, 12.0)]
 
 
 def test_a_kernel_takes_from_the_end_of_the_one_ahead_in_equal_replays():
-    again = [(name, begin + 100, end + 100) for name, begin, end in SPANS]
-    assert kernels_in([*again, *SPANS], 2) == [
-        Kernel("a", 4), Kernel("b", 5), Kernel("c", 0), Kernel("d", 3),
-    ]  # fmt: skip
-    for spans in ([*SPANS, *[("x", *span) for _, *span in again]], SPANS[:3]):
-        with pytest.raises(RuntimeError, match="other kernels in some replays"):
-            kernels_in(spans, 2)
+    again = [(name, begin + 100, end + 100) for name, begin, end in reversed(SPANS)]
+    for missed in ([], SPANS[:3], [("x", *span) for _, *span in SPANS]):
+        assert kernels_in([again, missed, SPANS]) == [
+            Kernel("a", 4), Kernel("c", 4), Kernel("b", 1), Kernel("d", 3),
+        ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="other kernels in some replays"):
+        kernels_in([again, SPANS[:3]])
 
 
 PROFILED = [
@@ -305,7 +305,7 @@ def test_measured_times_are_beside_the_estimates_unless_a_stage_fails(
     printed = capsys.readouterr().out
     assert "stage 3: measured 0.10 ms" in printed
     assert len(printed.split("largest losses, copy bandwidth 4,000 GB/s:\n")[1].splitlines()) == 12
-    monkeypatch.setattr(launches, "kernels_of", lambda step: kernels_in([], 5))
+    monkeypatch.setattr(launches, "kernels_of", lambda step: kernels_in([[]]))
     with pytest.raises(SystemExit, match="nothing was measured"):
         main([*gpu, "--csv", str(path)])
     assert all(row.measured_us_per_block is None for row in read(path, LaunchRow))
