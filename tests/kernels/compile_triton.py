@@ -46,7 +46,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.triton.configurations import ConvBlocks
-from preact_kernels.kernels.triton.launch import INTERPRETED, Device
+from preact_kernels.kernels.triton.launch import INTERPRETED, Device, compile_options
 from tests.cases import unit_of
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
@@ -162,9 +162,8 @@ class Launch(NamedTuple):
 
     def compile(self) -> Any:
         triton.runtime.driver.set_active(Driver(self.task.capability))
-        return self.kernel.warmup(
-            *self.args, grid=(1, 1, 1), **self.constants, num_warps=self.num_warps
-        )
+        options = compile_options(self.constants, self.num_warps)
+        return self.kernel.warmup(*self.args, grid=(1, 1, 1), **self.constants, **options)
 
     def argument(self, name: str) -> Any:
         """An argument of the kernel, by its name; None where it has none of that name."""

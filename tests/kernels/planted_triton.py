@@ -47,7 +47,7 @@ def main() -> None:
     for kernel, stages, warps, resident in (
         (product_kernel, 3, 4, 1),  # no fault
         (product_kernel, 2, 4, 1),
-        (product_kernel, 3, 4, 64),
+        (product_kernel, 8, 4, 4),
         (product_kernel, 40, 4, 0),
         (gather_kernel, 1, 4, 1),
         (spilling_kernel, 1, 1, 1),

@@ -27,7 +27,7 @@ def test_the_report_finds_planted_faults():
     *found, by_allowed_stack = printed_by("planted_triton").splitlines()
     expected = (
         ("product_kernel", "1 buffers where 2 stages were asked for"),
-        ("product_kernel", "resident programs, not 64"),
+        ("product_kernel", "resident programs, not 4"),
         ("product_kernel", "bytes of shared memory"),
         ("gather_kernel", "loads of 2 bytes"),
         ("spilling_kernel", "a stack frame of"),

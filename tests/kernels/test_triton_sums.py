@@ -105,3 +105,13 @@ def test_the_mean_of_a_constant_is_that_constant():
     mean, var = kernels.bn_stats(x)
     assert torch.equal(mean, values)
     assert (var.sqrt() <= 1e-7 * values.abs()).all()
+
+
+def test_a_first_tile_far_from_the_others_leaves_the_statistics_right():
+    x = torch.randn(8, 16, 32, 32)
+    x[0] += 1000  # the pivot is the mean of these
+    x = x.contiguous(memory_format=torch.channels_last)
+    mean, var = kernels.bn_stats(x)
+    truth = reference.bn_stats(x.double())
+    torch.testing.assert_close(mean.double(), truth.mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(var.double(), truth.var, rtol=1e-6, atol=0)

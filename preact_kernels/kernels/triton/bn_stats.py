@@ -35,7 +35,7 @@ def bn_stats_kernel(
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
-    moments = empty_moments(BLOCK_CHANNELS)
+    moments = empty_moments(BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED=False)
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):

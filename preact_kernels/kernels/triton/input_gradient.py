@@ -36,7 +36,12 @@ from preact_kernels.kernels.triton.launch import (
     persistent_programs,
 )
 from preact_kernels.kernels.triton.norm_act import norm_input_gradient
-from preact_kernels.kernels.triton.reduction import add_two_sums, column_sums
+from preact_kernels.kernels.triton.reduction import (
+    add_rows,
+    add_two_sums,
+    column_sums,
+    empty_sums,
+)
 
 
 @triton.jit
@@ -113,8 +118,14 @@ def norm_act_conv_backward_kernel(
     for block in tl.static_range(COUT_BLOCKS):
         first = block * BLOCK_COUT
         steps = steps + (load_affine_step(dy.step, first + tl.arange(0, BLOCK_COUT), K),)
-    sum_g = tl.zeros([BLOCK_CIN], tl.float32)
-    sum_g_x = tl.zeros([BLOCK_CIN], tl.float32)
+    sum_g = empty_sums(BLOCK_PIXELS, BLOCK_CIN, FOLDED=True)
+    sum_g_x = empty_sums(BLOCK_PIXELS, BLOCK_CIN, FOLDED=True)
+    weights = ()
+    if TAPS == 1:
+        for block in tl.static_range(COUT_BLOCKS):
+            out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+            weight = load_weight(conv_weight, 0, channel, out_channel, SHAPE, TRANSPOSED=True)
+            weights = weights + (weight,)
     dweights = ()
     if WITH_WEIGHT:
         for _ in tl.static_range(TAPS * COUT_BLOCKS):
@@ -151,9 +162,12 @@ def norm_act_conv_backward_kernel(
                         SHAPE,
                         IN_TRAINING,
                     )
-                    weight = load_weight(
-                        conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
-                    )
+                    if TAPS == 1:
+                        weight = weights[block]
+                    else:
+                        weight = load_weight(
+                            conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
+                        )
                     da = dot(dy_tile, weight, da, dtype, PRECISION)
                     dweight = dweights[tap * COUT_BLOCKS + block]
                     # Without a gradient dy is 0, and 0 * inf would be NaN: a is 0 there too.
@@ -176,9 +190,12 @@ def norm_act_conv_backward_kernel(
                         SHAPE,
                         IN_TRAINING,
                     )
-                    weight = load_weight(
-                        conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
-                    )
+                    if TAPS == 1:
+                        weight = weights[block]
+                    else:
+                        weight = load_weight(
+                            conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
+                        )
                     da = dot(dy_tile, weight, da, dtype, PRECISION)
         if ACTIVATION == "relu":
             g_tile = tl.where((p <= 0) | ~mask, 0.0, da).to(dtype)
@@ -187,9 +204,9 @@ def norm_act_conv_backward_kernel(
             g_tile = tl.where(mask, g_tile, 0.0).to(dtype)
         tl.store(g + at, g_tile, mask=mask)
         g_tile = g_tile.to(tl.float32)
-        sum_g += column_sums(g_tile)
-        sum_g_x += column_sums(tl.where(mask, g_tile * (x_tile - mean[None, :]), 0.0))
-    add_two_sums(sum_g, sum_g_x * rstd, sums, channel, is_channel, C)
+        sum_g = add_rows(sum_g, g_tile)
+        sum_g_x = add_rows(sum_g_x, g_tile * (x_tile - mean[None, :]))
+    add_two_sums(column_sums(sum_g), column_sums(sum_g_x) * rstd, sums, channel, is_channel, C)
     if WITH_WEIGHT:
         own = partials + tl.program_id(0).to(tl.int64) * (TAPS * K * C)
         for tap in tl.static_range(TAPS):

@@ -18,6 +18,8 @@ from preact_kernels.kernels.triton.configurations import (
 INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
 _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
+_REGISTERS, _WARP = 65536, 32  # of a multiprocessor, and threads of a warp
+_FEWEST_REGISTERS, _MOST_REGISTERS = 32, 255  # of a thread: more warps are never resident
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
 
 
@@ -31,6 +33,16 @@ class PreparedLaunch(NamedTuple):
 
 
 PreparedLaunches = dict[tuple, PreparedLaunch]
+
+
+def compile_options(constants: Mapping[str, Any], num_warps: int) -> dict[str, Any]:
+    """Triton's options: a kernel has as few registers as the resident programs of its grid need."""
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    resident = getattr(constants.get("BLOCKS"), "resident", 1)
+    if resident > 1:
+        registers = _REGISTERS // (_WARP * num_warps * resident)
+        options["maxnreg"] = min(max(registers // 8 * 8, _FEWEST_REGISTERS), _MOST_REGISTERS)
+    return options
 
 
 def launch_kernel(
@@ -64,7 +76,7 @@ def launch_kernel(
         _, run, before, after = known
         run(*before, *args, *after)
         return
-    compiled = kernel[grid](*args, **constants, num_warps=num_warps)
+    compiled = kernel[grid](*args, **constants, **compile_options(constants, num_warps))
     if compiled is None or prepared is None or with_hooks:
         return
     before = *grid, current_stream(), compiled.function, compiled.packed_metadata, None, None, None

@@ -117,8 +117,9 @@ def norm_act_backward_kernel(
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
     mean, rstd, scale, bias = load_norm(norm, channel, CHANNELS)
-    sum_g = tl.zeros([BLOCK_CHANNELS], tl.float32)
-    sum_g_x = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    # Sums over tiles stay in the registers of each thread until the end.
+    sum_g = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+    sum_g_x = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
     for tile in tl.range(
         tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
     ):
@@ -130,9 +131,11 @@ def norm_act_backward_kernel(
         g_tile = load_g(dy, at, mask, p, x.dtype.element_ty, parameter, ACTIVATION)
         if g is not None:
             tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
-        sum_g += column_sums(g_tile)
-        sum_g_x += column_sums(tl.where(mask, g_tile * (value - mean[None, :]), 0.0))
-    add_two_sums(sum_g, sum_g_x * rstd, sums, channel, is_channel, CHANNELS)
+        sum_g += g_tile
+        sum_g_x += g_tile * (value - mean[None, :])
+    add_two_sums(
+        column_sums(sum_g), column_sums(sum_g_x) * rstd, sums, channel, is_channel, CHANNELS
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "pixels"])

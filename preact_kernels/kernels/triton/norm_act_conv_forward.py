@@ -80,7 +80,13 @@ def norm_act_conv_forward_kernel(
         norms = norms + (load_norm(norm, channel, C, x_sums, count),)
     out_channel = tl.program_id(1) * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
     is_out_channel = out_channel < K
-    moments = empty_moments(BLOCK_COUT)
+    weights = ()
+    if SHAPE.R * SHAPE.S == 1:
+        for block in tl.static_range(CIN_BLOCKS):
+            channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+            weight = load_weight(conv_weight, 0, channel, out_channel, SHAPE, TRANSPOSED=False)
+            weights = weights + (weight,)
+    moments = empty_moments(BLOCK_PIXELS, BLOCK_COUT, FOLDED=True)
     for tile in tl.range(
         tl.program_id(0),
         tiles_of(pixels, BLOCK_PIXELS),
@@ -101,9 +107,12 @@ def norm_act_conv_forward_kernel(
                 mean, _, scale, bias = norms[block]
                 p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
                 a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
-                weight = load_weight(
-                    conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=False
-                )
+                if SHAPE.R * SHAPE.S == 1:
+                    weight = weights[block]
+                else:
+                    weight = load_weight(
+                        conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=False
+                    )
                 total = dot(a, weight, total, dtype, PRECISION)
         mask = is_pixel[:, None] & is_out_channel[None, :]
         at = pixel[:, None] * K + out_channel[None, :]

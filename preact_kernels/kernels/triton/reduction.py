@@ -33,54 +33,61 @@ _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def column_sums(tile):
-    """Sums over the pixels of a float32 tile `[pixels, channels]`.
+    """Sums over the pixels of a float32 tile `[pixels, channels]`, or over all but the last axis.
 
     A GPU adds in a tree. The interpreter adds row by row, so it uses float64 to be as accurate.
     """
-    if _IS_INTERPRETED:
+    if len(tile.shape) == 3:
+        return column_sums(tl.reshape(tile, [tile.shape[0] * tile.shape[1], tile.shape[2]]))
+    elif _IS_INTERPRETED:
         return tl.sum(tile.to(tl.float64), 0).to(tl.float32)
     else:
         return tl.sum(tile, 0)
 
 
 @triton.jit
-def leading_bits(x):
-    """float32 x with the last 16 bits of the mantissa cleared."""
-    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+def empty_sums(BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED: tl.constexpr):
+    """Zeros to which each thread adds its elements of tiles `[pixels, channels]`.
+
+    They are summed over threads once, by `column_sums` after the loop over tiles. If `FOLDED`,
+    they are `[pixels / 16, 8, channels]`: a thread that has row r of a product has row r + 8 too.
+    """
+    if FOLDED:
+        return tl.zeros([BLOCK_PIXELS // 16, 8, BLOCK_CHANNELS], tl.float32)
+    else:
+        return tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
 
 
 @triton.jit
-def empty_moments(BLOCK_CHANNELS: tl.constexpr):
-    """count, pivot, offset and M2 of zero pixels; mean = pivot + offset.
+def add_rows(sums, tile):
+    """`sums`, of `empty_sums`, plus a float32 tile."""
+    if len(sums.shape) == 3:
+        pairs = tl.reshape(tile, [sums.shape[0], 2, 8, sums.shape[2]])
+        return sums + tl.sum(pairs, 1)
+    else:
+        return sums + tile
 
-    M2 is the sum of squares around the mean. The pivot is near the mean of the first tile and has
-    few bits. Subtracting it is nearly exact, even if the mean is large relative to the deviation.
-    The mean of a constant channel is exact.
+
+@triton.jit
+def empty_moments(BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED: tl.constexpr):
+    """count, pivot `[channels]`, and sums of x - pivot and of its square, for zero pixels.
+
+    The pivot is the mean of the first tile. x - pivot is exact where the mean is large relative to
+    the deviation. For the sums see `empty_sums`.
     """
-    zeros = tl.zeros([BLOCK_CHANNELS], tl.float32)
-    return tl.full([], 0.0, tl.float32), zeros, zeros, zeros
+    zeros = empty_sums(BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED)
+    return tl.full([], 0, tl.int64), tl.zeros([BLOCK_CHANNELS], tl.float32), zeros, zeros
 
 
 @triton.jit
 def add_tile(moments, tile, is_row, rows):
-    """The moments after one more tile `[pixels, channels]`, of `rows` > 0 valid pixels.
-
-    By the formula of Chan, Golub and LeVeque (1979).
-    """
-    count, pivot, offset, m2 = moments
-    rows = rows.to(tl.float32)
-    near = leading_bits(column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows)
-    is_first = tl.zeros_like(m2) + count == 0
-    pivot = tl.where(is_first & (tl.abs(near) < float("inf")), near, pivot)
+    """The moments after one more tile `[pixels, channels]`, of `rows` > 0 valid pixels."""
+    count, pivot, total, squares = moments
+    if count == 0:
+        near = column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows.to(tl.float32)
+        pivot = tl.where(tl.abs(near) < float("inf"), near, pivot)
     shifted = tl.where(is_row[:, None], tile - pivot[None, :], 0.0)
-    tile_offset = column_sums(shifted) / rows
-    centred = tl.where(is_row[:, None], shifted - tile_offset[None, :], 0.0)
-    total = count + rows
-    delta = tile_offset - offset
-    m2 += column_sums(centred * centred) + delta * delta * (count * rows / total)
-    merged = offset + delta * (rows / total)
-    offset = tl.where(tl.abs(offset) == float("inf"), offset + tile_offset, merged)
-    return total, pivot, offset, m2
+    return count + rows, pivot, add_rows(total, shifted), add_rows(squares, shifted * shifted)
 
 
 @triton.jit
@@ -150,12 +157,14 @@ def load_exact(sums, channel, is_channel, CHANNELS):
 @triton.jit
 def add_moments(moments, sums, channel, is_channel, CHANNELS: tl.constexpr):
     """Adds the sum and the sum of squares of a program's pixels to accumulators."""
-    count, pivot, offset, m2 = moments
-    offset, m2 = one_per_thread(offset), one_per_thread(m2)
-    mean = one_per_thread(pivot).to(tl.float64) + offset.to(tl.float64)
-    total = mean * count.to(tl.float64)
+    count, pivot, shifted, squares = moments
+    pivot = one_per_thread(pivot).to(tl.float64)
+    shifted = one_per_thread(column_sums(shifted)).to(tl.float64)
+    squares = one_per_thread(column_sums(squares)).to(tl.float64)
+    total = tl.fma(pivot, tl.zeros_like(pivot) + count.to(tl.float64), shifted)
     add_exact(sums, total, channel, is_channel, CHANNELS)
-    squares = tl.fma(total, mean, m2.to(tl.float64))
+    # sum(x^2) = sum((x - pivot)^2) + pivot * (sum(x) + sum(x - pivot))
+    squares = tl.fma(pivot, total + shifted, squares)
     add_exact(sums + _WORDS * CHANNELS, squares, channel, is_channel, CHANNELS)
 
 
