@@ -2,8 +2,8 @@
 
 Needs no GPU: launches of the backend's own code are recorded and do not run (bench/dry_run.py).
 Prints, for every stage, direction and kernel, the launches per block, the bytes of the tensors in
-their arguments (each counted once per launch), and an estimated time: bytes over copy bandwidth,
-plus a gap between launches, with the constants below. The estimate leaves out arithmetic, latency
+their arguments (each counted once per launch), and a lower bound of the time: bytes over copy
+bandwidth, plus a gap between launches, with the constants below. It leaves out arithmetic, latency
 within a kernel, and cache hits. The column "units a block" has bytes in multiples of the inner
 channels of all pixels. Launches that occur once per stage count as a fraction per block. Blocks
 with a projection are one line of the table; the CSV file has their kernels.
@@ -42,7 +42,7 @@ REPLAYS = 5
 FILL = "fill_zeros"
 
 
-# Assumptions of the estimate, for an H200.
+# Of the lower bound, for an H200.
 COPY_BYTES_PER_US = 4.3e6  # read and written; published
 LAUNCH_US = 1.9  # per kernel of a CUDA graph; published
 # With programmatic dependent launch; assumed. `python -m bench.probes` measures it.
@@ -54,8 +54,8 @@ def is_kernel(name: str) -> bool:
     return not name.startswith("aten::") and name != FILL
 
 
-def estimated_us(launch: Launch) -> float:
-    """Returns the estimated time from the end of the previous launch to the end of this one."""
+def least_us(launch: Launch) -> float:
+    """Returns a lower bound of the time from the end of the previous launch to its own end."""
     gap_us = DEPENDENT_LAUNCH_US if launch.is_dependent else LAUNCH_US
     return launch.bytes_moved / COPY_BYTES_PER_US + gap_us
 
@@ -82,7 +82,7 @@ def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterat
             bytes_per_block=bytes_moved / part.blocks,
             units_per_block=bytes_moved / part.blocks / part.unit_bytes,
             dependent=sum(launch.is_dependent for launch in launches) / len(launches),
-            estimated_us_per_block=sum(map(estimated_us, launches)) / part.blocks,
+            least_us_per_block=sum(map(least_us, launches)) / part.blocks,
             measured_us_per_block=None if None in times else sum(times) / part.blocks,
         )
 
@@ -123,7 +123,7 @@ def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
         "threads": first.threads if is_one else "",
         "MB a block": total("bytes_per_block", ".2f", 1e6),
         "units a block": total("units_per_block", ".2f"),
-        "estimated us a block": total("estimated_us_per_block", ".1f"),
+        "at least us a block": total("least_us_per_block", ".1f"),
         "measured us a block": total("measured_us_per_block", ".1f"),
     }
 
@@ -134,13 +134,13 @@ def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
     launches = [launch for stage in stages for launch in stage.launches]
     dependent = sum(launch.is_dependent for launch in launches)
     moved = sum(row.bytes_per_block * row.blocks for row in rows)
-    estimated_ms = sum(row.estimated_us_per_block * row.blocks for row in rows) / 1e3
+    least_ms = sum(row.least_us_per_block * row.blocks for row in rows) / 1e3
     floor_ms = floor_bytes / COPY_BYTES_PER_US / 1e3
     return (
         f"{len(launches)} launches in sequence, {dependent} of them dependent: "
         "these begin before the one ahead has ended\n"
         f"{moved / 1e9:.2f} GB, floor {floor_bytes / 1e9:.2f} GB\n"
-        f"estimated {estimated_ms:.1f} ms, floor {floor_ms:.1f} ms, "
+        f"lower bound {least_ms:.1f} ms, floor {floor_ms:.1f} ms, "
         f"at {COPY_BYTES_PER_US / 1e6} TB/s, {LAUNCH_US} us a launch and "
         f"{DEPENDENT_LAUNCH_US} us a dependent one"
     )

@@ -200,7 +200,7 @@ class LaunchRow(Measured):
     bytes_per_block: float
     units_per_block: float  # bytes_per_block / bytes of the inner channels of all pixels
     dependent: float  # share of the launches that may begin before the previous one has ended
-    estimated_us_per_block: float
+    least_us_per_block: float
     measured_us_per_block: float | None = None
     copy_gb_s: float | None = None  # measured copy bandwidth of the GPU
     network: str = ""

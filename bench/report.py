@@ -364,15 +364,17 @@ def gpu_block(folder: Path) -> str:
 def _losses(rows: Sequence[LaunchRow]) -> str:
     """Formats the kernels of a measured step with the largest losses, under a line of sums."""
     first = rows[0]
-    measured_ms, estimated_ms = (
+    measured_ms, least_ms = (
         sum(getattr(r, f"{kind}_us_per_block") * r.blocks for r in rows) / 1e3
-        for kind in ("measured", "estimated")
+        for kind in ("measured", "least")
     )
+    stages = ", ".join(sorted({r.stage.split()[0] for r in rows}))
     stream = "" if first.residual_dtype == first.dtype else f", {first.residual_dtype} stream"
     title = (
         f"**{first.device}**, backend {first.backend}: {first.network}, batch {first.batch}, "
-        f"{first.dtype}{stream}, {first.memory}. The kernels of the stages take "
-        f"{measured_ms:.2f} ms, by the estimate {estimated_ms:.2f} ms. The largest losses:"
+        f"{first.dtype}{stream}, {first.memory}. The kernels of the stages {stages} take "
+        f"{measured_ms:.2f} ms, by bytes and launches at least {least_ms:.2f} ms. "
+        "The largest losses:"
     )
     return section(title, launches.losses(rows, form="github"), rows)
 

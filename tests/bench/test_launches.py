@@ -195,11 +195,11 @@ def test_rows_add_up_to_the_launches():
     assert (first.launches_per_block, first.bytes_per_block) == (2, 8_600_000)
     assert first.units_per_block == 8_600_000 / 8
     assert (first.measured_us_per_block, last.measured_us_per_block) == (2, 1.5)
-    assert first.estimated_us_per_block == pytest.approx(2 * 2.9)  # bytes and gaps
-    assert last.estimated_us_per_block == pytest.approx(0.9 / 4, rel=1e-3)
+    assert first.least_us_per_block == pytest.approx(2 * 2.9)  # bytes and gaps
+    assert last.least_us_per_block == pytest.approx(0.9 / 4, rel=1e-3)
     assert (first.dependent, last.dependent) == (0, 1)
     text = launches.table([stage], [first, last])
-    assert "2.25" in text and "floor 46.0 units" in text and "estimated us" in text
+    assert "2.25" in text and "floor 46.0 units" in text and "at least us" in text
 
 
 def test_the_file_has_the_rows_of_the_table_beside_those_of_other_steps(tmp_path, capsys):
@@ -222,8 +222,8 @@ def test_the_file_has_the_rows_of_the_table_beside_those_of_other_steps(tmp_path
     printed = capsys.readouterr().out
     total = round(sum(row.launches_per_block * row.blocks for row in rows))
     assert f"{total} launches in sequence" in printed
-    estimated_ms = sum(row.estimated_us_per_block * row.blocks for row in rows) / 1e3
-    assert f"estimated {estimated_ms:.1f} ms" in printed
+    least_ms = sum(row.least_us_per_block * row.blocks for row in rows) / 1e3
+    assert f"lower bound {least_ms:.1f} ms" in printed
 
 
 SPANS = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("c", 5.0, 8.0), ("d", 10.0, 12.0)]
@@ -291,7 +291,7 @@ def gpu(monkeypatch):
     return step
 
 
-def test_measured_times_are_beside_the_estimates_unless_a_stage_fails(
+def test_measured_times_are_beside_lower_bounds_unless_a_stage_fails(
     gpu, tmp_path, capsys, monkeypatch
 ):
     path = tmp_path / f"cuda{LAUNCHES}"
