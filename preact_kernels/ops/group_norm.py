@@ -74,8 +74,8 @@ class GroupNorm(NamedTuple):
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm in PyTorch's own operators, with these parameters."""
-        if is_transformed() and has_mixed_dtypes(x, weight, bias):
-            weight, bias = upcast(weight, bias)
+        if has_mixed_dtypes(x, weight, bias) and (x.is_cuda or is_transformed()):
+            weight, bias = upcast(weight, bias)  # PyTorch refuses mixed dtypes on a GPU
             return F.group_norm(x.float(), self.groups, weight, bias, self.eps).to(x.dtype)
         return F.group_norm(x, self.groups, weight, bias, self.eps)
 
