@@ -164,6 +164,8 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
 }
 
 bool recomputes_g(const Unit& unit, const Unit& next, const Tensor& x) {
+  return false;
+
   const ConvSizes& conv = unit.conv;
   if (next.conv.taps() != 1 || next.conv.out_channels != conv.in_channels) return false;
   const OnDeviceOf on(x);
