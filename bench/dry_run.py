@@ -282,15 +282,11 @@ def _units_of(stage: nn.Module, gradients: Sequence[Tensor]) -> Units:
 
 
 def _unit_of(launches: list[_Recorded], units: Units) -> _Unit | None:
-    """Returns the unit of some launches; None: several units, or none.
-
-    A kernel that recomputes g gets the weight of another unit after its own.
-    """
-    recomputes_g = any("recomputed" in r.launch.name for r in launches)
+    """Returns the unit of some launches; None: several units, or none."""
     addresses = [address for r in launches for address in r.tensors]
     for by_address in units:
         if found := list(dict.fromkeys(by_address[a] for a in addresses if a in by_address)):
-            return found[0] if len(found) == 1 or recomputes_g else None
+            return found[0] if len(found) == 1 else None
     return None
 
 

@@ -64,10 +64,9 @@ struct ConvSizes {
 
 // The results of a unit's backward that the caller wants.
 struct Wanted {
-  bool g;                // with its sums
-  bool weight;           // of the convolution
-  bool dy;               // the whole gradient of the output
-  bool stores_g = true;  // else only the sums of g
+  bool g;       // with its sums
+  bool weight;  // of the convolution
+  bool dy;      // the whole gradient of the output
 };
 
 }  // namespace preact_kernels

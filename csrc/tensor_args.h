@@ -41,17 +41,9 @@ struct AffineStep {
   bool has_rows() const { return sums.dim() == 3; }
 };
 
-// A g that was not stored: [p > 0] * dz * weight for a 1x1 convolution of relu(p).
-struct RecomputedG {
-  AffineStep step;  // computes dz; has no skip
-  Tensor bn_bias;   // of the batch norm that computes p; the step of g has the rest
-  size_t weight;    // its index in the workspace
-};
-
 struct Gradient {
-  Tensor g;                               // with `recomputed`: what the step of dz applies to
-  std::optional<AffineStep> step;         // none where g is whole
-  std::optional<RecomputedG> recomputed;  // only with a step
+  Tensor g;
+  std::optional<AffineStep> step;  // none where g is whole
 
   // The dtype of the whole gradient.
   ScalarType dtype() const { return (step.has_value() ? step->x : g).scalar_type(); }

@@ -150,6 +150,4 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const U
   });
 }
 
-bool recomputes_g(const Unit&, const Unit&, const Tensor&) { return false; }
-
 }  // namespace preact_kernels

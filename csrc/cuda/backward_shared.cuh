@@ -1,28 +1,28 @@
 // Launch limits of the backward: shared memory and blocks per multiprocessor.
 #pragma once
 
-#include "recomputed_g.cuh"
+#include "conv_params.cuh"
 #include "weight_gradient.cuh"
 
 namespace preact_kernels::cuda {
 
 // The layout of a block's shared memory.
-template <class Types, int C, bool kRecomputesG>
+template <class Types, int C>
 struct BackwardShared {
   using T = typename Types::T;
   static constexpr int kWidth = kFullWidth<T>;
   // x of two tiles: it is read again after the products, while the next arrives.
   static constexpr int kXParts = kParts<typename Types::X, kWidth>;
   using XAhead = VectorsAhead<typename Types::X, kWidth>;
-  // Vectors in this order: dy, or x of the step; g, unless it is recomputed; skip.
+  // Vectors in this order: dy, or x of the step; g; skip.
   static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
-  static constexpr int kSkip = kDyParts + (kRecomputesG ? 0 : kParts<T, kWidth>);
+  static constexpr int kSkip = kDyParts + kParts<T, kWidth>;
   static constexpr int kAllParts = kSkip + kDyParts;
   using DyAhead = VectorsAhead<typename Types::Y, kWidth>;
   using GAhead = VectorsAhead<T, kWidth>;
 
   // Offsets in bytes.
-  int weights, dy, activation, da, norm, step, recomputed_g, x_ahead, dy_ahead;
+  int weights, dy, activation, da, norm, step, x_ahead, dy_ahead;
   int bytes;
   int dy_parts;  // of a vector in dy_ahead
 
@@ -39,9 +39,7 @@ struct BackwardShared {
     da = activation + pixels * in_row;
     norm = da + (of_input ? pixels * in_row : 0);
     step = norm + Normalisation<kWidth>::kRows * in_channels * 4;
-    recomputed_g = step + InputGradient<kWidth>::kRows * out_channels * 4;
-    x_ahead = recomputed_g;
-    if (kRecomputesG) x_ahead += RecomputedGShared<T>(pixels, in_channels, out_channels).bytes;
+    x_ahead = step + InputGradient<kWidth>::kRows * out_channels * 4;
     dy_ahead = x_ahead + XAhead::bytes(pixels, in_channels, 2 * kXParts);
     dy_parts = tensors == 1 ? kDyParts : tensors == 2 ? kSkip : kAllParts;
     bytes = dy_ahead + DyAhead::bytes(halo_pixels, out_channels, dy_parts);
@@ -96,20 +94,12 @@ __host__ __device__ constexpr int groups_of_warp(int in_channels, int out_channe
   return in_channels / 16 * (out_channels / 16) > 2 * kWarps ? 8 : 2;
 }
 
-// The most vectors of a thread in a tile of a 1x1 convolution. Few for a large weight in half
-// precision, unless its gradient is computed: shared memory fits two blocks.
+// Pixels in a tile of a 1x1 convolution, in all kernels of its backward.
 template <class Types>
-__host__ __device__ constexpr int backward_vectors(int groups, bool of_weight) {
-  if (groups == 2) return kBackwardVectors<Types, 0, 2>;
-  const bool is_small = sizeof(typename Types::T) == 2 && !of_weight;
-  return is_small ? 2 : kBackwardVectors<Types, 0, 8>;
-}
-
-// Pixels in a tile of a 1x1 convolution.
-template <class Types>
-__host__ __device__ constexpr int backward_pixels(int in_channels, int out_channels,
-                                                  bool of_weight) {
-  const int vectors = backward_vectors<Types>(groups_of_warp(in_channels, out_channels), of_weight);
+__host__ __device__ constexpr int backward_pixels(int in_channels, int out_channels) {
+  const int vectors = groups_of_warp(in_channels, out_channels) == 2
+                          ? kBackwardVectors<Types, 0, 2>
+                          : kBackwardVectors<Types, 0, 8>;
   return pixels_of_tile<typename Types::T>(in_channels, out_channels, vectors);
 }
 

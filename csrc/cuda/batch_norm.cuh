@@ -67,13 +67,6 @@ struct Normalisation {
     load_floats(bias, shared + 2 * channels + first);
   }
 
-  __device__ Normalisation(const float (&mean_)[kWidth], const float (&scale_)[kWidth],
-                           const float* bias_) {
-    load_floats(bias, bias_);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) mean[i] = mean_[i], scale[i] = scale_[i];
-  }
-
   // Fills `shared` [kRows][channels]: mean, scale, bias, 1 / standard deviation.
   static __device__ void load_parameters(const NormPointers& norm, int channels, float* shared) {
     for (int c = threadIdx.x; c < channels; c += kThreads) {

@@ -25,15 +25,13 @@ struct ForwardPlan {
 struct BackwardTask {
   int tensors;  // see BackwardShared
   bool of_input, of_weight;
-  bool recomputes_g = false;
 };
 
 struct BackwardPlan {
   TileGrid grid;
   int blocks, shared_bytes;
-  // The task's kernel is set, if there is one: few convolutions have one that recomputes g.
+  // The task's kernel is set.
   void (*kernel)(NormActConvBackward) = nullptr;
-  void (*recomputing_kernel)(NormActConvBackwardRecomputed) = nullptr;
   void (*weight_gradients_kernel)(WeightGradients) = nullptr;
 };
 

@@ -24,7 +24,7 @@ struct NormActConvBackward {
   const void* x;
   NormPointers norm;
   const void* weight;  // [K][taps][C]
-  void* g;             // in the dtype of products; null where it is not stored
+  void* g;             // in the dtype of products; null where it is not wanted
   void* whole_dy;      // null where it is not wanted
   Accumulators sums;   // of g: sum(g), sum(g * xhat)
   float* partials;     // [blocks][taps][K][C]: weight gradients of blocks
@@ -32,20 +32,6 @@ struct NormActConvBackward {
   int tensors;  // see BackwardShared
   TileGrid grid;
   bool is_dependent;  // see `launch`
-};
-
-// Computes the g of a step again: [p > 0] * dz * weight for the 1x1 convolution of relu(p) that
-// follows, whose output has the gradient dz.
-struct RecomputedGPointers {
-  const void* g;            // what the step of dz applies to, in the dtype of products
-  AffineStepPointers step;  // of dz, without skip
-  const void* weight;       // [channels of dz][channels of g]
-  const float* bn_bias;     // of the batch norm that computes p; the step of g has the rest
-};
-
-struct NormActConvBackwardRecomputed {
-  NormActConvBackward conv;  // dy is null
-  RecomputedGPointers recomputed_g;
 };
 
 // Several convolutions, each in a row of the grid.

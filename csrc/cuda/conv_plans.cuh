@@ -99,23 +99,6 @@ inline int persistent_blocks(int tiles, int shared_bytes, int most) {
   return std::min(tiles, multiprocessors() * std::clamp(fit, 1, most));
 }
 
-// Calls `body` with the template argument CHANNELS of the kernel that recomputes g, if the
-// convolution has one: the last of a bottleneck. Inner width 64 has none: its blocks have a tile or
-// two and would load another weight for them. Nor has 32 in float32: one block per multiprocessor
-// would fit instead of two.
-template <class Types, class Body>
-void for_recomputed_channels(const ConvSizes& conv, const Body& body) {
-  // In a run, only the first unit of a block can have dtypes X and T that differ, and it never
-  // recomputes g. The condition keeps kernels that nothing calls out of the library.
-  if constexpr (std::is_same_v<typename Types::X, typename Types::T>) {
-    if (conv.taps() != 1 || conv.out_channels != 4 * conv.in_channels) return;
-    if (conv.in_channels == 16) body(std::integral_constant<int, 16>());
-    if constexpr (sizeof(typename Types::T) == 2) {
-      if (conv.in_channels == 32) body(std::integral_constant<int, 32>());
-    }
-  }
-}
-
 template <class Types>
 ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv) {
   using T = typename Types::T;
@@ -143,15 +126,11 @@ BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTa
   const int in_channels = int(conv.in_channels), out_channels = int(conv.out_channels);
   return for_channel_class<typename Types::T>(conv, [&](auto c) {
     constexpr int C = decltype(c)::value;
-    const int pixels = backward_pixels<Types>(in_channels, out_channels, task.of_weight);
+    const int pixels = backward_pixels<Types>(in_channels, out_channels);
     BackwardPlan plan{tile_grid<C>(conv, pixels)};
-    const auto shared_bytes = [&](auto recomputes_g) {
-      return BackwardShared<Types, C, recomputes_g()>(pixels, in_channels, out_channels,
-                                                      task.tensors, task.of_input, task.of_weight)
-          .bytes;
-    };
-    plan.shared_bytes =
-        task.recomputes_g ? shared_bytes(std::true_type()) : shared_bytes(std::false_type());
+    plan.shared_bytes = BackwardShared<Types, C>(pixels, in_channels, out_channels, task.tensors,
+                                                 task.of_input, task.of_weight)
+                            .bytes;
     if (!task.of_input) {
       // Few blocks for each weight: a launch computes the gradients of several.
       const int tiles = plan.grid.tiles;
@@ -167,14 +146,6 @@ BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTa
                               : backward_blocks<Types, C, 0>(is_large);
       });
       plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes, most);
-    }
-    if (task.recomputes_g) {
-      for_recomputed_channels<Types>(conv, [&](auto channels) {
-        plan.recomputing_kernel =
-            task.of_weight ? norm_act_conv_backward_recomputed_kernel<Types, channels(), 2>
-                           : norm_act_conv_backward_recomputed_kernel<Types, channels(), 0>;
-      });
-      return plan;
     }
     for_channels<Types, C>(conv, [&](auto in, auto out) {
       if (task.of_input && !task.of_weight) {

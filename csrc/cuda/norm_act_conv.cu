@@ -78,9 +78,6 @@ Gradient aligned(Gradient gradient, Workspace& workspace) {
     gradient.step->x = aligned(gradient.step->x, workspace);
     gradient.step->skip = aligned(gradient.step->skip, workspace);
   }
-  if (gradient.recomputed.has_value()) {
-    gradient.recomputed->step.x = aligned(gradient.recomputed->step.x, workspace);
-  }
   return gradient;
 }
 
@@ -163,18 +160,6 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
   workspace.has_launched = true;
 }
 
-bool recomputes_g(const Unit& unit, const Unit& next, const Tensor& x) {
-  return false;
-
-  const ConvSizes& conv = unit.conv;
-  if (next.conv.taps() != 1 || next.conv.out_channels != conv.in_channels) return false;
-  const OnDeviceOf on(x);
-  const BackwardPlan plan = plan_norm_act_conv_backward(conv, unit.dtypes, {3, true, true, true});
-  if (plan.recomputing_kernel == nullptr || plan.shared_bytes > most_shared_bytes()) return false;
-  // Fewer blocks of a multiprocessor would cost more than a stored g does.
-  return plan.blocks == plan_norm_act_conv_backward(conv, unit.dtypes, {3, true, true}).blocks;
-}
-
 void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given,
                                    const UnitInputs& inputs, const UnitGradients& gradients) {
   const Wanted& wanted = gradients.wanted;
@@ -185,35 +170,33 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given,
   const Tensor x = aligned(inputs.x, workspace);
   const Gradient dy = aligned(given, workspace);
   const std::optional<AffineStep>& step = dy.step;
-  const std::optional<RecomputedG>& recomputed = dy.recomputed;
   check_norm_is_served(norm);
   check_step_is_served(dy);
   if (!wanted.g && !wanted.weight) {
     if (wanted.dy) launch_norm_input_gradient(conv.output(), dy, false, *gradients.dy);
     return;
   }
-  NormActConvBackward params{
-      recomputed.has_value() ? nullptr : data<char>(dy.g),
-      step.has_value() ? pointers(*step) : AffineStepPointers{},
-      data<char>(x),
-      pointers(norm, conv.pixels()),
-      workspace.weights[unit.weight],
-      wanted.g && wanted.stores_g ? mutable_data<char>(*gradients.g) : nullptr,
-      wanted.dy ? mutable_data<char>(*gradients.dy) : nullptr,
-      gradients.accumulated,
-      nullptr,
-      int(conv.in_channels),
-      int(conv.out_channels),
-      step.has_value() ? 2 + step->skip.has_value() : 1,
-      {},
-      workspace.has_launched};
+  NormActConvBackward params{data<char>(dy.g),
+                             step.has_value() ? pointers(*step) : AffineStepPointers{},
+                             data<char>(x),
+                             pointers(norm, conv.pixels()),
+                             workspace.weights[unit.weight],
+                             wanted.g ? mutable_data<char>(*gradients.g) : nullptr,
+                             wanted.dy ? mutable_data<char>(*gradients.dy) : nullptr,
+                             gradients.accumulated,
+                             nullptr,
+                             int(conv.in_channels),
+                             int(conv.out_channels),
+                             step.has_value() ? 2 + step->skip.has_value() : 1,
+                             {},
+                             workspace.has_launched};
   const int64_t y_bytes = bytes_of(conv.output(), unit.dtypes.y);
   const int64_t g_bytes = bytes_of(conv.output(), unit.dtypes.products);
   const int64_t x_bytes = bytes_of(conv.input(), unit.dtypes.x);
   const bool stores_dy = wanted.g && wanted.dy;
   bool is_postponed = wanted.weight && !wanted.g;
   if (wanted.g) {
-    BackwardTask task{params.tensors, true, wanted.weight, recomputed.has_value()};
+    BackwardTask task{params.tensors, true, wanted.weight};
     BackwardPlan plan = plan_norm_act_conv_backward(conv, unit.dtypes, task);
     // A separate kernel for the weight gradient reads x and dy again. It is cheaper where partial
     // weight gradients, written and read, are more bytes.
@@ -233,20 +216,8 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given,
       memory = allocate_partials(gradients.conv_weight, plan.blocks, partials);
       params.partials = mutable_data<float>(*memory);
     }
-    if (recomputed.has_value()) {
-      STD_TORCH_CHECK(plan.recomputing_kernel != nullptr, "g: expected one that was stored");
-      launch(task.of_weight ? "norm_act_conv_backward_recomputed"
-                            : "norm_act_conv_backward_recomputed_input",
-             plan.recomputing_kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream,
-             {params,
-              {data<char>(dy.g), pointers(recomputed->step), workspace.weights[recomputed->weight],
-               data<float>(recomputed->bn_bias)}},
-             params.is_dependent);
-    } else {
-      launch(task.of_weight ? "norm_act_conv_backward" : "norm_act_conv_backward_input",
-             plan.kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream, params,
-             params.is_dependent);
-    }
+    launch(task.of_weight ? "norm_act_conv_backward" : "norm_act_conv_backward_input", plan.kernel,
+           plan.blocks, kThreads, plan.shared_bytes, on.stream, params, params.is_dependent);
     workspace.has_launched = true;
     if (task.of_weight) keep_partials(workspace, partials, *memory, on.stream);
   }

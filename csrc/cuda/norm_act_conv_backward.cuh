@@ -13,29 +13,24 @@ namespace preact_kernels::cuda {
 //   dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] * a[p][c]
 //   g = [p > 0] * da, sum(g) and sum(g * xhat)
 // g and its sums are computed if kInput, dweight of the block's tiles if GROUPS > 0. IN and OUT are
-// the channels, or 0: not constant. StepG says whether the g of the step is read or recomputed.
-template <class Types, int C, int GROUPS, bool kInput, int IN, int OUT, class StepG = StoredG>
-__device__ void norm_act_conv_backward(const NormActConvBackward& conv,
-                                       const StepG& recomputed_g = {}) {
+// the channels, or 0: not constant.
+template <class Types, int C, int GROUPS, bool kInput, int IN, int OUT>
+__device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
   using T = typename Types::T;
   using X = typename Types::X;
   using Y = typename Types::Y;
-  constexpr bool kRecomputesG = !std::is_same_v<StepG, StoredG>;
-  static_assert(!kRecomputesG || C == 0, "recomputes g for a 1x1 convolution");
-  using Shared = BackwardShared<Types, C, kRecomputesG>;
+  using Shared = BackwardShared<Types, C>;
   constexpr bool kWeight = GROUPS > 0;
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
-  constexpr int kVectors = C == 0 && IN != 0
-                               ? backward_vectors<Types>(groups_of_warp(IN, OUT), kWeight)
-                               : kBackwardVectors<Types, C, GROUPS>;
+  constexpr int kVectors = kBackwardVectors<Types, C, GROUPS>;
   constexpr int kOutVectors = C == 0 ? kVectors : kHaloVectors<T, C>;
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
   // With two blocks per multiprocessor, the sums of nine taps leave few registers.
   constexpr bool kFewRegisters = kMayMask && kBackwardBlocks<Types, C, GROUPS> == 2;
   constexpr int kUnroll = kFewRegisters ? 1 : kVectors;
   const int channels = IN ? IN : conv.in_channels, out_channels = OUT ? OUT : conv.out_channels;
-  const int block_pixels = IN ? backward_pixels<Types>(IN, OUT, kWeight) : conv.grid.block_pixels;
+  const int block_pixels = IN ? backward_pixels<Types>(IN, OUT) : conv.grid.block_pixels;
   const int pixels = Tile<C>::pixels(block_pixels);
   const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
@@ -57,21 +52,14 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
   // Without the thread's channel: pointers to it would take registers.
   const X* x = static_cast<const X*>(conv.x);
   T* g = static_cast<T*>(conv.g);
-  const bool has_step = kRecomputesG || conv.step.x != nullptr;
+  const bool has_step = conv.step.x != nullptr;
   const bool has_skip = conv.step.skip != nullptr;
-  const bool reads_dy_or_x = kRecomputesG || !has_step || conv.step.reads_x();
+  const bool reads_dy_or_x = !has_step || conv.step.reads_x();
   const Y* dy_or_x = static_cast<const Y*>(has_step ? conv.step.x : conv.dy);
   const T* step_g = static_cast<const T*>(conv.dy);
   const Y* skip = static_cast<const Y*>(conv.step.skip);
   WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
-  const auto g_tiles = [&] {
-    if constexpr (kRecomputesG) {
-      return RecomputedGTiles<T, StepG>(recomputed_g.pointers, memory + shared.recomputed_g, in);
-    } else {
-      return StoredG();
-    }
-  }();
 
   // The x of two tiles alternate.
   const auto x_ahead_of = [&](int turn) {
@@ -100,14 +88,12 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
         if (p >= halo_pixels) break;
         const int64_t pixel = tile.halo_pixel(p), at = pixel * out_channels + out.channel;
         if (reads_dy_or_x) dy_ahead.copy(i, dy_or_x + at, pixel >= 0);
-        if (!kRecomputesG && has_step) g_ahead.copy(i, step_g + at, pixel >= 0);
+        if (has_step) g_ahead.copy(i, step_g + at, pixel >= 0);
         if (has_skip) skip_ahead.copy(i, skip + at, pixel >= 0);
       }
     }
-    if constexpr (kRecomputesG) g_tiles.copy_ahead(tile);
     cp_async_commit();
   };
-  if constexpr (kRecomputesG) g_tiles.load_parameters();
   if constexpr (kInput) {
     load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
   }
@@ -117,7 +103,6 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
   let_dependents_start();
   copy_ahead(0);
   if (has_step) InputGradient<kWidth>::read_sums(conv.step, out_channels, step);
-  if constexpr (kRecomputesG) g_tiles.read_sums();
   __syncthreads();
 
   for (int turn = 0; index_of(turn) < conv.grid.tiles; ++turn) {
@@ -125,12 +110,6 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
     NonFinite<T> non_finite;
     const auto x_ahead = x_ahead_of(turn);
     cp_async_wait<0>();
-    if constexpr (kRecomputesG) {
-      g_tiles.form_dz(tile, activation);
-      __syncthreads();  // dz is complete
-      g_tiles.multiply(activation, dy_tile);
-      __syncthreads();  // the products are complete, and dz may be overwritten
-    }
     if (in.is_active) {
       const Normalisation<kWidth> in_norm(FromShared{}, norm, channels, in.channel);
 #pragma unroll
@@ -171,14 +150,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
       return gradient.template apply<Y>(conv.step, i, g, dy_ahead, skip_ahead);
     };
     if (out.is_active) {
-      if constexpr (kRecomputesG) {
-        const auto gradient = coefficients();
-        const Normalisation<kWidth> norm_of_p(gradient.mean, gradient.a,
-                                              g_tiles.bn_bias() + out.channel);
-        const RecomputedGVectors<T, typename Shared::DyAhead> vectors{
-            norm_of_p, dy_tile + out.lane * dy_pitch + out.channel, out.lanes * dy_pitch, dy_ahead};
-        form_dy([&](int i) { return apply_step(gradient, i, vectors); });
-      } else if (has_step) {
+      if (has_step) {
         if constexpr (kFewRegisters) {
           form_dy([&](int i) { return apply_step(coefficients(), i, g_ahead); });
         } else {
@@ -214,7 +186,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv,
       stored.load(da + p * pitch + in.channel);
       a.load(activation + p * pitch + in.channel);
       stored = where_nonzero<T>(a, stored);
-      if (g != nullptr) stored.store(g + (pixel * channels + in.channel));
+      stored.store(g + (pixel * channels + in.channel));
       float values[kWidth], of_x[kWidth], mean[kWidth];
       stored.unpack(values);
       x_ahead[i].unpack(of_x);
@@ -251,16 +223,6 @@ template <class Types, int C, int GROUPS, int IN = C, int OUT = C>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
     norm_act_conv_backward_kernel(const __grid_constant__ NormActConvBackward conv) {
   norm_act_conv_backward<Types, C, GROUPS, true, IN, OUT>(conv);
-}
-
-// The same for the last convolution of a bottleneck of inner width CHANNELS, with a recomputed g.
-template <class Types, int CHANNELS, int GROUPS>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, 0, GROUPS>)
-    norm_act_conv_backward_recomputed_kernel(
-        const __grid_constant__ NormActConvBackwardRecomputed p) {
-  constexpr int kPixels = backward_pixels<Types>(CHANNELS, 4 * CHANNELS, GROUPS > 0);
-  norm_act_conv_backward<Types, 0, GROUPS, true, CHANNELS, 4 * CHANNELS>(
-      p.conv, RecomputedGOfWidth<CHANNELS, kPixels>{p.recomputed_g});
 }
 
 // The weight gradients of several convolutions.

@@ -151,17 +151,9 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
     units[i].is_x_rebuilt = starts_block && rebuilds;
     UnitGradients& unit = results.of_units[i];
     unit.wanted.dy = ends_block && gradient.step.has_value();
-    const bool is_recomputed = starts_block && i > 0 && !ends_block &&
-                               recomputes_g(units[i - 1], units[i], inputs[left - 1]);
-    unit.wanted.stores_g = !is_recomputed;
     unit_backward(units[i], gradient, {h, norm, weights[i]}, unit);
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : gradient.g;
-    if (is_recomputed) {
-      gradient.recomputed = {*gradient.step, *norm.bias, i};
-    } else {
-      gradient.g = *unit.g;
-      gradient.recomputed = std::nullopt;
-    }
+    gradient.g = *unit.g;
     gradient.step = {starts_block ? std::optional(block_dy) : std::nullopt,
                      h,
                      {norm.mean, norm.var, norm.weight, std::nullopt, norm.eps},

@@ -47,7 +47,4 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
 void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
                                    const UnitGradients& gradients);
 
-// Whether the backward of `unit` with input `x` recomputes the g of `next`, the unit after it.
-bool recomputes_g(const Unit& unit, const Unit& next, const Tensor& x);
-
 }  // namespace preact_kernels

@@ -36,8 +36,7 @@ inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs
   const Tensor& x = inputs.x;
   const Activation y_size = unit.conv.output();
   check_inputs(unit, inputs);
-  // The g of `recomputed` was checked with the unit after this one.
-  if (!dy.recomputed.has_value()) check_sizes("g", dy.g, y_size, x);
+  check_sizes("g", dy.g, y_size, x);
   STD_TORCH_CHECK(dy.dtype() == unit.dtypes.y, "g, step_x: expected the dtype of y");
   if (dy.step.has_value()) {
     STD_TORCH_CHECK(dy.g.scalar_type() == unit.dtypes.products,
@@ -45,8 +44,7 @@ inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs
     check_step(*dy.step, y_size, x);
   }
   STD_TORCH_CHECK(dy.step.has_value() || !wanted.dy, "step_x: expected one where dy is wanted");
-  gradients.g = wanted.g && wanted.stores_g ? empty_nhwc(x, unit.conv.input(), unit.dtypes.products)
-                                            : absent(x);
+  gradients.g = wanted.g ? empty_nhwc(x, unit.conv.input(), unit.dtypes.products) : absent(x);
   gradients.dy = wanted.dy ? empty_nhwc(x, y_size, unit.dtypes.y) : absent(x);
   launch_norm_act_conv_backward(unit, dy, inputs, gradients);
 }
