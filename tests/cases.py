@@ -1,6 +1,7 @@
 """Shapes, dtypes and inputs that every backend must get right."""
 
 import collections
+import importlib.metadata
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -249,6 +250,10 @@ ACTIVATIONS: dict[str, tuple[str | tuple[str, float], Callable[[Tensor], Tensor]
     "sigmoid": ("sigmoid", torch.sigmoid),
     "tanh": ("tanh", torch.tanh),
 }
+needs_entry_points = pytest.mark.skipif(
+    "preact_kernels" not in importlib.metadata.entry_points(group="torch_dynamo_backends").names,
+    reason="the package is not installed, so torch.compile does not know the backend by name",
+)
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from tests.cases import needs_entry_points
 from tests.convert.any_norm import Net, assert_runs, images, two_units
 from tests.convert.trial import Subject, assert_alike
 
@@ -418,6 +419,7 @@ def test_autocast_gives_the_same_dtypes():
     assert len(pk.conversion_report(m).fused) == 2
 
 
+@needs_entry_points
 def test_the_compile_backend_fuses_any_norm():
     def forward(net, x):
         scale, shift = net.scale_and_shift(x)

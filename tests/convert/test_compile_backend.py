@@ -8,10 +8,11 @@ from torch import nn
 
 import preact_kernels as pk
 from preact_kernels.torch_compat import storage_id
+from tests.cases import needs_entry_points
 from tests.convert import published_models as foreign
 from tests.convert.trial import tensors_of
 
-pytestmark = pytest.mark.backends("cpu")
+pytestmark = [pytest.mark.backends("cpu"), needs_entry_points]
 
 
 def network():

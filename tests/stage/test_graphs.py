@@ -105,7 +105,8 @@ def test_making_a_step_changes_nothing():
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("has_stepped", [False, True])
 @pytest.mark.parametrize("kind", [sgd, torch.optim.Adam, torch.optim.RMSprop])
-def test_steps_after_a_warm_up_that_was_undone_are_the_first(kind, has_stepped):
+def test_steps_after_a_warm_up_that_was_undone_are_the_first(kind, has_stepped, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # of the stem and projections
     model = network()
     other = copy.deepcopy(model)
     optimizer, other_optimizer = (
