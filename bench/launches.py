@@ -42,11 +42,10 @@ REPLAYS = 5
 FILL = "fill_zeros"
 
 
-# Of the lower bound, for an H200.
-COPY_BYTES_PER_US = 4.3e6  # read and written; published
-LAUNCH_US = 1.9  # per kernel of a CUDA graph; published
-# With programmatic dependent launch; assumed. `python -m bench.probes` measures it.
-DEPENDENT_LAUNCH_US = 0.9
+# Of the lower bound, as `python -m bench.probes` measured them on an H200.
+COPY_BYTES_PER_US = 4.1e6  # read and written
+LAUNCH_US = 1.0  # per kernel of a CUDA graph
+DEPENDENT_LAUNCH_US = 0.7  # with programmatic dependent launch
 
 
 def is_kernel(name: str) -> bool:
