@@ -23,12 +23,12 @@ from preact_kernels.kernels.triton.conv import (
 )
 from preact_kernels.kernels.triton.launch import (
     PreparedLaunches,
-    capability_of,
     ceil_div,
     launch_kernel,
     nhwc_strides,
     on_device_of,
     persistent_programs,
+    properties,
 )
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -145,7 +145,7 @@ class ForwardLaunch:
     def __init__(self, sizes: UnitSizes, prepared: PreparedLaunches | None = None) -> None:
         self.sizes, self.prepared = sizes, prepared
         unit = sizes.unit
-        blocks = conv_forward(capability_of(unit.device), unit)
+        blocks = conv_forward(properties(unit.device), unit)
         columns = ceil_div(sizes.shape.K, blocks.block_cout)
         tiles = ceil_div(sizes.y_pixels, blocks.block_pixels)
         self._grid = persistent_programs(unit.device, tiles, columns, blocks.resident), columns, 1
