@@ -146,6 +146,14 @@ def conv_forward(device: Device, unit: Unit) -> ConvBlocks:
     return _fitting(forward_bytes, blocks, device, unit)
 
 
+def filling(blocks: ConvBlocks, device: Device, pixels: int, columns: int) -> ConvBlocks:
+    """The blocks for so many pixels: tiles of 64 where larger ones leave multiprocessors idle."""
+    tiles = -(-pixels // blocks.block_pixels) * columns
+    if tiles < device.multiprocessors and blocks.block_pixels > 64:
+        return blocks._replace(block_pixels=64)
+    return blocks
+
+
 @functools.lru_cache(maxsize=1024)
 def conv_backward(device: Device, unit: Unit) -> BackwardBlocks:
     """Launch configurations of the backward of a unit."""
@@ -248,10 +256,21 @@ def _has_float32_side(unit: Unit) -> bool:
     return max(unit.x_dtype.itemsize, unit.y_dtype.itemsize) > unit.dtype.itemsize
 
 
+def _has_small_tiles(capability: int, unit: Unit) -> bool:
+    """Whether two programs with small tiles, where registers hold them, replace one.
+
+    They hide latency from each other, and a small batch fills more multiprocessors.
+    """
+    is_hopper = HOPPER <= capability < BLACKWELL
+    return is_hopper and _is_half(unit) and not (_is_masked(unit) or _has_float32_side(unit))
+
+
 def _forward_1x1(capability: int, unit: Unit) -> ConvBlocks:
     out_channels, channels = unit.weight_shape[:2]
     limits = _limits(capability, unit)
-    has_wide_cout = channels <= limits.wide_cout_channels
+    has_small_tiles = _has_small_tiles(capability, unit) and channels * out_channels <= 4096
+    has_small_tiles &= channels <= 128
+    has_wide_cout = channels <= limits.wide_cout_channels and not has_small_tiles
     cin, cout = _block(channels, 64), _block(out_channels, 128 if has_wide_cout else 64)
     blocks = triton.cdiv(channels, cin)
     pixels = limits.forward_pixels[min(blocks, 3) - 1]
@@ -265,6 +284,8 @@ def _forward_1x1(capability: int, unit: Unit) -> ConvBlocks:
         pixels = min(pixels, 32)
     stages = 1 if _is_masked(unit) else limits.forward_stages
     resident = 2 if _is_half(unit) and blocks == 1 and cout == 16 else 1
+    if has_small_tiles and resident == 1:
+        pixels, resident = 64, 2
     return ConvBlocks(pixels, cin, cout, 8, stages, resident=resident)
 
 
@@ -297,7 +318,10 @@ def _backward_1x1(capability: int, unit: Unit) -> BackwardBlocks:
     if capability >= BLACKWELL and _is_half(unit) and cin == 16 and weights == 2048:
         pixels = 64  # a tile of 32 spills
     stages = 1 if _is_masked(unit) else limits.input_stages
-    blocks = ConvBlocks(pixels, cin, cout, 8, stages)
+    resident = 1
+    if _has_small_tiles(capability, unit) and weights <= 1024 and min(cin, cout) == 16:
+        pixels, resident = 64 if cin == 16 else 32, 2
+    blocks = ConvBlocks(pixels, cin, cout, 8, stages, resident=resident)
     weight = _weight_blocks(limits, unit, cin, cout)
     return BackwardBlocks(blocks, weight, blocks if in_one_pass else None)
 
