@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,7 +28,8 @@ from preact_kernels.ops import dispatch
 
 FORWARD, BACKWARD = "forward", "backward"
 BACKENDS = ("cuda", "triton")
-CAPABILITY = 90  # compute capability for which Triton's block shapes are chosen
+# The GPU for which Triton's block shapes are chosen.
+CAPABILITY, SHARED_BYTES = 90, 227 * 1024
 
 
 class Launch(NamedTuple):
@@ -219,12 +221,15 @@ def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
         met = Launch(name, _grid(grid), 32 * options["num_warps"], 0, False, 0)
         recorder.add(met, sizes((args, options)))
 
-    gpu = launch.Device(CAPABILITY, multiprocessors)
+    gpu = launch.Device(CAPABILITY, multiprocessors, SHARED_BYTES)
+    modules = [m for name, m in sys.modules.items() if name.startswith(kernels.__name__)]
     with (
         mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(launch, "properties", lambda device: gpu),
+        contextlib.ExitStack() as patches,
         mock.patch.object(launch, "current_stream", lambda: 0),
     ):
+        for module in (m for m in modules if hasattr(m, "properties")):
+            patches.enter_context(mock.patch.object(module, "properties", lambda device: gpu))
         yield kernels
 
 

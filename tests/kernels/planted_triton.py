@@ -48,7 +48,7 @@ def main() -> None:
         (product_kernel, 3, 4, 1),  # no fault
         (product_kernel, 2, 4, 1),
         (product_kernel, 8, 4, 4),
-        (product_kernel, 40, 4, 0),
+        (product_kernel, 40, 4, 1),
         (gather_kernel, 1, 4, 1),
         (spilling_kernel, 1, 1, 1),
     ):

@@ -157,7 +157,7 @@ def run_all(is_apart: bool, fault: tuple = ()) -> tuple[set, list[int]]:
         pytest.MonkeyPatch.context() as patch,
         triton.knobs.runtime.scope(),
     ):
-        replace(patch, "properties", lambda device: launch.Device(90, 132))
+        replace(patch, "properties", lambda device: launch.Device(90, 132, 227 * 1024))
         replace(patch, "costs_less_apart", lambda *_: is_apart)
         replace(patch, "launch_kernel", launches.launch_kernel)
         patch.setattr(JITFunction, "run", launches.look_up)

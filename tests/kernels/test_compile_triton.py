@@ -29,6 +29,7 @@ def test_the_report_finds_planted_faults():
         ("product_kernel", "1 buffers where 2 stages were asked for"),
         ("product_kernel", "resident programs, not 4"),
         ("product_kernel", "bytes of shared memory"),
+        ("product_kernel", "0 resident programs, not 1"),
         ("gather_kernel", "loads of 2 bytes"),
         ("spilling_kernel", "a stack frame of"),
     )

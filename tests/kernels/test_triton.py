@@ -112,7 +112,7 @@ def test_the_blocks_of_every_gpu(capability, kernel, channels, out_channels, dty
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as is PyTorch's default
     weight_shape = out_channels, channels, kernel, kernel
     assert configurations.is_fused(weight_shape, 1, conv.precision(dtype))
-    replace(monkeypatch, "properties", lambda device: launch.Device(capability, 2))
+    replace(monkeypatch, "properties", lambda device: launch.Device(capability, 2, 227 * 1024))
     case = ConvCase(
         "any", (2, channels, 5, 6), out_channels, kernel, padding=kernel // 2, residual=True
     )
@@ -399,7 +399,7 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
         return min(tiles, resident * 132 // columns)
 
     replace(monkeypatch, "persistent_programs", programs)
-    replace(monkeypatch, "properties", lambda device: launch.Device(90, 132))
+    replace(monkeypatch, "properties", lambda device: launch.Device(90, 132, 227 * 1024))
     replace(monkeypatch, "_TILES_PER_PROGRAM", 8)
     weight = torch.empty(out_channels, channels, kernel, kernel, dtype=torch.bfloat16)
     geometry = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
@@ -409,7 +409,9 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     found = BackwardLaunch(sizes, Wanted(True, True), dy_is_whole)
     assert found.in_one_pass == in_one_pass
     assert not BackwardLaunch(sizes, Wanted(True, False), dy_is_whole).in_one_pass
-    both_programs, *_ = input_grid(sizes, configurations.conv_backward(90, unit).both)
+    both_programs, *_ = input_grid(
+        sizes, configurations.conv_backward(launch.Device(90, 132, 227 * 1024), unit).both
+    )
     # Partial results are written and read; x and dy are read, dy is written where it is not whole.
     partial = 8 * weight.numel()
     x_bytes, dy_bytes = (2 * math.prod(shape) for shape in shapes)
@@ -417,12 +419,26 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     assert in_one_pass == (partial * both_programs <= apart)
 
 
+def test_tiles_are_small_where_large_ones_leave_multiprocessors_idle():
+    device = launch.Device(90, 132, 227 * 1024)
+    blocks = configurations.ConvBlocks(128, 64, 64, 8, 1, 3)
+    small = blocks._replace(block_pixels=64)
+    for pixels, columns, expected in ((131 * 128, 1, small), (131 * 128 + 1, 1, blocks)):
+        assert configurations.filling(blocks, device, pixels, columns) == expected
+    assert configurations.filling(blocks, device, 66 * 128, 2) == blocks
+    assert configurations.filling(small, device, 64, 1) == small
+
+
 def test_properties_are_those_of_the_device(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    gpus = {0: SimpleNamespace(major=8, minor=6, multi_processor_count=84)}
+    gpus = {
+        0: SimpleNamespace(
+            major=8, minor=6, multi_processor_count=84, shared_memory_per_block_optin=101376
+        )
+    }
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpus[device.index])
     found = launch.properties.__wrapped__(torch.device("cuda", 0))
-    assert found == launch.Device(capability=86, multiprocessors=84)
+    assert found == launch.Device(capability=86, multiprocessors=84, shared_bytes=101376)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """Block shapes, warps and stages: as large as registers hold, as found by compiling.
 
-A choice depends only on the shape, the dtypes and the compute capability: all processes of a group
-choose alike, and nothing is tuned at run time. `LIMITS` lists what differs between GPUs, and a few
-rules lower a limit.
+A choice depends only on the shape, the dtypes and the GPU: all processes of a group choose alike,
+and nothing is tuned at run time. `LIMITS` lists what differs between GPUs, a few rules lower a
+limit, and `_fitting` lowers what exceeds the shared memory of the GPU.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import triton
@@ -16,9 +16,6 @@ from preact_kernels.kernels.contract import Unit
 
 # Generations of GPUs, by their first compute capability.
 AMPERE, HOPPER, BLACKWELL = GENERATIONS = 80, 90, 100
-# GPUs with 99 KB of shared memory a program, where others before Hopper have 163.
-SMALL_SHARED_MEMORY = (86, 89)
-MAX_BUFFER_BYTES = 32 * 1024  # of weights in these
 
 # Stages of a pipelined loop: two tiles are copied while a third is computed. Triton 3.6 gives a
 # loop of two stages a single buffer, which is filled and waited for in turn.
@@ -66,6 +63,14 @@ class BackwardBlocks(NamedTuple):
     input: ConvBlocks  # g and its sums
     weight: ConvBlocks  # the gradient of the weight
     both: ConvBlocks | None  # both in one pass; None where registers do not hold it
+
+
+class Device(NamedTuple):
+    """The properties of a GPU that select block shapes and grids."""
+
+    capability: int  # 90 for 9.0
+    multiprocessors: int
+    shared_bytes: int  # that a program can have
 
 
 class Limits(NamedTuple):
@@ -135,15 +140,95 @@ def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> b
 
 
 @functools.lru_cache(maxsize=1024)
-def conv_forward(capability: int, unit: Unit) -> ConvBlocks:
+def conv_forward(device: Device, unit: Unit) -> ConvBlocks:
     """Launch configuration of the forward of a unit."""
-    return (_forward_1x1 if _is_1x1(unit) else _forward_taps)(capability, unit)
+    blocks = (_forward_1x1 if _is_1x1(unit) else _forward_taps)(device.capability, unit)
+    return _fitting(forward_bytes, blocks, device, unit)
+
+
+def filling(blocks: ConvBlocks, device: Device, pixels: int, columns: int) -> ConvBlocks:
+    """The blocks for so many pixels: tiles of 64 where larger ones leave multiprocessors idle."""
+    tiles = -(-pixels // blocks.block_pixels) * columns
+    if tiles < device.multiprocessors and blocks.block_pixels > 64:
+        return blocks._replace(block_pixels=64)
+    return blocks
 
 
 @functools.lru_cache(maxsize=1024)
-def conv_backward(capability: int, unit: Unit) -> BackwardBlocks:
+def conv_backward(device: Device, unit: Unit) -> BackwardBlocks:
     """Launch configurations of the backward of a unit."""
-    return (_backward_1x1 if _is_1x1(unit) else _backward_taps)(capability, unit)
+    found = (_backward_1x1 if _is_1x1(unit) else _backward_taps)(device.capability, unit)
+    return BackwardBlocks(
+        _fitting(input_bytes, found.input, device, unit),
+        _fitting(weight_bytes, found.weight, device, unit),
+        found.both and _fitting(input_bytes, found.both, device, unit),
+    )
+
+
+def _fitting(
+    needed: Callable[[ConvBlocks, Unit], int], blocks: ConvBlocks, device: Device, unit: Unit
+) -> ConvBlocks:
+    """The blocks, with fewer pixels, or else without a pipeline, if shared memory is short."""
+    stages = max(blocks.num_stages, blocks.num_tap_stages)
+    choices = [(p, stages) for p in (blocks.block_pixels >> i for i in range(4)) if p >= 16]
+    for pixels, stages in (*choices, *((p, 1) for p, _ in choices)):
+        fitting = blocks._replace(
+            block_pixels=pixels,
+            num_stages=min(blocks.num_stages, stages),
+            num_tap_stages=min(blocks.num_tap_stages, stages),
+        )
+        if needed(fitting, unit) <= device.shared_bytes:
+            break
+    return fitting
+
+
+def forward_bytes(blocks: ConvBlocks, unit: Unit) -> int:
+    """Shared memory of a forward with a residual, at most."""
+    pixels, cin, cout, _, stages, tap_stages, _ = blocks
+    size, x_size, y_size = _itemsizes(unit)
+    exchanged = _exchanged_bytes(blocks, max(cin, cout), size)
+    if not _is_1x1(unit):
+        return (tap_stages - 1) * (pixels * cin * x_size + cin * cout * size) + exchanged
+    channels = triton.cdiv(unit.weight_shape[1], cin) * cin
+    read = pixels * (channels * x_size + cout * y_size)
+    return (stages - 1) * read + channels * cout * size + exchanged
+
+
+def input_bytes(blocks: ConvBlocks, unit: Unit) -> int:
+    """Shared memory of the gradient of x, from one with a deferred step and a skip, at most."""
+    pixels, cin, cout, _, stages, tap_stages, _ = blocks
+    size, x_size, y_size = _itemsizes(unit)
+    channels = triton.cdiv(unit.weight_shape[0], cout) * cout
+    weights = channels * cin * size
+    read = pixels * channels * (size + 2 * y_size)  # g, x and skip of the step
+    exchanged = _exchanged_bytes(blocks, max(cin, cout) * (1 + _has_float32_side(unit)), size)
+    if not _is_1x1(unit):
+        return (tap_stages - 1) * (read + weights) + exchanged
+    return (stages - 1) * (read + pixels * cin * x_size) + weights + exchanged
+
+
+def weight_bytes(blocks: ConvBlocks, unit: Unit) -> int:
+    """Shared memory of the gradient of the weight, at most."""
+    pixels, cin, cout, _, stages, _, _ = blocks
+    size, x_size, y_size = _itemsizes(unit)
+    read = pixels * (cout * y_size + taps_per_program(unit.weight_shape[3]) * cin * x_size)
+    return (stages - 1) * read + _exchanged_bytes(blocks, cin + cout, size)
+
+
+def _exchanged_bytes(blocks: ConvBlocks, channels: int, size: int) -> int:
+    """Room in which threads exchange float32 tiles of so many channels, or weights, or sums."""
+    tiles = 4 * blocks.block_pixels * channels
+    return max(tiles, blocks.block_cin * blocks.block_cout * size, 8192) + (size == 4) * 4096
+
+
+def taps_per_program(kernel_width: int) -> int:
+    """Taps whose weights' gradients a program computes: a row, if registers hold it."""
+    return kernel_width if kernel_width <= 3 else 1
+
+
+def _itemsizes(unit: Unit) -> tuple[int, int, int]:
+    """Bytes of an element of the products, of x, and of y."""
+    return unit.dtype.itemsize, unit.x_dtype.itemsize, unit.y_dtype.itemsize
 
 
 def _limits(capability: int, unit: Unit) -> Limits:
@@ -171,12 +256,23 @@ def _has_float32_side(unit: Unit) -> bool:
     return max(unit.x_dtype.itemsize, unit.y_dtype.itemsize) > unit.dtype.itemsize
 
 
+def _has_small_tiles(capability: int, unit: Unit) -> bool:
+    """Whether two programs with small tiles, where registers hold them, replace one.
+
+    They hide latency from each other, and a small batch fills more multiprocessors.
+    """
+    is_hopper = HOPPER <= capability < BLACKWELL
+    return is_hopper and _is_half(unit) and not (_is_masked(unit) or _has_float32_side(unit))
+
+
 def _forward_1x1(capability: int, unit: Unit) -> ConvBlocks:
     out_channels, channels = unit.weight_shape[:2]
     limits = _limits(capability, unit)
-    has_wide_cout = channels <= limits.wide_cout_channels
+    has_small_tiles = _has_small_tiles(capability, unit) and channels * out_channels <= 4096
+    has_small_tiles &= channels <= 128
+    has_wide_cout = channels <= limits.wide_cout_channels and not has_small_tiles
     cin, cout = _block(channels, 64), _block(out_channels, 128 if has_wide_cout else 64)
-    blocks = triton.cdiv(channels, cin)  # buffers hold the weights of all of them
+    blocks = triton.cdiv(channels, cin)
     pixels = limits.forward_pixels[min(blocks, 3) - 1]
     if cout > 64:
         pixels = min(pixels, 64)
@@ -186,10 +282,10 @@ def _forward_1x1(capability: int, unit: Unit) -> ConvBlocks:
         pixels = min(pixels, 32)
     if _is_masked(unit) and not _is_half(unit):
         pixels = min(pixels, 32)
-    buffer_bytes = (STAGES - 1) * 2 * channels * cout
-    has_room = capability not in SMALL_SHARED_MEMORY or buffer_bytes <= MAX_BUFFER_BYTES
-    stages = limits.forward_stages if has_room and not _is_masked(unit) else 1
+    stages = 1 if _is_masked(unit) else limits.forward_stages
     resident = 2 if _is_half(unit) and blocks == 1 and cout == 16 else 1
+    if has_small_tiles and resident == 1:
+        pixels, resident = 64, 2
     return ConvBlocks(pixels, cin, cout, 8, stages, resident=resident)
 
 
@@ -221,10 +317,11 @@ def _backward_1x1(capability: int, unit: Unit) -> BackwardBlocks:
         pixels = 16
     if capability >= BLACKWELL and _is_half(unit) and cin == 16 and weights == 2048:
         pixels = 64  # a tile of 32 spills
-    # Two buffers of every block of dy in float32 exceed shared memory.
-    has_room = _is_half(unit) or weights <= 8192
-    stages = limits.input_stages if has_room and not _is_masked(unit) else 1
-    blocks = ConvBlocks(pixels, cin, cout, 8, stages)
+    stages = 1 if _is_masked(unit) else limits.input_stages
+    resident = 1
+    if _has_small_tiles(capability, unit) and weights <= 1024 and min(cin, cout) == 16:
+        pixels, resident = 64 if cin == 16 else 32, 2
+    blocks = ConvBlocks(pixels, cin, cout, 8, stages, resident=resident)
     weight = _weight_blocks(limits, unit, cin, cout)
     return BackwardBlocks(blocks, weight, blocks if in_one_pass else None)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from preact_kernels.kernels.triton.configurations import (
     ELEMENTWISE_RESIDENT,
     TILES_OF_IMAGE,
+    ConvBlocks,
+    Device,
     elementwise,
 )
 
@@ -19,7 +21,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
 _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
 _REGISTERS, _WARP = 65536, 32  # of a multiprocessor, and threads of a warp
-_FEWEST_REGISTERS, _MOST_REGISTERS = 32, 255  # of a thread: more warps are never resident
+_MOST_REGISTERS = 255  # of a thread
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
 
 
@@ -36,12 +38,15 @@ PreparedLaunches = dict[tuple, PreparedLaunch]
 
 
 def compile_options(constants: Mapping[str, Any], num_warps: int) -> dict[str, Any]:
-    """Triton's options: a kernel has as few registers as the resident programs of its grid need."""
+    """Triton's options: a kernel has the registers that the resident programs of its grid leave.
+
+    Without a limit ptxas spills a few registers to stay below 128, for no more resident programs.
+    """
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    resident = getattr(constants.get("BLOCKS"), "resident", 1)
-    if resident > 1:
-        registers = _REGISTERS // (_WARP * num_warps * resident)
-        options["maxnreg"] = min(max(registers // 8 * 8, _FEWEST_REGISTERS), _MOST_REGISTERS)
+    blocks = constants.get("BLOCKS")
+    if isinstance(blocks, ConvBlocks):
+        registers = _REGISTERS // (_WARP * num_warps * blocks.resident)
+        options["maxnreg"] = min(registers // 8 * 8, _MOST_REGISTERS)
     return options
 
 
@@ -87,13 +92,6 @@ def current_stream() -> int:
     """The handle of the current stream of the current device."""
     driver = triton.runtime.driver.active
     return driver.get_current_stream(driver.get_current_device())
-
-
-class Device(NamedTuple):
-    """The properties of a GPU that select block shapes and grids."""
-
-    capability: int  # 90 for 9.0
-    multiprocessors: int
 
 
 class LaunchContext(NamedTuple):
@@ -170,14 +168,13 @@ def aligned_rows(like: Tensor, rows: int, elements: int, dtype: torch.dtype) -> 
 def properties(device: torch.device) -> Device:
     """Properties of a GPU. Placeholders in the interpreter."""
     if INTERPRETED:
-        return Device(90, 1)
+        return Device(90, 1, 227 * 1024)
     found = torch.cuda.get_device_properties(device)
-    return Device(10 * found.major + found.minor, found.multi_processor_count)
-
-
-def capability_of(device: torch.device) -> int:
-    """The compute capability of a GPU: 90 for 9.0."""
-    return properties(device).capability
+    return Device(
+        10 * found.major + found.minor,
+        found.multi_processor_count,
+        found.shared_memory_per_block_optin,
+    )
 
 
 def persistent_programs(device: torch.device, tiles: int, columns: int, resident: int) -> int:

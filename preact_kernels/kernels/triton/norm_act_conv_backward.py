@@ -11,7 +11,7 @@ from preact_kernels.kernels.triton.batch_norm import kernel_gradient, kernel_nor
 from preact_kernels.kernels.triton.configurations import conv_backward
 from preact_kernels.kernels.triton.conv import UnitSizes, unit_sizes
 from preact_kernels.kernels.triton.input_gradient import InputGradientLaunch, input_grid
-from preact_kernels.kernels.triton.launch import PreparedLaunches, capability_of, on_device_of
+from preact_kernels.kernels.triton.launch import PreparedLaunches, on_device_of, properties
 from preact_kernels.kernels.triton.norm_act import norm_input_gradient
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -64,7 +64,7 @@ class BackwardLaunch:
         prepared: PreparedLaunches | None = None,
     ) -> None:
         self.sizes, self.prepared = sizes, prepared
-        blocks = conv_backward(capability_of(sizes.unit.device), sizes.unit)
+        blocks = conv_backward(properties(sizes.unit.device), sizes.unit)
         self.weight = WeightGradientLaunch(sizes, blocks.weight, prepared)
         input_blocks, self.in_one_pass = blocks.input, False
         if blocks.both is not None and wanted.input and wanted.weight:

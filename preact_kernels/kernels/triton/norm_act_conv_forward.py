@@ -13,7 +13,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     pre_activation,
     tiles_of,
 )
-from preact_kernels.kernels.triton.configurations import conv_forward
+from preact_kernels.kernels.triton.configurations import conv_forward, filling
 from preact_kernels.kernels.triton.conv import (
     UnitSizes,
     add_after_product,
@@ -24,12 +24,12 @@ from preact_kernels.kernels.triton.conv import (
 )
 from preact_kernels.kernels.triton.launch import (
     PreparedLaunches,
-    capability_of,
     ceil_div,
     launch_kernel,
     nhwc_strides,
     on_device_of,
     persistent_programs,
+    properties,
 )
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -147,8 +147,10 @@ class ForwardLaunch:
     def __init__(self, sizes: UnitSizes, prepared: PreparedLaunches | None = None) -> None:
         self.sizes, self.prepared = sizes, prepared
         unit = sizes.unit
-        blocks = conv_forward(capability_of(unit.device), unit)
+        device = properties(unit.device)
+        blocks = conv_forward(device, unit)
         columns = ceil_div(sizes.shape.K, blocks.block_cout)
+        blocks = filling(blocks, device, sizes.y_pixels, columns)
         tiles = ceil_div(sizes.y_pixels, blocks.block_pixels)
         self._grid = persistent_programs(unit.device, tiles, columns, blocks.resident), columns, 1
         self._num_warps = blocks.num_warps

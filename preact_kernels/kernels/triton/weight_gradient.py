@@ -21,7 +21,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     pre_activation,
     tiles_of,
 )
-from preact_kernels.kernels.triton.configurations import ConvBlocks
+from preact_kernels.kernels.triton.configurations import ConvBlocks, taps_per_program
 from preact_kernels.kernels.triton.conv import UnitSizes, dot, input_pixels
 from preact_kernels.kernels.triton.launch import (
     INTERPRETED,
@@ -157,11 +157,11 @@ class WeightGradientLaunch:
         unit, shape = sizes.unit, sizes.shape
         self.unit = unit
         self._numbers = sizes.parameter, sizes.images, sizes.y_pixels
-        taps_per_program = shape.S if shape.S <= 3 else 1  # a row, if registers hold it
+        taps = taps_per_program(shape.S)
         self._columns = (
             shape.R
             * shape.S
-            // taps_per_program
+            // taps
             * ceil_div(shape.C, blocks.block_cin)
             * ceil_div(shape.K, blocks.block_cout)
         )
@@ -175,7 +175,7 @@ class WeightGradientLaunch:
         self._constants = {
             **sizes.constants,
             "BLOCKS": blocks,
-            "TAPS_PER_PROGRAM": taps_per_program,
+            "TAPS_PER_PROGRAM": taps,
         }
 
     def __call__(self, units: Sequence[WeightInputs], partials: Tensor, slots: int = 1) -> None:
