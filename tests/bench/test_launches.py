@@ -75,8 +75,8 @@ def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
     first = [r for r in unit_rows if r.stage == "1"]
     # In multiples of the inner channels: 12 of 16 are the stream (x, x again, y).
     assert 16 + 12 < units(first, FORWARD) < 16 + 12.2
-    # 16 of 32 are the stream: x of the deferred affine step, skip, the stored dy, and x. The last of
-    # 17 blocks has no such step. Partial sums are in addition.
+    # 16 of 32 are the stream: x of the deferred affine step, skip, the stored dy, and x. The last
+    # of 17 blocks has no such step. Partial sums are in addition.
     assert 32 + 16 - 12 / 17 < units(first, BACKWARD) < 32 + 16 + 3
 
 
