@@ -210,9 +210,22 @@ def plain_bn_relu(
     x, bn_weight, bn_bias, running_mean=None, running_var=None, *, training, momentum=0.1, eps=1e-5
 ):
     """What `pk.bn_relu` equals."""
-    return F.relu(
-        F.batch_norm(x, running_mean, running_var, bn_weight, bn_bias, training, momentum, eps)
-    )
+    running = running_mean, running_var
+    return F.relu(plain_batch_norm(x, *running, bn_weight, bn_bias, training, momentum, eps))
+
+
+def plain_batch_norm(x, mean, var, weight, bias, *options):
+    """`F.batch_norm`, whose backward on a GPU fails if there is a bias and no weight."""
+    if x.is_cuda and weight is None and bias is not None:
+        weight = torch.ones_like(bias)
+    return F.batch_norm(x, mean, var, weight, bias, *options)
+
+
+def plain_group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
+    """`F.group_norm`, which takes float32 parameters of half precision on a CPU alone."""
+    if x.is_cuda and any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+        return F.group_norm(x.float(), num_groups, weight, bias, eps).to(x.dtype)
+    return F.group_norm(x, num_groups, weight, bias, eps)
 
 
 # By id: an argument `activation` of the public functions, and what it stands for. Parameters are
@@ -358,9 +371,9 @@ def plain_norm_act(
     """What `pk.group_norm_act` and `pk.batch_norm_act` equal; `activation` is a key above."""
     if num_groups is None:
         running = running_mean, running_var
-        h = F.batch_norm(x, *running, weight, bias, training, momentum, eps)
+        h = plain_batch_norm(x, *running, weight, bias, training, momentum, eps)
     else:
-        h = F.group_norm(x, num_groups, weight, bias, eps)
+        h = plain_group_norm(x, num_groups, weight, bias, eps)
     return ACTIVATIONS[activation][1](modulate(h, scale, shift))
 
 
