@@ -127,7 +127,7 @@ def test_constant_groups_are_zero_before_weight_and_bias(case, value, backend):
 
 
 @every_kernel
-@pytest.mark.parametrize("case", [NormCase((16, 48, 1, 1), 48), NormCase((3, 4), 4)], ids=str)
+@pytest.mark.parametrize("case", [NormCase((2, 6, 1, 1), 6), NormCase((3, 4), 4)], ids=str)
 def test_one_value_per_group_is_zero_before_weight_and_bias(case, backend):
     inputs = norm_inputs(case)
     y = case.norm_act(**inputs, activation="identity", eps=1e-12)
@@ -171,7 +171,7 @@ def check_activation_at_the_limits(activation):
         "running_mean": torch.zeros(8),
         "running_var": torch.ones(8),
     }
-    arguments = {"training": False, "eps": 1e-12}  # 1 + eps is 1
+    arguments = {"training": False, "eps": 0.0}
     fused = partial(pk.batch_norm_act, activation=ACTIVATIONS[activation][0], **arguments)
     plain = partial(plain_norm_act, activation=activation, **arguments)
     dy = torch.linspace(0.5, 1.5, inputs["x"].numel()).view(inputs["x"].shape)
@@ -245,7 +245,11 @@ def test_no_gradient_passes_where_a_pre_activation_rounds_to_zero(backend):
 def test_gradients_depend_on_the_sign_of_the_rounded_pre_activation(
     call, activation, dtype, backend
 ):
-    """p is x times the least number of the dtype: half of it rounds to zero."""
+    """p is x times the least number of the dtype: half of it rounds to zero.
+
+    The expected gradients are those of a CPU, which are exact: on a GPU PyTorch rounds partial sums
+    of the weight's gradient to the dtype of x.
+    """
     eps, channels = torch.finfo(dtype).eps, 16
     least = torch.finfo(dtype).tiny * eps
     values = torch.tensor([0.25, 0.5, 0.5 + eps, 0.75, 1, 1.5, 0, -0.25, -0.5, -0.5 - eps, -1, -2])
@@ -255,10 +259,10 @@ def test_gradients_depend_on_the_sign_of_the_rounded_pre_activation(
     norm = torch.full((channels,), least), torch.zeros(channels)
     statistics = torch.zeros(channels), torch.full((channels,), 0.75)
 
-    def gradients(function):
+    def gradients(function, device):
         leaves = x.contiguous(memory_format=format), *norm
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        return torch.autograd.grad(function(*leaves), leaves, dy)
+        leaves = [leaf.to(device).detach().requires_grad_() for leaf in leaves]
+        return torch.autograd.grad(function(*leaves), leaves, dy.to(device))
 
     def fused(x, weight, bias):
         options = {"activation": ACTIVATIONS[activation][0], "training": False, "eps": 0.25}
@@ -268,11 +272,8 @@ def test_gradients_depend_on_the_sign_of_the_rounded_pre_activation(
         return pk.batch_norm_act(x, weight, bias, *statistics, **options)
 
     def plain(x, weight, bias):
-        p = F.batch_norm(x, *statistics, weight, bias, eps=0.25)
+        p = F.batch_norm(x, *(t.cpu() for t in statistics), weight, bias, eps=0.25)
         return ACTIVATIONS[activation][1](p)
 
-    found, expected = gradients(fused), gradients(plain)
-    if x.is_cuda:  # PyTorch rounds what it sums there
-        found, expected = found[:1], expected[:1]
-    for gradient, plain_gradient in zip(found, expected, strict=True):
-        assert same_bits(gradient, plain_gradient)
+    for found, expected in zip(gradients(fused, x.device), gradients(plain, "cpu"), strict=True):
+        assert same_bits(found.cpu(), expected)
