@@ -25,7 +25,7 @@ auto for_channel_class(const ConvSizes& conv, const Body& body) {
 
 // Calls `body` with the template arguments IN and OUT of the kernels: the channels of a 3x3
 // convolution, and of the 1x1 convolutions of bottlenecks with inner width 16, 32 and 64, else 0.
-// Constants halve the instructions for addresses. A float32 stream is the wider side.
+// With constants, addresses take fewer instructions. A float32 stream is the wider side.
 template <class Types, int C, class Body>
 auto for_channels(const ConvSizes& conv, const Body& body) {
   using std::integral_constant;
