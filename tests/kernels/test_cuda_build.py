@@ -136,8 +136,12 @@ def test_on_hopper_a_kernel_waits_for_those_before_it_and_copies_tiles_after_tha
     assert {row["kernel"] for row in rows if row["source"] == source} == names.keys()
     for name, function in names.items():
         wait, start, copy = (function.find(i) for i in ("ACQBULK", "PREEXIT", "LDGSTS"))
-        assert 0 < wait < min(start, copy), name
-        assert "RED.E" not in function[:wait] and "STG" not in function[:wait], name
+        assert 0 < wait < start, name
+        before = function[:wait]
+        assert "RED.E" not in before and "STG" not in before, name
+        assert "LDGSTS" in function[wait:], name
+        if "weight_gradients" in name or source.endswith("_float"):  # others copy weights first
+            assert wait < copy, name
 
 
 def test_kernels_take_their_shared_memory_at_launch(rows):
