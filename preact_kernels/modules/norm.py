@@ -12,7 +12,11 @@ from preact_kernels.modules.batch_norm import (
 from preact_kernels.ops import checks
 from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
 from preact_kernels.ops.norm_act import NormArguments
-from preact_kernels.ops.plain_operators import has_mixed_dtypes, is_transformed
+from preact_kernels.ops.plain_operators import (
+    has_mixed_dtypes,
+    is_transformed,
+    needs_float32_group_norm,
+)
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -102,11 +106,17 @@ def norm_arguments(norm: Any, x: Tensor) -> NormArguments:
     )
 
 
+def _needs_float32(x: Tensor, *parameters: Tensor | None) -> bool:
+    return is_transformed() and has_mixed_dtypes(x, *parameters)
+
+
 def plain_norm(norm: Any, x: Tensor) -> Tensor:
     """`norm(x)` in place of kernels."""
     if isinstance(norm, _BATCH_NORMS):
         return plain_batch_norm(norm, x)
-    if is_transformed() and is_readable_norm(norm) and has_mixed_dtypes(x, *norm.parameters()):
+    is_group_norm = isinstance(norm, nn.GroupNorm)
+    needs_float32 = needs_float32_group_norm if is_group_norm else _needs_float32
+    if is_readable_norm(norm) and needs_float32(x, *norm.parameters()):
         arguments = norm_arguments(norm, x)
         return arguments.plain(x, arguments.weight, arguments.bias)
     return norm(x)

@@ -18,7 +18,11 @@ from preact_kernels.ops.batch_norm import (
     upcast,
     update_running_statistics,
 )
-from preact_kernels.ops.plain_operators import has_mixed_dtypes, is_transformed
+from preact_kernels.ops.plain_operators import (
+    has_mixed_dtypes,
+    is_transformed,
+    needs_float32_group_norm,
+)
 
 
 class GroupNorm(NamedTuple):
@@ -74,9 +78,10 @@ class GroupNorm(NamedTuple):
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm in PyTorch's own operators, with these parameters."""
-        if has_mixed_dtypes(x, weight, bias) and (x.is_cuda or is_transformed()):
-            weight, bias = upcast(weight, bias)  # PyTorch refuses mixed dtypes on a GPU
-            return F.group_norm(x.float(), self.groups, weight, bias, self.eps).to(x.dtype)
+        if needs_float32_group_norm(x, weight, bias):
+            weight, bias = upcast(weight, bias)
+            y = F.group_norm(x.float(), self.groups, weight, bias, self.eps)
+            return y.to(self.result_dtype(x))
         return F.group_norm(x, self.groups, weight, bias, self.eps)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:

@@ -46,6 +46,16 @@ def has_mixed_dtypes(x: Tensor, *parameters: Tensor | None) -> bool:
     )
 
 
+def needs_float32_group_norm(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether a group norm in PyTorch's own operators must run in float32.
+
+    On a GPU PyTorch refuses a half precision with float32 parameters. Of an `fx` proxy no dtype is
+    known.
+    """
+    is_concerned = is_transformed() or (isinstance(x, Tensor) and x.is_cuda)
+    return is_concerned and has_mixed_dtypes(x, *parameters)
+
+
 def runs_plain_backward(dy: Tensor) -> bool:
     """Whether a backward must run as PyTorch's own operators.
 

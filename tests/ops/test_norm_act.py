@@ -132,7 +132,8 @@ def test_one_value_per_group_is_zero_before_weight_and_bias(case, backend):
     inputs = norm_inputs(case)
     y = case.norm_act(**inputs, activation="identity", eps=1e-12)
     assert same_bits(y, inputs["bias"].view(-1, *[1] * (y.dim() - 2)).expand(y.shape).clone())
-    check_norm(case, inputs)
+    # dx is what rounding leaves of zero: one of few values may be near zero in eager by luck.
+    check_norm(case, [norm_inputs(case) for _ in range(enough(case.x))])
 
 
 @pytest.mark.backends("cpu")

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 import preact_kernels as pk
 from preact_kernels.modules.activation import activation_of_module
 from tests.cases import modulate, randomised
-from tests.oracle import assert_same_bits, check, evaluate
+from tests.oracle import assert_same_bits, check, evaluate, same_bits
 
 pytestmark = pytest.mark.backends("cpu")  # modules are above the backends
 
@@ -197,6 +197,17 @@ def test_attributes_are_read_at_each_call(backend):
     module.act.negative_slope, module.norm.eps = 0.5, 0.1
     module.norm.num_groups = 2
     check(module, Plain(module), {"x": x})
+
+
+def test_group_norms_of_half_precision_take_float32_parameters_without_kernels_too(backend):
+    """On a GPU PyTorch's group norm refuses them."""
+    module = randomised(pk.NormAct(nn.GroupNorm(4, 8), nn.SiLU()))
+    plain = copy.deepcopy(module)
+    plain.fused = False
+    problems = [{"x": torch.randn(3, 8, 5, 6).bfloat16()} for _ in range(4)]
+    check(module, plain, problems)
+    x = problems[0]["x"]
+    assert same_bits(torch.jit.trace(module, x)(x), plain(x))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
