@@ -74,7 +74,8 @@ class GroupNorm(NamedTuple):
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm in PyTorch's own operators, with these parameters."""
-        if has_mixed_dtypes(x, weight, bias) and (x.is_cuda or is_transformed()):
+        is_on_gpu = isinstance(x, Tensor) and x.is_cuda  # not a proxy of torch.fx
+        if (is_transformed() or is_on_gpu) and has_mixed_dtypes(x, weight, bias):
             weight, bias = upcast(weight, bias)  # PyTorch refuses mixed dtypes on a GPU
             return F.group_norm(x.float(), self.groups, weight, bias, self.eps).to(x.dtype)
         return F.group_norm(x, self.groups, weight, bias, self.eps)

@@ -173,7 +173,7 @@ def properties(device: torch.device) -> Device:
     return Device(
         10 * found.major + found.minor,
         found.multi_processor_count,
-        found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        found.shared_memory_per_block_optin,
     )
 
 
