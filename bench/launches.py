@@ -196,7 +196,7 @@ def kernels_of(step: Callable[[], None]) -> list[Kernel]:
     """Profiles a step; returns its kernels in order.
 
     Raises:
-        RuntimeError: the profiler saw no kernels, or other kernels in most runs.
+        RuntimeError: the profiler saw no kernels, or other kernels in half of the runs.
     """
     replays = []
     for _ in range(REPLAYS):
@@ -217,7 +217,7 @@ def kernels_in(replays: Sequence[Sequence[tuple[str, float, float]]]) -> list[Ke
         replays: name, begin and end in us of every kernel, for each replay.
 
     Raises:
-        RuntimeError: there are no kernels, or less than half of the replays have the same ones.
+        RuntimeError: there are no kernels, or no more than half of the replays have the same ones.
     """
     runs = [sorted(spans, key=lambda span: span[2]) for spans in replays]
     counts = collections.Counter(tuple(name for name, _, _ in run) for run in runs if run)

@@ -41,7 +41,7 @@ struct ThreadStatistics {
       if (count == 0) pivot[j] = tile_pivot[j];
       const float tile_mean = tile_pivot[j] - pivot[j] + sum[j] * inv_count;
       const float delta = tile_mean - mean[j];
-      m2[j] += square[j] - sum[j] * sum[j] * inv_count + delta * delta * (count * share);
+      m2[j] += square[j] - sum[j] * (sum[j] * inv_count) + delta * delta * (count * share);
       // An infinite mean stays infinite, as in a sum.
       mean[j] = isfinite(delta) ? mean[j] + delta * share : mean[j] + tile_mean;
       sum[j] = square[j] = 0;

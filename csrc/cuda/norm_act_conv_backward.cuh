@@ -207,6 +207,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
       for (int j = 0; j < kWidth; ++j) sum_g_x[j] *= rstd[j];
     }
   }
+  cp_async_wait<0>();  // for a block without tiles
   // From here on shared memory has another layout.
   float* scratch = reinterpret_cast<float*>(memory);
   __syncthreads();

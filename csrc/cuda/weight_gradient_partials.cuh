@@ -19,6 +19,13 @@ struct WeightGradientPartials {
 constexpr int kPartialsBytes =
     kThreads * 4 * sizeof(double);  // of shared memory that `add_up` uses
 
+// Threads of a block side by side in a row of sums of `width` columns, four columns each: for about
+// 32 blocks, each with 32 bytes or more of a row.
+__host__ __device__ inline int lanes_of_sums(int width) {
+  const int lanes = width / 4 / 32;
+  return lanes < 2 ? 2 : lanes < kThreads ? lanes : kThreads;
+}
+
 // Stores the sum over rows. All threads of a grid of kThreads must call this. A block owns
 // neighbouring columns, a thread four of them in every `slices`-th row. The order of additions does
 // not depend on the grid.
@@ -26,10 +33,8 @@ template <class T>
 __device__ void add_up(const WeightGradientPartials& p, double* shared) {
   if (p.partials == nullptr) return;
   constexpr int kVector = 4;
-  constexpr int kGroups =
-      32;  // of columns: for as many blocks, each with 32 bytes or more of a row
   const int width = p.values();
-  const int lanes = min(max(width / kVector / kGroups, 2), kThreads), slices = kThreads / lanes;
+  const int lanes = lanes_of_sums(width), slices = kThreads / lanes;
   const int lane = threadIdx.x % lanes, slice = threadIdx.x / lanes;
   for (int first = blockIdx.x * lanes * kVector; first < width;
        first += gridDim.x * lanes * kVector) {

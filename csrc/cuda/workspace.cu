@@ -150,21 +150,17 @@ void launch_finish_gradients(Workspace& workspace, const Tensor* sums, cudaStrea
       params.sums = mutable_data<float>(*sums), params.values = int(sums->numel());
       sums = nullptr;
     }
-    int width = 0, rows = 0;
+    int blocks = std::max((params.values + kThreads - 1) / kThreads, 1), rows = 0;
     for (; rows < kMostWeightGradients && next < workspace.partials.size(); ++rows, ++next) {
       params.partials[rows] = workspace.partials[next];
-      width = std::max(width, workspace.partials[next].values());
+      const int width = workspace.partials[next].values(), columns = 4 * lanes_of_sums(width);
+      blocks = std::max(blocks, (width + columns - 1) / columns);
     }
     if (params.values == 0 && rows == 0) return;
     rows = std::max(rows, 1);
-    // A block for each 32 values, several on a multiprocessor: a sum is a chain of loads.
-    const int blocks =
-        std::max((params.values + kThreads - 1) / kThreads,
-                 std::min((width + 31) / 32, (multiprocessors() + rows - 1) / rows * 16));
     for_dtype(workspace.dtype, [&](auto value) {
-      launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
-             dim3(std::max(blocks, 1), rows), kThreads, kPartialsBytes, stream, params,
-             workspace.has_launched);
+      launch("finish_gradients", finish_gradients_kernel<decltype(value)>, dim3(blocks, rows),
+             kThreads, kPartialsBytes, stream, params, workspace.has_launched);
     });
     workspace.has_launched = true;
   } while (next < workspace.partials.size());

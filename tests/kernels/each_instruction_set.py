@@ -66,7 +66,7 @@ def differing(isa, items):
     for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
         cases = {}
         for item in group:
-            values = dict(flattened(item.callspec.params))
+            values = dict(flattened(item.callspec.params if hasattr(item, "callspec") else {}))
             dtypes = {v for v in values.values() if isinstance(v, torch.dtype)}
             if isa != "avx512" or not dtypes or torch.bfloat16 in dtypes:
                 cases[item] = {name: id(value) for name, value in values.items()}

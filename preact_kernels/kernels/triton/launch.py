@@ -169,11 +169,11 @@ def properties(device: torch.device) -> Device:
     """Properties of a GPU. Placeholders in the interpreter."""
     if INTERPRETED:
         return Device(90, 1, 227 * 1024)
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)  # its stub lacks an attribute
     return Device(
         10 * found.major + found.minor,
         found.multi_processor_count,
-        found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        found.shared_memory_per_block_optin,
     )
 
 
