@@ -223,7 +223,7 @@ def plain_batch_norm(x, mean, var, weight, bias, *options):
 
 
 def plain_group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
-    """`F.group_norm`; on a GPU it takes half precision with float32 parameters in autocast alone."""
+    """`F.group_norm`; a GPU takes half precision with float32 parameters in autocast alone."""
     is_mixed = any(t is not None and t.dtype != x.dtype for t in (weight, bias))
     if is_mixed and x.is_cuda and not torch.is_autocast_enabled("cuda"):
         return F.group_norm(x.float(), num_groups, weight, bias, eps).to(x.dtype)
