@@ -124,9 +124,8 @@ build/triton/.quick: $(TRITON_KERNELS)
 	  --out build/triton/quick.csv
 	@touch $@
 
-# For 8.0 ptxas spills two registers of a float32 kernel, which leaves room for another program.
 build/triton/.oldest: $(TRITON_KERNELS)
-	@$(BIN)/python -m tests.kernels.compile_triton --stack-bytes 8 --out build/triton/oldest.csv
+	@$(BIN)/python -m tests.kernels.compile_triton --out build/triton/oldest.csv
 	@touch $@
 
 # Blocks are chosen with the oldest Triton: the newest may spill a few registers for rare shapes.
