@@ -31,7 +31,7 @@ struct AffineStepPointers {
   }
 };
 
-__device__ inline float reciprocal_std(float var, float eps) { return __frsqrt_rn(var + eps); }
+__device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqrtf(var + eps); }
 
 // 0 where p <= 0. NaN stays NaN, as in PyTorch.
 __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }

@@ -82,7 +82,6 @@ T __ldcg(const T* address) {
 }
 inline unsigned __float_as_uint(float value) { return cuda_on_host::bits_as<unsigned>(value); }
 inline float __uint_as_float(unsigned value) { return cuda_on_host::bits_as<float>(value); }
-inline float __frsqrt_rn(float x) { return static_cast<float>(1 / std::sqrt(double(x))); }
 inline double __longlong_as_double(long long bits) { return cuda_on_host::bits_as<double>(bits); }
 using std::isfinite;
 using std::isinf;
