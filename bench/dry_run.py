@@ -10,10 +10,13 @@ addition of two gradients.
 import bisect
 import contextlib
 import itertools
+import math
 import shutil
 import struct
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench import floors
 from bench.contenders import Network
+from bench.instructions import Count, counts, issue_us
 from preact_kernels.ops import dispatch
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -44,6 +48,9 @@ class Launch(NamedTuple):
     part: int = 0  # index of the part of the stage
     direction: str = ""
     kernel: str = ""  # the name with a prefix, F1 for the first unit of a block in the forward
+    code: str = ""  # identifies the compiled kernel
+    tiles: int = 0  # that the blocks of each column share; 0: the kernel has no tiles
+    issue_us: float | None = None  # to issue its instructions; None: not known
 
 
 class Part(NamedTuple):
@@ -81,6 +88,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.recorded: list[_Recorded] = []
         self.calls = 0
+        self.counts: dict[str, Count | None] = {}  # of instructions, by the code of a launch
         self._running: str | None = None  # name of the backend's running function
 
     def add(self, launch: Launch, tensors: dict[int, int | None]) -> None:
@@ -154,12 +162,15 @@ def _grid(blocks: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
+def cuda_launches(
+    recorder: Recorder, multiprocessors: int, with_instructions: bool
+) -> Iterator[Any]:
     """Yields the CUDA backend; its launches are recorded and do not run.
 
     All pointers in the parameters of a launch are tensors: launchers set or clear all of them.
+    Instructions are those of the library for GPUs, if it is there: build it from these sources.
     """
-    from preact_kernels.kernels.cuda import CUDAKernels
+    from preact_kernels.kernels.cuda import LIBRARY, PACKAGE, CUDAKernels
     from tests.kernels.cuda_on_host import build, serve_cpu
 
     if shutil.which(build.CXX[0]) is None:
@@ -172,7 +183,14 @@ def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
         addresses = [w for w in words if serve_cpu.tensor_at(w)]
         grid = _grid(met.blocks)
         launch = Launch(
-            met.name, grid, met.threads, met.shared_bytes, met.is_dependent, met.filled_bytes
+            met.name,
+            grid,
+            met.threads,
+            met.shared_bytes,
+            met.is_dependent,
+            met.filled_bytes,
+            code=met.symbol,
+            tiles=met.tiles,
         )
         recorder.add(launch, dict.fromkeys(addresses))
 
@@ -182,6 +200,9 @@ def cuda_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
         with serve_cpu.without_running(listen):
             yield kernels
             _find_sizes(recorder.recorded, serve_cpu.tensor_at)
+            if with_instructions:
+                symbols = {r.launch.code for r in recorder.recorded if r.launch.code}
+                recorder.counts.update(counts(PACKAGE / LIBRARY, symbols, CAPABILITY))
     finally:
         serve_cpu.set_schedule()
 
@@ -202,16 +223,26 @@ def _find_sizes(recorded: list[_Recorded], tensor_at: Callable[[int], range | No
 
 
 @contextlib.contextmanager
-def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
-    """Yields the Triton backend; its launches are recorded and do not run."""
+def triton_launches(
+    recorder: Recorder, multiprocessors: int, with_instructions: bool
+) -> Iterator[Any]:
+    """Yields the Triton backend; its launches are recorded and do not run.
+
+    To count instructions, every kernel is compiled once.
+    """
+    import triton
     from triton.runtime.jit import JITFunction
 
     from preact_kernels.kernels import triton as kernels
     from preact_kernels.kernels.triton import launch
+    from tests.kernels.compile_triton import Driver
 
     if launch.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, but the interpreter has no launches")
     kept = []  # so that no address is used twice
+    compile_kernel = JITFunction.run
+    if with_instructions:
+        triton.runtime.driver.set_active(Driver(CAPABILITY))
 
     def record(kernel, *args, grid, warmup, **options):
         if warmup:  # only compiles
@@ -219,6 +250,15 @@ def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
         kept.append(args)
         name = kernel.__name__.removesuffix("_kernel")
         met = Launch(name, _grid(grid), 32 * options["num_warps"], 0, False, 0)
+        if with_instructions:
+            compiled = compile_kernel(kernel, *args, grid=grid, warmup=True, **options)
+            if compiled.hash not in recorder.counts:
+                recorder.counts[compiled.hash] = _count_of(compiled, kernel.__name__)
+            met = met._replace(
+                shared_bytes=compiled.metadata.shared,
+                code=compiled.hash,
+                tiles=_tiles_of(kernel, args, options),
+            )
         recorder.add(met, sizes((args, options)))
 
     gpu = launch.Device(CAPABILITY, multiprocessors, SHARED_BYTES)
@@ -231,6 +271,37 @@ def triton_launches(recorder: Recorder, multiprocessors: int) -> Iterator[Any]:
         for module in (m for m in modules if hasattr(m, "properties")):
             patches.enter_context(mock.patch.object(module, "properties", lambda device: gpu))
         yield kernels
+
+
+def _count_of(compiled: Any, name: str) -> Count | None:
+    """Counts the instructions of a kernel of Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return counts(Path(file.name), [name], CAPABILITY).get(name)
+
+
+def _tiles_of(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> int:
+    """Returns the tiles of a kernel of Triton whose programs share the pixels of a batch."""
+    pixels = dict(zip(kernel.arg_names, args, strict=False)).get("pixels")
+    blocks = options.get("BLOCKS")
+    return -(-pixels // blocks.block_pixels) if pixels and blocks else 0
+
+
+def _issue_us(launch: Launch, known: dict[str, Count | None], multiprocessors: int) -> float | None:
+    """Returns the time to issue the instructions of a launch; None: not known."""
+    counted = known.get(launch.code)
+    if counted is None or (counted.tile and not launch.tiles):
+        return None
+    across, *columns = map(int, launch.grid.split("x"))
+    return issue_us(
+        counted,
+        blocks=across,
+        columns=math.prod(columns),
+        tiles=launch.tiles,
+        warps=-(-launch.threads // 32),
+        multiprocessors=multiprocessors,
+    )
 
 
 def stages(
@@ -336,16 +407,20 @@ def dry_run(
     memory: str = "store",
     residual_dtype: torch.dtype | None = None,
     multiprocessors: int = 132,
+    with_instructions: bool = True,
 ) -> list[StageLaunches]:
     """Records the launches of the stages in one training step, forward and backward.
 
     Raises:
         RuntimeError: launches of the backend cannot be recorded on this machine.
     """
-    launches = {"cuda": cuda_launches, "triton": triton_launches}[backend]
+    begin_recording = {"cuda": cuda_launches, "triton": triton_launches}[backend]
     recorder, steps = Recorder(), []
     with contextlib.ExitStack() as stack:
-        kernels = _Calls(stack.enter_context(launches(recorder, multiprocessors)), recorder)
+        kernels = _Calls(
+            stack.enter_context(begin_recording(recorder, multiprocessors, with_instructions)),
+            recorder,
+        )
         stack.enter_context(mock.patch.object(dispatch, "kernels_for", lambda *_: kernels))
         stack.enter_context(recorder)
         on_cpu = stages(network, batch, dtype, memory, residual_dtype, torch.device("cpu"))
@@ -357,13 +432,15 @@ def dry_run(
             _, *gradients = torch.autograd.grad(y, inputs, torch.empty_like(y))
             directions = slice(begin, turn), slice(turn, len(recorder.recorded))
             steps.append((stage, x, _units_of(stage, gradients), directions))
-    return [
-        StageLaunches(
-            _parts(stage, x, str(index)),
-            [
-                *_placed(stage, units, recorder.recorded[forward], FORWARD),
-                *_placed(stage, units, recorder.recorded[backward], BACKWARD),
-            ],
-        )
-        for index, (stage, x, units, (forward, backward)) in enumerate(steps, start=1)
-    ]
+    found = []
+    for index, (stage, x, units, (forward, backward)) in enumerate(steps, start=1):
+        launches = [
+            *_placed(stage, units, recorder.recorded[forward], FORWARD),
+            *_placed(stage, units, recorder.recorded[backward], BACKWARD),
+        ]
+        timed = [
+            launch._replace(issue_us=_issue_us(launch, recorder.counts, multiprocessors))
+            for launch in launches
+        ]
+        found.append(StageLaunches(_parts(stage, x, str(index)), timed))
+    return found

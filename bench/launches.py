@@ -4,9 +4,11 @@ Needs no GPU: launches of the backend's own code are recorded and do not run (be
 Prints, for every stage, direction and kernel, the launches per block, the bytes of the tensors in
 their arguments (each counted once per launch), and a lower bound of the time: bytes over copy
 bandwidth, plus a gap between launches, with the constants below. It leaves out arithmetic, latency
-within a kernel, and cache hits. The column "units a block" has bytes in multiples of the inner
-channels of all pixels. Launches that occur once per stage count as a fraction per block. Blocks
-with a projection are one line of the table; the CSV file has their kernels.
+within a kernel, and cache hits. Beside it is the time to issue the instructions of the kernels as
+compiled for compute capability 9.0, by static counts: see bench/instructions.py. "Bound by" names
+the longest of bytes, instructions and gaps. The column "units a block" has bytes in multiples of
+the inner channels of all pixels. Launches that occur once per stage count as a fraction per block.
+Blocks with a projection are one line of the table; the CSV file has their kernels.
 
 On a GPU, also measures: each stage runs as a CUDA graph under the profiler. The time of a kernel is
 from the end of the previous kernel to its own end. Stem, head and optimizer are not listed. The
@@ -82,8 +84,26 @@ def rows_of(stage: StageLaunches, measured_us: Sequence[float | None]) -> Iterat
             units_per_block=bytes_moved / part.blocks / part.unit_bytes,
             dependent=sum(launch.is_dependent for launch in launches) / len(launches),
             least_us_per_block=sum(map(least_us, launches)) / part.blocks,
-            measured_us_per_block=None if None in times else sum(times) / part.blocks,
+            issue_us_per_block=_per_block([launch.issue_us for launch in launches], part.blocks),
+            measured_us_per_block=_per_block(times, part.blocks),
         )
+
+
+def _per_block(times: Sequence[float | None], blocks: int) -> float | None:
+    """Returns the sum of times per block; None: one is not known."""
+    known = [us for us in times if us is not None]
+    return sum(known) / blocks if len(known) == len(times) else None
+
+
+def bound(row: LaunchRow) -> str:
+    """Says which is the longest: bytes, instructions, or the gaps between launches."""
+    bytes_us = row.bytes_per_block / COPY_BYTES_PER_US
+    longest = {
+        "bytes": bytes_us,
+        "instructions": row.issue_us_per_block or 0.0,
+        "launches": row.least_us_per_block - bytes_us,
+    }
+    return max(longest, key=lambda name: longest[name])
 
 
 def _each(values: Iterable) -> str:
@@ -123,6 +143,8 @@ def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
         "MB a block": total("bytes_per_block", ".2f", 1e6),
         "units a block": total("units_per_block", ".2f"),
         "at least us a block": total("least_us_per_block", ".1f"),
+        "issue us a block": total("issue_us_per_block", ".1f"),
+        "bound by": bound(first) if is_one else "",
         "measured us a block": total("measured_us_per_block", ".1f"),
     }
 
@@ -134,6 +156,7 @@ def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
     dependent = sum(launch.is_dependent for launch in launches)
     moved = sum(row.bytes_per_block * row.blocks for row in rows)
     least_ms = sum(row.least_us_per_block * row.blocks for row in rows) / 1e3
+    issue_ms = sum((row.issue_us_per_block or 0) * row.blocks for row in rows) / 1e3
     floor_ms = floor_bytes / COPY_BYTES_PER_US / 1e3
     return (
         f"{len(launches)} launches in sequence, {dependent} of them dependent: "
@@ -141,7 +164,8 @@ def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
         f"{moved / 1e9:.2f} GB, floor {floor_bytes / 1e9:.2f} GB\n"
         f"lower bound {least_ms:.1f} ms, floor {floor_ms:.1f} ms, "
         f"at {COPY_BYTES_PER_US / 1e6} TB/s, {LAUNCH_US} us a launch and "
-        f"{DEPENDENT_LAUNCH_US} us a dependent one"
+        f"{DEPENDENT_LAUNCH_US} us a dependent one\n"
+        f"instructions {issue_ms:.1f} ms, in the kernels for which their number is known"
     )
 
 
@@ -291,7 +315,7 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
 def recorded(a: argparse.Namespace) -> list[StageLaunches]:
     """Returns the launches; on a GPU machine another process records them: this one runs CUDA."""
     names = "network", "batch", "dtype", "backend", "memory", "residual_dtype", "multiprocessors"
-    step = [getattr(a, name) for name in names]
+    step = [*(getattr(a, name) for name in names), a.instructions]
     if not torch.cuda.is_available():
         return dry_run.dry_run(*step)
     spawn = multiprocessing.get_context("spawn")
@@ -312,6 +336,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--memory", choices=MEMORY_MODES, default="store")
     add("--residual-dtype", choices=("float32",), help="dtype of the residual stream (--dtype)")
     add("--multiprocessors", type=int, help="multiprocessors of the GPU (this one's, or 132)")
+    add(
+        "--instructions",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="count them: takes a minute or two to compile Triton's kernels",
+    )
     add("--csv", type=Path, help="file for a row per kernel; keeps rows of other steps")
     a = parser.parse_args(given)
     if a.multiprocessors is None:

@@ -201,6 +201,7 @@ class LaunchRow(Measured):
     units_per_block: float  # bytes_per_block / bytes of the inner channels of all pixels
     dependent: float  # share of the launches that may begin before the previous one has ended
     least_us_per_block: float
+    issue_us_per_block: float | None = None  # to issue the instructions; None: not known
     measured_us_per_block: float | None = None
     copy_gb_s: float | None = None  # measured copy bandwidth of the GPU
     network: str = ""

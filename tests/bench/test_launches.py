@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,11 @@ pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from bench import dry_run, launches, measure
+from bench import dry_run, instructions, launches, measure
 from bench.dry_run import BACKWARD, FORWARD, Launch, Part, StageLaunches
 from bench.launches import Kernel, arguments, kernels_in, main, recorded, rows_of
 from bench.records import LAUNCHES, LaunchRow, put, read
+from preact_kernels.kernels import cuda
 from tests.kernels.cuda_on_host import build, serve_cpu
 
 # Per block without a projection, in each stage; without launches that occur once per run.
@@ -52,7 +54,10 @@ def rows_of_command(backend, *options, folder):
 
 def cuda_rows(*options):
     """Returns the rows of the CUDA backend."""
-    stages = recorded(arguments([*options, "--backend", "cuda"]))
+    return rows_of_stages(recorded(arguments([*options, "--backend", "cuda", "--no-instructions"])))
+
+
+def rows_of_stages(stages):
     return [row for s in stages for row in rows_of(s, [None] * len(s.launches))]
 
 
@@ -63,6 +68,7 @@ def units(rows, direction):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
     options = ("--network", "resnet-164", "--batch", "128", "--residual-dtype", "float32")
+    options = *options, "--no-instructions"
     if backend == "cuda":  # in this process
         rows = cuda_rows(*options)
     else:
@@ -98,6 +104,29 @@ def test_resnet_1001_has_its_launches_and_bytes():
     assert 32 < units(first, BACKWARD) < 32.1 + partials
     last = [r for r in rows if r.stage == "3" and "sum" not in r.kernel]
     assert 16 < units(last, FORWARD) < 18
+
+
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("triton", marks=pytest.mark.slow)])
+def test_convolutions_issue_as_many_instructions_as_are_compiled(backend, tmp_path):
+    if instructions.cuobjdump() is None:
+        pytest.skip("cuobjdump is not installed")
+    if backend == "cuda" and not has_library_for(b"sm_90"):
+        pytest.skip("there is no CUDA library for sm_90")
+    options = "--network", "resnet-29", "--batch", "128"
+    if backend == "cuda":
+        rows = rows_of_stages(recorded(arguments(options)))
+    else:
+        rows = rows_of_command(backend, *options, folder=tmp_path)
+    convs = [r for r in rows if "norm_act_conv" in r.kernel and "projection" not in r.stage]
+    assert len(convs) >= 18
+    for row in convs:
+        assert 0.2 < row.issue_us_per_block / row.launches_per_block < 30, row
+
+
+def has_library_for(target):
+    """Whether the CUDA library is built, and for a target such as sm_90."""
+    path = cuda.PACKAGE / cuda.LIBRARY
+    return path.exists() and re.search(rb"\0(\w*_\d+)*%b(\w+_\d+)*\0" % target, path.read_bytes())
 
 
 def test_what_runs_again_is_listed():
@@ -184,6 +213,7 @@ def placed(name, bytes_moved=0, *, is_dependent=False, kernel=None):
 
 def test_rows_add_up_to_the_launches():
     runs = [placed("sum_partials", 4_100_000, kernel="F1 sum_partials") for _ in range(8)]
+    runs = [launch._replace(issue_us=1.5) for launch in runs]
     last = placed("bn_stats", 16, is_dependent=True)._replace(direction=BACKWARD)
     stage = StageLaunches([Part("1", 4, 8, 368.0)], [*runs, last])
     first, last = rows_of(stage, [1.0] * 8 + [6.0])
@@ -193,8 +223,17 @@ def test_rows_add_up_to_the_launches():
     assert first.least_us_per_block == pytest.approx(2 * 2.0)  # bytes and gaps
     assert last.least_us_per_block == pytest.approx(0.7 / 4, rel=1e-3)
     assert (first.dependent, last.dependent) == (0, 1)
+    assert (first.issue_us_per_block, last.issue_us_per_block) == (3, None)
     text = launches.table([stage], [first, last])
     assert "2.25" in text and "floor 46.0 units" in text and "at least us" in text
+
+
+def test_a_kernel_is_bound_by_the_longest_of_three():
+    (row,) = rows_of(StageLaunches([Part("1", 1, 8, 0.0)], [placed("k", 8_200_000)]), [None])
+    assert launches.bound(row) == "bytes"  # 2 us, and a gap of 1 us
+    assert launches.bound(dataclasses.replace(row, issue_us_per_block=2.1)) == "instructions"
+    small = dataclasses.replace(row, bytes_per_block=0.0, least_us_per_block=1.0)
+    assert launches.bound(dataclasses.replace(small, issue_us_per_block=0.9)) == "launches"
 
 
 def test_the_file_has_the_rows_of_the_table_beside_those_of_other_steps(tmp_path, capsys):
@@ -207,7 +246,7 @@ def test_the_file_has_the_rows_of_the_table_beside_those_of_other_steps(tmp_path
     other = dataclasses.replace(old, backend="triton")
     put(path, old, other)
     step = ["--network", "resnet-29", "--batch", "2", "--multiprocessors", "132"]
-    main([*step, "--csv", str(path)])
+    main([*step, "--csv", str(path), "--no-instructions"])
     first, *rows = read(path, LaunchRow)
     assert first == other
     assert {(r.network, r.batch, r.dtype, r.backend) for r in rows} == {
@@ -262,7 +301,7 @@ def test_measured_kernels_are_those_that_were_recorded():
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that runs the recorded kernels, in 2 us each."""
-    step = ["--network", "resnet-29", "--batch", "2"]
+    step = ["--network", "resnet-29", "--batch", "2", "--no-instructions"]
     stages = recorded(arguments(step))
     left = iter(stages)
 

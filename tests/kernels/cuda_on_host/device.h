@@ -142,17 +142,32 @@ inline int multiprocessors() { return cuda_on_host::settings.multiprocessors; }
 inline int most_shared_bytes() { return int(cuda_on_host::settings.most_shared_bytes); }
 inline int multiprocessor_shared_bytes() { return most_shared_bytes() + 1024; }
 
+// The tiles of a convolution, or of the first of several.
+template <class Params>
+auto tiles_of(const Params& params, int) -> decltype(params.grid.tiles) {
+  return params.grid.tiles;
+}
+template <class Params>
+auto tiles_of(const Params& params, int) -> decltype(params.of[0].grid.tiles) {
+  return params.of[0].grid.tiles;
+}
+template <class Params>
+int tiles_of(const Params&, long) {
+  return 0;
+}
+
 // Runs kernel(params) on a grid of `blocks` blocks.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t, const Params& params, bool is_dependent = false) {
   cuda_on_host::launch(
-      {name, blocks, threads, shared_bytes, &params, sizeof(Params), 0, is_dependent},
+      {name, blocks, threads, shared_bytes, &params, sizeof(Params), 0, is_dependent,
+       reinterpret_cast<const void*>(kernel), tiles_of(params, 0)},
       [kernel, params] { kernel(params); });
 }
 // Zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {
-  cuda_on_host::launch({"fill_zeros", 1, 1, 0, &memory, sizeof(memory), bytes, false},
+  cuda_on_host::launch({"fill_zeros", 1, 1, 0, &memory, sizeof(memory), bytes, false, nullptr, 0},
                        [memory, bytes] { std::memset(memory, 0, bytes); });
 }
 

@@ -40,6 +40,8 @@ struct Launch {
   size_t params_bytes;
   size_t filled_bytes;  // of a fill
   bool is_dependent;    // may begin before the launch ahead of it has ended
+  const void* kernel;   // null: a fill
+  int tiles;            // that the blocks share; 0: the kernel has no tiles
 };
 
 // What tests set.

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -53,6 +54,8 @@ class Launch(NamedTuple):
     is_dependent: bool  # may begin before the launch ahead of it has ended
     filled_bytes: int  # of a fill
     params: bytes
+    symbol: str  # the mangled name of the kernel; empty: a fill
+    tiles: int  # that its blocks share; 0: it has no tiles
 
 
 class _Launch(ctypes.Structure):
@@ -67,7 +70,20 @@ class _Launch(ctypes.Structure):
         ("params_bytes", ctypes.c_size_t),
         ("filled_bytes", ctypes.c_size_t),
         ("is_dependent", ctypes.c_bool),
+        ("kernel", ctypes.c_void_p),
+        ("tiles", ctypes.c_int),
     )
+
+
+@functools.cache
+def _symbols() -> dict[int, str]:
+    """The names of the library's functions, by their addresses."""
+    path = build.build("kernels", sanitize=bool(os.environ.get("PK_SANITIZE")))
+    lines = subprocess.check_output(["nm", "--defined-only", str(path)], text=True).splitlines()
+    found = {name: int(at, 16) for at, kind, name in map(str.split, lines) if kind in "tTW"}
+    known = "cuda_on_host_listen"
+    base = ctypes.cast(getattr(library(), known), ctypes.c_void_p).value - found[known]
+    return {base + at: name for name, at in found.items()}
 
 
 @contextlib.contextmanager
@@ -94,6 +110,8 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
                 launch.is_dependent,
                 filled_bytes,
                 params,
+                _symbols()[launch.kernel] if launch.kernel else "",
+                launch.tiles,
             )
         )
 

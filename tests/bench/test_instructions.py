@@ -1,0 +1,97 @@
+"""Counts of instructions in machine code."""
+
+import pytest
+
+from bench.instructions import Count, count, functions, issue_us
+
+# A loop over tiles. In it: a loop of 3 rounds, a branch around one instruction, and two ways with
+# equal products, of which the longer one is for rare values. Ahead of it a loop of unknown length,
+# behind it a rare case that leads back, and a function.
+CODE = """
+  S2R R0, SR_TID.X
+  IADD3 R1, R1, -0x1, RZ
+  ISETP.NE.AND P0, PT, R1, RZ, PT
+  @P0 BRA 0x10
+  LDC R2, c[0x0][0x210]
+  VIADD R3, R3, 0x8
+  FADD R4, R4, R4
+  ISETP.GE.U32.AND P1, PT, R3.reuse, 0x11, PT
+  @!P1 BRA 0x50
+  @P2 BRA 0xb0
+  FADD R5, R5, R5
+  @P3 BRA 0x100
+  FSEL R6, R6, RZ, P4
+  FSEL R7, R7, RZ, P4
+  HMMA.16816.F32.BF16 R8, R6, R7, R8
+  BRA 0x110
+  HMMA.16816.F32.BF16 R8, R6, R7, R8
+  ISETP.GE.U32.AND P4, PT, R9, 0x7, PT
+  ISETP.LE.AND P4, PT, R2, UR4, PT
+  @!P4 BRA 0x40
+  @P5 BRA 0x170
+  STG.E [R10], R8
+  EXIT
+  CALL.REL.NOINC 0x1a0
+  BRA 0x150
+  NOP
+  FMUL R0, R0, R0
+  RET.REL.NODEC R20 0x0
+"""
+
+
+def listing(name, code):
+    """As cuobjdump prints it."""
+    lines = code.strip().splitlines()
+    body = [
+        f"        /*{16 * i:04x}*/   {text.strip()} ;  /* 0x0 */" for i, text in enumerate(lines)
+    ]
+    return "\n".join([f"\t\tFunction : {name}", *body, "\t\t.....", ""])
+
+
+@pytest.fixture
+def code():
+    ((name, found),) = functions(listing("kernel", CODE))
+    assert name == "kernel"
+    assert len(found) == len(CODE.strip().splitlines())
+    assert found[-2] == (0x1A0, "FMUL R0, R0, R0")
+    return found
+
+
+def test_instructions_count_as_often_as_a_warp_issues_them(code):
+    first, inner, rest = 1, 3 * 4, len(range(0x90, 0xC0, 16))
+    product, end = 1, len(range(0x110, 0x140, 16))
+    assert count(code) == Count(once=4 + 3, tile=first + inner + rest + product + end)
+
+
+def test_a_way_with_fewer_products_is_not_taken(code):
+    without = [i._replace(text="FADD R8, R8, R8") if i.address == 0x100 else i for i in code]
+    product_way = len(range(0xC0, 0x100, 16))
+    assert count(without).tile - count(code).tile == product_way - 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("R3.reuse, 0x11", "R3.reuse, R12"),  # the bound is not constant
+        ("VIADD R3, R3, 0x8", "VIADD R3, R3, R13"),  # nor is the step
+        ("VIADD R3, R3, 0x8", "VIADD R3, R3, 0xfffffff8"),  # counts down
+        ("ISETP.GE.U32.AND P1", "ISETP.GE.U32.AND P2"),  # of another branch
+    ],
+)
+def test_a_loop_of_unknown_length_counts_once(code, before, after):
+    changed = [i._replace(text=i.text.replace(before, after)) for i in code]
+    assert changed != code
+    assert count(code).tile - count(changed).tile == 2 * 4
+
+
+def test_a_kernel_without_a_loop():
+    ((_, code),) = functions(listing("k", "MOV R1, R2\n@P0 EXIT\nSTG.E [R1], R2\nEXIT\nBRA 0x40"))
+    assert count(code) == Count(once=4, tile=0)
+
+
+def test_the_busiest_multiprocessor_issues_for_all_its_blocks():
+    shape = {"columns": 2, "warps": 8, "multiprocessors": 100}
+    # 3 of 300 blocks, each with 2 of 200 tiles; 4 instructions a cycle.
+    us = issue_us(Count(100, 50), blocks=150, tiles=200, **shape)
+    assert us == pytest.approx(3 * 8 * (100 + 2 * 50) / (4 * 1755))
+    assert issue_us(Count(100, 0), blocks=1, tiles=0, **shape) == pytest.approx(8 * 100 / 7020)
