@@ -53,12 +53,27 @@ __global__ void __launch_bounds__(kThreads) barrier_kernel(BarrierParams p) {
   if (wrong) atomicAdd(p.wrong, wrong);
 }
 
-// Adds one to what the launch ahead left. Lets the next launch begin, then waits for the one ahead:
-// neither does anything in a plain launch.
-__global__ void __launch_bounds__(kThreads) chain_kernel(unsigned* number) {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+// A thread's registers and shared memory in the chain: about what the kernels of csrc/cuda take, of
+// which two blocks fit on a multiprocessor.
+constexpr int kHeld = 108;
+constexpr int kChainSharedBytes = kHeld * kThreads * sizeof(float);
+
+// Adds one to what the launch ahead left. Waits for that launch, then lets the next one begin, as
+// the kernels of csrc/cuda do; neither does anything in a plain launch. `uses_memory` is false,
+// which the compiler does not know: it keeps the registers and the shared memory.
+__global__ void __launch_bounds__(kThreads, 2) chain_kernel(unsigned* number, bool uses_memory) {
+  extern __shared__ float memory[];
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (blockIdx.x == 0 && threadIdx.x == 0) *number += 1;
+  if (uses_memory) {
+    float held[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) held[i] = memory[i * kThreads + threadIdx.x];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) memory[threadIdx.x * kHeld + i] = held[i];
+  }
 }
 
 const char* text(cudaError_t status) {
@@ -81,14 +96,26 @@ extern "C" const char* launch_barrier(cudaStream_t stream, int blocks, int round
 
 extern "C" const char* launch_chain(cudaStream_t stream, int blocks, bool is_dependent,
                                     unsigned* number) {
+  const auto set = [](cudaFuncAttribute what, int value) {
+    return cudaFuncSetAttribute(reinterpret_cast<const void*>(chain_kernel), what, value);
+  };
+  if (const char* error =
+          text(set(cudaFuncAttributeMaxDynamicSharedMemorySize, kChainSharedBytes))) {
+    return error;
+  }
+  if (const char* error = text(
+          set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared))) {
+    return error;
+  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kChainSharedBytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = is_dependent;
-  return text(cudaLaunchKernelEx(&config, chain_kernel, number));
+  return text(cudaLaunchKernelEx(&config, chain_kernel, number, false));
 }

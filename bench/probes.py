@@ -6,7 +6,8 @@ blocks of a stage could stay on their multiprocessors:
 - a barrier of a grid with one block on every multiprocessor, alone, and with a merge of statistics:
   every block adds integers for 2 values of 64 channels, and reads the sums after the barrier;
 - a launch that depends on the previous one, in a CUDA graph: plain, and with programmatic dependent
-  launch.
+  launch. Blocks have the threads, registers and shared memory of a convolution in csrc/cuda, and
+  like it wait for the launch ahead before they let the next one begin.
 
 Needs nvcc and a GPU of compute capability 9.0 or later. Prints a table and writes
 `*-ceilings.csv`. The row of a probe that fails has the reason.

@@ -55,11 +55,24 @@ def test_a_barrier_releases_what_its_block_wrote_and_acquires_what_others_did(in
 def test_a_dependent_kernel_waits_before_it_reads(instructions):
     assert in_order(
         instructions["chain"],
-        "griddepcontrol.launch_dependents",
         "griddepcontrol.wait",
+        "griddepcontrol.launch_dependents",
         "ld.global.u32",
         "st.global.u32",
     )
+
+
+@needs_nvcc
+def test_a_dependent_kernel_takes_the_registers_and_shared_memory_of_a_convolution(tmp_path):
+    command = [NVCC, "-std=c++17", "-arch=sm_90", "-cubin", "-Xptxas=-v", str(probes.SOURCE)]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "probes.cubin")], capture_output=True, text=True, check=True
+    )
+    report = done.stderr.split("chain_kernel", 1)[1]
+    assert "0 bytes spill stores" in report
+    assert 110 <= int(re.search(r"Used (\d+) registers", report)[1]) <= 128
+    held = int(re.search(r"kHeld = (\d+);", probes.SOURCE.read_text())[1])
+    assert 96 * 1024 <= held * 256 * 4 <= 113 * 1024  # two blocks on a multiprocessor
 
 
 @pytest.fixture(scope="module")
