@@ -44,8 +44,8 @@ REPLAYS = 5
 FILL = "fill_zeros"
 
 
-# Of the lower bound, as `python -m bench.probes` measured them on an H200. The kernel whose launches
-# were timed had no shared memory, and let the next one begin before it waited.
+# Of the lower bound, as `python -m bench.probes` measured them on an H200. At that time the kernel
+# of the launches had no shared memory, and let the next one begin before it waited.
 COPY_BYTES_PER_US = 4.1e6  # read and written
 LAUNCH_US = 1.0  # per kernel of a CUDA graph
 DEPENDENT_LAUNCH_US = 0.7  # with programmatic dependent launch

@@ -1,7 +1,7 @@
 """The CUDA backend: loads the compiled library when it is first asked for.
 
 It has fused convolutions for narrow channels (`serves`). Which shapes those serve follows from
-what they hold on chip; nothing here has been measured on a GPU.
+what they hold on chip.
 """
 
 import ctypes
@@ -17,7 +17,6 @@ from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
     RELU,
-    Conv,
     Epilogue,
     Gradient,
     Gradients,
@@ -110,15 +109,6 @@ def _fits_shared_memory(
     with torch_compat.without_dispatch_modes_above(0):  # fake tensors among them
         weight = torch.empty(shape, dtype=dtype, device=device)
         return ops.norm_act_conv_is_served.default(weight, with_stream)
-
-
-def lacks_shared_memory() -> bool:
-    """Whether a GPU has too little shared memory for the 3x3 kernels, as 8.6, 8.9 and 12.0 do."""
-    if load_error():
-        return False
-    half, same = torch.bfloat16, Conv((1, 1), (1, 1), (1, 1), 1)
-    unit = Unit((32, 32, 3, 3), same, torch.device("cuda"), half, half, half, half)
-    return not kernels().serves(unit)
 
 
 def load_error() -> str:

@@ -66,10 +66,34 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
 _TRITON_DEVICE = "cpu" if _IS_TRITON_INTERPRETED else "cuda"
 
+# The backend that "auto" prefers on a GPU, by the latest compute capability that is no later than
+# the GPU's. Measured on 9.0 (bench/results), and assumed for 8.0, 8.7 and 10.0. On the others,
+# tiles of "cuda" for 3x3 convolutions do not fit in shared memory.
+FASTEST_ON_GPU = {
+    (8, 0): "cuda",
+    (8, 6): "triton",
+    (8, 7): "cuda",
+    (8, 9): "triton",
+    (9, 0): "cuda",
+    (10, 0): "cuda",
+    (12, 0): "triton",
+}
+
+
+def fastest_on_gpu(capability: tuple[int, int]) -> str:
+    """The backend that "auto" prefers on a GPU of this compute capability, 8.0 or later."""
+    return FASTEST_ON_GPU[max(known for known in FASTEST_ON_GPU if known <= capability)]
+
+
+def _prefers_triton() -> bool:
+    if cuda.gpu_refusal():
+        return False
+    return fastest_on_gpu(torch.cuda.get_device_capability()) == "triton"
+
+
 # In order of preference: "auto" takes the first that is available and serves the call.
 BACKENDS = (
     Backend("cpu", cpu.kernels, ("cpu",), _FLOATS, cpu.load_error, library_error=cpu.load_error),
-    # Ahead of Triton, with less work on the host, where its tiles fit in shared memory.
     Backend(
         "cuda",
         cuda.kernels,
@@ -77,7 +101,7 @@ BACKENDS = (
         _SINGLE_AND_HALF,
         cuda.load_error,
         library_error=cuda.library_error,
-        yields=cuda.lacks_shared_memory,
+        yields=_prefers_triton,
     ),
     Backend(
         "triton",

@@ -7,6 +7,7 @@ from torch import Tensor
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Conv, Wanted
+from preact_kernels.ops import dispatch
 from preact_kernels.torch_compat import FakeTensorMode
 from tests.cases import in_dtype, random_block, recorded_calls, unit_of
 from tests.conftest import IS_CUDA_ON_HOST
@@ -338,20 +339,24 @@ def test_float32_is_served_only_where_tf32_is_allowed(monkeypatch):
     assert is_served((16, 64, 1, 1), torch.bfloat16)
 
 
+# That a block may have, by compute capability.
+SHARED_KIBIBYTES = {
+    (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227,
+    (11, 0): 227, (12, 0): 99, (12, 1): 99,
+}  # fmt: skip
+
+
 @on_host
-def test_auto_yields_where_shared_memory_does_not_hold_the_tiles(monkeypatch):
-    monkeypatch.setattr(cuda, "load_error", lambda: "")
-    monkeypatch.setattr(torch, "device", lambda name: DEVICE)
-    found = []
+@pytest.mark.parametrize(("capability", "kibibytes"), SHARED_KIBIBYTES.items())
+def test_auto_prefers_triton_where_shared_memory_does_not_hold_the_tiles(capability, kibibytes):
+    cuda._fits_shared_memory.cache_clear()
+    serve_cpu.set_most_shared_bytes(kibibytes * 1024)
     try:
-        for kibibytes in (163, 99, 227):  # of a block, on 8.0, 8.6 and 9.0
-            serve_cpu.set_most_shared_bytes(kibibytes * 1024)
-            cuda._fits_shared_memory.cache_clear()
-            found.append(cuda.lacks_shared_memory())
+        is_fused = is_served((32, 32, 3, 3), torch.bfloat16)
     finally:
         serve_cpu.set_most_shared_bytes()
         cuda._fits_shared_memory.cache_clear()
-    assert found == [False, True, False]
+    assert dispatch.fastest_on_gpu(capability) == ("cuda" if is_fused else "triton")
 
 
 def test_the_library_names_what_it_does_not_take_before_a_kernel_reads_it():
