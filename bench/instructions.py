@@ -25,7 +25,8 @@ _ENDS_WAY = re.compile(r"EXIT|RET|BRX|BRA(?!\.DIV)\S* (?!\S*!?U?P\d,)")
 _GUARD = re.compile(r"@!?(U?P\d)")
 _RESULTS = re.compile(r"(?:@!?\w+ )?[\w.]+ (U?P\w, U?P\w),")
 _COMPARISON = re.compile(r"(?:@!?\w+ )?U?ISETP\S* \w+, \w+, (U?R\d+)\S*, (0x\w+),")
-_STEP = r"(?:@!?\w+ )?(?:VIADD|U?IADD3) {0}, {0}(?:\.reuse)?, (0x\w+)\b"
+_UPPER_HALF = re.compile(r"(?:@!?\w+ )?U?ISETP\S*\.EX \w+, \w+, U?R\d+, U?RZ, ")
+_STEP = r"(?:@!?\w+ )?(?:VIADD|U?IADD3) {0}, (?:U?P\d, )?{0}(?:\.reuse)?, (0x\w+)\b"
 
 
 class Instruction(NamedTuple):
@@ -169,6 +170,8 @@ def _rounds(loop: Sequence[Instruction]) -> int | None:
     for _, text in reversed(loop[:-1]):
         results = _RESULTS.match(text)
         if guard and results and guard[1] in results[1].split(", "):
+            if _UPPER_HALF.match(text):  # of a 64-bit number
+                continue
             comparison = _COMPARISON.match(text)
             if comparison is None:
                 return None

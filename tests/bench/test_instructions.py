@@ -63,6 +63,16 @@ def test_instructions_count_as_often_as_a_warp_issues_them(code):
     assert count(code) == Count(once=4 + 3, tile=first + inner + rest + product + end)
 
 
+def test_a_loop_may_count_in_64_bits():
+    upper = "ISETP.GE.U32.AND.EX P1, PT, R13, RZ, PT, P1"
+    wide = CODE.replace("VIADD R3, R3, 0x8", "IADD3 R3, P2, R3, 0x8, RZ")
+    wide = wide.replace("  FADD R4, R4, R4\n", "").replace("0x11, PT\n", f"0x11, PT\n  {upper}\n")
+    ((_, code),) = functions(listing("kernel", wide))
+    ((_, narrow),) = functions(listing("kernel", CODE))
+    assert any(i.text == upper for i in code)
+    assert count(code) == count(narrow)
+
+
 def test_a_way_with_fewer_products_is_not_taken(code):
     without = [i._replace(text="FADD R8, R8, R8") if i.address == 0x100 else i for i in code]
     product_way = len(range(0xC0, 0x100, 16))
