@@ -25,10 +25,6 @@ struct AffineStepPointers {
   Accumulators accumulated;  // if any, `sums` are computed from these
 
   __host__ __device__ bool reads_x() const { return inv_count != 0; }
-  __device__ float sum(int channel, int value, int channels) const {
-    if (accumulated.words != nullptr) return float(read_exact(accumulated, channel, value));
-    return sums[value * channels + channel];
-  }
 };
 
 __device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqrtf(var + eps); }
@@ -36,10 +32,31 @@ __device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqr
 // 0 where p <= 0. NaN stays NaN, as in PyTorch.
 __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
 
-// Marks a constructor that reads from shared memory what all threads wrote there, first in
-// `load_parameters`, which reads nothing that a kernel of this call writes, then in `read_sums`. A
-// kernel may call the first before `wait_for_predecessors`.
+// Marks a constructor that reads from shared memory what the threads of a block wrote there, each
+// by its NormChannel.
 struct FromShared {};
+
+// Channel threadIdx.x of a norm, and its two sums, in registers: a thread does not wait for these
+// loads until it uses the values. A convolution has at most kThreads channels.
+struct NormChannel {
+  bool exists;
+  float weight = 0, bias = 0, mean = 0, var = 0;
+  ExactSum sums[2] = {};
+
+  // Reads nothing that a kernel of this call writes: may come before `wait_for_predecessors`.
+  __device__ NormChannel(const NormPointers& norm, int channels)
+      : exists(int(threadIdx.x) < channels) {
+    if (!exists) return;
+    weight = norm.weight[threadIdx.x];
+    if (norm.bias != nullptr) bias = norm.bias[threadIdx.x];
+    if (norm.moments.words != nullptr) return;
+    mean = norm.mean[threadIdx.x], var = norm.var[threadIdx.x];
+  }
+  __device__ void load_sums(const Accumulators& from) {
+    if (!exists || from.words == nullptr) return;
+    sums[0].load(from, threadIdx.x, 0), sums[1].load(from, threadIdx.x, 1);
+  }
+};
 
 // p = (x - mean) * scale + bias, always with one rounding after the difference. Subtracting the
 // mean first avoids cancellation where it is large compared with the deviation.
@@ -68,22 +85,19 @@ struct Normalisation {
   }
 
   // Fills `shared` [kRows][channels]: mean, scale, bias, 1 / standard deviation.
-  static __device__ void load_parameters(const NormPointers& norm, int channels, float* shared) {
-    for (int c = threadIdx.x; c < channels; c += kThreads) {
-      shared[channels + c] = norm.weight[c];
-      shared[2 * channels + c] = norm.bias[c];
-      if (norm.moments.words != nullptr) continue;
-      shared[c] = norm.mean[c];
-      set_scale(reciprocal_std(norm.var[c], norm.eps), channels, shared + c);
+  static __device__ void store(const NormPointers& norm, const NormChannel& channel, int channels,
+                               float* shared) {
+    if (!channel.exists) return;
+    float mean = channel.mean, var = channel.var;
+    if (norm.moments.words != nullptr) {
+      read_moments(channel.sums[0], channel.sums[1], norm.pixels, mean, var);
     }
-  }
-  static __device__ void read_sums(const NormPointers& norm, int channels, float* shared) {
-    if (norm.moments.words == nullptr) return;
-    for (int c = threadIdx.x; c < channels; c += kThreads) {
-      float var;
-      read_moments(norm.moments, c, norm.pixels, shared[c], var);
-      set_scale(reciprocal_std(var, norm.eps), channels, shared + c);
-    }
+    const float rstd = reciprocal_std(var, norm.eps);
+    shared += threadIdx.x;
+    shared[0] = mean;
+    shared[channels] = channel.weight * rstd;
+    shared[2 * channels] = channel.bias;
+    shared[3 * channels] = rstd;
   }
   static __device__ void load_rstd(float (&rstd)[kWidth], const float* shared, int channels,
                                    int first) {
@@ -102,12 +116,6 @@ struct Normalisation {
     FullVector<T> a;
     a.pack(p);
     return as_operand<T>(a);
-  }
-
- private:
-  static __device__ void set_scale(float rstd, int channels, float* shared) {
-    shared[channels] *= rstd;
-    shared[3 * channels] = rstd;
   }
 };
 
@@ -128,7 +136,7 @@ struct InputGradient {
       const int at = channel + i;
       const float rstd = reciprocal_std(step.norm.var[at], step.norm.eps);
       a[i] = step.norm.weight[at] * rstd;
-      set_sums(step, channels, at, a[i], rstd, b[i], c[i]);
+      set_sums(step, step.sums[at], step.sums[channels + at], a[i], rstd, b[i], c[i]);
       mean[i] = step.norm.mean[at];
     }
   }
@@ -141,20 +149,18 @@ struct InputGradient {
   }
 
   // Fills `shared` [kRows][channels]: a, b, c, mean.
-  static __device__ void load_parameters(const AffineStepPointers& step, int channels,
-                                         float* shared) {
-    for (int i = threadIdx.x; i < channels; i += kThreads) {
-      const float rstd = reciprocal_std(step.norm.var[i], step.norm.eps);
-      shared[i] = step.norm.weight[i] * rstd;
-      shared[channels + i] = rstd;  // for `read_sums`
-      shared[3 * channels + i] = step.norm.mean[i];
-    }
-  }
-  static __device__ void read_sums(const AffineStepPointers& step, int channels, float* shared) {
-    for (int i = threadIdx.x; i < channels; i += kThreads) {
-      set_sums(step, channels, i, shared[i], shared[channels + i], shared[channels + i],
-               shared[2 * channels + i]);
-    }
+  static __device__ void store(const AffineStepPointers& step, const NormChannel& channel,
+                               int channels, float* shared) {
+    if (!channel.exists) return;
+    const bool is_exact = step.accumulated.words != nullptr;
+    const float* sums = step.sums + threadIdx.x;
+    const float sum_g = is_exact ? float(read_exact(channel.sums[0])) : sums[0];
+    const float sum_g_x = is_exact ? float(read_exact(channel.sums[1])) : sums[channels];
+    const float rstd = reciprocal_std(channel.var, step.norm.eps), a = channel.weight * rstd;
+    shared += threadIdx.x;
+    shared[0] = a;
+    set_sums(step, sum_g, sum_g_x, a, rstd, shared[channels], shared[2 * channels]);
+    shared[3 * channels] = channel.mean;
   }
 
   // The gradient of vector i in the dtype of x. x and skip are read only where the step has them.
@@ -181,10 +187,10 @@ struct InputGradient {
   }
 
  private:
-  static __device__ void set_sums(const AffineStepPointers& step, int channels, int at, float a,
-                                  float rstd, float& b, float& c) {
-    b = -a * rstd * (step.sum(at, 1, channels) * step.inv_count);
-    c = -a * (step.sum(at, 0, channels) * step.inv_count);
+  static __device__ void set_sums(const AffineStepPointers& step, float sum_g, float sum_g_x,
+                                  float a, float rstd, float& b, float& c) {
+    b = -a * rstd * (sum_g_x * step.inv_count);
+    c = -a * (sum_g * step.inv_count);
   }
 };
 

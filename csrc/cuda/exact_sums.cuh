@@ -51,16 +51,25 @@ __device__ inline double small_to_double(int64_t value) {
   return __longlong_as_double(0x4330000000000000ll | value) - 0x1p52;
 }
 
-// The sum `value`, 0 or 1, of a channel.
-__device__ inline double read_exact(const Accumulators& sums, int channel, int value) {
-  constexpr double kUnits[] = {0x1p-96, 0x1p-48, 1, 0x1p48, 0x1p96};
-  const uint64_t* words = sums.words + value * sums.second + channel;
+// The words of a sum, which a thread can load, and start copies, before it needs their value.
+struct ExactSum {
   int64_t parts[kSumParts];
+  uint64_t counts;
+
+  // The sum `value`, 0 or 1, of a channel.
+  __device__ void load(const Accumulators& sums, int channel, int value) {
+    const uint64_t* words = sums.words + value * sums.second + channel;
 #pragma unroll
-  for (int w = 0; w < kSumParts; ++w) {
-    parts[w] = static_cast<int64_t>(__ldcg(words + w * sums.stride));
+    for (int w = 0; w < kSumParts; ++w) {
+      parts[w] = static_cast<int64_t>(__ldcg(words + w * sums.stride));
+    }
+    counts = __ldcg(words + kSumParts * sums.stride);
   }
-  const uint64_t counts = __ldcg(words + kSumParts * sums.stride);
+};
+
+__device__ inline double read_exact(ExactSum of) {
+  constexpr double kUnits[] = {0x1p-96, 0x1p-48, 1, 0x1p48, 0x1p96};
+  int64_t (&parts)[kSumParts] = of.parts;
   // The parts of a negative sum cancel each other: negate it.
   carry(parts);
   const bool is_negative = parts[kSumParts - 1] < 0;
@@ -74,13 +83,20 @@ __device__ inline double read_exact(const Accumulators& sums, int channel, int v
   for (int w = 0; w + 1 < kSumParts; ++w) sum += small_to_double(parts[w]) * kUnits[w];
   sum += static_cast<double>(parts[kSumParts - 1]) * kUnits[kSumParts - 1];
   if (is_negative) sum = -sum;
-  if (counts != 0) {
-    const bool has_positive = counts & (kOneNegative - kOnePositive);
-    const bool has_negative = counts >= kOneNegative;
-    const bool is_nan = counts & (kOnePositive - 1) || (has_positive && has_negative);
+  if (of.counts != 0) {
+    const bool has_positive = of.counts & (kOneNegative - kOnePositive);
+    const bool has_negative = of.counts >= kOneNegative;
+    const bool is_nan = of.counts & (kOnePositive - 1) || (has_positive && has_negative);
     sum = is_nan ? NAN : has_positive ? INFINITY : -INFINITY;
   }
   return sum;
+}
+
+// The sum `value`, 0 or 1, of a channel.
+__device__ inline double read_exact(const Accumulators& sums, int channel, int value) {
+  ExactSum sum;
+  sum.load(sums, channel, value);
+  return read_exact(sum);
 }
 
 // The number of values in a sum, and its reciprocal.
@@ -98,11 +114,11 @@ struct Count {
   }
 };
 
-// Mean and biased variance of a channel, from the sums of values and of their squares.
-__device__ inline void read_moments(const Accumulators& sums, int channel, const Count& count,
-                                    float& mean, float& var) {
-  const double exact_mean = count.mean(read_exact(sums, channel, 0));
-  const double exact_var = count.mean(read_exact(sums, channel, 1)) - exact_mean * exact_mean;
+// Mean and biased variance, from the sums of values and of their squares.
+__device__ inline void read_moments(const ExactSum& sum, const ExactSum& squares,
+                                    const Count& count, float& mean, float& var) {
+  const double exact_mean = count.mean(read_exact(sum));
+  const double exact_var = count.mean(read_exact(squares)) - exact_mean * exact_mean;
   mean = static_cast<float>(exact_mean);
   var = static_cast<float>(exact_var < 0 ? 0 : exact_var);  // NaN stays NaN
 }

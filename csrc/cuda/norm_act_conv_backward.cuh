@@ -94,15 +94,18 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
     }
     cp_async_commit();
   };
+  // Short loads come before copies, which would delay them.
+  const NormChannel norm_channel(conv.norm, channels);
+  NormChannel step_channel(conv.step.norm, has_step ? out_channels : 0);
   if constexpr (kInput) {
     load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
   }
-  Normalisation<kWidth>::load_parameters(conv.norm, channels, norm);
-  if (has_step) InputGradient<kWidth>::load_parameters(conv.step, out_channels, step);
   wait_for_predecessors();
   let_dependents_start();
+  step_channel.load_sums(conv.step.accumulated);
   copy_ahead(0);
-  if (has_step) InputGradient<kWidth>::read_sums(conv.step, out_channels, step);
+  Normalisation<kWidth>::store(conv.norm, norm_channel, channels, norm);
+  InputGradient<kWidth>::store(conv.step, step_channel, out_channels, step);
   __syncthreads();
 
   for (int turn = 0; index_of(turn) < conv.grid.tiles; ++turn) {

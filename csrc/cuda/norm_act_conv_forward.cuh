@@ -92,14 +92,16 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     }
     cp_async_commit();
   };
+  // Short loads come before copies, which would delay them.
+  NormChannel norm_channel(conv.norm, channels);
   load_weights<T, kTaps>(static_cast<const T*>(conv.weight), weights, out_channels, channels);
-  Normalisation<kWidth>::load_parameters(conv.norm, channels, norm);
   wait_for_predecessors();
   let_dependents_start();
+  norm_channel.load_sums(conv.norm.moments);
   const int blocks = gridDim.x;
   copy_x(blockIdx.x);
   copy_residual(blockIdx.x);
-  Normalisation<kWidth>::read_sums(conv.norm, channels, norm);
+  Normalisation<kWidth>::store(conv.norm, norm_channel, channels, norm);
   __syncthreads();
 
   for (int index = blockIdx.x; index < conv.grid.tiles; index += blocks) {

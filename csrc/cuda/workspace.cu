@@ -50,7 +50,10 @@ struct FinishStatisticsParams {
 // A thread owns a channel.
 __global__ void __launch_bounds__(kThreads) finish_statistics_kernel(FinishStatisticsParams p) {
   const int c = blockIdx.x * kThreads + threadIdx.x;
-  if (c < p.channels) read_moments(p.sums, c, p.pixels, p.mean[c], p.var[c]);
+  if (c >= p.channels) return;
+  ExactSum sum, squares;
+  sum.load(p.sums, c, 0), squares.load(p.sums, c, 1);
+  read_moments(sum, squares, p.pixels, p.mean[c], p.var[c]);
 }
 
 struct FinishGradientsParams {
