@@ -2,9 +2,12 @@
 
 A count is static. The instructions of a loop count as often as the loop runs, where a constant step
 and bound in the code say so; in other loops they count once, except in the largest, which goes over
-tiles: its instructions are counted for each tile. What follows the end of a kernel, such as the
-rare cases of a division, does not count. Waiting is not part of it: the time is that in which the
-four schedulers of a multiprocessor issue one instruction of a warp in every cycle.
+tiles: its instructions are counted for each tile. Of ways that exclude each other the longest
+counts, or the shorter of two with the same matrix products, as the other is for rare values. So
+branches that warps skip are included: the count is too high rather than too low. What follows the
+end of a kernel, such as the rare cases of a division, does not count. Waiting is not part of it:
+the time is that in which the four schedulers of a multiprocessor issue one instruction of a warp in
+every cycle.
 """
 
 import math
