@@ -115,3 +115,38 @@ def test_a_first_tile_far_from_the_others_leaves_the_statistics_right():
     truth = reference.bn_stats(x.double())
     torch.testing.assert_close(mean.double(), truth.mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(var.double(), truth.var, rtol=1e-6, atol=0)
+
+
+@triton.jit
+def moments_kernel(x, sums, pixels, FOLDED: tl.constexpr):
+    """Adds the moments of x `[pixels, 16]` to accumulators."""
+    channel = tl.arange(0, 16)
+    moments = reduction.empty_moments(16)
+    tiles = (pixels + 15) // 16
+    begin, end = reduction.next_piece(moments, tiles)
+    while begin < tiles:
+        moments = reduction.begin_piece(moments, 16, 16, FOLDED)
+        for tile in tl.range(begin, end):
+            pixel = tile * 16 + tl.arange(0, 16)
+            is_pixel = pixel < pixels
+            at = pixel[:, None] * 16 + channel[None, :]
+            value = tl.load(x + at, mask=is_pixel[:, None], other=0)
+            rows = tl.minimum(pixels - tile * 16, 16)
+            moments = reduction.add_tile(moments, value, is_pixel, rows)
+        moments = reduction.end_piece(moments)
+        begin, end = reduction.next_piece(moments, tiles)
+    count = reduction.count_pixels(moments, pixels, 16)
+    reduction.add_moments(moments, count, sums, channel, channel < 16, 16)
+
+
+@pytest.mark.parametrize("is_folded", [False, True])
+def test_a_first_tile_far_from_all_later_tiles_of_a_program_costs_no_accuracy(is_folded):
+    pixels = 2000 * 16 + 5
+    x = torch.randn(pixels, 16)
+    x[:16] += 100
+    sums = reduction.new_sums(x, 16)
+    moments_kernel[(1,)](x, sums, pixels, is_folded)
+    mean, var = reduction.finished_statistics(sums, pixels)
+    truth = torch.var_mean(x.double(), 0, correction=0)
+    torch.testing.assert_close(var[0].double(), truth[0], rtol=5e-6, atol=0)
+    torch.testing.assert_close(mean[0].double(), truth[1], rtol=0, atol=2e-7)

@@ -15,9 +15,13 @@ from preact_kernels.kernels.triton.launch import (
 from preact_kernels.kernels.triton.reduction import (
     add_moments,
     add_tile,
+    begin_piece,
+    count_pixels,
     empty_moments,
+    end_piece,
     finished_statistics,
     new_sums,
+    next_piece,
 )
 
 
@@ -35,17 +39,22 @@ def bn_stats_kernel(
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < CHANNELS
-    moments = empty_moments(BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED=False)
-    for tile in tl.range(
-        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
-    ):
-        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
-        is_pixel = pixel < pixels
-        at = pixel[:, None] * CHANNELS + channel[None, :]
-        value = tl.load(x + at, mask=is_pixel[:, None] & is_channel[None, :], other=0.0)
-        rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-        moments = add_tile(moments, value.to(tl.float32), is_pixel, rows)
-    add_moments(moments, sums, channel, is_channel, CHANNELS)
+    moments = empty_moments(BLOCK_CHANNELS)
+    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    begin, end = next_piece(moments, tiles)
+    while begin < tiles:
+        moments = begin_piece(moments, BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED=False)
+        for tile in tl.range(begin, end, tl.num_programs(0), num_stages=3):
+            pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+            is_pixel = pixel < pixels
+            at = pixel[:, None] * CHANNELS + channel[None, :]
+            value = tl.load(x + at, mask=is_pixel[:, None] & is_channel[None, :], other=0.0)
+            rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
+            moments = add_tile(moments, value.to(tl.float32), is_pixel, rows)
+        moments = end_piece(moments)
+        begin, end = next_piece(moments, tiles)
+    count = count_pixels(moments, pixels, BLOCK_PIXELS)
+    add_moments(moments, count, sums, channel, is_channel, CHANNELS)
 
 
 def bn_stats(x: Tensor) -> Statistics:

@@ -35,9 +35,13 @@ from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
     add_moments,
     add_tile,
+    begin_piece,
+    count_pixels,
     empty_moments,
+    end_piece,
     finished_statistics,
     new_sums,
+    next_piece,
 )
 
 
@@ -86,49 +90,58 @@ def norm_act_conv_forward_kernel(
             channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
             weight = load_weight(conv_weight, 0, channel, out_channel, SHAPE, TRANSPOSED=False)
             weights = weights + (weight,)
-    moments = empty_moments(BLOCK_PIXELS, BLOCK_COUT, FOLDED=True)
-    for tile in tl.range(
-        tl.program_id(0),
-        tiles_of(pixels, BLOCK_PIXELS),
-        tl.num_programs(0),
-        num_stages=BLOCKS.num_stages,
-    ):
-        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
-        is_pixel = pixel < pixels
-        total = tl.zeros([BLOCK_PIXELS, BLOCK_COUT], tl.float32)
-        for tap in tl.range(SHAPE.R * SHAPE.S, num_stages=BLOCKS.num_tap_stages):
-            in_pixel, exists = input_pixels(pixel, is_pixel, tap, sizes, SHAPE)
-            for block in tl.static_range(CIN_BLOCKS):
-                channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
-                is_channel = channel < C
-                mask = exists[:, None] & is_channel[None, :]
-                at = in_pixel[:, None] * C + channel[None, :]
-                x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-                mean, _, scale, bias = norms[block]
-                p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
-                a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
-                if SHAPE.R * SHAPE.S == 1:
-                    weight = weights[block]
-                else:
-                    weight = load_weight(
-                        conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=False
-                    )
-                total = dot(a, weight, total, dtype, PRECISION)
-        mask = is_pixel[:, None] & is_out_channel[None, :]
-        at = pixel[:, None] * K + out_channel[None, :]
-        if conv_bias is not None:
-            added = tl.load(conv_bias + out_channel, mask=is_out_channel, other=0.0)
-            total = add_after_product(total, added.to(tl.float32)[None, :])
-        if residual is not None:
-            added = tl.load(residual + at, mask=mask, other=0.0)
-            total = add_after_product(total, added.to(tl.float32))
-        stored = total.to(y.dtype.element_ty)
-        tl.store(y + at, stored, mask=mask)
+    # Behind a residual, threads have no pairs of rows to fold; wide tiles would not fit otherwise.
+    FOLDED: tl.constexpr = residual is None or BLOCK_COUT > 32
+    moments = empty_moments(BLOCK_COUT)
+    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    begin, end = next_piece(moments, tiles)
+    if sums is None:
+        end = tiles
+    while begin < tiles:
         if sums is not None:
-            rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-            moments = add_tile(moments, stored.to(tl.float32), is_pixel, rows)
+            moments = begin_piece(moments, BLOCK_PIXELS, BLOCK_COUT, FOLDED=FOLDED)
+        for tile in tl.range(begin, end, tl.num_programs(0), num_stages=BLOCKS.num_stages):
+            pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+            is_pixel = pixel < pixels
+            total = tl.zeros([BLOCK_PIXELS, BLOCK_COUT], tl.float32)
+            for tap in tl.range(SHAPE.R * SHAPE.S, num_stages=BLOCKS.num_tap_stages):
+                in_pixel, exists = input_pixels(pixel, is_pixel, tap, sizes, SHAPE)
+                for block in tl.static_range(CIN_BLOCKS):
+                    channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+                    is_channel = channel < C
+                    mask = exists[:, None] & is_channel[None, :]
+                    at = in_pixel[:, None] * C + channel[None, :]
+                    x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+                    mean, _, scale, bias = norms[block]
+                    p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
+                    a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
+                    if SHAPE.R * SHAPE.S == 1:
+                        weight = weights[block]
+                    else:
+                        weight = load_weight(
+                            conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=False
+                        )
+                    total = dot(a, weight, total, dtype, PRECISION)
+            mask = is_pixel[:, None] & is_out_channel[None, :]
+            at = pixel[:, None] * K + out_channel[None, :]
+            if conv_bias is not None:
+                added = tl.load(conv_bias + out_channel, mask=is_out_channel, other=0.0)
+                total = add_after_product(total, added.to(tl.float32)[None, :])
+            if residual is not None:
+                added = tl.load(residual + at, mask=mask, other=0.0)
+                total = add_after_product(total, added.to(tl.float32))
+            stored = total.to(y.dtype.element_ty)
+            tl.store(y + at, stored, mask=mask)
+            if sums is not None:
+                rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
+                moments = add_tile(moments, stored.to(tl.float32), is_pixel, rows)
+        begin = end
+        if sums is not None:
+            moments = end_piece(moments)
+            begin, end = next_piece(moments, tiles)
     if sums is not None:
-        add_moments(moments, sums, out_channel, is_out_channel, K)
+        added_pixels = count_pixels(moments, pixels, BLOCK_PIXELS)
+        add_moments(moments, added_pixels, sums, out_channel, is_out_channel, K)
 
 
 class ForwardLaunch:

@@ -69,25 +69,80 @@ def add_rows(sums, tile):
 
 
 @triton.jit
-def empty_moments(BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED: tl.constexpr):
-    """count, pivot `[channels]`, and sums of x - pivot and of its square, for zero pixels.
+def empty_moments(BLOCK_CHANNELS: tl.constexpr):
+    """Moments of no tiles: their number, the pivot, and sums of x - pivot and of its square.
 
-    The pivot is the mean of the first tile. x - pivot is exact where the mean is large relative to
-    the deviation. For the sums see `empty_sums`.
+    All but the number are `[channels]`. The pivot is near the mean: x - pivot is exact where the
+    mean is large relative to the deviation. A program adds tiles in pieces, by a loop over the
+    `next_piece`. A branch in the loop over tiles would take more registers.
     """
+    zeros = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    return tl.full([], 0, tl.int32), zeros, zeros, zeros
+
+
+@triton.jit
+def next_piece(moments, tiles):
+    """Begin and end of the next piece of a program's tiles, which are `tl.num_programs(0)` apart.
+
+    The first piece has 16 tiles. Every other piece has 7 times the tiles of all before it. After
+    the last one, begin is `tiles` or more.
+    """
+    begin = (tl.program_id(0) + moments[0] * tl.num_programs(0)).to(tiles.dtype)
+    return begin, tl.minimum(begin + tl.maximum(7 * moments[0], 16) * tl.num_programs(0), tiles)
+
+
+@triton.jit
+def count_pixels(moments, pixels, BLOCK_PIXELS: tl.constexpr):
+    """Number of pixels in the moments, in float64. Only the last tile may not be full."""
+    last = (tl.program_id(0) + (moments[0] - 1) * tl.num_programs(0)).to(tl.int64)
+    missing = BLOCK_PIXELS - tl.minimum(pixels - last * BLOCK_PIXELS, BLOCK_PIXELS)
+    return moments[0].to(tl.float64) * BLOCK_PIXELS - missing
+
+
+@triton.jit
+def begin_piece(
+    moments, BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED: tl.constexpr
+):
+    """The moments with sums to which tiles are added: see `empty_sums`.
+
+    The pivot is the mean of all earlier pieces. That of the first piece is the mean of one tile,
+    which may be far from all others: sums over many tiles would not be accurate.
+    """
+    tiles, pivot, shifted, squares = moments
+    count = tiles.to(tl.float32) * BLOCK_PIXELS
+    near = pivot + shifted / tl.maximum(count, 1.0)
+    near = tl.where(tl.abs(near) < float("inf"), near, pivot)
+    shift = pivot - near
+    total = shifted + count * shift
+    squares += shift * (shifted + total)
     zeros = empty_sums(BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED)
-    return tl.full([], 0, tl.int64), tl.zeros([BLOCK_CHANNELS], tl.float32), zeros, zeros
+    share: tl.constexpr = BLOCK_CHANNELS / zeros.numel  # a power of two
+    return tiles, near, zeros + total * share, zeros + squares * share
 
 
 @triton.jit
 def add_tile(moments, tile, is_row, rows):
     """The moments after one more tile `[pixels, channels]`, of `rows` > 0 valid pixels."""
-    count, pivot, total, squares = moments
-    if count == 0:
+    tiles, pivot, total, squares = moments
+    if tiles == 0:
         near = column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows.to(tl.float32)
         pivot = tl.where(tl.abs(near) < float("inf"), near, pivot)
     shifted = tl.where(is_row[:, None], tile - pivot[None, :], 0.0)
-    return count + rows, pivot, add_rows(total, shifted), add_rows(squares, shifted * shifted)
+    return tiles + 1, pivot, add_rows(total, shifted), add_rows(squares, shifted * shifted)
+
+
+@triton.jit
+def end_piece(moments):
+    """The moments with sums over all pixels."""
+    tiles, pivot, shifted, squares = moments
+    CHANNELS: tl.constexpr = pivot.shape[0]
+    if CHANNELS <= 32:  # one reduction, which takes fewer registers here
+        ROWS: tl.constexpr = shifted.numel // CHANNELS
+        both = column_sums(tl.reshape(tl.join(shifted, squares), [ROWS, 2 * CHANNELS]))
+        shifted, squares = tl.split(tl.reshape(both, [CHANNELS, 2]))
+        return tiles, pivot, shifted, squares
+    else:
+        return tiles, pivot, column_sums(shifted), column_sums(squares)
 
 
 @triton.jit
@@ -155,13 +210,13 @@ def load_exact(sums, channel, is_channel, CHANNELS):
 
 
 @triton.jit
-def add_moments(moments, sums, channel, is_channel, CHANNELS: tl.constexpr):
-    """Adds the sum and the sum of squares of a program's pixels to accumulators."""
-    count, pivot, shifted, squares = moments
+def add_moments(moments, count, sums, channel, is_channel, CHANNELS: tl.constexpr):
+    """Adds the sum and the sum of squares of a program's `count` pixels to accumulators."""
+    _, pivot, shifted, squares = moments
     pivot = one_per_thread(pivot).to(tl.float64)
-    shifted = one_per_thread(column_sums(shifted)).to(tl.float64)
-    squares = one_per_thread(column_sums(squares)).to(tl.float64)
-    total = tl.fma(pivot, tl.zeros_like(pivot) + count.to(tl.float64), shifted)
+    shifted = one_per_thread(shifted).to(tl.float64)
+    squares = one_per_thread(squares).to(tl.float64)
+    total = tl.fma(pivot, tl.zeros_like(pivot) + count, shifted)
     add_exact(sums, total, channel, is_channel, CHANNELS)
     # sum(x^2) = sum((x - pivot)^2) + pivot * (sum(x) + sum(x - pivot))
     squares = tl.fma(pivot, total + shifted, squares)
