@@ -249,7 +249,9 @@ def triton_launches(
             return
         kept.append(args)
         name = kernel.__name__.removesuffix("_kernel")
-        met = Launch(name, _grid(grid), 32 * options["num_warps"], 0, False, 0)
+        # Only a kernel of Triton lets the next launch begin early.
+        is_dependent = bool(recorder.recorded and recorder.recorded[-1].launch.grid)
+        met = Launch(name, _grid(grid), 32 * options["num_warps"], 0, is_dependent, 0)
         if with_instructions:
             compiled = compile_kernel(kernel, *args, grid=grid, warmup=True, **options)
             if compiled.hash not in recorder.counts:
@@ -267,6 +269,7 @@ def triton_launches(
         mock.patch.object(JITFunction, "run", record),
         contextlib.ExitStack() as patches,
         mock.patch.object(launch, "current_stream", lambda: 0),
+        mock.patch.object(launch, "starts_early", lambda: CAPABILITY >= 90),
     ):
         for module in (m for m in modules if hasattr(m, "properties")):
             patches.enter_context(mock.patch.object(module, "properties", lambda device: gpu))

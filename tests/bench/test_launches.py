@@ -78,6 +78,7 @@ def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
         own = [r for r in unit_rows if r.stage == stage]
         assert sum(round(row.launches_per_block) for row in own) == count
         assert {row.kernel[:2] for row in own} == set(KERNELS_OF_UNITS)
+    assert all(r.dependent > 0.9 for r in unit_rows if r.stage in "123")
     first = [r for r in unit_rows if r.stage == "1"]
     # In multiples of the inner channels: 12 of 16 are the stream (x, x again, y).
     assert 16 + 12 < units(first, FORWARD) < 16 + 12.2

@@ -9,8 +9,8 @@ needs more shared memory than its GPU has or than `configurations` counts on, wh
 blocks with the least room are compiled for every GPU of `SHARED_BYTES`, as far as Triton allocates
 shared memory. It also fails if a kernel, on one of `CAPABILITIES`, has a stack frame (of
 spilled registers, say) larger than `--stack-bytes`, a pipeline of one buffer where the launcher
-asks for more, loads of 2 bytes where 16 are possible, or fewer resident programs per multiprocessor
-than its grid counts on.
+asks for more, loads of 2 bytes where 16 are possible, no wait for the kernels before it where it is
+launched as dependent, or fewer resident programs per multiprocessor than its grid counts on.
 """
 
 import argparse
@@ -451,6 +451,7 @@ class Compiled(NamedTuple):
     buffers: int  # of the loop's asynchronous copies
     two_byte_loads: int
     two_byte_loads_needed: bool  # `needs_two_byte_loads`
+    waits_first: bool  # see `waits_first`
 
 
 def row(launch: Launch) -> Compiled:
@@ -497,6 +498,7 @@ def row(launch: Launch) -> Compiled:
         buffers=buffers(compiled.asm["ttgir"]),
         two_byte_loads=two_byte_loads(launch, ptx),
         two_byte_loads_needed=needs_two_byte_loads(launch),
+        waits_first=waits_first(ptx, compiled.metadata.launch_pdl),
     )
 
 
@@ -526,6 +528,18 @@ def two_byte_loads(launch: Launch, ptx: str) -> int:
     one_each = is_conv and blocks.block_cin * blocks.block_cout <= 32 * launch.num_warps
     found = len(re.findall(r"\bld\.global\S*\.[bu]16\b", ptx))
     return max(0, found - one_each)
+
+
+def waits_first(ptx: str, is_dependent: bool) -> bool:
+    """Whether a dependent kernel waits before it accesses memory, and then lets others start.
+
+    The wait comes before any branch. A kernel that is not launched as dependent has no wait.
+    """
+    if not is_dependent:
+        return "griddepcontrol" not in ptx
+    before, wait, after = ptx.partition("griddepcontrol.wait;")
+    is_late = re.search(r"^\s*(?:@%p\d+ )?(?:bra|ret|[\w.]*\.global)\b", before, re.MULTILINE)
+    return bool(wait) and not is_late and "griddepcontrol.launch_dependents;" in after
 
 
 def buffers(ttgir: str) -> int:
@@ -574,6 +588,8 @@ def faults(rows: Sequence[Compiled], stack_bytes: int = 0) -> list[str]:
             wrong.append(f"{where}: {r.buffers} buffers where {r.stages} stages were asked for")
         if r.two_byte_loads and not r.two_byte_loads_needed:
             wrong.append(f"{where}: {r.two_byte_loads} loads of 2 bytes")
+        if not r.waits_first:
+            wrong.append(f"{where}: does not wait for the kernels before it first")
         if r.resident < r.resident_counted_on:
             wrong.append(f"{where}: {r.resident} resident programs, not {r.resident_counted_on}")
     return wrong

@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 
 from preact_kernels.kernels.triton.configurations import ConvBlocks
+from preact_kernels.kernels.triton.launch import wait_for_predecessors
 from tests.kernels.compile_triton import Launch, Task, faults, row
 
 
 @triton.jit
 def product_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
     """y = x @ weight; a pipeline of as many stages as `BLOCKS` says."""
+    wait_for_predecessors()
     channel = tl.arange(0, C)
     w = tl.load(weight + channel[:, None] * C + channel[None, :])
     for tile in tl.range(tl.program_id(0), pixels // 64, 8, num_stages=BLOCKS.num_stages):
@@ -25,6 +27,7 @@ def product_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
 @triton.jit
 def gather_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
     """Reads the channels of a tile 2 bytes at a time."""
+    wait_for_predecessors()
     channel = tl.arange(0, C)
     at = tl.arange(0, 64)[:, None] * C + channel[None, :]
     tl.store(y + at, tl.load(x + at * pixels))
@@ -33,12 +36,22 @@ def gather_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
 @triton.jit
 def spilling_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
     """Holds more in registers than there are."""
+    wait_for_predecessors()
     at = tl.arange(0, 256)[:, None] * C + tl.arange(0, C)[None, :]
     tile = tl.load(x + at).to(tl.float32)
     total = tl.zeros([256, C], tl.float32)
     for _ in range(pixels):
         total = tl.exp(total + tile) * tile
     tl.store(y + at, (total + tile).to(tl.bfloat16))
+
+
+@triton.jit
+def early_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
+    """Reads what the kernel before it may still write."""
+    at = tl.arange(0, 64)[:, None] * C + tl.arange(0, C)[None, :]
+    tile = tl.load(x + at)
+    wait_for_predecessors()
+    tl.store(y + at, tile)
 
 
 def main() -> None:
@@ -50,6 +63,7 @@ def main() -> None:
         (product_kernel, 8, 4, 4),
         (product_kernel, 40, 4, 1),
         (gather_kernel, 1, 4, 1),
+        (early_kernel, 1, 4, 1),
         (spilling_kernel, 1, 1, 1),
     ):
         constants = {"C": 64, "BLOCKS": ConvBlocks(64, 64, 64, warps, stages, resident=resident)}

@@ -31,6 +31,7 @@ def test_the_report_finds_planted_faults():
         ("product_kernel", "bytes of shared memory"),
         ("product_kernel", "0 resident programs, not 1"),
         ("gather_kernel", "loads of 2 bytes"),
+        ("early_kernel", "does not wait for the kernels before it first"),
         ("spilling_kernel", "a stack frame of"),
     )
     assert len(found) == len(expected)

@@ -11,6 +11,7 @@ from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
     launch_kernel,
     on_device_of,
+    wait_for_predecessors,
 )
 from preact_kernels.kernels.triton.reduction import (
     add_moments,
@@ -35,6 +36,7 @@ def bn_stats_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Adds sums and sums of squares of x `[pixels, CHANNELS]`. Grid: programs, channel blocks."""
+    wait_for_predecessors()
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)

@@ -18,6 +18,7 @@ from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
     launch_kernel,
     on_device_of,
+    wait_for_predecessors,
 )
 from preact_kernels.kernels.triton.reduction import column_sums
 
@@ -39,6 +40,7 @@ def group_moments_kernel(
     the mean of the first tile, so that the differences are small. The mean of a constant channel is
     exact. Grid: images * programs of an image, channel blocks.
     """
+    wait_for_predecessors()
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -94,6 +96,7 @@ def group_stats_kernel(
     of `pixels`. By the formula of Chan, Golub and LeVeque (1979), in float64, with means relative
     to the first. Grid: images * groups.
     """
+    wait_for_predecessors()
     groups = channels // size
     image, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     moments += image.to(tl.int64) * programs * (3 * channels) + group * size

@@ -34,6 +34,7 @@ from preact_kernels.kernels.triton.launch import (
     ceil_div,
     launch_kernel,
     persistent_programs,
+    wait_for_predecessors,
 )
 from preact_kernels.kernels.triton.norm_act import norm_input_gradient
 from preact_kernels.kernels.triton.reduction import (
@@ -102,6 +103,7 @@ def norm_act_conv_backward_kernel(
     `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone. Grid: programs,
     blocks of input channels.
     """
+    wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
     C: tl.constexpr = SHAPE.C
     K: tl.constexpr = SHAPE.K

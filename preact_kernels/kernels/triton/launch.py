@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from preact_kernels.kernels.triton.configurations import (
     ELEMENTWISE_RESIDENT,
@@ -19,10 +21,26 @@ from preact_kernels.kernels.triton.configurations import (
 
 INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
+_IS_INTERPRETED = tl.constexpr(INTERPRETED)
 _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
 _REGISTERS, _WARP = 65536, 32  # of a multiprocessor, and threads of a warp
 _MOST_REGISTERS = 255  # of a thread
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
+
+
+@triton.jit
+def wait_for_predecessors():
+    """Waits for the kernels before this one, and lets the next one start. Every kernel begins so.
+
+    On compute capability 9.0 and later every kernel is launched as dependent: its programs may
+    start while the kernel before it runs (programmatic dependent launch). Past this call they see
+    all that earlier kernels wrote, and may overwrite all that these read: the kernel before it has
+    ended, and so have those before that, for which it waited in turn. Nothing is read ahead of the
+    call, as any tensor may be new: parameters come from an optimizer, packed weights from a kernel.
+    """
+    if not _IS_INTERPRETED and cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 class PreparedLaunch(NamedTuple):
@@ -37,12 +55,19 @@ class PreparedLaunch(NamedTuple):
 PreparedLaunches = dict[tuple, PreparedLaunch]
 
 
+def starts_early() -> bool:
+    """Whether kernels of the current device are launched as dependent: `wait_for_predecessors`."""
+    return not INTERPRETED and cuda_capability_geq(9, 0)
+
+
 def compile_options(constants: Mapping[str, Any], num_warps: int) -> dict[str, Any]:
     """Triton's options: a kernel has the registers that the resident programs of its grid leave.
 
     Without a limit ptxas spills a few registers to stay below 128, for no more resident programs.
     """
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    if starts_early():
+        options["launch_pdl"] = True
     blocks = constants.get("BLOCKS")
     if isinstance(blocks, ConvBlocks):
         registers = _REGISTERS // (_WARP * num_warps * blocks.resident)

@@ -37,6 +37,7 @@ from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
     launch_kernel,
     on_device_of,
+    wait_for_predecessors,
 )
 from preact_kernels.kernels.triton.reduction import (
     add_two_sums,
@@ -66,6 +67,7 @@ def norm_act_forward_kernel(
 
     Grid: images * tiles of an image, channel blocks.
     """
+    wait_for_predecessors()
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -112,6 +114,7 @@ def norm_act_backward_kernel(
     BLOCKS: tl.constexpr,
 ):
     """g = dy * act'(p), stored unless `g` is None, and its sums. Grid: programs, channel blocks."""
+    wait_for_predecessors()
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -158,6 +161,7 @@ def norm_act_backward_rows_kernel(
     `sums` is `[programs of an image, 2, images, CHANNELS]`. Grid: images * programs of an image,
     channel blocks.
     """
+    wait_for_predecessors()
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -211,6 +215,7 @@ def norm_input_gradient_kernel(
     All tensors are `[images, pixels, CHANNELS]`, with one image if `rows` is None. Grid: images *
     tiles of an image, channel blocks.
     """
+    wait_for_predecessors()
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)

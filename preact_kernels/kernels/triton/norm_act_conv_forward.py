@@ -30,6 +30,7 @@ from preact_kernels.kernels.triton.launch import (
     on_device_of,
     persistent_programs,
     properties,
+    wait_for_predecessors,
 )
 from preact_kernels.kernels.triton.packing import packed_weight
 from preact_kernels.kernels.triton.reduction import (
@@ -71,6 +72,7 @@ def norm_act_conv_forward_kernel(
     they are None. Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks
     of output channels.
     """
+    wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
     C: tl.constexpr = SHAPE.C
     K: tl.constexpr = SHAPE.K

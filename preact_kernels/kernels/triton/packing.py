@@ -19,6 +19,7 @@ from preact_kernels.kernels.triton.launch import (
     all_aligned,
     ceil_div,
     launch_kernel,
+    wait_for_predecessors,
 )
 
 _WEIGHTS_PER_LAUNCH = 64  # pointers are launch arguments, which take about 4 KB at most
@@ -47,6 +48,7 @@ def pack_weights_kernel(
     `size` is K * taps * C, and rows of `packed` begin `row` elements apart. Grid: blocks of
     elements, weights.
     """
+    wait_for_predecessors()
     index = tl.program_id(1)
     weight = weights[0]
     for i in tl.static_range(1, WEIGHTS):

@@ -22,6 +22,7 @@ from preact_kernels.kernels.triton.launch import (
     aligned_rows,
     ceil_div,
     launch_kernel,
+    wait_for_predecessors,
 )
 
 WORDS = 6
@@ -277,6 +278,7 @@ def finish_sums_kernel(
     The two are mean and variance, or the sums. Rows of both are `stride` elements apart. Grid:
     channel blocks, units.
     """
+    wait_for_predecessors()
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     is_channel = channel < channels
     unit = tl.program_id(1)
@@ -352,6 +354,7 @@ def sum_partials_kernel(
     Units of `partials` are `unit_stride` elements apart. `dconv_weight` is `[units, K, C, R, S]`
     with the strides given. Grid: blocks of elements, units.
     """
+    wait_for_predecessors()
     weights = taps * K * C
     element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
     is_element = element < weights

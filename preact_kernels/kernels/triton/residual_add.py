@@ -12,6 +12,7 @@ from preact_kernels.kernels.triton.launch import (
     elementwise_launch,
     launch_kernel,
     on_device_of,
+    wait_for_predecessors,
 )
 from preact_kernels.kernels.triton.reduction import (
     add_moments,
@@ -41,6 +42,7 @@ def residual_add_forward_kernel(
 
     Grid: programs, channel blocks.
     """
+    wait_for_predecessors()
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)

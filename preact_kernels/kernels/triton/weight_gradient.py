@@ -29,6 +29,7 @@ from preact_kernels.kernels.triton.launch import (
     ceil_div,
     launch_kernel,
     persistent_programs,
+    wait_for_predecessors,
 )
 
 # A program has at least so many tiles, to keep partial results small compared with the tensors that
@@ -81,6 +82,7 @@ def norm_act_conv_backward_weight_kernel(
     `partials` is `[units, programs, R, S, K, C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks
     of output channels * blocks of input channels, units.
     """
+    wait_for_predecessors()
     C: tl.constexpr = SHAPE.C
     K: tl.constexpr = SHAPE.K
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
