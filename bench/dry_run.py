@@ -15,6 +15,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench import floors
+from bench import floors, measure
 from bench.contenders import Network
 from bench.instructions import Count, counts, issue_us
 from preact_kernels.ops import dispatch
@@ -189,7 +190,7 @@ def cuda_launches(
             met.shared_bytes,
             met.is_dependent,
             met.filled_bytes,
-            code=met.symbol,
+            code=serve_cpu.symbol_of(met.kernel) if with_instructions and met.kernel else "",
             tiles=met.tiles,
         )
         recorder.add(launch, dict.fromkeys(addresses))
@@ -201,8 +202,17 @@ def cuda_launches(
             yield kernels
             _find_sizes(recorder.recorded, serve_cpu.tensor_at)
             if with_instructions:
+                sources = [
+                    *(measure.ROOT / "csrc").glob("*.h"),
+                    *(measure.ROOT / "csrc/cuda").iterdir(),
+                ]
+                library = PACKAGE / LIBRARY
+                if library.exists() and any(
+                    s.stat().st_mtime > library.stat().st_mtime for s in sources
+                ):
+                    warnings.warn(f"{LIBRARY} is older than its sources", stacklevel=2)
                 symbols = {r.launch.code for r in recorder.recorded if r.launch.code}
-                recorder.counts.update(counts(PACKAGE / LIBRARY, symbols, CAPABILITY))
+                recorder.counts.update(counts(library, symbols, CAPABILITY))
     finally:
         serve_cpu.set_schedule()
 

@@ -2,12 +2,14 @@
 
 A count is static. The instructions of a loop count as often as the loop runs, where a constant step
 and bound in the code say so; in other loops they count once, except in the largest, which goes over
-tiles: its instructions are counted for each tile. Of ways that exclude each other the longest
-counts, or the shorter of two with the same matrix products, as the other is for rare values. So
-branches that warps skip are included: the count is too high rather than too low. What follows the
-end of a kernel, such as the rare cases of a division, does not count. Waiting is not part of it:
-the time is that in which the four schedulers of a multiprocessor issue one instruction of a warp in
-every cycle.
+tiles: its instructions are counted for each tile. Of alternative branches the longest counts, or
+the shorter of two with the same matrix products, as the other is for rare values. What follows the
+end of a kernel, such as the rare cases of a division, does not count.
+
+The count is too high where warps skip a branch. It is too low where a loop has no constant bound,
+as in kernels whose channels are not constant. The time is that in which the four schedulers of a
+multiprocessor issue one instruction of a warp in every cycle: it leaves out waiting, and that some
+instructions, such as those of float64, take more cycles.
 """
 
 import math
@@ -15,16 +17,17 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-CYCLES_PER_US = 1755  # the clock of an H100 under load
+CYCLES_PER_US = 1755  # of the clock; an H100 and an H200 reach 1,980 at most
 SCHEDULERS = 4  # of a multiprocessor
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _BRANCH = re.compile(r"(?:@!?\w+ )?BRA\S* (?:\S+ )*?0x([0-9a-f]+)$")
-_ENDS_WAY = re.compile(r"EXIT|RET|BRX|BRA(?!\.DIV)\S* (?!\S*!?U?P\d,)")
+_ENDS_PATH = re.compile(r"EXIT|RET|BRX|BRA(?!\.DIV)\S* (?!\S*!?U?P\d,)")
 _GUARD = re.compile(r"@!?(U?P\d)")
 _RESULTS = re.compile(r"(?:@!?\w+ )?[\w.]+ (U?P\w, U?P\w),")
 _COMPARISON = re.compile(r"(?:@!?\w+ )?U?ISETP\S* \w+, \w+, (U?R\d+)\S*, (0x\w+),")
@@ -72,6 +75,8 @@ def counts(binary: Path, kernels: Collection[str], capability: int) -> dict[str,
         return {}
     wanted = ["-sass", "-arch", f"sm_{capability}", "-fun", ",".join(kernels)]
     done = subprocess.run([tool, *wanted, str(binary)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        warnings.warn(f"{Path(tool).name} {binary.name}: {done.stderr.strip()}", stacklevel=2)
     return {name: count(code) for name, code in functions(done.stdout) if name in kernels}
 
 
@@ -84,7 +89,7 @@ def functions(listing: str) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def count(code: Sequence[Instruction]) -> Count:
-    """Counts the instructions of a kernel along its longest way."""
+    """Counts the instructions of a kernel along its longest path."""
     rounds = {loop: _rounds([i for i in code if i.address in loop]) for loop in _loops(code)}
     of_tiles = max((loop for loop in rounds if not rounds[loop]), key=len, default=range(0))
     times = []
@@ -93,8 +98,8 @@ def count(code: Sequence[Instruction]) -> Count:
         times.append(0 if text.startswith("NOP") else math.prod(around))
     is_tile = [i.address in of_tiles for i in code]
     return Count(
-        _on_a_way(code, [0 if own else n for own, n in zip(is_tile, times, strict=True)]),
-        _on_a_way(
+        _on_a_path(code, [0 if own else n for own, n in zip(is_tile, times, strict=True)]),
+        _on_a_path(
             [i for own, i in zip(is_tile, code, strict=True) if own],
             [n for own, n in zip(is_tile, times, strict=True) if own],
         ),
@@ -121,53 +126,53 @@ def _loops(code: Sequence[Instruction]) -> list[range]:
     return [range(*loop) for loop in found.items()]
 
 
-class _Way(NamedTuple):
-    """What a way through the code has issued so far."""
+class _Path(NamedTuple):
+    """What a path through the code has issued so far."""
 
     instructions: int = 0
     products: int = 0  # of matrices
     last_product: int = 0  # its address
 
 
-def _usual(one: _Way | None, other: _Way | None) -> _Way | None:
-    """Returns the way of two that warps take, of those that lead to one instruction."""
+def _usual(one: _Path | None, other: _Path | None) -> _Path | None:
+    """Returns the path of two to one instruction that warps usually take."""
     if one is None or other is None:
         return one or other
     if one.products != other.products:
-        return max(one, other, key=lambda way: way.products)
+        return max(one, other, key=lambda path: path.products)
     have_products = one.last_product != other.last_product
     return (min if have_products else max)(one, other)
 
 
-def _on_a_way(code: Sequence[Instruction], times: Sequence[int]) -> int:
-    """Returns the instructions on a way that never leads back, each so many times."""
-    ways: dict[int, _Way] = {}  # to what a branch leads to
-    before: _Way | None = _Way()
-    end: _Way | None = None
+def _on_a_path(code: Sequence[Instruction], times: Sequence[int]) -> int:
+    """Returns the instructions on a path that never leads back, each so many times."""
+    paths: dict[int, _Path] = {}  # to what a branch leads to
+    before: _Path | None = _Path()
+    end: _Path | None = None
     for instruction, count in zip(code, times, strict=True):
-        way = _usual(before, ways.get(instruction.address))
-        if way is None:  # reached by calls alone
+        path = _usual(before, paths.get(instruction.address))
+        if path is None:  # reached by calls alone
             continue
         is_product = "MMA." in instruction.text
-        way = _Way(
-            way.instructions + count,
-            way.products + count * is_product,
-            instruction.address if is_product else way.last_product,
+        path = _Path(
+            path.instructions + count,
+            path.products + count * is_product,
+            instruction.address if is_product else path.last_product,
         )
         target = _target(instruction)
         if target is not None and target > instruction.address:
-            ways[target] = cast(_Way, _usual(way, ways.get(target)))
-        before = None if _ENDS_WAY.match(instruction.text) else way
-        if instruction.text == "EXIT":
-            end = _usual(way, end)
-    return (end or before or _Way()).instructions
+            paths[target] = cast(_Path, _usual(path, paths.get(target)))
+        before = None if _ENDS_PATH.match(instruction.text) else path
+        if instruction.text == "EXIT" or target == code[0].address:
+            end = _usual(path, end)
+    return (end or before or _Path()).instructions
 
 
 def _rounds(loop: Sequence[Instruction]) -> int | None:
     """Returns how often a loop runs, by its last comparison; None: the code does not say so.
 
-    The comparison is of a register with a constant, to which the loop adds another. The register
-    begins below the step: at 0, or at the index of a thread.
+    The comparison is of a register with a constant, to which the loop adds another. It is assumed
+    that the register begins below the step: at 0, or at the index of a thread.
     """
     guard = _GUARD.match(loop[-1].text)
     for _, text in reversed(loop[:-1]):

@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kThreads) barrier_kernel(BarrierParams p) {
   if (wrong) atomicAdd(p.wrong, wrong);
 }
 
-// A thread's registers and shared memory in the chain: about what the kernels of csrc/cuda take, of
-// which two blocks fit on a multiprocessor.
+// Numbers that a thread of the chain holds in registers, and its block in shared memory: 108 KB, so
+// that two blocks fit on a multiprocessor, as of the kernels in csrc/cuda.
 constexpr int kHeld = 108;
 constexpr int kChainSharedBytes = kHeld * kThreads * sizeof(float);
 

@@ -37,7 +37,8 @@ __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
 struct FromShared {};
 
 // Channel threadIdx.x of a norm, and its two sums, in registers: a thread does not wait for these
-// loads until it uses the values. A convolution has at most kThreads channels.
+// loads until it uses the values. A convolution has at most kThreads channels. Only the norm of a
+// forward has `moments`.
 struct NormChannel {
   bool exists;
   float weight = 0, bias = 0, mean = 0, var = 0;

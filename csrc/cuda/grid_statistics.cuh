@@ -37,19 +37,25 @@ struct GridStatistics {
   __device__ GridStatistics(const Thread& thread, const Value& value) {
     constexpr int kSamples = 8;
     const int64_t step = thread.of.pixels / kSamples * thread.of.channels;
-    float total[kWidth] = {}, sample[kWidth];
+    float total[kWidth] = {}, largest[kWidth] = {}, sample[kWidth];
     if (thread.is_used) {
 #pragma unroll
       for (int k = 0; k < kSamples; ++k) {
         value(sample, k * step + thread.channel);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) total[i] += sample[i];
+        for (int i = 0; i < kWidth; ++i) {
+          total[i] += sample[i];
+          largest[i] = fmaxf(largest[i], fabsf(sample[i]));
+        }
       }
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const float mean = total[i] * (1.0f / kSamples);
-      pivot[i] = isfinite(mean) ? mean : 0.0f;
+      // The last bits of the pivot are zero beside those of the samples: differences from it are
+      // exact, or are not all rounded in one direction.
+      const float grid = 256 * largest[i];
+      const float rounded = (total[i] * (1.0f / kSamples) + grid) - grid;
+      pivot[i] = isfinite(rounded) ? rounded : 0.0f;
       sums[i] = sums[kWidth + i] = 0;
     }
   }

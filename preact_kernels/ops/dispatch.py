@@ -66,9 +66,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
 _TRITON_DEVICE = "cpu" if _IS_TRITON_INTERPRETED else "cuda"
 
-# The backend that "auto" prefers on a GPU, by the latest compute capability that is no later than
-# the GPU's. Measured on 9.0 (bench/results), and assumed for 8.0, 8.7 and 10.0. On the others,
-# tiles of "cuda" for 3x3 convolutions do not fit in shared memory.
+# The backend that "auto" prefers on a GPU, by compute capability; one that is not here is like the
+# last before it. Measured on 9.0 (bench/results), and assumed for 8.0, 8.7 and 10.0. On 8.6, 8.9
+# and 12.0, tiles of "cuda" for 3x3 convolutions do not fit in shared memory. Of several GPUs, the
+# current one at the first call decides for all.
 FASTEST_ON_GPU = {
     (8, 0): "cuda",
     (8, 6): "triton",

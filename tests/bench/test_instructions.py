@@ -4,9 +4,9 @@ import pytest
 
 from bench.instructions import Count, count, functions, issue_us
 
-# A loop over tiles. In it: a loop of 3 rounds, a branch around one instruction, and two ways with
-# equal products, of which the longer one is for rare values. Ahead of it a loop of unknown length,
-# behind it a rare case that leads back, and a function.
+# A loop over tiles. In it: a loop of 3 rounds, a branch around one instruction, and two branches
+# with equal products, of which the longer one is for rare values. Before it a loop of unknown
+# length, after it a rare case that leads back, and a function.
 CODE = """
   S2R R0, SR_TID.X
   IADD3 R1, R1, -0x1, RZ
@@ -73,10 +73,10 @@ def test_a_loop_may_count_in_64_bits():
     assert count(code) == count(narrow)
 
 
-def test_a_way_with_fewer_products_is_not_taken(code):
+def test_a_branch_with_fewer_products_is_not_taken(code):
     without = [i._replace(text="FADD R8, R8, R8") if i.address == 0x100 else i for i in code]
-    product_way = len(range(0xC0, 0x100, 16))
-    assert count(without).tile - count(code).tile == product_way - 1
+    other_branch = len(range(0xC0, 0x100, 16))
+    assert count(without).tile - count(code).tile == other_branch - 1
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,19 @@ def test_a_loop_of_unknown_length_counts_once(code, before, after):
     changed = [i._replace(text=i.text.replace(before, after)) for i in code]
     assert changed != code
     assert count(code).tile - count(changed).tile == 2 * 4
+
+
+def test_a_loop_may_test_its_condition_first():
+    text = """
+      MOV R1, R2
+      ISETP.GE.AND P0, PT, R1, R3, PT
+      @P0 BRA 0x50
+      IADD3 R1, R1, R4, RZ
+      BRA 0x10
+      EXIT
+    """
+    ((_, code),) = functions(listing("k", text))
+    assert count(code) == Count(once=2, tile=4)
 
 
 def test_a_kernel_without_a_loop():

@@ -538,7 +538,8 @@ def waits_first(ptx: str, is_dependent: bool) -> bool:
     if not is_dependent:
         return "griddepcontrol" not in ptx
     before, wait, after = ptx.partition("griddepcontrol.wait;")
-    is_late = re.search(r"^\s*(?:@%p\d+ )?(?:bra|ret|[\w.]*\.global)\b", before, re.MULTILINE)
+    early = r"^\s*(?:@%p\d+ )?(?:bra|ret|(?:ld|st|atom|red|cp)\S*\.global)\b"
+    is_late = re.search(early, before, re.MULTILINE)
     return bool(wait) and not is_late and "griddepcontrol.launch_dependents;" in after
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import preact_kernels as pk
-from preact_kernels.kernels import cpu, pytorch_conv
+from preact_kernels.kernels import cpu, cuda, pytorch_conv
 from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, batch_norm_inputs, device_of
 
@@ -97,6 +97,19 @@ def test_auto_never_interprets_triton(monkeypatch):
     call()
     assert ran == ["reference" if cpu.load_error() else "cpu"]
     assert backends._by_name["triton"].only_by_name
+
+
+def test_auto_prefers_triton_on_some_gpus(monkeypatch):
+    cuda_row = next(b for b in backends.BACKENDS if b.name == "cuda")
+    capability = (8, 6)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(cuda, "gpu_refusal", lambda: "")
+    assert cuda_row.yields()
+    capability = (9, 0)
+    assert not cuda_row.yields()
+    monkeypatch.setattr(cuda, "gpu_refusal", lambda: "no GPU")
+    capability = (8, 6)
+    assert not cuda_row.yields()
 
 
 def test_contexts_nest_and_end_with_an_exception():

@@ -54,6 +54,14 @@ def test_mean_and_variance_of_many_samples(mean_over_std, dtype, backend):
     assert_are_statistics(kernels(backend, dtype).bn_stats(x), x)
 
 
+def test_a_mean_near_zero_is_not_biased(backend):
+    """Differences from one float32 number, the pivot, may be rounded alike."""
+    x = samples(0, (16, 64, 32, 32))
+    true_mean = x.double().mean((0, 2, 3))
+    found, plain = (kernels(name, x.dtype).bn_stats(x).mean for name in (backend, "reference"))
+    assert relative_error(found, true_mean) <= 2 * relative_error(plain, true_mean)
+
+
 def test_the_bound_refuses_a_one_pass_sum_of_squares():
     x = samples(30)
     true_var = x.double().var((0, 2, 3), correction=0)

@@ -336,8 +336,8 @@ def _backward_taps(capability: int, unit: Unit) -> BackwardBlocks:
         if _has_float32_side(unit) and cin * cout > 2048:
             pixels = 32
     blocks = ConvBlocks(pixels, min(cin, max_cin), cout, warps, 1, stages)
-    # Fewer pixels: a program holds the weight gradients of all taps. For them more warps would
-    # compute the same.
+    # Few pixels and warps: a program holds the weight gradients of all taps, which are so small
+    # that more warps would repeat their products.
     both = ConvBlocks(32, cin, cout, 2, 1, resident=4)
     in_one_pass = weights <= ONE_PASS_WEIGHTS_TAPS and unit.y_dtype.itemsize == 2
     weight = _weight_blocks(limits, unit, cin, cout)

@@ -70,6 +70,12 @@ def add_rows(sums, tile):
 
 
 @triton.jit
+def as_pivot(mean):
+    """The first 16 bits of a float32 number: differences from it are not all rounded alike."""
+    return (mean.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def empty_moments(BLOCK_CHANNELS: tl.constexpr):
     """Moments of no tiles: their number, the pivot, and sums of x - pivot and of its square.
 
@@ -112,7 +118,7 @@ def begin_piece(
     tiles, pivot, shifted, squares = moments
     count = tiles.to(tl.float32) * BLOCK_PIXELS
     near = pivot + shifted / tl.maximum(count, 1.0)
-    near = tl.where(tl.abs(near) < float("inf"), near, pivot)
+    near = tl.where(tl.abs(near) < float("inf"), as_pivot(near), pivot)
     shift = pivot - near
     total = shifted + count * shift
     squares += shift * (shifted + total)
@@ -127,7 +133,7 @@ def add_tile(moments, tile, is_row, rows):
     tiles, pivot, total, squares = moments
     if tiles == 0:
         near = column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows.to(tl.float32)
-        pivot = tl.where(tl.abs(near) < float("inf"), near, pivot)
+        pivot = tl.where(tl.abs(near) < float("inf"), as_pivot(near), pivot)
     shifted = tl.where(is_row[:, None], tile - pivot[None, :], 0.0)
     return tiles + 1, pivot, add_rows(total, shifted), add_rows(squares, shifted * shifted)
 

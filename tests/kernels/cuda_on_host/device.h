@@ -160,10 +160,9 @@ int tiles_of(const Params&, long) {
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t, const Params& params, bool is_dependent = false) {
-  cuda_on_host::launch(
-      {name, blocks, threads, shared_bytes, &params, sizeof(Params), 0, is_dependent,
-       reinterpret_cast<const void*>(kernel), tiles_of(params, 0)},
-      [kernel, params] { kernel(params); });
+  cuda_on_host::launch({name, blocks, threads, shared_bytes, &params, sizeof(Params), 0,
+                        is_dependent, reinterpret_cast<const void*>(kernel), tiles_of(params, 0)},
+                       [kernel, params] { kernel(params); });
 }
 // Zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {

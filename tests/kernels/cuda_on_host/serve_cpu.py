@@ -54,7 +54,7 @@ class Launch(NamedTuple):
     is_dependent: bool  # may begin before the launch ahead of it has ended
     filled_bytes: int  # of a fill
     params: bytes
-    symbol: str  # the mangled name of the kernel; empty: a fill
+    kernel: int | None  # its address, for `symbol_of`; None: a fill
     tiles: int  # that its blocks share; 0: it has no tiles
 
 
@@ -86,6 +86,11 @@ def _symbols() -> dict[int, str]:
     return {base + at: name for name, at in found.items()}
 
 
+def symbol_of(kernel: int) -> str:
+    """The mangled name of a kernel; binutils' nm lists those of the library."""
+    return _symbols()[kernel]
+
+
 @contextlib.contextmanager
 def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
     """A context in which `listener` is called in place of every launch and fill.
@@ -110,7 +115,7 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
                 launch.is_dependent,
                 filled_bytes,
                 params,
-                _symbols()[launch.kernel] if launch.kernel else "",
+                launch.kernel,
                 launch.tiles,
             )
         )
