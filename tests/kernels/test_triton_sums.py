@@ -131,12 +131,10 @@ def moments_kernel(x, sums, pixels, FOLDED: tl.constexpr):
             is_pixel = pixel < pixels
             at = pixel[:, None] * 16 + channel[None, :]
             value = tl.load(x + at, mask=is_pixel[:, None], other=0)
-            rows = tl.minimum(pixels - tile * 16, 16)
-            moments = reduction.add_tile(moments, value, is_pixel, rows)
+            moments = reduction.add_tile(moments, value, is_pixel, pixels - tile * 16)
         moments = reduction.end_piece(moments)
         begin, end = reduction.next_piece(moments, tiles)
-    count = reduction.count_pixels(moments, pixels, 16)
-    reduction.add_moments(moments, count, sums, channel, channel < 16, 16)
+    reduction.add_moments(moments, pixels, 16, sums, channel, channel < 16, 16)
 
 
 @pytest.mark.parametrize("is_folded", [False, True])

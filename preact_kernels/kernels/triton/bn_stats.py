@@ -17,7 +17,6 @@ from preact_kernels.kernels.triton.reduction import (
     add_moments,
     add_tile,
     begin_piece,
-    count_pixels,
     empty_moments,
     end_piece,
     finished_statistics,
@@ -51,12 +50,11 @@ def bn_stats_kernel(
             is_pixel = pixel < pixels
             at = pixel[:, None] * CHANNELS + channel[None, :]
             value = tl.load(x + at, mask=is_pixel[:, None] & is_channel[None, :], other=0.0)
-            rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-            moments = add_tile(moments, value.to(tl.float32), is_pixel, rows)
+            left = pixels - tile * BLOCK_PIXELS
+            moments = add_tile(moments, value.to(tl.float32), is_pixel, left)
         moments = end_piece(moments)
         begin, end = next_piece(moments, tiles)
-    count = count_pixels(moments, pixels, BLOCK_PIXELS)
-    add_moments(moments, count, sums, channel, is_channel, CHANNELS)
+    add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNELS)
 
 
 def bn_stats(x: Tensor) -> Statistics:

@@ -37,7 +37,6 @@ from preact_kernels.kernels.triton.reduction import (
     add_moments,
     add_tile,
     begin_piece,
-    count_pixels,
     empty_moments,
     end_piece,
     finished_statistics,
@@ -96,9 +95,7 @@ def norm_act_conv_forward_kernel(
     FOLDED: tl.constexpr = residual is None or BLOCK_COUT > 32
     moments = empty_moments(BLOCK_COUT)
     tiles = tiles_of(pixels, BLOCK_PIXELS)
-    begin, end = next_piece(moments, tiles)
-    if sums is None:
-        end = tiles
+    begin, end = next_piece(moments, tiles, IN_PIECES=sums is not None)
     while begin < tiles:
         if sums is not None:
             moments = begin_piece(moments, BLOCK_PIXELS, BLOCK_COUT, FOLDED=FOLDED)
@@ -135,15 +132,14 @@ def norm_act_conv_forward_kernel(
             stored = total.to(y.dtype.element_ty)
             tl.store(y + at, stored, mask=mask)
             if sums is not None:
-                rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-                moments = add_tile(moments, stored.to(tl.float32), is_pixel, rows)
+                left = pixels - tile * BLOCK_PIXELS
+                moments = add_tile(moments, stored.to(tl.float32), is_pixel, left)
         begin = end
         if sums is not None:
             moments = end_piece(moments)
             begin, end = next_piece(moments, tiles)
     if sums is not None:
-        added_pixels = count_pixels(moments, pixels, BLOCK_PIXELS)
-        add_moments(moments, added_pixels, sums, out_channel, is_out_channel, K)
+        add_moments(moments, pixels, BLOCK_PIXELS, sums, out_channel, is_out_channel, K)
 
 
 class ForwardLaunch:

@@ -88,22 +88,26 @@ def empty_moments(BLOCK_CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def next_piece(moments, tiles):
+def next_piece(moments, tiles, IN_PIECES: tl.constexpr = True):
     """Begin and end of the next piece of a program's tiles, which are `tl.num_programs(0)` apart.
 
-    The first piece has 16 tiles. Every other piece has 7 times the tiles of all before it. After
-    the last one, begin is `tiles` or more.
+    The first piece has 16 tiles, or all if not `IN_PIECES`. Every other piece has 7 times the tiles
+    of all before it. After the last one, begin is `tiles` or more.
     """
     begin = (tl.program_id(0) + moments[0] * tl.num_programs(0)).to(tiles.dtype)
-    return begin, tl.minimum(begin + tl.maximum(7 * moments[0], 16) * tl.num_programs(0), tiles)
+    if not IN_PIECES:
+        return begin, tiles
+    else:
+        step = tl.maximum(7 * moments[0], 16) * tl.num_programs(0)
+        return begin, tl.minimum(begin + step, tiles)
 
 
 @triton.jit
-def count_pixels(moments, pixels, BLOCK_PIXELS: tl.constexpr):
-    """Number of pixels in the moments, in float64. Only the last tile may not be full."""
-    last = (tl.program_id(0) + (moments[0] - 1) * tl.num_programs(0)).to(tl.int64)
+def count_pixels(tiles, pixels, BLOCK_PIXELS: tl.constexpr):
+    """Number of pixels in a program's `tiles`, in float64. Only the last tile may not be full."""
+    last = (tl.program_id(0) + (tiles - 1) * tl.num_programs(0)).to(tl.int64)
     missing = BLOCK_PIXELS - tl.minimum(pixels - last * BLOCK_PIXELS, BLOCK_PIXELS)
-    return moments[0].to(tl.float64) * BLOCK_PIXELS - missing
+    return tiles.to(tl.float64) * BLOCK_PIXELS - missing
 
 
 @triton.jit
@@ -128,10 +132,11 @@ def begin_piece(
 
 
 @triton.jit
-def add_tile(moments, tile, is_row, rows):
-    """The moments after one more tile `[pixels, channels]`, of `rows` > 0 valid pixels."""
+def add_tile(moments, tile, is_row, left):
+    """The moments after one more tile `[pixels, channels]`, with `left` > 0 or all pixels valid."""
     tiles, pivot, total, squares = moments
     if tiles == 0:
+        rows = tl.minimum(left, tile.shape[0])
         near = column_sums(tl.where(is_row[:, None], tile, 0.0)) / rows.to(tl.float32)
         pivot = tl.where(tl.abs(near) < float("inf"), as_pivot(near), pivot)
     shifted = tl.where(is_row[:, None], tile - pivot[None, :], 0.0)
@@ -217,9 +222,10 @@ def load_exact(sums, channel, is_channel, CHANNELS):
 
 
 @triton.jit
-def add_moments(moments, count, sums, channel, is_channel, CHANNELS: tl.constexpr):
-    """Adds the sum and the sum of squares of a program's `count` pixels to accumulators."""
-    _, pivot, shifted, squares = moments
+def add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNELS: tl.constexpr):
+    """Adds the sum and the sum of squares of a program's tiles of `pixels` to accumulators."""
+    tiles, pivot, shifted, squares = moments
+    count = count_pixels(tiles, pixels, BLOCK_PIXELS)
     pivot = one_per_thread(pivot).to(tl.float64)
     shifted = one_per_thread(shifted).to(tl.float64)
     squares = one_per_thread(squares).to(tl.float64)

@@ -18,7 +18,6 @@ from preact_kernels.kernels.triton.reduction import (
     add_moments,
     add_tile,
     begin_piece,
-    count_pixels,
     empty_moments,
     end_piece,
     finished_statistics,
@@ -49,9 +48,7 @@ def residual_add_forward_kernel(
     is_channel = channel < CHANNELS
     moments = empty_moments(BLOCK_CHANNELS)
     tiles = tiles_of(pixels, BLOCK_PIXELS)
-    begin, end = next_piece(moments, tiles)
-    if sums is None:
-        end = tiles
+    begin, end = next_piece(moments, tiles, IN_PIECES=sums is not None)
     while begin < tiles:
         if sums is not None:
             moments = begin_piece(moments, BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED=False)
@@ -65,15 +62,14 @@ def residual_add_forward_kernel(
             stored = value.to(y.dtype.element_ty)
             tl.store(y + at, stored, mask=mask)
             if sums is not None:
-                rows = tl.minimum(pixels - tile * BLOCK_PIXELS, BLOCK_PIXELS)
-                moments = add_tile(moments, stored.to(tl.float32), is_pixel, rows)
+                value, left = stored.to(tl.float32), pixels - tile * BLOCK_PIXELS
+                moments = add_tile(moments, value, is_pixel, left)
         begin = end
         if sums is not None:
             moments = end_piece(moments)
             begin, end = next_piece(moments, tiles)
     if sums is not None:
-        count = count_pixels(moments, pixels, BLOCK_PIXELS)
-        add_moments(moments, count, sums, channel, is_channel, CHANNELS)
+        add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNELS)
 
 
 def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
