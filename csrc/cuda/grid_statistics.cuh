@@ -52,8 +52,9 @@ struct GridStatistics {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       // The last bits of the pivot are zero beside those of the samples: differences from it are
-      // exact, or are not all rounded in one direction.
-      const float grid = 256 * largest[i];
+      // exact, or are not all rounded in one direction. Large samples leave it all bits: squares of
+      // differences might not be finite.
+      const float grid = largest[i] < 0x1p40f ? 256 * largest[i] : 0.0f;
       const float rounded = (total[i] * (1.0f / kSamples) + grid) - grid;
       pivot[i] = isfinite(rounded) ? rounded : 0.0f;
       sums[i] = sums[kWidth + i] = 0;

@@ -62,6 +62,15 @@ def test_a_mean_near_zero_is_not_biased(backend):
     assert relative_error(found, true_mean) <= 2 * relative_error(plain, true_mean)
 
 
+@pytest.mark.backends("cpu", "triton", "cuda")
+def test_the_statistics_of_large_constants(backend):
+    values = torch.tensor([1e18, -1e15, 1e12, -1e11, 1000.3, -0.1])
+    x = values.view(1, 6, 1, 1).expand(4, 6, 16, 16).contiguous(memory_format=torch.channels_last)
+    mean, var = (t.cpu() for t in kernels(backend, x.dtype).bn_stats(x.to(device_of(backend))))
+    torch.testing.assert_close(mean, values, rtol=1e-6, atol=0)
+    assert (var.double().sqrt() <= 1e-6 * values.abs().double()).all()
+
+
 def test_the_bound_refuses_a_one_pass_sum_of_squares():
     x = samples(30)
     true_var = x.double().var((0, 2, 3), correction=0)
