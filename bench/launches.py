@@ -7,9 +7,9 @@ bandwidth, plus a gap between launches, with the constants below. It leaves out 
 within a kernel, and cache hits. Beside it is the time to issue the instructions of the kernels as
 compiled for compute capability 9.0, by static counts, which are rather too high: see
 bench/instructions.py. "Bound by" names the longest of bytes, instructions and gaps, or several of
-about the same length. The column "units a block" has bytes in multiples of
-the inner channels of all pixels. Launches that occur once per stage count as a fraction per block.
-Blocks with a projection are one line of the table; the CSV file has their kernels.
+about the same length. The column "units a block" has bytes in multiples of the inner channels of
+all pixels. Launches that occur once per stage count as a fraction per block. Blocks with a
+projection are one line of the table; the CSV file has their kernels.
 
 On a GPU, also measures: each stage runs as a CUDA graph under the profiler. The time of a kernel is
 from the end of the previous kernel to its own end. Stem, head and optimizer are not listed. The
@@ -100,8 +100,8 @@ def _per_block(times: Sequence[float | None], blocks: int) -> float | None:
 def bound(row: LaunchRow) -> str:
     """Says which takes longest: bytes, instructions, or the gaps between launches.
 
-    The static count of instructions may be too high by half: what is no shorter than by that is
-    named too. Empty where the count is not known.
+    As the static count of instructions may be too high by half, what takes two thirds of the
+    longest is named too. Empty where the count is not known.
     """
     if row.issue_us_per_block is None:
         return ""
