@@ -20,7 +20,7 @@ from preact_kernels.kernels.triton.launch import (
     on_device_of,
     wait_for_predecessors,
 )
-from preact_kernels.kernels.triton.reduction import as_pivot, column_sums
+from preact_kernels.kernels.triton.reduction import column_sums
 
 _TILES_OF_IMAGE = tl.constexpr(TILES_OF_IMAGE)
 
@@ -56,7 +56,7 @@ def group_moments_kernel(
     at = pixel[:, None] * CHANNELS + channel[None, :]
     rows = tl.minimum(pixels - first * BLOCK_PIXELS, BLOCK_PIXELS).to(tl.float32)
     pivot = column_sums(tl.load(x + at, mask=mask, other=0.0).to(tl.float32)) / rows
-    pivot = tl.where(tl.abs(pivot) < float("inf"), as_pivot(pivot), 0.0)
+    pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
     # Sums over tiles stay in the registers of each thread until the end.
     total = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
     squares = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
