@@ -4,7 +4,8 @@ A count is static. The instructions of a loop count as often as the loop runs, w
 and bound in the code say so; in other loops they count once, except in the largest, which goes over
 tiles: its instructions are counted for each tile. Of alternative branches the longest counts, or
 the shorter of two with the same matrix products, as the other is for rare values. What follows the
-end of a kernel, such as the rare cases of a division, does not count.
+end of a kernel, such as the rare cases of a division, does not count; the end is an exit behind the
+loop over tiles, if only matrix products for rare values can follow it.
 
 The count is too high where warps skip a branch. It is too low where a loop has no constant bound,
 as in kernels whose channels are not constant. The time is that in which the four schedulers of a
@@ -27,6 +28,7 @@ SCHEDULERS = 4  # of a multiprocessor
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _BRANCH = re.compile(r"(?:@!?\w+ )?BRA\S* (?:\S+ )*?0x([0-9a-f]+)$")
+_EXIT = re.compile(r"(?:@!?U?P\d )?EXIT$")
 _ENDS_PATH = re.compile(r"EXIT|RET|BRX|BRA(?!\.DIV)\S* (?!\S*!?U?P\d,)")
 _GUARD = re.compile(r"@!?(U?P\d)")
 _RESULTS = re.compile(r"(?:@!?\w+ )?[\w.]+ (U?P\w, U?P\w),")
@@ -92,6 +94,7 @@ def count(code: Sequence[Instruction]) -> Count:
     """Counts the instructions of a kernel along its longest path."""
     rounds = {loop: _rounds([i for i in code if i.address in loop]) for loop in _loops(code)}
     of_tiles = max((loop for loop in rounds if not rounds[loop]), key=len, default=range(0))
+    code = _without_rare_products(code, of_tiles)
     times = []
     for address, text in code:
         around = [rounds[loop] or 1 for loop in rounds if address in loop]
@@ -104,6 +107,17 @@ def count(code: Sequence[Instruction]) -> Count:
             [n for own, n in zip(is_tile, times, strict=True) if own],
         ),
     )
+
+
+def _without_rare_products(code: Sequence[Instruction], of_tiles: range) -> Sequence[Instruction]:
+    """Returns the code up to the last exit behind the loop over tiles that products follow."""
+    products = [i.address for i in code if "MMA." in i.text]
+    last = max(products, default=0)
+    for index in reversed(range(len(code))):
+        address, text = code[index]
+        if of_tiles.stop <= address < last and _EXIT.match(text):
+            return [*code[:index], Instruction(address, "EXIT")]
+    return code
 
 
 def _target(instruction: Instruction) -> int | None:

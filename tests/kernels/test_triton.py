@@ -284,7 +284,7 @@ class WritingOps(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("memory", "in_one_pass"), [("store", True), ("rebuild", False)])
-def test_a_block_takes_three_launches_each_way(memory, in_one_pass, monkeypatch):
+def test_launches_of_a_block(memory, in_one_pass, monkeypatch):
     replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
     launched = []  # names of kernels, none of which runs
     replace(monkeypatch, "launch_kernel", lambda kernel, *_: launched.append(kernel.__name__))
@@ -302,7 +302,8 @@ def test_a_block_takes_three_launches_each_way(memory, in_one_pass, monkeypatch)
     (forward, backward, ops), (forward2, backward2, ops2) = counts.values()
     assert forward2 - forward == 3 * 32
     rebuilt = 1 if memory == "rebuild" else 0  # the last convolution once more
-    assert backward2 - backward == (3 + rebuilt) * 32
+    # Three units, and the whole dy of the convolution over several taps.
+    assert backward2 - backward == (3 + 1 + rebuilt) * 32
     assert ops2 == ops
 
 
@@ -387,7 +388,9 @@ def test_float32_follows_the_setting_of_pytorch(monkeypatch):
     ("images", "side", "channels", "out_channels", "kernel", "dy_is_whole", "in_one_pass"),
     [
         (128, 32, 16, 16, 3, False, True),  # 4 programs a multiprocessor
-        (128, 32, 16, 16, 3, True, False),  # dy is stored in any case
+        (64, 32, 16, 16, 3, True, True),
+        (16, 32, 16, 16, 3, True, False),
+        (128, 16, 32, 32, 3, True, True),
         (128, 8, 256, 64, 1, False, True),  # 4 columns, and so few programs in each
         (16, 8, 256, 64, 1, False, False),
     ],
@@ -412,10 +415,13 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
     both_programs, *_ = input_grid(
         sizes, configurations.conv_backward(launch.Device(90, 132, 227 * 1024), unit).both
     )
-    # Partial results are written and read; x and dy are read, dy is written where it is not whole.
+    # Partial results are written and read; x and dy are read, by the programs of each row of taps;
+    # dy is written where it is not whole, as it is before several taps read it.
     partial = 8 * weight.numel()
     x_bytes, dy_bytes = (2 * math.prod(shape) for shape in shapes)
-    apart = x_bytes + (2 - dy_is_whole) * dy_bytes + partial * found.weight.programs
+    apart = kernel * (x_bytes + dy_bytes) + partial * found.weight.programs
+    if kernel == 1 and not dy_is_whole:
+        apart += dy_bytes
     assert in_one_pass == (partial * both_programs <= apart)
 
 

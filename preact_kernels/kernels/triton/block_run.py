@@ -1,4 +1,4 @@
-"""Consecutive pre-activation blocks: for a bottleneck, three launches forward and three backward.
+"""Consecutive pre-activation blocks: for a bottleneck, three launches forward and four backward.
 
 A kernel reads the sums of the tensor that it normalises from the accumulators that the kernel
 before it filled. One launch serves all blocks for each of: zeros for the accumulators, weights in

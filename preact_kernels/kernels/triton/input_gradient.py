@@ -42,7 +42,53 @@ from preact_kernels.kernels.triton.reduction import (
     add_two_sums,
     column_sums,
     empty_sums,
+    one_per_thread,
 )
+
+
+@triton.constexpr_function
+def tap_parts(taps, block_cout):
+    """Numbers of taps whose products are one: powers of two, in falling order.
+
+    More rows of weights in a product take fewer instructions, until registers are spilled.
+    """
+    most = 8 if block_cout == 16 else 2
+    parts = []
+    while (left := taps - sum(parts)) > 0:
+        parts.append(min(most, 1 << left.bit_length() - 1))
+    return parts
+
+
+@triton.constexpr_function
+def parts_of(taps, cout_blocks, block_cout):
+    """Parts of the unrolled sum over taps and output channels: see `rows_of_part`."""
+    return cout_blocks if taps == 1 else len(tap_parts(taps, block_cout))
+
+
+@triton.constexpr_function
+def taps_of_part(taps, part, block_cout):
+    """Number of taps of a part."""
+    return 1 if taps == 1 else tap_parts(taps, block_cout)[part]
+
+
+@triton.constexpr_function
+def first_tap(taps, part, block_cout):
+    """The first tap of a part."""
+    return 0 if taps == 1 else sum(tap_parts(taps, block_cout)[:part])
+
+
+@triton.jit
+def rows_of_part(part, TAPS: tl.constexpr, BLOCK_COUT: tl.constexpr):
+    """The tap and the output channel of each row of a part of the weights.
+
+    A part `[taps * out channels, channels]` is a block of output channels of 1x1 weights, or all
+    output channels of some taps.
+    """
+    row = tl.arange(0, taps_of_part(TAPS, part, BLOCK_COUT) * BLOCK_COUT)
+    if TAPS == 1:
+        return tl.zeros_like(row), part * BLOCK_COUT + row
+    else:
+        return first_tap(TAPS, part, BLOCK_COUT) + row // BLOCK_COUT, row % BLOCK_COUT
 
 
 @triton.jit
@@ -60,21 +106,94 @@ def load_tap(
 ):
     """The output's gradient, `[pixels, out channels]`, that a tap passes to x; rounded to `dtype`.
 
-    `tile_pixels` are pixels of x, and which of them exist. The second result says to which of them
-    the tap passes a gradient. The middle tap, which reads each output pixel once, stores the tile
-    in `whole` unless None.
+    `tile_pixels` are pixels of x, and which of them exist. The gradient is 0 where the tap passes
+    none. The tile is stored in `whole` unless None.
     """
     pixel, is_pixel = tile_pixels
     out_pixel, exists = output_pixels(pixel, is_pixel, tap, sizes, SHAPE)
-    is_out_channel = out_channel < SHAPE.K
-    mask = exists[:, None] & is_out_channel[None, :]
+    mask = exists[:, None] & (out_channel < SHAPE.K)[None, :]
     at = out_pixel[:, None] * SHAPE.K + out_channel[None, :]
     tile = load_gradient(dy, coefficients, at, mask, IN_TRAINING)
     if whole is not None:
-        is_own = (tap == SHAPE.R * SHAPE.S // 2) & (tl.program_id(1) == 0)
         stored = tile.to(whole.dtype.element_ty)
-        tl.store(whole + at, stored, mask=mask & is_own)
-    return tile.to(dtype), exists
+        tl.store(whole + at, stored, mask=mask & (tl.program_id(1) == 0))
+    return tile.to(dtype)
+
+
+@triton.jit
+def load_taps(
+    part,
+    dy,
+    tile_pixels,
+    sizes,
+    dtype: tl.constexpr,
+    SHAPE: tl.constexpr,
+    BLOCK_COUT: tl.constexpr,
+):
+    """The tiles of a part of the taps, `[pixels, taps * out channels]`, of a whole dy."""
+    pixel, is_pixel = tile_pixels
+    tap, out_channel = rows_of_part(part, SHAPE.R * SHAPE.S, BLOCK_COUT)
+    out_pixel, exists = output_pixels(pixel[:, None], is_pixel[:, None], tap[None, :], sizes, SHAPE)
+    mask = exists & (out_channel < SHAPE.K)[None, :]
+    at = out_pixel * SHAPE.K + out_channel[None, :]
+    return tl.load(dy.g + at, mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def load_activation(x, norm, at, mask, parameter, ACTIVATION: tl.constexpr):
+    """Tiles of x, p and act(p) in float32; act(p) is 0 outside `mask`.
+
+    `norm` are the results of `load_norm`.
+    """
+    mean, _, scale, bias = norm
+    x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
+    return x_tile, p, tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
+
+
+@triton.jit
+def store_weights_by_tap(
+    own,
+    dy,
+    x,
+    norm,
+    channel,
+    parameter,
+    sizes,
+    pixels,
+    dtype: tl.constexpr,
+    SHAPE: tl.constexpr,
+    INT64: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Stores this program's gradients of the weights `[R, S, K, C]`, tap by tap, in `own`.
+
+    For activations that may not be finite: they are 0 where a tap passes no gradient. dy is 0
+    there, and 0 * inf would be NaN.
+    """
+    C: tl.constexpr = SHAPE.C
+    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
+    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
+    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
+    is_channel = channel < C
+    out_channel = tl.arange(0, BLOCK_COUT)
+    for tap in tl.range(SHAPE.R * SHAPE.S):
+        dweight = tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32)
+        for tile in tl.range(tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0)):
+            pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+            is_pixel = pixel < pixels
+            _, exists = output_pixels(pixel, is_pixel, tap, sizes, SHAPE)
+            mask = exists[:, None] & is_channel[None, :]
+            at = pixel[:, None] * C + channel[None, :]
+            a = load_activation(x, norm, at, mask, parameter, ACTIVATION)[2]
+            dy_tile = load_tap(
+                tap, out_channel, dy, None, None, (pixel, is_pixel), sizes, dtype, SHAPE, False
+            )
+            dweight = dot(tl.trans(dy_tile), a, dweight, dtype, PRECISION)
+        w_at = (tap * SHAPE.K + out_channel[:, None]) * C + channel[None, :]
+        tl.store(own + w_at, dweight, mask=(out_channel < SHAPE.K)[:, None] & is_channel[None, :])
 
 
 @triton.jit(do_not_specialize=["pixels"])
@@ -99,9 +218,9 @@ def norm_act_conv_backward_kernel(
 ):
     """g `[pixels, C]` = conv_transpose(dy) * act'(p), its sums, and dconv_weight.
 
-    `dy` is a `Gradient`; `whole` receives the whole dy unless None. `partials` is
-    `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone. Grid: programs,
-    blocks of input channels.
+    `dy` is a `Gradient`, whole unless the convolution is pointwise; `whole` receives the whole dy
+    unless None. `partials` is `[programs, R, S, K, C]`: the gradient of the weight; or None, for g
+    alone. Grid: programs, blocks of input channels.
     """
     wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
@@ -113,25 +232,28 @@ def norm_act_conv_backward_kernel(
     BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
     BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
     COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
+    PARTS: tl.constexpr = parts_of(TAPS, COUT_BLOCKS, BLOCK_COUT)
+    HOLDS_WEIGHTS: tl.constexpr = TAPS == 1 or WITH_WEIGHT
+    tl.static_assert(TAPS == 1 or COUT_BLOCKS == 1)
     channel = tl.program_id(1) * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
     is_channel = channel < C
-    mean, rstd, scale, bias = load_norm(norm, channel, C)
+    values = load_norm(norm, channel, C)
+    mean, rstd = values[0], values[1]
     steps = ()
     for block in tl.static_range(COUT_BLOCKS):
-        first = block * BLOCK_COUT
-        steps = steps + (load_affine_step(dy.step, first + tl.arange(0, BLOCK_COUT), K),)
+        out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+        steps = steps + (load_affine_step(dy.step, out_channel, K),)
     sum_g = empty_sums(BLOCK_PIXELS, BLOCK_CIN, FOLDED=True)
     sum_g_x = empty_sums(BLOCK_PIXELS, BLOCK_CIN, FOLDED=True)
     weights = ()
-    if TAPS == 1:
-        for block in tl.static_range(COUT_BLOCKS):
-            out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-            weight = load_weight(conv_weight, 0, channel, out_channel, SHAPE, TRANSPOSED=True)
-            weights = weights + (weight,)
     dweights = ()
-    if WITH_WEIGHT:
-        for _ in tl.static_range(TAPS * COUT_BLOCKS):
-            dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
+    if HOLDS_WEIGHTS:
+        for part in tl.static_range(PARTS):
+            tap, out_channel = rows_of_part(part, TAPS, BLOCK_COUT)
+            weight = load_weight(conv_weight, tap[:, None], channel, out_channel, SHAPE, True)
+            weights = weights + (weight,)
+            if WITH_WEIGHT:
+                dweights = dweights + (tl.zeros([tap.shape[0], BLOCK_CIN], tl.float32),)
     for tile in tl.range(
         tl.program_id(0),
         tiles_of(pixels, BLOCK_PIXELS),
@@ -143,62 +265,40 @@ def norm_act_conv_backward_kernel(
         tile_pixels = (pixel, is_pixel)
         mask = is_pixel[:, None] & is_channel[None, :]
         at = pixel[:, None] * C + channel[None, :]
-        x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
-        a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
+        x_tile, p, a = load_activation(x, values, at, mask, parameter, ACTIVATION)
         da = tl.zeros([BLOCK_PIXELS, BLOCK_CIN], tl.float32)
-        if WITH_WEIGHT:  # one accumulator per tap, so the loop over taps is unrolled
+        if HOLDS_WEIGHTS:
             added = ()
-            for tap in tl.static_range(TAPS):
-                for block in tl.static_range(COUT_BLOCKS):
-                    out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-                    dy_tile, exists = load_tap(
-                        tap,
+            for part in tl.static_range(PARTS):
+                if TAPS == 1:
+                    out_channel = part * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+                    dy_tile = load_tap(
+                        0,
                         out_channel,
                         dy,
                         whole,
-                        steps[block],
+                        steps[part],
                         tile_pixels,
                         sizes,
                         dtype,
                         SHAPE,
                         IN_TRAINING,
                     )
-                    if TAPS == 1:
-                        weight = weights[block]
-                    else:
-                        weight = load_weight(
-                            conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
-                        )
-                    da = dot(dy_tile, weight, da, dtype, PRECISION)
-                    dweight = dweights[tap * COUT_BLOCKS + block]
-                    # Without a gradient dy is 0, and 0 * inf would be NaN: a is 0 there too.
-                    tap_a = tl.where(exists[:, None], a, 0.0) if TAPS > 1 else a
-                    added = added + (dot(tl.trans(dy_tile), tap_a, dweight, dtype, PRECISION),)
+                else:
+                    dy_tile = load_taps(part, dy, tile_pixels, sizes, dtype, SHAPE, BLOCK_COUT)
+                da = dot(dy_tile, weights[part], da, dtype, PRECISION)
+                if WITH_WEIGHT:
+                    dweight = dot(tl.trans(dy_tile), a, dweights[part], dtype, PRECISION)
+                    added = added + (dweight,)
             dweights = added
         else:
+            out_channel = tl.arange(0, BLOCK_COUT)
             for tap in tl.range(TAPS, num_stages=BLOCKS.num_tap_stages):
-                for block in tl.static_range(COUT_BLOCKS):
-                    out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-                    dy_tile, _ = load_tap(
-                        tap,
-                        out_channel,
-                        dy,
-                        whole,
-                        steps[block],
-                        tile_pixels,
-                        sizes,
-                        dtype,
-                        SHAPE,
-                        IN_TRAINING,
-                    )
-                    if TAPS == 1:
-                        weight = weights[block]
-                    else:
-                        weight = load_weight(
-                            conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=True
-                        )
-                    da = dot(dy_tile, weight, da, dtype, PRECISION)
+                dy_tile = load_tap(
+                    tap, out_channel, dy, None, None, tile_pixels, sizes, dtype, SHAPE, False
+                )
+                weight = load_weight(conv_weight, tap, channel, out_channel, SHAPE, True)
+                da = dot(dy_tile, weight, da, dtype, PRECISION)
         if ACTIVATION == "relu":
             g_tile = tl.where((p <= 0) | ~mask, 0.0, da).to(dtype)
         else:
@@ -211,12 +311,32 @@ def norm_act_conv_backward_kernel(
     add_two_sums(column_sums(sum_g), column_sums(sum_g_x) * rstd, sums, channel, is_channel, C)
     if WITH_WEIGHT:
         own = partials + tl.program_id(0).to(tl.int64) * (TAPS * K * C)
-        for tap in tl.static_range(TAPS):
-            for block in tl.static_range(COUT_BLOCKS):
-                out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
-                w_at = (tap * K + out_channel[:, None]) * C + channel[None, :]
-                w_mask = (out_channel < K)[:, None] & is_channel[None, :]
-                tl.store(own + w_at, dweights[tap * COUT_BLOCKS + block], mask=w_mask)
+        zero_or_nan = tl.zeros([BLOCK_CIN], tl.float32)
+        for part in tl.static_range(PARTS):
+            zero_or_nan += one_per_thread(tl.sum(dweights[part] * 0.0, 0))
+            tap, out_channel = rows_of_part(part, TAPS, BLOCK_COUT)
+            w_at = ((tap * K + out_channel) * C)[:, None] + channel[None, :]
+            w_mask = (out_channel < K)[:, None] & is_channel[None, :]
+            tl.store(own + w_at, dweights[part], mask=w_mask)
+        seen = tl.sum(zero_or_nan, 0)
+        if TAPS > 1 and seen != seen:
+            tl.debug_barrier()  # other threads have stored these weights
+            store_weights_by_tap(
+                own,
+                dy,
+                x,
+                values,
+                channel,
+                parameter,
+                sizes,
+                pixels,
+                dtype,
+                SHAPE,
+                INT64,
+                PRECISION,
+                ACTIVATION,
+                BLOCKS,
+            )
 
 
 def input_grid(sizes: UnitSizes, blocks: ConvBlocks) -> tuple[int, int, int]:
@@ -246,7 +366,7 @@ class InputGradientLaunch:
     ) -> None:
         self._prepared = prepared
         self._g_dtype, self._y_dtype = sizes.unit.dtype, sizes.unit.y_dtype
-        self._keeps_size = sizes.shape.keeps_size()
+        self._is_pointwise = sizes.shape.is_pointwise()
         self._numbers = sizes.parameter, sizes.images, sizes.x_pixels
         self._grid = input_grid(sizes, blocks)
         self.programs = self._grid[0]
@@ -272,10 +392,12 @@ class InputGradientLaunch:
             needs_whole: return the whole dy.
         """
         x, norm, conv_weight = inputs
-        if dy.step is not None and needs_whole and not self._keeps_size:
-            dy = Gradient(
-                norm_input_gradient(dy)
-            )  # the kernel does not read each pixel exactly once
+        # Only a run has steps with accumulators. Tensors of a caller's step may be unaligned.
+        is_aligned = dy.step is None or dy.step.sums.dtype == torch.int64
+        prepared = self._prepared if is_aligned else None
+        if dy.step is not None and not self._is_pointwise:
+            # The kernel reads a pixel once for each tap: the step would be computed as often.
+            dy = Gradient(norm_input_gradient(dy, prepared=prepared))
         is_whole = dy.step is None
         if is_whole:
             whole, stored, dy = dy.g, None, Gradient(dy.g, NO_STEP)
@@ -284,15 +406,13 @@ class InputGradientLaunch:
         step = cast(AffineStep, dy.step)
         g = torch.empty_like(x, dtype=self._g_dtype)
         in_training = step.inv_count != 0
-        # Only a run has steps with accumulators. Tensors of a caller's step may be unaligned.
-        is_aligned = is_whole or step.sums.dtype == torch.int64
         launch_kernel(
             norm_act_conv_backward_kernel,
             self._grid,
             (dy, stored, x, norm, conv_weight, g, sums, partials, *self._numbers),
             self._constants[in_training],
             self._num_warps,
-            self._prepared if is_aligned else None,
+            prepared,
             (in_training, is_whole, step.skip is None, stored is None, partials is None),
         )
         return g, whole

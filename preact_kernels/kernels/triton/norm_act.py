@@ -33,6 +33,7 @@ from preact_kernels.kernels.triton.batch_norm import (
 )
 from preact_kernels.kernels.triton.configurations import TILES_OF_IMAGE
 from preact_kernels.kernels.triton.launch import (
+    PreparedLaunches,
     aligned,
     elementwise_launch,
     launch_kernel,
@@ -332,17 +333,25 @@ def _backward_of_images(
         return g, sums.view(2, images, channels)
 
 
-def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
-    """See `Kernels.norm_input_gradient`. A program owns one tile."""
+def norm_input_gradient(
+    gradient: Gradient, activated: bool = False, prepared: PreparedLaunches | None = None
+) -> Tensor:
+    """See `Kernels.norm_input_gradient`. A program owns one tile.
+
+    For `prepared` see `launch_kernel`; use one for each shape, dtype and activation, and for norms
+    without rows.
+    """
     step = cast(AffineStep, gradient.step)
     x, norm = step.x, step.norm
     activation, parameter = (
         kernel_activation(norm.activation, norm.parameter) if activated else (None, None)
     )
-    rows = rows_of(norm, pooled=True) if step.sums.dim() == 3 else None
+    is_pooled = step.sums.dim() == 3 and step.sums.dtype != torch.int64  # not accumulators
+    rows = rows_of(norm, pooled=True) if is_pooled else None
     launch = elementwise_launch(x, rows is not None, activation not in (None, "relu"))
     dx = torch.empty_like(x, memory_format=torch.channels_last)
-    flags = {"ACTIVATION": activation, "IN_TRAINING": step.inv_count != 0}
+    in_training = step.inv_count != 0
+    flags = {"ACTIVATION": activation, "IN_TRAINING": in_training}
     with on_device_of(x):
         launch_kernel(
             norm_input_gradient_kernel,
@@ -350,5 +359,7 @@ def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
             (kernel_gradient(gradient), dx, parameter, rows, launch.pixels),
             {**flags, **launch.constants},
             launch.num_warps,
+            prepared,
+            (in_training, activated, step.skip is None, step.sums.dtype),
         )
     return dx

@@ -68,11 +68,12 @@ class BackwardLaunch:
         self.weight = WeightGradientLaunch(sizes, blocks.weight, prepared)
         input_blocks, self.in_one_pass = blocks.input, False
         if blocks.both is not None and wanted.input and wanted.weight:
+            is_stored = not dy_is_whole and sizes.shape.is_pointwise()
             self.in_one_pass = not costs_less_apart(
                 input_grid(sizes, blocks.both)[0],
                 self.weight.programs,
                 math.prod(sizes.unit.weight_shape),
-                sizes.x_bytes + (1 if dy_is_whole else 2) * sizes.y_bytes,
+                self.weight.passes * (sizes.x_bytes + sizes.y_bytes) + is_stored * sizes.y_bytes,
             )
             input_blocks = blocks.both if self.in_one_pass else blocks.input
         self.input = InputGradientLaunch(sizes, input_blocks, prepared)

@@ -149,6 +149,7 @@ class WeightGradientLaunch:
 
     Attributes:
         unit: of `sizes`.
+        passes: how often x and dy are read, by programs with other taps.
         programs: partial results for each unit.
     """
 
@@ -160,13 +161,9 @@ class WeightGradientLaunch:
         self.unit = unit
         self._numbers = sizes.parameter, sizes.images, sizes.y_pixels
         taps = taps_per_program(shape.S)
-        self._columns = (
-            shape.R
-            * shape.S
-            // taps
-            * ceil_div(shape.C, blocks.block_cin)
-            * ceil_div(shape.K, blocks.block_cout)
-        )
+        self.passes = shape.R * shape.S // taps
+        columns = ceil_div(shape.C, blocks.block_cin) * ceil_div(shape.K, blocks.block_cout)
+        self._columns = self.passes * columns
         tiles = ceil_div(sizes.y_pixels, blocks.block_pixels)
         self.programs = min(
             persistent_programs(unit.device, tiles, self._columns, blocks.resident),
