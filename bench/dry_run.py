@@ -240,19 +240,17 @@ def triton_launches(
 
     To count instructions, every kernel is compiled once.
     """
-    import triton
     from triton.runtime.jit import JITFunction
 
     from preact_kernels.kernels import triton as kernels
     from preact_kernels.kernels.triton import launch
-    from tests.kernels.compile_triton import Driver
+    from tests.kernels.compile_triton import active_driver
 
     if launch.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, but the interpreter has no launches")
     kept = []  # so that no address is used twice
     compile_kernel = JITFunction.run
-    if with_instructions:
-        triton.runtime.driver.set_active(Driver(CAPABILITY))
+    driver = active_driver(CAPABILITY) if with_instructions else contextlib.nullcontext()
 
     def record(kernel, *args, grid, warmup, **options):
         if warmup:  # only compiles
@@ -276,6 +274,7 @@ def triton_launches(
     gpu = launch.Device(CAPABILITY, multiprocessors, SHARED_BYTES)
     modules = [m for name, m in sys.modules.items() if name.startswith(kernels.__name__)]
     with (
+        driver,
         mock.patch.object(JITFunction, "run", record),
         contextlib.ExitStack() as patches,
         mock.patch.object(launch, "current_stream", lambda: 0),

@@ -213,6 +213,25 @@ def test_parts_of_a_tensor_end_where_the_next_begins():
     assert [m.tensors for m in met] == [{100: 40, 140: 20}, {100: 40}, {160: 40, 300: 150}]
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_the_driver_of_triton_is_active_again_after_a_recording(error, monkeypatch):
+    triton = pytest.importorskip("triton")
+    from preact_kernels.kernels.triton import launch
+    from tests.kernels.compile_triton import Driver
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    driver = Driver(80)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    with (
+        contextlib.suppress(RuntimeError),
+        dry_run.triton_launches(dry_run.Recorder(), 132, with_instructions=True),
+    ):
+        assert triton.runtime.driver.active.get_current_target().arch == 90
+        if error:
+            raise error
+    assert triton.runtime.driver.active is driver
+
+
 def placed(name, bytes_moved=0, *, is_dependent=False, kernel=None):
     return Launch(name, "1", 256, 0, is_dependent, bytes_moved, 0, FORWARD, kernel or name)
 

@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,6 +162,18 @@ class Driver:
         return self.target
 
 
+@contextlib.contextmanager
+def active_driver(capability: int) -> Iterator[None]:
+    """Triton compiles for a GPU in the body."""
+    config = triton.runtime.driver
+    before = config._active  # None: chosen at first use, which may fail without a GPU
+    config.set_active(Driver(capability))
+    try:
+        yield
+    finally:
+        config.set_active(before)
+
+
 class Launch(NamedTuple):
     """A kernel, and what it is to be launched with."""
 
@@ -172,9 +184,9 @@ class Launch(NamedTuple):
     num_warps: int
 
     def compile(self) -> Any:
-        triton.runtime.driver.set_active(Driver(self.task.capability))
-        options = compile_options(self.constants, self.num_warps)
-        return self.kernel.warmup(*self.args, grid=(1, 1, 1), **self.constants, **options)
+        with active_driver(self.task.capability):
+            options = compile_options(self.constants, self.num_warps)
+            return self.kernel.warmup(*self.args, grid=(1, 1, 1), **self.constants, **options)
 
     def argument(self, name: str) -> Any:
         """An argument of the kernel, by its name; None where it has none of that name."""
@@ -207,7 +219,7 @@ def distinct_launches(todo: Sequence[Task]) -> list[Launch]:
         capability = task.capability
         gpu = Device(capability, MULTIPROCESSORS[capability], SHARED_BYTES[capability])
         torch.backends.cudnn.allow_tf32 = task.tf32
-        with pytest.MonkeyPatch.context() as patch:
+        with active_driver(capability), pytest.MonkeyPatch.context() as patch:
             replace(patch, "properties", lambda device, gpu=gpu: gpu)
             replace(patch, "launch_kernel", record)
             if task.shape is None:
@@ -412,7 +424,6 @@ def faults_of_blocks(capability: int, quick: bool) -> list[str]:
     What the launchers count is compared with what the GPU has, and with what Triton allocates; if
     `quick`, of bottlenecks, and the latter for the two with the least room.
     """
-    triton.runtime.driver.set_active(Driver(capability))
     todo = [
         Task(capability, torch.bfloat16, block, stream=stream)
         for block in (BLOCKS[:3] if quick else BLOCKS)
