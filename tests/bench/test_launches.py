@@ -17,11 +17,12 @@ pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from bench import dry_run, instructions, launches, measure
+from bench import dry_run, launches, measure
 from bench.dry_run import BACKWARD, FORWARD, Launch, Part, StageLaunches
 from bench.launches import Kernel, arguments, kernels_in, main, recorded, rows_of
 from bench.records import LAUNCHES, LaunchRow, put, read
 from preact_kernels.kernels import cuda
+from tests.kernels import cuda_programs
 from tests.kernels.cuda_on_host import build, serve_cpu
 
 # Per block without a projection, in each stage; without launches that occur once per run.
@@ -120,7 +121,7 @@ def library_targets():
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("triton", marks=pytest.mark.slow)])
 def test_convolutions_issue_as_many_instructions_as_are_compiled(backend, tmp_path):
-    if instructions.cuobjdump() is None:
+    if cuda_programs.cuobjdump() is None:
         pytest.skip("cuobjdump is not installed")
     if backend == "cuda" and b"sm_90" not in library_targets():
         pytest.skip("there is no CUDA library for sm_90")

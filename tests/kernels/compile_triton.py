@@ -58,6 +58,7 @@ from preact_kernels.kernels.triton.configurations import (
 )
 from preact_kernels.kernels.triton.launch import INTERPRETED, Device, compile_options
 from tests.cases import unit_of
+from tests.kernels.cuda_programs import cuobjdump
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
 
@@ -574,7 +575,8 @@ def resident_programs(capability: int, warps: int, registers: int, shared_bytes:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and bytes of stack and local memory."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = cuobjdump(of_triton=True)
+    assert tool is not None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

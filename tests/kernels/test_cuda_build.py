@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import setuptools
-import triton
 from torch.utils import cpp_extension
 
 from preact_kernels.kernels import cuda
-from tests.kernels.cuda_on_host import build
+from tests.kernels import cuda_programs
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "build" / "cuda" / "ptxas.csv"
@@ -26,7 +25,7 @@ COLUMNS = (
     "stack bytes", "static shared bytes",
 )  # fmt: skip
 
-needs_nvcc = pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed")
+needs_nvcc = pytest.mark.skipif(cuda_programs.nvcc() is None, reason="nvcc is not installed")
 SOURCES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 WITHOUT_KERNELS = {"norm_act_conv"}
 ENTRY = re.compile(
@@ -128,7 +127,7 @@ def test_on_hopper_a_kernel_waits_for_those_before_it_and_copies_tiles_after_tha
     """What kernels launched as dependent must do; see `wait_for_predecessors`."""
     if "sm_90" not in targets:
         pytest.skip("the library was not compiled for sm_90")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = cuda_programs.cuobjdump()
     (compiled,) = ROOT.glob(f"build/temp.*/csrc/cuda/{source}.o")
     sass = subprocess.check_output([tool, "-sass", "-arch", "sm_90", compiled], text=True)
     functions = sass.split("Function : ")[1:]
