@@ -90,6 +90,7 @@ WIDE_SHAPES = (
     *(Shape(64, 128, 1, 2), Shape(128, 256, 1, 2), Shape(160, 128)),
     *(Shape(256, 128), Shape(256, 256)),
 )
+WIDEST_TAPS = Shape(64, 64, 3)
 FUSED = ("leaky_relu", "identity")  # activations of fused convolutions besides ReLU
 WIDTHS = (16, 32, 64, 128, 192, 256)  # of 1x1 convolutions
 
@@ -122,8 +123,8 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
     Args:
         capabilities: of the GPUs; None for `CAPABILITIES`, and for all of `SHARED_BYTES` where
             room is short: for `WIDE_SHAPES` and pairs of `WIDTHS`.
-        quick: without pairs of `WIDTHS`, with only bfloat16 for all but `WIDE_SHAPES`, and with one
-            activation besides ReLU.
+        quick: without pairs of `WIDTHS`, with only bfloat16 for all but `WIDE_SHAPES` and
+            `WIDEST_TAPS`, and with one activation besides ReLU.
     """
     pairs = () if quick else (Shape(*p) for p in itertools.product(WIDTHS, repeat=2))
     widths = [s for s in dict.fromkeys((*WIDE_SHAPES, *pairs)) if s not in SHAPES]
@@ -140,6 +141,8 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
             found += [Task(c, dtype, shape) for shape in (None, *others, *BLOCKS, *SHAPES)]
             fused = [(SHAPES[-3], "leaky_relu")] if quick else itertools.product(SHAPES, FUSED)
             found += [Task(c, dtype, shape, activation=name) for shape, name in fused]
+        if quick:
+            found.append(Task(c, torch.float32, WIDEST_TAPS))
         if c == 90 and not quick:
             found += [Task(c, torch.float16, shape) for shape in (None, "silu", *BLOCKS, *SHAPES)]
             narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
