@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -212,6 +213,26 @@ def test_parts_of_a_tensor_end_where_the_next_begins():
     tensors = [range(100, 200), range(300, 450)]
     _find_sizes(met, lambda a: next((t for t in tensors if a in t), None))
     assert [m.tensors for m in met] == [{100: 40, 140: 20}, {100: 40}, {160: 40, 300: 150}]
+
+
+def test_a_library_of_other_sources_is_stale(tmp_path):
+    shutil.copytree(measure.ROOT / "csrc", tmp_path / "csrc")
+    library = tmp_path / "library.so"
+    setup_file = runpy.run_path(str(measure.ROOT / "setup.py"))
+    sources, headers = setup_file["find_cuda_files"](tmp_path)
+    library.write_bytes(b"\0" + setup_file["digest"](sources + headers, tmp_path).encode() + b"\0")
+    for name, expected in (
+        ("csrc/cuda/reduction.cuh", True),
+        ("csrc/args.h", True),
+        ("csrc/cuda/bn_stats.cu", True),
+        ("csrc/cpu/kernels.h", False),
+    ):
+        path = tmp_path / name
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert dry_run.is_stale(library, tmp_path) == expected
+        path.write_text(text)  # later than the library, and the same
+        assert not dry_run.is_stale(library, tmp_path)
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError])

@@ -8,11 +8,9 @@ import itertools
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import setuptools
 from torch.utils import cpp_extension
 
 from preact_kernels.kernels import cuda
@@ -159,8 +157,6 @@ def test_the_library_names_neither_a_python_nor_a_version_of_torch(targets):
 def setup_file(monkeypatch):
     """The functions of setup.py, which builds nothing."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "egg_info"])
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
     for name in ("PREACT_KERNELS_NVCC", "PYTORCH_NVCC"):  # cuda_extension sets them
         monkeypatch.setenv(name, "nvcc")
@@ -186,6 +182,16 @@ def test_torch_cuda_arch_list_chooses_the_architectures(setup_file, monkeypatch)
         assert found == [a.replace(",", ",code=") for a in expected], names
         codes = "_".join(a.partition(",")[2] for a in expected)
         assert f"-DPREACT_KERNELS_TARGETS={codes}" in flags
+
+
+@needs_nvcc
+def test_only_the_file_that_holds_the_digest_of_all_sources_is_compiled_with_it(setup_file):
+    flags = setup_file["cuda_extension"]().extra_compile_args
+    sources, headers = setup_file["find_cuda_files"]()
+    assert {Path(source).stem for source in sources} == {*SOURCES, "library"}
+    assert f"-DPREACT_KERNELS_SOURCES={setup_file['digest'](sources + headers)}" in flags["cxx"]
+    assert f"-DPREACT_KERNELS_HEADERS={setup_file['digest'](headers)}" in flags["nvcc"]
+    assert not [flag for flag in flags["nvcc"] if "SOURCES" in flag]
 
 
 RUNS_ON = {
