@@ -20,9 +20,8 @@ from pathlib import Path
 import setuptools
 from setuptools import Extension, setup
 
-HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
 INCLUDE_DIRS = [os.path.abspath("csrc")]
-PYPROJECT = Path("pyproject.toml").read_text()
+PYPROJECT = Path(__file__).with_name("pyproject.toml").read_text()
 OLDEST_SETUPTOOLS, OLDEST_TORCH = (
     tuple(map(int, re.search(rf'"{name}>=([\d.]+)"', PYPROJECT)[1].split(".")))
     for name in ("setuptools", "torch")
@@ -42,6 +41,28 @@ NAMED_ARCHITECTURES = {
     "Blackwell": "10.0;12.0",
 }
 CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+
+
+def find_files(root, *patterns):
+    """Return files below a folder, relative to it."""
+    return sorted(f for p in patterns for f in glob(p, root_dir=root, recursive=True))
+
+
+def find_headers(root="."):
+    """Return the headers of both libraries."""
+    return find_files(root, "csrc/**/*.h", "csrc/**/*.cuh")
+
+
+def find_cuda_files(root="."):
+    """Return the sources and the headers of the CUDA library."""
+    headers = [h for h in find_headers(root) if not h.startswith("csrc/cpu/")]
+    return find_files(root, "csrc/cuda/*.cpp", "csrc/cuda/*.cu"), headers
+
+
+def digest(files, root="."):
+    """Return a digest of what files contain."""
+    contents = (Path(root, file).read_bytes() for file in files)
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def require(name, found, oldest):
@@ -75,7 +96,7 @@ def cpu_extension():
     return CppExtension(
         "preact_kernels._cpu",
         sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
-        depends=HEADERS,
+        depends=find_headers(),
         include_dirs=INCLUDE_DIRS.copy(),
         extra_compile_args=CXX_FLAGS.copy(),
         py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
@@ -144,7 +165,7 @@ def cuda_extension():
     it is loaded, libtorch.so brings both.
     """
     wanted = os.environ.get("PREACT_KERNELS_CUDA")
-    sources = sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu"))
+    sources, headers = find_cuda_files()
     if not sources or wanted == "0":
         return None
     home = os.environ.get("CUDA_HOME")
@@ -167,9 +188,6 @@ def cuda_extension():
         cpp_extension.CUDA_HOME = os.path.dirname(os.path.dirname(nvcc))
     os.environ["PREACT_KERNELS_NVCC"] = os.environ.get("PYTORCH_NVCC", nvcc)
     os.environ["PYTORCH_NVCC"] = f"sh {shlex.quote(os.path.abspath('csrc/cuda/nvcc.sh'))}"
-    # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
-    headers = [h for h in HEADERS if not h.startswith("csrc/cpu/")]
-    digest = hashlib.sha256(b"".join(Path(h).read_bytes() for h in headers)).hexdigest()[:16]
     names = "_".join(re.findall(r",code=(\w+)", " ".join(targets)))  # nvcc splits at commas
     defined = ["-DUSE_CUDA", f"-DPREACT_KERNELS_TARGETS={names}"]
     return Extension(
@@ -179,8 +197,15 @@ def cuda_extension():
         include_dirs=INCLUDE_DIRS + cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         extra_compile_args={
-            "cxx": [*CXX_FLAGS, *defined],
-            "nvcc": [*NVCC_FLAGS, f"-DPREACT_KERNELS_HEADERS={digest}", *defined, *targets],
+            # In library.cpp; bench/dry_run.py looks for it.
+            "cxx": [*CXX_FLAGS, f"-DPREACT_KERNELS_SOURCES={digest(sources + headers)}", *defined],
+            # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
+            "nvcc": [
+                *NVCC_FLAGS,
+                f"-DPREACT_KERNELS_HEADERS={digest(headers)}",
+                *defined,
+                *targets,
+            ],
         },
         extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
         language="c++",
@@ -210,7 +235,8 @@ def native_settings():
     }
 
 
-require("setuptools", setuptools.__version__, OLDEST_SETUPTOOLS)
-with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-    require("torch", importlib.metadata.version("torch"), OLDEST_TORCH)
-setup(**native_settings())
+if __name__ == "__main__":
+    require("setuptools", setuptools.__version__, OLDEST_SETUPTOOLS)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        require("torch", importlib.metadata.version("torch"), OLDEST_TORCH)
+    setup(**native_settings())

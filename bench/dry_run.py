@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import itertools
 import math
+import runpy
 import shutil
 import struct
 import sys
@@ -162,6 +163,13 @@ def _grid(blocks: Sequence[int]) -> str:
     return "x".join(map(str, axes)) if blocks[0] else ""
 
 
+def is_stale(library: Path, root: Path = measure.ROOT) -> bool:
+    """Returns whether the CUDA library was built from other sources than those below `root`."""
+    build = runpy.run_path(str(measure.ROOT / "setup.py"))
+    sources, headers = build["find_cuda_files"](root)
+    return build["digest"](sources + headers, root).encode() not in library.read_bytes()
+
+
 @contextlib.contextmanager
 def cuda_launches(
     recorder: Recorder, multiprocessors: int, with_instructions: bool
@@ -202,15 +210,9 @@ def cuda_launches(
             yield kernels
             _find_sizes(recorder.recorded, serve_cpu.tensor_at)
             if with_instructions:
-                sources = [
-                    *(measure.ROOT / "csrc").glob("*.h"),
-                    *(measure.ROOT / "csrc/cuda").iterdir(),
-                ]
                 library = PACKAGE / LIBRARY
-                if library.exists() and any(
-                    s.stat().st_mtime > library.stat().st_mtime for s in sources
-                ):
-                    warnings.warn(f"{LIBRARY} is older than its sources", stacklevel=2)
+                if library.exists() and is_stale(library):
+                    warnings.warn(f"{LIBRARY} was built from other sources", stacklevel=2)
                 symbols = {r.launch.code for r in recorder.recorded if r.launch.code}
                 recorder.counts.update(counts(library, symbols, CAPABILITY))
     finally:
@@ -240,19 +242,17 @@ def triton_launches(
 
     To count instructions, every kernel is compiled once.
     """
-    import triton
     from triton.runtime.jit import JITFunction
 
     from preact_kernels.kernels import triton as kernels
     from preact_kernels.kernels.triton import launch
-    from tests.kernels.compile_triton import Driver
+    from tests.kernels.compile_triton import active_driver
 
     if launch.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, but the interpreter has no launches")
     kept = []  # so that no address is used twice
     compile_kernel = JITFunction.run
-    if with_instructions:
-        triton.runtime.driver.set_active(Driver(CAPABILITY))
+    driver = active_driver(CAPABILITY) if with_instructions else contextlib.nullcontext()
 
     def record(kernel, *args, grid, warmup, **options):
         if warmup:  # only compiles
@@ -276,6 +276,7 @@ def triton_launches(
     gpu = launch.Device(CAPABILITY, multiprocessors, SHARED_BYTES)
     modules = [m for name, m in sys.modules.items() if name.startswith(kernels.__name__)]
     with (
+        driver,
         mock.patch.object(JITFunction, "run", record),
         contextlib.ExitStack() as patches,
         mock.patch.object(launch, "current_stream", lambda: 0),

@@ -14,14 +14,14 @@ instructions, such as those of float64, take more cycles.
 """
 
 import math
-import os
 import re
-import shutil
 import subprocess
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
+
+from tests.kernels.cuda_programs import cuobjdump
 
 CYCLES_PER_US = 1755  # of the clock; an H100 and an H200 reach 1,980 at most
 SCHEDULERS = 4  # of a multiprocessor
@@ -51,19 +51,6 @@ class Count(NamedTuple):
     tile: int  # in one round of it; 0: there is none
 
 
-def cuobjdump() -> str | None:
-    """Returns the path of cuobjdump, of the CUDA toolkit or of Triton; None: there is none."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    found = shutil.which("cuobjdump") or shutil.which(f"{home}/bin/cuobjdump")
-    if found is None:
-        try:
-            from triton.backends import nvidia
-        except ImportError:
-            return None
-        found = shutil.which("cuobjdump", path=Path(nvidia.__path__[0]) / "bin")
-    return found
-
-
 def counts(binary: Path, kernels: Collection[str], capability: int) -> dict[str, Count]:
     """Returns the counts of kernels by their mangled names, as far as `binary` has them.
 
@@ -72,7 +59,7 @@ def counts(binary: Path, kernels: Collection[str], capability: int) -> dict[str,
         kernels: mangled names.
         capability: of the machine code, 90 for 9.0.
     """
-    tool = cuobjdump()
+    tool = cuobjdump(of_triton=binary.suffix == ".cubin")
     if not (tool and kernels and binary.exists()):
         return {}
     wanted = ["-sass", "-arch", f"sm_{capability}", "-fun", ",".join(kernels)]

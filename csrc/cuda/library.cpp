@@ -2,12 +2,20 @@
 
 #include "../host/library.h"
 
-// GPUs that the kernels were compiled for, as in "sm_80_sm_90_compute_90"; read with ctypes.
-#if defined(PREACT_KERNELS_TARGETS)
 #define PK_TEXT(name) #name
 #define PK_TEXT_OF(name) PK_TEXT(name)
+
+// GPUs that the kernels were compiled for, as in "sm_80_sm_90_compute_90"; read with ctypes.
+#if defined(PREACT_KERNELS_TARGETS)
 extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cuda_targets() {
   return PK_TEXT_OF(PREACT_KERNELS_TARGETS);
+}
+#endif
+
+// A digest of the sources and headers: see setup.py.
+#if defined(PREACT_KERNELS_SOURCES)
+extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cuda_sources() {
+  return PK_TEXT_OF(PREACT_KERNELS_SOURCES);
 }
 #endif
 

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,12 @@ pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from bench import dry_run, instructions, launches, measure
+from bench import dry_run, launches, measure
 from bench.dry_run import BACKWARD, FORWARD, Launch, Part, StageLaunches
 from bench.launches import Kernel, arguments, kernels_in, main, recorded, rows_of
 from bench.records import LAUNCHES, LaunchRow, put, read
 from preact_kernels.kernels import cuda
+from tests.kernels import cuda_programs
 from tests.kernels.cuda_on_host import build, serve_cpu
 
 # Per block without a projection, in each stage; without launches that occur once per run.
@@ -120,7 +122,7 @@ def library_targets():
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("triton", marks=pytest.mark.slow)])
 def test_convolutions_issue_as_many_instructions_as_are_compiled(backend, tmp_path):
-    if instructions.cuobjdump() is None:
+    if cuda_programs.cuobjdump() is None:
         pytest.skip("cuobjdump is not installed")
     if backend == "cuda" and b"sm_90" not in library_targets():
         pytest.skip("there is no CUDA library for sm_90")
@@ -211,6 +213,45 @@ def test_parts_of_a_tensor_end_where_the_next_begins():
     tensors = [range(100, 200), range(300, 450)]
     _find_sizes(met, lambda a: next((t for t in tensors if a in t), None))
     assert [m.tensors for m in met] == [{100: 40, 140: 20}, {100: 40}, {160: 40, 300: 150}]
+
+
+def test_a_library_of_other_sources_is_stale(tmp_path):
+    shutil.copytree(measure.ROOT / "csrc", tmp_path / "csrc")
+    library = tmp_path / "library.so"
+    setup_file = runpy.run_path(str(measure.ROOT / "setup.py"))
+    sources, headers = setup_file["find_cuda_files"](tmp_path)
+    library.write_bytes(b"\0" + setup_file["digest"](sources + headers, tmp_path).encode() + b"\0")
+    for name, expected in (
+        ("csrc/cuda/reduction.cuh", True),
+        ("csrc/args.h", True),
+        ("csrc/cuda/bn_stats.cu", True),
+        ("csrc/cpu/kernels.h", False),
+    ):
+        path = tmp_path / name
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert dry_run.is_stale(library, tmp_path) == expected
+        path.write_text(text)  # later than the library, and the same
+        assert not dry_run.is_stale(library, tmp_path)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_the_driver_of_triton_is_active_again_after_a_recording(error, monkeypatch):
+    triton = pytest.importorskip("triton")
+    from preact_kernels.kernels.triton import launch
+    from tests.kernels.compile_triton import Driver
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    driver = Driver(80)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    with (
+        contextlib.suppress(RuntimeError),
+        dry_run.triton_launches(dry_run.Recorder(), 132, with_instructions=True),
+    ):
+        assert triton.runtime.driver.active.get_current_target().arch == 90
+        if error:
+            raise error
+    assert triton.runtime.driver.active is driver
 
 
 def placed(name, bytes_moved=0, *, is_dependent=False, kernel=None):

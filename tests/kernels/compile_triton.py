@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ from preact_kernels.kernels.triton.configurations import (
 )
 from preact_kernels.kernels.triton.launch import INTERPRETED, Device, compile_options
 from tests.cases import unit_of
+from tests.kernels.cuda_programs import cuobjdump
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
 
@@ -89,6 +90,7 @@ WIDE_SHAPES = (
     *(Shape(64, 128, 1, 2), Shape(128, 256, 1, 2), Shape(160, 128)),
     *(Shape(256, 128), Shape(256, 256)),
 )
+WIDEST_TAPS = Shape(64, 64, 3)
 FUSED = ("leaky_relu", "identity")  # activations of fused convolutions besides ReLU
 WIDTHS = (16, 32, 64, 128, 192, 256)  # of 1x1 convolutions
 
@@ -121,8 +123,8 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
     Args:
         capabilities: of the GPUs; None for `CAPABILITIES`, and for all of `SHARED_BYTES` where
             room is short: for `WIDE_SHAPES` and pairs of `WIDTHS`.
-        quick: without pairs of `WIDTHS`, with only bfloat16 for all but `WIDE_SHAPES`, and with one
-            activation besides ReLU.
+        quick: without pairs of `WIDTHS`, with only bfloat16 for all but `WIDE_SHAPES` and
+            `WIDEST_TAPS`, and with one activation besides ReLU.
     """
     pairs = () if quick else (Shape(*p) for p in itertools.product(WIDTHS, repeat=2))
     widths = [s for s in dict.fromkeys((*WIDE_SHAPES, *pairs)) if s not in SHAPES]
@@ -139,6 +141,8 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
             found += [Task(c, dtype, shape) for shape in (None, *others, *BLOCKS, *SHAPES)]
             fused = [(SHAPES[-3], "leaky_relu")] if quick else itertools.product(SHAPES, FUSED)
             found += [Task(c, dtype, shape, activation=name) for shape, name in fused]
+        if quick:
+            found.append(Task(c, torch.float32, WIDEST_TAPS))
         if c == 90 and not quick:
             found += [Task(c, torch.float16, shape) for shape in (None, "silu", *BLOCKS, *SHAPES)]
             narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
@@ -162,6 +166,18 @@ class Driver:
         return self.target
 
 
+@contextlib.contextmanager
+def active_driver(capability: int) -> Iterator[None]:
+    """Triton compiles for a GPU in the body."""
+    config = triton.runtime.driver
+    before = config._active  # None: chosen at first use, which may fail without a GPU
+    config.set_active(Driver(capability))
+    try:
+        yield
+    finally:
+        config.set_active(before)
+
+
 class Launch(NamedTuple):
     """A kernel, and what it is to be launched with."""
 
@@ -172,9 +188,9 @@ class Launch(NamedTuple):
     num_warps: int
 
     def compile(self) -> Any:
-        triton.runtime.driver.set_active(Driver(self.task.capability))
-        options = compile_options(self.constants, self.num_warps)
-        return self.kernel.warmup(*self.args, grid=(1, 1, 1), **self.constants, **options)
+        with active_driver(self.task.capability):
+            options = compile_options(self.constants, self.num_warps)
+            return self.kernel.warmup(*self.args, grid=(1, 1, 1), **self.constants, **options)
 
     def argument(self, name: str) -> Any:
         """An argument of the kernel, by its name; None where it has none of that name."""
@@ -207,7 +223,7 @@ def distinct_launches(todo: Sequence[Task]) -> list[Launch]:
         capability = task.capability
         gpu = Device(capability, MULTIPROCESSORS[capability], SHARED_BYTES[capability])
         torch.backends.cudnn.allow_tf32 = task.tf32
-        with pytest.MonkeyPatch.context() as patch:
+        with active_driver(capability), pytest.MonkeyPatch.context() as patch:
             replace(patch, "properties", lambda device, gpu=gpu: gpu)
             replace(patch, "launch_kernel", record)
             if task.shape is None:
@@ -412,7 +428,6 @@ def faults_of_blocks(capability: int, quick: bool) -> list[str]:
     What the launchers count is compared with what the GPU has, and with what Triton allocates; if
     `quick`, of bottlenecks, and the latter for the two with the least room.
     """
-    triton.runtime.driver.set_active(Driver(capability))
     todo = [
         Task(capability, torch.bfloat16, block, stream=stream)
         for block in (BLOCKS[:3] if quick else BLOCKS)
@@ -563,7 +578,8 @@ def resident_programs(capability: int, warps: int, registers: int, shared_bytes:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and bytes of stack and local memory."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = cuobjdump(of_triton=True)
+    assert tool is not None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -8,16 +8,13 @@ import itertools
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import setuptools
-import triton
 from torch.utils import cpp_extension
 
 from preact_kernels.kernels import cuda
-from tests.kernels.cuda_on_host import build
+from tests.kernels import cuda_programs
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "build" / "cuda" / "ptxas.csv"
@@ -26,7 +23,7 @@ COLUMNS = (
     "stack bytes", "static shared bytes",
 )  # fmt: skip
 
-needs_nvcc = pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed")
+needs_nvcc = pytest.mark.skipif(cuda_programs.nvcc() is None, reason="nvcc is not installed")
 SOURCES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 WITHOUT_KERNELS = {"norm_act_conv"}
 ENTRY = re.compile(
@@ -128,7 +125,7 @@ def test_on_hopper_a_kernel_waits_for_those_before_it_and_copies_tiles_after_tha
     """What kernels launched as dependent must do; see `wait_for_predecessors`."""
     if "sm_90" not in targets:
         pytest.skip("the library was not compiled for sm_90")
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = cuda_programs.cuobjdump()
     (compiled,) = ROOT.glob(f"build/temp.*/csrc/cuda/{source}.o")
     sass = subprocess.check_output([tool, "-sass", "-arch", "sm_90", compiled], text=True)
     functions = sass.split("Function : ")[1:]
@@ -160,8 +157,6 @@ def test_the_library_names_neither_a_python_nor_a_version_of_torch(targets):
 def setup_file(monkeypatch):
     """The functions of setup.py, which builds nothing."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "egg_info"])
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME)
     for name in ("PREACT_KERNELS_NVCC", "PYTORCH_NVCC"):  # cuda_extension sets them
         monkeypatch.setenv(name, "nvcc")
@@ -187,6 +182,16 @@ def test_torch_cuda_arch_list_chooses_the_architectures(setup_file, monkeypatch)
         assert found == [a.replace(",", ",code=") for a in expected], names
         codes = "_".join(a.partition(",")[2] for a in expected)
         assert f"-DPREACT_KERNELS_TARGETS={codes}" in flags
+
+
+@needs_nvcc
+def test_only_the_file_that_holds_the_digest_of_all_sources_is_compiled_with_it(setup_file):
+    flags = setup_file["cuda_extension"]().extra_compile_args
+    sources, headers = setup_file["find_cuda_files"]()
+    assert {Path(source).stem for source in sources} == {*SOURCES, "library"}
+    assert f"-DPREACT_KERNELS_SOURCES={setup_file['digest'](sources + headers)}" in flags["cxx"]
+    assert f"-DPREACT_KERNELS_HEADERS={setup_file['digest'](headers)}" in flags["nvcc"]
+    assert not [flag for flag in flags["nvcc"] if "SOURCES" in flag]
 
 
 RUNS_ON = {

@@ -13,6 +13,7 @@ import shutil
 import pytest
 import torch
 
+from tests.kernels import cuda_programs
 from tests.kernels.cuda_conv_cases import LOW_NAN, as_tf32
 from tests.kernels.cuda_on_host import build
 from tests.oracle import same_bits
@@ -28,7 +29,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def fragments():
     """The library for the device of the tests."""
     if IS_ON_GPU:
-        if build.nvcc() is None:
+        if cuda_programs.nvcc() is None:
             pytest.skip("nvcc is not installed")
         path = build.build_for_gpu(torch.cuda.get_device_capability())
     else:
@@ -193,7 +194,7 @@ def test_sums_of_what_is_not_finite_are_those_of_pytorch(fragments):
     assert found[0] == inf and found[1].isnan()
 
 
-@pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed")
+@pytest.mark.skipif(cuda_programs.nvcc() is None, reason="nvcc is not installed")
 def test_nvcc_compiles_what_a_gpu_runs():
     assert build.build_for_gpu((9, 0)).exists()
 

@@ -64,8 +64,19 @@ def test_a_mean_near_zero_is_not_biased(backend):
 
 @pytest.mark.backends("cpu", "triton", "cuda")
 def test_the_statistics_of_large_constants(backend):
-    values = torch.tensor([1e18, -1e15, 1e12, -1e11, 1000.3, -0.1])
-    x = values.view(1, 6, 1, 1).expand(4, 6, 16, 16).contiguous(memory_format=torch.channels_last)
+    assert_are_statistics_of_constants(backend, [1e18, -1e15, 1e12, -1e11, 1000.3, -0.1])
+
+
+@pytest.mark.backends("cuda")  # others have no such pivot, and a smaller range
+def test_a_pivot_near_large_constants_has_all_bits(backend):
+    """The squares of differences from a rounded one are infinite."""
+    assert_are_statistics_of_constants(backend, [1e25, -3e25])
+
+
+def assert_are_statistics_of_constants(backend, constants):
+    values = torch.tensor(constants)
+    x = values.view(1, -1, 1, 1).expand(4, -1, 16, 16)
+    x = x.contiguous(memory_format=torch.channels_last)
     mean, var = (t.cpu() for t in kernels(backend, x.dtype).bn_stats(x.to(device_of(backend))))
     torch.testing.assert_close(mean, values, rtol=1e-6, atol=0)
     assert (var.double().sqrt() <= 1e-6 * values.abs().double()).all()

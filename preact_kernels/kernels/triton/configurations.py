@@ -187,7 +187,10 @@ def forward_bytes(blocks: ConvBlocks, unit: Unit) -> int:
     size, x_size, y_size = _itemsizes(unit)
     exchanged = _exchanged_bytes(blocks, max(cin, cout), size)
     if not _is_1x1(unit):
-        return (tap_stages - 1) * (pixels * cin * x_size + cin * cout * size) + exchanged
+        # The operands of a tap are stored again after rounding to TF32, while others are copied.
+        operands = (pixels * cin + cin * cout) * 4 if size == 4 else 0
+        read = pixels * cin * x_size + cin * cout * size
+        return (tap_stages - 1) * read + max(operands, exchanged)
     channels = triton.cdiv(unit.weight_shape[1], cin) * cin
     read = pixels * (channels * x_size + cout * y_size)
     return (stages - 1) * read + channels * cout * size + exchanged

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from preact_kernels.torch_compat import OLDEST_TORCH
+from tests.kernels.cuda_programs import nvcc
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
@@ -122,11 +123,6 @@ def build(name: str, sanitize: bool = False) -> Path:
             if path not in (library, *objects.values()) and path.suffix in (".o", ".so"):
                 path.unlink()
     return library
-
-
-def nvcc() -> str | None:
-    """The path of nvcc, or None."""
-    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def build_for_gpu(capability: tuple[int, int]) -> Path:
