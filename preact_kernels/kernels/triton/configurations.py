@@ -308,7 +308,7 @@ def _forward_taps(capability: int, unit: Unit) -> ConvBlocks:
     if _is_half(unit) and cin * cout == 256:
         warps = 4
     if _is_half(unit) and not is_masked:
-        resident = {16: 4, 32: 2, 64: 1}[max(cin, cout)]
+        resident = {16: 3 if capability < HOPPER else 4, 32: 2, 64: 1}[max(cin, cout)]
     return ConvBlocks(pixels, cin, cout, warps, 1, 1 if is_masked else STAGES, resident)
 
 
