@@ -94,7 +94,7 @@ class Limits(NamedTuple):
 # By generation, and bytes of an element of the products. On Hopper wgmma reads operands from shared
 # memory, which leaves registers for more pixels.
 LIMITS = {
-    (AMPERE, 2): Limits((64, 64, 64), 3, 128, 4, (32, 32, 32), 1, 2048, 4096, (32, 16, 4), 3, 16),
+    (AMPERE, 2): Limits((64, 64, 64), 3, 128, 4, (32, 32, 32), 3, 2048, 4096, (32, 16, 4), 3, 16),
     (HOPPER, 2): Limits((128, 128, 64), 3, 128, 8, (64, 32, 32), 3, 8192, 9216, (16, 16, 4), 3, 32),
     (BLACKWELL, 2): Limits((64, 64, 64), 1, 64, 8, (32, 32, 32), 1, 2048, 4096, (16, 16, 4), 1, 32),
     (AMPERE, 4): Limits((64, 32, 16), 1, 64, 8, (32, 16, 16), 1, 2048, 0, (32, 16, 4), 3, 16),
