@@ -27,7 +27,8 @@ from tests.kernels import cuda_programs
 from tests.kernels.cuda_on_host import build, serve_cpu
 
 # Per block without a projection, in each stage; without launches that occur once per run.
-LAUNCHES_A_BLOCK = {"cuda": (6, 6, 6), "triton": (6, 6, 6)}
+# Triton stores the gradient that the 3x3 convolution's backward reads.
+LAUNCHES_A_BLOCK = {"cuda": (6, 6, 6), "triton": (7, 7, 7)}
 KERNELS_OF_UNITS = ("F1", "F2", "F3", "B1", "B2", "B3")
 
 if shutil.which(build.CXX[0]) is None:
@@ -85,8 +86,10 @@ def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
     # In multiples of the inner channels: 12 of 16 are the stream (x, x again, y).
     assert 16 + 12 < units(first, FORWARD) < 16 + 12.2
     # 16 of 32 are the stream: x of the deferred affine step, skip, the stored dy, and x. The last
-    # of 17 blocks has no such step. Partial sums are in addition.
-    assert 32 + 16 - 12 / 17 < units(first, BACKWARD) < 32 + 16 + 3
+    # of 17 blocks has no such step. Partial sums are in addition; and, of Triton, the gradient that
+    # is stored and read.
+    read = 32 + 16 + 2 * (backend == "triton")
+    assert read - 12 / 17 < units(first, BACKWARD) < read + 3
 
 
 def test_resnet_1001_has_its_launches_and_bytes():
