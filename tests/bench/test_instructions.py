@@ -118,3 +118,24 @@ def test_the_busiest_multiprocessor_issues_for_all_its_blocks():
     us = issue_us(Count(100, 50), blocks=150, tiles=200, **shape)
     assert us == pytest.approx(3 * 8 * (100 + 2 * 50) / (4 * 1755))
     assert issue_us(Count(100, 0), blocks=1, tiles=0, **shape) == pytest.approx(8 * 100 / 7020)
+
+
+def test_products_behind_an_exit_after_the_loop_are_for_rare_values():
+    usual = """
+  @P0 EXIT
+  S2R R0, SR_TID.X
+  HMMA.16816.F32.BF16 R8, R6, R7, R8
+  ISETP.GE.AND P1, PT, R2, UR4, PT
+  @!P1 BRA 0x20
+  STG.E [R10], R8
+"""
+    rare = """
+  @P0 EXIT
+  HMMA.16816.F32.BF16 R8, R6, R7, R8
+  STG.E [R10], R8
+  EXIT
+"""
+    ((_, found),) = functions(listing("kernel", usual + rare.lstrip()))
+    assert count(found) == Count(once=2 + 2, tile=3)
+    ((_, found),) = functions(listing("kernel", usual + "  @P0 EXIT\n  STG.E [R10], R8\n  EXIT"))
+    assert count(found) == Count(once=2 + 4, tile=3)

@@ -52,6 +52,7 @@ def test_launches_of_known_kernels_are_those_that_triton_would_choose():
             "norm_act_conv_backward_kernel",
             "norm_act_conv_backward_weight_kernel",
             "norm_act_conv_forward_kernel",
+            "norm_input_gradient_kernel",
             "pack_weights_kernel",
             "sum_partials_kernel",
         ]

@@ -104,6 +104,8 @@ def test_addresses_are_wide_before_two_to_the_31_elements():
         (100, 1, 64, 256, torch.float32),  # several blocks of output channels
         (80, 3, 17, 60, torch.bfloat16),
         (90, 3, 16, 16, torch.bfloat16),  # gradients in one pass
+        (90, 3, 24, 32, torch.bfloat16),  # and with products of fewer taps
+        (80, 2, 16, 24, torch.float16),
         (90, 3, 32, 24, torch.float32),
         (100, 3, 64, 32, torch.float32),
     ],
@@ -113,6 +115,7 @@ def test_the_blocks_of_every_gpu(capability, kernel, channels, out_channels, dty
     weight_shape = out_channels, channels, kernel, kernel
     assert configurations.is_fused(weight_shape, 1, conv.precision(dtype))
     replace(monkeypatch, "properties", lambda device: launch.Device(capability, 2, 227 * 1024))
+    replace(monkeypatch, "costs_less_apart", lambda *_: False)
     case = ConvCase(
         "any", (2, channels, 5, 6), out_channels, kernel, padding=kernel // 2, residual=True
     )
@@ -150,7 +153,9 @@ def random_norm(channels):
     [
         (16, 256, 1, 0, torch.bfloat16),  # several blocks of output channels, in one pass
         (64, 256, 1, 0, torch.float32),  # and apart
-        (16, 24, 3, 2, torch.float32),  # the middle tap does not read every pixel
+        (16, 24, 3, 2, torch.float32),
+        (16, 12, 3, 2, torch.bfloat16),  # in one pass
+        (32, 24, 3, 1, torch.bfloat16),
     ],
 )
 def test_a_deferred_step_gives_the_bits_of_the_whole_gradient(
@@ -174,18 +179,23 @@ def test_a_deferred_step_gives_the_bits_of_the_whole_gradient(
     assert_same_bits(found._asdict(), expected._asdict())
 
 
-# 16 channels in half precision: the gradients of x and of the weight in one pass.
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_padding_takes_no_part_in_the_gradient_of_the_weight(dtype, monkeypatch):
+# In half precision: the gradients of x and of the weight in one pass.
+@pytest.mark.parametrize(
+    ("channels", "out_channels", "dtype"),
+    [(16, 16, torch.bfloat16), (32, 24, torch.bfloat16), (16, 16, torch.float32)],
+)
+def test_padding_takes_no_part_in_the_gradient_of_the_weight(
+    channels, out_channels, dtype, monkeypatch
+):
     replace(monkeypatch, "costs_less_apart", lambda *_: False)
-    x, dy = torch.randn(2, 16, 9, 5), torch.randn(2, 16, 9, 5)
+    x, dy = torch.randn(2, channels, 9, 5), torch.randn(2, out_channels, 9, 5)
     for changed, first in ((x, 3), (dy, 7)):
         changed[-1, first, 0, 0] = torch.inf
         changed[0, first + 2, -1, -1] = torch.nan
     x, dy = (t.to(dtype).contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    norm = random_norm(16)
+    norm = random_norm(channels)
     norm.weight.abs_()
-    weight = torch.randn(16, 16, 3, 3).to(dtype)
+    weight = torch.randn(out_channels, channels, 3, 3).to(dtype)
     unit = unit_of(weight, Conv((1, 1), (1, 1), (1, 1), 1), dtype)
     inputs = Inputs(x, norm, weight)
     found = kernels.norm_act_conv_backward(unit, Gradient(dy), inputs, Wanted(True, True))

@@ -27,6 +27,10 @@ MAX_TAPS = 9
 MAX_CHANNELS_1X1 = 256
 MAX_CHANNELS_3X3 = 64
 MAX_IEEE_PRODUCTS = 1024  # input channels times output channels
+# The most weights of several taps whose gradients a small program computes in the pass of g, and
+# the most rows of weights in one of its products.
+ONE_PASS_WEIGHTS_TAPS = 3072
+MAX_PART_ROWS = 128
 
 # Resident programs per multiprocessor of an elementwise kernel that reduces.
 ELEMENTWISE_RESIDENT = 4
@@ -85,7 +89,6 @@ class Limits(NamedTuple):
     input_pixels: tuple[int, int, int]  # for up to 2,048, up to 8,192 and more weights
     input_stages: int
     one_pass_weights: int  # most weights whose gradients are computed in the pass of g
-    one_pass_weights_taps: int  # 9,216 spill on Ampere, and Triton 3.6 fails for Blackwell
     input_taps_masked: tuple[int, int, int]  # pixels, most input channels of a block, warps
     weight_stages: int  # Triton 3.6 fails to pipeline the products of this kernel for Blackwell
     weight_taps_pixels: int  # for more than 2,048 weights per tap
@@ -94,12 +97,12 @@ class Limits(NamedTuple):
 # By generation, and bytes of an element of the products. On Hopper wgmma reads operands from shared
 # memory, which leaves registers for more pixels.
 LIMITS = {
-    (AMPERE, 2): Limits((64, 64, 64), 3, 128, 4, (32, 32, 32), 3, 2048, 4096, (32, 16, 4), 3, 16),
-    (HOPPER, 2): Limits((128, 128, 64), 3, 128, 8, (64, 32, 32), 3, 8192, 9216, (16, 16, 4), 3, 32),
-    (BLACKWELL, 2): Limits((64, 64, 64), 1, 64, 8, (32, 32, 32), 1, 2048, 4096, (16, 16, 4), 1, 32),
-    (AMPERE, 4): Limits((64, 32, 16), 1, 64, 8, (32, 16, 16), 1, 2048, 0, (32, 16, 4), 3, 16),
-    (HOPPER, 4): Limits((64, 64, 16), 3, 64, 8, (32, 16, 16), 3, 2048, 0, (32, 16, 4), 3, 32),
-    (BLACKWELL, 4): Limits((64, 64, 16), 1, 64, 8, (32, 16, 16), 1, 2048, 0, (16, 64, 8), 1, 32),
+    (AMPERE, 2): Limits((64, 64, 64), 3, 128, 4, (32, 32, 32), 3, 2048, (32, 16, 4), 3, 16),
+    (HOPPER, 2): Limits((128, 128, 64), 3, 128, 8, (64, 32, 32), 3, 8192, (16, 16, 4), 3, 32),
+    (BLACKWELL, 2): Limits((64, 64, 64), 1, 64, 8, (32, 32, 32), 1, 2048, (16, 16, 4), 1, 32),
+    (AMPERE, 4): Limits((64, 32, 16), 1, 64, 8, (32, 16, 16), 1, 2048, (32, 16, 4), 3, 16),
+    (HOPPER, 4): Limits((64, 64, 16), 3, 64, 8, (32, 16, 16), 3, 2048, (32, 16, 4), 3, 32),
+    (BLACKWELL, 4): Limits((64, 64, 16), 1, 64, 8, (32, 16, 16), 1, 2048, (16, 64, 8), 1, 32),
 }
 
 
@@ -197,7 +200,7 @@ def forward_bytes(blocks: ConvBlocks, unit: Unit) -> int:
 
 
 def input_bytes(blocks: ConvBlocks, unit: Unit) -> int:
-    """Shared memory of the gradient of x, from one with a deferred step and a skip, at most."""
+    """Shared memory of the gradient of x, at most; of 1x1, from one with a step and a skip."""
     pixels, cin, cout, _, stages, tap_stages, _ = blocks
     size, x_size, y_size = _itemsizes(unit)
     taps = math.prod(unit.weight_shape[2:])
@@ -211,7 +214,7 @@ def input_bytes(blocks: ConvBlocks, unit: Unit) -> int:
     if tap_stages:
         return (tap_stages - 1) * (read + weights) + exchanged
     read = taps * read + pixels * cin * x_size
-    operands = pixels * (128 + cin) * size  # of a part of the taps
+    operands = pixels * (MAX_PART_ROWS + cin) * size
     return max(stages - 1, 1) * read + taps * weights + operands + exchanged
 
 
@@ -344,12 +347,15 @@ def _backward_taps(capability: int, unit: Unit) -> BackwardBlocks:
         if _has_float32_side(unit) and cin * cout > 2048:
             pixels = 32
     blocks = ConvBlocks(pixels, min(cin, max_cin), cout, warps, 1, stages)
-    both = ConvBlocks(64, cin, cout, 8, 1, 0)
-    if weights <= 4096:  # small programs, which hide latency from each other
+    both = None
+    if unit.y_dtype.itemsize == 2 and weights <= ONE_PASS_WEIGHTS_TAPS:
+        # Small programs hide latency from each other.
         both = ConvBlocks(32, cin, cout, 2, 1 if _is_masked(unit) else STAGES, 0, resident=4)
-    in_one_pass = weights <= limits.one_pass_weights_taps and unit.y_dtype.itemsize == 2
+    elif _has_small_tiles(capability, unit) and cin == cout == 32:
+        # Elsewhere such a program spills, or Triton 3.6 fails to compile it (Blackwell).
+        both = ConvBlocks(64, cin, cout, 8, 1, 0)
     weight = _weight_blocks(limits, unit, cin, cout)
-    return BackwardBlocks(blocks, weight, both if in_one_pass else None)
+    return BackwardBlocks(blocks, weight, both)
 
 
 def _weight_blocks(limits: Limits, unit: Unit, cin: int, cout: int) -> ConvBlocks:

@@ -20,7 +20,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     pre_activation,
     tiles_of,
 )
-from preact_kernels.kernels.triton.configurations import ConvBlocks
+from preact_kernels.kernels.triton.configurations import MAX_PART_ROWS, ConvBlocks
 from preact_kernels.kernels.triton.conv import (
     NO_STEP,
     UnitSizes,
@@ -52,7 +52,7 @@ def tap_parts(taps, block_cout):
 
     More rows of weights in a product take fewer instructions, until registers are spilled.
     """
-    most = 8 if block_cout == 16 else 2
+    most = MAX_PART_ROWS // (16 if block_cout == 16 else 64)
     parts = []
     while (left := taps - sum(parts)) > 0:
         parts.append(min(most, 1 << left.bit_length() - 1))
@@ -218,9 +218,9 @@ def norm_act_conv_backward_kernel(
 ):
     """g `[pixels, C]` = conv_transpose(dy) * act'(p), its sums, and dconv_weight.
 
-    `dy` is a `Gradient`, whole unless the convolution is pointwise; `whole` receives the whole dy
-    unless None. `partials` is `[programs, R, S, K, C]`: the gradient of the weight; or None, for g
-    alone. Grid: programs, blocks of input channels.
+    `dy` is a `Gradient`, whole if there are several taps; `whole`, unless None, receives the whole
+    dy. `partials` is `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone.
+    Grid: programs, blocks of input channels.
     """
     wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
@@ -311,15 +311,17 @@ def norm_act_conv_backward_kernel(
     add_two_sums(column_sums(sum_g), column_sums(sum_g_x) * rstd, sums, channel, is_channel, C)
     if WITH_WEIGHT:
         own = partials + tl.program_id(0).to(tl.int64) * (TAPS * K * C)
-        zero_or_nan = tl.zeros([BLOCK_CIN], tl.float32)
         for part in tl.static_range(PARTS):
-            zero_or_nan += one_per_thread(tl.sum(dweights[part] * 0.0, 0))
             tap, out_channel = rows_of_part(part, TAPS, BLOCK_COUT)
             w_at = ((tap * K + out_channel) * C)[:, None] + channel[None, :]
             w_mask = (out_channel < K)[:, None] & is_channel[None, :]
             tl.store(own + w_at, dweights[part], mask=w_mask)
-        seen = tl.sum(zero_or_nan, 0)
-        if TAPS > 1 and seen != seen:
+        zero_or_nan = tl.zeros([BLOCK_CIN], tl.float32)  # NaN if a gradient is NaN or infinite
+        if TAPS > 1:
+            for part in tl.static_range(PARTS):
+                zero_or_nan += one_per_thread(tl.sum(dweights[part] * 0.0, 0))
+        total = tl.sum(zero_or_nan, 0)
+        if TAPS > 1 and total != total:
             tl.debug_barrier()  # other threads have stored these weights
             store_weights_by_tap(
                 own,
@@ -366,6 +368,7 @@ class InputGradientLaunch:
     ) -> None:
         self._prepared = prepared
         self._g_dtype, self._y_dtype = sizes.unit.dtype, sizes.unit.y_dtype
+        self._has_taps = sizes.shape.R * sizes.shape.S > 1
         self._is_pointwise = sizes.shape.is_pointwise()
         self._numbers = sizes.parameter, sizes.images, sizes.x_pixels
         self._grid = input_grid(sizes, blocks)
@@ -392,12 +395,12 @@ class InputGradientLaunch:
             needs_whole: return the whole dy.
         """
         x, norm, conv_weight = inputs
-        # Only a run has steps with accumulators. Tensors of a caller's step may be unaligned.
-        is_aligned = dy.step is None or dy.step.sums.dtype == torch.int64
-        prepared = self._prepared if is_aligned else None
-        if dy.step is not None and not self._is_pointwise:
-            # The kernel reads a pixel once for each tap: the step would be computed as often.
+        prepared = self._prepared_for(dy)
+        if dy.step is not None and (self._has_taps or (needs_whole and not self._is_pointwise)):
+            # Each tap reads dy: the kernel would compute the step as often. It stores the whole dy
+            # only if it reads each pixel once.
             dy = Gradient(norm_input_gradient(dy, prepared=prepared))
+            prepared = self._prepared
         is_whole = dy.step is None
         if is_whole:
             whole, stored, dy = dy.g, None, Gradient(dy.g, NO_STEP)
@@ -416,3 +419,8 @@ class InputGradientLaunch:
             (in_training, is_whole, step.skip is None, stored is None, partials is None),
         )
         return g, whole
+
+    def _prepared_for(self, dy: Gradient) -> PreparedLaunches | None:
+        """Only a run has steps with accumulators. Tensors of a caller's step may be unaligned."""
+        is_aligned = dy.step is None or dy.step.sums.dtype == torch.int64
+        return self._prepared if is_aligned else None

@@ -68,7 +68,7 @@ class BackwardLaunch:
         self.weight = WeightGradientLaunch(sizes, blocks.weight, prepared)
         input_blocks, self.in_one_pass = blocks.input, False
         if blocks.both is not None and wanted.input and wanted.weight:
-            is_stored = not dy_is_whole and sizes.shape.is_pointwise()
+            is_stored = not dy_is_whole and sizes.shape.R * sizes.shape.S == 1
             self.in_one_pass = not costs_less_apart(
                 input_grid(sizes, blocks.both)[0],
                 self.weight.programs,
