@@ -64,6 +64,14 @@ def test_exact_sums_do_not_depend_on_the_order_of_programs():
         assert abs(found[index].item() - truth) <= 2**-52 * abs(truth)
 
 
+def test_a_value_of_any_size_is_cut_off_below_2_to_the_minus_96():
+    for exponents in torch.arange(-117, 143, 5, dtype=torch.float64).split(26):
+        values = (torch.rand(len(exponents), dtype=torch.float64) + 1) * 2.0**exponents
+        values = (values * (-1.0) ** exponents).view(1, 2, 13)
+        found, _ = exact_sums(values)
+        assert torch.equal(found, (values[0] * 2.0**96).trunc() * 2.0**-96)
+
+
 def test_exact_sums_of_values_of_one_size():
     largest = 2.0**143 - 2.0**90
     values = torch.zeros(100, 2, 5, dtype=torch.float64)

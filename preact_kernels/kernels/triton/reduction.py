@@ -170,19 +170,31 @@ def one_per_thread(values):
 def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
     """Adds a block of float64 values to their accumulators `[6, CHANNELS]`.
 
-    Most words are zero and are not added.
+    Most words are zero and are not added. The words are cut out of the bits of a value: many GPUs
+    calculate with float64, and convert it, far more slowly than integers.
     """
-    is_nan = value != value
-    is_infinite = tl.abs(value) >= 2.0**143
-    one = tl.where(is_nan, 1, tl.where(value > 0, 1 << 21, 1 << 42)).to(tl.int64)
-    is_special = is_nan | is_infinite
+    bits = value.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 0x7FF).to(tl.int32)
+    fraction = bits & ((1 << 52) - 1)
+    is_nan = (exponent == 0x7FF) & (fraction != 0)
+    is_special = exponent >= 1023 + 143
+    one = tl.where(is_nan, 1, tl.where(bits > 0, 1 << 21, 1 << 42)).to(tl.int64)
     tl.atomic_add(sums + 5 * CHANNELS + channel, one, mask=is_channel & is_special, sem="relaxed")
-    rest = tl.where(is_special, 0.0, value)
-    for word in tl.static_range(4, -1, -1):
-        digits = (rest * 2.0 ** (96 - 48 * word)).to(tl.int64)
-        rest -= digits.to(tl.float64) * 2.0 ** (48 * word - 96)
-        mask = is_channel & (digits != 0)
-        tl.atomic_add(sums + word * CHANNELS + channel, digits, mask=mask, sem="relaxed")
+    # |value| = mantissa * 2^(lowest - 96), but for denormals, which are far below 2^-96. The 53
+    # bits of the mantissa fall into three words.
+    lowest = exponent - (1023 + 52 - 96)
+    mantissa = (fraction | (1 << 52)) >> tl.minimum(tl.maximum(-lowest, 0), 63).to(tl.int64)
+    mantissa = tl.where(is_special, 0, mantissa)
+    lowest = tl.maximum(lowest, 0)
+    first, shift = lowest // 48, (lowest % 48).to(tl.int64)
+    low, middle = mantissa << shift, mantissa >> (48 - shift)
+    ones: tl.constexpr = (1 << 48) - 1
+    digits = low & ones, middle & ones, mantissa >> tl.minimum(96 - shift, 63)
+    at = sums + first * CHANNELS + channel
+    for i in tl.static_range(3):
+        signed = tl.where(bits < 0, -digits[i], digits[i])
+        mask = is_channel & (signed != 0)
+        tl.atomic_add(at + i * CHANNELS, signed, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -237,14 +249,37 @@ def add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNE
 
 
 @triton.jit
+def reciprocal(count):
+    """1 / count in float64, by two steps of Newton's method from float32."""
+    exact = count.to(tl.float64)
+    found = (1.0 / count.to(tl.float32)).to(tl.float64)
+    for _ in tl.static_range(2):
+        found = tl.fma(tl.fma(-exact, found, 1.0), found, found)
+    return found
+
+
+@triton.jit
+def divided(total, count, inverse):
+    """total / count, rounded to nearest, in fewer operations than a division.
+
+    The remainder of `total * inverse` is exact (P. Markstein, IBM J. Res. Dev. 34, 1990).
+    """
+    quotient = total * inverse
+    remainder = tl.fma(-quotient, tl.zeros_like(quotient) + count.to(tl.float64), total)
+    corrected = tl.fma(remainder, tl.zeros_like(quotient) + inverse, quotient)
+    return tl.where(tl.abs(quotient) < float("inf"), corrected, quotient)
+
+
+@triton.jit
 def load_statistics(sums, count, channel, is_channel, CHANNELS):
     """Mean and biased variance in float32 of `count` pixels.
 
     E[x^2] - mean^2 is accurate enough for float32: both terms are exact to float64.
     """
-    mean = load_exact(sums, channel, is_channel, CHANNELS) / count
-    squares = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS) / count
-    variance = tl.fma(-mean, mean, squares)
+    inverse = reciprocal(count)
+    mean = divided(load_exact(sums, channel, is_channel, CHANNELS), count, inverse)
+    squares = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS)
+    variance = tl.fma(-mean, mean, divided(squares, count, inverse))
     variance = tl.where(variance < 0, 0.0, variance)
     return one_per_thread(mean.to(tl.float32)), one_per_thread(variance.to(tl.float32))
 
