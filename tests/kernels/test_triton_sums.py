@@ -72,6 +72,25 @@ def test_a_value_of_any_size_is_cut_off_below_2_to_the_minus_96():
         assert torch.equal(found, (values[0] * 2.0**96).trunc() * 2.0**-96)
 
 
+@triton.jit(do_not_specialize=["count"])
+def divide_kernel(totals, quotients, count, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    inverse = reduction.reciprocal(count)
+    tl.store(quotients + at, reduction.divided(tl.load(totals + at), count, inverse))
+
+
+@pytest.mark.parametrize("count", [1, 3, 49, 1000, 2**31 - 1])
+def test_sums_are_divided_by_a_count(count):
+    totals = torch.randn(256, dtype=torch.float64) * 2.0 ** torch.randint(-90, 140, (256,))
+    totals[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0])
+    quotients = torch.empty_like(totals)
+    divide_kernel[(1,)](totals, quotients, count, 256)
+    rtol = (
+        0 if device_of("triton") == "cuda" else 2.0**-51
+    )  # the interpreter rounds products in fma
+    torch.testing.assert_close(quotients, totals / count, rtol=rtol, atol=0, equal_nan=True)
+
+
 def test_exact_sums_of_values_of_one_size():
     largest = 2.0**143 - 2.0**90
     values = torch.zeros(100, 2, 5, dtype=torch.float64)

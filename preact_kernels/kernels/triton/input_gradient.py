@@ -42,7 +42,6 @@ from preact_kernels.kernels.triton.reduction import (
     add_two_sums,
     column_sums,
     empty_sums,
-    one_per_thread,
 )
 
 
@@ -316,12 +315,11 @@ def norm_act_conv_backward_kernel(
             w_at = ((tap * K + out_channel) * C)[:, None] + channel[None, :]
             w_mask = (out_channel < K)[:, None] & is_channel[None, :]
             tl.store(own + w_at, dweights[part], mask=w_mask)
-        zero_or_nan = tl.zeros([BLOCK_CIN], tl.float32)  # NaN if a gradient is NaN or infinite
+        zero_or_nan = 0.0  # NaN if a gradient is NaN or infinite
         if TAPS > 1:
             for part in tl.static_range(PARTS):
-                zero_or_nan += one_per_thread(tl.sum(dweights[part] * 0.0, 0))
-        total = tl.sum(zero_or_nan, 0)
-        if TAPS > 1 and total != total:
+                zero_or_nan += tl.sum(tl.sum(dweights[part] * 0.0, 0), 0)
+        if TAPS > 1 and zero_or_nan != zero_or_nan:
             tl.debug_barrier()  # other threads have stored these weights
             store_weights_by_tap(
                 own,

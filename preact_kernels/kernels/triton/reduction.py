@@ -250,19 +250,18 @@ def add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNE
 
 @triton.jit
 def reciprocal(count):
-    """1 / count in float64, by two steps of Newton's method from float32."""
+    """1 / count with about 46 bits, by a step of Newton's method from float32."""
     exact = count.to(tl.float64)
     found = (1.0 / count.to(tl.float32)).to(tl.float64)
-    for _ in tl.static_range(2):
-        found = tl.fma(tl.fma(-exact, found, 1.0), found, found)
-    return found
+    return tl.fma(tl.fma(-exact, found, 1.0), found, found)
 
 
 @triton.jit
 def divided(total, count, inverse):
     """total / count, rounded to nearest, in fewer operations than a division.
 
-    The remainder of `total * inverse` is exact (P. Markstein, IBM J. Res. Dev. 34, 1990).
+    The remainder of `total * inverse`, which corrects it, is exact: P. Markstein, IBM J. Res. Dev.
+    34, 1990. `inverse` is the `reciprocal` of the count.
     """
     quotient = total * inverse
     remainder = tl.fma(-quotient, tl.zeros_like(quotient) + count.to(tl.float64), total)
