@@ -7,23 +7,16 @@ instructions one by one, `planted` the kernels of the tests of the harness.
 Each also with `sanitize`, under AddressSanitizer.
 """
 
-import fcntl
-import hashlib
-import os
-import shlex
 import shutil
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from preact_kernels.torch_compat import OLDEST_TORCH
+from tests.kernels import host_compiler
 from tests.kernels.cuda_programs import nvcc
+from tests.kernels.host_compiler import CXX, ROOT
 
-ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "cuda_on_host"
-CXX = shlex.split(os.environ.get("CXX") or "c++")
 # No fused multiply-add where the source has none: the processor that compiles decides nothing.
 FLAGS = [
     "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
@@ -44,85 +37,33 @@ LIBRARIES = ("fragments", "kernels", "planted")
 WRAPPED = ("torch_call_dispatcher", "aoti_torch_delete_tensor_object")
 
 
-def _torch_flags() -> tuple[list[str], list[str]]:
-    """To compile and to link against torch's stable ABI."""
-    from torch.utils import cpp_extension
-
-    include = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
-    (folder,) = cpp_extension.library_paths()
-    return (
-        [
-            *include,
-            "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH),
-        ],
-        [
-            *(f"-Wl,--wrap={function}" for function in WRAPPED),
-            *(f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch", "-ltorch_cpu", "-lc10"),
-        ],
-    )
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
 def build(name: str, sanitize: bool = False) -> Path:
     """One of `LIBRARIES` for the host, compiled where something changed.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
-    compile_flags, link_flags = list(FLAGS), ["-shared"]
+    compile_flags, link_flags = list(FLAGS), []
     sources = [HERE / "grid.cpp", HERE / "instructions.cpp"]
     if name == "kernels":
         sources += [HERE / "addresses.cpp", HERE / "torch_calls.cpp"]
         sources += sorted([*(ROOT / "csrc/cuda").glob("*.cpp"), *(ROOT / "csrc/cuda").glob("*.cu")])
-        more_compile_flags, more_link_flags = _torch_flags()
-        compile_flags += more_compile_flags
-        link_flags += more_link_flags
+        torch_compile_flags, torch_link_flags = host_compiler.torch_flags()
+        compile_flags += torch_compile_flags
+        link_flags += [*(f"-Wl,--wrap={function}" for function in WRAPPED), *torch_link_flags]
     else:
         sources.append(HERE / f"{name}.cpp")
     if sanitize:
         compile_flags += SANITIZE
         link_flags += SANITIZE
-    folder = OUT / (name + "_sanitized" * sanitize)
-    folder.mkdir(parents=True, exist_ok=True)
+    flags_of = {s: [*compile_flags, *OF_OTHERS.get(s.stem, OF_KERNELS)] for s in sources}
     headers = [*HERE.glob("*.h")]
     for folder_of_headers in (".", "host", "cuda"):
         headers += (ROOT / "csrc" / folder_of_headers).glob("*.*h")
-    around = _digest(*CXX, *compile_flags, *(h.read_text() for h in sorted(headers)))
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that test side by side
-        flags_of = {s: OF_OTHERS.get(s.stem, OF_KERNELS) for s in sources}
-        objects = {
-            s: folder / f"{s.stem}-{_digest(around, *flags, s.read_text())}.o"
-            for s, flags in flags_of.items()
-        }
-        library = folder / f"{name}-{_digest(*map(str, objects.values()), *link_flags)}.so"
-        if library.exists():
-            return library
-        jobs = [
-            [
-                *CXX,
-                *compile_flags,
-                *flags,
-                "-x",
-                "c++",
-                "-c",
-                str(source),
-                "-o",
-                str(objects[source]),
-            ]
-            for source, flags in flags_of.items()
-            if not objects[source].exists()
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, jobs))
-        _run([*CXX, *map(str, objects.values()), *link_flags, "-o", str(library)])
-        for path in folder.iterdir():  # of earlier sources
-            if path not in (library, *objects.values()) and path.suffix in (".o", ".so"):
-                path.unlink()
-    return library
+    folder = OUT / (name + "_sanitized" * sanitize)
+    with host_compiler.locked(folder):
+        objects = host_compiler.compile_objects(folder, flags_of, headers)
+        return host_compiler.link_library(folder, name, objects, link_flags)
 
 
 def build_for_gpu(capability: tuple[int, int]) -> Path:
@@ -136,30 +77,18 @@ def build_for_gpu(capability: tuple[int, int]) -> Path:
     source = HERE / "fragments.cpp"
     around = [source, HERE / "entry.h", ROOT / "csrc/args.h", *(ROOT / "csrc/cuda").glob("*.cuh")]
     folder = OUT / "fragments_for_gpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"fragments-{_digest(*flags, *(path.read_text() for path in around))}.so"
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    digest = host_compiler.digest(*flags, *(path.read_text() for path in around))
+    library = folder / f"fragments-{digest}.so"
+    with host_compiler.locked(folder):
         if not library.exists():
-            _run([nvcc() or "nvcc", *flags, "-x", "cu", str(source), "-o", str(library)])
+            command = [nvcc() or "nvcc", *flags, "-x", "cu", str(source), "-o", str(library)]
+            host_compiler.run(command)
     return library
 
 
 def sanitizer_environment() -> dict[str, str]:
     """What a process needs in its environment to load a library that was built to `sanitize`."""
-    # The C++ runtime beside it, or the sanitizer does not find what throws exceptions.
-    paths = [
-        subprocess.check_output([*CXX, f"-print-file-name={name}"], text=True).strip()
-        for name in ("libasan.so", "libstdc++.so")
-    ]
-    return {"LD_PRELOAD": " ".join(paths), "ASAN_OPTIONS": "detect_leaks=0"}
-
-
-def _run(command: list[str]) -> None:
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        Path(command[-1]).unlink(missing_ok=True)
-        raise RuntimeError(f"{shlex.join(command)}\n{process.stderr}")
+    return {**host_compiler.preloaded("libasan.so"), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
 if __name__ == "__main__":
