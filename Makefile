@@ -18,6 +18,8 @@
 #                  environment of its own (5 GB); TESTS=tests runs all quick tests
 # make check-torch TORCH=2.12.1
 #                  the same with another torch; make check-newest with the newest tested one
+# make check-cpu   tests of the CPU kernels under AddressSanitizer and ThreadSanitizer;
+#                  ARGS="--sanitizers address --isa generic" selects
 # make check-gpu   tests of the CUDA kernels under compute-sanitizer, on a GPU;
 #                  SANITIZERS="memcheck" selects tools
 # make gpu-report OUT=folder
@@ -26,7 +28,7 @@
 # make clean       removes build products, keeps the virtual environment
 #
 # check-gpu and gpu-report use $(PYTHON) with torch and pytest installed, and no network.
-# ARGS="..." is passed to pytest, the benchmarks or the report.
+# ARGS="..." is passed to pytest, check-cpu, the benchmarks or the report.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -44,7 +46,8 @@ PIP_FLAGS := -q --disable-pip-version-check --no-compile
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS)
 # With folders: their times change when a file is deleted.
 CSRC := $(shell find csrc 2>/dev/null)
-CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard tests/kernels/cuda_on_host/* bench/*.cu))
+CXX_TESTS := tests/kernels/cuda_on_host tests/kernels/cpu_variants
+CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard $(addsuffix /*,$(CXX_TESTS)) bench/*.cu))
 
 # Stamp files. CPU_BUILD is the CPU library alone, BUILD both libraries.
 REQUIREMENTS := $(VENV)/.requirements
@@ -91,8 +94,8 @@ VERSION_TESTS := tests/behaviour tests/convert tests/stage tests/ops/test_double
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: always build test test-study test-tools test-packages test-full compile-triton \
-  compile-triton-full cuda-on-host check-oldest oldest-environment check-newest check-torch check-gpu \
-  bench report lint format gpu-report clean
+  compile-triton-full cuda-on-host check-oldest oldest-environment check-newest check-torch check-cpu \
+  check-gpu bench report lint format gpu-report clean
 
 build: $(BUILD)
 
@@ -176,6 +179,9 @@ $(VENV)-torch-%/.requirements: requirements-test.txt requirements-models.txt
 	  torch==$* "setuptools>=77" -r requirements-test.txt
 	@$(VENV)-torch-$*/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements-models.txt
 	@touch $@
+
+check-cpu: $(EDITABLE)
+	@$(BIN)/python -m tests.kernels.cpu_variants.check $(ARGS)
 
 # Without the caching allocator, compute-sanitizer sees accesses past the end of a tensor.
 check-gpu:

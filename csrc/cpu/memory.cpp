@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "asan.h"
 #include "dtypes.h"
 
 namespace preact_kernels {
@@ -31,11 +32,18 @@ void* allocate(size_t bytes) {
   const uintptr_t address = (reinterpret_cast<uintptr_t>(start) / kAlignment + 1) * kAlignment;
   void* values = reinterpret_cast<void*>(address);
   start_of(values) = start;
+  // The rest of the allocation, on both sides.
+  ASAN_POISON_MEMORY_REGION(start, address - reinterpret_cast<uintptr_t>(start));
+  ASAN_POISON_MEMORY_REGION(static_cast<char*>(values) + bytes,
+                            reinterpret_cast<uintptr_t>(start) + kAlignment - address);
   if (is_poisoned()) std::memset(values, 0xff, bytes);
   return values;
 }
 
-void release(void* values) { std::free(start_of(values)); }
+void release(void* values) {
+  ASAN_UNPOISON_MEMORY_REGION(&start_of(values), sizeof(void*));
+  std::free(start_of(values));
+}
 
 }  // namespace
 

@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "asan.h"
+
 namespace preact_kernels {
 
 // The purpose of a buffer. A thread uses one buffer of each purpose at a time.
@@ -20,13 +22,16 @@ A* thread_buffer(int64_t values) {
     ~Buffer() { std::free(memory); }
   };
   thread_local Buffer buffer;
-  const int64_t bytes = (values * static_cast<int64_t>(sizeof(A)) + 127) / 64 * 64;
+  const int64_t used = values * static_cast<int64_t>(sizeof(A));
+  const int64_t bytes = (used + 127) / 64 * 64;
   if (bytes > buffer.bytes) {
     std::free(buffer.memory);
     buffer.memory = std::aligned_alloc(64, bytes);
     buffer.bytes = buffer.memory == nullptr ? 0 : bytes;
     if (buffer.memory == nullptr) throw std::bad_alloc();
   }
+  ASAN_UNPOISON_MEMORY_REGION(buffer.memory, used);
+  ASAN_POISON_MEMORY_REGION(static_cast<char*>(buffer.memory) + used, buffer.bytes - used);
   return static_cast<A*>(buffer.memory);
 }
 

@@ -1,0 +1,39 @@
+// Ops with the faults that the sanitizers must report.
+
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/dtypes.h"
+#include "cpu/parallel.h"
+#include "cpu/thread_buffer.h"
+
+using namespace preact_kernels;
+
+// The byte at `offset` from the first value of a tensor.
+static int64_t read_byte(const Tensor& t, int64_t offset) {
+  return static_cast<const volatile uint8_t*>(t.const_data_ptr())[offset];
+}
+
+// The byte at `offset` in a buffer of `bytes` bytes that was taken with `earlier_bytes` before.
+static int64_t read_buffer(int64_t earlier_bytes, int64_t bytes, int64_t offset) {
+  thread_buffer<uint8_t, Use::kScratch>(earlier_bytes);
+  const volatile uint8_t* buffer = thread_buffer<uint8_t, Use::kScratch>(bytes);
+  return buffer[offset];
+}
+
+// Every tile writes the value at its index modulo `values`.
+static void write_tiles(const Tensor& t, int64_t tiles, int64_t values) {
+  volatile float* written = static_cast<float*>(t.mutable_data_ptr());
+  for_tiles(tiles, [&](int64_t tile) { written[tile % values] = 1; });
+}
+
+STABLE_TORCH_LIBRARY(preact_kernels_planted, m) {
+  m.def("read_byte(Tensor t, int offset) -> int");
+  m.def("read_buffer(int earlier_bytes, int bytes, int offset) -> int");
+  m.def("write_tiles(Tensor(a!) t, int tiles, int values) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(preact_kernels_planted, CompositeExplicitAutograd, m) {
+  m.impl("read_byte", TORCH_BOX(&read_byte));
+  m.impl("read_buffer", TORCH_BOX(&read_buffer));
+  m.impl("write_tiles", TORCH_BOX(&write_tiles));
+}
