@@ -22,6 +22,10 @@ PK_FOR_EACH_ISA(
     template <class T> void range_dropout(T* values, const uint8_t* bits,
                                           const Accumulate<T> (*noise)[8], int64_t count);
 
+    // transpose
+    template <class W> void transpose_part(const W* in, int64_t in_step, W* out, int64_t out_step,
+                                           int64_t rows, int64_t columns);
+
     // bn_stats
     template <class T>
     void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics);

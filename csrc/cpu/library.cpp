@@ -8,6 +8,7 @@
 namespace preact_kernels {
 Tensor dropout_bits(const Tensor& drawn);                               // dropout.cpp
 void dropout(const Tensor& values, const Tensor& bits, double factor);  // dropout.cpp
+Tensor transpose(const Tensor& x);                                      // transpose.cpp
 void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
                           double momentum);  // bn_stats.cpp
 }  // namespace preact_kernels
@@ -39,6 +40,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("conv_limits() -> int[]");
   m.def("is_weight_stationary(Tensor x, Tensor conv_weight, int[] stride) -> bool");
   m.def("dropout_bits(Tensor drawn) -> Tensor");
+  m.def("transpose(Tensor x) -> Tensor");
   m.def("dropout_(Tensor(a!) values, Tensor bits, float factor) -> ()");
   m.def("running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()");
 }
@@ -53,6 +55,7 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, PK_DISPATCH_KEY, m) {
   implement_ops(m);
   m.impl("is_weight_stationary", TORCH_BOX(&is_weight_stationary_conv));
   m.impl("dropout_bits", TORCH_BOX(&dropout_bits));
+  m.impl("transpose", TORCH_BOX(&transpose));
   m.impl("dropout_", TORCH_BOX(&dropout));
   m.impl("running_stats_update", TORCH_BOX(&running_stats_update));
 }

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.dropout import Mask, dropout, dropout_bits
+from preact_kernels.kernels.layout import nchw, nhwc
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -337,6 +338,14 @@ class Kernels(Protocol):
     def dropout(self, values: Tensor, mask: Mask) -> Tensor:
         """`values`, `[N, C, ...]` in NHWC order, with dropout; overwrites them."""
         return dropout(values, mask)
+
+    def nhwc(self, t: Tensor) -> Tensor:
+        """`t`, dense in NCHW or NHWC order, in NHWC order."""
+        return nhwc(t)
+
+    def nchw(self, t: Tensor) -> Tensor:
+        """`t`, dense in NCHW or NHWC order, in NCHW order."""
+        return nchw(t)
 
     @abstractmethod
     def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:

@@ -25,6 +25,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.dropout import Mask
+from preact_kernels.kernels.layout import CHANNELS_LAST, nchw, nhwc
 from preact_kernels.kernels.native import NativeKernels, load_library
 
 # With more activations, the direct convolutions win on AVX-512 where the activations have this many
@@ -139,6 +140,28 @@ class CPUKernels(NativeKernels):
         """See `Kernels`."""
         self._ops.dropout_.default(values, *mask)
         return values
+
+    def nhwc(self, t: Tensor) -> Tensor:
+        """See `Kernels`."""
+        if not self._transposes(t, t.is_contiguous()):
+            return nhwc(t)
+        n, c, *sizes = t.shape
+        y = self._ops.transpose.default(t.view(n, c, math.prod(sizes)))
+        return y.view(n, *sizes, c).movedim(-1, 1)
+
+    def nchw(self, t: Tensor) -> Tensor:
+        """See `Kernels`."""
+        if not self._transposes(t, t.is_contiguous(memory_format=CHANNELS_LAST[t.dim()])):
+            return nchw(t)
+        n, c, *sizes = t.shape
+        y = self._ops.transpose.default(t.movedim(1, -1).view(n, math.prod(sizes), c))
+        return y.view(t.shape)
+
+    @staticmethod
+    def _transposes(t: Tensor, is_other_format: bool) -> bool:
+        """Whether the library converts a tensor: PyTorch's copy is slow."""
+        is_both = min(t.shape[1], t[0, 0].numel() if t.numel() else 0) <= 1
+        return is_other_format and not is_both and t.dtype.itemsize <= 4
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float

@@ -36,6 +36,11 @@ def nhwc(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
 
 
+def nchw(t: Tensor) -> Tensor:
+    """`t` dense in NCHW (or NCDHW) order; `t` itself if it is already."""
+    return t.contiguous()
+
+
 def restored(y: Tensor, channels_last: bool) -> Tensor:
     """Converts `y` from NHWC to the memory format of the result."""
     return y if channels_last else y.contiguous()

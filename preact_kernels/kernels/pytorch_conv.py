@@ -26,7 +26,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, from_image, nhwc
+from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, from_image
 
 
 def _activated(kernels: Kernels, x: Tensor, norm: Norm, mask: Mask | None) -> Tensor:
@@ -116,8 +116,8 @@ def norm_act_conv_forward(
     else:
         a = _activated(kernels, x, norm, mask).to(unit.dtype)
         if _converts_activation(x, conv_weight):
-            a = a.contiguous()
-        y = nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
+            a = kernels.nchw(a)
+        y = kernels.nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
         del a
     if residual is not None:
         y, statistics = kernels.residual_add_forward(
@@ -159,7 +159,7 @@ def norm_act_conv_backward(
         a = x if x.dtype == unit.dtype else torch.empty_like(x, dtype=unit.dtype)
     conv_dy = whole
     if _converts_activation(x, conv_weight):
-        a, conv_dy = a.contiguous(), conv_dy.contiguous()
+        a, conv_dy = kernels.nchw(a), kernels.nchw(conv_dy)
     needs = [wanted.input, wanted.weight, False]
     stride, padding, dilation, groups = unit.conv
     none = [0] * len(stride)
@@ -169,7 +169,7 @@ def norm_act_conv_backward(
     del a
     g = sums = None
     if wanted.input:
-        da = nhwc(da.to(x.dtype))
+        da = kernels.nhwc(da.to(x.dtype))
         if mask is not None:
             da = kernels.dropout(da, mask)
         g, sums = kernels.norm_act_backward(as_image(da), as_image(x), norm, True)

@@ -37,6 +37,7 @@ TESTS = {
         "the_mean_of_a_constant_group_is_its_value",
     ),
     "kernels/test_cpu_dropout": ("masks_of_any_length",),
+    "kernels/test_cpu_layout": ("every_bit_is_kept",),
     "kernels/test_cpu_norm_act_conv": (
         "forward_and_backward",
         "every_activation_in_the_prologue_and_in_the_input_gradient",
@@ -60,15 +61,15 @@ def flattened(params):
 def differing(isa, items):
     """Cases in which every argument of a test takes each of its values.
 
-    For avx512, no cases of other dtypes than bfloat16: avx512_bf16, which other tests run, has its
-    own products of bfloat16 and runs the kernels of avx512 for everything else.
+    For avx512 and what follows it, no cases of other dtypes than bfloat16: they differ in the
+    products of bfloat16 alone.
     """
     for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
         cases = {}
         for item in group:
             values = dict(flattened(item.callspec.params if hasattr(item, "callspec") else {}))
             dtypes = {v for v in values.values() if isinstance(v, torch.dtype)}
-            if isa != "avx512" or not dtypes or torch.bfloat16 in dtypes:
+            if isa in ("generic", "avx2") or not dtypes or torch.bfloat16 in dtypes:
                 cases[item] = {name: id(value) for name, value in values.items()}
         # A test without arguments has one case.
         chosen = (covering([*cases.values()], 1) or [0]) if cases else ()

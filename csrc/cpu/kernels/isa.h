@@ -9,29 +9,40 @@
 #include "../types.h"
 
 // Calls macro(T) for the storage types of all kernels, and of convolutions; macro(A) for the types
-// of sums.
+// of sums; macro(W) for the types of values that are only moved.
 #define PK_FOR_DTYPES(macro) macro(double) PK_FOR_CONV_DTYPES(macro)
 #define PK_FOR_CONV_DTYPES(macro) macro(float) macro(BFloat16) macro(Float16)
 #define PK_FOR_SUM_TYPES(macro) macro(float) macro(double)
+#define PK_FOR_WORDS(macro) macro(uint16_t) macro(uint32_t)
 
-#if !defined(__x86_64__) && (defined(PK_AVX2) || defined(PK_AVX512) || defined(PK_AVX512_BF16))
+#if !defined(__x86_64__) && !defined(PK_EMULATED) && !defined(PK_GENERIC)
 // An empty unit.
 #undef PK_FOR_DTYPES
 #undef PK_FOR_CONV_DTYPES
 #undef PK_FOR_SUM_TYPES
+#undef PK_FOR_WORDS
 #define PK_FOR_DTYPES(macro)
 #define PK_FOR_CONV_DTYPES(macro)
 #define PK_FOR_SUM_TYPES(macro)
+#define PK_FOR_WORDS(macro)
 #undef PK_AVX2
 #undef PK_AVX512
 #undef PK_AVX512_BF16
+#undef PK_AMX_BF16
 #define PK_GENERIC
 #endif
 
-#if defined(PK_AVX512_BF16)  // the products of bfloat16, as dot products of pairs
-#define PK_HAS_DOT
+#if defined(PK_AMX_BF16)  // the products of strips of bfloat16, on tiles
+#define PK_HAS_TILES
+#define PK_ISA amx_bf16
+#elif defined(PK_AVX512_BF16)  // the products of bfloat16, as dot products of pairs
 #define PK_ISA avx512_bf16
+#endif
+#if defined(PK_AMX_BF16) || defined(PK_AVX512_BF16)
+#define PK_HAS_DOT
+#if !defined(PK_EMULATED)
 #define PK_TARGET "avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
+#endif
 #undef PK_FOR_CONV_DTYPES
 #define PK_FOR_CONV_DTYPES(macro) macro(BFloat16)
 #elif defined(PK_AVX512)
@@ -43,7 +54,7 @@
 #elif defined(PK_GENERIC)
 #define PK_ISA generic
 #else
-#error "expected PK_GENERIC, PK_AVX2, PK_AVX512 or PK_AVX512_BF16"
+#error "expected PK_GENERIC, PK_AVX2, PK_AVX512, PK_AVX512_BF16 or PK_AMX_BF16"
 #endif
 
 #if defined(PK_TARGET)
@@ -79,20 +90,25 @@
 
 namespace preact_kernels::PK_ISA {
 
-#if defined(PK_AVX512) || defined(PK_AVX512_BF16)
+#if defined(PK_HAS_DOT) || defined(PK_AVX512)
 constexpr int kVectorBytes = 64, kRegisters = 32;
+#elif defined(PK_AVX2)
+constexpr int kVectorBytes = 32, kRegisters = 16;
+#else
+constexpr int kVectorBytes = 16, kRegisters = 16;
+#endif
+
+#if defined(PK_TARGET) && !defined(PK_AVX2)
 #define PK_MAX_PS _mm512_max_ps
 #define PK_MAX_PD _mm512_max_pd
 #define PK_FROM_HALF(half) _mm512_cvtph_ps(reinterpret_cast<__m256i>(half))
 #define PK_TO_HALF(v) _mm512_cvtps_ph(reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT)
-#elif defined(PK_AVX2)
-constexpr int kVectorBytes = 32, kRegisters = 16;
+#elif defined(PK_TARGET)
 #define PK_MAX_PS _mm256_max_ps
 #define PK_MAX_PD _mm256_max_pd
 #define PK_FROM_HALF(half) _mm256_cvtph_ps(reinterpret_cast<__m128i>(half))
 #define PK_TO_HALF(v) _mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT)
-#else
-constexpr int kVectorBytes = 16, kRegisters = 16;
+#elif defined(__x86_64__) && defined(PK_GENERIC)
 #define PK_MAX_PS _mm_max_ps
 #define PK_MAX_PD _mm_max_pd
 #endif

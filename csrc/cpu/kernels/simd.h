@@ -84,7 +84,7 @@ PK_INLINE void store(A* to, Vector<A> v) {
   __builtin_memcpy(to, &v, sizeof v);
 }
 
-#ifdef PK_HAS_DOT
+#if defined(PK_HAS_DOT) && defined(PK_TARGET)
 // Rounds to nearest even. NaN stays NaN. Denormal numbers become 0, as they are in dot products.
 PK_INLINE void store(BFloat16* to, Vector<float> v) {
   const __m256bh half = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
@@ -138,7 +138,7 @@ PK_INLINE Vector<Accumulate<T>> stored(T* to, Vector<Accumulate<T>> v) {
 }
 
 // max(v, 0). NaN stays NaN: the instruction then returns its second operand.
-#if defined(__x86_64__)
+#ifdef PK_MAX_PS
 PK_INLINE Vector<float> relu(Vector<float> v) { return PK_MAX_PS(Vector<float>{}, v); }
 PK_INLINE Vector<double> relu(Vector<double> v) { return PK_MAX_PD(Vector<double>{}, v); }
 #else

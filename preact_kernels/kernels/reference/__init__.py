@@ -4,6 +4,7 @@ Implements `preact_kernels.kernels.contract.Kernels`, which has the names and th
 """
 
 from preact_kernels.kernels.dropout import dropout, dropout_bits
+from preact_kernels.kernels.layout import nchw, nhwc
 from preact_kernels.kernels.reference.bn_stats import bn_stats, group_stats
 from preact_kernels.kernels.reference.norm_act import (
     norm_act_backward,
@@ -25,6 +26,8 @@ __all__ = [
     "dropout",
     "dropout_bits",
     "group_stats",
+    "nchw",
+    "nhwc",
     "norm_act_backward",
     "norm_act_conv_backward",
     "norm_act_conv_forward",

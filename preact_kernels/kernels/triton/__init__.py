@@ -7,6 +7,7 @@ over programs), `launch` (launches, grids) and `configurations` (block shapes).
 """
 
 from preact_kernels.kernels.dropout import dropout, dropout_bits
+from preact_kernels.kernels.layout import nchw, nhwc
 from preact_kernels.kernels.running_stats import (
     fast_running_stats_update as running_stats_update,
 )
@@ -34,6 +35,8 @@ __all__ = [
     "dropout",
     "dropout_bits",
     "group_stats",
+    "nchw",
+    "nhwc",
     "norm_act_backward",
     "norm_act_conv_backward",
     "norm_act_conv_forward",

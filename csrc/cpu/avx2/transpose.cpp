@@ -1,0 +1,2 @@
+#define PK_AVX2
+#include "../kernels/transpose.h"

@@ -1,0 +1,2 @@
+#define PK_AVX512
+#include "../kernels/transpose.h"

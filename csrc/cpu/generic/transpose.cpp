@@ -1,0 +1,2 @@
+#define PK_GENERIC
+#include "../kernels/transpose.h"

@@ -1,0 +1,38 @@
+#include "dtypes.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace preact_kernels {
+
+// Contiguous matrices [M, R, C] as [M, C, R]. A task transposes a part of a matrix that fits the
+// first-level cache.
+Tensor transpose(const Tensor& x) {
+  constexpr int64_t kRows = 128, kColumns = 64;
+  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "x: expected contiguous matrices [M, R, C]");
+  STD_TORCH_CHECK(x.element_size() == 2 || x.element_size() == 4,
+                  "x: expected values of 2 or 4 bytes");
+  const int64_t count = x.size(0), rows = x.size(1), columns = x.size(2);
+  const int64_t sizes[] = {count, columns, rows};
+  const Tensor y = torch::stable::empty({sizes, 3}, x.scalar_type(), std::nullopt, x.device());
+  const auto run = [&](auto word) {
+    using W = decltype(word);
+    const W* from = static_cast<const W*>(x.const_data_ptr());
+    W* to = static_cast<W*>(y.mutable_data_ptr());
+    const int64_t row_parts = (rows + kRows - 1) / kRows;
+    const int64_t parts = row_parts * ((columns + kColumns - 1) / kColumns);
+    for_tiles(count * parts, [&](int64_t i) {
+      const int64_t matrix = i / parts * rows * columns;
+      const int64_t r = i % row_parts * kRows, c = i % parts / row_parts * kColumns;
+      PK_CALL(transpose_part, from + matrix + r * columns + c, columns, to + matrix + c * rows + r,
+              rows, std::min(kRows, rows - r), std::min(kColumns, columns - c));
+    });
+  };
+  if (x.element_size() == 2) {
+    run(uint16_t{});
+  } else {
+    run(uint32_t{});
+  }
+  return y;
+}
+
+}  // namespace preact_kernels

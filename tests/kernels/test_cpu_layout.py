@@ -1,0 +1,63 @@
+"""Conversions between NCHW and NHWC by the CPU library."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from preact_kernels.kernels import cpu
+from preact_kernels.kernels.layout import CHANNELS_LAST
+
+pytestmark = pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+
+# Whole squares of every vector size; parts of them; several tasks; volumes; one channel or pixel;
+# no images.
+SHAPES = [
+    (2, 64, 8, 8),
+    (3, 17, 5, 9),
+    (2, 130, 23, 25),
+    (2, 5, 3, 4, 7),
+    (2, 1, 4, 6),
+    (2, 7, 1, 1),
+    (0, 16, 4, 4),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_bit_is_kept(shape, dtype):
+    kernels = cpu.kernels()
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    limits = torch.iinfo(word)
+    x = torch.randint(limits.min, limits.max, shape, dtype=word).view(dtype)
+    expected = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    for t in (x, expected, x.transpose(0, -1).contiguous().transpose(0, -1)):
+        y, back = kernels.nhwc(t), kernels.nchw(t)
+        assert y.is_contiguous(memory_format=CHANNELS_LAST[x.dim()]) and back.is_contiguous()
+        assert torch.equal(y.view(word), x.view(word))
+        assert torch.equal(back.view(word), x.view(word))
+
+
+def test_the_library_converts_images_of_four_bytes_and_less():
+    converted = []
+    transpose = torch.ops.preact_kernels_cpu.transpose.default
+
+    def counted(x):
+        converted.append(x.dtype)
+        return transpose(x)
+
+    kernels = cpu.CPUKernels(SimpleNamespace(transpose=SimpleNamespace(default=counted)))
+    single = [torch.float32, torch.bfloat16, torch.float16]
+    for dtype in (*single, torch.float64):
+        kernels.nchw(kernels.nhwc(torch.randn(2, 3, 4, 5).to(dtype)))
+    assert converted == [dtype for dtype in single for _ in range(2)]
+
+
+def test_native_calls_check_their_matrices():
+    transpose = torch.ops.preact_kernels_cpu.transpose
+    with pytest.raises(RuntimeError, match=r"contiguous matrices \[M, R, C\]"):
+        transpose(torch.ones(2, 3, 4).mT)
+    with pytest.raises(RuntimeError, match=r"contiguous matrices \[M, R, C\]"):
+        transpose(torch.ones(3, 4))
+    with pytest.raises(RuntimeError, match="2 or 4 bytes"):
+        transpose(torch.ones(2, 3, 4, dtype=torch.float64))
