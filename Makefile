@@ -18,8 +18,8 @@
 #                  environment of its own (5 GB); TESTS=tests runs all quick tests
 # make check-torch TORCH=2.12.1
 #                  the same with another torch; make check-newest with the newest tested one
-# make check-cpu   tests of the CPU kernels under AddressSanitizer and ThreadSanitizer;
-#                  ARGS="--sanitizers address --isa generic" selects
+# make check-cpu   tests of the CPU kernels under AddressSanitizer, UndefinedBehaviorSanitizer and
+#                  ThreadSanitizer; ARGS="address --isa generic" selects
 # make check-gpu   tests of the CUDA kernels under compute-sanitizer, on a GPU;
 #                  SANITIZERS="memcheck" selects tools
 # make gpu-report OUT=folder

@@ -84,14 +84,15 @@ def link_library(folder: Path, name: str, objects: Sequence[Path], flags: Sequen
     return library
 
 
-def preloaded(runtime: str) -> dict[str, str]:
-    """The environment of a process that loads a library built for a sanitizer with that runtime."""
-    # The C++ runtime beside it, or the sanitizer does not find what throws exceptions.
-    paths = [
-        subprocess.check_output([*CXX, f"-print-file-name={name}"], text=True).strip()
-        for name in (runtime, "libstdc++.so")
-    ]
-    return {"LD_PRELOAD": " ".join(paths)}
+def find_file(name: str) -> str:
+    """The path of a file of the compiler's, such as a library."""
+    return subprocess.check_output([*CXX, f"-print-file-name={name}"], text=True).strip()
+
+
+def preloaded(runtimes: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that loads a library with the runtimes of sanitizers."""
+    # The C++ runtime beside them, or a sanitizer does not find what throws exceptions.
+    return {"LD_PRELOAD": " ".join([*runtimes, find_file("libstdc++.so")])} if runtimes else {}
 
 
 def run(command: list[str]) -> None:

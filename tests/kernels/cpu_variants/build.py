@@ -1,8 +1,8 @@
 """Compiles variants of the CPU library, into `build/cpu_variants/`.
 
-    python -m tests.kernels.cpu_variants.build address
+    python -m tests.kernels.cpu_variants.build address undefined
 
-A variant of several, such as `address thread`, is built with what each adds.
+A library of several variants has what each adds.
 """
 
 import re
@@ -31,6 +31,11 @@ class Variant(NamedTuple):
     sources: Mapping[str, Sequence[str]] = {}  # in this folder, each with more flags
 
 
+# Those checks of UndefinedBehaviorSanitizer that take no time to compile.
+UNDEFINED = [
+    "-fsanitize=signed-integer-overflow,shift,bounds,integer-divide-by-zero,float-cast-overflow",
+    "-fsanitize=unreachable,return,bool,enum",
+]
 ADDRESS = ["-fsanitize=address", "-fsanitize-recover=address"]
 THREAD = ["-fsanitize=thread"]
 WRAPPED = ("torch_parallel_for", "torch_get_num_threads", "__tsan_atomic64_fetch_add")
@@ -45,10 +50,11 @@ VARIANTS = {
         ADDRESS,
         {"planted.cpp": []},
     ),
+    "undefined": Variant(UNDEFINED, UNDEFINED, {"planted.cpp": []}),
     "thread": Variant(
         THREAD,
         [*THREAD, *(f"-Wl,--wrap={function}" for function in WRAPPED)],
-        {"planted.cpp": [], "threads.cpp": ["-O2", "-fno-sanitize=all"]},
+        {"planted.cpp": [], "threads.cpp": ["-O2", "-std=c++20", "-fno-sanitize=all"]},
     ),
 }
 

@@ -26,14 +26,18 @@ static void write_tiles(const Tensor& t, int64_t tiles, int64_t values) {
   for_tiles(tiles, [&](int64_t tile) { written[tile % values] = 1; });
 }
 
+static int64_t multiply(int64_t a, int64_t b) { return a * b; }
+
 STABLE_TORCH_LIBRARY(preact_kernels_planted, m) {
   m.def("read_byte(Tensor t, int offset) -> int");
   m.def("read_buffer(int earlier_bytes, int bytes, int offset) -> int");
+  m.def("multiply(int a, int b) -> int");
   m.def("write_tiles(Tensor(a!) t, int tiles, int values) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_planted, CompositeExplicitAutograd, m) {
   m.impl("read_byte", TORCH_BOX(&read_byte));
   m.impl("read_buffer", TORCH_BOX(&read_buffer));
+  m.impl("multiply", TORCH_BOX(&multiply));
   m.impl("write_tiles", TORCH_BOX(&write_tiles));
 }

@@ -1,51 +1,59 @@
-"""A pytest plugin: tests run on a variant of the CPU library and fail on reports of its sanitizer.
+"""A pytest plugin: tests run on a variant of the CPU library and fail on reports of sanitizers.
 
-check.py sets the environment: PK_CPU_LIBRARY is the library, PK_REPORTS the file of reports, to
-whose name the sanitizer appends the process id.
+check.py sets the environment: PK_CPU_LIBRARY is the library, PK_RUNTIMES are the libraries of the
+sanitizers, and PK_REPORTS is the folder that they write to.
 """
 
+import ctypes
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from preact_kernels.kernels import cpu, native
 from tests.kernels.cuda_on_host import serve_cpu
 from tests.kernels.each_instruction_set import differing
 
-HERE = Path(__file__).parent
 LIBRARY = Path(os.environ["PK_CPU_LIBRARY"])
 native.PACKAGE = LIBRARY.parent  # read when the library is loaded
 serve_cpu.install = lambda: False  # the CUDA library is not tested, and takes minutes to compile
+# Without the import of TorchInductor, which takes 10 s under a sanitizer.
+torch.use_deterministic_algorithms = torch._C._set_deterministic_algorithms
+REPORTS = Path(os.environ["PK_REPORTS"])
+for runtime in map(Path, os.environ["PK_RUNTIMES"].split()):
+    # Not an option in the environment: of two runtimes, both would set it for the first.
+    ctypes.CDLL(str(runtime)).__sanitizer_set_report_path(bytes(REPORTS / runtime.name))
 
 
 class Reports:
-    """What the sanitizer has reported in this process."""
+    """What the sanitizers have reported in this process."""
 
     def __init__(self):
-        self.file = Path(f"{os.environ['PK_REPORTS']}.{os.getpid()}")
-        self.read = 0
+        self.read = {}
 
     def take(self):
         """What is new since the last call."""
-        text = self.file.read_text()[self.read :] if self.file.exists() else ""
-        self.read += len(text)
-        return text
+        new = ""
+        for file in REPORTS.iterdir():
+            text = file.read_text()
+            new += text[self.read.get(file, 0) :]
+            self.read[file] = len(text)
+        return new
 
 
-REPORTS = Reports()
+_reports = Reports()
 
 
 @pytest.fixture(scope="session")
 def reports():
     """For tests that expect reports."""
-    return REPORTS
+    return _reports
 
 
 def pytest_collection_finish(session):
     """Selects cases as for lesser instruction sets, after `-m` and `-k`."""
     session.items[:] = differing(os.environ["PREACT_KERNELS_CPU_ISA"], session.items)
-    assert any(item.path.parent == HERE for item in session.items)  # planted faults
     assert not cpu.load_error()
     assert cpu.kernels().instruction_set == os.environ["PREACT_KERNELS_CPU_ISA"]
     mapped = Path("/proc/self/maps").read_text()
@@ -55,7 +63,15 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     result = yield
-    report = REPORTS.take()
+    report = _reports.take()
     if report:
         pytest.fail(report, pytrace=False)
     return result
+
+
+def pytest_sessionfinish(session):
+    """A report after the last test fails too."""
+    report = _reports.take()
+    if report:
+        print(report)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

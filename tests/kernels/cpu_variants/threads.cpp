@@ -5,10 +5,10 @@
 // loop before the next one starts, and nothing would run at the same time. This file is not
 // instrumented: ThreadSanitizer does not see the turns, and tiles of two threads are never ordered.
 
-#include <sched.h>
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
+#include <atomic>
 #include <thread>
 
 namespace {
@@ -18,18 +18,19 @@ constexpr int kThreads = 4;
 // The threads of a loop.
 struct Turns {
   int threads;
-  int next = 0;  // the thread whose turn it is
+  std::atomic<int> next{0};  // the thread whose turn it is
   bool has_ended[kThreads] = {};
 
   void wait(int self) {
-    while (__atomic_load_n(&next, __ATOMIC_ACQUIRE) != self) sched_yield();
+    for (int other = next; other != self; other = next) next.wait(other);
   }
   void pass(int self) {
     int other = self;
     do {
       other = (other + 1) % threads;
     } while (has_ended[other] && other != self);
-    __atomic_store_n(&next, other, __ATOMIC_RELEASE);
+    next = other;
+    next.notify_all();
   }
 };
 

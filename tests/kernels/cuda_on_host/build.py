@@ -88,7 +88,10 @@ def build_for_gpu(capability: tuple[int, int]) -> Path:
 
 def sanitizer_environment() -> dict[str, str]:
     """What a process needs in its environment to load a library that was built to `sanitize`."""
-    return {**host_compiler.preloaded("libasan.so"), "ASAN_OPTIONS": "detect_leaks=0"}
+    return {
+        **host_compiler.preloaded([host_compiler.find_file("libasan.so")]),
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
 
 
 if __name__ == "__main__":
