@@ -79,6 +79,15 @@ struct Strips {
     const int64_t width = conv.taps() == 1 ? length : conv.out_width();
     return rows * (width + 1) * channels;
   }
+
+  // Values of both operands, one image of each, in the order that AMX reads for a weight gradient.
+  int64_t amx_values() const {
+    constexpr int64_t kMostPadding = 64;
+    const int64_t rows = conv.taps() == 1 ? 1 : length + 2 * conv.halo_h();
+    const int64_t width = conv.taps() == 1 ? length : conv.out_width() + 2 * conv.halo_w();
+    const int64_t pixels = rows * width + kMostPadding;
+    return pixels * (conv.out_channels + 2 * conv.in_channels);
+  }
 };
 
 // Taps of a product: row and column in the operand with its halo, for the first pixel, and place in

@@ -8,7 +8,7 @@
 
 namespace preact_kernels {
 
-enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
+enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 
 // The best instruction set of this processor, or a lesser one that PREACT_KERNELS_CPU_ISA names.
 // Read once.
@@ -23,29 +23,48 @@ int64_t vector_bytes();
 // PK_FOR_EACH_ISA declares kernels in the namespace of every instruction set.
 //
 // PK_CALL calls `function(...)` for the chosen instruction set. avx512_bf16 has only products of
-// bfloat16, and is avx512 in everything else.
+// bfloat16, and is avx512 in everything else. amx_bf16 has only the products of strips, and is
+// avx512_bf16 in everything else.
+//
+// With PK_EMULATED, both are plain C++ that runs wherever avx2 does, and avx2 in everything else.
 #if defined(__x86_64__)
+#if defined(PK_EMULATED)
+#define PK_FOR_AVX512(...)
+#define PK_CALL_AVX512 avx2
+#else
+#define PK_FOR_AVX512(...) \
+  namespace avx512 {       \
+  __VA_ARGS__              \
+  }
+#define PK_CALL_AVX512 avx512
+#endif
 #define PK_FOR_EACH_ISA(...) \
+  namespace amx_bf16 {       \
+  __VA_ARGS__                \
+  }                          \
   namespace avx512_bf16 {    \
   __VA_ARGS__                \
   }                          \
-  namespace avx512 {         \
-  __VA_ARGS__                \
-  }                          \
+  PK_FOR_AVX512(__VA_ARGS__) \
   namespace avx2 {           \
   __VA_ARGS__                \
   }                          \
   namespace generic {        \
   __VA_ARGS__                \
   }
-#define PK_CALL(function, ...)                                                               \
-  (::preact_kernels::isa() >= ::preact_kernels::Isa::kAvx512 ? avx512::function(__VA_ARGS__) \
-   : ::preact_kernels::isa() == ::preact_kernels::Isa::kAvx2 ? avx2::function(__VA_ARGS__)   \
+#define PK_CALL(function, ...)                                                             \
+  (::preact_kernels::isa() >= ::preact_kernels::Isa::kAvx512                               \
+       ? PK_CALL_AVX512::function(__VA_ARGS__)                                             \
+   : ::preact_kernels::isa() == ::preact_kernels::Isa::kAvx2 ? avx2::function(__VA_ARGS__) \
                                                              : generic::function(__VA_ARGS__))
 #define PK_CALL_DOT(function, ...)                               \
-  (::preact_kernels::isa() == ::preact_kernels::Isa::kAvx512Bf16 \
+  (::preact_kernels::isa() >= ::preact_kernels::Isa::kAvx512Bf16 \
        ? ::preact_kernels::avx512_bf16::function(__VA_ARGS__)    \
        : PK_CALL(function, __VA_ARGS__))
+#define PK_CALL_TILES(function, ...)                          \
+  (::preact_kernels::isa() == ::preact_kernels::Isa::kAmxBf16 \
+       ? ::preact_kernels::amx_bf16::function(__VA_ARGS__)    \
+       : PK_CALL_DOT(function, __VA_ARGS__))
 #else
 #define PK_FOR_EACH_ISA(...) \
   namespace generic {        \
@@ -53,6 +72,7 @@ int64_t vector_bytes();
   }
 #define PK_CALL(function, ...) generic::function(__VA_ARGS__)
 #define PK_CALL_DOT(function, ...) generic::function(__VA_ARGS__)
+#define PK_CALL_TILES(function, ...) generic::function(__VA_ARGS__)
 #endif
 
 // The same for products in storage type T.
@@ -63,4 +83,14 @@ int64_t vector_bytes();
     } else {                                     \
       return PK_CALL(function, __VA_ARGS__);     \
     }                                            \
+  }()
+
+// The same for products of strips.
+#define PK_CALL_STRIP(T, function, ...)            \
+  [&] {                                            \
+    if constexpr (std::is_same_v<T, BFloat16>) {   \
+      return PK_CALL_TILES(function, __VA_ARGS__); \
+    } else {                                       \
+      return PK_CALL(function, __VA_ARGS__);       \
+    }                                              \
   }()

@@ -93,9 +93,9 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
         std::fill_n(statistics.pixels.begin() + strip.first_tile, strip.images,
                     strip.tile_pixels());
       }
-      PK_CALL_PRODUCT(T, strip_forward, op, strip,
-                      of_y.are_wanted ? statistics.tile(strip.first_tile) : nullptr,
-                      thread_buffer<A, Use::kScratch>(strips.input_values()));
+      PK_CALL_STRIP(T, strip_forward, op, strip,
+                    of_y.are_wanted ? statistics.tile(strip.first_tile) : nullptr,
+                    thread_buffer<A, Use::kScratch>(strips.input_values()));
     });
     if (of_y.are_wanted) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));
   });
@@ -132,17 +132,21 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const U
     if (stationary) return stationary_backward(op, inputs.conv_weight, gradients);
     TileSums<A> partial_sums(wanted.g ? strips.tiles() : 0, conv.in_channels);
     const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
-    const int64_t scratch = strips.input_values() + strips.output_values() +
-                            strips.pair_values(narrow) + strips.images * 2 * conv.in_channels;
+    // Operands of bfloat16 take half of this.
+    const int64_t reordered = isa() == Isa::kAmxBf16 && std::is_same_v<T, BFloat16>
+                                  ? strips.amx_values()
+                                  : strips.pair_values(narrow);
+    const int64_t scratch = strips.input_values() + strips.output_values() + reordered +
+                            strips.images * 2 * conv.in_channels;
     // Each part has its own partial weight gradient.
     const int64_t parts = wanted.weight ? dweight.parts : strips.count;
     for_tiles(parts, [&](int64_t part) {
       A* partial = wanted.weight ? dweight.cleared(part) : nullptr;
       for (int64_t i = part * strips.count / parts; i < (part + 1) * strips.count / parts; ++i) {
         const Strip strip = strips[i];
-        PK_CALL_PRODUCT(T, strip_backward, op, strip,
-                        wanted.g ? partial_sums.tile(strip.first_tile) : nullptr, partial,
-                        thread_buffer<A, Use::kScratch>(scratch));
+        PK_CALL_STRIP(T, strip_backward, op, strip,
+                      wanted.g ? partial_sums.tile(strip.first_tile) : nullptr, partial,
+                      thread_buffer<A, Use::kScratch>(scratch));
       }
     });
     if (wanted.g) partial_sums.merge(normalisation, conv.images, mutable_data<A>(gradients.sums));

@@ -32,7 +32,7 @@ struct Operands {
   Operands(const ConvSizes& conv, const ImageGroups& groups, Needs needs)
       : conv(conv),
         groups(groups),
-        pairs(std::is_same_v<T, BFloat16> && isa() == Isa::kAvx512Bf16),
+        pairs(std::is_same_v<T, BFloat16> && isa() >= Isa::kAvx512Bf16),
         value_bytes(pairs ? sizeof(T) : sizeof(A)) {
     const Strip strip = groups[0];
     if (needs.input) input_bytes = aligned_bytes(input(strip).values());

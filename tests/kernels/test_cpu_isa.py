@@ -14,7 +14,7 @@ from tests.oracle import distance
 
 pytestmark = pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
 
-NAMES = ("generic", "avx2", "avx512", "avx512_bf16")  # from lesser to better
+NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # from lesser to better
 
 
 def test_kernels_of_lesser_instruction_sets():

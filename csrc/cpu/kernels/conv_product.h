@@ -9,18 +9,14 @@
 #pragma once
 
 #include <algorithm>
-#include <iterator>
 
 #include "../conv_strips.h"
+#include "amx_product.h"
 #include "normalise.h"
 #include "products.h"
+#include "register_tiles.h"
 
 PK_BEGIN_ISA
-
-constexpr int kMaxVectors = kRegisters >= 32 ? 4 : 2;
-// The most rows of accumulators that fit in registers with `vectors` vectors of the other operand
-// and a broadcast value.
-constexpr int max_tile_rows(int vectors) { return (kRegisters - vectors - 1) / vectors; }
 
 // The most pixels of a product_tile: more addresses would be read from the stack.
 constexpr int kMostAddresses = 14;
@@ -201,81 +197,6 @@ PK_INLINE void shared_tile(const O* in, int64_t pitch, int64_t kernel_h, int64_t
   finish(acc);
 }
 
-// The numbers of rows of compiled tiles, largest first.
-template <int kCount>
-struct TileRows;
-template <>
-struct TileRows<16> {
-  static constexpr int values[] = {8, 6, 5, 4, 3, 2, 1};
-};
-template <>
-struct TileRows<32> {
-  static constexpr int values[] = {16, 14, 8, 7, 6, 4, 2, 1};
-};
-static constexpr auto& kTileRows = TileRows<kRegisters>::values;
-
-static_assert(kTileRows[std::size(kTileRows) - 1] == 1, "any number of rows must be reached");
-
-// The largest number of rows of a compiled tile, at most kMost.
-template <int kMost, int kIndex = 0>
-constexpr int largest_tile() {
-  if constexpr (kTileRows[kIndex] > kMost) return largest_tile<kMost, kIndex + 1>();
-  return kTileRows[kIndex];
-}
-
-// Rows of the next tile if `left` rows are left: equal parts, as near as kTileRows allows.
-template <int kMost>
-PK_INLINE int64_t next_rows(int64_t left) {
-  constexpr int kLargest = largest_tile<kMost>();
-  const int64_t parts = (left + kLargest - 1) / kLargest;
-  const int64_t part = (left + parts - 1) / parts;
-  for (const int rows : kTileRows) {
-    if (rows <= part) return rows;
-  }
-  return 1;
-}
-
-// Calls body(rows) with `rows`, one of kTileRows up to kMost, as a constant.
-template <int kMost, int kIndex = 0, class Body>
-PK_INLINE void with_rows(int64_t rows, const Body& body) {
-  if constexpr (kIndex < std::size(kTileRows)) {
-    if constexpr (kTileRows[kIndex] <= kMost) {
-      if (rows == kTileRows[kIndex]) {
-        body(std::integral_constant<int, kTileRows[kIndex]>{});
-        return;
-      }
-    }
-    with_rows<kMost, kIndex + 1>(rows, body);
-  }
-}
-
-// Calls body(vectors, first channel) for blocks of at most `most` vectors that cover `channels`.
-template <class A, class Body>
-PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
-  int64_t c = 0;
-  while (c < channels) {
-    const int64_t left = (channels - c) / kLanes<A>;
-    if constexpr (kMaxVectors >= 4) {
-      if (left >= 4 && most >= 4) {
-        body(std::integral_constant<int, 4>{}, c);
-        c += 4 * kLanes<A>;
-        continue;
-      }
-    }
-    if (left >= 2) {
-      body(std::integral_constant<int, 2>{}, c);
-      c += 2 * kLanes<A>;
-    } else {
-      body(std::integral_constant<int, 1>{}, c);
-      c += kLanes<A>;
-    }
-  }
-}
-
-// Vectors of output channels in a tile. Two for kernels larger than 1x1: every tile reads all their
-// weights through the first-level cache.
-PK_INLINE int tile_vectors(const ConvSizes& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
-
 // Tiles from a product to the operands that it prefetches.
 constexpr int kAhead = 4;
 
@@ -363,6 +284,9 @@ PK_INLINE void strip_product(const O* in, const ProductPixels<Haloed>& pixels, i
   const int64_t in_channels = packed.in_channels;
   const int64_t sum_channels = sum_channels_of<O>(pixels.taps, in_channels);
   if (pixels.rows <= 0 || pixels.width <= 0) return;
+#ifdef PK_HAS_TILES
+  if (packed.finite) return amx_strip_product(in, pixels, images, conv, packed, finish);
+#endif
   const bool shares = packed.finite && conv.kernel_w == kSharedTaps && sum_channels == 0 &&
                       pixels.taps.count == conv.taps() && pixels.step.w == 1;
   for_vector_blocks<Accumulate<O>>(

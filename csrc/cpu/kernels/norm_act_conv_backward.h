@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kernels.h"
+#include "amx_weight_gradient.h"
 #include "conv_product.h"
 #include "finish_tile.h"
 #include "weight_gradient.h"
@@ -79,6 +80,12 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
                 });
   }
   O* pairs = activation + strip.images * a_operand.values();
+#ifdef PK_HAS_TILES
+  if (amx_weight_gradient(activation, a_operand, gradient, dy_operand, strip, conv, op.input_last,
+                          pairs, dweight)) {
+    return;
+  }
+#endif
   const PixelRows<O> a(activation, a_operand), dy_haloed(gradient, dy_operand);
   const PixelRows<O> dy = dy_haloed.from(conv.halo_h(), conv.halo_w());
   strip_weight_gradient(a, dy, strip, conv, op.input_last, pairs, dweight);

@@ -44,9 +44,9 @@ PK_INLINE Vector<A> load_narrow(const A* from) {
 }
 #ifdef PK_HAS_DOT
 PK_INLINE FullBits load_narrow(const BFloat16* from) {
-  int pair;
+  uint32_t pair;
   __builtin_memcpy(&pair, from, sizeof pair);
-  return reinterpret_cast<FullBits>(_mm512_set1_epi32(pair));
+  return pair - FullBits{};
 }
 #endif
 
@@ -55,11 +55,23 @@ template <class V>
 PK_INLINE V multiply_add(V acc, V narrow, V wide) {
   return acc + narrow * wide;
 }
-#ifdef PK_HAS_DOT
+#if defined(PK_HAS_DOT) && defined(PK_TARGET)
 PK_INLINE Vector<float> multiply_add(Vector<float> acc, FullBits narrow, FullBits wide) {
   return reinterpret_cast<Vector<float>>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
                                                           reinterpret_cast<__m512bh>(wide),
                                                           reinterpret_cast<__m512bh>(narrow)));
+}
+#elif defined(PK_HAS_DOT)
+// The first and the second values of pairs. Denormal numbers are 0.
+PK_INLINE Vector<float> first_values(FullBits pairs) {
+  const FullBits bits = pairs << 16;
+  return reinterpret_cast<Vector<float>>((bits & 0x7f800000) == 0 ? FullBits{} : bits);
+}
+PK_INLINE Vector<float> second_values(FullBits pairs) { return first_values(pairs >> 16); }
+
+PK_INLINE Vector<float> multiply_add(Vector<float> acc, FullBits narrow, FullBits wide) {
+  acc += second_values(narrow) * second_values(wide);
+  return acc + first_values(narrow) * first_values(wide);
 }
 #endif
 

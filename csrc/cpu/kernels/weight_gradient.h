@@ -82,9 +82,15 @@ PK_INLINE FullHalves load_32(const BFloat16* from) {
 
 // The other 16 values of the result are undefined.
 PK_INLINE FullHalves load_16(const BFloat16* from) {
+#ifdef PK_TARGET
   HalfBits half;
   __builtin_memcpy(&half, from, sizeof half);
   return reinterpret_cast<FullHalves>(_mm512_castsi256_si512(reinterpret_cast<__m256i>(half)));
+#else
+  FullHalves v = {};
+  __builtin_memcpy(&v, from, sizeof v / 2);
+  return v;
+#endif
 }
 
 // pairs[image][row][p / 2][n][p % 2] = narrow[image][row][p][n]. The last pixel of an odd width is

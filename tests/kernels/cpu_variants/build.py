@@ -20,7 +20,8 @@ OUT = ROOT / "build" / "cpu_variants"
 # As in setup.py, but kernels are compiled fast, and still run fast enough; the rest has no kernels.
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-g1", f"-I{ROOT / 'csrc'}"]
 OF_KERNELS, OF_OTHERS = ["-O1"], ["-O0"]
-ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
+ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+EMULATED = ("avx512_bf16", "amx_bf16")  # by the variant `emulated`
 
 
 class Variant(NamedTuple):
@@ -51,6 +52,8 @@ VARIANTS = {
         {"planted.cpp": []},
     ),
     "undefined": Variant(UNDEFINED, UNDEFINED, {"planted.cpp": []}),
+    # Products of bfloat16 in plain C++, for machines without their instructions.
+    "emulated": Variant(["-DPK_EMULATED", "-Wno-psabi"]),
     "thread": Variant(
         THREAD,
         [*THREAD, *(f"-Wl,--wrap={function}" for function in WRAPPED)],
@@ -80,7 +83,7 @@ def build(names: Sequence[str], isas: Sequence[str]) -> Path:
     kernels = [s for isa in isas for s in sorted((ROOT / "csrc/cpu" / isa).glob("*.cpp"))]
     flags_of = {
         **{source: [*flags, *OF_OTHERS] for source in others},
-        **{source: [*flags, *OF_KERNELS] for source in kernels},
+        **{source: [*flags, *_optimisation(names, source)] for source in kernels},
         **{
             HERE / source: [*flags, *OF_OTHERS, *more]
             for variant in variants
@@ -100,6 +103,21 @@ def build(names: Sequence[str], isas: Sequence[str]) -> Path:
     return link
 
 
+def _optimisation(names: Sequence[str], kernel: Path) -> list[str]:
+    """Emulated kernels take the compiler minutes to optimise."""
+    return OF_OTHERS if "emulated" in names and kernel.parent.name in EMULATED else OF_KERNELS
+
+
+def needed_isas(names: Sequence[str], isas: Sequence[str]) -> list[str]:
+    """Instruction sets, and those that do what they have no kernels for."""
+    found = set(isas)
+    if "amx_bf16" in found:
+        found.add("avx512_bf16")
+    if "avx512_bf16" in found:
+        found.add("avx2" if "emulated" in names else "avx512")
+    return [isa for isa in ISAS if isa in found]
+
+
 def missing_kernels(objects: Sequence[Path], isas: Sequence[str]) -> list[str]:
     """The linker's flags that define the kernels of instruction sets that are not compiled."""
     listing = subprocess.check_output(["nm", "-u", *map(str, objects)], text=True)
@@ -109,4 +127,4 @@ def missing_kernels(objects: Sequence[Path], isas: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(build(sys.argv[1:], ["avx2"]))
+    print(build(sys.argv[1:], needed_isas(sys.argv[1:], ["avx2"])))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.kernels import host_compiler
-from tests.kernels.cpu_variants.build import HERE, ISAS, build
+from tests.kernels.cpu_variants.build import EMULATED, HERE, ISAS, build, needed_isas
 from tests.kernels.each_instruction_set import TESTS
 from tests.kernels.host_compiler import ROOT
 
@@ -43,7 +43,7 @@ SANITIZERS = {
     ),
     "thread": Sanitizer("libtsan.so", "TSAN_OPTIONS", "exitcode=0", "planted_races.py"),
 }
-RUNS = ["address+undefined", "thread"]
+RUNS = ["address+undefined+emulated", "thread"]
 
 # Tests beside those of every instruction set: memory modes, strides, empty and odd images.
 MORE_TESTS = {
@@ -77,9 +77,9 @@ def check(variants: Sequence[str], isa: str, library: Path) -> bool:
     start = time.perf_counter()
     sanitizers = [SANITIZERS[name] for name in variants if name in SANITIZERS]
     runtimes = [host_compiler.find_file(sanitizer.runtime) for sanitizer in sanitizers]
-    reports = library.parent / "reports"
+    reports = library.parent / "reports" / isa
     shutil.rmtree(reports, ignore_errors=True)
-    reports.mkdir()
+    reports.mkdir(parents=True)
     env = {
         **os.environ,
         **host_compiler.preloaded(runtimes),
@@ -119,20 +119,23 @@ def _keep_addresses() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="*", default=RUNS, help="variants joined by +")
-    isa = "avx2" if platform.machine() == "x86_64" else "generic"
-    parser.add_argument("--isa", default=isa, choices=ISAS)
+    is_x86 = platform.machine() == "x86_64"
+    runs = RUNS if is_x86 else [run.replace("+emulated", "") for run in RUNS]
+    parser.add_argument("runs", nargs="*", default=runs, help="variants joined by +")
+    parser.add_argument("--isa", default="avx2" if is_x86 else "generic", choices=ISAS)
     arguments = parser.parse_args()
     if shutil.which(host_compiler.CXX[0]) is None:
         sys.exit(f"no C++ compiler: {host_compiler.CXX[0]} not found")
     start = time.perf_counter()
-    # avx512_bf16 has only products, and is avx512 in everything else.
-    isas = ["avx512", arguments.isa] if arguments.isa == "avx512_bf16" else [arguments.isa]
-    runs = [run.split("+") for run in arguments.runs]
-    libraries = [build(run, isas) for run in runs]
+    checks = []
+    for run in arguments.runs:
+        names = run.split("+")
+        isas = [arguments.isa, *(EMULATED[-1:] if "emulated" in names else ())]
+        library = build(names, needed_isas(names, isas))
+        checks += [(names, isa, library) for isa in dict.fromkeys(isas)]
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    with ThreadPoolExecutor() as pool:
-        have_passed = list(pool.map(check, runs, [arguments.isa] * len(runs), libraries))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        have_passed = list(pool.map(lambda arguments: check(*arguments), checks))
     sys.exit(not all(have_passed))
 
 

@@ -1,0 +1,2 @@
+#define PK_AMX_BF16
+#include "../kernels/activation.h"

@@ -1,0 +1,172 @@
+// Tile registers of Intel AMX: eight matrices of up to 16 rows of 64 bytes.
+//
+// A product adds A times B to float32 sums: A has rows of bfloat16, B a row for each pair of rows
+// of the factor: B[i][2 * n + j] is its element [2 * i + j][n].
+//
+// Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+#pragma once
+
+#include "products.h"
+
+PK_BEGIN_ISA
+
+#ifdef PK_HAS_TILES
+
+constexpr int kTiles = 8;
+constexpr int kMostTileRows = 16;   // also the columns of sums
+constexpr int kTileDepth = 32;      // the most values of the reduction in a product
+constexpr int64_t kTileBytes = 64;  // of a row
+
+// Rows and bytes of a row of each tile register.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  void set(int tile, int64_t rows_of_tile, int64_t bytes) {
+    rows[tile] = static_cast<uint8_t>(rows_of_tile);
+    row_bytes[tile] = static_cast<uint16_t>(bytes);
+  }
+};
+static_assert(sizeof(TileShapes) == 64);
+
+#ifdef PK_EMULATED
+
+// The tile registers of a thread.
+struct TileRegisters {
+  TileShapes shapes;
+  char values[kTiles][kMostTileRows][kTileBytes];
+};
+inline TileRegisters& tile_registers() {
+  thread_local TileRegisters registers;
+  return registers;
+}
+
+PK_INLINE void configure_tiles(const TileShapes& shapes) {
+  TileRegisters& tiles = tile_registers();
+  tiles.shapes = shapes;
+  std::memset(tiles.values, 0, sizeof tiles.values);
+}
+PK_INLINE void release_tiles() { tile_registers().shapes = TileShapes{}; }
+
+template <int kTile>
+PK_INLINE void clear_tile() {
+  std::memset(tile_registers().values[kTile], 0, sizeof tile_registers().values[kTile]);
+}
+
+template <int kTile>
+PK_OUTLINE void load_tile(const void* from, int64_t step) {
+  TileRegisters& tiles = tile_registers();
+  clear_tile<kTile>();
+  for (int i = 0; i < tiles.shapes.rows[kTile]; ++i) {
+    const char* row = static_cast<const char*>(from) + i * step;
+    std::memcpy(tiles.values[kTile][i], row, tiles.shapes.row_bytes[kTile]);
+  }
+}
+
+template <int kTile>
+PK_OUTLINE void store_tile(void* to, int64_t step) {
+  const TileRegisters& tiles = tile_registers();
+  for (int i = 0; i < tiles.shapes.rows[kTile]; ++i) {
+    char* row = static_cast<char*>(to) + i * step;
+    std::memcpy(row, tiles.values[kTile][i], tiles.shapes.row_bytes[kTile]);
+  }
+}
+
+template <int kSums, int kA, int kB>
+PK_OUTLINE void add_tile_product() {
+  TileRegisters& tiles = tile_registers();
+  const TileShapes& shapes = tiles.shapes;
+  // Else the instruction is undefined.
+  const bool fit = shapes.rows[kA] == shapes.rows[kSums] && shapes.rows[kSums] > 0 &&
+                   shapes.row_bytes[kB] == shapes.row_bytes[kSums] &&
+                   shapes.row_bytes[kA] == 4 * shapes.rows[kB];
+  if (!fit) __builtin_trap();
+  for (int m = 0; m < shapes.rows[kSums]; ++m) {
+    FullBits sums;
+    std::memcpy(&sums, tiles.values[kSums][m], sizeof sums);
+    Vector<float> acc = reinterpret_cast<Vector<float>>(sums);
+    for (int i = 0; i < shapes.row_bytes[kA] / 4; ++i) {
+      FullBits b;
+      std::memcpy(&b, tiles.values[kB][i], sizeof b);
+      const char* pair = tiles.values[kA][m] + 4 * i;
+      acc = multiply_add(acc, load_narrow(reinterpret_cast<const BFloat16*>(pair)), b);
+    }
+    std::memcpy(tiles.values[kSums][m], &acc, sizeof acc);
+  }
+}
+
+#else
+
+PK_INLINE void configure_tiles(const TileShapes& shapes) {
+  asm volatile("ldtilecfg %0" : : "m"(shapes));
+}
+PK_INLINE void release_tiles() { asm volatile("tilerelease" : :); }
+
+template <int kTile>
+PK_INLINE void clear_tile() {
+  asm volatile("tilezero %%tmm%c0" : : "n"(kTile));
+}
+
+template <int kTile>
+PK_INLINE void load_tile(const void* from, int64_t step) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(step), "n"(kTile) : "memory");
+}
+
+template <int kTile>
+PK_INLINE void store_tile(void* to, int64_t step) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(step), "n"(kTile) : "memory");
+}
+
+// The factors come last first in this syntax.
+template <int kSums, int kA, int kB>
+PK_INLINE void add_tile_product() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "n"(kSums), "n"(kA), "n"(kB));
+}
+
+#endif
+
+// The tile registers are configured for the time of its life. Released registers cost nothing when
+// threads are switched.
+struct ConfiguredTiles {
+  PK_INLINE explicit ConfiguredTiles(const TileShapes& shapes) { configure_tiles(shapes); }
+  PK_INLINE ~ConfiguredTiles() { release_tiles(); }
+  ConfiguredTiles(const ConfiguredTiles&) = delete;
+  ConfiguredTiles& operator=(const ConfiguredTiles&) = delete;
+};
+
+// Calls body(constant) for 0, 1, ..., kCount - 1.
+template <class Body, int... kIndex>
+PK_INLINE void unrolled(const Body& body, std::integer_sequence<int, kIndex...>) {
+  (body(std::integral_constant<int, kIndex>{}), ...);
+}
+template <int kCount, class Body>
+PK_INLINE void unrolled(const Body& body) {
+  unrolled(body, std::make_integer_sequence<int, kCount>{});
+}
+
+// Registers 0 to 3 hold sums, kA by kB tiles of them. Factors A are in 4 and 5, factors B in 6
+// and 7.
+constexpr int kFirstA = 4, kFirstB = 6;
+
+// sums[g][v] += A[g] * B[v] for a step of the reduction. Factors are in both registers in turn, or,
+// if `kRegister` is 0 or 1, all in this one.
+template <int kA, int kB, int kRegister>
+PK_INLINE void add_tile_products(const BFloat16* const (&a)[kA], int64_t a_step,
+                                 const BFloat16* const (&b)[kB], int64_t b_step) {
+  static_assert(kA * kB <= kFirstA);
+  constexpr bool kInTurn = kRegister < 0, kKeepsA = kA == 1 || (kA == 2 && kInTurn);
+  unrolled<kB>([&](auto v) PK_LAMBDA {
+    constexpr int kV = decltype(v)::value, kOfB = kFirstB + (kInTurn ? kV % 2 : kRegister);
+    load_tile<kOfB>(b[kV], b_step);
+    unrolled<kA>([&](auto g) PK_LAMBDA {
+      constexpr int kG = decltype(g)::value, kOfA = kFirstA + (kInTurn ? kG % 2 : kRegister);
+      if constexpr (kV == 0 || !kKeepsA) load_tile<kOfA>(a[kG], a_step);
+      add_tile_product<kG * kB + kV, kOfA, kOfB>();
+    });
+  });
+}
+
+#endif
+
+PK_END_ISA
