@@ -28,10 +28,16 @@ from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.layout import CHANNELS_LAST, nchw, nhwc
 from preact_kernels.kernels.native import NativeKernels, load_library
 
-# With more activations, the direct convolutions win on AVX-512 where the activations have this many
-# times as many elements as the weight, for each thread: every thread sums a weight gradient of its
-# own. Measured on two cores of Zen 5, in networks.
-_ACTIVATIONS_PER_WEIGHT = {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05}
+# With more activations, the direct convolutions win where the activations have this many times as
+# many elements as the weight, for each thread: every thread sums a weight gradient of its own. By
+# the lanes of a vector: AVX-512, on two cores of Zen 5 in networks, and AVX2, on two cores of an
+# EPYC with 1, 2 and 4 threads.
+_ACTIVATIONS_PER_WEIGHT = {
+    16: {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05},
+    8: {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0},
+}
+# On AVX2, float32 1x1 weights with more elements are PyTorch's beside more activations.
+_MOST_POINTWISE_WEIGHTS = 512 * 1024
 
 
 class ConvLimits(NamedTuple):
@@ -89,20 +95,25 @@ class CPUKernels(NativeKernels):
             computed = pixels // (stride[0] * stride[1])  # approximately
             read = pixels if taps > 1 else computed
             activations = read * in_channels + computed * out_channels
-        return self._is_faster(weights, activations, dtype)
+        return self._is_faster(taps, weights, activations, dtype)
 
-    def _is_faster(self, weights: int, activations: int | None, dtype: torch.dtype) -> bool:
+    def _is_faster(
+        self, taps: int, weights: int, activations: int | None, dtype: torch.dtype
+    ) -> bool:
         """Whether a direct convolution with a large weight is faster than PyTorch's."""
-        limits = self.limits
-        if self._channel_multiple < 8 or (dtype.itemsize == 2 and torch_compat.has_amx()):
+        limits, lanes = self.limits, self._channel_multiple
+        if lanes < 8 or (dtype.itemsize == 2 and torch_compat.has_amx()):
             return False
         if activations is None:
             return True
         few = min(limits.few_activations, limits.few_activations_per_weight * weights)
         if activations <= few:
             return True
-        least = _ACTIVATIONS_PER_WEIGHT[dtype] * weights * torch.get_num_threads()
-        return self._channel_multiple >= 16 and activations >= least
+        is_pointwise = taps == 1 and weights > _MOST_POINTWISE_WEIGHTS
+        if lanes == 8 and dtype == torch.float32 and is_pointwise:
+            return False
+        least = _ACTIVATIONS_PER_WEIGHT[lanes][dtype] * weights * torch.get_num_threads()
+        return activations >= least
 
     def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from preact_kernels.modules.attributes import attributes
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.plain_operators import has_mixed_dtypes, has_served_parameters
@@ -47,21 +48,23 @@ def batch_norm_arguments(bn: Any, upcasts: bool = False) -> BatchNorm:
         upcasts: the input is a float32 residual stream, to which half-precision tensors are
             converted.
     """
-    training = bn.training or bn.running_mean is None
-    is_tracked = bn.training and bn.track_running_stats
-    batch_count = bn.num_batches_tracked if is_tracked else None
-    momentum = bn.momentum if is_tracked else 0.0
+    own = attributes(bn)
+    weight, bias, mean, var = own["weight"], own["bias"], own["running_mean"], own["running_var"]
+    training = own["training"] or mean is None
+    is_tracked = own["training"] and own["track_running_stats"]
+    batch_count = own["num_batches_tracked"] if is_tracked else None
+    momentum = own["momentum"] if is_tracked else 0.0
     if momentum is None and batch_count is None:  # PyTorch then keeps the running statistics
         momentum = 0.0
-    mean, var = (bn.running_mean, bn.running_var) if is_tracked or not training else (None, None)
-    weight, bias = bn.weight, bn.bias
+    if training and not is_tracked:
+        mean = var = None
     if upcasts:
         weight, bias = _upcast(weight), _upcast(bias)
         if not training:
             mean, var = _upcast(mean), _upcast(var)
     group = process_group(bn) if type(bn) is nn.SyncBatchNorm else None
     return BatchNorm(
-        weight, bias, mean, var, training, momentum, bn.eps, group, batch_count, upcasts
+        weight, bias, mean, var, training, momentum, own["eps"], group, batch_count, upcasts
     )
 
 

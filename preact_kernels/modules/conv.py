@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from preact_kernels.modules.attributes import attributes
 from preact_kernels.modules.batch_norm import HALVES
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.autocast import is_autocast
@@ -49,8 +50,9 @@ def is_stage_conv(conv: Any) -> bool:
 
 def conv_arguments(conv: Any) -> ConvArguments:
     """The arguments of a child's call."""
-    numbers: Any = conv.stride, conv.padding, conv.dilation, conv.groups
-    return ConvArguments(conv.weight, conv.bias, *numbers)
+    own = attributes(conv)
+    numbers = own["stride"], own["padding"], own["dilation"], own["groups"]
+    return ConvArguments(own["weight"], own["bias"], *numbers)
 
 
 def plain_conv(conv: Any, x: Tensor) -> Tensor:

@@ -146,7 +146,11 @@ def affine(
         weight = torch.ones(channels, dtype=dtype, device=x.device)
     if bias is None:
         bias = torch.zeros(channels, dtype=dtype, device=x.device)
-    return weight.to(dtype).contiguous(), bias.to(dtype).contiguous()
+    if weight.dtype != dtype or not weight.is_contiguous():
+        weight = weight.to(dtype).contiguous()
+    if bias.dtype != dtype or not bias.is_contiguous():
+        bias = bias.to(dtype).contiguous()
+    return weight, bias
 
 
 def inv_count_of(x: Tensor, fixed: float | None = None) -> float:

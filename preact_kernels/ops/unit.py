@@ -73,13 +73,18 @@ def described(values: Iterable) -> list:
     """
     parts: list = []
     for v in values:
-        if isinstance(v, Tensor):
-            parts.append((v.shape, v.stride(), v.dtype, v.device))
-            continue
-        kinds = tuple(map(type, v)) if type(v) is tuple else (type(v),)
-        if not _PLAIN.issuperset(kinds):
+        kind = type(v)
+        if kind in _PLAIN:
+            parts += (kind, v)
+        elif isinstance(v, Tensor):
+            parts += (v.shape, v.stride(), v.dtype, v.device)
+        elif kind is tuple:
+            kinds = tuple(map(type, v))
+            if not _PLAIN.issuperset(kinds):
+                raise TypeError
+            parts += (kinds, v)
+        else:
             raise TypeError
-        parts += (kinds, v)
     return parts
 
 

@@ -238,10 +238,10 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
     monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 16)
     monkeypatch.setattr(torch_compat, "has_amx", lambda: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    large, small = (512, 512, 3, 3), (64, 64, 3, 3)
+    large, small, pointwise = (512, 512, 3, 3), (64, 64, 3, 3), (2048, 512, 1, 1)
 
     def fuses(shape, dtype, pixels):
-        conv = Conv((1, 1), (1, 1), (1, 1), 1)
+        conv = Conv((1, 1), (shape[2] // 2, shape[3] // 2), (1, 1), 1)
         dtypes = [dtype] * 4
         unit = Unit(shape, conv, torch.device("cpu"), *dtypes)
         return kernels.serves(unit, pixels)
@@ -253,15 +253,20 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
         assert fuses(large, dtype, max(pixels, many + 1))
         assert fuses(large, dtype, many) and fuses(large, dtype, many + 1) == (pixels <= many + 1)
         assert fuses(large, dtype, None) and fuses(large, dtype, 1) and fuses(small, dtype, 10**9)
+    few = 4 * 256 * 64 * 9 // 320
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert fuses((256, 64, 3, 3), torch.bfloat16, few)
+    assert not fuses((256, 64, 3, 3), torch.bfloat16, few + 1)
     monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
     assert fuses(large, torch.float32, None)
     assert not (fuses(large, torch.bfloat16, None) or fuses(large, torch.float16, None))
     monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 8)
     assert fuses(small, torch.bfloat16, 1) and not fuses(large, torch.bfloat16, 1)
-    assert fuses(large, torch.float32, many) and not fuses(large, torch.float32, many + 1)
-    few = 4 * 256 * 64 * 9 // 320
-    assert fuses((256, 64, 3, 3), torch.float32, few)
-    assert not fuses((256, 64, 3, 3), torch.float32, few + 1)
+    assert fuses(large, torch.float32, many + 1)
+    many = 2**21 // 2560
+    assert fuses(pointwise, torch.float32, many) and not fuses(pointwise, torch.float32, many + 1)
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: False)
+    assert fuses(pointwise, torch.bfloat16, many + 1) and fuses(large, torch.float16, 10**9)
     monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 4)
     assert fuses(small, torch.float32, 1) and not fuses(large, torch.float32, 1)
 
