@@ -35,7 +35,7 @@ SANITIZERS = {
     "address": Sanitizer(
         "libasan.so",
         "ASAN_OPTIONS",
-        "halt_on_error=0:suppress_equal_pcs=0:detect_leaks=0",
+        "halt_on_error=0:detect_leaks=0",
         "planted_accesses.py",
     ),
     "undefined": Sanitizer(
