@@ -36,10 +36,12 @@ static void write_tiles(const Tensor& t, int64_t tiles, int64_t values) {
 }
 
 static int64_t multiply(int64_t a, int64_t b) { return a * b; }
+static int64_t add(int64_t a, int64_t b) { return a + b; }
 
 STABLE_TORCH_LIBRARY(preact_kernels_planted, m) {
   m.def("read_byte(Tensor t, int offset, int site) -> int");
   m.def("read_buffer(int earlier_bytes, int bytes, int offset) -> int");
+  m.def("add(int a, int b) -> int");
   m.def("multiply(int a, int b) -> int");
   m.def("write_tiles(Tensor(a!) t, int tiles, int values) -> ()");
 }
@@ -47,6 +49,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_planted, m) {
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_planted, CompositeExplicitAutograd, m) {
   m.impl("read_byte", TORCH_BOX(&read_byte));
   m.impl("read_buffer", TORCH_BOX(&read_buffer));
+  m.impl("add", TORCH_BOX(&add));
   m.impl("multiply", TORCH_BOX(&multiply));
   m.impl("write_tiles", TORCH_BOX(&write_tiles));
 }
