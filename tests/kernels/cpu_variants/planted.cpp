@@ -8,9 +8,18 @@
 
 using namespace preact_kernels;
 
-// The byte at `offset` from the first value of a tensor.
-static int64_t read_byte(const Tensor& t, int64_t offset) {
-  return static_cast<const volatile uint8_t*>(t.const_data_ptr())[offset];
+// AddressSanitizer reports an instruction once: every site is a function of its own.
+constexpr int kSites = 4;
+template <int kSite>
+int64_t read_at_site(const volatile uint8_t* memory, int64_t offset) {
+  return memory[offset];
+}
+
+// The byte at `offset` from the first value of a tensor, read at site `site`.
+static int64_t read_byte(const Tensor& t, int64_t offset, int64_t site) {
+  constexpr decltype(&read_at_site<0>) kReads[kSites] = {read_at_site<0>, read_at_site<1>,
+                                                         read_at_site<2>, read_at_site<3>};
+  return kReads[site](static_cast<const volatile uint8_t*>(t.const_data_ptr()), offset);
 }
 
 // The byte at `offset` in a buffer of `bytes` bytes that was taken with `earlier_bytes` before.
@@ -27,10 +36,12 @@ static void write_tiles(const Tensor& t, int64_t tiles, int64_t values) {
 }
 
 static int64_t multiply(int64_t a, int64_t b) { return a * b; }
+static int64_t add(int64_t a, int64_t b) { return a + b; }
 
 STABLE_TORCH_LIBRARY(preact_kernels_planted, m) {
-  m.def("read_byte(Tensor t, int offset) -> int");
+  m.def("read_byte(Tensor t, int offset, int site) -> int");
   m.def("read_buffer(int earlier_bytes, int bytes, int offset) -> int");
+  m.def("add(int a, int b) -> int");
   m.def("multiply(int a, int b) -> int");
   m.def("write_tiles(Tensor(a!) t, int tiles, int values) -> ()");
 }
@@ -38,6 +49,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_planted, m) {
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_planted, CompositeExplicitAutograd, m) {
   m.impl("read_byte", TORCH_BOX(&read_byte));
   m.impl("read_buffer", TORCH_BOX(&read_buffer));
+  m.impl("add", TORCH_BOX(&add));
   m.impl("multiply", TORCH_BOX(&multiply));
   m.impl("write_tiles", TORCH_BOX(&write_tiles));
 }
