@@ -215,19 +215,23 @@ def test_long_sums_are_sums_of_short_ones(channels, out_channels, every_weight_i
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_infinity_at_the_end_of_an_odd_row(dtype):
-    """Dot products read pairs of pixels: no 0 * infinity after the last one."""
+@pytest.mark.parametrize("where", ["x", "dy"])
+@pytest.mark.parametrize("pixel", [(0, 0), (1, 4), (2, 4)])
+def test_infinity_at_the_sides_of_an_odd_row(pixel, where, dtype):
+    """Products of several pixels: no 0 * infinity after the last one, or beside the image."""
     inputs = conv_inputs(ConvCase("odd", (2, 16, 3, 5), 16, padding=1), dtype)
-    inputs["x"][0, :, 1, 4] = INF
     inputs["bn_weight"].abs_()
+    inputs["bn_bias"] += 10  # no activation is 0
+    dy = torch.randn(2, 16, 3, 5).to(dtype)
+    infinite = inputs["x"] if where == "x" else dy
+    infinite[0, :, pixel[0], pixel[1]] = INF
     op = partial(pk.bn_relu_conv2d, training=False, padding=1)
     with pk.use_backend("cpu"):
-        found = evaluate(op, inputs)["dconv_weight"]
+        found = evaluate(op, inputs, dy)["dconv_weight"]
     plain = partial(plain_bn_relu_conv2d, training=False, padding=1)
-    expected = evaluate(plain, {n: t if t is None else t.float() for n, t in inputs.items()})[
-        "dconv_weight"
-    ]
-    assert expected.isinf().any()
+    full = {n: t if t is None else t.float() for n, t in inputs.items()}
+    expected = evaluate(plain, full, dy.float())["dconv_weight"]
+    assert expected.isinf().any() and expected.isfinite().any()
     assert torch.equal(found.isinf(), expected.isinf())
     assert torch.equal(found.isnan(), expected.isnan())
 

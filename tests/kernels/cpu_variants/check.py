@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tests.kernels import host_compiler
 from tests.kernels.cpu_variants.build import EMULATED, HERE, ISAS, build, needed_isas
-from tests.kernels.each_instruction_set import TESTS
+from tests.kernels.each_instruction_set import SELECTED, TESTS
 from tests.kernels.host_compiler import ROOT
 
 
@@ -73,7 +73,6 @@ OF_PRODUCTS = (
     "kernels/test_cpu_weight_stationary",
 )
 OPTIONS = ["-v", "--capture=sys", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
-SELECTED = ["-m", "not slow", "-k", "not reference and not triton and not cuda"]
 PLUGIN = ["-p", "tests.kernels.cpu_variants.plugin"]
 
 
