@@ -19,8 +19,8 @@ constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16",
 bool has_amx_bf16() { return true; }
 bool may_use_tiles() { return true; }
 #elif defined(__x86_64__) && defined(__linux__)
-// Whether the processor has matrix instructions for bfloat16. Compilers that know AVX-512 may not
-// know their names.
+// Whether the processor has matrix instructions for bfloat16. __builtin_cpu_supports of older
+// compilers does not know them.
 bool has_amx_bf16() {
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
   unsigned eax, ebx, ecx, edx;
@@ -28,7 +28,7 @@ bool has_amx_bf16() {
   return (edx & kTile) != 0 && (edx & kBf16) != 0;
 }
 
-// Whether the kernel lets this process use tile registers: Linux asks for a request. Fails where
+// Whether the kernel lets this process use tile registers: Linux requires a request. It fails where
 // the kernel is older than 5.16, a sandbox refuses it, or a thread has a small signal stack.
 bool may_use_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM

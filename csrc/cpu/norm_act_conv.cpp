@@ -132,10 +132,9 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const U
     if (stationary) return stationary_backward(op, inputs.conv_weight, gradients);
     TileSums<A> partial_sums(wanted.g ? strips.tiles() : 0, conv.in_channels);
     const int64_t narrow = dweight.input_last ? conv.out_channels : conv.in_channels;
-    // Operands of bfloat16 take half of this.
-    const int64_t reordered = isa() == Isa::kAmxBf16 && std::is_same_v<T, BFloat16>
-                                  ? strips.amx_values()
-                                  : strips.pair_values(narrow);
+    const bool has_tiles = isa() == Isa::kAmxBf16 && std::is_same_v<T, BFloat16>;
+    const int64_t reordered =
+        std::max(strips.pair_values(narrow), has_tiles ? strips.amx_values() : 0);
     const int64_t scratch = strips.input_values() + strips.output_values() + reordered +
                             strips.images * 2 * conv.in_channels;
     // Each part has its own partial weight gradient.

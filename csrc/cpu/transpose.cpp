@@ -7,7 +7,7 @@ namespace preact_kernels {
 // Contiguous matrices [M, R, C] as [M, C, R]. A task transposes a part of a matrix that fits the
 // first-level cache.
 Tensor transpose(const Tensor& x) {
-  constexpr int64_t kRows = 128, kColumns = 64;
+  constexpr int64_t kRows = 64, kColumns = 64;
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "x: expected contiguous matrices [M, R, C]");
   STD_TORCH_CHECK(x.element_size() == 2 || x.element_size() == 4,
                   "x: expected values of 2 or 4 bytes");

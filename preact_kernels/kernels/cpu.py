@@ -28,16 +28,20 @@ from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.layout import CHANNELS_LAST, nchw, nhwc
 from preact_kernels.kernels.native import NativeKernels, load_library
 
-# With more activations, the direct convolutions win where the activations have this many times as
+# With larger activations, the direct convolutions win where the activations have this many times as
 # many elements as the weight, for each thread: every thread sums a weight gradient of its own. By
 # the lanes of a vector: AVX-512, on two cores of Zen 5 in networks, and AVX2, on two cores of an
-# EPYC with 1, 2 and 4 threads.
+# EPYC with 1, 2 and 4 threads (`python -m bench.routes`). PyTorch has no fast convolution in half
+# precision for AVX2.
 _ACTIVATIONS_PER_WEIGHT = {
     16: {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05},
-    8: {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0},
+    8: {torch.float32: 0.05, torch.bfloat16: 0.0, torch.float16: 0.0},
 }
-# On AVX2, float32 1x1 weights with more elements are PyTorch's beside more activations.
+# On AVX2, float32 1x1 weights with more elements are PyTorch's with larger activations.
 _MOST_POINTWISE_WEIGHTS = 512 * 1024
+# Elements from which the library converts a tensor between NCHW and NHWC: below, PyTorch's copy on
+# one thread is faster.
+_LEAST_CONVERTED = 64 * 1024
 
 
 class ConvLimits(NamedTuple):
@@ -170,9 +174,10 @@ class CPUKernels(NativeKernels):
 
     @staticmethod
     def _transposes(t: Tensor, is_other_format: bool) -> bool:
-        """Whether the library converts a tensor: PyTorch's copy is slow."""
-        is_both = min(t.shape[1], t[0, 0].numel() if t.numel() else 0) <= 1
-        return is_other_format and not is_both and t.dtype.itemsize <= 4
+        """Whether the library converts a tensor: PyTorch's copy is slow for large ones."""
+        has_one_order = min(t.shape[1], math.prod(t.shape[2:])) <= 1
+        is_large = t.numel() >= _LEAST_CONVERTED and t.dtype.itemsize in (2, 4)
+        return is_other_format and is_large and not has_one_order
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float

@@ -10,16 +10,17 @@ from preact_kernels.kernels.layout import CHANNELS_LAST
 
 pytestmark = pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
 
-# Whole squares of every vector size; parts of them; several tasks; volumes; one channel or pixel;
-# no images.
+# Whole squares of every vector size; parts of them, and several tasks; volumes; one channel or
+# pixel; no images; and a small image, which PyTorch converts.
 SHAPES = [
-    (2, 64, 8, 8),
-    (3, 17, 5, 9),
+    (16, 64, 8, 8),
     (2, 130, 23, 25),
-    (2, 5, 3, 4, 7),
-    (2, 1, 4, 6),
-    (2, 7, 1, 1),
+    (9, 17, 25, 19),
+    (20, 7, 9, 8, 7),
+    (9, 1, 100, 100),
+    (100, 777, 1, 1),
     (0, 16, 4, 4),
+    (3, 17, 5, 9),
 ]
 
 
@@ -38,7 +39,7 @@ def test_every_bit_is_kept(shape, dtype):
         assert torch.equal(back.view(word), x.view(word))
 
 
-def test_the_library_converts_images_of_four_bytes_and_less():
+def test_the_library_converts_large_images_of_two_and_four_bytes():
     converted = []
     transpose = torch.ops.preact_kernels_cpu.transpose.default
 
@@ -49,7 +50,9 @@ def test_the_library_converts_images_of_four_bytes_and_less():
     kernels = cpu.CPUKernels(SimpleNamespace(transpose=SimpleNamespace(default=counted)))
     single = [torch.float32, torch.bfloat16, torch.float16]
     for dtype in (*single, torch.float64):
-        kernels.nchw(kernels.nhwc(torch.randn(2, 3, 4, 5).to(dtype)))
+        kernels.nchw(kernels.nhwc(torch.randn(2, 32, 32, 32).to(dtype)))
+    kernels.nhwc(torch.ones(2, 32, 32, 31))
+    kernels.nhwc(torch.ones(2, 32, 32, 32, dtype=torch.int8))
     assert converted == [dtype for dtype in single for _ in range(2)]
 
 

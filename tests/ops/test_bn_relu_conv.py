@@ -215,25 +215,28 @@ def test_long_sums_are_sums_of_short_ones(channels, out_channels, every_weight_i
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("where", ["x", "dy"])
-@pytest.mark.parametrize("pixel", [(0, 0), (1, 4), (2, 4)])
-def test_infinity_at_the_sides_of_an_odd_row(pixel, where, dtype):
-    """Products of several pixels: no 0 * infinity after the last one, or beside the image."""
+@pytest.mark.parametrize("where", ["x", "dy", "conv_weight"])
+@pytest.mark.parametrize("place", [(0, 0), (1, 4), (2, 4)])
+def test_infinity_at_the_sides_of_an_odd_row(place, where, dtype):
+    """No 0 * infinity beside the image, or after the last pixel of a product of several."""
     inputs = conv_inputs(ConvCase("odd", (2, 16, 3, 5), 16, padding=1), dtype)
     inputs["bn_weight"].abs_()
     inputs["bn_bias"] += 10  # no activation is 0
+    row, column = place
     dy = torch.randn(2, 16, 3, 5).to(dtype)
-    infinite = inputs["x"] if where == "x" else dy
-    infinite[0, :, pixel[0], pixel[1]] = INF
+    tensors = {**inputs, "dy": dy}
+    tensors[where][0, :, row, column if where != "conv_weight" else column // 2] = INF
     op = partial(pk.bn_relu_conv2d, training=False, padding=1)
     with pk.use_backend("cpu"):
-        found = evaluate(op, inputs, dy)["dconv_weight"]
+        found = evaluate(op, inputs, dy)
     plain = partial(plain_bn_relu_conv2d, training=False, padding=1)
     full = {n: t if t is None else t.float() for n, t in inputs.items()}
-    expected = evaluate(plain, full, dy.float())["dconv_weight"]
-    assert expected.isinf().any() and expected.isfinite().any()
-    assert torch.equal(found.isinf(), expected.isinf())
-    assert torch.equal(found.isnan(), expected.isnan())
+    expected = evaluate(plain, full, dy.float())
+    for name in ("y", "dx", "dconv_weight"):
+        assert torch.equal(found[name].isinf(), expected[name].isinf()), name
+        assert torch.equal(found[name].isnan(), expected[name].isnan()), name
+    infinite = expected["y" if where == "conv_weight" else "dconv_weight"]
+    assert infinite.isinf().any() and infinite.isfinite().any()
 
 
 @needs_library
@@ -269,8 +272,15 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
     assert fuses(large, torch.float32, many + 1)
     many = 2**21 // 2560
     assert fuses(pointwise, torch.float32, many) and not fuses(pointwise, torch.float32, many + 1)
+    assert not fuses((1024 + 8, 512, 1, 1), torch.float32, 10**9)
+    assert fuses((1024, 512, 1, 1), torch.float32, 10**9)
     monkeypatch.setattr(torch_compat, "has_amx", lambda: False)
     assert fuses(pointwise, torch.bfloat16, many + 1) and fuses(large, torch.float16, 10**9)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    pixels = math.ceil(0.05 * 64 * 512 * 9 / 2)
+    assert fuses(large, torch.float32, pixels) and not fuses(large, torch.float32, pixels - 1)
+    assert fuses(large, torch.bfloat16, 2**21 // 1024 + 1)
+    assert fuses(large, torch.float16, 2**21 // 1024 + 1)
     monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 4)
     assert fuses(small, torch.float32, 1) and not fuses(large, torch.float32, 1)
 

@@ -43,10 +43,10 @@ struct AmxParts {
       : parts((width + kMostTileRows - 1) / kMostTileRows), pixels((width + parts - 1) / parts) {}
 };
 
-// Half of the second register of A and of B is for the rest of a run, if there is one.
+// If a run has a rest, the second registers of A and of B hold half a step of the reduction.
 PK_INLINE TileShapes product_shapes(int64_t pixels, bool has_rest) {
   TileShapes shapes;
-  for (int sums = 0; sums < kFirstA; ++sums) shapes.set(sums, pixels, kTileBytes);
+  for (int sums = 0; sums < kSumTiles; ++sums) shapes.set(sums, pixels, kTileBytes);
   for (int i = 0; i < 2; ++i) {
     const int64_t depth = i == 1 && has_rest ? kTileDepth / 2 : kTileDepth;
     shapes.set(kFirstA + i, pixels, depth * sizeof(BFloat16));
@@ -89,7 +89,7 @@ template <int kVectors, bool kHasRest, class Finish>
 PK_OUTLINE void amx_block(const BFloat16* in, const ProductPixels<Haloed>& pixels, int64_t images,
                           const PackedWeights& packed, int64_t taps, const TapRuns& runs,
                           const AmxParts& rows, int64_t k, const Finish finish) {
-  constexpr int kGroups = kFirstA / kVectors, kMost = std::min(max_tile_rows(kVectors), 8);
+  constexpr int kGroups = kSumTiles / kVectors, kMost = std::min(max_tile_rows(kVectors), 8);
   constexpr int64_t kWidth = kVectors * kLanes<float>;
   const int64_t channels = packed.in_channels, step = pixels.step.w * channels;
   const int64_t result_step = pixels.result_step.w;

@@ -34,6 +34,7 @@ static_assert(sizeof(TileShapes) == 64);
 
 // The tile registers of a thread.
 struct TileRegisters {
+  bool are_configured = false;
   TileShapes shapes;
   char values[kTiles][kMostTileRows][kTileBytes];
 };
@@ -42,15 +43,35 @@ inline TileRegisters& tile_registers() {
   return registers;
 }
 
+// Ends the process where the processor would raise an exception.
+PK_INLINE void check_tiles(bool are_valid) {
+  if (!are_valid) __builtin_trap();
+}
+template <int kTile>
+PK_INLINE bool is_usable() {
+  return tile_registers().are_configured && tile_registers().shapes.rows[kTile] > 0;
+}
+
 PK_INLINE void configure_tiles(const TileShapes& shapes) {
   TileRegisters& tiles = tile_registers();
+  check_tiles(!tiles.are_configured && shapes.palette == 1 && shapes.start_row == 0);
+  for (int tile = 0; tile < 16; ++tile) {
+    const int rows = shapes.rows[tile], bytes = shapes.row_bytes[tile];
+    check_tiles(rows <= kMostTileRows && bytes <= kTileBytes && bytes % 4 == 0);
+    check_tiles((rows == 0) == (bytes == 0) && (rows == 0 || tile < kTiles));
+  }
+  tiles.are_configured = true;
   tiles.shapes = shapes;
   std::memset(tiles.values, 0, sizeof tiles.values);
 }
-PK_INLINE void release_tiles() { tile_registers().shapes = TileShapes{}; }
+PK_INLINE void release_tiles() {
+  check_tiles(tile_registers().are_configured);
+  tile_registers().are_configured = false;
+}
 
 template <int kTile>
 PK_INLINE void clear_tile() {
+  check_tiles(is_usable<kTile>());
   std::memset(tile_registers().values[kTile], 0, sizeof tile_registers().values[kTile]);
 }
 
@@ -66,6 +87,7 @@ PK_OUTLINE void load_tile(const void* from, int64_t step) {
 
 template <int kTile>
 PK_OUTLINE void store_tile(void* to, int64_t step) {
+  check_tiles(is_usable<kTile>());
   const TileRegisters& tiles = tile_registers();
   for (int i = 0; i < tiles.shapes.rows[kTile]; ++i) {
     char* row = static_cast<char*>(to) + i * step;
@@ -75,13 +97,14 @@ PK_OUTLINE void store_tile(void* to, int64_t step) {
 
 template <int kSums, int kA, int kB>
 PK_OUTLINE void add_tile_product() {
+  static_assert(kSums != kA && kA != kB && kSums != kB);
   TileRegisters& tiles = tile_registers();
   const TileShapes& shapes = tiles.shapes;
-  // Else the instruction is undefined.
+  // The instruction raises #UD otherwise.
   const bool fit = shapes.rows[kA] == shapes.rows[kSums] && shapes.rows[kSums] > 0 &&
                    shapes.row_bytes[kB] == shapes.row_bytes[kSums] &&
                    shapes.row_bytes[kA] == 4 * shapes.rows[kB];
-  if (!fit) __builtin_trap();
+  check_tiles(fit && is_usable<kA>() && is_usable<kB>());
   for (int m = 0; m < shapes.rows[kSums]; ++m) {
     FullBits sums;
     std::memcpy(&sums, tiles.values[kSums][m], sizeof sums);
@@ -118,16 +141,17 @@ PK_INLINE void store_tile(void* to, int64_t step) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(step), "n"(kTile) : "memory");
 }
 
-// The factors come last first in this syntax.
+// AT&T syntax: the operands are in reverse order.
 template <int kSums, int kA, int kB>
 PK_INLINE void add_tile_product() {
+  static_assert(kSums != kA && kA != kB && kSums != kB);
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "n"(kSums), "n"(kA), "n"(kB));
 }
 
 #endif
 
-// The tile registers are configured for the time of its life. Released registers cost nothing when
-// threads are switched.
+// Configures the tile registers; its destructor releases them: they then cost nothing when threads
+// are switched.
 struct ConfiguredTiles {
   PK_INLINE explicit ConfiguredTiles(const TileShapes& shapes) { configure_tiles(shapes); }
   PK_INLINE ~ConfiguredTiles() { release_tiles(); }
@@ -147,22 +171,26 @@ PK_INLINE void unrolled(const Body& body) {
 
 // Registers 0 to 3 hold sums, kA by kB tiles of them. Factors A are in 4 and 5, factors B in 6
 // and 7.
-constexpr int kFirstA = 4, kFirstB = 6;
+constexpr int kSumTiles = 4, kFirstA = 4, kFirstB = 6;
 
 // sums[g][v] += A[g] * B[v] for a step of the reduction. Factors are in both registers in turn, or,
-// if `kRegister` is 0 or 1, all in this one.
+// if `kRegister` is 0 or 1, all in this one: then rows of A are walked to and fro, and the last one
+// stays for the next B.
 template <int kA, int kB, int kRegister>
 PK_INLINE void add_tile_products(const BFloat16* const (&a)[kA], int64_t a_step,
                                  const BFloat16* const (&b)[kB], int64_t b_step) {
-  static_assert(kA * kB <= kFirstA);
-  constexpr bool kInTurn = kRegister < 0, kKeepsA = kA == 1 || (kA == 2 && kInTurn);
+  static_assert(kA * kB <= kSumTiles);
+  constexpr bool kInTurn = kRegister < 0, kKeepsAll = kA <= (kInTurn ? 2 : 1);
   unrolled<kB>([&](auto v) PK_LAMBDA {
-    constexpr int kV = decltype(v)::value, kOfB = kFirstB + (kInTurn ? kV % 2 : kRegister);
-    load_tile<kOfB>(b[kV], b_step);
-    unrolled<kA>([&](auto g) PK_LAMBDA {
-      constexpr int kG = decltype(g)::value, kOfA = kFirstA + (kInTurn ? kG % 2 : kRegister);
-      if constexpr (kV == 0 || !kKeepsA) load_tile<kOfA>(a[kG], a_step);
-      add_tile_product<kG * kB + kV, kOfA, kOfB>();
+    constexpr int kV = decltype(v)::value;
+    constexpr int kRegisterB = kFirstB + (kInTurn ? kV % 2 : kRegister);
+    load_tile<kRegisterB>(b[kV], b_step);
+    unrolled<kA>([&](auto turn) PK_LAMBDA {
+      constexpr int kTurn = decltype(turn)::value, kG = kV % 2 == 0 ? kTurn : kA - 1 - kTurn;
+      constexpr int kRegisterA = kFirstA + (kInTurn ? kG % 2 : kRegister);
+      constexpr bool kIsLoaded = kV > 0 && (kKeepsAll || kTurn == 0);
+      if constexpr (!kIsLoaded) load_tile<kRegisterA>(a[kG], a_step);
+      add_tile_product<kG * kB + kV, kRegisterA, kRegisterB>();
     });
   });
 }

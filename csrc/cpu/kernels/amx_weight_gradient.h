@@ -120,7 +120,7 @@ PK_OUTLINE void add_columns(const BFloat16* transposed, int64_t block_values,
 }
 
 // add_columns for `count` columns, from 1 to 4 / kA.
-template <int kA, int kB = kFirstA / kA, class... Arguments>
+template <int kA, int kB = kSumTiles / kA, class... Arguments>
 PK_INLINE void add_most_columns(int count, const Arguments&... arguments) {
   if constexpr (kB > 0) {
     if (count == kB) return add_columns<kA, kB>(arguments...);
@@ -134,7 +134,7 @@ template <int kA>
 PK_INLINE void add_taps(const BFloat16* transposed, const BFloat16* copies, int64_t copy_values,
                         const AmxPixels& pixels, const ConvSizes& conv, int64_t wide_channels,
                         int64_t weights, float* partial) {
-  constexpr int kMost = kFirstA / kA;
+  constexpr int kMost = kSumTiles / kA;
   AmxColumn columns[kMost];
   int count = 0;
   const auto run = [&]() PK_LAMBDA {
@@ -194,10 +194,7 @@ PK_INLINE bool amx_weight_gradient(const BFloat16* activation, const Haloed& a_o
                    weights, dweight + n * wide_channels);
       n += kA * kMostTileRows;
     };
-    const bool in_twos = conv.taps() * wide_channels > kLanes<float>;
-    while (in_twos && n + 2 * kMostTileRows <= narrow_channels) {
-      add(std::integral_constant<int, 2>{});
-    }
+    while (n + 2 * kMostTileRows <= narrow_channels) add(std::integral_constant<int, 2>{});
     while (n < narrow_channels) add(std::integral_constant<int, 1>{});
   }
   return true;

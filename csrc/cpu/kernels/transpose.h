@@ -42,7 +42,7 @@ PK_INLINE void transpose_square(const W* in, int64_t in_step, W* out, int64_t ou
   }
 }
 
-// out[c][r] = in[r][c] for `rows` rows and `columns` columns, which are a part of both.
+// out[c][r] = in[r][c] for `rows` rows and `columns` columns, of larger matrices.
 template <class W>
 void transpose_part(const W* in, int64_t in_step, W* out, int64_t out_step, int64_t rows,
                     int64_t columns) {
