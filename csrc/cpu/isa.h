@@ -75,22 +75,14 @@ int64_t vector_bytes();
 #define PK_CALL_TILES(function, ...) generic::function(__VA_ARGS__)
 #endif
 
-// The same for products in storage type T.
-#define PK_CALL_PRODUCT(T, function, ...)        \
-  [&] {                                          \
-    if constexpr (std::is_same_v<T, BFloat16>) { \
-      return PK_CALL_DOT(function, __VA_ARGS__); \
-    } else {                                     \
-      return PK_CALL(function, __VA_ARGS__);     \
-    }                                            \
-  }()
-
-// The same for products of strips.
-#define PK_CALL_STRIP(T, function, ...)            \
-  [&] {                                            \
-    if constexpr (std::is_same_v<T, BFloat16>) {   \
-      return PK_CALL_TILES(function, __VA_ARGS__); \
-    } else {                                       \
-      return PK_CALL(function, __VA_ARGS__);       \
-    }                                              \
+// PK_CALL for products in storage type T, of strips and of others: bfloat16 has its own.
+#define PK_CALL_STRIP(T, ...) PK_CALL_FOR(T, PK_CALL_TILES, __VA_ARGS__)
+#define PK_CALL_PRODUCT(T, ...) PK_CALL_FOR(T, PK_CALL_DOT, __VA_ARGS__)
+#define PK_CALL_FOR(T, call_bfloat16, function, ...) \
+  [&] {                                              \
+    if constexpr (std::is_same_v<T, BFloat16>) {     \
+      return call_bfloat16(function, __VA_ARGS__);   \
+    } else {                                         \
+      return PK_CALL(function, __VA_ARGS__);         \
+    }                                                \
   }()
