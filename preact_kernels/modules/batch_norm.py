@@ -48,12 +48,15 @@ def batch_norm_arguments(bn: Any, upcasts: bool = False) -> BatchNorm:
         upcasts: the input is a float32 residual stream, to which half-precision tensors are
             converted.
     """
-    own = attributes(bn)
-    weight, bias, mean, var = own["weight"], own["bias"], own["running_mean"], own["running_var"]
-    training = own["training"] or mean is None
-    is_tracked = own["training"] and own["track_running_stats"]
-    batch_count = own["num_batches_tracked"] if is_tracked else None
-    momentum = own["momentum"] if is_tracked else 0.0
+    weight, bias, mean, var, in_training, tracks, momentum, eps = attributes(
+        bn,
+        *("weight", "bias", "running_mean", "running_var"),
+        *("training", "track_running_stats", "momentum", "eps"),
+    )
+    training = in_training or mean is None
+    is_tracked = in_training and tracks
+    batch_count = bn.num_batches_tracked if is_tracked else None
+    momentum = momentum if is_tracked else 0.0
     if momentum is None and batch_count is None:  # PyTorch then keeps the running statistics
         momentum = 0.0
     if training and not is_tracked:
@@ -63,9 +66,7 @@ def batch_norm_arguments(bn: Any, upcasts: bool = False) -> BatchNorm:
         if not training:
             mean, var = _upcast(mean), _upcast(var)
     group = process_group(bn) if type(bn) is nn.SyncBatchNorm else None
-    return BatchNorm(
-        weight, bias, mean, var, training, momentum, own["eps"], group, batch_count, upcasts
-    )
+    return BatchNorm(weight, bias, mean, var, training, momentum, eps, group, batch_count, upcasts)
 
 
 def _upcast(t: Any) -> Any:

@@ -50,9 +50,8 @@ def is_stage_conv(conv: Any) -> bool:
 
 def conv_arguments(conv: Any) -> ConvArguments:
     """The arguments of a child's call."""
-    own = attributes(conv)
-    numbers = own["stride"], own["padding"], own["dilation"], own["groups"]
-    return ConvArguments(own["weight"], own["bias"], *numbers)
+    names = "weight", "bias", "stride", "padding", "dilation", "groups"
+    return ConvArguments(*attributes(conv, *names))
 
 
 def plain_conv(conv: Any, x: Tensor) -> Tensor:
