@@ -30,9 +30,9 @@ from preact_kernels.kernels.native import NativeKernels, load_library
 
 # With larger activations, the direct convolutions win where the activations have this many times as
 # many elements as the weight, for each thread: every thread sums a weight gradient of its own. By
-# the lanes of a vector: AVX-512, on two cores of Zen 5 in networks, and AVX2, on two cores of an
-# EPYC with 1, 2 and 4 threads (`python -m bench.routes`). PyTorch has no fast convolution in half
-# precision for AVX2.
+# the lanes of a vector. AVX-512 was measured on two cores of Zen 5, in networks. On AVX2, with 1, 2
+# and 4 threads on two cores of an EPYC, they won with any number of activations in half precision,
+# and nearly so in float32; its factor is an estimate that leaves many threads to PyTorch.
 _ACTIVATIONS_PER_WEIGHT = {
     16: {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05},
     8: {torch.float32: 0.05, torch.bfloat16: 0.0, torch.float16: 0.0},
