@@ -8,9 +8,18 @@ from torch import nn
 
 def attributes(module: nn.Module, *names: str) -> list[Any]:
     """Parameters, buffers and other attributes of these names, in the precedence of `getattr`."""
-    if not torch.compiler.is_compiling():  # Dynamo of torch 2.11 does not trace a module's __dict__
-        own = module.__dict__
-        found = {**own["_buffers"], **own["_parameters"], **own}
-        if found.keys() >= set(names):
-            return [found[name] for name in names]
-    return [getattr(module, name) for name in names]
+    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 does not trace a module's __dict__
+        return [getattr(module, name) for name in names]
+    own = module.__dict__
+    parameters, buffers = own["_parameters"], own["_buffers"]
+    found: list[Any] = []
+    for name in names:
+        if name in own:
+            found.append(own[name])
+        elif name in parameters:
+            found.append(parameters[name])
+        elif name in buffers:
+            found.append(buffers[name])
+        else:
+            found.append(getattr(module, name))
+    return found

@@ -37,13 +37,15 @@ def is_stage_conv(conv: Any) -> bool:
     Not one with a bias, or with numbers that are no pairs of ints: PyTorch takes those, or says why
     not.
     """
-    if not is_bare_conv(conv) or conv.bias is not None:
+    if not is_bare_conv(conv):
         return False
-    stride, padding, dilation = conv.stride, conv.padding, conv.dilation
+    names = "bias", "stride", "padding", "dilation", "groups"
+    bias, stride, padding, dilation, groups = attributes(conv, *names)
     return (
-        type(stride) is type(padding) is type(dilation) is tuple
+        bias is None
+        and type(stride) is type(padding) is type(dilation) is tuple
         and len(stride) == len(padding) == len(dilation) == 2
-        and set(map(type, (*stride, *padding, *dilation, conv.groups))) == {int}
+        and set(map(type, (*stride, *padding, *dilation, groups))) == {int}
         and min(stride + dilation) > 0 <= min(padding)
     )
 

@@ -1,6 +1,7 @@
 """Wrong arguments are named, with what was expected and given, before anything is written."""
 
 import re
+from decimal import Decimal
 from functools import partial
 
 import numpy as np
@@ -11,8 +12,16 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.kernels.contract import ACTIVATIONS
+from preact_kernels.modules.attributes import attributes
+from preact_kernels.ops import block_arguments
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.block_arguments import (
+    BlockArguments,
+    CheckedBlock,
+    StageContext,
+    checked_block,
+)
 from preact_kernels.ops.unit import ConvArguments, Passed, described
 from tests.cases import (
     NAN,
@@ -395,6 +404,82 @@ def test_every_argument_is_part_of_what_checks_are_remembered_by():
     for value in ([1, 1], np.int64(1)):
         with pytest.raises(TypeError):
             described([value])
+
+
+def conv_of(shape=(8, 8, 3, 3), **changes):
+    return ConvArguments(torch.ones(shape), None, (1, 1), (1, 1), (1, 1), 1)._replace(**changes)
+
+
+def norm_of(**changes):
+    vectors = [torch.ones(8) for _ in range(4)]
+    return BatchNorm(*vectors, True, 0.5, 0.125, None, torch.tensor(0))._replace(**changes)
+
+
+def block_of(norm=(), conv=(), projection=(), is_residual=True):
+    """Arguments of a block; the changes of `norm` and `conv` are those of its last unit."""
+    units = [(norm_of(), conv_of()), (norm_of(**dict(norm)), conv_of(**dict(conv)))]
+    shortcut = conv_of((8, 8, 1, 1), padding=(0, 0))._replace(**dict(projection))
+    return BlockArguments(units, shortcut, is_residual)
+
+
+def outcome_of_checks(block):
+    context = StageContext(torch.device("cpu"), torch.float32, torch.float32, False)
+    try:
+        return checked_block(block, (2, 8, 5, 6), torch.float32, context)
+    except (TypeError, ValueError) as error:
+        return repr(error)
+
+
+OTHER_WEIGHTS = {
+    "shape": torch.ones(8, 4, 3, 3),
+    "kernel": torch.ones(8, 8, 5, 5),
+    "dtype": torch.ones(8, 8, 3, 3).double(),
+    "device": torch.ones(8, 8, 3, 3, device="meta"),
+}
+BLOCKS_THAT_DIFFER = {
+    **{name: {"norm": {name: torch.ones(4)}} for name in BatchNorm._fields[:4]},
+    "weight_dtype": {"norm": {"weight": torch.ones(8).double()}},
+    "training": {"norm": {"training": False}},
+    "momentum": {"norm": {"momentum": float("nan")}},
+    "momentum_of_another_type": {"norm": {"momentum": Decimal("0.5")}},
+    "eps": {"norm": {"eps": -1.0}},
+    "eps_of_another_type": {"norm": {"eps": Decimal("0.125")}},
+    "process_group": {"norm": {"process_group": "group"}},
+    **{f"conv_{name}": {"conv": {"weight": w}} for name, w in OTHER_WEIGHTS.items()},
+    "stride": {"conv": {"stride": (2, 2)}},
+    "padding": {"conv": {"padding": (2, 2)}},
+    "dilation": {"conv": {"dilation": (2, 2)}},
+    "groups": {"conv": {"groups": 2}},
+    "groups_of_another_type": {"conv": {"groups": True}},
+    **{f"projection_{name}": {"projection": {"weight": w}} for name, w in OTHER_WEIGHTS.items()},
+    "is_residual": {"is_residual": False},
+}
+
+
+@pytest.mark.parametrize("changes", BLOCKS_THAT_DIFFER.values(), ids=BLOCKS_THAT_DIFFER)
+def test_a_block_is_checked_again_after_one_that_differs(changes, monkeypatch):
+    monkeypatch.setattr(block_arguments, "_passed", Passed())
+    expected = outcome_of_checks(block_of(**changes))
+    monkeypatch.setattr(block_arguments, "_passed", Passed())
+    passed = outcome_of_checks(block_of())
+    assert isinstance(passed, CheckedBlock) and outcome_of_checks(block_of()) is passed
+    assert outcome_of_checks(block_of(**changes)) == expected != passed
+
+
+def test_a_cumulative_average_is_checked_again_without_a_count():
+    assert isinstance(outcome_of_checks(block_of({"momentum": None})), CheckedBlock)
+    refused = outcome_of_checks(block_of({"momentum": None, "batch_count": None}))
+    assert "momentum: expected a number, got NoneType" in refused
+
+
+def test_attributes_have_the_precedence_of_getattr():
+    bn = nn.BatchNorm2d(8)
+    bn.__dict__.update(bias="own", running_var="own")
+    names = ("weight", "bias", "running_mean", "running_var", "eps", "_version")
+    for name, value in zip(names, attributes(bn, *names), strict=True):
+        assert value is getattr(bn, name)
+    with pytest.raises(AttributeError):
+        attributes(bn, "weight", "missing")
 
 
 def test_results_of_checks_do_not_fill_the_memory():
