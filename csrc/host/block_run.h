@@ -106,7 +106,7 @@ struct BlockRunInputs {
 };
 
 // Returns g of the first unit; dy of the first block, the gradient of its shortcut; the first
-// block's input; dconv_weight of all units; their sums.
+// block's input; the first unit's sums; dconv_weight of all units; dbn_bias and dbn_weight of each.
 inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
                                         const BlockRunInputs& given, double inv_count) {
   check_run(run);
@@ -134,9 +134,9 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   }
   const std::vector<Wanted> wanted(run.units(), {true, true, false});
   RunGradients results(dy, units, weights, wanted);
-  std::vector<Tensor> found(3);
+  std::vector<Tensor> found(4);
   for (const UnitGradients& unit : results.of_units) found.push_back(unit.conv_weight);
-  for (const UnitGradients& unit : results.of_units) found.push_back(unit.sums);
+  for (const Tensor& gradient_of_norm : results.of_norms()) found.push_back(gradient_of_norm);
   const Statistics no_statistics = new_statistics(dy, false, 0);
   Tensor block_dy = dy, x = given.y.value_or(inputs[0]);
   for (size_t i = run.units(); i-- > 0;) {
@@ -166,6 +166,7 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   found[0] = gradient.g;
   found[1] = block_dy;
   found[2] = rebuilds ? x : inputs[0];
+  found[3] = results.sums_of_unit(0);
   return found;
 }
 

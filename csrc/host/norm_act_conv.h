@@ -80,7 +80,8 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_conv_backward(
   RunGradients results(x, units, {conv_weight}, {{wants_input, wants_weight, wants_dy}});
   UnitGradients& found = results.of_units[0];
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);
-  if (wants_input && norm.has_rows()) found.sums = empty_sums(x, units[0].conv.input(), true);
+  const bool has_rows = wants_input && norm.has_rows();
+  found.sums = has_rows ? empty_sums(x, units[0].conv.input(), true) : results.sums_of_unit(0);
   unit_backward(units[0], dy, {x, norm, conv_weight}, found);
   results.finish(x);
   return {*found.g, found.sums, found.conv_weight, *found.dy};

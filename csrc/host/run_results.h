@@ -2,13 +2,22 @@
 // large results. Small tensors between large ones would leave holes of awkward sizes.
 #pragma once
 
+#include <array>
+
 #include "launch.h"
 
 namespace preact_kernels {
 
-inline Tensor part_of(const Tensor& whole, int64_t first, int64_t count) {
-  Tensor self = whole;
-  return torch::stable::narrow(self, 0, first, count);
+// Parts of a vector, in order: one call of PyTorch for the many units of a run.
+inline std::vector<Tensor> parts_of(const Tensor& whole, const std::vector<int64_t>& sizes) {
+  constexpr int64_t kDim = 0;
+  std::array<StableIValue, 3> stack{
+      torch::stable::detail::from(whole),
+      torch::stable::detail::from(torch::headeronly::IntHeaderOnlyArrayRef(sizes)),
+      torch::stable::detail::from(kDim)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::split_with_sizes", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<std::vector<Tensor>>(stack[0]);
 }
 
 // Gives these units a workspace with `sums` sums. conv_weights[i] has index i.
@@ -39,14 +48,15 @@ struct RunStatistics {
     }
     workspace = share_workspace(x, units, conv_weights, 2 * total);
     mean = empty_statistics(x, total), var = empty_statistics(x, total);
+    const std::vector<Tensor> means = parts_of(mean, counts), variances = parts_of(var, counts);
     const Accumulators sums = sums_of(*workspace);
     int64_t first = 0;
-    for (const int64_t count : counts) {
-      of_outputs.push_back({part_of(mean, first, count), part_of(var, first, count), count > 0});
-      if (sums.words != nullptr && count > 0) {
+    for (size_t i = 0; i < units.size(); ++i) {
+      of_outputs.push_back({means[i], variances[i], counts[i] > 0});
+      if (sums.words != nullptr && counts[i] > 0) {
         of_outputs.back().moments = {sums.words + first, total, sums.stride};
       }
-      first += count;
+      first += counts[i];
     }
   }
 
@@ -58,29 +68,45 @@ struct RunStatistics {
 struct RunGradients {
   std::shared_ptr<Workspace> workspace;
   Tensor sums;                          // of all units
-  std::vector<UnitGradients> of_units;  // their sums are parts of it
+  std::vector<int64_t> channels;        // of each unit's sums
+  std::vector<UnitGradients> of_units;  // their sums are parts of `sums`, [2 * C]
 
   // The units of `wanted` come first in `units`.
   RunGradients(const Tensor& like, std::vector<Unit>& units,
                const std::vector<Tensor>& conv_weights, const std::vector<Wanted>& wanted) {
+    std::vector<int64_t> counts;
     int64_t total = 0;
     for (size_t i = 0; i < wanted.size(); ++i) {
-      total += wanted[i].g ? 2 * units[i].conv.in_channels : 0;
+      channels.push_back(wanted[i].g ? units[i].conv.in_channels : 0);
+      counts.push_back(2 * channels[i]);
+      total += counts[i];
     }
     workspace = share_workspace(like, units, conv_weights, total);
     sums = empty_statistics(like, total);
+    const std::vector<Tensor> parts = parts_of(sums, counts);
     const Accumulators all = sums_of(*workspace);
     int64_t first = 0;
     for (size_t i = 0; i < wanted.size(); ++i) {
-      const int64_t sizes[] = {2, wanted[i].g ? units[i].conv.in_channels : 0};
-      const int64_t count = 2 * sizes[1];
       UnitGradients unit{
           wanted[i], wanted[i].weight ? torch::stable::empty_like(conv_weights[i]) : absent(like),
-          torch::stable::view(part_of(sums, first, count), {sizes, 2})};
-      if (all.words != nullptr) unit.accumulated = {all.words + first, sizes[1], all.stride};
+          parts[i]};
+      if (all.words != nullptr) unit.accumulated = {all.words + first, channels[i], all.stride};
       of_units.push_back(unit);
-      first += count;
+      first += counts[i];
     }
+  }
+
+  // The sums of a unit, [2, C].
+  Tensor sums_of_unit(size_t i) const {
+    const int64_t sizes[] = {2, channels[i]};
+    return torch::stable::view(of_units[i].sums, {sizes, 2});
+  }
+
+  // The gradients of bias and weight of every unit's norm, in turn.
+  std::vector<Tensor> of_norms() const {
+    std::vector<int64_t> sizes;
+    for (const int64_t count : channels) sizes.insert(sizes.end(), 2, count);
+    return parts_of(sums, sizes);
   }
 
   // Fills sums and weight gradients if kernels have only added up parts.

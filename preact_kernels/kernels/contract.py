@@ -253,8 +253,7 @@ class BlockRunGradients(NamedTuple):
     """Results of `block_run_backward`."""
 
     x: Gradient  # gradient of the first block's input, with a deferred step
-    conv_weights: list[Tensor]  # one gradient for every unit
-    sums: list[Tensor]  # one for every unit
+    parameters: list[Parameters]  # the gradients of every unit
 
 
 class Kernels(Protocol):

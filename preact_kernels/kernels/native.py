@@ -29,6 +29,7 @@ from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
     Output,
+    Parameters,
     RunWanted,
     Statistics,
     Unit,
@@ -166,11 +167,12 @@ class NativeKernels(FlatOps, BlockKernels):
         kept = [t for t in inputs if t is not None]
         op = self._ops.block_run_backward.default
         given = *flat_gradient(dy), *_flat_run(run, statistics)
-        g, whole, x, *rest = op(*given, kept, inv_count, y, negated)
-        conv_weights, sums = rest[:count], rest[count:]
+        g, whole, x, sums, *rest = op(*given, kept, inv_count, y, negated)
+        conv_weights, of_norms = rest[:count], rest[count:]
         norm = Norm(*statistics[0], first.bn_weight, first.bn_bias, run.eps[0])
-        step = AffineStep(whole, x, norm, sums[0], inv_count)
-        return BlockRunGradients(Gradient(g, step), conv_weights, sums)
+        step = AffineStep(whole, x, norm, sums, inv_count)
+        parameters = list(map(Parameters, of_norms[1::2], of_norms[::2], conv_weights))
+        return BlockRunGradients(Gradient(g, step), parameters)
 
 
 def _flat_run(run: BlockRun, statistics: Sequence[Statistics]) -> tuple:

@@ -360,11 +360,7 @@ class StageBackward:
         found = cast(BlockKernels, stage.kernels).block_run_backward(
             stage.run(span), dy, inputs, y if inputs[0] is None else None
         )
-        gradients = []
-        for conv_weight, sums in zip(found.conv_weights, found.sums, strict=True):
-            dbn_bias, dbn_weight = sums.unbind()
-            gradients.append(Parameters(dbn_weight, dbn_bias, conv_weight))
-        self.gradients.parameters[first:last] = gradients
+        self.gradients.parameters[first:last] = found.parameters
         return cast(AffineStep, found.x.step).x, found.x
 
     def _block(self, span: Span, y: Tensor | None, dy: Gradient) -> tuple[Tensor | None, Gradient]:

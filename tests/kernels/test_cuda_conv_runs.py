@@ -190,7 +190,7 @@ def test_other_weight_gradients_of_a_run_do_not_change_its_bits():
     parameters = [Parameters(norm.weight, norm.bias, inputs.conv_weight)] * 2
     run = BlockRun(units, parameters, [0.0] * 2, [Statistics(norm.mean, norm.var)] * 2)
     found = kernels().block_run_backward(run, inputs.dy, [inputs.x] * 2, None)
-    assert torch.equal(found.conv_weights[1], alone)
+    assert torch.equal(found.parameters[1].conv_weight, alone)
 
 
 # Dtypes of the products and of the residual stream.

@@ -23,6 +23,7 @@ from preact_kernels.kernels.contract import (
     Gradient,
     Inputs,
     Norm,
+    Parameters,
     RunWanted,
     Statistics,
     pixels_of,
@@ -146,8 +147,10 @@ def _backward(
     )
     step = cast(AffineStep, gradient.step)
     step = step._replace(norm=Norm(*step.norm[:5], *run.units[0].activation), sums=found_sums[0])
-    return BlockRunGradients(
-        gradient._replace(step=step),
-        _in_order([gradients.results() for gradients in weight_gradients]),
-        found_sums,
-    )
+    conv_weights = _in_order([gradients.results() for gradients in weight_gradients])
+    parameters = []
+    for (dbn_bias, dbn_weight), conv_weight in zip(
+        map(Tensor.unbind, found_sums), conv_weights, strict=True
+    ):
+        parameters.append(Parameters(dbn_weight, dbn_bias, conv_weight))
+    return BlockRunGradients(gradient._replace(step=step), parameters)
