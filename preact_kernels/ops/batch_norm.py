@@ -1,5 +1,6 @@
 """Batch norm: its arguments, the statistics that normalise, and the update of the running ones."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -238,7 +239,13 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
     factors = []
     for inv_count in inv_counts:
         factors.append(1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0)
-    return list(torch_compat.foreach_mul(variances, factors))
+    if torch.compiler.is_compiling() or not variances[0].is_cpu:
+        return list(torch_compat.foreach_mul(variances, factors))
+    found: list[Tensor] = []  # on a CPU, `foreach_mul` is one call for each tensor
+    for factor, group in itertools.groupby(range(len(factors)), factors.__getitem__):
+        equal = [variances[index] for index in group]
+        found += torch.cat(equal).mul_(factor).split([t.numel() for t in equal])
+    return found
 
 
 def update_running_statistics(

@@ -4,7 +4,6 @@ The only place that knows what each memory mode (`memory_mode.py`) saves and wha
 `blocks.py` runs the blocks and rebuilds their inputs.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -94,10 +93,10 @@ class PreActStageFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*means, *variances)
         unused = stage.first_unit[first] + ctx.skipped
-        saved = [(None, None, None)] * unused
+        saved = [None] * (3 * unused)
         for h_in, statistics in zip(stage.inputs[unused:], stage.statistics[unused:], strict=True):
-            saved.append((h_in, *statistics))
-        ctx.save_for_backward(h if saves_y else None, *itertools.chain(*saved), *tensors)
+            saved += (h_in, *statistics)
+        ctx.save_for_backward(h if saves_y else None, *saved, *tensors)
         return h, *means, *variances
 
     @staticmethod
