@@ -230,6 +230,22 @@ def plain_group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     return F.group_norm(x, num_groups, weight, bias, eps)
 
 
+def served_by_vectors(
+    activation: str, values: Sequence[float], dtype: torch.dtype = torch.float32
+) -> list[float]:
+    """The values, rounded to `dtype`, of which PyTorch's vectors and scalars compute the same.
+
+    Its float32 vectors of AVX-512 make infinity of the gelu of the largest numbers, and NaN of that
+    of infinity.
+    """
+    if activation != "gelu":
+        return list(values)
+    p = torch.tensor(values, dtype=dtype).float()
+    alone = torch.stack([F.gelu(value) for value in p])
+    is_same = F.gelu(p.repeat(64))[: len(p)].isclose(alone, 1e-3, equal_nan=True)
+    return [value for value, same in zip(values, is_same, strict=True) if same]
+
+
 # By id: an argument `activation` of the public functions, and what it stands for. Parameters are
 # exact in half precision.
 ACTIVATIONS: dict[str, tuple[str | tuple[str, float], Callable[[Tensor], Tensor]]] = {

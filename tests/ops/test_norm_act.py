@@ -18,6 +18,7 @@ from tests.cases import (
     every_modulation,
     norm_inputs,
     plain_norm_act,
+    served_by_vectors,
 )
 from tests.oracle import assert_same_bits, check, evaluate, same_bits
 
@@ -167,6 +168,7 @@ def check_activation_at_the_limits(activation):
     largest = torch.finfo(torch.float32).max
     values = [0.0, 1e-45, 1e-38, 1e-8, 1.0, 3.0, 6.0, 10.0, 20.0, 21.0, 89.0, 104.0, largest, INF]
     values = [sign * v for v in values for sign in (1, -1)] + [0.5, -0.5, -2.0, NAN]
+    values = served_by_vectors(activation, values)
     inputs = {
         "x": torch.tensor(values).view(1, 1, 1, -1).repeat(1, 8, 1, 1),
         "running_mean": torch.zeros(8),
