@@ -23,10 +23,12 @@ Strips::Strips(const ConvSizes& conv, bool has_rows) : conv(conv), images(1) {
   const int64_t height = conv.out_height();
   const int64_t row_values = std::max(haloed_input(conv, 1, conv.width).pitch() * conv.stride.h,
                                       haloed_output(conv, 1, conv.out_width()).pitch());
-  const int64_t most = std::max<int64_t>(1, values / row_values - 2 * conv.halo_h());
+  // Tiles of kernels/winograd.h have two rows.
+  const int64_t unit = Winograd::serves(conv) ? 2 : 1, units = (height + unit - 1) / unit;
+  const int64_t most = std::max<int64_t>(1, (values / row_values - 2 * conv.halo_h()) / unit);
   const int64_t wanted =
-      std::max((height + most - 1) / most, std::min(height, kLeastImageStrips / conv.images));
-  length = (height + wanted - 1) / wanted;
+      std::max((units + most - 1) / most, std::min(units, kLeastImageStrips / conv.images));
+  length = (units + wanted - 1) / wanted * unit;
   per_image = (height + length - 1) / length;
   if (per_image == 1) {
     const int64_t fitting = values / (row_values * (height + 2 * conv.halo_h()));

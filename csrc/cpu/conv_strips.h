@@ -44,6 +44,40 @@ inline Haloed haloed_output(const ConvSizes& conv, int64_t rows, int64_t width) 
   return {rows + 2 * conv.halo_h(), width + 2 * conv.halo_w(), conv.out_channels};
 }
 
+// The convolutions that kernels/winograd.h serves, and its memory.
+struct Winograd {
+  static constexpr int64_t kPositions = 16;
+  // The most tiles at once of a product, and of a weight gradient, which reads and writes all sums
+  // for them.
+  static constexpr int64_t kTiles = 16, kGradientTiles = 32;
+
+  // 3x3 kernels of stride 1 on images of whole tiles. In smaller images most products are of the
+  // halo, and rounding errors are larger than those of direct sums. Larger weights are left to
+  // other kernels: the sums of a weight gradient would not stay in a cache.
+  static bool serves(const ConvSizes& conv) {
+    constexpr int64_t kLeastSize = 4, kMostWeights = 1536 * 1024;
+    return conv.kernel_h == 3 && conv.kernel_w == 3 && conv.stride.h == 1 && conv.stride.w == 1 &&
+           conv.height % 2 == 0 && conv.width % 2 == 0 &&
+           std::min(conv.height, conv.width) >= kLeastSize &&
+           conv.taps() * conv.in_channels * conv.out_channels <= kMostWeights;
+  }
+
+  // Values from a position to the next, for some tiles of `channels` channels. Not a power of two:
+  // a first-level cache would hold few positions of a value.
+  static int64_t step(int64_t tiles, int64_t channels) { return tiles * channels + kPadding; }
+  static int64_t values(int64_t tiles, int64_t channels) {
+    return kPositions * step(tiles, channels);
+  }
+  // Values of scratch memory.
+  static int64_t values(const ConvSizes& conv) {
+    if (!serves(conv)) return 0;
+    return values(kGradientTiles, conv.in_channels) + values(kGradientTiles, conv.out_channels);
+  }
+
+ private:
+  static constexpr int64_t kPadding = 16;
+};
+
 // All strips of a batch. For a 1x1 kernel the batch is one long row, or, where images have rows of
 // a norm of their own, each image is.
 //
@@ -215,7 +249,8 @@ struct ConvWeight {
 struct PackedWeights {
   const void* values;
   int64_t in_channels, out_channels;
-  bool finite;  // none is NaN or infinite
+  bool finite;              // none is NaN or infinite
+  const void* transformed;  // for kernels/winograd.h, or null where that does not serve them
 };
 
 // Input channels in a group of packed weights: whole squares of words for any vector size.

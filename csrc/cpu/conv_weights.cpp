@@ -1,5 +1,8 @@
 #include "conv_weights.h"
 
+#include <numeric>
+#include <vector>
+
 #include "../host/launch.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -30,15 +33,24 @@ PackedWeights packed_weights(const ConvSizes& conv, const Tensor& conv_weight, b
   const int64_t in_channels = transposed ? conv.out_channels : conv.in_channels;
   const int64_t out_channels = transposed ? conv.in_channels : conv.out_channels;
   const int64_t count = conv.taps() * in_channels * out_channels;
-  A* packed = thread_buffer<A, Use::kWeights>(count);
+  const bool is_winograd = has_winograd<T>(conv);
+  const int64_t transformed = is_winograd ? Winograd::kPositions * in_channels * out_channels : 0;
+  A* packed = thread_buffer<A, Use::kWeights>(count + transformed);
   const int64_t groups = (in_channels + kPackedChannels - 1) / kPackedChannels;
+  std::vector<A> squares(groups);
   for_rows(groups, kPackedChannels * conv.taps() * out_channels, [&](int64_t group) {
-    PK_CALL_PRODUCT(T, pack_weights, weight, conv, in_channels, out_channels, packed,
-                    group * kPackedChannels);
+    const int64_t first = group * kPackedChannels;
+    PK_CALL_PRODUCT(T, pack_weights, weight, conv, in_channels, out_channels, packed, first);
+    if (!is_winograd) return;
+    squares[group] = PK_CALL_PRODUCT(T, transform_weights<T>, packed, conv, in_channels,
+                                     out_channels, packed + count, first);
   });
+  const A sum = std::accumulate(squares.begin(), squares.end(), A(0));
+  const bool is_served = is_winograd && PK_CALL_PRODUCT(T, is_served_by_winograd<T>, sum);
   // A 1x1 kernel has no halo: its products never read these weights outside the image.
-  const bool finite = conv.taps() == 1 || PK_CALL_PRODUCT(T, is_finite<T>, packed, count);
-  return {packed, in_channels, out_channels, finite};
+  const bool finite =
+      conv.taps() == 1 || is_served || PK_CALL_PRODUCT(T, is_finite<T>, packed, count);
+  return {packed, in_channels, out_channels, finite, is_served ? packed + count : nullptr};
 }
 
 template PackedWeights packed_weights<float>(const ConvSizes&, const Tensor&, bool);

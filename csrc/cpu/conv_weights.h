@@ -5,6 +5,7 @@
 
 #include "../host/tensors.h"
 #include "conv_strips.h"
+#include "isa.h"
 
 namespace preact_kernels {
 
@@ -30,6 +31,14 @@ void store_weights(T* to, int64_t stride, const Accumulate<T>* values, int64_t c
   } else {
     for (int64_t c = 0; c < count; ++c) to[c * stride] = rounded_to<T>(values[c]);
   }
+}
+
+// Whether kernels/winograd.h serves a convolution in storage type T: not where bfloat16 has
+// products of its own.
+template <class T>
+bool has_winograd(const ConvSizes& conv) {
+  const bool has_own_products = std::is_same_v<T, BFloat16> && isa() >= Isa::kAvx512Bf16;
+  return !has_own_products && Winograd::serves(conv);
 }
 
 // Packs a weight [K, C, R, S] of any strides, or its transpose, into a buffer of this thread.

@@ -54,6 +54,12 @@ PK_FOR_EACH_ISA(
 
     template <class T> bool is_finite(const void* packed, int64_t count);
 
+    template <class T> Accumulate<T> transform_weights(const void* packed, const ConvSizes& conv,
+                                                       int64_t in_channels, int64_t out_channels,
+                                                       void* transformed, int64_t first);
+
+    template <class T> bool is_served_by_winograd(Accumulate<T> squares);
+
     // norm_act_conv
     template <class T> void strip_forward(const ConvForward<T>& op, const Strip& strip,
                                           Accumulate<T>* statistics, void* scratch);
@@ -61,6 +67,9 @@ PK_FOR_EACH_ISA(
     template <class T>
     void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_sums,
                         Accumulate<T>* dweight, void* scratch);
+
+    template <class T> void merge_parts(Accumulate<T>* sums, int64_t parts, int64_t part,
+                                        int64_t step, int64_t channels);
 
     // weight_stationary
     template <class T> int64_t task_channels(const ConvSizes& conv);

@@ -2,7 +2,8 @@
 
 #include "../host/library.h"
 
-#include "isa.h"
+#include "conv_weights.h"
+#include "dtypes.h"
 #include "weight_stationary.h"
 
 namespace preact_kernels {
@@ -26,11 +27,22 @@ static std::vector<int64_t> conv_limits() {
   return {Taps::kMost, kSmallWeight, kFewActivations, kFewActivationsPerWeight};
 }
 
-// Whether a convolution of `x` is weight-stationary.
+// Whether a convolution of `x` is weight-stationary, forward and backward.
 static bool is_weight_stationary_conv(const Tensor& x, const Tensor& conv_weight,
                                       const std::vector<int64_t>& stride) {
   const ScalarType dtype = x.scalar_type();
-  return is_weight_stationary(one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv);
+  const ConvSizes conv = one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv;
+  return is_weight_stationary(conv, Winograd::serves(conv), 1);
+}
+
+// Whether kernels/winograd.h serves a convolution of `x`, forward.
+static bool has_winograd_conv(const Tensor& x, const Tensor& conv_weight,
+                              const std::vector<int64_t>& stride) {
+  const ScalarType dtype = x.scalar_type();
+  const ConvSizes conv = one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv;
+  bool found = false;
+  for_single_dtype(dtype, [&](auto value) { found = has_winograd<decltype(value)>(conv); });
+  return found && !is_weight_stationary(conv, found, 1);
 }
 
 STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
@@ -39,6 +51,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("channel_multiple() -> int");
   m.def("conv_limits() -> int[]");
   m.def("is_weight_stationary(Tensor x, Tensor conv_weight, int[] stride) -> bool");
+  m.def("has_winograd(Tensor x, Tensor conv_weight, int[] stride) -> bool");
   m.def("dropout_bits(Tensor drawn) -> Tensor");
   m.def("transpose(Tensor x) -> Tensor");
   m.def("dropout_(Tensor(a!) values, Tensor bits, float factor) -> ()");
@@ -54,6 +67,7 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, PK_DISPATCH_KEY, m) {
   implement_ops(m);
   m.impl("is_weight_stationary", TORCH_BOX(&is_weight_stationary_conv));
+  m.impl("has_winograd", TORCH_BOX(&has_winograd_conv));
   m.impl("dropout_bits", TORCH_BOX(&dropout_bits));
   m.impl("transpose", TORCH_BOX(&transpose));
   m.impl("dropout_", TORCH_BOX(&dropout));

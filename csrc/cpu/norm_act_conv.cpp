@@ -11,16 +11,17 @@ namespace preact_kernels {
 namespace {
 
 // The gradient of a weight [K, C, R, S], from partial gradients [tap][narrow][wide], each over a
-// part of the strips. `wide` are the input channels for a kernel with several taps, where dy stays
-// in place and the input is shifted, and where they fill the vectors of a tile: rows are then
-// contiguous in an NHWC weight. Else they are the output channels.
+// part of the strips. With kernels/winograd.h, taps are followed by its positions. `wide` are the
+// input channels for a kernel with several taps, where dy stays in place and the input is shifted,
+// and where they fill the vectors of a tile: rows are then contiguous in an NHWC weight. Else they
+// are the output channels.
 template <class T>
 struct WeightGradient {
   using A = Accumulate<T>;
   const ConvSizes& conv;
   const Tensor& out;
   const bool input_last;
-  const int64_t weights, parts;
+  const int64_t positions, weights, parts;
   A* partials;
 
   WeightGradient(const ConvSizes& conv, const Tensor& out, int64_t strips)
@@ -28,7 +29,8 @@ struct WeightGradient {
         out(out),
         input_last(conv.taps() > 1 || conv.in_channels >= conv.out_channels ||
                    conv.in_channels * int64_t(sizeof(A)) >= 4 * vector_bytes()),
-        weights(conv.taps() * conv.in_channels * conv.out_channels),
+        positions(conv.taps() + (has_winograd<T>(conv) ? Winograd::kPositions : 0)),
+        weights(positions * conv.in_channels * conv.out_channels),
         parts(part_count(strips)),
         partials(thread_buffer<A, Use::kWeightGradients>(parts * weights)) {}
 
@@ -51,16 +53,22 @@ struct WeightGradient {
     const int64_t rows = input_last ? conv.out_channels : conv.in_channels;
     const ConvWeight<T> layout = memory_of<T>(out, !input_last);  // of [rows][columns]
     T* first = mutable_data<T>(out);
-    for_rows(conv.taps() * rows, columns, [&](int64_t row) {
-      const int64_t tap = row / rows;
-      A* sum = partials + row * columns;
-      for (int64_t part = 1; part < parts; ++part) {
-        const A* partial = sum + part * weights;
-        for (int64_t c = 0; c < columns; ++c) sum[c] += partial[c];
+    for_rows(rows, positions * columns, [&](int64_t row) {
+      A* sums = partials + row * columns;
+      const bool is_merged = positions > conv.taps();
+      if (is_merged) {
+        PK_CALL_PRODUCT(T, merge_parts<T>, sums, parts, weights, rows * columns, columns);
       }
-      T* to = first + layout.taps[input_last ? tap : conv.taps() - 1 - tap] +
-              row % rows * layout.stride_k;
-      store_weights(to, layout.stride_c, sum, columns);
+      for (int64_t tap = 0; tap < conv.taps(); ++tap) {
+        A* sum = sums + tap * rows * columns;
+        for (int64_t part = 1; part < parts && !is_merged; ++part) {
+          const A* partial = sum + part * weights;
+          for (int64_t c = 0; c < columns; ++c) sum[c] += partial[c];
+        }
+        T* to =
+            first + layout.taps[input_last ? tap : conv.taps() - 1 - tap] + row * layout.stride_k;
+        store_weights(to, layout.stride_c, sum, columns);
+      }
     });
   }
 };
@@ -75,7 +83,7 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
     using T = decltype(value);
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(inputs.norm, conv.in_channels);
-    const bool stationary = is_weight_stationary(conv);
+    const bool stationary = is_weight_stationary(conv, has_winograd<T>(conv), 1);
     const ConvForward<T> op{
         conv,
         data<T>(inputs.x),
@@ -87,6 +95,7 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
     if (stationary) return stationary_forward(op, inputs.conv_weight, of_y);
     const Strips strips(conv, normalisation.has_rows);
     TileStatistics<A> statistics(of_y.are_wanted ? strips.tiles() : 0, conv.out_channels);
+    const int64_t scratch = Winograd::values(conv) + strips.input_values();
     for_tiles(strips.count, [&](int64_t index) {
       const Strip strip = strips[index];
       if (of_y.are_wanted) {
@@ -95,7 +104,7 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
       }
       PK_CALL_STRIP(T, strip_forward, op, strip,
                     of_y.are_wanted ? statistics.tile(strip.first_tile) : nullptr,
-                    thread_buffer<A, Use::kScratch>(strips.input_values()));
+                    thread_buffer<A, Use::kScratch>(scratch));
     });
     if (of_y.are_wanted) statistics.merge(mutable_data<A>(of_y.mean), mutable_data<A>(of_y.var));
   });
@@ -112,7 +121,8 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const U
     const Normalisation<A> normalisation(inputs.norm, conv.in_channels);
     std::optional<InputGradient<A>> coefficients;
     if (step.has_value()) coefficients.emplace(*step, conv.out_channels);
-    const bool stationary = is_weight_stationary(conv);
+    const bool stationary =
+        is_weight_stationary(conv, has_winograd<T>(conv), torch::stable::get_num_threads());
     const Strips strips(
         conv, normalisation.has_rows || (coefficients.has_value() && coefficients->has_rows()));
     WeightGradient<T> dweight(conv, gradients.conv_weight,
@@ -135,8 +145,8 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const U
     const bool has_tiles = isa() == Isa::kAmxBf16 && std::is_same_v<T, BFloat16>;
     const int64_t reordered =
         std::max(strips.pair_values(narrow), has_tiles ? strips.amx_values() : 0);
-    const int64_t scratch = strips.input_values() + strips.output_values() + reordered +
-                            strips.images * 2 * conv.in_channels;
+    const int64_t scratch = strips.images * 2 * conv.in_channels + Winograd::values(conv) +
+                            strips.input_values() + strips.output_values() + reordered;
     // Each part has its own partial weight gradient.
     const int64_t parts = wanted.weight ? dweight.parts : strips.count;
     for_tiles(parts, [&](int64_t part) {

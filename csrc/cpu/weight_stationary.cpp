@@ -123,12 +123,14 @@ void* packed_memory(const ConvSizes& conv, int64_t in_channels) {
 
 }  // namespace
 
-bool is_weight_stationary(const ConvSizes& conv) {
+bool is_weight_stationary(const ConvSizes& conv, bool has_winograd, int64_t threads) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const Activation in = conv.input(), out = conv.output();
   const int64_t activations = in.pixels() * in.channels + out.pixels() * out.channels;
-  return weights > kSmallWeight &&
-         activations <= std::min(kFewActivationsPerWeight * weights, kFewActivations);
+  if (weights <= kSmallWeight) return false;
+  if (has_winograd && activations >= kWinogradActivationsPerWeight * weights * threads)
+    return false;
+  return activations <= std::min(kFewActivationsPerWeight * weights, kFewActivations);
 }
 
 template <class T>

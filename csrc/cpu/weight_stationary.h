@@ -13,7 +13,11 @@ constexpr int64_t kSmallWeight = 64 * 1024;
 constexpr int64_t kFewActivations = 2 * 1024 * 1024;
 constexpr int64_t kFewActivationsPerWeight = 4;
 
-bool is_weight_stationary(const ConvSizes& conv);
+// Strips are faster, by kernels/winograd.h, with this many activations per weight. In a backward,
+// for each thread: each sums a weight gradient of its own.
+constexpr double kWinogradActivationsPerWeight = 0.4;
+
+bool is_weight_stationary(const ConvSizes& conv, bool has_winograd, int64_t threads);
 
 // Like launch_norm_act_conv_forward, without packed weights.
 template <class T>

@@ -42,6 +42,13 @@ TESTS = {
         "forward_and_backward",
         "every_activation_in_the_prologue_and_in_the_input_gradient",
     ),
+    "kernels/test_cpu_winograd": (
+        "what_is_computed_so",
+        "forward_and_backward",
+        "strips_of_zeros_beside_others",
+        "a_value_out_of_range_stays_where_it_is_read",
+        "negated_weights_negate_every_bit",
+    ),
     "kernels/test_cpu_weight_stationary": (
         "forward_and_backward",
         "a_last_channel_of_a_weight_that_is_not_finite",

@@ -3,6 +3,7 @@
 
 #include "../kernels.h"
 #include "pack_weights.h"
+#include "winograd.h"
 
 PK_BEGIN_ISA
 
@@ -18,9 +19,30 @@ bool is_finite(const void* packed, int64_t count) {
   return all_finite(static_cast<const Operand<T>*>(packed), count);
 }
 
-#define PK_INSTANTIATE(T)                             \
-  template decltype(pack_weights<T>) pack_weights<T>; \
-  template decltype(is_finite<T>) is_finite<T>;
+// Transforms a group of packed weights for kernels/winograd.h. Returns the sum of their squares.
+template <class T>
+Accumulate<T> transform_weights(const void* packed, const ConvSizes& conv, int64_t in_channels,
+                                int64_t out_channels, void* transformed, int64_t first) {
+  using O = Operand<T>;
+  if constexpr (kHasWinograd<O>) {
+    return transform_group(static_cast<const O*>(packed), conv, in_channels, out_channels,
+                           static_cast<O*>(transformed), first,
+                           std::min(first + kPackedChannels, in_channels));
+  }
+  return 0;
+}
+
+// Whether kernels/winograd.h serves values with this sum of squares.
+template <class T>
+bool is_served_by_winograd(Accumulate<T> squares) {
+  return is_served(squares);
+}
+
+#define PK_INSTANTIATE(T)                                       \
+  template decltype(pack_weights<T>) pack_weights<T>;           \
+  template decltype(is_finite<T>) is_finite<T>;                 \
+  template decltype(transform_weights<T>) transform_weights<T>; \
+  template decltype(is_served_by_winograd<T>) is_served_by_winograd<T>;
 PK_FOR_CONV_DTYPES(PK_INSTANTIATE)
 
 PK_END_ISA

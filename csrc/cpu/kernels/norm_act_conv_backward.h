@@ -6,6 +6,7 @@
 #include "conv_product.h"
 #include "finish_tile.h"
 #include "weight_gradient.h"
+#include "winograd.h"
 
 PK_BEGIN_ISA
 
@@ -22,7 +23,8 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   const Haloed dy_operand = haloed_output(conv, strip.out.rows, strip.out.width);
   const Haloed a_operand = haloed_input(conv, strip.out.rows, strip.in.width);
   A* sums = static_cast<A*>(scratch);
-  O* operands = reinterpret_cast<O*>(sums + strip.images * 2 * channels);
+  O* memory = reinterpret_cast<O*>(sums + strip.images * 2 * channels);
+  O* operands = memory + Winograd::values(conv);
   const O* gradient = operands;
   bool in_place = false;  // the product reads dy in the tensor, not in scratch memory
   if constexpr (std::is_same_v<T, O>) {
@@ -49,6 +51,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
                 });
     operands += strip.images * dy_operand.values();
   }
+  const bool is_served = is_served_strip(conv, strip.out, gradient, dy_operand, strip.images);
   // The epilogue of a 1x1 kernel computes every p, and stores act(p) here.
   O* activation = operands;
   const bool normalised = op.g != nullptr && conv.taps() == 1 && dweight != nullptr;
@@ -67,7 +70,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     for (int64_t place = 0; place < conv.stride.h * conv.stride.w; ++place) {
       const int64_t row = place / conv.stride.w, column = place % conv.stride.w;
       strip_product(gradient, input_pixels(conv, strip, dy_operand, row, column), strip.images,
-                    conv, op.packed, finish);
+                    conv, op.packed, is_served ? memory : nullptr, finish);
     }
     std::copy_n(sums, strip.images * 2 * channels, tile_sums);
   }
@@ -78,6 +81,13 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
                   normalise(x + pixel * channels, row, channels, strip.in.width, channels,
                             op.norm.row(strip.first_image + image));
                 });
+  }
+  if constexpr (kHasWinograd<O>) {
+    if (is_served && are_served(activation, strip.images * a_operand.values())) {
+      winograd_weight_gradient(activation, a_operand, gradient, dy_operand, strip, conv, memory,
+                               dweight + conv.taps() * channels * outputs);
+      return;
+    }
   }
   O* pairs = activation + strip.images * a_operand.values();
 #ifdef PK_HAS_TILES
@@ -91,7 +101,15 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   strip_weight_gradient(a, dy, strip, conv, op.input_last, pairs, dweight);
 }
 
-#define PK_INSTANTIATE(T) template decltype(strip_backward<T>) strip_backward<T>;
+// Merges the parts of a weight gradient that kernels/winograd.h computed: see merge_transformed.
+template <class T>
+void merge_parts(Accumulate<T>* sums, int64_t parts, int64_t part, int64_t step, int64_t channels) {
+  if constexpr (kHasWinograd<Operand<T>>) merge_transformed(sums, parts, part, step, channels);
+}
+
+#define PK_INSTANTIATE(T)                                 \
+  template decltype(strip_backward<T>) strip_backward<T>; \
+  template decltype(merge_parts<T>) merge_parts<T>;
 PK_FOR_CONV_DTYPES(PK_INSTANTIATE)
 
 PK_END_ISA

@@ -4,6 +4,7 @@
 #include "../kernels.h"
 #include "conv_product.h"
 #include "finish_tile.h"
+#include "winograd.h"
 
 PK_BEGIN_ISA
 
@@ -18,15 +19,17 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* 
   const Haloed operand = haloed_input(conv, strip.out.rows, strip.in.width);
   const int64_t channels = conv.in_channels;
   const T* x = op.x;
-  O* activation = static_cast<O*>(scratch);
+  O* memory = static_cast<O*>(scratch);
+  O* activation = memory + Winograd::values(conv);
   fill_haloed(activation, operand, strip.in, strip.images, conv,
               [&](O* row, int64_t pixel, int64_t image) PK_LAMBDA {
                 normalise(x + pixel * channels, row, channels, strip.in.width, channels,
                           op.norm.row(strip.first_image + image));
               });
+  const bool is_served = is_served_strip(conv, strip.out, activation, operand, strip.images);
   const FinishOutput<T, A> finish(op, strip, statistics);
   strip_product(activation, output_pixels(conv, strip, operand), strip.images, conv, op.packed,
-                finish);
+                is_served ? memory : nullptr, finish);
 }
 
 #define PK_INSTANTIATE(T) template decltype(strip_forward<T>) strip_forward<T>;
