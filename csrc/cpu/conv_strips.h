@@ -50,6 +50,8 @@ struct Winograd {
   // The most tiles at once of a product, and of a weight gradient, which reads and writes all sums
   // for them.
   static constexpr int64_t kTiles = 16, kGradientTiles = 32;
+  // The most of the sum of squares of weights that one of nine taps may have.
+  static constexpr double kMostOfOneTap = 0.5;
 
   // 3x3 kernels of stride 1 on images of whole tiles. In smaller images most products are of the
   // halo, and rounding errors are larger than those of direct sums. Larger weights are left to
@@ -76,6 +78,12 @@ struct Winograd {
 
  private:
   static constexpr int64_t kPadding = 16;
+};
+
+// Sums of the squares of a 3x3 kernel's weights.
+template <class A>
+struct TapSquares {
+  A of_taps[9] = {};
 };
 
 // All strips of a batch. For a 1x1 kernel the batch is one long row, or, where images have rows of

@@ -1,6 +1,5 @@
 #include "conv_weights.h"
 
-#include <numeric>
 #include <vector>
 
 #include "../host/launch.h"
@@ -37,16 +36,19 @@ PackedWeights packed_weights(const ConvSizes& conv, const Tensor& conv_weight, b
   const int64_t transformed = is_winograd ? Winograd::kPositions * in_channels * out_channels : 0;
   A* packed = thread_buffer<A, Use::kWeights>(count + transformed);
   const int64_t groups = (in_channels + kPackedChannels - 1) / kPackedChannels;
-  std::vector<A> squares(groups);
+  std::vector<TapSquares<A>> squares(groups);
   for_rows(groups, kPackedChannels * conv.taps() * out_channels, [&](int64_t group) {
     const int64_t first = group * kPackedChannels;
     PK_CALL_PRODUCT(T, pack_weights, weight, conv, in_channels, out_channels, packed, first);
     if (!is_winograd) return;
-    squares[group] = PK_CALL_PRODUCT(T, transform_weights<T>, packed, conv, in_channels,
-                                     out_channels, packed + count, first);
+    PK_CALL_PRODUCT(T, transform_weights<T>, packed, conv, in_channels, out_channels,
+                    packed + count, first, squares[group]);
   });
-  const A sum = std::accumulate(squares.begin(), squares.end(), A(0));
-  const bool is_served = is_winograd && PK_CALL_PRODUCT(T, is_served_by_winograd<T>, sum);
+  TapSquares<A> sums;
+  for (const TapSquares<A>& of_group : squares) {
+    for (int t = 0; t < 9; ++t) sums.of_taps[t] += of_group.of_taps[t];
+  }
+  const bool is_served = is_winograd && PK_CALL_PRODUCT(T, are_served<T>, sums);
   // A 1x1 kernel has no halo: its products never read these weights outside the image.
   const bool finite =
       conv.taps() == 1 || is_served || PK_CALL_PRODUCT(T, is_finite<T>, packed, count);

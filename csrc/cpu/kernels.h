@@ -54,11 +54,12 @@ PK_FOR_EACH_ISA(
 
     template <class T> bool is_finite(const void* packed, int64_t count);
 
-    template <class T> Accumulate<T> transform_weights(const void* packed, const ConvSizes& conv,
-                                                       int64_t in_channels, int64_t out_channels,
-                                                       void* transformed, int64_t first);
+    template <class T>
+    void transform_weights(const void* packed, const ConvSizes& conv, int64_t in_channels,
+                           int64_t out_channels, void* transformed, int64_t first,
+                           TapSquares<Accumulate<T>>& squares);
 
-    template <class T> bool is_served_by_winograd(Accumulate<T> squares);
+    template <class T> bool are_served(const TapSquares<Accumulate<T>>& squares);
 
     // norm_act_conv
     template <class T> void strip_forward(const ConvForward<T>& op, const Strip& strip,

@@ -27,22 +27,16 @@ static std::vector<int64_t> conv_limits() {
   return {Taps::kMost, kSmallWeight, kFewActivations, kFewActivationsPerWeight};
 }
 
-// Whether a convolution of `x` is weight-stationary, forward and backward.
-static bool is_weight_stationary_conv(const Tensor& x, const Tensor& conv_weight,
-                                      const std::vector<int64_t>& stride) {
+// Whether a convolution of `x` is weight-stationary, forward and backward; and whether
+// kernels/winograd.h serves it, forward and backward, if it serves the values.
+static std::tuple<bool, bool> conv_route(const Tensor& x, const Tensor& conv_weight,
+                                         const std::vector<int64_t>& stride) {
   const ScalarType dtype = x.scalar_type();
   const ConvSizes conv = one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv;
-  return is_weight_stationary(conv, Winograd::serves(conv), 1);
-}
-
-// Whether kernels/winograd.h serves a convolution of `x`, forward.
-static bool has_winograd_conv(const Tensor& x, const Tensor& conv_weight,
-                              const std::vector<int64_t>& stride) {
-  const ScalarType dtype = x.scalar_type();
-  const ConvSizes conv = one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv;
-  bool found = false;
-  for_single_dtype(dtype, [&](auto value) { found = has_winograd<decltype(value)>(conv); });
-  return found && !is_weight_stationary(conv, found, 1);
+  bool is_winograd = false;
+  for_single_dtype(dtype, [&](auto value) { is_winograd = has_winograd<decltype(value)>(conv); });
+  return {is_forward_stationary(conv, is_winograd) && is_backward_stationary(conv, is_winograd),
+          is_winograd && !is_backward_stationary(conv, is_winograd)};
 }
 
 STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
@@ -50,8 +44,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("instruction_set() -> str");
   m.def("channel_multiple() -> int");
   m.def("conv_limits() -> int[]");
-  m.def("is_weight_stationary(Tensor x, Tensor conv_weight, int[] stride) -> bool");
-  m.def("has_winograd(Tensor x, Tensor conv_weight, int[] stride) -> bool");
+  m.def("conv_route(Tensor x, Tensor conv_weight, int[] stride) -> (bool, bool)");
   m.def("dropout_bits(Tensor drawn) -> Tensor");
   m.def("transpose(Tensor x) -> Tensor");
   m.def("dropout_(Tensor(a!) values, Tensor bits, float factor) -> ()");
@@ -66,8 +59,7 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, PK_DISPATCH_KEY, m) {
   implement_ops(m);
-  m.impl("is_weight_stationary", TORCH_BOX(&is_weight_stationary_conv));
-  m.impl("has_winograd", TORCH_BOX(&has_winograd_conv));
+  m.impl("conv_route", TORCH_BOX(&conv_route));
   m.impl("dropout_bits", TORCH_BOX(&dropout_bits));
   m.impl("transpose", TORCH_BOX(&transpose));
   m.impl("dropout_", TORCH_BOX(&dropout));

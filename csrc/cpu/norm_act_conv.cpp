@@ -55,15 +55,17 @@ struct WeightGradient {
     T* first = mutable_data<T>(out);
     for_rows(rows, positions * columns, [&](int64_t row) {
       A* sums = partials + row * columns;
-      const bool is_merged = positions > conv.taps();
-      if (is_merged) {
+      const bool has_positions = positions > conv.taps();
+      if (has_positions) {
         PK_CALL_PRODUCT(T, merge_parts<T>, sums, parts, weights, rows * columns, columns);
       }
       for (int64_t tap = 0; tap < conv.taps(); ++tap) {
         A* sum = sums + tap * rows * columns;
-        for (int64_t part = 1; part < parts && !is_merged; ++part) {
-          const A* partial = sum + part * weights;
-          for (int64_t c = 0; c < columns; ++c) sum[c] += partial[c];
+        if (!has_positions) {
+          for (int64_t part = 1; part < parts; ++part) {
+            const A* partial = sum + part * weights;
+            for (int64_t c = 0; c < columns; ++c) sum[c] += partial[c];
+          }
         }
         T* to =
             first + layout.taps[input_last ? tap : conv.taps() - 1 - tap] + row * layout.stride_k;
@@ -83,7 +85,7 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
     using T = decltype(value);
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(inputs.norm, conv.in_channels);
-    const bool stationary = is_weight_stationary(conv, has_winograd<T>(conv), 1);
+    const bool stationary = is_forward_stationary(conv, has_winograd<T>(conv));
     const ConvForward<T> op{
         conv,
         data<T>(inputs.x),
@@ -121,8 +123,7 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const U
     const Normalisation<A> normalisation(inputs.norm, conv.in_channels);
     std::optional<InputGradient<A>> coefficients;
     if (step.has_value()) coefficients.emplace(*step, conv.out_channels);
-    const bool stationary =
-        is_weight_stationary(conv, has_winograd<T>(conv), torch::stable::get_num_threads());
+    const bool stationary = is_backward_stationary(conv, has_winograd<T>(conv));
     const Strips strips(
         conv, normalisation.has_rows || (coefficients.has_value() && coefficients->has_rows()));
     WeightGradient<T> dweight(conv, gradients.conv_weight,

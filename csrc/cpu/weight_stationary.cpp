@@ -123,14 +123,22 @@ void* packed_memory(const ConvSizes& conv, int64_t in_channels) {
 
 }  // namespace
 
-bool is_weight_stationary(const ConvSizes& conv, bool has_winograd, int64_t threads) {
+// `activations`: per weight, from which on kernels/winograd.h serves.
+static bool is_weight_stationary(const ConvSizes& conv, bool has_winograd, double activations) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const Activation in = conv.input(), out = conv.output();
-  const int64_t activations = in.pixels() * in.channels + out.pixels() * out.channels;
+  const int64_t values = in.pixels() * in.channels + out.pixels() * out.channels;
   if (weights <= kSmallWeight) return false;
-  if (has_winograd && activations >= kWinogradActivationsPerWeight * weights * threads)
-    return false;
-  return activations <= std::min(kFewActivationsPerWeight * weights, kFewActivations);
+  if (has_winograd && values >= activations * weights) return false;
+  return values <= std::min(kFewActivationsPerWeight * weights, kFewActivations);
+}
+
+bool is_forward_stationary(const ConvSizes& conv, bool has_winograd) {
+  return is_weight_stationary(conv, has_winograd, kWinogradActivations);
+}
+
+bool is_backward_stationary(const ConvSizes& conv, bool has_winograd) {
+  return is_weight_stationary(conv, has_winograd, kWinogradBackwardActivations);
 }
 
 template <class T>

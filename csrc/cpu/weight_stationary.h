@@ -13,11 +13,13 @@ constexpr int64_t kSmallWeight = 64 * 1024;
 constexpr int64_t kFewActivations = 2 * 1024 * 1024;
 constexpr int64_t kFewActivationsPerWeight = 4;
 
-// Strips are faster, by kernels/winograd.h, with this many activations per weight. In a backward,
-// for each thread: each sums a weight gradient of its own.
-constexpr double kWinogradActivationsPerWeight = 0.4;
+// With kernels/winograd.h, strips are faster from this many activations per weight on. In a
+// backward more: each thread sums a weight gradient of its own. Neither depends on the number of
+// threads: outputs and input gradients must not.
+constexpr double kWinogradActivations = 0.4, kWinogradBackwardActivations = 0.8;
 
-bool is_weight_stationary(const ConvSizes& conv, bool has_winograd, int64_t threads);
+bool is_forward_stationary(const ConvSizes& conv, bool has_winograd);
+bool is_backward_stationary(const ConvSizes& conv, bool has_winograd);
 
 // Like launch_norm_act_conv_forward, without packed weights.
 template <class T>

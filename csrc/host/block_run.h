@@ -106,7 +106,8 @@ struct BlockRunInputs {
 };
 
 // Returns g of the first unit; dy of the first block, the gradient of its shortcut; the first
-// block's input; the first unit's sums; dconv_weight of all units; dbn_bias and dbn_weight of each.
+// block's input; the first unit's sums; dconv_weight of all units; dbn_bias and dbn_weight of each:
+// for the first unit, parts of its sums.
 inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
                                         const BlockRunInputs& given, double inv_count) {
   check_run(run);

@@ -7,7 +7,10 @@ from torch import nn
 
 
 def attributes(module: nn.Module, *names: str) -> list[Any]:
-    """Parameters, buffers and other attributes of these names, in the precedence of `getattr`."""
+    """Parameters, buffers and other attributes of these names, which are no properties.
+
+    In the precedence of `getattr`.
+    """
     if torch.compiler.is_compiling():  # Dynamo of torch 2.11 does not trace a module's __dict__
         return [getattr(module, name) for name in names]
     own = module.__dict__

@@ -28,9 +28,7 @@ def is_bare_norm(norm: nn.Module, types: tuple[type, ...] = BATCH_NORMS_OF_IMAGE
     """
     if type(norm) not in types or has_hooks(norm) or not has_served_parameters(norm):
         return False
-    if isinstance(norm, (nn.GroupNorm, nn.LayerNorm)):  # they have no running statistics
-        return True
-    mean, var = attributes(norm, "running_mean", "running_var")
+    mean, var = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
     return (mean is None) == (var is None)
 
 
@@ -50,14 +48,14 @@ def batch_norm_arguments(bn: Any, upcasts: bool = False) -> BatchNorm:
         upcasts: the input is a float32 residual stream, to which half-precision tensors are
             converted.
     """
-    weight, bias, mean, var, count, in_training, tracks, momentum, eps = attributes(
+    weight, bias, mean, var, in_training, tracks, momentum, eps = attributes(
         bn,
-        *("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
+        *("weight", "bias", "running_mean", "running_var"),
         *("training", "track_running_stats", "momentum", "eps"),
     )
     training = in_training or mean is None
     is_tracked = in_training and tracks
-    batch_count = count if is_tracked else None
+    batch_count = attributes(bn, "num_batches_tracked")[0] if is_tracked else None
     momentum = momentum if is_tracked else 0.0
     if momentum is None and batch_count is None:  # PyTorch then keeps the running statistics
         momentum = 0.0

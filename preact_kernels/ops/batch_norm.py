@@ -241,7 +241,8 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
         factors.append(1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0)
     if torch.compiler.is_compiling() or not variances[0].is_cpu:
         return list(torch_compat.foreach_mul(variances, factors))
-    found: list[Tensor] = []  # on a CPU, `foreach_mul` is one call for each tensor
+    # On a CPU, `foreach_mul` is one call for each tensor. All are vectors of one dtype.
+    found: list[Tensor] = []
     for factor, group in itertools.groupby(range(len(factors)), factors.__getitem__):
         equal = [variances[index] for index in group]
         found += torch.cat(equal).mul_(factor).split([t.numel() for t in equal])

@@ -43,7 +43,9 @@ TESTS = {
         "every_activation_in_the_prologue_and_in_the_input_gradient",
     ),
     "kernels/test_cpu_winograd": (
-        "what_is_computed_so",
+        "shapes_that_are_served",
+        "every_row_is_computed_so",
+        "weight_gradients_are_computed_so",
         "forward_and_backward",
         "strips_of_zeros_beside_others",
         "a_value_out_of_range_stays_where_it_is_read",

@@ -10,7 +10,6 @@ import preact_kernels as pk
 from preact_kernels.kernels import cpu, pytorch_conv
 from tests.cases import INF, NAN, ConvCase, conv_inputs, enough, plain_bn_relu_conv2d
 from tests.oracle import (
-    assert_finite_as_in_eager,
     assert_same_bits,
     assert_within_budget,
     check_conv,
@@ -27,8 +26,8 @@ pytestmark = [
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # On every instruction set: channels of one vector, whose products replace their operands, and of
-# several; sums over more channels than one sum may have. Rows of more tiles than are multiplied at
-# once; strips of different lengths; strips of several images; one tile left of four.
+# several. Rows of more tiles than are multiplied at once; strips of different lengths; strips of
+# several images; one tile left of four.
 CASES = (
     ConvCase("one_vector", (5, 16, 8, 6), 16, padding=1, conv_bias=True, residual=True),
     ConvCase("smallest_image", (3, 32, 4, 4), 48, padding=1),
@@ -49,10 +48,10 @@ def is_fused(monkeypatch):
     monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
 
 
-def has_winograd(x, weight):
-    """Whether the library computes a convolution of stride 1 by minimal filtering."""
+def has_winograd(x, weight, stride=(1, 1)):
+    """Whether minimal filtering serves a convolution of this shape, forward and backward."""
     x = x.contiguous(memory_format=torch.channels_last)
-    return torch.ops.preact_kernels_cpu.has_winograd(x, weight, [1, 1])
+    return torch.ops.preact_kernels_cpu.conv_route(x, weight, list(stride))[1]
 
 
 def has_dot_products(dtype):
@@ -60,7 +59,7 @@ def has_dot_products(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_computed_so(dtype):
+def test_shapes_that_are_served(dtype):
     expected = not has_dot_products(dtype)
     for case in CASES:
         inputs = conv_inputs(case, dtype)
@@ -69,12 +68,65 @@ def test_what_is_computed_so(dtype):
     assert has_winograd(torch.empty(1, 16, 4, 4, dtype=dtype), weight) == expected
     for size in ((2, 4), (4, 2), (5, 4), (4, 5)):
         assert not has_winograd(torch.empty(1, 16, *size, dtype=dtype), weight)
+    x = torch.empty(1, 16, 8, 8, dtype=dtype)
     for kernel in ((1, 1), (3, 5), (5, 3), (5, 5)):
-        other = torch.empty(32, 16, *kernel, dtype=dtype)
-        assert not has_winograd(torch.empty(1, 16, 8, 8, dtype=dtype), other)
-    strided = torch.ops.preact_kernels_cpu.has_winograd
-    x = torch.empty(1, 16, 8, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    assert not strided(x, weight, [2, 2]) and not strided(x, weight, [1, 2])
+        assert not has_winograd(x, torch.empty(32, 16, *kernel, dtype=dtype))
+    assert not has_winograd(x, weight, (2, 2)) and not has_winograd(x, weight, (1, 2))
+
+
+def test_few_activations_of_a_large_weight_are_weight_stationary():
+    """The limits, 0.4 and 0.8 activations per weight, are of 28.8 and 57.6 rows."""
+    weight = torch.empty(128, 128, 3, 3)
+    for height, route in ((28, (True, False)), (30, (False, False)), (58, (False, True))):
+        x = torch.empty(1, 128, height, 8).contiguous(memory_format=torch.channels_last)
+        assert torch.ops.preact_kernels_cpu.conv_route(x, weight, [1, 1]) == route
+
+
+EXACT = {"training": False, "eps": 0.0, "padding": 1}
+
+
+def exact_inputs(x, weight):
+    """Arguments of a `bn_relu_conv2d` whose norm changes no number."""
+    one = torch.ones(x.shape[1])
+    return {
+        "x": x,
+        **{"bn_weight": one, "bn_bias": 0 * one, "running_mean": 0 * one, "running_var": one},
+        "conv_weight": weight,
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.covering(1)
+def test_every_row_is_computed_so(case):
+    """A further column of zeros makes the width odd, and sums direct: other bits, alike numbers."""
+    weight = conv_inputs(case)["conv_weight"]
+    inputs = exact_inputs(torch.rand(case.x) + 0.5, weight)
+    dy = torch.randn(case.x[0], case.out_channels, *case.x[2:])
+    found = evaluate(partial(pk.bn_relu_conv2d, **EXACT), inputs, dy)
+    wide = torch.nn.functional.pad(inputs["x"], (0, 1), value=-1.0)  # the ReLU returns 0
+    direct = evaluate(
+        partial(pk.bn_relu_conv2d, **EXACT),
+        {**inputs, "x": wide},
+        torch.nn.functional.pad(dy, (0, 1)),
+    )
+    for name in ("y", "dx"):
+        a, b = found[name], direct[name][..., :-1]
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+        assert (a != b).any(3).any(1).all(), name  # in every row of every image
+
+
+def test_weight_gradients_are_computed_so():
+    """One pixel of dy: direct gradients of taps are the values of x there."""
+    x = torch.full((2, 32, 8, 8), 1.5)
+    x[0, :, 4, 4] = 2.0**30
+    dy = torch.zeros(2, 16, 8, 8)
+    dy[0, :, 4, 4] = 1.0
+    inputs = exact_inputs(x, torch.randn(16, 32, 3, 3))
+    found = evaluate(partial(pk.bn_relu_conv2d, **EXACT), inputs, dy)["dconv_weight"]
+    exact = torch.full((16, 32, 3, 3), 1.5)
+    exact[:, :, 1, 1] = 2.0**30
+    assert not torch.equal(found, exact)
+    torch.testing.assert_close(found, exact, rtol=0, atol=2.0**8)
 
 
 # `make test` runs each case in one dtype.
@@ -95,6 +147,7 @@ def test_forward_and_backward(problem, training):
 
 
 IMAGES = ConvCase("", (4, 32, 8, 8), 48, padding=1)
+SMALL_IMAGES = ConvCase("", (33, 64, 4, 6), 48, padding=1)  # several in a strip
 
 
 def assert_near(inputs, dy, case=IMAGES):
@@ -114,24 +167,77 @@ def test_strips_of_zeros_beside_others():
     assert_near(inputs, dy)
 
 
-@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-12, 1e12, 1e30])
-@pytest.mark.parametrize("which", ["x", "dy", "conv_weight"])
-def test_magnitudes(which, scale):
+MAGNITUDES = [
+    *(
+        {which: scale}
+        for which in ("x", "dy", "conv_weight")
+        for scale in (1e-42, 1e-30, 1e12, 1e30)
+    ),
+    *({"x": 2.0**60, "conv_weight": 2.0**60}, {"dy": 2.0**60, "conv_weight": 2.0**60}),
+    {"x": 2.0**59, "dy": 2.0**59},
+    *({"x": 1e-19, "conv_weight": 1e-20}, {"dy": 1e-19, "conv_weight": 1e-20}),
+]
+
+
+@pytest.mark.parametrize("scales", MAGNITUDES, ids=str)
+def test_magnitudes(scales):
+    """Sums of products of large numbers do not overflow, and small ones do not vanish."""
     inputs, dy = conv_inputs(IMAGES), torch.randn(4, 48, 8, 8)
     inputs["running_mean"].zero_()
     inputs["bn_bias"].zero_()
+    if "x" in scales and "conv_weight" in scales and scales["x"] < 1:
+        dy = dy * 1e19  # gradients of the parameters of denormal numbers
     inputs["dy"] = dy
-    inputs[which] = inputs[which] * scale
+    for which, scale in scales.items():
+        inputs[which] = inputs[which] * scale
     dy = inputs.pop("dy")
     assert_near(inputs, dy)
 
 
+def with_one_tap(kind):
+    """Weights of which few taps count."""
+    weight = torch.zeros(32, 32, 3, 3)
+    if kind == "dirac":
+        torch.nn.init.dirac_(weight)
+    elif kind == "shift":
+        weight[torch.arange(32), torch.arange(32), 0, 0] = 1.0
+    elif kind == "causal":  # a masked convolution of a PixelCNN
+        weight = torch.randn(32, 32, 3, 3) / 17
+        weight[:, :, 1, 1:] = weight[:, :, 2] = 0
+    elif kind == "corner":
+        weight[:, :, 0, 2] = torch.randn(32, 32) / 6
+    elif kind == "nearly_corner":
+        weight = torch.randn(32, 32, 3, 3) / 1e4
+        weight[:, :, 0, 2] = torch.randn(32, 32) / 6
+    return weight
+
+
+@pytest.mark.parametrize("kind", ["dirac", "shift", "causal", "corner", "nearly_corner"])
+def test_weights_of_few_taps(kind):
+    case = ConvCase("", (8, 32, 4, 4), 32, padding=1)
+    inputs = {**conv_inputs(case), "conv_weight": with_one_tap(kind)}
+    inputs["x"] = torch.distributions.StudentT(1.5).sample(case.x)  # large beside small values
+    assert_near(inputs, torch.distributions.StudentT(1.5).sample((8, 32, 4, 4)), case)
+
+
+def test_no_value_passes_through_a_weight_of_zero():
+    weight, x = with_one_tap("causal"), torch.rand(1, 32, 8, 8)
+    before = pk.bn_relu_conv2d(**exact_inputs(x.clone(), weight), **EXACT)
+    x[0, :, 4, 4] = 1e6
+    after = pk.bn_relu_conv2d(**exact_inputs(x, weight), **EXACT)
+    assert torch.equal(after[:, :, :4], before[:, :, :4])
+    assert torch.equal(after[:, :, 4, :5], before[:, :, 4, :5])
+    assert not torch.equal(after[:, :, 4, 5], before[:, :, 4, 5])
+
+
+@pytest.mark.parametrize("case", [IMAGES, SMALL_IMAGES], ids=["images", "small_images"])
 @pytest.mark.parametrize("which", ["x", "dy", "conv_weight"])
 @pytest.mark.parametrize("value", [NAN, INF, 3e38])
-@pytest.mark.parametrize("place", [0, 27, 63])
-def test_a_value_out_of_range_stays_where_it_is_read(place, value, which):
-    """A tile would add the largest numbers to others, and spread what is not finite."""
-    inputs, dy = conv_inputs(IMAGES), torch.randn(4, 48, 8, 8) / 1000
+@pytest.mark.parametrize("place", [0, 11, -1])
+@pytest.mark.covering(3)
+def test_a_value_out_of_range_stays_where_it_is_read(place, value, which, case):
+    inputs = conv_inputs(case)
+    dy = torch.randn(case.x[0], 48, *case.x[2:]) / 1000
     inputs["conv_weight"] /= 1000
     inputs["running_mean"].zero_()
     inputs["running_var"].fill_(1)
@@ -139,20 +245,28 @@ def test_a_value_out_of_range_stays_where_it_is_read(place, value, which):
     if which == "conv_weight":
         inputs["x"] /= 1000
         inputs["bn_bias"] /= 1000
-        inputs[which][-1, -1].view(-1)[place % 9] = value
+        inputs[which][place, place].view(-1)[place % 9] = value
     else:
-        {"x": inputs["x"], "dy": dy}[which][1, 5].view(-1)[place] = value
-    assert_finite_as_in_eager(inputs, dy, training=False, **IMAGES.conv)
+        image = {"x": inputs["x"], "dy": dy}[which][min(6, case.x[0] - 1), 5]
+        image.view(-1)[place] = value
+        image.view(-1)[place - 1] = value  # a sum of neighbours overflows
+    options = {"training": False, **case.conv}
+    found = evaluate(partial(pk.bn_relu_conv2d, **options), inputs, dy)
+    for name, t in evaluate(partial(plain_bn_relu_conv2d, **options), inputs, dy).items():
+        assert torch.equal(found[name].isnan(), t.isnan()), name
+        assert torch.equal(found[name].isinf(), t.isinf()), name
 
 
-@pytest.mark.parametrize("case", CASES[:-1], ids=lambda case: case.name)
-@pytest.mark.covering(1)
-def test_threads_change_no_activation_and_no_input_gradient(case):
+@pytest.mark.parametrize("value", [1.0, INF, 3e12, 1e-25])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.covering(2)
+def test_threads_change_no_activation_and_no_input_gradient(case, value):
     inputs, before, found = conv_inputs(case), torch.get_num_threads(), []
+    inputs["x"][-1] *= value
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results = evaluate(partial(pk.bn_relu_conv2d, training=True, **case.conv), inputs)
+            results = evaluate(partial(pk.bn_relu_conv2d, training=False, **case.conv), inputs)
             del results["dconv_weight"]  # in the order of the threads' parts
             found.append(results)
     finally:
@@ -160,6 +274,15 @@ def test_threads_change_no_activation_and_no_input_gradient(case):
     assert "y" in found[0] and "dx" in found[0]
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[2], found[0])
+
+
+def test_an_image_does_not_depend_on_others():
+    inputs = conv_inputs(SMALL_IMAGES)
+    y = pk.bn_relu_conv2d(**inputs, training=False, **SMALL_IMAGES.conv)
+    inputs["x"][5] *= 1e15
+    after = pk.bn_relu_conv2d(**inputs, training=False, **SMALL_IMAGES.conv)
+    others = torch.arange(33) != 5
+    assert same_bits(after[others], y[others])
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[7]], ids=lambda case: case.name)
@@ -172,12 +295,8 @@ def test_negated_weights_negate_every_bit(case):
 
 
 def test_small_integers_are_exact():
-    inputs = conv_inputs(IMAGES)
-    inputs["x"] = torch.randint(-8, 9, IMAGES.x).float()
-    for name, value in {"running_mean": 0.0, "running_var": 1.0, "bn_weight": 1.0}.items():
-        inputs[name].fill_(value)
-    inputs["bn_bias"].zero_()
-    inputs["conv_weight"] = torch.randint(-8, 9, inputs["conv_weight"].shape).float()
-    arguments = {"training": False, "eps": 0.0, **IMAGES.conv}
-    y = pk.bn_relu_conv2d(**inputs, **arguments)
-    assert torch.equal(y, plain_bn_relu_conv2d(**inputs, **arguments))
+    x = torch.randint(-8, 9, IMAGES.x).float()
+    weight = torch.randint(1, 9, (48, 32, 3, 3)) * (2.0 * torch.randint(0, 2, (48, 32, 3, 3)) - 1)
+    inputs = exact_inputs(x, weight)
+    y = pk.bn_relu_conv2d(**inputs, **EXACT)
+    assert torch.equal(y, plain_bn_relu_conv2d(**inputs, **EXACT))

@@ -278,9 +278,9 @@ PK_OUTLINE void block_product(const O* in, const ProductPixels<Haloed>& pixels, 
 // image, pixel, k) for the rows of a tile: pixels of the result from `pixel` on, `result_step`
 // apart. 0 * NaN is NaN: if a weight is not finite, taps outside the image are left out.
 template <class O, class Finish>
-PK_INLINE void direct_product(const O* in, const ProductPixels<Haloed>& pixels, int64_t images,
-                              const ConvSizes& conv, const PackedWeights& packed,
-                              const Finish& finish) {
+PK_INLINE void strip_product(const O* in, const ProductPixels<Haloed>& pixels, int64_t images,
+                             const ConvSizes& conv, const PackedWeights& packed,
+                             const Finish& finish) {
   const int64_t in_channels = packed.in_channels;
   const int64_t sum_channels = sum_channels_of<O>(pixels.taps, in_channels);
   if (pixels.rows <= 0 || pixels.width <= 0) return;

@@ -19,30 +19,30 @@ bool is_finite(const void* packed, int64_t count) {
   return all_finite(static_cast<const Operand<T>*>(packed), count);
 }
 
-// Transforms a group of packed weights for kernels/winograd.h. Returns the sum of their squares.
+// Transforms a group of packed weights for kernels/winograd.h, and sums up their squares.
 template <class T>
-Accumulate<T> transform_weights(const void* packed, const ConvSizes& conv, int64_t in_channels,
-                                int64_t out_channels, void* transformed, int64_t first) {
+void transform_weights(const void* packed, const ConvSizes& conv, int64_t in_channels,
+                       int64_t out_channels, void* transformed, int64_t first,
+                       TapSquares<Accumulate<T>>& squares) {
   using O = Operand<T>;
   if constexpr (kHasWinograd<O>) {
-    return transform_group(static_cast<const O*>(packed), conv, in_channels, out_channels,
-                           static_cast<O*>(transformed), first,
-                           std::min(first + kPackedChannels, in_channels));
+    transform_group(static_cast<const O*>(packed), conv, in_channels, out_channels,
+                    static_cast<O*>(transformed), first,
+                    std::min(first + kPackedChannels, in_channels), squares);
   }
-  return 0;
 }
 
-// Whether kernels/winograd.h serves values with this sum of squares.
+// Whether kernels/winograd.h serves weights with these sums of squares.
 template <class T>
-bool is_served_by_winograd(Accumulate<T> squares) {
-  return is_served(squares);
+bool are_served(const TapSquares<Accumulate<T>>& squares) {
+  return are_weights_served(squares);
 }
 
 #define PK_INSTANTIATE(T)                                       \
   template decltype(pack_weights<T>) pack_weights<T>;           \
   template decltype(is_finite<T>) is_finite<T>;                 \
   template decltype(transform_weights<T>) transform_weights<T>; \
-  template decltype(is_served_by_winograd<T>) is_served_by_winograd<T>;
+  template decltype(are_served<T>) are_served<T>;
 PK_FOR_CONV_DTYPES(PK_INSTANTIATE)
 
 PK_END_ISA

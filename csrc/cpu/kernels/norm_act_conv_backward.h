@@ -51,7 +51,6 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
                 });
     operands += strip.images * dy_operand.values();
   }
-  const bool is_served = is_served_strip(conv, strip.out, gradient, dy_operand, strip.images);
   // The epilogue of a 1x1 kernel computes every p, and stores act(p) here.
   O* activation = operands;
   const bool normalised = op.g != nullptr && conv.taps() == 1 && dweight != nullptr;
@@ -67,11 +66,15 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
       finish_input_gradient(acc, from, to, pixel, c, channels, step, norm.row(first_image + image),
                             sums + image * 2 * channels, normalised, activation);
     };
-    for (int64_t place = 0; place < conv.stride.h * conv.stride.w; ++place) {
-      const int64_t row = place / conv.stride.w, column = place % conv.stride.w;
-      strip_product(gradient, input_pixels(conv, strip, dy_operand, row, column), strip.images,
-                    conv, op.packed, is_served ? memory : nullptr, finish);
-    }
+    for_served_images(conv, gradient, dy_operand, strip.images,
+                      [&](int64_t first, int64_t count, bool is_served) PK_LAMBDA {
+                        for (int64_t place = 0; place < conv.stride.h * conv.stride.w; ++place) {
+                          const int64_t row = place / conv.stride.w, column = place % conv.stride.w;
+                          images_product(gradient,
+                                         input_pixels(conv, strip, dy_operand, row, column), first,
+                                         count, is_served, conv, op.packed, memory, finish);
+                        }
+                      });
     std::copy_n(sums, strip.images * 2 * channels, tile_sums);
   }
   if (dweight == nullptr) return;
@@ -83,7 +86,8 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
                 });
   }
   if constexpr (kHasWinograd<O>) {
-    if (is_served && are_served(activation, strip.images * a_operand.values())) {
+    if (Winograd::serves(conv) && are_in_range(gradient, strip.images * dy_operand.values()) &&
+        are_in_range(activation, strip.images * a_operand.values())) {
       winograd_weight_gradient(activation, a_operand, gradient, dy_operand, strip, conv, memory,
                                dweight + conv.taps() * channels * outputs);
       return;

@@ -26,10 +26,13 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* 
                 normalise(x + pixel * channels, row, channels, strip.in.width, channels,
                           op.norm.row(strip.first_image + image));
               });
-  const bool is_served = is_served_strip(conv, strip.out, activation, operand, strip.images);
   const FinishOutput<T, A> finish(op, strip, statistics);
-  strip_product(activation, output_pixels(conv, strip, operand), strip.images, conv, op.packed,
-                is_served ? memory : nullptr, finish);
+  const ProductPixels<Haloed> pixels = output_pixels(conv, strip, operand);
+  for_served_images(conv, activation, operand, strip.images,
+                    [&](int64_t first, int64_t count, bool is_served) PK_LAMBDA {
+                      images_product(activation, pixels, first, count, is_served, conv, op.packed,
+                                     memory, finish);
+                    });
 }
 
 #define PK_INSTANTIATE(T) template decltype(strip_forward<T>) strip_forward<T>;

@@ -1,14 +1,17 @@
 // 3x3 convolutions of stride 1 by Winograd's minimal filtering F(2x2, 3x3) (Lavin and Gray, "Fast
 // Algorithms for Convolutional Neural Networks", arXiv 1509.09308): 16 products for a tile of 2x2
-// pixels in place of 36, with errors no larger than those of direct sums.
+// pixels in place of 36, with errors like those of direct sums.
 //
 // With pixels d (4x4, two of each side shared with the next tile), weights g and gradients e of a
 // tile, positions p (4x4), and sums over input channels, or over tiles:
 //   forward, input gradient   y = A^T m A,    m[p] = sum of v[p] * u[p],  v = B^T d B,  u = G g G^T
 //   weight gradient           dg = G^T n G,   n[p] = sum of v[p] * w[p],  w = A e A^T
-// A tile adds up values that no direct sum adds: it would overflow earlier, and would spread NaN
-// and infinity. Strips with values out of a range are left to direct products.
+// An error is relative to the largest products of a sum, also to those that cancel in it. Weights
+// of which a tap is zero or outweighs the others are left to direct sums, and so are operands with
+// values that are not finite, that would overflow in sums of neighbours, or whose products vanish.
 #pragma once
+
+#include <limits>
 
 #include "conv_product.h"
 #include "weight_gradient.h"
@@ -18,10 +21,10 @@ PK_BEGIN_ISA
 template <class O>
 constexpr bool kHasWinograd = kDepth<O> == 1;
 
-// Whether values with this sum of squares are served: no product of two such values overflows, and
-// the largest do not underflow.
+// Whether values with this sum of squares may be multiplied: no sum of products of two such
+// operands overflows, and the largest products do not vanish.
 template <class A>
-PK_INLINE bool is_served(A squares) {
+PK_INLINE bool is_in_range(A squares) {
   return squares >= A(0x1p-120f) && squares <= A(0x1p80f);
 }
 
@@ -34,7 +37,7 @@ PK_INLINE A sum_of_lanes(const Vector<A>& v) {
 
 // `count` is a multiple of the lanes.
 template <class A>
-PK_OUTLINE bool are_served(const A* values, int64_t count) {
+PK_OUTLINE bool are_in_range(const A* values, int64_t count) {
   Vector<A> squares[4] = {};
   int64_t i = 0;
   for (; i + 4 * kLanes<A> <= count; i += 4 * kLanes<A>) {
@@ -48,18 +51,31 @@ PK_OUTLINE bool are_served(const A* values, int64_t count) {
     const Vector<A> value = load(values + i);
     squares[0] += value * value;
   }
-  return is_served(sum_of_lanes<A>((squares[0] + squares[1]) + (squares[2] + squares[3])));
+  return is_in_range(sum_of_lanes<A>((squares[0] + squares[1]) + (squares[2] + squares[3])));
 }
 
-// Whether this file serves the operand of a strip's product, for images with these rows of output.
-template <class O>
-PK_INLINE bool is_served_strip(const ConvSizes& conv, const Rows& out, const O* operand,
-                               const Haloed& size, int64_t images) {
-  if constexpr (kHasWinograd<O>) {
-    return Winograd::serves(conv) && out.rows % 2 == 0 &&
-           are_served(operand, images * size.values());
+// Calls body(first, count, is_served) for images of a strip in a row whose operand is served, or is
+// not. An image's answer must not depend on others: the number of images in a strip depends on the
+// number of threads.
+template <class O, class Body>
+PK_INLINE void for_served_images(const ConvSizes& conv, const O* operand, const Haloed& size,
+                                 int64_t images, const Body& body) {
+  const auto is_served = [&](int64_t image) PK_LAMBDA {
+    if constexpr (kHasWinograd<O>) {
+      return Winograd::serves(conv) && are_in_range(operand + image * size.values(), size.values());
+    }
+    return false;
+  };
+  bool is_first_served = is_served(0);
+  int64_t first = 0;
+  for (int64_t image = 1; image < images; ++image) {
+    const bool is_next_served = is_served(image);
+    if (is_next_served == is_first_served) continue;
+    body(first, image - first, is_first_served);
+    first = image;
+    is_first_served = is_next_served;
   }
-  return false;
+  body(first, images - first, is_first_served);
 }
 
 // out[position][tile][channel] = B^T d B for a row of tiles from `in` on. Positions are `step`
@@ -215,17 +231,24 @@ PK_OUTLINE void position_products(const A* v, int64_t tiles, int64_t channels, c
 // row.
 struct TileRange {
   int64_t first_row, rows, first_column, columns;
+  int64_t image_rows;
 
   int64_t tiles() const { return rows * columns; }
+  int64_t image(int64_t i) const { return (first_row + i) / image_rows; }
+  int64_t row(int64_t i) const { return (first_row + i) % image_rows; }  // of its image
 };
 
-// Calls body(range) for ranges of at most `most` tiles that cover `rows` rows of `columns` tiles.
+// Calls body(range) for ranges of at most `most` tiles that cover images of `image_rows` rows of
+// `columns` tiles.
 template <class Body>
-PK_INLINE void for_tile_ranges(int64_t rows, int64_t columns, int64_t most, const Body& body) {
+PK_INLINE void for_tile_ranges(int64_t images, int64_t image_rows, int64_t columns, int64_t most,
+                               const Body& body) {
   const int64_t width = std::min(columns, most), height = most / width;
+  const int64_t rows = images * image_rows;
   for (int64_t row = 0; row < rows; row += height) {
     for (int64_t column = 0; column < columns; column += width) {
-      body(TileRange{row, std::min(height, rows - row), column, std::min(width, columns - column)});
+      body(TileRange{row, std::min(height, rows - row), column, std::min(width, columns - column),
+                     image_rows});
     }
   }
 }
@@ -244,20 +267,21 @@ template <class A, class Finish>
 PK_INLINE void winograd_product(const A* in, const ProductPixels<Haloed>& pixels, int64_t images,
                                 const ConvSizes& conv, const PackedWeights& packed, A* memory,
                                 const Finish& finish) {
-  const int64_t channels = packed.in_channels, rows = pixels.rows / 2;
+  const int64_t channels = packed.in_channels;
   const Haloed& operand = pixels.operand;
-  // Products of one vector replace their operands: all then fits a first-level cache.
-  const bool in_place = packed.out_channels == kLanes<A> && channels == kLanes<A>;
+  // Products of one vector replace their operands, which are not smaller: all then fits a
+  // first-level cache more often.
+  const bool in_place = packed.out_channels == kLanes<A>;
   A* m = in_place ? memory : memory + Winograd::values(Winograd::kTiles, channels);
   for_tile_ranges(
-      images * rows, pixels.width / 2, Winograd::kTiles, [&](const TileRange& range) PK_LAMBDA {
+      images, pixels.rows / 2, pixels.width / 2, Winograd::kTiles,
+      [&](const TileRange& range) PK_LAMBDA {
         const int64_t tiles = range.tiles(), step = Winograd::step(tiles, channels);
         for (int64_t i = 0; i < range.rows; ++i) {
-          const int64_t image = (range.first_row + i) / rows, row = (range.first_row + i) % rows;
-          transform_pixels(
-              in + image * operand.values() + operand.offset(2 * row, 2 * range.first_column),
-              operand.pitch(), channels, range.columns, step,
-              memory + i * range.columns * channels);
+          const A* from = in + range.image(i) * operand.values() +
+                          operand.offset(2 * range.row(i), 2 * range.first_column);
+          transform_pixels(from, operand.pitch(), channels, range.columns, step,
+                           memory + i * range.columns * channels);
         }
         for_vector_blocks<A>(
             packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
@@ -266,10 +290,10 @@ PK_INLINE void winograd_product(const A* in, const ProductPixels<Haloed>& pixels
                   static_cast<const A*>(packed.transformed) + k * Winograd::kPositions * channels;
               position_products<A, kVectors>(memory, tiles, channels, u, m);
               for (int64_t i = 0; i < range.rows; ++i) {
-                const int64_t image = (range.first_row + i) / rows;
-                const int64_t row = (range.first_row + i) % rows;
+                const int64_t image = range.image(i);
                 const int64_t first = pixels.first + image * pixels.result_image +
-                                      2 * row * pixels.result_width + 2 * range.first_column;
+                                      2 * range.row(i) * pixels.result_width +
+                                      2 * range.first_column;
                 for (int64_t tile = 0; tile < range.columns;) {
                   const int64_t count = std::min<int64_t>(range.columns - tile, 4);
                   with_tiles<4>(count, [&](auto constant) PK_LAMBDA {
@@ -288,19 +312,25 @@ PK_INLINE void winograd_product(const A* in, const ProductPixels<Haloed>& pixels
       });
 }
 
-// direct_product, or winograd_product with scratch `memory` of Winograd::values(conv) values where
-// that is given and the weights are served.
+// The product of some images from `first_image` of a strip on, by minimal filtering if `is_served`
+// and the weights are served, with scratch `memory` of Winograd::values(conv) values.
 template <class O, class Finish>
-PK_INLINE void strip_product(const O* in, const ProductPixels<Haloed>& pixels, int64_t images,
-                             const ConvSizes& conv, const PackedWeights& packed, O* memory,
-                             const Finish& finish) {
+PK_INLINE void images_product(const O* in, const ProductPixels<Haloed>& of_strip,
+                              int64_t first_image, int64_t images, bool is_served,
+                              const ConvSizes& conv, const PackedWeights& packed, O* memory,
+                              const Finish& finish_pixels) {
+  in += first_image * of_strip.operand.values();
+  ProductPixels<Haloed> pixels = of_strip;
+  pixels.first += first_image * of_strip.result_image;
+  const auto finish = [=, &finish_pixels](auto& acc, int64_t image, int64_t pixel, int64_t k)
+                          PK_LAMBDA { finish_pixels(acc, first_image + image, pixel, k); };
   if constexpr (kHasWinograd<O>) {
-    if (memory != nullptr && packed.transformed != nullptr) {
+    if (is_served && packed.transformed != nullptr) {
       winograd_product(in, pixels, images, conv, packed, memory, finish);
       return;
     }
   }
-  direct_product(in, pixels, images, conv, packed, finish);
+  strip_product(in, pixels, images, conv, packed, finish);
 }
 
 // n[position][K][C] += the part of a strip.
@@ -310,23 +340,22 @@ PK_INLINE void winograd_weight_gradient(const A* activation, const Haloed& a_ope
                                         const Strip& strip, const ConvSizes& conv, A* memory,
                                         A* n) {
   const int64_t channels = conv.in_channels, outputs = conv.out_channels;
-  const int64_t rows = strip.out.rows / 2;
   A* v = memory;
   A* w = memory + Winograd::values(Winograd::kGradientTiles, channels);
   for_tile_ranges(
-      strip.images * rows, strip.out.width / 2, Winograd::kGradientTiles,
+      strip.images, strip.out.rows / 2, strip.out.width / 2, Winograd::kGradientTiles,
       [&](const TileRange& range) PK_LAMBDA {
-        const int64_t tiles = range.tiles();
+        const int64_t tiles = range.tiles(), column = 2 * range.first_column;
         const int64_t v_step = Winograd::step(tiles, channels);
         const int64_t w_step = Winograd::step(tiles, outputs);
         for (int64_t i = 0; i < range.rows; ++i) {
-          const int64_t image = (range.first_row + i) / rows, row = (range.first_row + i) % rows;
-          const int64_t column = 2 * range.first_column, place = i * range.columns;
-          transform_pixels(
-              activation + image * a_operand.values() + a_operand.offset(2 * row, column),
-              a_operand.pitch(), channels, range.columns, v_step, v + place * channels);
+          const int64_t image = range.image(i), row = 2 * range.row(i);
+          const int64_t place = i * range.columns;
+          transform_pixels(activation + image * a_operand.values() + a_operand.offset(row, column),
+                           a_operand.pitch(), channels, range.columns, v_step,
+                           v + place * channels);
           transform_gradient(
-              gradient + image * dy_operand.values() + dy_operand.offset(2 * row + 1, column + 1),
+              gradient + image * dy_operand.values() + dy_operand.offset(row + 1, column + 1),
               dy_operand.pitch(), outputs, range.columns, w_step, w + place * outputs);
         }
         for (int64_t position = 0; position < Winograd::kPositions; ++position) {
@@ -373,11 +402,11 @@ PK_OUTLINE void merge_transformed(A* sums, int64_t parts, int64_t part, int64_t 
 }
 
 // u[block of k][position][c][k in block] = G g G^T for the packed weights g of input channels from
-// `first` to `end`. Returns the sum of the squares of g.
+// `first` to `end`. Fills the sums of the squares of g of each tap: NaN if one of g is zero.
 template <class A>
-A transform_group(const A* packed, const ConvSizes& conv, int64_t in_channels, int64_t out_channels,
-                  A* u, int64_t first, int64_t end) {
-  Vector<A> squares = {};
+void transform_group(const A* packed, const ConvSizes& conv, int64_t in_channels,
+                     int64_t out_channels, A* u, int64_t first, int64_t end, TapSquares<A>& found) {
+  Vector<A> squares[9] = {}, smallest = Vector<A>{} + 1;
   const auto transform = [](const Vector<A>& g0, const Vector<A>& g1, const Vector<A>& g2,
                             Vector<A>(&to)[4]) PK_LAMBDA {
     const A half = A(0.5);
@@ -392,13 +421,15 @@ A transform_group(const A* packed, const ConvSizes& conv, int64_t in_channels, i
     for (int64_t at = first * kWidth; at < end * kWidth; at += kLanes<A>) {
       const A* from = packed + k * conv.taps() * in_channels + at;
       A* to = u + k * Winograd::kPositions * in_channels + at;
-      Vector<A> columns[3][4];
-#pragma GCC unroll 3
-      for (int s = 0; s < 3; ++s, from += step) {
-        const Vector<A> g0 = load(from), g1 = load(from + 3 * step), g2 = load(from + 6 * step);
-        squares += g0 * g0 + g1 * g1 + g2 * g2;
-        transform(g0, g1, g2, columns[s]);
+      Vector<A> g[9], columns[3][4];
+#pragma GCC unroll 9
+      for (int t = 0; t < 9; ++t) {
+        g[t] = load(from + t * step);
+        squares[t] += g[t] * g[t];
+        smallest = g[t] == 0 ? Vector<A>{} : smallest;
       }
+#pragma GCC unroll 3
+      for (int s = 0; s < 3; ++s) transform(g[s], g[3 + s], g[6 + s], columns[s]);
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) {
         Vector<A> row[4];
@@ -408,7 +439,21 @@ A transform_group(const A* packed, const ConvSizes& conv, int64_t in_channels, i
       }
     }
   });
-  return sum_of_lanes<A>(squares);
+  const bool has_zero = sum_of_lanes<A>(smallest) < kLanes<A>;
+  for (int t = 0; t < 9; ++t) {
+    found.of_taps[t] = has_zero ? std::numeric_limits<A>::quiet_NaN() : sum_of_lanes<A>(squares[t]);
+  }
+}
+
+// Whether weights with these sums of squares are served.
+template <class A>
+bool are_weights_served(const TapSquares<A>& squares) {
+  A sum = 0, most = 0;
+  for (const A of_tap : squares.of_taps) {
+    sum += of_tap;
+    most = std::max(most, of_tap);
+  }
+  return is_in_range(sum) && most <= Winograd::kMostOfOneTap * sum;
 }
 
 PK_END_ISA
