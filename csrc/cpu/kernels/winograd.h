@@ -7,8 +7,9 @@
 //   forward, input gradient   y = A^T m A,    m[p] = sum of v[p] * u[p],  v = B^T d B,  u = G g G^T
 //   weight gradient           dg = G^T n G,   n[p] = sum of v[p] * w[p],  w = A e A^T
 // An error is relative to the largest products of a sum, also to those that cancel in it. Weights
-// of which a tap is zero or outweighs the others are left to direct sums, and so are operands with
-// values that are not finite, that would overflow in sums of neighbours, or whose products vanish.
+// that are zero somewhere, or of which a tap outweighs the others, are left to direct sums, and so
+// are operands with values that are not finite, that would overflow in sums of neighbours, or whose
+// products vanish.
 #pragma once
 
 #include <limits>
