@@ -233,7 +233,7 @@ def plain_group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
 def served_by_vectors(
     activation: str, values: Sequence[float], dtype: torch.dtype = torch.float32
 ) -> list[float]:
-    """The values, rounded to `dtype`, of which PyTorch's vectors and scalars compute the same.
+    """The values for which PyTorch's vectors and scalars agree, rounded to `dtype`.
 
     Its float32 vectors of AVX-512 make infinity of the gelu of the largest numbers, and NaN of that
     of infinity.

@@ -50,7 +50,7 @@ struct Winograd {
   // The most tiles at once of a product, and of a weight gradient, which reads and writes all sums
   // for them.
   static constexpr int64_t kTiles = 16, kGradientTiles = 32;
-  // The most of the sum of squares of weights that one of nine taps may have.
+  // The largest share of one of nine taps in the sum of squares of the weights.
   static constexpr double kMostOfOneTap = 0.5;
 
   // 3x3 kernels of stride 1 on images of whole tiles. In smaller images most products are of the

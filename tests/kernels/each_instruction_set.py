@@ -44,8 +44,8 @@ TESTS = {
     ),
     "kernels/test_cpu_winograd": (
         "shapes_that_are_served",
-        "every_row_is_computed_so",
-        "weight_gradients_are_computed_so",
+        "every_row_is_by_minimal_filtering",
+        "weight_gradients_are_by_minimal_filtering",
         "forward_and_backward",
         "strips_of_zeros_beside_others",
         "a_value_out_of_range_stays_where_it_is_read",

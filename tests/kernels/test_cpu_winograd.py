@@ -98,7 +98,7 @@ def exact_inputs(x, weight):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.covering(1)
-def test_every_row_is_computed_so(case):
+def test_every_row_is_by_minimal_filtering(case):
     """A further column of zeros makes the width odd, and sums direct: other bits, alike numbers."""
     weight = conv_inputs(case)["conv_weight"]
     inputs = exact_inputs(torch.rand(case.x) + 0.5, weight)
@@ -116,7 +116,7 @@ def test_every_row_is_computed_so(case):
         assert (a != b).any(3).any(1).all(), name  # in every row of every image
 
 
-def test_weight_gradients_are_computed_so():
+def test_weight_gradients_are_by_minimal_filtering():
     """One pixel of dy: direct gradients of taps are the values of x there."""
     x = torch.full((2, 32, 8, 8), 1.5)
     x[0, :, 4, 4] = 2.0**30
