@@ -6,6 +6,12 @@
 #                  of theirs
 # make test-full   lint, then every test
 # make build       builds the libraries in place; the CUDA library for the GPUs here, else for 9.0
+# make wheel       builds and checks dist/: a source distribution, and a wheel with the CPU library for
+#                  every Python and torch
+# make check-wheel installs a wheel in an environment of its own and trains with it, without a
+#                  compiler; PYTHON=python3.12 TORCH=2.11.0 WHEEL=dist/....whl choose
+# make check-release TAG=v0.1.0
+#                  checks that the sources and the changelog are those of the version of a tag
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
 # make report      tables and plots of README.md and docs/, from bench/results/
 # make lint        ruff, clang-format and mypy, changes nothing
@@ -66,6 +72,12 @@ TORCH ?= $(OLDEST_TORCH)
 NEWEST_TRITON_VERSION := $(lastword $(call tested,triton))
 NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
 
+# What `make check-wheel` installs: the torch of requirements-dev.txt, if TORCH is not given.
+DEVELOPMENT_TORCH := $(shell sed -n 's/^torch==//p' requirements-dev.txt)
+check-wheel: TORCH := $(if $(filter file,$(origin TORCH)),$(DEVELOPMENT_TORCH),$(TORCH))
+WHEEL ?= $(wildcard dist/*.whl)
+WHEEL_ENVIRONMENT = $(VENV)-wheel
+
 # Packages with models, in their own folder.
 PACKAGES := $(VENV)/packages
 
@@ -95,7 +107,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: always build test test-study test-tools test-packages test-full compile-triton \
   compile-triton-full cuda-on-host check-oldest oldest-environment check-newest check-torch check-cpu \
-  check-gpu bench report lint format gpu-report clean
+  check-gpu bench report lint format gpu-report wheel check-wheel check-release clean
 
 build: $(BUILD)
 
@@ -182,6 +194,37 @@ $(VENV)-torch-%/.requirements: requirements-test.txt requirements-models.txt
 
 check-cpu: $(EDITABLE)
 	@$(BIN)/python -m tests.kernels.cpu_variants.check $(ARGS)
+
+# From the object files of the build in place. The CUDA library is left out: it would tie the wheel to
+# a major version of CUDA. Torch's libraries are not put into the wheel, and nothing else needs to be.
+wheel: $(CPU_BUILD)
+	@rm -rf build/wheel dist/preact_kernels-*
+	@PATH="$(abspath $(BIN)):$$PATH" PREACT_KERNELS_CUDA=0 $(BIN)/python setup.py -q sdist \
+	  build --build-lib build/wheel/lib bdist_wheel --skip-build --dist-dir build/wheel \
+	  >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	  --wheel-dir dist build/wheel/*.whl 2>build/wheel/auditwheel.log || { \
+	  cat build/wheel/auditwheel.log >&2; exit 1; }
+	@PK_WHEEL="$$(echo $(CURDIR)/dist/*.whl)" $(BIN)/python -m pytest -q tests/wheel $(ARGS)
+	@ls -s --block-size=K dist
+
+check-wheel:
+	@test -f "$(WHEEL)" || { echo "expected one wheel, got '$(WHEEL)'; make wheel builds it" >&2; exit 2; }
+	@rm -rf $(WHEEL_ENVIRONMENT)
+	@$(PYTHON) -m venv $(WHEEL_ENVIRONMENT)
+	@echo "Installing $(WHEEL) with torch $(TORCH) in $(WHEEL_ENVIRONMENT)"
+	@echo torch==$(TORCH) >$(WHEEL_ENVIRONMENT)/constraints.txt
+	@$(WHEEL_ENVIRONMENT)/bin/python -m pip install $(PIP_FLAGS) \
+	  -c $(WHEEL_ENVIRONMENT)/constraints.txt $(WHEEL)
+	@cd $(WHEEL_ENVIRONMENT) && env -i PATH= HOME=/nonexistent bin/python -I \
+	  $(CURDIR)/tests/wheel/check_installed.py
+
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' preact_kernels/__init__.py)
+check-release:
+	@test "$(TAG)" = "v$(VERSION)" || { \
+	  echo "TAG: expected v$(VERSION), the __version__ of the package, got $(TAG)" >&2; exit 1; }
+	@grep -Eq '^## \[$(subst .,\.,$(VERSION))\] - [0-9]{4}-[0-9]{2}-[0-9]{2}$$' CHANGELOG.md || { \
+	  echo "CHANGELOG.md: expected a section '## [$(VERSION)] - YYYY-MM-DD'" >&2; exit 1; }
 
 # Without the caching allocator, compute-sanitizer sees accesses past the end of a tensor.
 check-gpu:

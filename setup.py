@@ -89,6 +89,14 @@ def find_obstacle():
     return None
 
 
+def relative_paths():
+    """Return the flags that make __FILE__, a part of error messages, independent of the machine."""
+    import torch
+
+    folders = os.getcwd(), os.path.dirname(os.path.dirname(torch.__file__))
+    return [f"-fmacro-prefix-map={folder}/=" for folder in sorted(folders, key=len)]
+
+
 def cpu_extension():
     """Return the CPU library, a shared object that `torch.ops.load_library` loads."""
     from torch.utils.cpp_extension import CppExtension
@@ -98,7 +106,9 @@ def cpu_extension():
         sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
         depends=find_headers(),
         include_dirs=INCLUDE_DIRS.copy(),
-        extra_compile_args=CXX_FLAGS.copy(),
+        # Before torch's libraries: they export some functions of a newer libstdc++.
+        libraries=["stdc++"],
+        extra_compile_args=[*CXX_FLAGS, *relative_paths()],
         py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
     )
 
@@ -198,7 +208,12 @@ def cuda_extension():
         library_dirs=cpp_extension.library_paths(),
         extra_compile_args={
             # In library.cpp; bench/dry_run.py looks for it.
-            "cxx": [*CXX_FLAGS, f"-DPREACT_KERNELS_SOURCES={digest(sources + headers)}", *defined],
+            "cxx": [
+                *CXX_FLAGS,
+                *relative_paths(),
+                f"-DPREACT_KERNELS_SOURCES={digest(sources + headers)}",
+                *defined,
+            ],
             # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
             "nvcc": [
                 *NVCC_FLAGS,
@@ -211,6 +226,17 @@ def cuda_extension():
         language="c++",
         py_limited_api=True,
     )
+
+
+def wheel_command():
+    """Return a command that builds a wheel for every Python: the libraries use no symbol of it."""
+    from setuptools.command.bdist_wheel import bdist_wheel
+
+    class PlatformWheel(bdist_wheel):
+        def get_tag(self):
+            return "py3", "none", super().get_tag()[2]
+
+    return PlatformWheel
 
 
 def native_settings():
@@ -227,11 +253,11 @@ def native_settings():
     return {
         "ext_modules": [ext for ext in (cpu_extension(), cuda_extension()) if ext],
         "cmdclass": {
+            "bdist_wheel": wheel_command(),
             "build_ext": BuildExtension.with_options(
                 use_ninja=is_ninja_available(), no_python_abi_suffix=True
-            )
+            ),
         },
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 
 

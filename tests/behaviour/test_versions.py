@@ -71,6 +71,22 @@ def test_building_with_an_older_setuptools_is_an_error_in_one_line(tmp_path):
     assert process.returncode == 1
 
 
+def test_a_release_needs_the_tag_of_its_version_and_a_date_in_the_changelog(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "preact_kernels").mkdir()
+    (tmp_path / "preact_kernels/__init__.py").write_text('__version__ = "0.1.0"\n')
+
+    def check_release(tag, section):
+        (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{section}\n")
+        command = ["make", "-s", "check-release", f"TAG={tag}"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
+
+    assert check_release("v0.1.0", "## [0.1.0] - 2026-11-27") == ""
+    assert "TAG: expected v0.1.0" in check_release("v0.1.1", "## [0.1.0] - 2026-11-27")
+    for section in ("## [0.1.0] - unreleased", "## [0x1.0] - 2026-11-27", "## [0.2.0] - 2026-11-27"):
+        assert "CHANGELOG.md: expected" in check_release("v0.1.0", section)
+
+
 BUILD_WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # importing it is an error
@@ -104,6 +120,8 @@ def test_the_distributions_have_the_version_and_what_building_and_testing_need(t
         "requirements-test.txt",
         "Makefile",
     } <= in_sdist
+    sources = (path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    assert {str(path.relative_to(ROOT)) for path in sources} <= in_sdist
     (wheel,) = (tree / "dist").glob(f"{stem}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = set(archive.namelist())

@@ -1,0 +1,71 @@
+"""Trains with an installed wheel: `make check-wheel` runs this outside the source tree.
+
+PATH has neither a compiler nor git. The environment has the wheel, torch and what torch depends on.
+"""
+
+import copy
+import platform
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+warnings.filterwarnings("error", message=".*preact_kernels")
+
+import preact_kernels as pk
+
+ROUNDING = torch.finfo(torch.float32).eps / 2
+
+
+def check(holds, message):
+    if not holds:
+        sys.exit(f"check_installed.py: {message}")
+
+
+def train(model, x, target):
+    """Return the logits and the gradients of all parameters of one training step."""
+    model = copy.deepcopy(model)
+    logits = model(x)
+    F.cross_entropy(logits, target).backward()
+    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def main():
+    for program in ("c++", "cc", "gcc", "clang", "git"):
+        check(shutil.which(program) is None, f"PATH: expected no {program}")
+    package = Path(pk.__file__).parent
+    check(Path(sys.prefix) in package.parents, f"{package} is not in this environment")
+    check("cpu" in pk.available_backends(), f"backends: {pk.available_backends()}")
+
+    torch.manual_seed(0)
+    x, target = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    plain = pk.preact_resnet(29, fused=False)
+    fused = pk.preact_resnet(29)
+    fused.load_state_dict(plain.state_dict())
+    truth = train(copy.deepcopy(plain).double(), x.double(), target)
+    # PyTorch's own error, the larger of two orders of summation.
+    eager = train(plain, x, target)
+    reversed_logits, reversed_gradient = train(plain, x.flip(0), target.flip(0))
+    eager_runs = eager, (reversed_logits.flip(0), reversed_gradient)
+    converted = pk.convert(copy.deepcopy(plain), example_inputs=(x,))
+    check("cpu" in pk.backend_for(torch.empty(16, 16, 3, 3), padding=1), "cpu does not serve")
+    for name, model in (("preact_resnet", fused), ("convert", converted)):
+        with pk.use_backend("cpu"):
+            found = train(model, x, target)
+        for result, value, exact, *runs in zip(
+            ("logits", "gradient"), found, truth, *eager_runs, strict=True
+        ):
+            own = max((run - exact).norm() for run in runs)
+            error, budget = (value - exact).norm(), 2 * own + ROUNDING * exact.norm()
+            check(error <= budget, f"{name}, {result}: error {error:.3g}, expected {budget:.3g}")
+    print(
+        f"preact_kernels {pk.__version__}: Python {platform.python_version()}, "
+        f"torch {torch.__version__}, backends {', '.join(pk.available_backends())}: "
+        "preact_resnet(29) and convert agree with plain PyTorch"
+    )
+
+
+main()
