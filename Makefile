@@ -216,8 +216,8 @@ check-wheel:
 	@echo torch==$(TORCH) >$(WHEEL_ENVIRONMENT)/constraints.txt
 	@$(WHEEL_ENVIRONMENT)/bin/python -m pip install $(PIP_FLAGS) \
 	  -c $(WHEEL_ENVIRONMENT)/constraints.txt $(WHEEL)
-	@cd $(WHEEL_ENVIRONMENT) && env -i PATH= HOME=/nonexistent bin/python -I \
-	  $(CURDIR)/tests/wheel/check_installed.py
+	@cd $(WHEEL_ENVIRONMENT) && env -i PATH= HOME=/nonexistent \
+	  bin/python -I -W error:preact_kernels $(CURDIR)/tests/wheel/check_installed.py
 
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' preact_kernels/__init__.py)
 check-release:

@@ -35,6 +35,8 @@ def test_the_readme_quotes_the_range_that_is_tested_and_developed_with(name):
     if name == "torch":
         assert versions[0].startswith(f"{OLDEST}.")
         assert f'"torch>={OLDEST}"' in PYPROJECT
+        (developed,) = re.findall(r"^torch==(.*)$", requirements, re.M)
+        assert f"pip install torch=={developed} " in PYPROJECT  # builds the wheels of a release
         assert f'pip install "torch>={OLDEST}"' in README
 
 
@@ -72,7 +74,8 @@ def test_building_with_an_older_setuptools_is_an_error_in_one_line(tmp_path):
 
 
 def test_a_release_needs_the_tag_of_its_version_and_a_date_in_the_changelog(tmp_path):
-    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("Makefile", "pyproject.toml", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "preact_kernels").mkdir()
     (tmp_path / "preact_kernels/__init__.py").write_text('__version__ = "0.1.0"\n')
 
@@ -83,8 +86,8 @@ def test_a_release_needs_the_tag_of_its_version_and_a_date_in_the_changelog(tmp_
 
     assert check_release("v0.1.0", "## [0.1.0] - 2026-11-27") == ""
     assert "TAG: expected v0.1.0" in check_release("v0.1.1", "## [0.1.0] - 2026-11-27")
-    for section in ("## [0.1.0] - unreleased", "## [0x1.0] - 2026-11-27", "## [0.2.0] - 2026-11-27"):
-        assert "CHANGELOG.md: expected" in check_release("v0.1.0", section)
+    for section in ("[0.1.0] - unreleased", "[0x1.0] - 2026-11-27", "[0.2.0] - 2026-11-27"):
+        assert "CHANGELOG.md: expected" in check_release("v0.1.0", f"## {section}")
 
 
 BUILD_WITHOUT_TORCH = """
@@ -99,7 +102,9 @@ build_meta.build_wheel("dist")
 def test_the_distributions_have_the_version_and_what_building_and_testing_need(tmp_path):
     """An sdist and a wheel, built from a copy of the tree without importing torch."""
     tree = tmp_path / "tree"
-    built = shutil.ignore_patterns(".git", ".venv*", "build", "out", "*.so", "*.egg-info", "__pyc*")
+    built = shutil.ignore_patterns(
+        ".git", ".venv*", "build", "dist", "out", "*.so", "*.egg-info", "__pyc*"
+    )
     shutil.copytree(ROOT, tree, ignore=built)
     (tree / "preact_kernels" / "_cpu.so").touch()  # built in place; not for an uncompiled wheel
     environment = {**os.environ, "PREACT_KERNELS_NATIVE": "0"}
