@@ -205,7 +205,7 @@ wheel: $(CPU_BUILD)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	  --wheel-dir dist build/wheel/*.whl 2>build/wheel/auditwheel.log || { \
 	  cat build/wheel/auditwheel.log >&2; exit 1; }
-	@PK_WHEEL="$$(echo $(CURDIR)/dist/*.whl)" $(BIN)/python -m pytest -q tests/wheel $(ARGS)
+	@PK_WHEEL="$$(echo dist/*.whl)" $(BIN)/python -m pytest -q tests/wheel $(ARGS)
 	@ls -s --block-size=K dist
 
 check-wheel:
@@ -217,7 +217,7 @@ check-wheel:
 	@$(WHEEL_ENVIRONMENT)/bin/python -m pip install $(PIP_FLAGS) \
 	  -c $(WHEEL_ENVIRONMENT)/constraints.txt $(WHEEL)
 	@cd $(WHEEL_ENVIRONMENT) && env -i PATH= HOME=/nonexistent \
-	  bin/python -I -W error:preact_kernels $(CURDIR)/tests/wheel/check_installed.py
+	  bin/python -I -W error:preact_kernels "$(CURDIR)/tests/wheel/check_installed.py"
 
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' preact_kernels/__init__.py)
 check-release:

@@ -45,6 +45,17 @@ has_functorch_transform = torch._C._are_functorch_transforms_active
 # Turns off `__torch_function__` of modes and of subclasses of Tensor.
 disable_torch_function = torch._C.DisableTorchFunction
 
+
+def is_function_apply(function: object) -> bool:
+    """Whether a C function is `apply` of an autograd Function; it is Python before torch 2.15."""
+    owner = getattr(function, "__self__", None)
+    return (
+        isinstance(owner, type)
+        and issubclass(owner, torch.autograd.Function)
+        and getattr(function, "__name__", "") == "apply"
+    )
+
+
 _Function = TypeVar("_Function", bound=Callable)
 
 

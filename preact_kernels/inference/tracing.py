@@ -269,8 +269,9 @@ def _random_states() -> tuple:
 
 # Calls that a graph would lose or freeze, and the reasons. Calls of C functions are seen only in
 # the forward itself.
+_CUSTOM_FUNCTION = "it calls a custom autograd function"
 _REFUSED: dict[object, str] = {
-    torch.autograd.Function.apply.__code__: "it calls a custom autograd function",
+    getattr(torch.autograd.Function.apply, "__code__", None): _CUSTOM_FUNCTION,
     torch.autograd.graph.saved_tensors_hooks.__enter__.__code__: (
         "it runs under checkpointing or other hooks of saved tensors"
     ),
@@ -326,10 +327,13 @@ def _watch(frame: types.FrameType, event: str, arg: object) -> None:
         is_library = _is_of_torch(code) or _is_of_python(code)
         if not is_library and not _QUESTIONS.isdisjoint(code.co_names):
             raise Refusal("it may ask for the type of a value")
-    elif event == "c_call" and not _is_of_torch(code):
-        with contextlib.suppress(TypeError):  # not hashable
-            if arg in _REFUSED:
-                raise Refusal(_REFUSED[arg])
+    elif event == "c_call":
+        if torch_compat.is_function_apply(arg):
+            raise Refusal(_CUSTOM_FUNCTION)
+        if not _is_of_torch(code):
+            with contextlib.suppress(TypeError):  # not hashable
+                if arg in _REFUSED:
+                    raise Refusal(_REFUSED[arg])
 
 
 def _watched(forward: Callable) -> Callable:
