@@ -8,6 +8,7 @@
 # make build       builds the libraries in place; the CUDA library for the GPUs here, else for 9.0
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
 # make report      tables and plots of README.md and docs/, from bench/results/
+# make docs        the site of the documentation in build/site, in an environment of its own
 # make lint        ruff, clang-format and mypy, changes nothing
 # make format      the same, changes files
 # make compile-triton
@@ -69,6 +70,9 @@ NEWEST_TRITON := $(VENV)/triton-$(NEWEST_TRITON_VERSION)
 # Packages with models, in their own folder.
 PACKAGES := $(VENV)/packages
 
+# The environment that builds the site of the documentation.
+DOCS := $(VENV)-docs
+
 # Time limit of `make bench`.
 BENCH_SECONDS ?= 560
 START := $(shell date +%s)
@@ -95,7 +99,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: always build test test-study test-tools test-packages test-full compile-triton \
   compile-triton-full cuda-on-host check-oldest oldest-environment check-newest check-torch check-cpu \
-  check-gpu bench report lint format gpu-report clean
+  check-gpu bench report docs lint format gpu-report clean
 
 build: $(BUILD)
 
@@ -203,6 +207,19 @@ bench: $(if $(GPUS),$(BUILD),$(CPU_BUILD))
 report: $(EDITABLE)
 	@$(BIN)/python -m bench.report $(ARGS)
 
+# A warning about a docstring begins with "griffe", and is not an error to zensical.
+docs: $(DOCS)/.requirements
+	@rm -rf build/site .cache
+	@$(DOCS)/bin/python docs/site/sources.py
+	@$(DOCS)/bin/zensical build --strict >build/docs.log 2>&1 && ! grep -q '^griffe' build/docs.log || \
+	  { cat build/docs.log >&2; exit 1; }
+
+$(DOCS)/.requirements: requirements-docs.txt
+	@echo "Installing requirements-docs.txt in $(DOCS)"
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install $(PIP_FLAGS) -r requirements-docs.txt
+	@touch $@
+
 lint: $(REQUIREMENTS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -268,5 +285,5 @@ gpu-report:
 
 clean:
 	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD) $(CPU_BUILD) $(ARCHITECTURES)
-	@rm -rf .benchmarks .hypothesis .pytest_cache .ruff_cache
+	@rm -rf .benchmarks .cache .hypothesis .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +

@@ -168,6 +168,9 @@ def _parts_of(model: nn.Module, name: str) -> list[str]:
 def revert(model: _Model) -> _Model:
     """Undoes `convert`, in place. Modules of this package do not change.
 
+    Args:
+        model: any module.
+
     Returns:
         `model`.
 
@@ -187,6 +190,9 @@ def revert(model: _Model) -> _Model:
 
 def conversion_report(model: nn.Module) -> ConversionReport:
     """Lists every norm of a model: whether its last call ran fused, in what, or why not.
+
+    Args:
+        model: any module that has been called; it does not change.
 
     Returns:
         A sequence of `Site`s with `name`, `fused` and `reason`; it prints as a table.

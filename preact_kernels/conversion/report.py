@@ -27,11 +27,13 @@ class Outcome(NamedTuple):
 class Site(NamedTuple):
     """One norm of a model.
 
-    name: name of the norm, as in `model.named_modules()`.
-    fused: whether it ran fused with what follows it, up to the activation or the convolution.
-    reason: why it ran plain, or why no convolution ran fused with it; or an empty string.
-    into: the fused operation, such as "BN-ReLU-Conv" or "GN-SiLU-Dropout-Conv", or an empty string.
-    conv: name of the convolution that ran fused with it, or an empty string.
+    Attributes:
+        name: name of the norm, as in `model.named_modules()`.
+        fused: whether it ran fused with what follows it, up to the activation or the convolution.
+        reason: why it ran plain, or why no convolution ran fused with it; or an empty string.
+        into: the fused operation, such as "BN-ReLU-Conv" or "GN-SiLU-Dropout-Conv", or an empty
+            string.
+        conv: name of the convolution that ran fused with it, or an empty string.
     """
 
     name: str
