@@ -1,0 +1,116 @@
+"""Train a pre-activation ResNet on CIFAR-10. One line, `pk.convert`, makes it run fused.
+
+Run: python examples/train_cifar.py  # on scikit-learn's digits: half a minute on a CPU
+     python examples/train_cifar.py --data ~/cifar10 --depth 110 --epochs 200 --bf16
+
+`--data` names a folder with the binary version of CIFAR-10. Nothing is downloaded.
+"""
+
+import argparse
+import resource
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import preact_kernels as pk
+from preact_kernels.study.data import Batches, load
+
+
+class Block(nn.Module):
+    """Pre-activation block: `x + conv2(relu(bn2(conv1(relu(bn1(x))))))`."""
+
+    def __init__(self, in_planes: int, planes: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_planes)
+        self.conv1 = nn.Conv2d(in_planes, planes, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
+        self.shortcut = None
+        if stride != 1 or in_planes != planes:
+            self.shortcut = nn.Conv2d(in_planes, planes, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.bn1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(h)
+        return shortcut + self.conv2(F.relu(self.bn2(self.conv1(h))))
+
+
+def resnet(depth: int, classes: int) -> nn.Sequential:
+    """Returns ResNet v2 for CIFAR, of 6n + 2 layers: a stem, 3 stages of n blocks, a head."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
+    in_planes = 16
+    for planes in (16, 32, 64):
+        for i in range((depth - 2) // 6):
+            layers.append(Block(in_planes, planes, stride=2 if i == 0 and planes > 16 else 1))
+            in_planes = planes
+    head = (nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*layers, *head, nn.Linear(64, classes))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Returns the share of images that the model, in evaluation mode, labels right."""
+    model.eval()
+    parts = zip(images.split(500), labels.split(500), strict=True)
+    return sum(int((model(x).argmax(1) == y).sum()) for x, y in parts) / len(labels)
+
+
+def peak_mib(device: torch.device) -> float:
+    """Returns the peak memory so far: of tensors on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # KiB on Linux
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data", help="folder with CIFAR-10's binary files; none: digits")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--depth", type=int, default=20, help="layers: 6n + 2")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    device = torch.device(args.device)
+
+    train, test = load(args.data).to(device), load(args.data, train=False).to(device)
+    # Shuffled, and padded and cropped by up to 4 pixels; CIFAR is also flipped.
+    batches = Batches(train, args.batch, seed=args.seed)
+    steps = batches.steps_per_epoch
+
+    model = resnet(args.depth, train.classes).to(device, memory_format=torch.channels_last)
+    pk.convert(model)  # runs BatchNorm-ReLU-Conv fused; without this line, plain PyTorch
+
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * steps)
+    for epoch in range(args.epochs):
+        model.train()
+        start_s, total = time.perf_counter(), torch.zeros((), device=device)
+        for step in range(epoch * steps, (epoch + 1) * steps):
+            images, labels = batches[step]
+            images = images.to(memory_format=torch.channels_last)
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.detach()
+        mean_loss = float(total) / steps  # waits for a GPU to finish
+        rate = steps * args.batch / (time.perf_counter() - start_s)
+        print(
+            f"epoch {epoch + 1}: loss {mean_loss:.4f}, "
+            f"test accuracy {accuracy(model, test.images, test.labels):.4f}, "
+            f"{rate:,.0f} images/s, peak memory {peak_mib(device):,.0f} MiB"
+        )
+
+
+if __name__ == "__main__":
+    main()
