@@ -8,6 +8,7 @@
 # make build       builds the libraries in place; the CUDA library for the GPUs here, else for 9.0
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
 # make report      tables and plots of README.md and docs/, from bench/results/
+# make notebook    executes examples/identity_mappings.ipynb and writes its outputs into it
 # make lint        ruff, clang-format and mypy, changes nothing
 # make format      the same, changes files
 # make compile-triton
@@ -95,7 +96,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: always build test test-study test-tools test-packages test-full compile-triton \
   compile-triton-full cuda-on-host check-oldest oldest-environment check-newest check-torch check-cpu \
-  check-gpu bench report lint format gpu-report clean
+  check-gpu bench report notebook lint format gpu-report clean
 
 build: $(BUILD)
 
@@ -202,6 +203,9 @@ bench: $(if $(GPUS),$(BUILD),$(CPU_BUILD))
 
 report: $(EDITABLE)
 	@$(BIN)/python -m bench.report $(ARGS)
+
+notebook: $(CPU_BUILD)
+	@$(BIN)/python -m tests.behaviour.notebooks
 
 lint: $(REQUIREMENTS)
 	@$(BIN)/ruff check .
