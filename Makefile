@@ -9,6 +9,7 @@
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
 # make report      tables and plots of README.md and docs/, from bench/results/
 # make docs        the site of the documentation in build/site, in an environment of its own
+# make notebook    executes examples/identity_mappings.ipynb and writes its outputs into it
 # make lint        ruff, clang-format and mypy, changes nothing
 # make format      the same, changes files
 # make compile-triton
@@ -99,7 +100,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: always build test test-study test-tools test-packages test-full compile-triton \
   compile-triton-full cuda-on-host check-oldest oldest-environment check-newest check-torch check-cpu \
-  check-gpu bench report docs lint format gpu-report clean
+  check-gpu bench report docs notebook lint format gpu-report clean
 
 build: $(BUILD)
 
@@ -219,6 +220,9 @@ $(DOCS)/.requirements: requirements-docs.txt
 	@$(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/python -m pip install $(PIP_FLAGS) -r requirements-docs.txt
 	@touch $@
+
+notebook: $(CPU_BUILD)
+	@$(BIN)/python -m tests.behaviour.notebooks
 
 lint: $(REQUIREMENTS)
 	@$(BIN)/ruff check .

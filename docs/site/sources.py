@@ -7,6 +7,8 @@ or the navigation leads to no file, or a page is not in the navigation. The buil
 anchors.
 """
 
+import base64
+import json
 import posixpath
 import re
 import shutil
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import latex2mathml.converter
 import tomllib
 from pygments.lexers import find_lexer_class_for_filename
 
@@ -26,6 +29,8 @@ LEFT_OUT = ("*.py", "__pycache__", "runs", "tensorboard", "checkpoint.pt", ".loc
 FENCE_OR_PATH = re.compile(
     r"^(?P<fence>`{3,}).*?^(?P=fence)\s*$|(?<=\]\()(?P<path>[^()\s#]+)(?=[)#])", re.M | re.S
 )
+# A formula of a notebook.
+FORMULA = re.compile(r"(?P<dollars>\${1,2})(?P<latex>[^$]+)(?P=dollars)")
 
 
 def main() -> int:
@@ -104,11 +109,42 @@ def page(path: str) -> tuple[str, list[str]]:
         text = f"# {path}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
     elif source.suffix == ".md":
         text = source.read_text()
+    elif source.suffix == ".ipynb":
+        text = notebook(source, place(path).parent)
     else:
         lexer = find_lexer_class_for_filename(path)
         language = lexer.aliases[0] if lexer else "text"
         text = f"# {path}\n\n````{language}\n{source.read_text()}````\n"
     return FENCE_OR_PATH.sub(in_site, text), targets
+
+
+def mathml(formula: re.Match[str]) -> str:
+    """Returns a formula as browsers read it."""
+    latex = formula["latex"].strip()
+    if formula["dollars"] == "$$":
+        return latex2mathml.converter.convert(latex, display="block")
+    # Without the span, a formula that begins a line is a paragraph.
+    return f"<span>{latex2mathml.converter.convert(latex)}</span>"
+
+
+def notebook(source: Path, folder: Path) -> str:
+    """Returns a notebook as Markdown; its plots become files in a folder."""
+    parts = []
+    for cell in json.loads(source.read_text())["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(FORMULA.sub(mathml, text))
+            continue
+        parts.append(f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{source.stem}-{len(parts)}.png"
+                (folder / name).write_bytes(base64.b64decode("".join(data["image/png"])))
+                parts.append(f'<img alt="output" src="{name}">')
+            elif "text/markdown" in data:
+                parts.append("".join(data["text/markdown"]))
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -13,13 +13,7 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 PAGES = [
     page
-    for pattern in (
-        "*.md",
-        "docs/*.md",
-        "docs/*/*.md",
-        "docs/study/*/report.md",
-        "bench/results/*.md",
-    )
+    for pattern in ("*.md", "docs/**/*.md", "bench/results/*.md", "examples/*.md")
     for page in ROOT.glob(pattern)
 ]
 
