@@ -14,6 +14,8 @@
 #                  checks that the sources and the changelog are those of the version of a tag
 # make bench       the benchmarks; without a GPU, the CUDA library is not built for them
 # make report      tables and plots of README.md and docs/, from bench/results/
+# make docs        the site of the documentation in build/site, in an environment of its own
+# make notebook    executes examples/identity_mappings.ipynb and writes its outputs into it
 # make lint        ruff, clang-format and mypy, changes nothing
 # make format      the same, changes files
 # make compile-triton
@@ -81,6 +83,9 @@ WHEEL_ENVIRONMENT = $(VENV)-wheel
 # Packages with models, in their own folder.
 PACKAGES := $(VENV)/packages
 
+# The environment that builds the site of the documentation.
+DOCS := $(VENV)-docs
+
 # Time limit of `make bench`.
 BENCH_SECONDS ?= 560
 START := $(shell date +%s)
@@ -107,7 +112,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: always build test test-study test-tools test-packages test-full compile-triton \
   compile-triton-full cuda-on-host check-oldest oldest-environment check-newest check-torch check-cpu \
-  check-gpu bench report lint format gpu-report wheel check-wheel check-release clean
+  check-gpu bench report docs notebook lint format gpu-report wheel check-wheel check-release clean
 
 build: $(BUILD)
 
@@ -246,6 +251,22 @@ bench: $(if $(GPUS),$(BUILD),$(CPU_BUILD))
 report: $(EDITABLE)
 	@$(BIN)/python -m bench.report $(ARGS)
 
+# A warning about a docstring begins with "griffe", and is not an error to zensical.
+docs: $(DOCS)/.requirements
+	@rm -rf build/site .cache
+	@$(DOCS)/bin/python docs/site/sources.py
+	@$(DOCS)/bin/zensical build --strict >build/docs.log 2>&1 && ! grep -q '^griffe' build/docs.log || \
+	  { cat build/docs.log >&2; exit 1; }
+
+$(DOCS)/.requirements: requirements-docs.txt
+	@echo "Installing requirements-docs.txt in $(DOCS)"
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install $(PIP_FLAGS) -r requirements-docs.txt
+	@touch $@
+
+notebook: $(CPU_BUILD)
+	@$(BIN)/python -m tests.behaviour.notebooks
+
 lint: $(REQUIREMENTS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -311,5 +332,5 @@ gpu-report:
 
 clean:
 	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD) $(CPU_BUILD) $(ARCHITECTURES)
-	@rm -rf .benchmarks .hypothesis .pytest_cache .ruff_cache
+	@rm -rf .benchmarks .cache .hypothesis .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +

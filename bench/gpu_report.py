@@ -153,6 +153,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
     others = [name for name in others if name not in ran and name not in WITHOUT_GPU]
     share_s = test_seconds / len(KERNEL_TESTS)
     parts = [
+        Part("check", ["-m", "preact_kernels", "check"], 60),
         *(tests(f"tests {i}", names, share_s) for i, names in enumerate(KERNEL_TESTS, start=1)),
         Part("ceilings", ["-m", "bench.probes", *out], 60, needs_gpu=True),
         Part("first bench", [*bench, *again, *deepest, *GROUPS["uncompiled"]], 120, needs_gpu=True),
@@ -285,7 +286,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("folder", type=Path, help="folder of the files")
     add("--seconds", type=int, default=520, help="time limit for everything (520)")
-    add("--test-seconds", type=int, default=140, help="time limit for the first tests (140)")
+    add("--test-seconds", type=int, default=76, help="time limit for the first tests (76)")
     add(
         "--resume",
         type=Path,

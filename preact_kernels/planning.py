@@ -29,18 +29,33 @@ _MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class StageOption:
-    """A memory mode of one stage."""
+    """A memory mode of one stage.
+
+    Attributes:
+        memory: the mode.
+        saved_bytes: what the stage adds to what the rest of the model keeps.
+        extra_bytes: moved in a step beyond what mode "store" moves.
+    """
 
     memory: str
-    saved_bytes: int  # what the stage adds to what the rest of the model keeps
-    extra_bytes: int  # moved beyond what mode "store" moves, in a step
+    saved_bytes: int
+    extra_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """One stage: where it is, its modes, and the mode that was chosen."""
+    """One stage: where it is, its modes, and the mode that was chosen.
 
-    name: str  # as in `model.named_modules()`; in a converted model, of its first batch norm
+    Attributes:
+        name: name of the stage, as in `model.named_modules()`; in a converted model, of its first
+            batch norm.
+        blocks: number of blocks.
+        options: the memory modes that it may have.
+        chosen: the one of the plan.
+        is_converted: whether the stage is in a converted model.
+    """
+
+    name: str
     blocks: int
     options: tuple[StageOption, ...]
     chosen: StageOption
@@ -49,13 +64,14 @@ class StagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """The choice of `plan_memory`; printed, a table of stages and modes in MiB.
+    """The choice of `plan_memory`; prints as a table of stages and modes in MiB.
 
-    budget: bytes that a forward may keep for the backward.
-    predicted_bytes: what it will keep, as `pk.saved_bytes` counts.
-    other_bytes: of these, what is outside the stages.
-    extra_bytes: moved in a step beyond what mode "store" moves.
-    stages: in order.
+    Attributes:
+        budget: bytes that a forward may keep for the backward.
+        predicted_bytes: what it will keep, as `pk.saved_bytes` counts.
+        other_bytes: of these, what is outside the stages.
+        extra_bytes: moved in a step beyond what mode "store" moves.
+        stages: the stages, in order.
     """
 
     budget: int
@@ -65,7 +81,13 @@ class MemoryPlan:
     stages: tuple[StagePlan, ...]
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Sets the modes of the stages of `model`, which is returned.
+        """Sets the memory modes of the stages.
+
+        Args:
+            model: the model that was planned for, or one with the same stages.
+
+        Returns:
+            `model`.
 
         Raises:
             ValueError: `model` has other stages than the one that was planned for.

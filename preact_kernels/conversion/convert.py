@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from preact_kernels.modules.norm_act import NormAct
 from preact_kernels.modules.norm_act_conv import NormActConv
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage, check_memory
+from preact_kernels.ops.dispatch import experimental_backend
 
 # Fused without conversion.
 OWN = (BNReLU2d, BNReLUConv2d, NormAct, NormActConv, PreActBlock, PreActStage)
@@ -166,6 +168,9 @@ def _parts_of(model: nn.Module, name: str) -> list[str]:
 def revert(model: _Model) -> _Model:
     """Undoes `convert`, in place. Modules of this package do not change.
 
+    Args:
+        model: any module.
+
     Returns:
         `model`.
 
@@ -185,6 +190,9 @@ def revert(model: _Model) -> _Model:
 
 def conversion_report(model: nn.Module) -> ConversionReport:
     """Lists every norm of a model: whether its last call ran fused, in what, or why not.
+
+    Args:
+        model: any module that has been called; it does not change.
 
     Returns:
         A sequence of `Site`s with `name`, `fused` and `reason`; it prints as a table.
@@ -220,7 +228,11 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             if is_converted:
                 missing = "not called since the model was converted"
             sites.append(Site(name, False, reason or missing))
-    return ConversionReport(sites)
+    report = ConversionReport(sites)
+    if report.fused:
+        placed = {(p.device.type, p.dtype) for p in model.parameters()}
+        report.experimental = next(filter(None, starmap(experimental_backend, placed)), "")
+    return report
 
 
 def _joined(texts: Iterable[str]) -> str:

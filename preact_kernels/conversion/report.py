@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from preact_kernels.ops.dispatch import CHECK
+
 # Folders of this package and of torch: the report names no lines in them.
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, torch.__file__)
@@ -25,11 +27,13 @@ class Outcome(NamedTuple):
 class Site(NamedTuple):
     """One norm of a model.
 
-    name: name of the norm, as in `model.named_modules()`.
-    fused: whether it ran fused with what follows it, up to the activation or the convolution.
-    reason: why it ran plain, or why no convolution ran fused with it; or an empty string.
-    into: the fused operation, such as "BN-ReLU-Conv" or "GN-SiLU-Dropout-Conv", or an empty string.
-    conv: name of the convolution that ran fused with it, or an empty string.
+    Attributes:
+        name: name of the norm, as in `model.named_modules()`.
+        fused: whether it ran fused with what follows it, up to the activation or the convolution.
+        reason: why it ran plain, or why no convolution ran fused with it; or an empty string.
+        into: the fused operation, such as "BN-ReLU-Conv" or "GN-SiLU-Dropout-Conv", or an empty
+            string.
+        conv: name of the convolution that ran fused with it, or an empty string.
     """
 
     name: str
@@ -41,6 +45,9 @@ class Site(NamedTuple):
 
 class ConversionReport(tuple[Site, ...]):
     """The sites of a model, in order; prints as a table."""
+
+    experimental = ""
+    """Name of the experimental backend that runs the model where it is now, or an empty string."""
 
     @property
     def fused(self) -> tuple[Site, ...]:
@@ -56,7 +63,12 @@ class ConversionReport(tuple[Site, ...]):
         for s in self:
             text = ", ".join(filter(None, (s.into, s.conv, s.reason)))
             rows.append(f"{s.name:{width}}  {'yes' if s.fused else 'no '}    {text}".rstrip())
-        return "\n".join([*rows, f"{len(self.fused)} of {len(self)} norms are fused"])
+        rows.append(f"{len(self.fused)} of {len(self)} norms are fused")
+        if self.experimental:
+            rows.append(
+                f"backend {self.experimental!r} is experimental; `{CHECK}` compares it with float64"
+            )
+        return "\n".join(rows)
 
 
 def described(reader: object) -> str:

@@ -82,6 +82,13 @@ class BNReLUConv2d(nn.Module):
     def from_modules(cls, bn: nn.BatchNorm2d, conv: nn.Conv2d) -> "BNReLUConv2d":
         """A fused module around two modules that exist: shared, not copied.
 
+        Args:
+            bn: `nn.BatchNorm2d` or `nn.SyncBatchNorm` of C channels.
+            conv: `nn.Conv2d` with C input channels.
+
+        Returns:
+            The module, in the mode (training or evaluation) of `bn`.
+
         Raises:
             TypeError: `bn` is no `nn.BatchNorm2d` or `nn.SyncBatchNorm`, or `conv` no `nn.Conv2d`.
             ValueError: their channel counts differ.

@@ -1,5 +1,7 @@
 """`bn_relu`: batch norm and ReLU; saves only the input for backward."""
 
+from typing import Any
+
 from torch import Tensor
 
 from preact_kernels.ops import checks
@@ -18,7 +20,7 @@ def bn_relu(
     training: bool,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    process_group=None,
+    process_group: Any = None,
 ) -> Tensor:
     """Batch norm and ReLU in one operation that saves only `x` for backward.
 

@@ -1,5 +1,7 @@
 """`bn_relu_conv2d`: batch norm, ReLU and convolution; saves only the input for backward."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,7 +30,7 @@ def bn_relu_conv2d(
     training: bool,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    process_group=None,
+    process_group: Any = None,
 ) -> Tensor:
     """Batch norm, ReLU, convolution and residual add; saves only `x` for backward.
 

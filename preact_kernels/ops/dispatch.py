@@ -33,6 +33,7 @@ class Backend(NamedTuple):
     only_by_name: bool = False  # "auto" skips it
     library_error: Callable[[], str] = lambda: ""  # what a new build of its library can mend
     yields: Callable[[], bool] = lambda: False  # "auto" takes a later one before it, if there is
+    is_experimental: bool = False  # the whole test suite has not passed on its device
 
     def is_available(self) -> bool:
         return not self.load_error()
@@ -103,6 +104,7 @@ BACKENDS = (
         cuda.load_error,
         library_error=cuda.library_error,
         yields=_prefers_triton,
+        is_experimental=True,
     ),
     Backend(
         "triton",
@@ -111,6 +113,7 @@ BACKENDS = (
         _SINGLE_AND_HALF,
         _triton_load_error,
         only_by_name=_IS_TRITON_INTERPRETED,
+        is_experimental=not _IS_TRITON_INTERPRETED,
     ),
     Backend("reference", lambda: reference, (), _FLOATS, lambda: ""),
 )
@@ -220,10 +223,34 @@ def _warn_of_missing_library(backend: Backend) -> None:
         )
 
 
+CHECK = "python -m preact_kernels check"
+
+
+@functools.cache
+def _warn_of_experimental(name: str) -> None:
+    warnings.warn(
+        f"preact_kernels: the backend {name!r} is experimental: not all of its tests have run on a "
+        f"GPU. `{CHECK}` compares its kernels with float64 on this machine.",
+        stacklevel=2,
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
     """The functions of the backend that `_serving` gives."""
-    return _serving(name, device_type, dtype).kernels()
+    backend = _serving(name, device_type, dtype)
+    if backend.is_experimental:
+        _warn_of_experimental(backend.name)
+    return backend.kernels()
+
+
+def experimental_backend(device_type: str, dtype: torch.dtype) -> str:
+    """The name of the backend that serves a device and a dtype if it is experimental, or ""."""
+    try:
+        backend = _serving(_current, device_type, dtype)
+    except BackendError:
+        return ""
+    return backend.name if backend.is_experimental else ""
 
 
 def _serves(unit: Unit, pixels: int | None) -> bool:

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import preact_kernels as pk
+
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 PAGES = [
     page
-    for pattern in ("*.md", "docs/*.md", "docs/study/*/report.md", "bench/results/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "bench/results/*.md", "examples/*.md")
     for page in ROOT.glob(pattern)
 ]
 
@@ -19,10 +21,18 @@ PAGES = [
 def test_relative_links_lead_to_files():
     broken = []
     for page in PAGES:
-        links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+        links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
         paths = [link for link in links if not link.startswith("http")]
         broken += [f"{page}: {path}" for path in paths if not (page.parent / path).exists()]
     assert PAGES and not broken
+
+
+def test_the_reference_has_every_public_name_once():
+    pages = ROOT.glob("docs/reference/*.md")
+    entries = [n for page in pages for n in re.findall(r"^::: ([\w.]+)", page.read_text(), re.M)]
+    public = [f"preact_kernels.{name}" for name in pk.__all__]
+    assert sorted(e for e in entries if e.count(".") == 1) == sorted(public)
 
 
 def test_the_first_call_of_the_short_readme_equals_its_expression():

@@ -1,10 +1,13 @@
 """Backends are chosen by name, and a named one is never replaced in silence."""
 
+import warnings
+
 import pytest
 import torch
+from torch import nn
 
 import preact_kernels as pk
-from preact_kernels.kernels import cpu, cuda, pytorch_conv
+from preact_kernels.kernels import cpu, cuda, pytorch_conv, reference
 from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, batch_norm_inputs, device_of
 
@@ -89,6 +92,43 @@ def test_auto_takes_the_first_of_the_table_that_serves_the_call(rows, expected, 
     monkeypatch.setattr(backends, "BACKENDS", (*table, row._replace(name="reference")))
     backends.select.cache_clear()
     assert backends._serving("auto", "cpu", torch.float32).name == expected
+
+
+@pytest.fixture
+def experimental(monkeypatch):
+    """The backend that "auto" takes on a CPU is an experimental one."""
+    row = backends.Backend("new", lambda: reference, (), DTYPES, lambda: "", is_experimental=True)
+    monkeypatch.setattr(backends, "BACKENDS", (row, *backends.BACKENDS))
+    backends.select.cache_clear()
+    backends._warn_of_experimental.cache_clear()
+
+
+@pytest.mark.usefixtures("experimental")
+def test_the_first_use_of_an_experimental_backend_warns_once():
+    with pytest.warns(UserWarning, match="'new' is experimental.*`python -m preact_kernels check`"):
+        call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("experimental")
+def test_a_report_of_what_ran_names_the_experimental_backend():
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    assert "experimental" not in str(pk.conversion_report(model))  # nothing runs fused
+    pk.convert(model)
+    with pytest.warns(UserWarning, match="experimental"):
+        model(torch.randn(2, 4, 3, 3))
+    assert "backend 'new' is experimental" in str(pk.conversion_report(model))
+    with pk.use_backend("reference"):
+        assert "experimental" not in str(pk.conversion_report(model))
+
+
+def test_the_gpu_backends_are_experimental_where_they_run_on_a_gpu():
+    is_experimental = {b.name: b.is_experimental for b in backends.BACKENDS}
+    on_gpu = "cuda" in backends._by_name["triton"].device_types
+    expected = {"cpu": False, "cuda": True, "triton": on_gpu, "reference": False}
+    assert is_experimental == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted without a GPU")

@@ -1,0 +1,132 @@
+"""What runs here, and a check of it: `python -m preact_kernels [check]`."""
+
+import argparse
+import importlib.metadata
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from preact_kernels import __version__
+from preact_kernels.accuracy.check import check_backend, columns_of
+from preact_kernels.kernels import cpu
+from preact_kernels.ops import dispatch
+from preact_kernels.ops.checks import dtype_name
+
+UNITS = {
+    "1x1, 64 to 16 channels": ((16, 64, 1, 1), {}),
+    "1x1, 64 to 256 channels": ((256, 64, 1, 1), {}),
+    "3x3, 16 channels": ((16, 16, 3, 3), {"padding": 1}),
+    "3x3, 64 channels": ((64, 64, 3, 3), {"padding": 1}),
+    "3x3, 64 to 128 channels, stride 2": ((128, 64, 3, 3), {"padding": 1, "stride": 2}),
+    "3x3, 512 channels": ((512, 512, 3, 3), {"padding": 1}),
+    "3x3, 64 channels, 4 groups": ((64, 16, 3, 3), {"padding": 1, "groups": 4}),
+}
+"""Convolutions behind a batch norm and a ReLU: the shape of the weight, and other arguments."""
+
+
+def versions() -> str:
+    """Versions of the package and of what it runs on."""
+    try:
+        triton = f"Triton {importlib.metadata.version('triton')}"
+    except importlib.metadata.PackageNotFoundError:
+        triton = "no Triton"
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    python = platform.python_version()
+    package = f"preact_kernels {__version__}"
+    return f"{package}: Python {python}, torch {torch.__version__}, {triton}, {cuda}"
+
+
+def devices() -> list[str]:
+    """A line for the CPU and for each GPU."""
+    info = Path("/proc/cpuinfo")
+    model = info.exists() and re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)
+    name = model[1].strip() if model else platform.machine()
+    kernels = "" if cpu.load_error() else f", kernels for {cpu.kernels().instruction_set}"
+    lines = [f"CPU: {name}, {torch.get_num_threads()} threads{kernels}"]
+    for index in range(torch.cuda.device_count()):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        name = torch.cuda.get_device_name(index)
+        lines.append(f"GPU {index}: {name}, compute capability {capability}")
+    return lines
+
+
+def served_units(device: torch.device) -> list[str]:
+    """A table of the backends that run `UNITS` on a device, by dtype."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    width = max(map(len, UNITS))
+    lines = [
+        " ".join(
+            [
+                f"{f'BN-ReLU-Conv on {device.type}':{width}}",
+                *(f"{dtype_name(d):28}" for d in dtypes),
+            ]
+        )
+    ]
+    for name, (shape, arguments) in UNITS.items():
+        weight = torch.empty(shape, device="meta")
+        found = [dispatch.backend_for(weight, dtype=d, device=device, **arguments) for d in dtypes]
+        lines.append(" ".join([f"{name:{width}}", *(f"{text:28}" for text in found)]))
+    return [line.rstrip() for line in lines]
+
+
+def report() -> None:
+    """Prints versions, devices, backends, and which backend runs common units."""
+    print(versions(), *devices(), "", sep="\n")
+    for backend in dispatch.BACKENDS:
+        error = backend.load_error()
+        state = f"not available: {error}" if error else "available"
+        print(
+            f"{backend.name:9} {state}{', experimental' * (backend.is_experimental and not error)}"
+        )
+    for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        print("", *served_units(torch.device(kind)), sep="\n")
+    print(f"\n`{dispatch.CHECK}` compares the kernels with float64 on this machine.")
+
+
+def check(backends: Sequence[dispatch.Backend], dtypes: Sequence[str]) -> int:
+    """Checks backends in the dtypes named, or in all. Returns 1 if a result is wrong, else 0."""
+    begin_s = time.monotonic()
+    print(versions(), *devices(), sep="\n")
+    print(
+        "\nThe largest error of outputs, gradients and running statistics, as a share of what is "
+        "allowed:\ntwice the error of plain PyTorch in the same dtype, and one rounding. Above 1 "
+        "is a MISS.\n"
+    )
+    is_right = True
+    for backend in backends:
+        if columns := [c for c in columns_of(backend) if not dtypes or str(c) in dtypes]:
+            is_right &= check_backend(backend, columns)
+    for backend in dispatch.BACKENDS:
+        if not backend.is_available():
+            print(f"not checked: {backend.name} ({backend.load_error()})")
+    verdict = "all results are right" if is_right else "some results are wrong"
+    print(f"{verdict}; {time.monotonic() - begin_s:.0f} s")
+    return int(not is_right)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m preact_kernels", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="check")
+    checking = commands.add_parser("check", help="compare kernels with float64 on this machine")
+    available = {b.name: b for b in dispatch.BACKENDS if b.is_available()}
+    dtypes = dict.fromkeys(str(c) for b in available.values() for c in columns_of(b))
+    add = checking.add_argument
+    add("--backends", nargs="+", choices=available, default=list(available), metavar="NAME",
+        help=f"of {', '.join(available)}; all by default")  # fmt: skip
+    add("--dtypes", nargs="+", choices=dtypes, default=[], metavar="DTYPE",
+        help=f"of {', '.join(dtypes)}; all by default")  # fmt: skip
+    given = parser.parse_args(arguments)
+    if given.command == "check":
+        return check([available[name] for name in given.backends], given.dtypes)
+    report()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

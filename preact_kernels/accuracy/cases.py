@@ -1,0 +1,258 @@
+"""Calls that reach every kernel of a backend, in the shapes of common networks and a few others."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from preact_kernels.kernels.contract import ACTIVATIONS
+from preact_kernels.kernels.dropout import Mask
+from preact_kernels.modules.norm_act import NormAct
+from preact_kernels.modules.norm_act_conv import NormActConv
+from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBottleneck
+from preact_kernels.modules.preact_stage import PreActStage
+from preact_kernels.ops import dispatch
+from preact_kernels.ops.residual_add import residual_add
+
+HALF = (torch.bfloat16, torch.float16)
+BLOCKS: dict[str, Any] = {"basic": PreActBasicBlock, "bottleneck": PreActBottleneck}
+
+
+class Case(NamedTuple):
+    """A call and the same in plain PyTorch; modules and inputs are on the CPU."""
+
+    name: str
+    fused: Any  # a function or a module
+    plain: Any
+    inputs: dict[str, Tensor]  # named as the arguments of `fused`
+
+
+class _Autocast(nn.Module):
+    """A module under autocast; as it is in float64."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, self.dtype, enabled=x.dtype != torch.float64):
+            return self.module(x)
+
+
+def cases(dtype: torch.dtype) -> dict[str, list[Case]]:
+    """The cases with activations in `dtype`, by kind."""
+    found = {
+        "batch norm, ReLU": [_norm("batch", "relu", dtype)],
+        "batch norm, evaluation": [_norm("batch", "relu", dtype, training=False)],
+        "batch norm, every activation": [_norm("batch", a, dtype) for a in ACTIVATIONS],
+        "group norm, SiLU": [_norm("group", "silu", dtype), _norm("group", "silu", dtype, True)],
+        "instance norm, leaky ReLU": [_norm("instance", "leaky_relu", dtype)],
+        "1x1 convolution": [
+            *(_conv(dtype, c, k, 1) for c, k in ((16, 64), (32, 128), (64, 256), (48, 96))),
+            *(_conv(dtype, c, k, 1, "residual") for c, k in ((64, 16), (128, 32), (256, 64))),
+        ],
+        "3x3 convolution": [
+            *(_conv(dtype, c, c, 3, "residual") for c in (16, 32, 64)),
+            _conv(dtype, 32, 48, 3),
+            *(_conv(dtype, c, c, 3, image=(7, 9)) for c in (16, 32, 64)),
+        ],
+        "5x5 convolution": [_conv(dtype, 16, 32, 5)],
+        "strided convolution": [
+            _conv(dtype, 64, 128, 1, stride=2),
+            _conv(dtype, 32, 64, 3, stride=2),
+        ],
+        "large weight": [_conv(dtype, 256, 256, 3), _conv(dtype, 512, 512, 1)],
+        "groups, dilation, bias": [
+            _conv(dtype, 48, 32, 3, groups=4, bias=True),
+            _conv(dtype, 10, 17, 3, padding=2, dilation=2, bias=True),
+        ],
+        "3-D convolution": [_conv_3d(dtype)],
+        "convolution, evaluation": [_conv(dtype, 64, 64, 3, training=False)],
+        "group norm, SiLU, convolution": [
+            _conv(dtype, 64, 64, 3, "residual", "scale", "shift", norm="group"),
+            _conv(dtype, 64, 32, 1, norm="group"),
+        ],
+        "residual addition": [_residual_add(dtype)],
+        "layouts and dropout masks": [
+            _layout("nhwc", dtype),
+            _layout("nchw", dtype),
+            _dropout(dtype),
+        ],
+        "bottlenecks": [_stage(dtype, "bottleneck", width) for width in (16, 32, 64)],
+        "basic blocks": [_stage(dtype, "basic", width) for width in (16, 32, 64)],
+        "projection": [_stage(dtype, kind, 16, projects=True) for kind in ("basic", "bottleneck")],
+        "rebuilt residual stream": [
+            _stage(dtype, kind, 16, count=3, memory="rebuild") for kind in ("basic", "bottleneck")
+        ],
+        "checkpoints": [_stage(dtype, "bottleneck", 16, count=3, memory="checkpoint", segments=2)],
+    }  # fmt: skip
+    if dtype in HALF:
+        found["float32 residual stream"] = [
+            _stage(dtype, "bottleneck", 16, count=3, memory=memory, residual_dtype=torch.float32)
+            for memory in ("store", "rebuild")
+        ]
+        found["autocast"] = [_under_autocast(dtype)]
+    return found
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """A copy of a fused module that runs plain `torch.nn` calls."""
+    module = copy.deepcopy(module)
+    for child in module.modules():
+        if hasattr(child, "fused"):
+            child.__dict__["fused"] = False
+    return module
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """`module` with parameters of norms and running statistics that are far from any default."""
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        if t.dim() == 1:
+            t.detach().copy_(torch.rand_like(t) + 0.5 if "var" in name else torch.randn_like(t))
+    return module
+
+
+def _away_from_kinks(module: nn.Module) -> nn.Module:
+    """`module` with batch norms whose outputs are rarely near 0.
+
+    Rounding decides the sign of a ReLU input near 0. In half precision a few such inputs would be
+    all of the error of several blocks.
+    """
+    for child in module.modules():
+        if isinstance(child, nn.BatchNorm2d):
+            child.weight.detach().uniform_(0.15, 0.25)
+            child.bias.detach().bernoulli_().mul_(2).sub_(1)
+    return module
+
+
+def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Parameters of batch norms stay in float32 beside half precision, as is usual.
+
+    Those of group norms do not: outside of autocast, PyTorch refuses them on a GPU.
+    """
+    for child in module.modules():
+        is_batch_norm = isinstance(child, nn.modules.batchnorm._BatchNorm)
+        if not list(child.children()):
+            child.to(torch.promote_types(dtype, torch.float32) if is_batch_norm else dtype)
+    return module
+
+
+def _case(name: str, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor]) -> Case:
+    module = _in_dtype(randomised(module), dtype)
+    inputs = {name: t.to(dtype) for name, t in inputs.items()}
+    return Case(name, module, plain_copy(module), inputs)
+
+
+def _images(*shape: int) -> Tensor:
+    return torch.randn(shape) + 0.5
+
+
+def _norm_module(kind: str, channels: int) -> nn.Module:
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    if kind == "group":
+        return nn.GroupNorm(channels // 8, channels)
+    return nn.InstanceNorm2d(channels, affine=True)
+
+
+def _modulation(names: Sequence[str], images: int, channels: int) -> dict[str, Tensor]:
+    return {n: torch.randn(images, channels, 1, 1) / 2 for n in ("scale", "shift") if n in names}
+
+
+def _norm(
+    norm: str, activation: str, dtype: torch.dtype, modulates: bool = False, training: bool = True
+) -> Case:
+    module = NormAct(_norm_module(norm, 48), activation).train(training)
+    names = ("scale", "shift") if modulates else ()
+    inputs = {"x": _images(4, 48, 9, 7), **_modulation(names, 4, 48)}
+    return _case(f"{norm} norm, {activation}", module, dtype, inputs)
+
+
+def _conv(
+    dtype: torch.dtype,
+    channels: int,
+    out_channels: int,
+    size: int,
+    *given: str,
+    norm: str = "batch",
+    image: tuple[int, int] = (8, 8),
+    training: bool = True,
+    **options: Any,
+) -> Case:
+    """A unit with the optional inputs that are named."""
+    options = {"padding": size // 2, "bias": False, **options}
+    conv = nn.Conv2d(channels, out_channels, size, **options)
+    activation = "relu" if norm == "batch" else "silu"
+    module = NormActConv(_norm_module(norm, channels), activation, conv).train(training)
+    inputs = {"x": _images(4, channels, *image), **_modulation(given, 4, channels)}
+    if "residual" in given:
+        inputs["residual"] = torch.randn(4, out_channels, *image)
+    stride = f", stride {conv.stride[0]}" if conv.stride[0] > 1 else ""
+    name = f"{channels} to {out_channels} channels, {size}x{size}, image {image[0]}x{image[1]}"
+    return _case(name + stride, module, dtype, inputs)
+
+
+def _conv_3d(dtype: torch.dtype) -> Case:
+    conv = nn.Conv3d(16, 16, 3, padding=1)
+    module = NormActConv(nn.GroupNorm(4, 16), "silu", conv)
+    return _case("3-D", module, dtype, {"x": _images(2, 16, 5, 4, 6)})
+
+
+def _residual_add(dtype: torch.dtype) -> Case:
+    def plain(x: Tensor, branch: Tensor) -> Tensor:
+        return x + branch
+
+    inputs = {name: _images(4, 48, 9, 7).to(dtype) for name in ("x", "branch")}
+    return Case("addition", residual_add, plain, inputs)
+
+
+def _layout(name: str, dtype: torch.dtype) -> Case:
+    def converted(x: Tensor) -> Tensor:
+        x = x.detach()
+        if name == "nchw":
+            x = x.contiguous(memory_format=torch.channels_last)
+        return getattr(dispatch.kernels_for(x), name)(x)
+
+    # From 65,536 elements on, the CPU library converts.
+    return Case(name, converted, lambda x: x.detach(), {"x": _images(4, 80, 16, 16).to(dtype)})
+
+
+def _dropout(dtype: torch.dtype) -> Case:
+    factor = 1 / (1 - 0.25)  # exact in half precision to one rounding
+
+    def masked(x: Tensor, branch: Tensor) -> Tensor:
+        kernels = dispatch.kernels_for(x)
+        bits = kernels.dropout_bits(branch.detach().movedim(1, -1).contiguous())
+        values = x.detach().clone(memory_format=torch.channels_last)
+        return kernels.dropout(values, Mask(bits, factor))
+
+    def plain(x: Tensor, branch: Tensor) -> Tensor:
+        return (x * (branch * factor)).detach()
+
+    x = _images(4, 48, 9, 7)
+    kept = torch.empty_like(x).bernoulli_(0.75)
+    return Case("dropout", masked, plain, {"x": x.to(dtype), "branch": kept.to(dtype)})
+
+
+def _stage(
+    dtype: torch.dtype, kind: str, width: int, count: int = 2, projects: bool = False, **options
+) -> Case:
+    """Blocks without projections, which backends run in one call; or one of stride 2 ahead."""
+    block, channels = BLOCKS[kind], width * BLOCKS[kind].expansion
+    blocks = [block(channels, width) for _ in range(count)]
+    if projects:
+        blocks[0] = block(32, width, stride=2)
+    stage = PreActStage(blocks, **options)
+    x = _images(4, 32 if projects else channels, 8, 8)
+    name = f"{count} {kind} blocks of width {width}, {stage.extra_repr()}"
+    module = _in_dtype(_away_from_kinks(randomised(stage)), dtype)
+    stream = x if options.get("residual_dtype") else x.to(dtype)
+    return Case(name, module, plain_copy(module), {"x": stream})
+
+
+def _under_autocast(dtype: torch.dtype) -> Case:
+    case = _stage(torch.float32, "bottleneck", 16)
+    fused, plain = (_Autocast(m, dtype) for m in (case.fused, case.plain))
+    return Case("autocast", fused, plain, case.inputs)

@@ -1,0 +1,352 @@
+"""The truth, and how far from it a result may be.
+
+The truth is plain PyTorch in float64 on the same inputs, as rounded to the dtype under test. A
+result in dtype d may be off by
+
+    norm(fused - truth) <= 2 * norm(eager - truth) + u * norm(truth),
+
+where eager is plain PyTorch in dtype d, and u, the unit roundoff of d (half of `finfo.eps`, what
+rounding to nearest costs at most), stands for the last rounding of a result that is right before.
+
+Eager's own error is one draw of a random quantity, and can be zero by luck. So it is taken as the
+largest over orders of evaluation that are equally right: the inputs as they are, stored NHWC, and
+with the batch reversed. A gradient of one value a channel is judged over several incoming gradients
+at once, which makes it a longer vector.
+
+Of float64 results no better truth is at hand, and the first order is the truth. Eager's error there
+is how far the other orders are off, and its error in float32 on the same problem scaled by the
+ratio of the unit roundoffs; times the square root of the samples a channel, because eager adds up
+float32 in float64, and has nothing wider for float64.
+
+The gradient of a ReLU jumps at zero, and the sign of a pre-activation near zero is decided by
+rounding. In half precision, tests take so many values that eager and fused have the same share of
+such cases. In float32 they are kept out of small problems: see `off_kinks`.
+
+A truth of norm zero allows nothing beyond twice eager's error: zeros must come out as zeros where
+eager has zeros.
+"""
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from preact_kernels.torch_compat import TorchDispatchMode
+
+Inputs = Mapping[str, Any]  # tensors or None, by the name of an argument
+Results = dict[str, Any]  # tensors or None
+
+# Inputs with a batch axis, which a reversal of the batch turns round.
+_BATCHED = ("x", "residual", "branch", "scale", "shift")
+_ORDERS: tuple[dict[str, Any], ...] = ({}, {"channels_last": True}, {"reversed_batch": True})
+_TF32_ROUNDOFF = 2.0**-11
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to nearest."""
+    return torch.finfo(dtype).eps / 2
+
+
+def gradient_like(y: Tensor, seed: int = 1) -> Tensor:
+    """A random incoming gradient for `y`."""
+    generator = torch.Generator(y.device).manual_seed(seed)
+    return torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype)
+
+
+def evaluate(
+    function: Callable[..., Tensor] | nn.Module,
+    inputs: Inputs,
+    dy: Tensor | None = None,
+    *,
+    seed: int = 1,
+    frozen: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    channels_last: bool = False,
+    reversed_batch: bool = False,
+    lay_out: Callable[[Tensor], Tensor] = lambda dy: dy,
+) -> Results:
+    """The output, every gradient, and what became of the running statistics.
+
+    Args:
+        function: called with `inputs` by name. A module is copied, and its parameters and buffers
+            count as inputs.
+        inputs: tensors; `running_mean` and `running_var` are updated and get no gradient.
+        dy: incoming gradient; None draws one with `seed`.
+        seed: see `gradient_like`.
+        frozen: inputs and parameters that want no gradient.
+        dtype: inputs and module are first converted to it.
+        channels_last: whether `[N, C, H, W]` inputs are first stored NHWC.
+        reversed_batch: whether the batch runs the other way round.
+        lay_out: applied to `dy`, to change its strides.
+    """
+    module = None
+    if isinstance(function, nn.Module):
+        function = module = copy.deepcopy(function)
+        if dtype is not None:
+            module.to(dtype)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+            parameter.grad = None
+    leaves = {name: None if t is None else t.detach().clone() for name, t in inputs.items()}
+    for name, leaf in leaves.items():
+        if leaf is None:
+            continue
+        leaf = leaf if dtype is None else leaf.to(dtype)
+        if reversed_batch and name in _BATCHED:
+            leaf = leaf.flip(0)
+        if channels_last and leaf.dim() == 4:
+            leaf = leaf.contiguous(memory_format=torch.channels_last)
+        leaves[name] = leaf.requires_grad_(not _is_buffer(name) and name not in frozen)
+
+    y = function(**leaves)
+    if y.requires_grad:
+        dy = gradient_like(y, seed) if dy is None else dy.to(y.dtype)
+        y.backward(lay_out(dy.flip(0) if reversed_batch else dy))
+
+    results = {"y": y.detach()}
+    for name, leaf in leaves.items():
+        if leaf is not None:
+            results |= {name: leaf} if _is_buffer(name) else {f"d{name}": leaf.grad}
+    if module is not None:
+        results |= {f"d{name}": p.grad for name, p in module.named_parameters()}
+        results |= dict(module.named_buffers())
+    if reversed_batch:
+        for name in ("y", *(f"d{n}" for n in _BATCHED)):
+            if results.get(name) is not None:
+                results[name] = results[name].flip(0)
+    return results
+
+
+def _is_buffer(name: str) -> bool:
+    return name.startswith("running_")
+
+
+Problem = tuple[Inputs, Tensor]  # inputs, incoming gradient
+
+
+def evaluate_all(
+    function: Callable[..., Tensor] | nn.Module, problems: Sequence[Problem], **options
+) -> Results:
+    """`evaluate` for several problems of the same shapes, the results of each name stacked."""
+    return stacked([evaluate(function, inputs, dy, **options) for inputs, dy in problems])
+
+
+def stacked(runs: Sequence[Results]) -> Results:
+    """The results of several runs as one tensor by name."""
+    return {
+        name: None if value is None else torch.stack([run[name] for run in runs])
+        for name, value in runs[0].items()
+    }
+
+
+def eager_errors(
+    plain: Callable[..., Tensor] | nn.Module,
+    problems: Sequence[Problem],
+    truth: Results,
+    tf32: bool = False,
+    **options,
+) -> dict[str, float]:
+    """How far plain PyTorch in the dtype of `x` is from the truth, for every result.
+
+    With `tf32`, PyTorch may round the operands of products to 11 bits, and does not always: then
+    float16, which has 11 bits, is one more order of evaluation.
+    """
+    orders = (*_ORDERS, {"dtype": torch.float16}) if tf32 else _ORDERS
+    runs = [evaluate_all(plain, problems, **order, **options) for order in orders]
+    errors = {
+        name: max(distance(run[name], expected) for run in runs)
+        for name, expected in truth.items()
+        if expected is not None
+    }
+    x = problems[0][0]["x"]
+    if x.dtype == torch.float64:
+        narrow = [
+            ({n: None if t is None else t.float() for n, t in inputs.items()}, dy.float())
+            for inputs, dy in problems
+        ]
+        plain = copy.deepcopy(plain).float() if isinstance(plain, nn.Module) else plain
+        truth = evaluate_all(plain, narrow, dtype=torch.float64, **options)
+        ratio = unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
+        growth = max(1, x.numel() // x.shape[1]) ** 0.5
+        for name, error in eager_errors(plain, narrow, truth, **options).items():
+            errors[name] += growth * ratio * error
+    return errors
+
+
+class Judgement(NamedTuple):
+    """What the budget says of one result."""
+
+    share: float  # the error as a share of what is allowed; NaN and more than 1 are wrong
+    fault: str = ""  # what is wrong, or an empty string
+
+
+def judge(
+    fused: Results, truth: Results, errors: Mapping[str, float], rounding: float | None = None
+) -> dict[str, Judgement]:
+    """Whether every tensor of `fused` is as near to the truth as `errors`, eager's own, allow.
+
+    Args:
+        fused: results under test.
+        truth: the same in float64.
+        errors: see `eager_errors`.
+        rounding: relative error of one rounding; None takes that of each result's dtype.
+    """
+    return {
+        name: _judge(name, fused.get(name), truth.get(name), errors, rounding)
+        for name in {**truth, **fused}
+    }
+
+
+def _judge(
+    name: str,
+    found: Tensor | None,
+    expected: Tensor | None,
+    errors: Mapping[str, float],
+    rounding: float | None,
+) -> Judgement:
+    if found is None or expected is None:
+        if found is expected:
+            return Judgement(0.0)
+        return Judgement(math.inf, f"{name}: expected {_kind(expected)}, got {_kind(found)}")
+    if found.shape != expected.shape:
+        shapes = f"expected {list(expected.shape)}, got {list(found.shape)}"
+        return Judgement(math.inf, f"{name}: {shapes}")
+    error, norm = distance(found, expected), _norm(expected)
+    if not found.is_floating_point():
+        rounding = 0.0
+    elif rounding is None:
+        rounding = unit_roundoff(found.dtype)
+    allowed = 2 * errors[name] + rounding * norm
+    if error <= allowed:
+        return Judgement(error / allowed if allowed else 0.0)
+    return Judgement(
+        error / allowed if allowed else math.inf,
+        f"{name}: error {error:.3g}, allowed {allowed:.3g} "
+        f"(eager's own {errors[name]:.3g}, norm {norm:.3g})",
+    )
+
+
+_aten = torch.ops.aten
+
+# Where the gradients of activations jump.
+_KINKS = {
+    _aten.relu.default: (0,),
+    _aten.relu_.default: (0,),
+    _aten.leaky_relu.default: (0,),
+    _aten.elu.default: (0,),
+    _aten.hardtanh.default: (0, 6),
+    _aten.hardswish.default: (-3, 3),
+}
+
+
+class ReLUInputs(TorchDispatchMode):
+    """How many inputs of ReLUs and the like there are, and how near to a kink one of them comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.nearest = 0, math.inf
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for kink in _KINKS.get(function, ()):
+            self.count += args[0].numel()
+            if args[0].numel():
+                self.nearest = min(self.nearest, float((args[0] - kink).abs().min()))
+        return function(*args, **kwargs or {})
+
+
+def off_kinks(
+    plain: Callable[..., Tensor] | nn.Module,
+    inputs: Inputs,
+    most: int = 20_000,
+    **options,
+) -> Inputs:
+    """`inputs`, with noise on `x` where a kink of a float32 problem would be a toss-up.
+
+    Problems with more than `most` inputs of ReLUs and the like stay as they are.
+    """
+    margin = 100 * unit_roundoff(torch.float32)
+    for _ in range(20):
+        if inputs["x"].dtype != torch.float32:
+            break
+        with ReLUInputs() as seen:
+            evaluate(plain, inputs, dtype=torch.float64, **options)
+        if seen.count > most or seen.nearest > margin:
+            break
+        noise = torch.randn(inputs["x"].shape).to(inputs["x"].device)
+        inputs = {**inputs, "x": inputs["x"] + noise / 1000}
+    return inputs
+
+
+def compare(
+    fused: Callable[..., Tensor] | nn.Module,
+    plain: Callable[..., Tensor] | nn.Module,
+    problems: Sequence[Inputs],
+    tf32: bool = False,
+    **options,
+) -> tuple[Results, dict[str, Judgement]]:
+    """Judges `fused` by its results on several problems of the same shapes, taken together.
+
+    Args:
+        fused: under test.
+        plain: the same in plain PyTorch.
+        problems: inputs as in `evaluate`, among them `x`.
+        tf32: whether products may round their operands to TF32.
+        **options: as in `evaluate`.
+
+    Returns:
+        The results of the first problem, and a judgement of each.
+    """
+    runs = [evaluate(fused, inputs, seed=seed, **options) for seed, inputs in enumerate(problems)]
+    with_gradients = [
+        (inputs, gradient_like(run["y"], seed))
+        for seed, (inputs, run) in enumerate(zip(problems, runs, strict=True))
+    ]
+    with _one_thread():
+        truth = evaluate_all(plain, with_gradients, dtype=torch.float64, **options)
+        errors = eager_errors(plain, with_gradients, truth, tf32, **options)
+        eager = evaluate(plain, *with_gradients[0], **options)
+    judgements = judge(stacked(runs), truth, errors, _TF32_ROUNDOFF if tf32 else None)
+    for name, value in eager.items():
+        dtypes = [None if t is None else t.dtype for t in (value, runs[0].get(name))]
+        if dtypes[0] != dtypes[1] and not judgements[name].fault:
+            fault = f"{name}: expected {dtypes[0]}, got {dtypes[1]}"
+            judgements[name] = Judgement(math.inf, fault)
+    return runs[0], judgements
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Plain PyTorch's errors then depend less on the machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal: -0.0 is not 0.0, and NaNs have payloads."""
+    return a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(t: Tensor) -> Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.detach().contiguous().view(integers[t.itemsize])
+
+
+def _norm(t: Tensor) -> float:
+    return float(t.double().norm())
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Euclidean, in float64."""
+    return _norm(a.double() - b.double())
+
+
+def _kind(value: Tensor | None) -> str:
+    return "no gradient" if value is None else "a gradient"

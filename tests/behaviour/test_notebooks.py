@@ -1,0 +1,68 @@
+"""Notebooks run, and the outputs in the repository are those of their code."""
+
+import pytest
+
+pytest.importorskip("ipykernel")
+pytest.importorskip("matplotlib")
+pytest.importorskip("nbclient")
+pytest.importorskip("sklearn")
+pytest.importorskip("tensorboard")
+
+from tests.behaviour import notebooks
+
+COMMITTED = notebooks.read(notebooks.IDENTITY_MAPPINGS)
+REFRESH = "run `make notebook`"
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def output_types(notebook):
+    """Returns the types of what each code cell displays."""
+    return [
+        [sorted(output.data) for output in cell.outputs if "data" in output]
+        for cell in code_cells(notebook)
+    ]
+
+
+def column(notebook, title):
+    """Maps the first column of a displayed table to another."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    texts = [output.get("data", {}).get("text/markdown", "") for output in outputs]
+    (table,) = [text for text in texts if title in text]
+    names, _, *rows = [
+        [value.strip() for value in line.strip("|").split("|")] for line in table.splitlines()
+    ]
+    return {row[0]: row[names.index(title)] for row in rows}
+
+
+def test_outputs_are_those_of_the_code():
+    cells = code_cells(COMMITTED)
+    assert COMMITTED.metadata.get("code_sha256") == notebooks.code_checksum(COMMITTED), REFRESH
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), REFRESH
+    for output in (output for cell in cells for output in cell.outputs):
+        assert output.output_type == "display_data", REFRESH  # no error, no warning
+    assert not any("execution" in cell.metadata for cell in cells), REFRESH  # times
+    assert notebooks.IDENTITY_MAPPINGS.stat().st_size < 400_000
+
+
+def test_a_reduced_notebook_runs():
+    notebook = notebooks.read(notebooks.IDENTITY_MAPPINGS)
+    notebooks.set_parameters(notebook, DEPTH=8, EPOCHS=1)
+    notebooks.execute(notebook, OMP_NUM_THREADS="1")
+    assert output_types(notebook) == output_types(COMMITTED)
+    identities = column(notebook, "blocks that are the identity")
+    assert identities.pop("full-preactivation") == "1 of 1"
+    assert set(identities.values()) == {"0 of 1"}
+
+
+@pytest.mark.slow
+def test_the_notebook_shows_what_its_text_says():
+    notebook = notebooks.read(notebooks.IDENTITY_MAPPINGS)
+    notebooks.execute(notebook)
+    assert output_types(notebook) == output_types(COMMITTED)
+    gradients = {k: float(v) for k, v in column(notebook, "with branches").items()}
+    assert min(gradients, key=gradients.get) == "identity" and gradients["identity"] < 1e4
+    errors = {k: float(v) for k, v in column(notebook, "test error, %").items()}
+    assert errors["full-preactivation"] < 10 and errors["original"] > 30
